@@ -1,0 +1,75 @@
+"""TRL's GRPOTrainer on the addition task: same model, batch, lengths and updates as recipes/grpo.py.
+
+Prints one JSON object: median seconds of a step (64 prompts x 8 samples, two updates) and samples/s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", WANDB_MODE="disabled")
+
+
+def exact(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def main(model: str, steps: int, threads: int) -> None:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(threads)
+    rng = random.Random(0)
+    pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(4096)]
+    rows = [{"prompt": f"<bos>{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in pairs]
+    stamps: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            stamps.append(time.perf_counter())
+
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=256,
+        steps_per_generation=2,
+        num_generations=8,
+        max_completion_length=4,
+        max_steps=2 * steps,
+        learning_rate=1e-4,
+        beta=0.0,
+        temperature=1.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        logging_steps=1000,
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        reward_funcs=exact,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    # Two optimizer updates make one step; the first three steps are warm-up.
+    ends = stamps[1::2]
+    seconds = statistics.median(b - a for a, b in zip(ends[3:], ends[4:], strict=False))
+    print(json.dumps({"step_seconds": seconds, "samples_per_second": 512 / seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,5 @@
+"""`python -m hflow`."""
+
+from hflow.cli import main
+
+main()

@@ -1,0 +1,96 @@
+"""`KVCache`: keys and values of the running sequences, one slot each, grown on demand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LENGTH_STEP = 16
+
+
+def padded_length(num_tokens: int) -> int:
+    """Round up to what attention is computed over.
+
+    Multiples of 16, and at least 32: over such lengths the masked tail adds exact zeros in the
+    same summation order, so that a sequence's result does not depend on its neighbours' lengths.
+    """
+    return max(2 * _LENGTH_STEP, -(-num_tokens // _LENGTH_STEP) * _LENGTH_STEP)
+
+
+class KVCache:
+    """Per layer two tensors `[slots, kv_heads, length, head_dim]`.
+
+    Running sequences occupy slots 0 .. n-1, so that a decode step reads the view `[:n, :, :L]`.
+    A layer is allocated when it is first written, with the shape and dtype of its keys, which
+    makes the cache independent of the architecture. What was never written is zero, since a
+    masked NaN would still be a NaN.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        self._max_slots = max_slots
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._num_slots = 0
+        self._length = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Layers written so far."""
+        return len(self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Make room for `num_slots` sequences of `length` tokens, keeping what is cached."""
+        if num_slots <= self._num_slots and length <= self._length:
+            return
+        if num_slots > self._num_slots:
+            self._num_slots = max(num_slots, min(2 * self._num_slots, self._max_slots))
+        if length > self._length:
+            self._length = padded_length(max(length, self._length * 5 // 4))
+        for index, (keys, values) in self._layers.items():
+            self._layers[index] = (self._enlarged(keys), self._enlarged(values))
+
+    def write(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store rows `[N, kv_heads, head_dim]` at `(slots[i], positions[i])`."""
+        if layer not in self._layers:
+            self._layers[layer] = (self._allocate(keys), self._allocate(values))
+        cached_keys, cached_values = self._layers[layer]
+        cached_keys[slots, :, positions] = keys
+        cached_values[slots, :, positions] = values
+
+    def view(self, layer: int, num_slots: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[num_slots, kv_heads, length, head_dim]` of the first slots."""
+        keys, values = self._layers[layer]
+        return keys[:num_slots, :, :length], values[:num_slots, :, :length]
+
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy the first `length` tokens of slots into others (which have been left)."""
+        for layer in self._layers.values():
+            for tensor in layer:
+                for source, target in zip(sources, targets, strict=True):
+                    tensor[target, :, :length] = tensor[source, :, :length]
+
+    def drop(self) -> None:
+        """Free everything."""
+        self._layers = {}
+        self._num_slots = self._length = 0
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        _, kv_heads, head_dim = like.shape
+        return like.new_zeros(self._num_slots, kv_heads, self._length, head_dim)
+
+    def _enlarged(self, old: Tensor) -> Tensor:
+        num_slots, kv_heads, length, head_dim = old.shape
+        new = old.new_zeros(self._num_slots, kv_heads, self._length, head_dim)
+        new[:num_slots, :, :length] = old
+        return new
+
+
+def additive_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """`[N, 1, 1, length]`: 0 up to and including each row's position, minus infinity after it."""
+    reachable = torch.arange(length, device=positions.device) <= positions[:, None]
+    mask = torch.zeros(reachable.shape, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(~reachable, float("-inf"))[:, None, None, :]

@@ -1,0 +1,129 @@
+"""From running sequences and entering prompts to the tensors of one packed forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hflow.backends.embedded_engine.admission import PromptGroup
+from hflow.backends.embedded_engine.attention import PackedStep, PromptBucket
+from hflow.backends.embedded_engine.cache import KVCache, additive_mask, padded_length
+from hflow.backends.embedded_engine.request import Request
+
+Ints = npt.NDArray[np.int64]
+
+_MIN_ROWS = 4
+"""CPU matrix products of fewer rows sum in another order; filling up keeps a sequence's result
+independent of how many others run."""
+
+
+@dataclass(frozen=True)
+class PackedForward:
+    """Inputs of one forward, and where its logits go."""
+
+    input_ids: Tensor
+    """int64 `[1, rows]`."""
+    positions: Tensor
+    """int64 `[1, rows]`."""
+    logit_rows: Tensor
+    """int64: the rows whose logits are wanted (running sequences, then one a prompt), filled up."""
+    sequence_logits: Tensor | None
+    """int64 `[S]`: index into the logits for each sequence; None where each has its own."""
+    step: PackedStep
+
+
+def pack(
+    running: Sequence[Request],
+    groups: Sequence[PromptGroup],
+    cache: KVCache,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PackedForward:
+    """Lay out one step. Members of `groups` take the slots after the running ones, in order."""
+    num_decoding = len(running)
+    last_ids = np.fromiter((request.ids[-1] for request in running), np.int64, num_decoding)
+    positions = np.fromiter((len(request.ids) - 1 for request in running), np.int64, num_decoding)
+    cached_length = padded_length(int(positions.max(initial=0)) + 1)
+    longest_prompt = max((len(group.ids) for group in groups), default=0)
+    cache.reserve(
+        num_decoding + sum(len(group.members) for group in groups), max(cached_length, longest_prompt)
+    )
+    prompts = _Prompts(groups, num_decoding)
+    stored = prompts.stored(positions)
+
+    def tensor(values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(device, non_blocking=True)
+
+    decode_mask = additive_mask(tensor(positions), cached_length, dtype) if num_decoding else None
+    step = PackedStep(
+        cache=cache,
+        num_decoding=num_decoding,
+        cached_length=cached_length,
+        decode_mask=decode_mask,
+        stored_rows=tensor(stored[0]) if groups else None,
+        stored_slots=tensor(stored[1]),
+        stored_positions=tensor(stored[2]),
+        buckets=tuple(PromptBucket(*map(tensor, bucket)) for bucket in prompts.buckets()),
+    )
+    return PackedForward(
+        input_ids=tensor(_filled(np.concatenate((last_ids, prompts.ids))))[None],
+        positions=tensor(_filled(np.concatenate((positions, prompts.positions))))[None],
+        logit_rows=tensor(_filled(np.concatenate((np.arange(num_decoding), prompts.last_rows)))),
+        sequence_logits=tensor(prompts.sequence_logits()) if groups else None,
+        step=step,
+    )
+
+
+class _Prompts:
+    """The rows of the prompts that enter: `starts[g]` is the first row of prompt g."""
+
+    def __init__(self, groups: Sequence[PromptGroup], num_decoding: int) -> None:
+        self.num_decoding = num_decoding
+        self.lengths = np.array([len(group.ids) for group in groups], np.int64)
+        self.num_members = np.array([len(group.members) for group in groups], np.int64)
+        self.starts = num_decoding + np.cumsum(self.lengths) - self.lengths
+        self.ids = np.concatenate([np.zeros(0, np.int64), *(np.array(g.ids, np.int64) for g in groups)])
+        self.positions = _ranges(np.zeros_like(self.lengths), self.lengths)
+        self.last_rows = self.starts + self.lengths - 1
+
+    def stored(self, decode_positions: Ints) -> tuple[Ints, Ints, Ints]:
+        """Rows, slots and positions of all tokens to store: each prompt once for every member."""
+        lengths = np.repeat(self.lengths, self.num_members)
+        slots = self.num_decoding + np.arange(len(lengths))
+        decoding = np.arange(self.num_decoding)
+        return (
+            np.concatenate((decoding, _ranges(np.repeat(self.starts, self.num_members), lengths))),
+            np.concatenate((decoding, np.repeat(slots, lengths))),
+            np.concatenate((decode_positions, _ranges(np.zeros_like(lengths), lengths))),
+        )
+
+    def sequence_logits(self) -> Ints:
+        """Which logits row each sequence draws from: members of a group share their prompt's."""
+        entering = np.repeat(self.num_decoding + np.arange(len(self.lengths)), self.num_members)
+        return np.concatenate((np.arange(self.num_decoding), entering))
+
+    def buckets(self) -> list[tuple[Ints, Ints, Ints]]:
+        """`(rows, filled, targets)` for each padded length among the prompts."""
+        padded = np.array([padded_length(int(length)) for length in self.lengths], np.int64)
+        return [self._bucket(padded == length, int(length)) for length in np.unique(padded)]
+
+    def _bucket(self, members: npt.NDArray[np.bool_], length: int) -> tuple[Ints, Ints, Ints]:
+        columns = np.arange(length)
+        real = columns < self.lengths[members][:, None]
+        rows = np.where(real, self.starts[members][:, None] + columns, 0)
+        return rows, np.flatnonzero(real), rows[real]
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """Concatenation of `range(starts[i], starts[i] + lengths[i])`."""
+    ends = np.cumsum(lengths)
+    return np.arange(int(lengths.sum())) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def _filled(values: Ints) -> Ints:
+    return np.pad(values, (0, max(0, _MIN_ROWS - len(values))))

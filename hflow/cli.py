@@ -1,0 +1,116 @@
+"""The command line: parse, call the launcher, print."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hflow import launch
+from hflow.doctor import Finding, examine
+from hflow.errors import HflowError
+from hflow.graph.render import render_text
+from hflow.report.plan_text import render_plan
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+OVERRIDES = (
+    "KEY=VALUE: [bold]steps=10[/], [bold]models.actor.optim.lr=3e-4[/], [bold]nodes.actor_train.clip=0.1[/]."
+)
+
+app = typer.Typer(
+    name="hflow",
+    help="Reinforcement learning of language models as a typed dataflow graph: recipe, plan, run.",
+    epilog="Begin with: hflow check recipes/grpo.py; hflow plan recipes/grpo.py; hflow run recipes/sft.py",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Recipe = Annotated[str, typer.Argument(help="The recipe's Python file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=OVERRIDES, show_default=False)
+]
+
+
+@app.command(epilog="Example: hflow check recipes/grpo.py")
+def check(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Read a recipe, bind every parameter, refuse what cannot be right, and print the graph."""
+    _print(render_text(launch.check(recipe, overrides or [])))
+
+
+@app.command(epilog="Example: hflow plan recipes/grpo.py cluster=h100-2x8 max_staleness=2")
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Lay the graph out on a cluster and print where, when and which bytes; no device is needed."""
+    made = launch.plan(recipe, overrides or [])
+    _print(launch.to_json(made) if json else render_plan(made))
+
+
+@app.command(epilog="Example: hflow run recipes/grpo.py steps=20 workers=inproc")
+def run(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    cfg: Annotated[
+        bool, typer.Option("--cfg", help="Print the composed configuration, run nothing.")
+    ] = False,
+    live: Annotated[
+        bool | None,
+        typer.Option("--live/--plain", help="A live panel or plain lines.", show_default="by terminal"),
+    ] = None,
+) -> None:
+    """Run a recipe; results lie in OUT/NAME/TIME, and OUT/NAME/latest points there."""
+    if cfg:
+        _print(launch.compose(recipe, overrides or []).rstrip())
+        return
+    Console().print(launch.run(recipe, overrides or [], live).render(), soft_wrap=True)
+
+
+@app.command(epilog="Example: hflow doctor")
+def doctor() -> None:
+    """Say what this machine can run, and the one command that mends what it cannot."""
+    findings = list(examine())
+    Console().print(_table(findings))
+    if any(finding.required and not finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line. A user's error is one line and exit code 2; Ctrl-C is 130."""
+    try:
+        app()
+    except HflowError as error:
+        _stop(str(error), USER_ERROR)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            _stop("interrupted", INTERRUPTED)
+        raise
+
+
+def _print(text: str) -> None:
+    """Print as it is, whatever the terminal's width."""
+    sys.stdout.write(text + "\n")
+
+
+def _stop(message: str, code: int) -> NoReturn:
+    line = Text.assemble(("error: ", "bold red"), " ".join(message.split()))
+    Console(stderr=True).print(line, soft_wrap=True)
+    raise SystemExit(code)
+
+
+def _table(findings: list[Finding]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        mark = Text("ok", "green") if finding.ok else Text("no", "red" if finding.required else "yellow")
+        remedy = "" if finding.ok else finding.remedy
+        table.add_row(finding.topic, finding.name, mark, Text(finding.detail), Text(remedy, "dim"))
+    return table

@@ -1,0 +1,39 @@
+"""A configuration as YAML, and as flat rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hflow.config.build import join
+from hflow.config.schema import RunConfig
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration, defaults included; a file with it composes to the same value."""
+    import yaml
+
+    text: str = yaml.safe_dump(_plain(config), sort_keys=False)
+    return text
+
+
+def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of a configuration (or a part of it) with its dotted key, in key order."""
+    plain = _plain(value)
+    if isinstance(plain, dict):
+        for name in sorted(plain):
+            yield from flatten(plain[name], join(key, name))
+    else:
+        yield key, plain
+
+
+def _plain(value: Any) -> Any:
+    """The value in dicts, lists and scalars only."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,39 @@
+"""Checks the names in a configuration against those that the recipe declares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from hflow.config.build import join, unknown
+from hflow.config.schema import RunConfig
+from hflow.errors import ConfigError
+
+
+def validate_names(
+    config: RunConfig,
+    models: Collection[str],
+    data: Collection[str],
+    nodes: Mapping[str, Collection[str]],
+) -> None:
+    """Refuse entries of `models`, `data` and `nodes` that the recipe does not know.
+
+    Args:
+        config: the composed configuration.
+        models: names of the recipe's models.
+        data: names of the recipe's datasets.
+        nodes: by node name, its knobs and options.
+
+    Raises:
+        ConfigError: for the first unknown name, with the nearest one.
+    """
+    _validate("models", config.models, models)
+    _validate("data", config.data, data)
+    _validate("nodes", config.nodes, nodes)
+    for node, values in config.nodes.items():
+        _validate(join("nodes", node), values, nodes[node])
+
+
+def _validate(key: str, given: Collection[str], known: Collection[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigError(unknown(join(key, name), name, known))

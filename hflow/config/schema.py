@@ -1,0 +1,137 @@
+"""Every key of a run's configuration: its type, its default, its meaning.
+
+`null` means "as planned" or "none", as each key says. The metadata `least` is the smallest value
+that a number may have; everything else that a value must be is in its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _least(least: float, default: Any) -> Any:
+    return field(default=default, metadata={"least": least})
+
+
+def _empty() -> Any:
+    return field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule. Steps are optimizer steps, not steps of the run."""
+
+    lr: float = _least(0, 1e-6)
+    """Learning rate after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = _least(0, 1e-8)
+    weight_decay: float = _least(0, 0.0)
+    warmup_steps: int = _least(0, 0)
+    """Steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes from the warm-up's end to the run's."""
+    min_lr_ratio: float = _least(0, 0.0)
+    """The last learning rate over `lr`, for `linear` and `cosine`."""
+    clip_grad: float = _least(0, 1.0)
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True)
+class GenConfig:
+    """How a model generates."""
+
+    engine: Literal["embedded"] = "embedded"
+    """The generation engine."""
+    layout: str | None = None
+    """Axes of its replica, such as `d4t1`; null: as planned."""
+    group: str | None = None
+    """Device group of its replica; null: as planned."""
+    max_running: int = _least(1, 256)
+    """Sequences that one engine decodes at once."""
+    max_model_len: int = _least(2, 2048)
+    """Tokens of prompt and completion together."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model of the recipe: `models.NAME`."""
+
+    path: str | None = None
+    """A local HF checkpoint directory: config, weights and tokenizer come from it."""
+    architecture: Mapping[str, Any] | None = None
+    """An HF config as a mapping with `model_type`. Without `path` the weights start at random; with
+    it, this is what the planner reads while the checkpoint does not exist yet."""
+    alphabet: str | None = None
+    """Characters of a character tokenizer, for an `architecture` without a tokenizer of its own."""
+    backend: Literal["torch"] = "torch"
+    """The engine that trains and infers."""
+    layout: str | None = None
+    """Axes of the replica that trains (or infers), such as `d2t2p1`; null: as planned."""
+    group: str | None = None
+    """Its device group: replicas with one group's name share devices and take turns; null: as planned."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the forward and backward pass."""
+    tokens_per_microbatch: int = _least(1, 16384)
+    """Packed tokens of one forward. No result depends on it."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    gen: GenConfig = field(default_factory=GenConfig)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The rows of one dataset of the recipe: `data.NAME`. Either `path` or `generator`."""
+
+    path: str | None = None
+    """A file of rows whose columns are those that the recipe declares."""
+    generator: str | None = None
+    """A named generator of rows, such as `addition`."""
+    split: str = "train"
+    """Which part of it."""
+    shuffle: bool = True
+    """Whether every pass takes the rows in another order, seeded by `seed`."""
+    limit: int | None = _least(1, None)
+    """Rows to take; null: all."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The whole configuration of one run."""
+
+    name: str
+    """The run's name, by default the recipe's file name. Results lie in OUT/NAME/TIME."""
+    out: str = "runs"
+    """Directory of results; like all paths, relative to the working directory."""
+    seed: int = _least(0, 0)
+    """Seeds the order of data, sampling, minibatches and random weights."""
+    steps: int = _least(1, 100)
+    """Training steps."""
+    batch: int = _least(1, 32)
+    """Groups a step; a group is one prompt with its samples."""
+    max_staleness: int = _least(0, 0)
+    """Versions that a batch may be behind when it starts: 0 is synchronous, 2 to 8 is typical."""
+    sync_every: int = _least(1, 1)
+    """Steps from one sync of the generation engines' weights to the next."""
+    max_concurrent: int = _least(1, 256)
+    """Samples in flight, over all engines."""
+    max_refused_per_step: int = _least(0, 1000)
+    """Groups refused in one step above which the run stops."""
+    save_every: int = _least(0, 0)
+    """Steps from one checkpoint to the next; 0 keeps only the one at the end."""
+    workers: Literal["ray", "inproc"] = "ray"
+    """Where workers live: in processes that Ray starts, or all in this one."""
+    cluster: str = "cpu-1x1"
+    """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process."""
+    device_memory_gib: float | None = _least(0, None)
+    """Memory of one device that the plan may use; null: all that such a device has."""
+    groups: Mapping[str, tuple[int, ...]] = _empty()
+    """Devices of each device group that models name, as in `groups.gen=[4,5,6,7]`; empty: as planned."""
+    models: Mapping[str, ModelConfig] = _empty()
+    """By the recipe's model names."""
+    data: Mapping[str, DataConfig] = _empty()
+    """By the recipe's dataset names."""
+    nodes: Mapping[str, Mapping[str, Any]] = _empty()
+    """By the recipe's node names: knobs and decorator options, as in `nodes.actor_train.clip`."""

@@ -1,0 +1,213 @@
+"""Between batches and bodies: keyword arguments out of columns, columns out of what bodies return.
+
+Batch-level bodies see tensors (`bind`, `unpack`); sample- and group-level bodies see plain Python
+values (`bind_rows`, `unpack_rows`). A batch's columns bear the plain names of the fields of its own
+stream; a field of another stream is called `stream/field`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hflow.data.batch import Batch, Column
+from hflow.data.returned import column_of_rows, column_of_tensor, split_result
+from hflow.errors import RunError, nearest
+from hflow.types import Output, Sequences, Unit
+
+RowLevel = Literal["sample", "group"]
+
+
+class BoundBody(Protocol):
+    """What binding needs of a `backends.base.Call` or of a worker's `NodeProgram`."""
+
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """`graph.ir.Read` rows."""
+
+    @property
+    def provided(self) -> tuple[tuple[str, str], ...]:
+        """(parameter, kind)."""
+
+    @property
+    def returns(self) -> tuple[tuple[str, str], ...]:
+        """(field, unit)."""
+
+    @property
+    def metrics(self) -> bool:
+        """Whether the last result is a dict of metrics."""
+
+    @property
+    def knobs(self) -> Mapping[str, Any]:
+        """Hyper-parameters by name."""
+
+
+def localize(batch: Batch, stream: str) -> Batch:
+    """The same batch with the columns `stream/field` of its own stream under their plain names."""
+    prefix = f"{stream}/"
+    columns = {name.removeprefix(prefix): column for name, column in batch.columns.items()}
+    return Batch(batch.samples, batch.groups, batch.lengths, columns)
+
+
+def sequences_of(batch: Batch, device: torch.device | str = "cpu") -> Sequences:
+    """The shape of a batch; groups are counted in the order of their ids."""
+    _, group = np.unique(batch.groups, return_inverse=True)
+    return Sequences(
+        torch.from_numpy(batch.offsets).to(device),
+        to_tensor(column(batch, "loss_mask").values, device).bool(),
+        torch.from_numpy(group.astype(np.int64)).to(device),
+        int(group.max(initial=-1)) + 1,
+    )
+
+
+def bind(
+    call: BoundBody,
+    batch: Batch,
+    seqs: Sequences,
+    output: Output | None = None,
+    made: Mapping[str, Tensor] | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments of a batch-level body: its fields, `Output`, `Sequences` and knobs.
+
+    Args:
+        call: the body's reads, provided parameters and knobs.
+        batch: columns of every field that it reads.
+        seqs: the batch's shape, on the device where the body runs.
+        output: the model's, for infer and train bodies.
+        made: fields computed on the way, which replace the batch's (`prox_logprobs`).
+
+    Raises:
+        RunError: when the batch lacks a field.
+    """
+    arguments: dict[str, Any] = dict(call.knobs)
+    for read in call.reads:
+        if made is not None and read.field in made:
+            arguments[read.parameter] = made[read.field]
+        else:
+            arguments[read.parameter] = _argument(read, _column_read(read, batch), seqs)
+    kinds = {"output": output, "sequences": seqs}
+    arguments.update((name, kinds[kind]) for name, kind in call.provided if kind in kinds)
+    return arguments
+
+
+def unpack(
+    node: str, call: BoundBody, result: Any, batch: Batch, seqs: Sequences
+) -> tuple[dict[str, Column], dict[str, Any]]:
+    """Columns and metrics out of what a batch-level body returned.
+
+    Raises:
+        RecipeError: when the number of results is not the declared one.
+        RunError: when a result's shape is not that of its unit.
+    """
+    results, metrics = split_result(node, call.returns, call.metrics, result)
+    columns = {
+        field: column_of_tensor(node, field, Unit(unit), value, batch, seqs)
+        for (field, unit), value in zip(call.returns, results, strict=True)
+    }
+    return columns, metrics
+
+
+def bind_rows(call: BoundBody, batch: Batch, level: RowLevel) -> dict[str, Any]:
+    """Keyword arguments of a per-sample body (the batch's one row) or per-group body (lists of rows).
+
+    Parameters that are provided (`Tokenizer`, `State`, `Engine`) are added by the caller.
+
+    Raises:
+        RunError: when the batch lacks a field.
+    """
+    assert level == "group" or len(batch) == 1, "a per-sample body reads one row"
+    arguments: dict[str, Any] = dict(call.knobs)
+    for read in call.reads:
+        rows = _python_rows(read, _column_read(read, batch), batch)
+        one = level == "sample" or read.unit is Unit.GROUP
+        arguments[read.parameter] = rows[0] if one else rows
+    return arguments
+
+
+def unpack_rows(
+    node: str, call: BoundBody, result: Any, batch: Batch, level: RowLevel
+) -> tuple[dict[str, Column], dict[str, Any]]:
+    """Columns and metrics out of what a per-sample or per-group body returned.
+
+    A per-group body returns a list over the members, or one value where the unit is GROUP. The
+    same errors as `unpack`.
+    """
+    results, metrics = split_result(node, call.returns, call.metrics, result)
+    columns = {}
+    for (field, unit), value in zip(call.returns, results, strict=True):
+        shared = level == "sample" or unit == Unit.GROUP
+        rows = [value] * len(batch) if shared else value
+        columns[field] = column_of_rows(node, field, Unit(unit), rows, batch)
+    return columns, metrics
+
+
+def column(batch: Batch, name: str) -> Column:
+    """A column by name.
+
+    Raises:
+        RunError: when the batch does not hold it.
+    """
+    if name not in batch.columns:
+        have = ", ".join(sorted(batch.columns)) or "nothing"
+        raise RunError(f"a batch lacks {name!r}; it holds {have}{nearest(name, batch.columns)}")
+    return batch.columns[name]
+
+
+def to_tensor(values: Any, device: torch.device | str) -> Tensor:
+    """A numpy column as a tensor: floats in fp32, integers in int64, booleans as they are."""
+    array = np.asarray(values)
+    if array.dtype.kind == "f":
+        array = array.astype(np.float32, copy=False)
+    elif array.dtype.kind in "iu":
+        array = array.astype(np.int64, copy=False)
+    if not array.flags.writeable:  # shared memory of the object store
+        array = array.copy()
+    return torch.from_numpy(array).to(device)
+
+
+def _column_read(read: Any, batch: Batch) -> Column:
+    qualified = f"{read.stream}/{read.field}"
+    return column(batch, qualified if qualified in batch.columns else read.field)
+
+
+def _argument(read: Any, source: Column, seqs: Sequences) -> Any:
+    """A column as the reader wants it: repeated to its unit, floats 0 where nothing is learned."""
+    if not isinstance(source.values, np.ndarray):
+        return source.values
+    x = to_tensor(source.values, seqs.index.device)
+    if read.unit is Unit.GROUP:
+        return x[_first_members(seqs)]
+    if read.unit is not Unit.TOKEN:
+        return x
+    if source.unit is not Unit.TOKEN:
+        x = x[seqs.index]
+    if not x.is_floating_point():
+        return x
+    return x.masked_fill(~seqs.loss_mask.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def _first_members(seqs: Sequences) -> Tensor:
+    """Row of the first member of each group `[P]`."""
+    rows = torch.arange(len(seqs), device=seqs.group.device)
+    start = rows.new_full((seqs.num_groups,), len(seqs))
+    return start.scatter_reduce(0, seqs.group, rows, "amin")
+
+
+def _python_rows(read: Any, source: Column, batch: Batch) -> list[Any]:
+    """One Python value for each sample, by the same rules as `_argument`."""
+    values = source.values
+    if not isinstance(values, np.ndarray):
+        return list(values)
+    if read.unit is not Unit.TOKEN:
+        return list(values.tolist())
+    if source.unit is not Unit.TOKEN:
+        values = np.repeat(values, batch.lengths)
+    if values.dtype.kind == "f":
+        mask = np.asarray(column(batch, "loss_mask").values, dtype=bool)
+        values = np.where(mask.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
+    offsets = batch.offsets
+    return [values[offsets[i] : offsets[i + 1]].tolist() for i in range(len(batch))]

@@ -1,0 +1,112 @@
+"""Columns out of what bodies return, with messages that name the node and the field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from hflow.data.batch import Batch, Column
+from hflow.errors import RecipeError, RunError
+from hflow.types import Sequences, Unit
+
+
+def split_result(
+    node: str, returns: Sequence[tuple[str, str]], metrics: bool, result: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The returned fields, in order, and the metrics.
+
+    Raises:
+        RecipeError: when the body returned another number of results than it declares.
+    """
+    expected = len(returns) + metrics
+    results = tuple(result) if expected > 1 and isinstance(result, tuple | list) else (result,)
+    if len(results) != expected:
+        names = [name for name, _ in returns] + ["metrics"] * metrics
+        raise RecipeError(
+            f"node {node!r} returned {len(results)} results, but declares {expected}: {', '.join(names)}"
+        )
+    if not metrics:
+        return results, {}
+    if not isinstance(results[-1], dict):
+        kind = type(results[-1]).__name__
+        raise RecipeError(f"node {node!r} declares Metrics, but its last result is a {kind}, not a dict")
+    return results[:-1], results[-1]
+
+
+def check_shape(node: str, field: str, unit: Unit, value: Any, seqs: Sequences) -> Tensor:
+    """The tensor, if its length is that of its unit.
+
+    Raises:
+        RunError: when it is no tensor or has another length.
+    """
+    if not isinstance(value, Tensor):
+        raise RunError(f"node {node!r}: {field!r} must be a tensor, the body returned {type(value).__name__}")
+    size = num_entries(unit, seqs)
+    if value.dim() == 0 or len(value) != size or (unit is not Unit.TOKEN and value.dim() != 1):
+        raise RunError(
+            f"node {node!r}: {field!r} is per {unit}, so its shape must start with {size}; "
+            f"the body returned {list(value.shape)}"
+        )
+    return value
+
+
+def num_entries(unit: Unit, seqs: Sequences) -> int:
+    """Entries of a field of that unit: T, S or P."""
+    return {Unit.TOKEN: len(seqs.index), Unit.GROUP: seqs.num_groups}.get(unit, len(seqs))
+
+
+def column_of_tensor(node: str, field: str, unit: Unit, value: Any, batch: Batch, seqs: Sequences) -> Column:
+    """What a batch-level body returned for one field, as a column.
+
+    Raises:
+        RunError: when its shape is not that of its unit.
+    """
+    if unit in (Unit.TEXT, Unit.JSON):
+        return column_of_rows(node, field, unit, value, batch)
+    tensor = check_shape(node, field, unit, value, seqs)
+    if unit is Unit.GROUP:
+        tensor = tensor[seqs.group]
+    return Column(unit, to_array(tensor))
+
+
+def column_of_rows(node: str, field: str, unit: Unit, rows: Any, batch: Batch) -> Column:
+    """One Python value for each row of the batch, as a column.
+
+    Raises:
+        RunError: when there are not as many values as rows, or not as many numbers as tokens.
+    """
+    if not isinstance(rows, list) or len(rows) != len(batch):
+        got = f"{len(rows)} values" if isinstance(rows, list) else type(rows).__name__
+        raise RunError(
+            f"node {node!r}: {field!r} must be a list of {len(batch)} values, the body returned {got}"
+        )
+    if unit in (Unit.TEXT, Unit.JSON):
+        return Column(unit, rows)
+    if unit is not Unit.TOKEN:
+        return Column(unit, _numbers(node, field, rows))
+    for row, length in zip(rows, batch.lengths.tolist(), strict=True):
+        if not isinstance(row, list) or len(row) != length:
+            raise RunError(
+                f"node {node!r}: {field!r} is per token, so it must be a list of {length} numbers; "
+                f"the body returned {f'{len(row)} of them' if isinstance(row, list) else type(row).__name__}"
+            )
+    return Column(unit, _numbers(node, field, [number for row in rows for number in row]))
+
+
+def to_array(tensor: Tensor) -> npt.NDArray[Any]:
+    """A tensor as numpy; floats become fp32."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
+
+
+def _numbers(node: str, field: str, values: list[Any]) -> npt.NDArray[Any]:
+    """Python numbers as an array; floats become fp32."""
+    array = np.array(values)
+    if array.dtype.kind not in "biuf":
+        bad = next(value for value in values if not isinstance(value, bool | int | float))
+        raise RunError(f"node {node!r}: {field!r} must be a number, the body returned {bad!r}")
+    return array.astype(np.float32) if array.dtype.kind == "f" or not len(array) else array

@@ -1,0 +1,89 @@
+"""Options of decorators: their types, defaults and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hflow.dsl.values import conform
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a decorator.
+
+    Attributes:
+        type: what it may be, as `hflow.dsl.values` writes types.
+        default: its value when the recipe does not say.
+        least: smallest number allowed.
+        most: largest number allowed.
+    """
+
+    type: str
+    default: Any = None
+    least: float | None = None
+    most: float | None = None
+
+    def check(self, value: Any) -> Any:
+        """Return the value as the type wants it.
+
+        Raises:
+            TypeError: of the wrong type; the message reads after "X is".
+            ValueError: out of bounds; likewise.
+        """
+        value = conform(value, self.type)
+        if isinstance(value, int | float):
+            if self.least is not None and value < self.least:
+                raise ValueError(f"{value!r}, less than {self.least}")
+            if self.most is not None and value > self.most:
+                raise ValueError(f"{value!r}, more than {self.most}")
+        return value
+
+
+Options = Mapping[str, Option]
+
+_NAMES = "None | str | tuple[str, ...]"
+_POSITIVE = Option("None | float", None, least=0.001)
+
+COMMON: Options = {
+    "returns": Option(_NAMES),
+    "on": Option("None | str"),
+    "every": Option("int", 1, least=1),
+    "after": Option("int", 0, least=0),
+}
+"""Every node has them."""
+
+STREAM: Options = {"group": Option("int", 1, least=1)}
+"""Nodes that open a stream: samples a prompt."""
+
+POOLED: Options = {
+    "timeout": _POSITIVE,
+    "retries": Option("int", 0, least=0),
+    "concurrency": Option("None | int", None, least=1),
+}
+"""Bodies that run sample by sample: seconds a try, further tries, bodies at once."""
+
+SAMPLING: Options = {
+    "temperature": Option("float", 1.0, least=0.0),
+    "top_p": Option("float", 1.0, least=0.0, most=1.0),
+    "top_k": Option("int", 0, least=0),
+    "max_tokens": Option("int", 128, least=1),
+    "stop": Option("tuple[str, ...]", ()),
+}
+"""How tokens are drawn; `top_k` 0 means all, `max_tokens` is a completion's limit."""
+
+GROUPED: Options = {"min_group": Option("None | int", None, least=1)}
+"""Nodes that may need several samples of a prompt; a smaller group is refused."""
+
+LEARNING: Options = {
+    "reduce": Option("None | str"),
+    "minibatches": Option("int", 1, least=1),
+    "epochs": Option("int", 1, least=1),
+    "prox": Option("None | 'recompute' | 'loglinear' | 'metrics' | 'none'"),
+    "mask": Option("None | str"),
+}
+"""Train nodes: reduction of the loss, updates a step, source of prox_logprobs, extra loss mask."""
+
+FIELDS_OF_SPEC = ("returns", "on", "every", "after", "group", "per")
+"""Options that have a place of their own in a `NodeSpec`."""

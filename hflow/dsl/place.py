@@ -1,0 +1,38 @@
+"""Where in the user's source something was written."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hflow.graph.ir import Where
+
+
+def caller() -> Where:
+    """The innermost line of code on the stack that is not part of `hflow.dsl`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hflow.dsl"):
+        frame = frame.f_back
+    return Where(shown(frame.f_code.co_filename), frame.f_lineno)
+
+
+def caller_module() -> str:
+    """The name of the module whose code `caller` finds."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hflow.dsl"):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def place_of(body: Callable[..., Any]) -> Where:
+    """Where a function is defined (its first decorator's line)."""
+    code = body.__code__
+    return Where(shown(code.co_filename), code.co_firstlineno)
+
+
+def shown(path: str) -> str:
+    """A path as messages show it: relative where it lies below the working directory."""
+    here = os.getcwd() + os.sep
+    return path.removeprefix(here)

@@ -1,0 +1,75 @@
+"""The frozen rules of data: what each batch node reads, and how train nodes cut their batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hflow.graph.ir import Graph, Level, Node
+from hflow.plan.ir import BatchCut, EdgeRule, Placement
+from hflow.types import Unit
+
+
+def edge_rules(
+    graph: Graph, levels: Mapping[str, Level], placements: Iterable[Placement]
+) -> tuple[EdgeRule, ...]:
+    """One rule for every batch node."""
+    at = {placement.node: placement for placement in placements}
+    return tuple(_rule(graph, node, at[node.name]) for node in graph.nodes if levels[node.name] is Level.BATCH)
+
+
+def save_rule(placement: Placement, stream: str) -> EdgeRule:
+    """The rule of a node that saves a model: it reads no field."""
+    return EdgeRule(placement.node, stream, (), placement.heads, by_group=False, policy="balanced")
+
+
+def batch_cuts(graph: Graph) -> tuple[tuple[str, BatchCut], ...]:
+    """How each train node cuts its batch."""
+    return tuple(
+        (
+            node.name,
+            BatchCut(node.spec.option("minibatches", 1), node.spec.option("epochs", 1), reads_groups(node)),
+        )
+        for node in graph.nodes
+        if node.spec.verb == "train"
+    )
+
+
+def reads_groups(node: Node) -> bool:
+    """Whether a group must stay on one rank: its members meet in the body or in the loss.
+
+    A body that is given `Sequences` may look at groups, so it counts as one that does.
+    """
+    units = {read.unit for read in node.reads} | {returned.unit for returned in node.spec.returns}
+    return (
+        node.spec.option("reduce") == "group-mean"
+        or node.spec.level is Level.GROUP
+        or Unit.GROUP in units
+        or any(read.field == "group" for read in node.reads)
+        or any(kind == "sequences" for _, kind in node.spec.provided)
+    )
+
+
+def _rule(graph: Graph, node: Node, placement: Placement) -> EdgeRule:
+    fields = {f"{read.stream}/{read.field}" for read in node.reads}
+    fields |= {f"{node.stream}/{name}" for name in _needed(node)}
+    return EdgeRule(
+        consumer=node.name,
+        stream=node.stream,
+        fields=tuple(sorted(fields)),
+        heads=placement.heads,
+        by_group=reads_groups(node),
+        policy="balanced" if placement.replicas else "single",
+    )
+
+
+def _needed(node: Node) -> tuple[str, ...]:
+    """Fields of its own stream that a verb needs beside the body's reads.
+
+    A forward needs the tokens. Tensors per token are 0 where the loss mask is 0, and `Sequences`
+    holds the mask.
+    """
+    if any(kind == "output" for _, kind in node.spec.provided) or node.spec.verb in ("infer", "train"):
+        return ("input_ids", "loss_mask")
+    is_packed = node.spec.verb == "compute" and node.spec.level is Level.BATCH
+    return ("loss_mask",) if is_packed else ()
+

@@ -1,0 +1,145 @@
+"""The part of the plan that the state machine reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from hflow.graph.ir import EdgeKind, Graph, Level, Node, Stream
+from hflow.plan.ir import Placement, Replica, Schedule, ScheduledNode, ScheduledStream
+from hflow.plan.order import opened_stream, returns_keep, root_stream, root_streams, same_step
+from hflow.plan.placement import SAVE_PREFIX
+from hflow.plan.replicas import is_source
+from hflow.plan.request import PlanRequest
+from hflow.plan.rules import reads_groups
+
+Orders = tuple[tuple[str, tuple[str, ...]], ...]
+
+MIN_GROUP = 2
+"""Members below which statistics over a group mean nothing, unless the body says otherwise."""
+
+
+def make_schedule(
+    graph: Graph,
+    request: PlanRequest,
+    levels: Mapping[str, Level],
+    placements: Sequence[Placement],
+    replicas: Sequence[Replica],
+    orders: Orders,
+    saved: Sequence[str],
+) -> Schedule:
+    """Fold the graph into root streams and the nodes that fire on them."""
+    at = {placement.node: placement for placement in placements}
+    roots = root_streams(graph)
+    opened_by = {stream.source for stream in roots}
+    nodes = [_node(graph, node, levels, at[node.name]) for node in graph.nodes if node.name not in opened_by]
+    saves = [_save(graph, model, at[SAVE_PREFIX + model], request, roots[0].name) for model in saved]
+    busy = [group for group, _ in orders]
+    engines = {g: tuple(r.name for r in replicas if r.role == "gen" and r.group == g) for g in busy}
+    return Schedule(
+        streams=tuple(_stream(graph, root, at, request.batch) for root in roots),
+        nodes=(*nodes, *saves),
+        orders=orders,
+        shared=tuple((group, names) for group, names in engines.items() if names),
+        num_steps=request.num_steps,
+        max_staleness=request.max_staleness,
+        sync_every=request.sync_every,
+        max_concurrent=request.max_concurrent,
+        max_refused_per_step=request.max_refused_per_step,
+    )
+
+
+def staleness_bound(schedule: Schedule) -> int:
+    """The largest version lag that a trained token can have.
+
+    Weights reach the engines every s = `sync_every` steps and may be eta = `max_staleness` syncs
+    old: a token of step k was drawn with version k - lag, lag <= (eta + 1) s - 1. The age rule
+    drops what would exceed it. A written stream has no versions, so its lag is 0.
+    """
+    if not schedule.streams[0].models:
+        return 0
+    return (schedule.max_staleness + 1) * schedule.sync_every - 1
+
+
+def _stream(graph: Graph, root: Stream, at: Mapping[str, Placement], batch: int) -> ScheduledStream:
+    family = [node for node in graph.nodes if root_stream(graph, node).name == root.name]
+    sources = [node for node in family if is_source(node)]
+    return ScheduledStream(
+        name=root.name,
+        source=root.source,
+        group_size=root.group,
+        batch=batch if root.trained else None,
+        replicas=_distinct(name for node in sources for name in at[node.name].replicas),
+        models=_distinct(model for node in sources for model in node.spec.reads_weights),
+        min_group=_min_group(family, root.group),
+        every=root.every,
+        after=root.after,
+    )
+
+
+def _min_group(family: Iterable[Node], group_size: int) -> int:
+    """The most that any body asks for, among those that look at groups."""
+    asked = (node.spec.option("min_group") or MIN_GROUP for node in family if reads_groups(node))
+    return min(max(asked, default=1), group_size)
+
+
+def _node(graph: Graph, node: Node, levels: Mapping[str, Level], placement: Placement) -> ScheduledNode:
+    return ScheduledNode(
+        name=node.name,
+        level=levels[node.name],
+        stream=root_stream(graph, node).name,
+        needs=_needs(graph, node, levels),
+        group=placement.group if levels[node.name] is Level.BATCH else None,
+        reads=_distinct(
+            edge.model
+            for edge in graph.edges
+            if edge.dst == node.name
+            and edge.kind is EdgeKind.WEIGHTS
+            and edge.lag > 0
+            and not edge.at_most
+            and edge.model
+        ),
+        writes=node.spec.writes_weights,
+        keep=returns_keep(node),
+        every=node.spec.every,
+        after=node.spec.after,
+    )
+
+
+def _needs(graph: Graph, node: Node, levels: Mapping[str, Level]) -> tuple[str, ...]:
+    """What must be done before a node.
+
+    A root's source is left out, as nothing fires before it; so are per-sample and per-group nodes
+    for a batch node, as a batch is formed of samples that have them all.
+    """
+    before = set(same_step(graph).predecessors(node.name))
+    if not is_source(node):
+        before.add(opened_stream_source(graph, node))
+    roots = {stream.source for stream in root_streams(graph)}
+    if levels[node.name] is Level.BATCH:
+        before = {name for name in before if levels[name] is Level.BATCH}
+    return tuple(other.name for other in graph.nodes if other.name in before - roots)
+
+
+def opened_stream_source(graph: Graph, node: Node) -> str:
+    """The source of the stream that a node works on."""
+    return graph.stream(node.stream).source
+
+
+def _save(
+    graph: Graph, model: str, placement: Placement, request: PlanRequest, stream: str
+) -> ScheduledNode:
+    every = request.save_every or request.num_steps
+    return ScheduledNode(
+        name=SAVE_PREFIX + model,
+        level=Level.BATCH,
+        stream=stream,
+        needs=tuple(node.name for node in graph.nodes if model in node.spec.writes_weights),
+        group=placement.group,
+        every=every,
+        after=every - 1,
+        at_end=True,
+    )
+
+
+def _distinct(names: Iterable[str | None]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name is not None))

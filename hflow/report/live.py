@@ -1,0 +1,147 @@
+"""What a run shows while it runs: a live panel in a terminal, plain lines elsewhere.
+
+Both take the same rows, and know nothing of the run that makes them.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hflow.report.spark import sparkline
+
+CURVE_WIDTH = 30
+
+
+@dataclass(frozen=True)
+class LiveRow:
+    """Where a run stands."""
+
+    step: int
+    """Steps done."""
+    num_steps: int
+    values: Mapping[str, float] = field(default_factory=dict)
+    """What to show, by its label: a label that a row leaves out keeps its last value."""
+    tokens_per_second: float = 0.0
+    seconds_per_step: float = 0.0
+    """Recent time of a step, from which the time left is foretold."""
+
+    @property
+    def seconds_left(self) -> float:
+        """Foretold seconds to the end."""
+        return (self.num_steps - self.step) * self.seconds_per_step
+
+
+class Display(abc.ABC):
+    """Shows rows. A context manager: leaving it gives the terminal back."""
+
+    @abc.abstractmethod
+    def update(self, row: LiveRow) -> None:
+        """Show a new row."""
+
+    @abc.abstractmethod
+    def note(self, text: str) -> None:
+        """Say something once, such as where a checkpoint was written."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class PlainDisplay(Display):
+    """One line for the first step, every `every` steps, and the last."""
+
+    def __init__(self, console: Console, every: int = 10) -> None:
+        self._console = console
+        self._every = every
+        self._values: dict[str, float] = {}
+
+    def update(self, row: LiveRow) -> None:
+        """Print the row if its turn has come."""
+        self._values.update(row.values)
+        if row.step in (1, row.num_steps) or row.step % self._every == 0:
+            self.note("  ".join(_parts(row, self._values)))
+
+    def note(self, text: str) -> None:
+        """Print a line, unwrapped."""
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+class LiveDisplay(Display):
+    """A panel that is redrawn in place: progress, values with their curves, speed, time left."""
+
+    def __init__(self, console: Console, title: str = "") -> None:
+        self._title = title
+        self._curves: dict[str, list[float]] = defaultdict(list)
+        self._live = Live(console=console, refresh_per_second=4, transient=False)
+
+    def update(self, row: LiveRow) -> None:
+        """Redraw with a new row."""
+        for label, value in row.values.items():
+            self._curves[label].append(value)
+        self._live.update(_panel(self._title, row, self._curves))
+
+    def note(self, text: str) -> None:
+        """Print a line above the panel."""
+        self._live.console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+
+def open_display(title: str = "", live: bool | None = None, console: Console | None = None) -> Display:
+    """The display that fits where output goes.
+
+    Args:
+        title: what the panel is headed with, usually the run's name.
+        live: True for the panel, False for lines, None to let the console's being a terminal decide.
+        console: where to print; standard output by default.
+    """
+    console = console or Console()
+    as_panel = console.is_terminal if live is None else live
+    return LiveDisplay(console, title) if as_panel else PlainDisplay(console)
+
+
+def _parts(row: LiveRow, values: Mapping[str, float]) -> list[str]:
+    shown = [f"{label} {value:.4g}" for label, value in values.items()]
+    return [f"step {row.step}/{row.num_steps}", *shown, *_speed(row)]
+
+
+def _speed(row: LiveRow) -> list[str]:
+    return [f"{row.tokens_per_second:,.0f} tokens/s", f"{_clock(row.seconds_left)} left"]
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+def _panel(title: str, row: LiveRow, curves: Mapping[str, Sequence[float]]) -> Group:
+    head = Table.grid(padding=(0, 2))
+    progress = ProgressBar(total=row.num_steps, completed=row.step, width=CURVE_WIDTH)
+    head.add_row(Text(title, style="bold"), f"step {row.step}/{row.num_steps}", progress, *_speed(row))
+    body = Table.grid(padding=(0, 2))
+    for label, values in curves.items():
+        body.add_row(label, f"{values[-1]:.4g}", Text(sparkline(values, CURVE_WIDTH), style="cyan"))
+    return Group(head, body)

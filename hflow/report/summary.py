@@ -1,0 +1,40 @@
+"""What is left to say when a run has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The result of a run."""
+
+    name: str
+    directory: Path
+    """The run's directory."""
+    steps: int
+    """Steps done."""
+    seconds: float
+    """From the workers' being ready to the last step."""
+    reason: str
+    """Why it ended."""
+    plan_digest: str
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Last values of the metrics worth a line, by label."""
+
+    def render(self) -> RenderableType:
+        """A headline, the values, and where everything lies."""
+        head = Text(
+            f"{self.name}: {self.reason} after {self.steps} steps, {self.seconds:.1f} s", style="bold"
+        )
+        table = Table.grid(padding=(0, 2))
+        for label, value in self.values.items():
+            table.add_row(label, f"{value:.4g}")
+        table.add_row("results", Text(str(self.directory)))
+        return Group(head, table)

@@ -1,0 +1,94 @@
+"""Which row a group reads, and which worker it lives on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from hflow.plan.ir import Plan, ScheduledStream
+
+
+class Rows(Protocol):
+    """The order in which a stream reads its dataset: pure, so that a position can be resumed."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the dataset."""
+        ...
+
+    def row(self, position: int) -> int:
+        """The row at a position; positions beyond the dataset start the next epoch."""
+        ...
+
+
+class RowCursor:
+    """Maps the group ids of one stream to rows.
+
+    The trained stream goes on for ever, epoch after epoch. A side stream reads its dataset once
+    per evaluation: `None` marks the end, and the next group starts the next evaluation.
+    """
+
+    def __init__(self, rows: Rows, endless: bool) -> None:
+        self._rows = rows
+        self._endless = endless
+        self._base = 0
+
+    def row(self, group: int) -> int | None:
+        """The row of a group, or None where the evaluation has no more."""
+        position = group - self._base
+        if self._endless or position < self._rows.num_rows:
+            return self._rows.row(position)
+        return None
+
+    def restart(self, group: int) -> None:
+        """Let the evaluation that starts with `group` begin at the first row."""
+        self._base = group
+
+
+class Placer:
+    """Sends each group to the least loaded of its stream's workers; its members stay together.
+
+    Group-level bodies and prefix caches then find everything on one worker (contract 10).
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._heads = {stream.name: _heads(plan, stream) for stream in plan.schedule.streams}
+        self._load: dict[int, int] = dict.fromkeys(range(plan.cluster.num_devices), 0)
+        self._home: dict[tuple[str, int], int] = {}
+
+    def place(self, stream: str, group: int, num_samples: int) -> int:
+        """Choose a worker for a group and remember it."""
+        worker = min(self._heads[stream], key=lambda head: (self._load[head], head))
+        self._load[worker] += num_samples
+        self._home[stream, group] = worker
+        return worker
+
+    def home(self, stream: str, group: int) -> int:
+        """The worker that holds a group."""
+        return self._home[stream, group]
+
+    def finished(self, stream: str, group: int) -> None:
+        """One of the group's samples no longer occupies its worker."""
+        self._load[self._home[stream, group]] -= 1
+
+    def forget(self, stream: str, groups: Iterable[int]) -> None:
+        """Groups whose data is gone."""
+        for group in groups:
+            self._home.pop((stream, group), None)
+
+
+def _heads(plan: Plan, stream: ScheduledStream) -> tuple[int, ...]:
+    """Engines of a generated stream; for a written one, the ranks that will train on it."""
+    if stream.replicas:
+        return plan.replica(stream.replicas[0]).heads
+    readers = [rule.heads for rule in plan.rules if root_of(plan, rule.stream) == stream.name]
+    widest: tuple[int, ...] = max(readers, key=len, default=(0,))
+    return widest
+
+
+def root_of(plan: Plan, stream: str) -> str:
+    """The dataset-fed stream whose sample ids a stream shares."""
+    parents: Mapping[str, str | None] = {s.name: s.parent for s in plan.graph.streams}
+    while (parent := parents[stream]) is not None:
+        stream = parent
+    return stream

@@ -1,0 +1,313 @@
+"""The executor: performs the state machine's instructions with real workers.
+
+It owns the clock, the tasks and the book of who holds what; every decision is `RunState`'s.
+One loop takes events, one task a worker polls for them, and one task a batch node runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hflow.errors import RunError
+from hflow.plan.ir import Plan
+from hflow.plan.redistribute import cut_minibatches, redistribute, shards
+from hflow.runtime import events as ev
+from hflow.runtime.dispatch import Placer, RowCursor, Rows, root_of
+from hflow.runtime.holdings import Holdings, StepBatch
+from hflow.runtime.scoreboard import Observer, Scoreboard, means
+from hflow.runtime.state import RunState
+from hflow.workers.base import (
+    ComputeOrder,
+    ComputeReady,
+    Failed,
+    GroupOrder,
+    NodeResult,
+    NodeTask,
+    Report,
+    SampleReady,
+    ShardInput,
+    WorkerEvent,
+    Workers,
+)
+
+SAVE = "save."
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    reason: str
+    steps: int
+    """Completed steps."""
+
+
+class Executor:
+    """Runs one plan to its end on started workers."""
+
+    def __init__(
+        self, plan: Plan, workers: Workers, rows: Mapping[str, Rows], observer: Observer, checkpoints: Path
+    ) -> None:
+        self._plan = plan
+        self._workers = workers
+        self._observer = observer
+        self._checkpoints = checkpoints
+        self._state = RunState(plan.schedule)
+        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._streams = {stream.name: stream for stream in plan.schedule.streams}
+        self._nodes = {node.name: node for node in plan.schedule.nodes}
+        self._cursors = {
+            name: RowCursor(rows[name], endless=stream.batch is not None)
+            for name, stream in self._streams.items()
+        }
+        self._placer = Placer(plan)
+        self._holdings = {name: Holdings() for name in self._streams}
+        self._batches: dict[tuple[str, int], StepBatch] = {}
+        self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._scores = Scoreboard()
+        self._steps = 0
+        self._saved = 0
+        self._outcome: Outcome | None = None
+        self._tasks: asyncio.TaskGroup
+
+    # ------------------------------------------------------------------------------ loop
+    async def run(self) -> Outcome:
+        """Run until the state machine says Finish.
+
+        Raises:
+            RunError: a body, worker or policy failed; the message says which and why.
+        """
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                pollers = [self._spawn(self._poll(w)) for w in range(self._plan.cluster.num_devices)]
+                self._feed(ev.Started())
+                await self._loop()
+                for poller in pollers:
+                    poller.cancel()
+        except* Exception as group:  # noqa: BLE001 - unwrapped and raised again below
+            raise _first(group) from None
+        assert self._outcome is not None
+        return self._outcome
+
+    def stop(self) -> None:
+        """Ask the run to end cleanly: what runs finishes, nothing new starts."""
+        self._feed(ev.StopRequested())
+
+    async def _loop(self) -> None:
+        while self._outcome is None:
+            drained = [await self._events.get()]
+            while not self._events.empty():
+                drained.append(self._events.get_nowait())
+            orders = Orders()
+            for event in drained:
+                for instruction in self._state.handle(event):
+                    self._perform(instruction, orders)
+            self._send(orders)
+
+    def _feed(self, event: ev.Event) -> None:
+        self._events.put_nowait(event)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._tasks.create_task(work)
+
+    def _send(self, orders: Orders) -> None:
+        for worker, groups in orders.groups.items():
+            self._spawn(self._workers.open_groups(worker, groups))
+        for worker, computes in orders.computes.items():
+            self._spawn(self._workers.compute(worker, computes))
+
+    # ---------------------------------------------------------------- worker -> controller
+    async def _poll(self, worker: int) -> None:
+        while True:
+            report: Report = await self._workers.poll(worker)
+            self._scores.generated(report.num_generated)
+            for span in report.spans:
+                self._observer.on_span(worker, span)
+            for event in report.events:
+                self._feed(self._translate(worker, event))
+
+    def _translate(self, worker: int, event: WorkerEvent) -> ev.Event:
+        match event:
+            case SampleReady():
+                self._holdings[event.stream].arrive(event.sample, worker, event.length)
+                self._left_source(event.stream, event.sample)
+                return ev.SampleDone(event.stream, event.sample, event.oldest)
+            case ComputeReady():
+                return ev.NodeDone(event.node, event.key, event.keep)
+            case Failed():
+                if event.node in self._streams:
+                    self._left_source(event.node, event.key)
+                return ev.NodeFailed(event.node, event.key, ev.Refusal(event.reason), event.message)
+
+    def _left_source(self, stream: str, sample: int) -> None:
+        self._placer.finished(stream, sample // self._streams[stream].group_size)
+
+    # ---------------------------------------------------------------- controller -> worker
+    def _perform(self, instruction: ev.Instruction, orders: Orders) -> None:
+        match instruction:
+            case ev.OpenGroup():
+                self._open(instruction, orders)
+            case ev.RunSample(node, sample):
+                self._order_compute(orders, node, sample, (sample,))
+            case ev.RunGroup(node, group, samples):
+                self._order_compute(orders, node, group, samples)
+            case ev.Refuse():
+                self._refuse(instruction)
+            case ev.FormBatch():
+                self._form(instruction)
+            case ev.RunBatch(node, step):
+                self._spawn(self._save(node, step) if node.startswith(SAVE) else self._fire(node, step))
+            case ev.Wake(replica, version):
+                self._spawn(self._wake(replica, version))
+            case ev.Sleep(replica):
+                self._spawn(self._sleep(replica))
+            case ev.StepDone(step):
+                self._spawn(self._close_step(step))
+            case ev.Finish(reason, error):
+                if error:
+                    raise RunError(reason)
+                self._outcome = Outcome(reason, self._steps)
+
+    def _open(self, what: ev.OpenGroup, orders: Orders) -> None:
+        row = self._cursors[what.stream].row(what.group)
+        if row is None:
+            self._cursors[what.stream].restart(what.group + 1)
+            self._feed(ev.Exhausted(what.stream, what.group))
+            return
+        worker = self._placer.place(what.stream, what.group, len(what.samples))
+        orders.groups[worker].append(GroupOrder(what.stream, what.group, row, what.samples))
+
+    def _order_compute(self, orders: Orders, node: str, key: int, samples: tuple[int, ...]) -> None:
+        stream = self._streams[self._nodes[node].stream]
+        worker = self._placer.home(stream.name, samples[0] // stream.group_size)
+        orders.computes[worker].append(ComputeOrder(node, key, samples))
+
+    def _refuse(self, what: ev.Refuse) -> None:
+        for _ in what.samples:
+            self._scores.refused(what.reason)
+        worker = self._placer.home(what.stream, what.group)
+        self._holdings[what.stream].forget(what.samples)
+        self._spawn(self._workers.release(worker, what.samples, what.stream, None))
+
+    # ----------------------------------------------------------------------------- batches
+    def _form(self, what: ev.FormBatch) -> None:
+        size = self._streams[what.stream].group_size
+        batch = StepBatch(what.stream, what.step, what.samples, what.groups, size)
+        self._batches[what.stream, what.step] = batch
+        self._summaries[what.stream, what.step] = self._spawn(self._summarize(batch))
+
+    async def _summarize(self, batch: StepBatch) -> None:
+        """Average the stream's numeric fields, and close an evaluation that nothing else reads."""
+        home = self._holdings[batch.stream].home_of(batch.samples)
+        parts = await asyncio.gather(
+            *(self._workers.summarize(worker, batch.stream, held) for worker, held in home.items())
+        )
+        values = means(list(parts))
+        if self._streams[batch.stream].batch is None:
+            self._observer.on_evaluation(batch.step, values)
+            if not self._readers(batch.stream):
+                await self._release(batch)
+            return
+        lengths = self._holdings[batch.stream].lengths(batch.samples)
+        sizes = {"batch/samples": float(len(lengths)), "batch/tokens": float(sum(lengths))}
+        self._scores.add(batch.step, {**values, **sizes})
+
+    def _readers(self, stream: str) -> list[str]:
+        return [rule.consumer for rule in self._plan.rules if root_of(self._plan, rule.stream) == stream]
+
+    async def _fire(self, node: str, step: int) -> None:
+        """Redistribute a batch node's inputs by the plan's rule, run it, note its outputs."""
+        rule = self._plan.rule(node)
+        batch = self._batches[root_of(self._plan, rule.stream), step]
+        holdings = self._holdings[batch.stream]
+        holders = holdings.of(rule.fields, batch.samples)
+        assignment = shards(
+            rule, self._cut(node, batch), holdings.lengths(batch.samples), holders, batch.samples
+        )
+        moves = redistribute(rule, assignment, holders, self._plan.cluster)
+        if moves:
+            self._scores.add(step, {f"{node}/moved_bytes": float(await self._workers.transfer(moves))})
+            for move in moves:
+                holdings.moved(move.fields, move.samples, move.dst)
+        results = await self._workers.run(_tasks(node, step, rule.heads, assignment))
+        self._note(node, step, holdings, results)
+        self._feed(ev.NodeDone(node, step))
+
+    def _cut(self, node: str, batch: StepBatch) -> tuple[tuple[int, ...], ...]:
+        raise NotImplementedError
+
+    def _note(self, node: str, step: int, holdings: Holdings, results: Iterable[NodeResult]) -> None:
+        fields = self._outputs(node)
+        for worker, result in enumerate(results):
+            holdings.made(fields, result.samples, worker)
+            self._scores.add(step, {f"{node}/{name}": value for name, value in result.metrics.items()})
+
+    def _outputs(self, node: str) -> tuple[str, ...]:
+        spec = self._plan.graph.node(node)
+        return tuple(f"{spec.stream}/{returned.field}" for returned in spec.spec.returns)
+
+    async def _close_step(self, step: int) -> None:
+        """Log a complete step and free its samples."""
+        batches = [batch for (_, at), batch in self._batches.items() if at == step]
+        for batch in batches:
+            await self._summaries.pop((batch.stream, step))
+        for batch in batches:
+            await self._release(batch)
+        if step < self._plan.schedule.num_steps:
+            self._steps = step + 1
+            self._observer.on_step(step, self._scores.close(step))
+
+    async def _release(self, batch: StepBatch) -> None:
+        holdings = self._holdings[batch.stream]
+        held = holdings.workers(batch.samples)
+        holdings.forget(batch.samples)
+        self._placer.forget(batch.stream, batch.groups)
+        del self._batches[batch.stream, batch.step]
+        await asyncio.gather(
+            *(self._workers.release(worker, samples, batch.stream, None) for worker, samples in held.items())
+        )
+
+    # --------------------------------------------------------------------- engines, saving
+    async def _wake(self, replica: str, version: int) -> None:
+        await self._workers.wake(replica, version)
+        self._feed(ev.Awake(replica, version))
+
+    async def _sleep(self, replica: str) -> None:
+        await self._workers.sleep(replica)
+        self._feed(ev.Asleep(replica))
+
+    async def _save(self, node: str, step: int) -> None:
+        model = node.removeprefix(SAVE)
+        await self._workers.save(model, str(self._checkpoints / f"step-{step + 1}" / model))
+        self._feed(ev.NodeDone(node, step))
+
+
+class Orders:
+    """What one round of instructions asks of each worker, sent as one message each."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, list[GroupOrder]] = defaultdict(list)
+        self.computes: dict[int, list[ComputeOrder]] = defaultdict(list)
+
+
+def _tasks(
+    node: str, step: int, heads: tuple[int, ...], assignment: Iterable[tuple[tuple[int, ...], ...]]
+) -> dict[int, NodeTask]:
+    """One task a worker, with the shards that the plan maps onto it."""
+    inputs: dict[int, list[ShardInput]] = defaultdict(list)
+    for dp, (head, minibatches) in enumerate(zip(heads, assignment, strict=True)):
+        inputs[head].append(ShardInput(dp, minibatches))
+    return {worker: NodeTask(node, step, tuple(held)) for worker, held in inputs.items()}
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first real exception of a group of groups."""
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first

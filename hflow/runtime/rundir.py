@@ -1,0 +1,111 @@
+"""The directory of one run, and where each of its files lies.
+
+OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
+    config.yaml  plan.json  metrics.jsonl  trace.json  summary.json
+    tensorboard/
+    checkpoints/step-280/MODEL/    checkpoints/latest -> step-280
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of a run's directory `path`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, out: str | Path, name: str) -> RunDir:
+        """Make a new directory for a run that starts now, and point `latest` at it."""
+        parent = Path(out) / name
+        parent.mkdir(parents=True, exist_ok=True)
+        path = _make_fresh(parent / time.strftime("%Y%m%d-%H%M%S"))
+        run = cls(path)
+        run.tensorboard.mkdir()
+        run.checkpoints.mkdir()
+        _point(parent / "latest", path.name)
+        return run
+
+    @property
+    def config(self) -> Path:
+        """The composed configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan."""
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Directory of TensorBoard events."""
+        return self.path / "tensorboard"
+
+    @property
+    def trace(self) -> Path:
+        """What every worker did when."""
+        return self.path / "trace.json"
+
+    @property
+    def summary(self) -> Path:
+        """The result, written when the run ends."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of checkpoints."""
+        return self.path / "checkpoints"
+
+    @contextmanager
+    def checkpoint(self, step: int) -> Iterator[Path]:
+        """Give a directory to save into; when the block ends well it becomes `step-N` and `latest`.
+
+        A block that raises leaves nothing that a reader would take for a checkpoint.
+        """
+        partial, final = self.checkpoints / f".step-{step}", self.checkpoints / f"step-{step}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _point(self.checkpoints / "latest", final.name)
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """Write `summary.json`."""
+        self.summary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _make_fresh(path: Path) -> Path:
+    """Make `path`, or `path-2`, `path-3` ... where runs started in the same second."""
+    candidate, number = path, 1
+    while True:
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+
+
+def _point(link: Path, target: str) -> None:
+    """Make `link` a symbolic link to `target`, replacing an older one at once."""
+    fresh = link.with_name(f".{link.name}-{os.getpid()}")
+    fresh.symlink_to(target)
+    fresh.replace(link)

@@ -1,0 +1,35 @@
+"""The vocabulary of recipes and runs. Nothing here imports torch or ray."""
+
+from hflow.types.engine import Engine, State, Tokenizer
+from hflow.types.output import Output
+from hflow.types.sequences import Sequences
+from hflow.types.trajectory import STOP_REASONS, ToolCall, Trajectory
+from hflow.types.units import (
+    Json,
+    Metrics,
+    PerGroup,
+    PerSequence,
+    PerToken,
+    Tensor,
+    Text,
+    Unit,
+)
+
+__all__ = [
+    "STOP_REASONS",
+    "Engine",
+    "Json",
+    "Metrics",
+    "Output",
+    "PerGroup",
+    "PerSequence",
+    "PerToken",
+    "Sequences",
+    "State",
+    "Tensor",
+    "Text",
+    "Tokenizer",
+    "ToolCall",
+    "Trajectory",
+    "Unit",
+]

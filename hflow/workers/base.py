@@ -1,0 +1,223 @@
+"""The border between the controller and the workers: messages, and the handle that sends them.
+
+The controller (`runtime.executor`) knows ids, lengths, versions and workers; tensors stay in the
+workers' stores and move worker to worker. Every message is a frozen row of plain values.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hflow.plan.ir import Plan
+from hflow.plan.redistribute import Move as Move
+
+
+@dataclass(frozen=True)
+class NodeProgram:
+    """What a worker needs to run one node: its bound spec and its body."""
+
+    name: str
+    verb: str
+    level: str
+    stream: str
+    """The stream that the node works on (and writes its fields to)."""
+    root: str
+    """The root stream whose samples these are."""
+    body: Callable[..., Any]
+    reads: tuple[Any, ...]
+    """`graph.ir.Read` rows."""
+    provided: tuple[tuple[str, str], ...]
+    returns: tuple[tuple[str, str], ...]
+    """(field, unit) of each returned field."""
+    metrics: bool
+    opens_stream: bool
+    models: tuple[str, ...]
+    knobs: Mapping[str, Any]
+    options: Mapping[str, Any]
+    dataset: str | None = None
+    group: int = 1
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """Everything that a worker is built from. Bodies and factories are picklable callables."""
+
+    plan: Plan
+    programs: Mapping[str, NodeProgram]
+    models: Mapping[str, Any]
+    """model name -> `backends.base.ModelSettings`."""
+    engines: Mapping[str, Mapping[str, Any]]
+    """generation replica -> options of its engine."""
+    datasets: Mapping[str, Any]
+    """dataset name -> `data.prompts.DataSettings`."""
+    tokenizers: Mapping[str, Any]
+    """model name -> `data.tokenizer.TokenizerSettings`."""
+    seed: int
+    factories: Mapping[str, Callable[..., Any]]
+    """backend name -> class or function that builds it; chosen by the launcher."""
+    pool_processes: int = 1
+    collective_timeout: float = 600.0
+    """Seconds after which a collective with a missing rank fails, naming it."""
+
+
+# ------------------------------------------------------------------- controller -> worker
+@dataclass(frozen=True)
+class GroupOrder:
+    """Start one group of a stream on this worker."""
+
+    stream: str
+    group: int
+    row: int
+    """Row of the stream's dataset; the worker reads it."""
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ComputeOrder:
+    """Run a sample-level node on one sample, or a group-level node on a group's members."""
+
+    node: str
+    key: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShardInput:
+    """One dp rank's samples, minibatch by minibatch (one minibatch for infer and compute)."""
+
+    dp: int
+    minibatches: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class NodeTask:
+    """Run a batch node for a step on the shards that this worker holds (possibly several)."""
+
+    node: str
+    step: int
+    shards: tuple[ShardInput, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a worker did, for the trace. Seconds since the epoch."""
+
+    name: str
+    lane: str
+    start: float
+    end: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NodeResult:
+    """What a batch node left on one worker: nothing but names and numbers."""
+
+    node: str
+    step: int
+    samples: tuple[int, ...]
+    """Samples whose output fields this worker now holds (a replica's dp-heads hold its outputs)."""
+    metrics: Mapping[str, float]
+    span: Span
+
+
+# ------------------------------------------------------------------- worker -> controller
+@dataclass(frozen=True)
+class SampleReady:
+    """A source finished a sample; its trajectory is in this worker's store."""
+
+    stream: str
+    sample: int
+    length: int
+    num_learned: int
+    oldest: int
+    """Least version among its generated tokens; -1 where none was generated."""
+    newest: int
+
+
+@dataclass(frozen=True)
+class ComputeReady:
+    """A sample- or group-level node finished; its fields are in this worker's store."""
+
+    node: str
+    key: int
+    keep: bool = True
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A body gave up on a sample or group."""
+
+    node: str
+    key: int
+    reason: Literal["failed", "timeout"]
+    message: str
+
+
+WorkerEvent = SampleReady | ComputeReady | Failed
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that happened on a worker since the last poll."""
+
+    worker: int
+    events: tuple[WorkerEvent, ...]
+    spans: tuple[Span, ...] = ()
+    num_generated: int = 0
+    """Tokens generated since the last poll."""
+
+
+class Workers(abc.ABC):
+    """All workers of a run, as the executor sees them. One instance per run."""
+
+    @abc.abstractmethod
+    async def start(self, setup: WorkerSetup) -> None:
+        """Create the workers, join their process groups, build replicas; returns when all are ready."""
+
+    @abc.abstractmethod
+    async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
+        """Start sources; results come by `poll`."""
+
+    @abc.abstractmethod
+    async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
+        """Queue sample- and group-level bodies; results come by `poll`."""
+
+    @abc.abstractmethod
+    async def poll(self, worker: int) -> Report:
+        """Wait until something happened on the worker, and return all of it."""
+
+    @abc.abstractmethod
+    async def transfer(self, moves: Sequence[Move]) -> int:
+        """Perform moves between stores; returns the bytes moved."""
+
+    @abc.abstractmethod
+    async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
+        """Run one batch node on several workers at once (its collectives need all of them)."""
+
+    @abc.abstractmethod
+    async def wake(self, replica: str, version: int) -> None:
+        """Bring a generation replica to `version` (by the plan's weight route) and start it."""
+
+    @abc.abstractmethod
+    async def sleep(self, replica: str) -> None:
+        """Interrupt and stop a generation replica; unfinished samples are kept on its workers."""
+
+    @abc.abstractmethod
+    async def release(self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None) -> None:
+        """Free fields of samples (all of the root stream's samples' fields when None)."""
+
+    @abc.abstractmethod
+    async def summarize(self, worker: int, stream: str, samples: Sequence[int]) -> dict[str, tuple[float, int]]:
+        """Sum and count of every numeric PerSequence field of these samples, by `stream/field`."""
+
+    @abc.abstractmethod
+    async def save(self, model: str, directory: str) -> None:
+        """Write a model in HF layout with its tokenizer."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Stop everything; safe to call twice."""

@@ -1,0 +1,151 @@
+"""What runs inside a child process of the pool. Imports neither torch nor ray by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import cloudpickle
+
+from hflow.errors import RunError
+from hflow.workers.blame import blame
+
+ASYNC_STEP_SECONDS = 0.05
+"""Longest wait of one step of the asynchronous lane before new jobs are taken in."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of a body, named by what it is for."""
+
+    node: str
+    key: int
+    arguments: Mapping[str, Any]
+    timeout: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job: `reason` None means that `value` is the body's result."""
+
+    node: str
+    key: int
+    value: Any = None
+    reason: Literal["failed", "timeout"] | None = None
+    message: str = ""
+    killed: bool = False
+    """Whether its process had to be killed, or died: a further attempt runs alone."""
+
+
+@dataclass
+class _Child:
+    """State of this process: its bodies, and the loop on which asynchronous ones run."""
+
+    bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    loop: asyncio.AbstractEventLoop | None = None
+    running: set[asyncio.Task[Outcome]] = field(default_factory=set)
+
+
+_child = _Child()
+
+
+def install(shipped: Mapping[str, bytes]) -> None:
+    """Load the bodies, once per process."""
+    _child.bodies = {node: _load(pickled) for node, pickled in shipped.items()}
+
+
+def _load(pickled: bytes) -> Callable[..., Any]:
+    """The body; where its module cannot be imported, one that says so at every call."""
+    try:
+        body: Callable[..., Any] = cloudpickle.loads(pickled)
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+        message = f"its module cannot be loaded in a child process: {type(error).__name__}: {error}"
+        return partial(_refuse, message)
+    return body
+
+
+def _refuse(message: str, **_: Any) -> Any:
+    raise RunError(message)
+
+
+def run_chunk(jobs: Sequence[Job], slice_seconds: float) -> bytes:
+    """Run jobs one after the other, starting none after the slice is over.
+
+    Returns:
+        The pickled outcomes of the jobs that ran, a prefix of `jobs` of at least one.
+    """
+    deadline = time.monotonic() + slice_seconds
+    outcomes = []
+    for job in jobs:
+        outcomes.append(_run(job))
+        if time.monotonic() > deadline:
+            break
+    return _pickled(outcomes)
+
+
+def _run(job: Job) -> Outcome:
+    body = _child.bodies[job.node]
+    try:
+        return Outcome(job.node, job.key, body(**job.arguments))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's body may raise anything
+        return Outcome(job.node, job.key, reason="failed", message=blame(error, body))
+
+
+def run_async(jobs: Sequence[Job]) -> bytes:
+    """Start jobs on this process's loop, and wait a moment for any that run to finish.
+
+    Returns:
+        The pickled outcomes of those that did; the others go on at the next call.
+    """
+    if _child.loop is None:
+        _child.loop = asyncio.new_event_loop()
+    _child.running |= {_child.loop.create_task(_await(job)) for job in jobs}
+    finished, _child.running = _child.loop.run_until_complete(
+        asyncio.wait(_child.running, timeout=ASYNC_STEP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    )
+    return _pickled([task.result() for task in finished])
+
+
+async def _await(job: Job) -> Outcome:
+    body = _child.bodies[job.node]
+    clock = asyncio.timeout(job.timeout)
+    try:
+        async with clock:
+            return Outcome(job.node, job.key, await body(**job.arguments))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's body may raise anything
+        if clock.expired():
+            return Outcome(job.node, job.key, reason="timeout", message=too_long(job.timeout))
+        return Outcome(job.node, job.key, reason="failed", message=blame(error, body))
+
+
+def too_long(timeout: float | None) -> str:
+    """The message of a job that ran out of time."""
+    return f"took longer than its timeout of {timeout:g} s"
+
+
+def _pickled(outcomes: list[Outcome]) -> bytes:
+    """Pickle outcomes; one whose value cannot be pickled becomes a failure of its own."""
+    try:
+        return pickle.dumps(outcomes, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return pickle.dumps([_picklable(outcome) for outcome in outcomes], pickle.HIGHEST_PROTOCOL)
+
+
+def _picklable(outcome: Outcome) -> Outcome:
+    try:
+        pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        message = f"returned a value that cannot be sent between processes: {error}"
+        return Outcome(outcome.node, outcome.key, reason="failed", message=message)
+    return outcome
+
+
+def is_async(body: Callable[..., Any]) -> bool:
+    """Whether a body is asynchronous."""
+    return inspect.iscoroutinefunction(body)

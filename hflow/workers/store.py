@@ -1,0 +1,147 @@
+"""`Store`: what one worker holds, by stream, field and sample.
+
+It owns what the worker's nodes produced and what the plan moved here, until the controller
+releases it. Streams that derive from a root share its sample ids. Sources, body callbacks and
+the device thread use it at once, hence the lock; arrays are packed outside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hflow.data.batch import Batch
+from hflow.graph.ir import TRAJECTORY_FIELDS
+from hflow.types import Trajectory, Unit
+from hflow.workers.shelf import Chunk, Shelf
+
+
+class Store:
+    """Fields of samples. Missing samples and fields are bugs of the plan, not of the user."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shelves: dict[str, dict[str, Shelf]] = {}
+        self._shapes: dict[str, dict[int, tuple[int, int]]] = {}
+
+    # ------------------------------------------------------------------------------- in
+    def put(self, stream: str, batch: Batch) -> None:
+        """Take a batch's columns as fields of a stream."""
+        samples = batch.samples.tolist()
+        with self._lock:
+            shapes = zip(batch.lengths.tolist(), batch.groups.tolist(), strict=True)
+            self._shapes.setdefault(stream, {}).update(zip(samples, shapes, strict=True))
+            for name, column in batch.columns.items():
+                offsets = batch.offsets if column.unit is Unit.TOKEN else None
+                self._shelf(stream, name, column.unit).put(samples, Chunk(column.values, offsets))
+
+    def put_trajectory(
+        self,
+        stream: str,
+        sample: int,
+        group: int,
+        trajectory: Trajectory,
+        columns: Mapping[str, tuple[Unit, Any]],
+    ) -> None:
+        """Take a sample from a source, with the values of its dataset row. Nothing is packed yet."""
+        with self._lock:
+            self._shapes.setdefault(stream, {})[sample] = (len(trajectory.input_ids), group)
+            for name, unit in TRAJECTORY_FIELDS.items():
+                value = group if name == "group" else getattr(trajectory, name)
+                self._shelf(stream, name, unit).put_loose(sample, value)
+            for name, (unit, value) in columns.items():
+                self._shelf(stream, name, unit).put_loose(sample, value)
+
+    def put_value(self, stream: str, field: str, unit: Unit, samples: Iterable[int], value: Any) -> None:
+        """Take one Python value as a field of these samples (a group's value: of all its members)."""
+        with self._lock:
+            shelf = self._shelf(stream, field, unit)
+            for sample in samples:
+                shelf.put_loose(sample, value)
+
+    def _shelf(self, stream: str, field: str, unit: Unit) -> Shelf:
+        fields = self._shelves.setdefault(stream, {})
+        shelf = fields.get(field)
+        if shelf is None:
+            shelf = fields[field] = Shelf(field, unit)
+        assert shelf.unit is unit, f"{stream}/{field} is {shelf.unit}, not {unit}"
+        return shelf
+
+    # ------------------------------------------------------------------------------ out
+    def gather(self, stream: str, fields: Iterable[str], samples: Sequence[int]) -> Batch:
+        """Pack fields of samples, in this order, as a batch of `stream`.
+
+        Args:
+            stream: the stream whose token counts and groups the batch has.
+            fields: `stream/field` names. Columns bear the plain names of `stream`'s own fields;
+                fields of another stream join by sample and keep their full name.
+            samples: sample ids.
+        """
+        with self._lock:
+            shapes = [self._shapes[stream][sample] for sample in samples]
+            shelves = {name: self._find(name) for name in fields}
+        lengths, groups = np.array(shapes, dtype=np.int64).reshape(-1, 2).T.copy()
+        columns = {name.removeprefix(f"{stream}/"): shelf.column(samples) for name, shelf in shelves.items()}
+        return Batch(np.array(samples, dtype=np.int64), groups, lengths, columns)
+
+    def values(self, stream: str, field: str, samples: Sequence[int]) -> list[Any]:
+        """The Python value of a field for each sample."""
+        return self._find(f"{stream}/{field}").values(samples)
+
+    def has(self, stream: str, field: str, sample: int) -> bool:
+        """Whether this worker holds a field of a sample."""
+        shelf = self._shelves.get(stream, {}).get(field)
+        return shelf is not None and sample in shelf
+
+    def lengths(self, stream: str, samples: Sequence[int]) -> list[int]:
+        """Tokens of each sample of a stream."""
+        return [self._shapes[stream][sample][0] for sample in samples]
+
+    def group(self, stream: str, sample: int) -> int:
+        """Group id of a sample."""
+        return self._shapes[stream][sample][1]
+
+    def _find(self, name: str) -> Shelf:
+        stream, _, field = name.partition("/")
+        return self._shelves[stream][field]
+
+    def summarize(self, streams: Iterable[str], samples: Sequence[int]) -> dict[str, tuple[float, int]]:
+        """Sum and count of the numeric PerSequence fields of those samples that have them."""
+        with self._lock:
+            shelves = [
+                (f"{stream}/{field}", shelf)
+                for stream in streams
+                for field, shelf in self._shelves.get(stream, {}).items()
+                if shelf.unit is Unit.SEQUENCE and field != "group"
+            ]
+        sums: dict[str, tuple[float, int]] = {}
+        for name, shelf in shelves:
+            held = [sample for sample in samples if sample in shelf]
+            if held:
+                sums[name] = (float(np.sum(shelf.column(held).values, dtype=np.float64)), len(held))
+        return sums
+
+    # ------------------------------------------------------------------------- forgetting
+    def release(self, samples: Sequence[int], streams: Iterable[str]) -> None:
+        """Free everything of these samples in these streams."""
+        with self._lock:
+            for stream in streams:
+                shapes = self._shapes.get(stream, {})
+                for sample in samples:
+                    shapes.pop(sample, None)
+                for shelf in self._shelves.get(stream, {}).values():
+                    shelf.drop(samples)
+
+    def release_fields(self, samples: Sequence[int], fields: Iterable[str]) -> None:
+        """Free `stream/field` names of these samples; their token counts stay known."""
+        with self._lock:
+            for name in fields:
+                self._find(name).drop(samples)
+
+    def num_held(self) -> int:
+        """Values held, over all streams and fields."""
+        with self._lock:
+            return sum(len(shelf) for fields in self._shelves.values() for shelf in fields.values())

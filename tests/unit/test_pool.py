@@ -1,0 +1,215 @@
+"""The pool of body processes: values, failures, timeouts, crashes, retries, concurrency."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hflow.workers.pool import Pool, PoolBody
+from hflow.workers.pool_child import Outcome
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+def fail_on_odd(x: int) -> int:
+    if x % 2:
+        raise ValueError(f"{x} is odd")
+    return x
+
+
+def hang_on_seven(x: int) -> int:
+    while x == 7:
+        pass
+    return x
+
+
+def die_on_five(x: int) -> int:
+    import os
+
+    if x == 5:
+        os._exit(3)
+    return x
+
+
+def loaded_modules(x: int) -> list[str]:
+    import sys
+
+    return [name for name in ("torch", "ray", "transformers", "networkx") if name in sys.modules]
+
+
+def unpicklable(x: int) -> Any:
+    return (lambda: x) if x == 1 else x
+
+
+def third_time(marks: str, x: int) -> int:
+    mark = Path(marks) / str(x)
+    tries = len(mark.read_text()) if mark.exists() else 0
+    mark.write_text("x" * (tries + 1))
+    if tries < 2:
+        raise OSError("not yet")
+    return tries
+
+
+async def sleepy(x: int) -> int:
+    import asyncio
+
+    await asyncio.sleep(60 if x == 3 else 0.01)
+    return x
+
+
+async def blocking(x: int) -> int:
+    import time
+
+    if x == 2:
+        time.sleep(60)
+    return x
+
+
+async def num_together(x: int) -> int:
+    import asyncio
+
+    global _together  # noqa: PLW0603
+    _together = globals().get("_together", 0) + 1
+    seen = _together
+    await asyncio.sleep(0.02)
+    _together -= 1
+    return seen
+
+
+class Bench:
+    """A pool of one body under the name `body`, and what came out of it."""
+
+    def __init__(self, body: Callable[..., Any], num_processes: int, **options: Any) -> None:
+        self._outcomes: queue.SimpleQueue[Sequence[Outcome] | BaseException] = queue.SimpleQueue()
+        self.pool = Pool(
+            {"body": PoolBody(body, **options)}, num_processes, self._outcomes.put, self._outcomes.put
+        )
+
+    def run(self, calls: dict[int, dict[str, Any]]) -> dict[int, Outcome]:
+        self.pool.submit("body", calls)
+        ended: dict[int, Outcome] = {}
+        while len(ended) < len(calls):
+            found = self._outcomes.get(timeout=60)
+            if isinstance(found, BaseException):
+                raise found
+            for outcome in found:
+                assert outcome.key not in ended, "an outcome came twice"
+                ended[outcome.key] = outcome
+        assert self._outcomes.empty()
+        return ended
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(body: Callable[..., Any], num_processes: int = 1, **options: Any) -> Bench:
+        made.append(Bench(body, num_processes, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.pool.close()
+
+
+def numbers(count: int) -> dict[int, dict[str, Any]]:
+    return {key: {"x": key} for key in range(count)}
+
+
+def test_values_of_many_jobs(bench: Callable[..., Bench]) -> None:
+    ended = bench(double, num_processes=2).run(numbers(300))
+    assert {key: outcome.value for key, outcome in ended.items()} == {k: 2 * k for k in range(300)}
+
+
+def test_children_import_only_what_bodies_need(bench: Callable[..., Bench]) -> None:
+    assert bench(loaded_modules).run(numbers(1))[0].value == []
+
+
+def test_a_failure_names_the_line_of_the_body(bench: Callable[..., Bench]) -> None:
+    ended = bench(fail_on_odd).run(numbers(10))
+    assert sorted(key for key, outcome in ended.items() if outcome.reason is None) == [0, 2, 4, 6, 8]
+    line = fail_on_odd.__code__.co_firstlineno + 2
+    assert ended[3].reason == "failed"
+    assert ended[3].message == f"ValueError: 3 is odd ({__file__}:{line})"
+
+
+def test_only_the_hanging_sample_times_out(bench: Callable[..., Bench]) -> None:
+    ended = bench(hang_on_seven, timeout=0.5).run(numbers(20))
+    assert [key for key, outcome in sorted(ended.items()) if outcome.reason] == [7]
+    assert (ended[7].reason, ended[7].message) == ("timeout", "took longer than its timeout of 0.5 s")
+    assert ended[8].value == 8
+
+
+def test_only_the_crashing_sample_fails(bench: Callable[..., Bench]) -> None:
+    ended = bench(die_on_five, num_processes=2).run(numbers(30))
+    assert [key for key, outcome in sorted(ended.items()) if outcome.reason] == [5]
+    assert (ended[5].reason, ended[5].message) == ("failed", "its process died (exit code 3)")
+
+
+def test_retries(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    calls = {key: {"marks": str(tmp_path), "x": key} for key in range(4)}
+    assert {outcome.value for outcome in bench(third_time, retries=2).run(calls).values()} == {2}
+
+
+def test_too_few_retries(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    ended = bench(third_time, retries=1).run({0: {"marks": str(tmp_path), "x": 0}})
+    assert ended[0].reason == "failed"
+    assert (tmp_path / "0").read_text() == "xx"
+
+
+def test_a_crash_is_tried_again_and_counted(bench: Callable[..., Bench]) -> None:
+    ended = bench(die_on_five, retries=2).run(numbers(8))
+    assert [key for key, outcome in ended.items() if outcome.reason] == [5]
+
+
+def test_a_value_that_cannot_travel_fails_alone(bench: Callable[..., Bench]) -> None:
+    ended = bench(unpicklable).run(numbers(3))
+    assert [key for key, outcome in ended.items() if outcome.reason] == [1]
+    assert "cannot be sent between processes" in ended[1].message
+
+
+def test_async_bodies_time_out_one_by_one(bench: Callable[..., Bench]) -> None:
+    ended = bench(sleepy, timeout=0.3).run(numbers(40))
+    assert [key for key, outcome in ended.items() if outcome.reason] == [3]
+    assert ended[3].reason == "timeout"
+
+
+def test_an_async_body_that_blocks_is_found(bench: Callable[..., Bench]) -> None:
+    ended = bench(blocking, timeout=0.2).run(numbers(5))
+    assert [key for key, outcome in ended.items() if outcome.reason] == [2]
+    assert ended[2].reason == "timeout"
+
+
+def test_async_concurrency_is_bounded_and_used(bench: Callable[..., Bench]) -> None:
+    ended = bench(num_together, concurrency=3).run(numbers(12))
+    assert max(outcome.value for outcome in ended.values()) == 3
+
+
+def test_a_body_whose_module_is_not_importable(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    import importlib.util
+    import sys
+
+    path = tmp_path / "a_recipe.py"
+    path.write_text("FACTOR = 5\n\ndef times(x):\n    return FACTOR * x\n")
+    spec = importlib.util.spec_from_file_location("a_recipe_by_path", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+        assert bench(module.times).run(numbers(3))[2].value == 10
+    finally:
+        del sys.modules[spec.name]
+
+
+def test_closing_twice_while_a_body_hangs() -> None:
+    one = Bench(hang_on_seven, 1)
+    one.pool.submit("body", {7: {"x": 7}})
+    one.pool.close()
+    one.pool.close()

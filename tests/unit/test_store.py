@@ -1,0 +1,185 @@
+"""The store packs what it holds in any order, from any mixture of sources."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hflow.data.batch import Batch, Column
+from hflow.types import Trajectory, Unit
+from hflow.workers.base import Move
+from hflow.workers.store import Store
+from hflow.workers.transfer import by_ends, pack, unpack
+
+FIELDS = ("gen/input_ids", "gen/behav_logprobs", "gen/loss_mask", "gen/prompt", "gen/num_tokens")
+
+
+def trajectory(sample: int, length: int) -> Trajectory:
+    return Trajectory(
+        input_ids=tuple(sample * 100 + t for t in range(length)),
+        loss_mask=tuple(t > 0 for t in range(length)),
+        behav_logprobs=tuple(-0.5 * t for t in range(length)),
+        versions=tuple(4 if t else -1 for t in range(length)),
+        completion=f"text {sample}",
+        num_turns=1,
+    )
+
+
+def length_of(sample: int) -> int:
+    return sample % 4 + 1
+
+
+def batch_of(samples: list[int], *names: str) -> Batch:
+    """What another worker would send: the fields of `store_of`, packed."""
+    return pack(store_of(samples), samples, names or FIELDS)["gen"]
+
+
+def store_of(samples: list[int]) -> Store:
+    store = Store()
+    for sample in samples:
+        columns = {"prompt": (Unit.TEXT, f"prompt {sample // 2}")}
+        store.put_trajectory("gen", sample, sample // 2, trajectory(sample, length_of(sample)), columns)
+    return store
+
+
+def expected_ids(samples: list[int]) -> list[int]:
+    return [sample * 100 + t for sample in samples for t in range(length_of(sample))]
+
+
+def test_a_generated_sample_is_packed_with_its_dtypes() -> None:
+    batch = store_of([3, 5]).gather("gen", [*FIELDS, "gen/versions", "gen/group", "gen/messages"], [5, 3])
+    assert batch.samples.tolist() == [5, 3]
+    assert batch.groups.tolist() == batch.columns["group"].values.tolist() == [2, 1]
+    assert batch.lengths.tolist() == [2, 4]
+    assert batch.columns["input_ids"].values.tolist() == [500, 501, 300, 301, 302, 303]
+    assert batch.columns["prompt"].values == ["prompt 2", "prompt 1"]
+    assert batch.columns["num_tokens"].values.tolist() == [1, 3]
+    dtypes = {name: column.values.dtype for name, column in batch.columns.items() if name in DTYPES}
+    assert dtypes == DTYPES
+
+
+DTYPES = {
+    "input_ids": np.int64,
+    "versions": np.int64,
+    "loss_mask": np.bool_,
+    "behav_logprobs": np.float32,
+    "num_tokens": np.int64,
+}
+
+
+@given(st.data())
+def test_any_order_from_any_mixture_of_chunks(data: st.DataObject) -> None:
+    samples = list(range(12))
+    sources = data.draw(st.lists(st.integers(0, 3), min_size=12, max_size=12))
+    store = store_of([sample for sample in samples if sources[sample] == 0])
+    for source in (1, 2, 3):
+        held = data.draw(st.permutations([sample for sample in samples if sources[sample] == source]))
+        if held:
+            store.put("gen", batch_of(held))
+    wanted = data.draw(st.lists(st.sampled_from(samples), unique=True))
+    batch = store.gather("gen", FIELDS, wanted)
+    assert batch.columns["input_ids"].values.tolist() == expected_ids(wanted)
+    assert batch.columns["prompt"].values == [f"prompt {sample // 2}" for sample in wanted]
+    assert batch.groups.tolist() == [sample // 2 for sample in wanted]
+    assert batch.columns["num_tokens"].values.tolist() == [length_of(sample) - 1 for sample in wanted]
+
+
+def test_wide_token_fields_keep_their_columns() -> None:
+    store = store_of([0, 1, 2])
+    lengths = np.array([3, 1], np.int64)
+    values = np.arange(8, dtype=np.int32).reshape(4, 2)
+    ids = np.array([2, 0], np.int64)
+    store.put("gen", Batch(ids, ids // 2, lengths, {"top": Column(Unit.TOKEN, values)}))
+    top = store.gather("gen", ["gen/top"], [0, 2]).columns["top"].values
+    assert top.dtype == np.int32
+    assert top.tolist() == [[6, 7], [0, 1], [2, 3], [4, 5]]
+
+
+def test_a_join_keeps_the_full_name_and_the_readers_lengths() -> None:
+    store = store_of([4])
+    store.put_trajectory("view", 4, 2, trajectory(4, 7), {})
+    store.put_value("gen", "reward", Unit.SEQUENCE, [4], 0.25)
+    batch = store.gather("view", ["view/input_ids", "gen/reward"], [4])
+    assert batch.lengths.tolist() == [7]
+    assert batch.columns["gen/reward"].values.tolist() == [0.25]
+    assert batch.columns["gen/reward"].values.dtype == np.float32
+
+
+def test_values_as_bodies_read_them() -> None:
+    store = store_of([2])
+    assert store.values("gen", "behav_logprobs", [2]) == [[0.0, -0.5, -1.0]]
+    moved = Store()
+    moved.put("gen", batch_of([1, 2]))
+    assert moved.values("gen", "input_ids", [2, 1]) == [[200, 201, 202], [100, 101]]
+    assert moved.values("gen", "num_tokens", [2]) == [2]
+    assert type(moved.values("gen", "num_tokens", [2])[0]) is int
+    assert moved.values("gen", "prompt", [1]) == ["prompt 0"]
+
+
+def test_a_gathered_batch_may_be_written_to() -> None:
+    store = Store()
+    sent = batch_of([0, 1, 2])
+    for column in sent.columns.values():
+        if isinstance(column.values, np.ndarray):
+            column.values.flags.writeable = False
+    store.put("gen", sent)
+    gathered = store.gather("gen", ["gen/input_ids"], [0, 1, 2]).columns["input_ids"].values
+    assert isinstance(gathered, np.ndarray)
+    gathered[0] = 7
+    assert store.values("gen", "input_ids", [0]) == [[0]]
+
+
+def test_release_frees_a_sample_everywhere_and_no_other() -> None:
+    store = store_of([0, 1])
+    store.put_trajectory("view", 0, 0, trajectory(0, 2), {})
+    before = store.num_held()
+    store.release([0], ["gen", "view"])
+    assert not store.has("gen", "prompt", 0)
+    assert not store.has("view", "input_ids", 0)
+    assert store.has("gen", "prompt", 1)
+    store.release([1], ["gen", "view"])
+    assert store.num_held() == 0 < before
+
+
+def test_release_of_one_field() -> None:
+    store = store_of([0, 1])
+    store.release_fields([0], ["gen/behav_logprobs"])
+    assert not store.has("gen", "behav_logprobs", 0)
+    assert store.has("gen", "behav_logprobs", 1)
+    assert store.lengths("gen", [0]) == [1]
+
+
+def test_summaries_are_of_numeric_sequence_fields() -> None:
+    store = store_of([1, 2])
+    store.put_value("gen", "reward", Unit.SEQUENCE, [1], 0.5)
+    store.put_value("gen", "reward", Unit.SEQUENCE, [2], 1.5)
+    store.put_value("gen", "correct", Unit.SEQUENCE, [1], True)
+    sums = store.summarize(["gen"], [1, 2])
+    assert sums["gen/reward"] == (2.0, 2)
+    assert sums["gen/correct"] == (1.0, 1)
+    assert sums["gen/num_tokens"] == (3.0, 2)
+    assert "gen/stop_reason" not in sums
+    assert "gen/input_ids" not in sums
+
+
+def test_a_parcel_carries_every_stream() -> None:
+    source, target = store_of([0, 1]), Store()
+    source.put_trajectory("view", 1, 0, trajectory(1, 3), {})
+    num_bytes = unpack(target, pack(source, [1], ["gen/prompt", "gen/input_ids", "view/input_ids"]))
+    assert num_bytes == len("prompt 0") + 2 * 8 + 3 * 8
+    assert target.values("gen", "prompt", [1]) == ["prompt 0"]
+    assert target.values("view", "input_ids", [1]) == [[100, 101, 102]]
+    assert target.lengths("view", [1]) == [3]
+
+
+def test_moves_of_one_pair_travel_together() -> None:
+    moves = [Move(0, 1, (1,), ("gen/a",)), Move(2, 1, (2,), ("gen/a",)), Move(0, 1, (3,), ("gen/b",))]
+    assert by_ends(moves) == {(0, 1): [moves[0], moves[2]], (2, 1): [moves[1]]}
+
+
+def test_a_unit_does_not_change() -> None:
+    store = store_of([0])
+    with pytest.raises(AssertionError, match="gen/prompt"):
+        store.put_value("gen", "prompt", Unit.SEQUENCE, [0], 1.0)
