@@ -6,22 +6,23 @@ import sys
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from hflow import launch
 from hflow.doctor import Finding, examine
 from hflow.errors import HflowError
-from hflow.graph.render import render_text
+from hflow.report.graph_text import render_graph
 from hflow.report.plan_text import render_plan
 
 USER_ERROR = 2
 INTERRUPTED = 130
 
-OVERRIDES = (
-    "KEY=VALUE: [bold]steps=10[/], [bold]models.actor.optim.lr=3e-4[/], [bold]nodes.actor_train.clip=0.1[/]."
-)
+REPORT_WIDTH = 100
+"""Columns of a report that goes to a file or a pipe."""
+
+OVERRIDES = "Configuration: steps=10, models.actor.optim.lr=3e-4, nodes.actor_train.clip=0.1 and so on."
 
 app = typer.Typer(
     name="hflow",
@@ -42,7 +43,7 @@ Overrides = Annotated[
 @app.command(epilog="Example: hflow check recipes/grpo.py")
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Read a recipe, bind every parameter, refuse what cannot be right, and print the graph."""
-    _print(render_text(launch.check(recipe, overrides or [])))
+    _show(render_graph(launch.check(recipe, overrides or [])))
 
 
 @app.command(epilog="Example: hflow plan recipes/grpo.py cluster=h100-2x8 max_staleness=2")
@@ -53,16 +54,17 @@ def plan(
 ) -> None:
     """Lay the graph out on a cluster and print where, when and which bytes; no device is needed."""
     made = launch.plan(recipe, overrides or [])
-    _print(launch.to_json(made) if json else render_plan(made))
+    if json:
+        _print(launch.to_json(made))
+    else:
+        _show(render_plan(made))
 
 
 @app.command(epilog="Example: hflow run recipes/grpo.py steps=20 workers=inproc")
 def run(
     recipe: Recipe,
     overrides: Overrides = None,
-    cfg: Annotated[
-        bool, typer.Option("--cfg", help="Print the composed configuration, run nothing.")
-    ] = False,
+    cfg: Annotated[bool, typer.Option("--cfg", help="Print the configuration and stop.")] = False,
     live: Annotated[
         bool | None,
         typer.Option("--live/--plain", help="A live panel or plain lines.", show_default="by terminal"),
@@ -72,14 +74,14 @@ def run(
     if cfg:
         _print(launch.compose(recipe, overrides or []).rstrip())
         return
-    Console().print(launch.run(recipe, overrides or [], live).render(), soft_wrap=True)
+    _show(launch.run(recipe, overrides or [], live).render())
 
 
 @app.command(epilog="Example: hflow doctor")
 def doctor() -> None:
     """Say what this machine can run, and the one command that mends what it cannot."""
     findings = list(examine())
-    Console().print(_table(findings))
+    _show(_table(findings))
     if any(finding.required and not finding.ok for finding in findings):
         raise typer.Exit(1)
 
@@ -99,6 +101,14 @@ def main() -> None:
 def _print(text: str) -> None:
     """Print as it is, whatever the terminal's width."""
     sys.stdout.write(text + "\n")
+
+
+def _show(report: RenderableType) -> None:
+    """Print for people, as wide as the terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=REPORT_WIDTH)
+    console.print(report, crop=False)
 
 
 def _stop(message: str, code: int) -> NoReturn:

@@ -9,6 +9,7 @@ similar length, for causal SDPA, where padding changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ def check_supported(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not model._supports_attention_backend:
         raise BackendError(f"{name} does not dispatch its attention, which packed sequences need")
-    windows = {getattr(module, "sliding_window", None) for module in model.modules()} - {None}
+    windows = [w for module in model.modules() if (w := getattr(module, "sliding_window", None)) is not None]
     layers = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
     if windows or layers:
         what = ", ".join(sorted(layers)) or f"a sliding window of {max(windows)}"
@@ -136,20 +137,21 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: floa
     """`[T, H, d]` by causal SDPA over right-padded buckets."""
     padding = layout.padding
     if padding is None:
-        return _causal(q, k, v, (layout.num_sequences, layout.max_length), scaling)
+        shape = (layout.num_sequences, layout.max_length)
+        assert shape[0] * shape[1] == len(q), f"a layout for another dtype than {q.dtype}"
+        return _causal(q, k, v, shape, scaling)
     sizes = [rows * width for rows, width in padding.shapes]
-    padded = (_Spread.apply(x, padding).split(sizes) for x in (q, k, v))
+    queries, keys, values = (torch.split(_spread(x, padding), sizes) for x in (q, k, v))
     buckets = [
-        _causal(*parts, shape, scaling)
-        for *parts, shape in zip(*padded, padding.shapes, strict=True)
+        _causal(*bucket, scaling) for bucket in zip(queries, keys, values, padding.shapes, strict=True)
     ]
-    return _Collect.apply(torch.cat(buckets), padding)
+    return _collect(torch.cat(buckets), padding)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scaling: float | None) -> Tensor:
     """Causal attention of `[S * L, H, d]` in S rows of L tokens."""
-    rows = (x.reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=True)
+    query, key, value = (x.reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
 
 
@@ -181,6 +183,10 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         spread = grad.index_select(0, ctx.padding.token_of_slot)
         return spread.masked_fill_(~ctx.padding.filled[:, None, None], 0), None
+
+
+_spread: Callable[[Tensor, Padding], Tensor] = _Spread.apply
+_collect: Callable[[Tensor, Padding], Tensor] = _Collect.apply
 
 
 def _padding(lengths: npt.NDArray[np.int64], device: torch.device | str) -> Padding:

@@ -126,6 +126,9 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int = 0
+    num_resumed: int = 0
+    """How many of the prompt's last tokens were drawn before an interruption: a stop string may
+    reach back into them."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,10 @@ class GenerationEngine(abc.ABC):
     @abc.abstractmethod
     def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Queue a request; tokens are drawn at later steps."""
+
+    @abc.abstractmethod
+    def cancel(self, request_id: int) -> None:
+        """Forget a request, waiting or running; nothing is returned for it."""
 
     @abc.abstractmethod
     def step(self) -> list[tuple[int, Generated]]:

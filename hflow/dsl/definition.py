@@ -67,7 +67,7 @@ def define(kind: NodeType, body: Callable[..., Any], of: Definition | None = Non
         return refusal(where, body.__name__, text)
 
     _check_async(kind, body, fault)
-    signature = read_signature(body, where, kind.form, kind.provides)
+    signature = read_signature(body, where, kind.form, _provides(kind))
     name = of.name if of else body.__name__
     results = kind.read_results(signature.result, name, fault)
     _check_names(kind, signature, fault)
@@ -75,6 +75,11 @@ def define(kind: NodeType, body: Callable[..., Any], of: Definition | None = Non
     fresh = Definition(name, kind, body, where, signature, results, {}, engines=engines)
     defaults = {knob.name: knob.value for knob in signature.knobs}
     return replace(fresh, knobs={**defaults, **(of.knobs if of else {})}, reads=of.reads if of else {})
+
+
+def _provides(kind: NodeType) -> tuple[str, ...]:
+    """Kinds of provided parameters; Sequences and State are a batch's."""
+    return kind.provides if kind.form == "tensor" else tuple(set(kind.provides) - {"sequences", "state"})
 
 
 def _check_async(kind: NodeType, body: Callable[..., Any], fault: Fault) -> None:

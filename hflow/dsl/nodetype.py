@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from hflow.dsl.annotations import Form
-from hflow.dsl.definition import ATTRIBUTE, Definition, define
+from hflow.dsl.definition import ATTRIBUTE, define
 from hflow.dsl.model import Model
 from hflow.dsl.options import COMMON, GROUPED, Options
 from hflow.dsl.place import caller
@@ -21,6 +21,8 @@ from hflow.graph.ir import Level
 from hflow.graph.refusal import refusal
 
 Body = TypeVar("Body", bound=Callable[..., Any])
+
+_FORMS: Mapping[Level, Form] = {Level.SAMPLE: "sample", Level.GROUP: "group", Level.BATCH: "tensor"}
 
 KINDS: dict[str, type[NodeType]] = {}
 """verb -> its type."""
@@ -58,9 +60,9 @@ class NodeType:
         options: decorator options, by name.
         objects: options that are objects of the recipe (`data`, `source`), with their type.
         provides: kinds of provided parameters that its bodies may ask for.
+        needs: kinds among them that its bodies must ask for.
         is_async: whether a body must be `async def`; None where it may.
         opens_stream: whether it makes samples.
-        implicit_models: whether it can be defined with its models left open (`use` closes it).
     """
 
     verb: ClassVar[str] = "node"
@@ -69,10 +71,13 @@ class NodeType:
     options: ClassVar[Options] = COMMON | GROUPED
     objects: ClassVar[Mapping[str, type]] = {}
     provides: ClassVar[tuple[str, ...]] = ("sequences", "state")
+    needs: ClassVar[tuple[str, ...]] = ()
     is_async: ClassVar[bool | None] = False
     opens_stream: ClassVar[bool] = False
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, abstract: bool = False) -> None:
+        if abstract:
+            return
         if "verb" not in cls.__dict__:
             cls.verb = cls.__name__.lower()
         known = KINDS.get(cls.verb)
@@ -115,7 +120,7 @@ class NodeType:
     @property
     def form(self) -> Form:
         """How bodies see their fields."""
-        return "tensor" if self.fires is Level.BATCH else self.fires.value
+        return _FORMS[self.fires]
 
     @property
     def all_models(self) -> tuple[Model, ...]:
@@ -166,10 +171,6 @@ class NodeType:
     def variant(self, models: tuple[Model, ...], options: Mapping[str, Any]) -> NodeType:
         """The same kind with other models and some other options."""
         return type(self)(*(models or self.models), **{**self.given, **self.bound, **options})
-
-    def definition(self, body: Callable[..., Any]) -> Definition:
-        """The definition that this decorator attached to a body."""
-        return getattr(body, ATTRIBUTE)  # type: ignore[no-any-return]
 
     def _checked_models(self, models: tuple[Any, ...]) -> tuple[Model, ...]:
         most = self.num_models[1]

@@ -13,7 +13,7 @@ from hflow.dsl.results import Fault, Results, read_loss, read_trajectories, read
 from hflow.graph.ir import Level
 
 
-class Source(NodeType):
+class Source(NodeType, abstract=True):
     """Opens a stream of samples: what encode and generate have in common."""
 
     level: ClassVar[Level] = Level.SAMPLE
@@ -22,10 +22,13 @@ class Source(NodeType):
 
     def read_results(self, hint: Any, function: str, fault: Fault) -> Results:
         """Trajectories, then fields."""
-        return read_trajectories(hint, self.names, function, fault)
+        results = read_trajectories(hint, self.names, function, fault)
+        if results.grouped and self.verb != "encode":
+            raise fault("an episode returns one Trajectory; group=n runs it n times")
+        return results
 
     def layout(self, field: str) -> str:
-        """Where the sample was made."""
+        """With the sample, on the worker that made it."""
         return "sharded"
 
 
@@ -40,6 +43,13 @@ class Encode(Source):
     def reads_weights(self) -> tuple[str, ...]:
         """None: it needs the model's tokenizer only."""
         return ()
+
+    def read_results(self, hint: Any, function: str, fault: Fault) -> Results:
+        """One trajectory, or a list of them: a group."""
+        results = super().read_results(hint, function, fault)
+        if results.grouped != (self.settings["group"] > 1):
+            raise fault("group=n and '-> list[Trajectory]' go together: the list is one group of n")
+        return results
 
 
 class Generate(Source):
@@ -62,11 +72,6 @@ class Compute(NodeType):
     num_models: ClassVar = (0, 0)
     options: ClassVar = COMMON | POOLED | GROUPED | {"per": Option("'sample' | 'group' | 'batch'", "batch")}
     is_async: ClassVar = None
-
-    @property
-    def provides(self) -> tuple[str, ...]:
-        """Sequences and State are a batch's."""
-        return ("sequences", "state") if self.fires is Level.BATCH else ()
 
     def draw(self) -> str:
         """Its Graphviz shape."""

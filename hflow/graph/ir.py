@@ -258,6 +258,8 @@ class Graph:
     warnings: tuple[str, ...] = field(default=(), compare=False)
     skipped: tuple[str, ...] = ()
     """Listed nodes that do not run, as nobody reads what they make (`actor_inf`)."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """One line for every optional parameter that stays unbound, with the nearest name."""
 
     def node(self, name: str) -> Node:
         """The node of that name."""

@@ -109,3 +109,8 @@ def order_edges(orders: Iterable[tuple[str, Sequence[str]]]) -> tuple[OrderEdge,
         edges.append(OrderEdge(group, names[-1], names[0], 1))
     return tuple(edges)
 
+
+def stages(graph: Graph) -> list[list[str]]:
+    """Node names by stage: a stage needs only stages before it in the same step."""
+    position = {node.name: i for i, node in enumerate(graph.nodes)}
+    return [sorted(names, key=position.__getitem__) for names in nx.topological_generations(same_step(graph))]

@@ -14,7 +14,7 @@ def edge_rules(
 ) -> tuple[EdgeRule, ...]:
     """One rule for every batch node."""
     at = {placement.node: placement for placement in placements}
-    return tuple(_rule(graph, node, at[node.name]) for node in graph.nodes if levels[node.name] is Level.BATCH)
+    return tuple(_rule(node, at[node.name]) for node in graph.nodes if levels[node.name] is Level.BATCH)
 
 
 def save_rule(placement: Placement, stream: str) -> EdgeRule:
@@ -24,32 +24,31 @@ def save_rule(placement: Placement, stream: str) -> EdgeRule:
 
 def batch_cuts(graph: Graph) -> tuple[tuple[str, BatchCut], ...]:
     """How each train node cuts its batch."""
-    return tuple(
-        (
-            node.name,
-            BatchCut(node.spec.option("minibatches", 1), node.spec.option("epochs", 1), reads_groups(node)),
-        )
-        for node in graph.nodes
-        if node.spec.verb == "train"
-    )
+    return tuple((node.name, _cut(node)) for node in graph.nodes if node.spec.verb == "train")
 
 
 def reads_groups(node: Node) -> bool:
-    """Whether a group must stay on one rank: its members meet in the body or in the loss.
-
-    A body that is given `Sequences` may look at groups, so it counts as one that does.
-    """
+    """Whether a node computes something from the members of a group together."""
     units = {read.unit for read in node.reads} | {returned.unit for returned in node.spec.returns}
     return (
-        node.spec.option("reduce") == "group-mean"
-        or node.spec.level is Level.GROUP
+        node.spec.level is Level.GROUP
         or Unit.GROUP in units
+        or node.spec.option("reduce") == "group-mean"
         or any(read.field == "group" for read in node.reads)
-        or any(kind == "sequences" for _, kind in node.spec.provided)
     )
 
 
-def _rule(graph: Graph, node: Node, placement: Placement) -> EdgeRule:
+def keeps_groups_whole(node: Node) -> bool:
+    """Whether a group must stay on one rank. `Sequences` may be asked for groups, so it counts."""
+    return reads_groups(node) or any(kind == "sequences" for _, kind in node.spec.provided)
+
+
+def _cut(node: Node) -> BatchCut:
+    minibatches, epochs = node.spec.option("minibatches", 1), node.spec.option("epochs", 1)
+    return BatchCut(minibatches, epochs, by_group=keeps_groups_whole(node))
+
+
+def _rule(node: Node, placement: Placement) -> EdgeRule:
     fields = {f"{read.stream}/{read.field}" for read in node.reads}
     fields |= {f"{node.stream}/{name}" for name in _needed(node)}
     return EdgeRule(
@@ -57,7 +56,7 @@ def _rule(graph: Graph, node: Node, placement: Placement) -> EdgeRule:
         stream=node.stream,
         fields=tuple(sorted(fields)),
         heads=placement.heads,
-        by_group=reads_groups(node),
+        by_group=keeps_groups_whole(node),
         policy="balanced" if placement.replicas else "single",
     )
 
@@ -72,4 +71,3 @@ def _needed(node: Node) -> tuple[str, ...]:
         return ("input_ids", "loss_mask")
     is_packed = node.spec.verb == "compute" and node.spec.level is Level.BATCH
     return ("loss_mask",) if is_packed else ()
-

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hflow.graph.ir import EdgeKind, Graph, Level, Node, Stream
 from hflow.plan.ir import Placement, Replica, Schedule, ScheduledNode, ScheduledStream
-from hflow.plan.order import opened_stream, returns_keep, root_stream, root_streams, same_step
+from hflow.plan.order import returns_keep, root_stream, root_streams, same_step
 from hflow.plan.placement import SAVE_PREFIX
 from hflow.plan.replicas import is_source
 from hflow.plan.request import PlanRequest
@@ -125,9 +125,7 @@ def opened_stream_source(graph: Graph, node: Node) -> str:
     return graph.stream(node.stream).source
 
 
-def _save(
-    graph: Graph, model: str, placement: Placement, request: PlanRequest, stream: str
-) -> ScheduledNode:
+def _save(graph: Graph, model: str, placement: Placement, request: PlanRequest, stream: str) -> ScheduledNode:
     every = request.save_every or request.num_steps
     return ScheduledNode(
         name=SAVE_PREFIX + model,

@@ -63,18 +63,25 @@ class Display(abc.ABC):
 
 
 class PlainDisplay(Display):
-    """One line for the first step, every `every` steps, and the last."""
+    """One line for the first step, every `every` steps, and the last.
+
+    A second row of a step that has its line, such as an evaluation, is a line of its values only.
+    """
 
     def __init__(self, console: Console, every: int = 10) -> None:
         self._console = console
         self._every = every
         self._values: dict[str, float] = {}
+        self._last = 0
 
     def update(self, row: LiveRow) -> None:
         """Print the row if its turn has come."""
         self._values.update(row.values)
-        if row.step in (1, row.num_steps) or row.step % self._every == 0:
-            self.note("  ".join(_parts(row, self._values)))
+        if row.step == self._last:
+            self.note("  ".join(_parts(row, row.values)))
+        elif row.step in (1, row.num_steps) or row.step % self._every == 0:
+            self._last = row.step
+            self.note("  ".join([*_parts(row, self._values), *_speed(row)]))
 
     def note(self, text: str) -> None:
         """Print a line, unwrapped."""
@@ -124,7 +131,7 @@ def open_display(title: str = "", live: bool | None = None, console: Console | N
 
 def _parts(row: LiveRow, values: Mapping[str, float]) -> list[str]:
     shown = [f"{label} {value:.4g}" for label, value in values.items()]
-    return [f"step {row.step}/{row.num_steps}", *shown, *_speed(row)]
+    return [f"step {row.step}/{row.num_steps}", *shown]
 
 
 def _speed(row: LiveRow) -> list[str]:

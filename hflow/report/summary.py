@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -28,12 +30,19 @@ class RunSummary:
     values: Mapping[str, float] = field(default_factory=dict)
     """Last values of the metrics worth a line, by label."""
 
+    def to_json(self) -> dict[str, Any]:
+        """The content of `summary.json`; values that are not finite are null."""
+        values = {label: value if math.isfinite(value) else None for label, value in self.values.items()}
+        return {**asdict(self), "directory": str(self.directory), "values": values}
+
     def render(self) -> RenderableType:
         """A headline, the values, and where everything lies."""
         head = Text(
             f"{self.name}: {self.reason} after {self.steps} steps, {self.seconds:.1f} s", style="bold"
         )
         table = Table.grid(padding=(0, 2))
+        table.add_column()
+        table.add_column(no_wrap=True, overflow="ignore")
         for label, value in self.values.items():
             table.add_row(label, f"{value:.4g}")
         table.add_row("results", Text(str(self.directory)))

@@ -10,13 +10,14 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hflow.errors import RunError
+from hflow.plan.cut import shards
 from hflow.plan.ir import Plan
-from hflow.plan.redistribute import cut_minibatches, redistribute, shards
+from hflow.plan.redistribute import Shards, redistribute
 from hflow.runtime import events as ev
+from hflow.runtime.checkpoint import Checkpoints
 from hflow.runtime.dispatch import Placer, RowCursor, Rows, root_of
 from hflow.runtime.holdings import Holdings, StepBatch
 from hflow.runtime.scoreboard import Observer, Scoreboard, means
@@ -51,12 +52,19 @@ class Executor:
     """Runs one plan to its end on started workers."""
 
     def __init__(
-        self, plan: Plan, workers: Workers, rows: Mapping[str, Rows], observer: Observer, checkpoints: Path
+        self,
+        plan: Plan,
+        workers: Workers,
+        rows: Mapping[str, Rows],
+        observer: Observer,
+        checkpoints: Checkpoints,
+        seed: int,
     ) -> None:
         self._plan = plan
         self._workers = workers
         self._observer = observer
         self._checkpoints = checkpoints
+        self._seed = seed
         self._state = RunState(plan.schedule)
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._streams = {stream.name: stream for stream in plan.schedule.streams}
@@ -71,7 +79,6 @@ class Executor:
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._scores = Scoreboard()
         self._steps = 0
-        self._saved = 0
         self._outcome: Outcome | None = None
         self._tasks: asyncio.TaskGroup
 
@@ -214,7 +221,7 @@ class Executor:
                 await self._release(batch)
             return
         lengths = self._holdings[batch.stream].lengths(batch.samples)
-        sizes = {"batch/samples": float(len(lengths)), "batch/tokens": float(sum(lengths))}
+        sizes = {"batch/samples": float(len(lengths)), "batch/tokens": float(sum(lengths.values()))}
         self._scores.add(batch.step, {**values, **sizes})
 
     def _readers(self, stream: str) -> list[str]:
@@ -227,7 +234,13 @@ class Executor:
         holdings = self._holdings[batch.stream]
         holders = holdings.of(rule.fields, batch.samples)
         assignment = shards(
-            rule, self._cut(node, batch), holdings.lengths(batch.samples), holders, batch.samples
+            rule,
+            dict(self._plan.cuts).get(node),
+            batch.members(),
+            holdings.lengths(batch.samples),
+            holders,
+            seed=self._seed,
+            step=step,
         )
         moves = redistribute(rule, assignment, holders, self._plan.cluster)
         if moves:
@@ -238,14 +251,12 @@ class Executor:
         self._note(node, step, holdings, results)
         self._feed(ev.NodeDone(node, step))
 
-    def _cut(self, node: str, batch: StepBatch) -> tuple[tuple[int, ...], ...]:
-        raise NotImplementedError
-
     def _note(self, node: str, step: int, holdings: Holdings, results: Iterable[NodeResult]) -> None:
         fields = self._outputs(node)
-        for worker, result in enumerate(results):
-            holdings.made(fields, result.samples, worker)
+        for result in results:
+            holdings.made(fields, result.samples, result.worker)
             self._scores.add(step, {f"{node}/{name}": value for name, value in result.metrics.items()})
+            self._observer.on_span(result.worker, result.span)
 
     def _outputs(self, node: str) -> tuple[str, ...]:
         spec = self._plan.graph.node(node)
@@ -283,8 +294,13 @@ class Executor:
 
     async def _save(self, node: str, step: int) -> None:
         model = node.removeprefix(SAVE)
-        await self._workers.save(model, str(self._checkpoints / f"step-{step + 1}" / model))
+        await self.save(model, step + 1)
         self._feed(ev.NodeDone(node, step))
+
+    async def save(self, model: str, steps: int) -> None:
+        """Save a model as of `steps` completed steps."""
+        await self._workers.save(model, str(self._checkpoints.begin(steps, model)))
+        self._checkpoints.done(steps, model)
 
 
 class Orders:
@@ -295,9 +311,7 @@ class Orders:
         self.computes: dict[int, list[ComputeOrder]] = defaultdict(list)
 
 
-def _tasks(
-    node: str, step: int, heads: tuple[int, ...], assignment: Iterable[tuple[tuple[int, ...], ...]]
-) -> dict[int, NodeTask]:
+def _tasks(node: str, step: int, heads: tuple[int, ...], assignment: Shards) -> dict[int, NodeTask]:
     """One task a worker, with the shards that the plan maps onto it."""
     inputs: dict[int, list[ShardInput]] = defaultdict(list)
     for dp, (head, minibatches) in enumerate(zip(heads, assignment, strict=True)):

@@ -17,9 +17,12 @@ class StepBatch:
     """The distinct groups, ascending."""
     group_size: int
 
-    def group_of(self, sample: int) -> int:
-        """Group id of a sample."""
-        return sample // self.group_size
+    def members(self) -> dict[int, list[int]]:
+        """Group -> its samples."""
+        found: dict[int, list[int]] = {group: [] for group in self.groups}
+        for sample in self.samples:
+            found[sample // self.group_size].append(sample)
+        return found
 
 
 class Holdings:
@@ -58,12 +61,12 @@ class Holdings:
                     before = frozenset((self._home[sample],))
                 at[sample] = one if before is None else before | one
 
-    def lengths(self, samples: Sequence[int]) -> list[int]:
+    def lengths(self, samples: Sequence[int]) -> dict[int, int]:
         """Tokens of each sample."""
-        return [self._length[sample] for sample in samples]
+        return {sample: self._length[sample] for sample in samples}
 
     def of(self, fields: Iterable[str], samples: Sequence[int]) -> dict[str, Mapping[int, frozenset[int]]]:
-        """field -> sample -> workers that hold it."""
+        """Field -> sample -> workers that hold it."""
         homes = {sample: frozenset((self._home[sample],)) for sample in samples}
         return {
             name: {sample: at.get(sample, homes[sample]) for sample in samples}

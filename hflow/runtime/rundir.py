@@ -9,14 +9,13 @@ OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hflow.runtime.checkpoint import point
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class RunDir:
         run = cls(path)
         run.tensorboard.mkdir()
         run.checkpoints.mkdir()
-        _point(parent / "latest", path.name)
+        point(parent / "latest", path.name)
         return run
 
     @property
@@ -72,21 +71,6 @@ class RunDir:
         """Directory of checkpoints."""
         return self.path / "checkpoints"
 
-    @contextmanager
-    def checkpoint(self, step: int) -> Iterator[Path]:
-        """Give a directory to save into; when the block ends well it becomes `step-N` and `latest`.
-
-        A block that raises leaves nothing that a reader would take for a checkpoint.
-        """
-        partial, final = self.checkpoints / f".step-{step}", self.checkpoints / f"step-{step}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        yield partial
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        _point(self.checkpoints / "latest", final.name)
-
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         self.summary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -102,10 +86,3 @@ def _make_fresh(path: Path) -> Path:
         except FileExistsError:
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")
-
-
-def _point(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to `target`, replacing an older one at once."""
-    fresh = link.with_name(f".{link.name}-{os.getpid()}")
-    fresh.symlink_to(target)
-    fresh.replace(link)

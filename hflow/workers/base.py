@@ -12,7 +12,25 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hflow.plan.ir import Plan
-from hflow.plan.redistribute import Move as Move
+from hflow.plan.redistribute import Move
+
+__all__ = [
+    "ComputeOrder",
+    "ComputeReady",
+    "Failed",
+    "GroupOrder",
+    "Move",
+    "NodeProgram",
+    "NodeResult",
+    "NodeTask",
+    "Report",
+    "SampleReady",
+    "ShardInput",
+    "Span",
+    "WorkerEvent",
+    "WorkerSetup",
+    "Workers",
+]
 
 
 @dataclass(frozen=True)
@@ -122,6 +140,8 @@ class NodeResult:
     """Samples whose output fields this worker now holds (a replica's dp-heads hold its outputs)."""
     metrics: Mapping[str, float]
     span: Span
+    worker: int = 0
+    """Index of the worker that made it."""
 
 
 # ------------------------------------------------------------------- worker -> controller

@@ -34,9 +34,7 @@ class Store:
         with self._lock:
             shapes = zip(batch.lengths.tolist(), batch.groups.tolist(), strict=True)
             self._shapes.setdefault(stream, {}).update(zip(samples, shapes, strict=True))
-            for name, column in batch.columns.items():
-                offsets = batch.offsets if column.unit is Unit.TOKEN else None
-                self._shelf(stream, name, column.unit).put(samples, Chunk(column.values, offsets))
+            self._put_columns(stream, batch, samples)
 
     def put_trajectory(
         self,
@@ -55,12 +53,29 @@ class Store:
             for name, (unit, value) in columns.items():
                 self._shelf(stream, name, unit).put_loose(sample, value)
 
-    def put_value(self, stream: str, field: str, unit: Unit, samples: Iterable[int], value: Any) -> None:
-        """Take one Python value as a field of these samples (a group's value: of all its members)."""
+    def add(self, stream: str, batch: Batch) -> None:
+        """Take further fields of samples, unless they were released while a body made them."""
+        samples = batch.samples.tolist()
         with self._lock:
-            shelf = self._shelf(stream, field, unit)
-            for sample in samples:
-                shelf.put_loose(sample, value)
+            if self._knows(stream, samples):
+                self._put_columns(stream, batch, samples)
+
+    def add_value(self, stream: str, field: str, unit: Unit, samples: Sequence[int], value: Any) -> None:
+        """Like `add`, one Python value for all of these samples."""
+        with self._lock:
+            if self._knows(stream, samples):
+                shelf = self._shelf(stream, field, unit)
+                for sample in samples:
+                    shelf.put_loose(sample, value)
+
+    def _knows(self, stream: str, samples: Sequence[int]) -> bool:
+        shapes = self._shapes.get(stream, {})
+        return all(sample in shapes for sample in samples)
+
+    def _put_columns(self, stream: str, batch: Batch, samples: list[int]) -> None:
+        for name, column in batch.columns.items():
+            offsets = batch.offsets if column.unit is Unit.TOKEN else None
+            self._shelf(stream, name, column.unit).put(samples, Chunk(column.values, offsets))
 
     def _shelf(self, stream: str, field: str, unit: Unit) -> Shelf:
         fields = self._shelves.setdefault(stream, {})

@@ -100,7 +100,7 @@ def test_wide_token_fields_keep_their_columns() -> None:
 def test_a_join_keeps_the_full_name_and_the_readers_lengths() -> None:
     store = store_of([4])
     store.put_trajectory("view", 4, 2, trajectory(4, 7), {})
-    store.put_value("gen", "reward", Unit.SEQUENCE, [4], 0.25)
+    store.add_value("gen", "reward", Unit.SEQUENCE, [4], 0.25)
     batch = store.gather("view", ["view/input_ids", "gen/reward"], [4])
     assert batch.lengths.tolist() == [7]
     assert batch.columns["gen/reward"].values.tolist() == [0.25]
@@ -153,9 +153,9 @@ def test_release_of_one_field() -> None:
 
 def test_summaries_are_of_numeric_sequence_fields() -> None:
     store = store_of([1, 2])
-    store.put_value("gen", "reward", Unit.SEQUENCE, [1], 0.5)
-    store.put_value("gen", "reward", Unit.SEQUENCE, [2], 1.5)
-    store.put_value("gen", "correct", Unit.SEQUENCE, [1], True)
+    store.add_value("gen", "reward", Unit.SEQUENCE, [1], 0.5)
+    store.add_value("gen", "reward", Unit.SEQUENCE, [2], 1.5)
+    store.add_value("gen", "correct", Unit.SEQUENCE, [1], True)
     sums = store.summarize(["gen"], [1, 2])
     assert sums["gen/reward"] == (2.0, 2)
     assert sums["gen/correct"] == (1.0, 1)
@@ -182,4 +182,13 @@ def test_moves_of_one_pair_travel_together() -> None:
 def test_a_unit_does_not_change() -> None:
     store = store_of([0])
     with pytest.raises(AssertionError, match="gen/prompt"):
-        store.put_value("gen", "prompt", Unit.SEQUENCE, [0], 1.0)
+        store.add_value("gen", "prompt", Unit.SEQUENCE, [0], 1.0)
+
+
+def test_what_comes_after_the_release_is_dropped() -> None:
+    store = store_of([0])
+    late = store.gather("gen", ["gen/num_tokens"], [0])
+    store.release([0], ["gen"])
+    store.add("gen", late)
+    store.add_value("gen", "reward", Unit.SEQUENCE, [0], 1.0)
+    assert store.num_held() == 0

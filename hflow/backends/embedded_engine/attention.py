@@ -11,30 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from hflow.backends.attention import PackedLayout, packed_attention
 from hflow.backends.embedded_engine.cache import KVCache
-from hflow.errors import BackendError
 
 ATTENTION = "hflow_embedded"
-"""The name under which models find `attend`. No mask function has this name, so that models
-build no mask."""
-
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
-
-
-@dataclass(frozen=True)
-class PromptBucket:
-    """Prompts of similar length (n of them), padded to one length L for their attention only."""
-
-    rows: Tensor
-    """int64 `[n, L]`: the step's row of each prompt token, any row where there is none."""
-    filled: Tensor
-    """int64 `[m]`: which of the `n * L` entries are tokens."""
-    targets: Tensor
-    """int64 `[m]`: the rows of these tokens."""
+"""Name under which HF models find `attend`. No mask function has this name, so that they build
+no mask."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +41,10 @@ class PackedStep:
     """int64 `[N]`."""
     stored_positions: Tensor
     """int64 `[N]`."""
-    buckets: tuple[PromptBucket, ...] = ()
+    num_prompt_rows: int
+    """Rows of the prompts that enter, behind the B decoding ones."""
+    prompts: PackedLayout | None
+    """Where these prompts lie, counted from the first of their rows; None where none enters."""
 
 
 def attend(
@@ -87,21 +76,17 @@ def attend(
     Raises:
         BackendError: when the architecture asks for more than causal attention.
     """
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise BackendError(
-                f"the embedded engine has plain causal attention only, {type(module).__name__} asks for {name}"
-            )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    _store(packed_step, layer, keys, values)
-    out = values.new_zeros(len(queries), queries.shape[1], values.shape[-1])
-    if packed_step.num_decoding:
-        out[: packed_step.num_decoding] = _decode(packed_step, layer, queries, scale)
-    for bucket in packed_step.buckets:
-        attended = _prefill(bucket, queries, keys, values, scale)
-        out.index_copy_(0, bucket.targets, attended)
+    _store(packed_step, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    first, last = packed_step.num_decoding, packed_step.num_decoding + packed_step.num_prompt_rows
+    out = value.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
+    if first:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out[:first] = _decode(packed_step, layer, query[0, :, :first].transpose(0, 1), scale)
+    if packed_step.prompts is not None:
+        q, k, v = (x[:, :, first:last] for x in (query, key, value))
+        attended, _ = packed_attention(module, q, k, v, None, scaling, packed_step.prompts, **kwargs)
+        out[first:last] = attended[0]
     return out[None], None
 
 
@@ -115,31 +100,20 @@ def _store(step: PackedStep, layer: int, keys: Tensor, values: Tensor) -> None:
 
 
 def _decode(step: PackedStep, layer: int, queries: Tensor, scale: float) -> Tensor:
-    """One query a sequence over its slot `[B, heads, head_dim]`.
+    """One query `[B, heads, head_dim]` a sequence over its slot.
 
     Query heads that share keys become rows of one product, which saves repeating the keys.
     """
-    keys, values = step.cache.view(layer, step.num_decoding, step.cached_length)
-    grouped = queries[: step.num_decoding].reshape(step.num_decoding, keys.shape[1], -1, queries.shape[-1])
     assert step.decode_mask is not None
+    keys, values = step.cache.view(layer, step.num_decoding, step.cached_length)
+    grouped = queries.reshape(step.num_decoding, keys.shape[1], -1, queries.shape[-1])
     if grouped.dtype is torch.float32:
         # Twice as fast as SDPA's CPU kernel, which is written for many queries a sequence.
         scores = torch.matmul(grouped * scale, keys.transpose(2, 3)).add_(step.decode_mask)
         out = torch.matmul(scores.softmax(-1), values)
     else:
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=step.decode_mask, scale=scale)
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=step.decode_mask, scale=scale)
     return out.reshape(step.num_decoding, queries.shape[1], -1)
-
-
-def _prefill(bucket: PromptBucket, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Causal attention inside each prompt of a bucket `[m, heads, head_dim]`.
-
-    Padding stands behind the tokens, where causality keeps it from their sight.
-    """
-    padded = [x[bucket.rows].transpose(1, 2) for x in (queries, keys, values)]
-    shared = queries.shape[1] != keys.shape[1]
-    out = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scale, enable_gqa=shared)
-    return out.transpose(1, 2).flatten(0, 1)[bucket.filled]
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -66,12 +66,11 @@ class KVCache:
         keys, values = self._layers[layer]
         return keys[:num_slots, :, :length], values[:num_slots, :, :length]
 
-    def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` tokens of slots into others (which have been left)."""
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of a slot into another one, which has been left."""
         for layer in self._layers.values():
             for tensor in layer:
-                for source, target in zip(sources, targets, strict=True):
-                    tensor[target, :, :length] = tensor[source, :, :length]
+                tensor[target, :, :length] = tensor[source, :, :length]
 
     def drop(self) -> None:
         """Free everything."""

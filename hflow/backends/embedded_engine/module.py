@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from hflow.backends.attention import check_supported
 from hflow.backends.base import ModelSettings
 from hflow.backends.embedded_engine.attention import ATTENTION
 from hflow.errors import BackendError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module:
@@ -28,73 +33,74 @@ def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module
     Raises:
         BackendError: when the architecture, dtype or module cannot be served.
     """
-    if settings.dtype not in DTYPES:
-        raise BackendError(f"model {settings.name!r} has dtype {settings.dtype!r}, set one of {sorted(DTYPES)}")
-    if shared is not None:
-        return _twin(settings, shared)
-    return _owned(settings).to(torch.device(settings.device)).eval()
-
-
-def check_config(name: str, config: PreTrainedConfig) -> None:
-    """Refuse what the packed cache cannot represent.
-
-    Raises:
-        BackendError: naming the property of the architecture.
-    """
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
+    if settings.dtype not in _DTYPES:
         raise BackendError(
-            f"model {name!r} ({config.model_type}) has layers of type {sorted(layer_types)}; "
-            "the embedded engine serves full attention only"
+            f"model {settings.name!r} has dtype {settings.dtype!r}, set one of {sorted(_DTYPES)}"
         )
-    if getattr(config, "is_encoder_decoder", False):
-        raise BackendError(f"model {name!r} ({config.model_type}) is an encoder-decoder, choose a decoder")
+    with _refusals(settings.name):
+        module: Any = _owned(settings) if shared is None else _twin(settings, shared)
+    check_supported(module)
+    if "logits_to_keep" not in inspect.signature(module.forward).parameters:
+        raise BackendError(
+            f"model {settings.name!r}: {type(module).__name__} cannot keep chosen logits only, "
+            "which the embedded engine needs; choose another architecture"
+        )
+    evaluated: nn.Module = module.eval()
+    return evaluated
 
 
-def _owned(settings: ModelSettings) -> nn.Module:
-    dtype = DTYPES[settings.dtype]
-    config = _config(settings)
-    check_config(settings.name, config)
-    with _as_backend_error(settings.name, config.model_type):
-        if settings.path is not None:
-            return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
-                settings.path, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
-            )
+@contextmanager
+def _refusals(name: str) -> Iterator[None]:
+    """Turn the refusals of transformers (unknown architecture, no pluggable attention) into ours."""
+    try:
+        yield
+    except (KeyError, ValueError, OSError) as error:
+        reason = textwrap.shorten(str(error).splitlines()[0], 160)
+        raise BackendError(f"the embedded engine cannot build model {name!r}: {reason}") from error
+
+
+def _owned(settings: ModelSettings) -> Any:
+    dtype = _DTYPES[settings.dtype]
+    if settings.path is not None:
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            settings.path, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
+        )
+    elif settings.architecture is not None:
+        architecture = dict(settings.architecture)
+        config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
-            return _from_config(config, dtype)
-
-
-def _config(settings: ModelSettings) -> PreTrainedConfig:
-    if settings.path is not None:
-        return AutoConfig.from_pretrained(settings.path, local_files_only=True)
-    if settings.architecture is None:
+            module = _from_config(config, dtype)
+    else:
         raise BackendError(f"model {settings.name!r} has neither a path nor an architecture, set one")
-    architecture = dict(settings.architecture)
-    return AutoConfig.for_model(architecture.pop("model_type"), **architecture)
+    return module.to(settings.device)
 
 
-def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
-    module: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-    if "logits_to_keep" not in inspect.signature(module.forward).parameters:
-        raise BackendError(f"{type(module).__name__} cannot keep chosen logits, choose another architecture")
-    return module
+def _from_config(config: Any, dtype: torch.dtype) -> Any:
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
 
 
-def _twin(settings: ModelSettings, shared: nn.Module) -> nn.Module:
-    """A module with its own configuration and mode, and the parameters and buffers of `shared`.
+def _twin(settings: ModelSettings, shared: nn.Module) -> Any:
+    """A module with the parameters and buffers of `shared`.
 
-    Its own configuration, as the trainer's attention differs from the engine's.
+    Its configuration and mode are its own, as the trainer has another attention function,
+    dropout and recomputation.
     """
-    config = copy.deepcopy(shared.config)
-    assert isinstance(config, PreTrainedConfig)
-    check_config(settings.name, config)
-    with _as_backend_error(settings.name, config.model_type), torch.device("meta"):
-        twin = _from_config(config, DTYPES[settings.dtype])
+    with torch.device("meta"):
+        twin: Any = _from_config(copy.deepcopy(shared.config), _DTYPES[settings.dtype])
     for path, parameter in shared.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):
-            raise BackendError(f"model {settings.name!r} is sharded over ranks; sharing storage needs one rank")
+            raise BackendError(
+                f"model {settings.name!r} is sharded over ranks; the engine shares storage with one rank only"
+            )
         _place(twin, path, parameter)
     for path, buffer in shared.named_buffers(remove_duplicate=False):
         _place(twin, path, buffer)
-    return twin.eval()
+    return twin
+
+
+def _place(module: nn.Module, path: str, tensor: torch.Tensor) -> None:
+    """Set a parameter or buffer by its dotted path."""
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, tensor)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
-from hflow.errors import ConfigError
+from hflow.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Bounds of one engine. They change speed and memory, never what is generated."""
+    """Bounds of one engine. They change speed and memory, not what is drawn."""
 
     max_running: int = 256
     """Sequences that draw a token in one step; the others wait."""
     max_tokens_per_step: int = 8192
     """Prompt tokens prefilled in one step (a longer prompt is prefilled alone)."""
-    max_model_len: int = 0
-    """Longest sequence, prompt included; 0 takes the model's `max_position_embeddings`."""
+    max_model_len: int = 2048
+    """Longest sequence, prompt included, where the model's `max_position_embeddings` is not less."""
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            low = 0 if field.name == "max_model_len" else 1
-            if getattr(self, field.name) < low:
-                raise ConfigError(f"engine option {field.name} is {getattr(self, field.name)}, set at least {low}")
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> EngineOptions:
+        """Read options from a mapping.
+
+        Raises:
+            ConfigError: for an unknown name or a number below 1.
+        """
+        names = [field.name for field in fields(cls)]
+        for name, value in options.items():
+            if name not in names:
+                raise ConfigError(f"the embedded engine has no option {name!r}{nearest(name, names)}")
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"engine option {name} is {value!r}, set a whole number of at least 1")
+        return cls(**options)

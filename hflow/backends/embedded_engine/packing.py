@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hflow.backends.attention import PackedLayout, Padding
 from hflow.backends.embedded_engine.admission import PromptGroup
-from hflow.backends.embedded_engine.attention import PackedStep, PromptBucket
+from hflow.backends.embedded_engine.attention import PackedStep
 from hflow.backends.embedded_engine.cache import KVCache, additive_mask, padded_length
 from hflow.backends.embedded_engine.request import Request
 
@@ -68,7 +69,8 @@ def pack(
         stored_rows=tensor(stored[0]) if groups else None,
         stored_slots=tensor(stored[1]),
         stored_positions=tensor(stored[2]),
-        buckets=tuple(PromptBucket(*map(tensor, bucket)) for bucket in prompts.buckets()),
+        num_prompt_rows=len(prompts.ids),
+        prompts=_layout(prompts.lengths, dtype, device) if groups else None,
     )
     return PackedForward(
         input_ids=tensor(_filled(np.concatenate((last_ids, prompts.ids))))[None],
@@ -107,23 +109,46 @@ class _Prompts:
         entering = np.repeat(self.num_decoding + np.arange(len(self.lengths)), self.num_members)
         return np.concatenate((np.arange(self.num_decoding), entering))
 
-    def buckets(self) -> list[tuple[Ints, Ints, Ints]]:
-        """`(rows, filled, targets)` for each padded length among the prompts."""
-        padded = np.array([padded_length(int(length)) for length in self.lengths], np.int64)
-        return [self._bucket(padded == length, int(length)) for length in np.unique(padded)]
 
-    def _bucket(self, members: npt.NDArray[np.bool_], length: int) -> tuple[Ints, Ints, Ints]:
-        columns = np.arange(length)
-        real = columns < self.lengths[members][:, None]
-        rows = np.where(real, self.starts[members][:, None] + columns, 0)
-        return rows, np.flatnonzero(real), rows[real]
+def _layout(lengths: Ints, dtype: torch.dtype, device: torch.device) -> PackedLayout:
+    """Where prompts of these lengths lie, for their attention.
+
+    On the CPU each is padded to `padded_length` instead of to its longest neighbour, so that its
+    result does not depend on which prompts enter with it.
+    """
+    if device.type != "cpu":
+        return PackedLayout.of(lengths, device, dtype)
+    widths = np.array([padded_length(int(length)) for length in lengths], np.int64)
+    order = np.argsort(widths, kind="stable")
+    starts = np.cumsum(lengths) - lengths
+    slots = np.cumsum(widths[order]) - widths[order]
+    slot_of_token = np.empty(int(lengths.sum()), np.int64)
+    slot_of_token[_ranges(starts[order], lengths[order])] = _ranges(slots, lengths[order])
+    token_of_slot = np.zeros(int(widths.sum()), np.int64)
+    token_of_slot[slot_of_token] = np.arange(len(slot_of_token))
+    filled = np.zeros(len(token_of_slot), np.bool_)
+    filled[slot_of_token] = True
+    shapes = zip(*np.unique(widths, return_counts=True), strict=True)
+    return PackedLayout(
+        num_sequences=len(lengths),
+        max_length=int(lengths.max()),
+        cumulative=torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)),
+        padding=Padding(
+            shapes=tuple((int(count), int(width)) for width, count in shapes),
+            token_of_slot=torch.from_numpy(token_of_slot),
+            slot_of_token=torch.from_numpy(slot_of_token),
+            filled=torch.from_numpy(filled),
+        ),
+    )
 
 
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
     """Concatenation of `range(starts[i], starts[i] + lengths[i])`."""
     ends = np.cumsum(lengths)
-    return np.arange(int(lengths.sum())) + np.repeat(starts - (ends - lengths), lengths)
+    ranges: Ints = np.arange(int(lengths.sum())) + np.repeat(starts - (ends - lengths), lengths)
+    return ranges
 
 
 def _filled(values: Ints) -> Ints:
-    return np.pad(values, (0, max(0, _MIN_ROWS - len(values))))
+    missing = max(0, _MIN_ROWS - len(values))
+    return np.concatenate((values, np.zeros(missing, np.int64)))

@@ -42,7 +42,9 @@ class SamplingRows:
             words=seed_words([p.seed for p in params]),
             temperature=torch.tensor(column, dtype=torch.float32, device=device),
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            top_k=torch.tensor([[p.top_k or vocab_size] for p in params], device=device) if restricted else None,
+            top_k=torch.tensor([[p.top_k or vocab_size] for p in params], device=device)
+            if restricted
+            else None,
             top_p=torch.tensor([[p.top_p] for p in params], device=device) if restricted else None,
         )
 

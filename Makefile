@@ -1,0 +1,38 @@
+# make env    install the pinned environment into .venv
+# make test   everything that a change must pass
+# make demo   learn addition: 300 supervised steps, then GRPO from there
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: env test lint unit demo gpu-check clean
+
+env: $(STAMP)
+
+$(STAMP): requirements/lock.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements/lock.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+test: lint unit
+
+lint: env
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: env
+	$(BIN)/python -m pytest
+
+demo: env
+	$(BIN)/hflow run recipes/sft.py
+	$(BIN)/hflow run recipes/grpo.py models.actor.path=runs/sft/latest/checkpoints/latest/actor
+
+# Tests marked gpu, in one process: needs a CUDA device and a torch built for it, not Ray.
+gpu-check:
+	$(PYTHON) -m pytest -m gpu
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,108 @@
+"""`TorchModel`: an HF model that infers and trains on packed shards, on one rank or many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from hflow.backends.base import Call, ModelBackend, ModelSettings, TrainShard
+from hflow.backends.torch_model import weights
+from hflow.backends.torch_model.build import DTYPES, build
+from hflow.backends.torch_model.inference import infer
+from hflow.backends.torch_model.module import PackedModel
+from hflow.backends.torch_model.optim import Optimizer
+from hflow.backends.torch_model.placement import place
+from hflow.backends.torch_model.runner import Runner
+from hflow.backends.torch_model.schedule import Cutting
+from hflow.backends.torch_model.training import train
+from hflow.data.batch import Batch
+from hflow.errors import BackendError
+
+
+class TorchModel(ModelBackend):
+    """One replica's shard of an HF model.
+
+    With a process group of several ranks the weights are sharded over it (FSDP2) and each rank
+    works on its own dp shards; otherwise this process works on all of them. Losses, gradients and
+    metrics are the same in all cases, as every denominator is global.
+    """
+
+    def __init__(self, settings: ModelSettings, group: ProcessGroup | None, num_shards: int) -> None:
+        """Build the model; every rank reads the checkpoint or draws the same weights.
+
+        Raises:
+            BackendError: when the settings, the architecture or the checkpoint do not fit.
+        """
+        self.settings = settings
+        self.group = group if group is not None and group.size() > 1 else None
+        self._model, head = build(settings)
+        self._runner = self._placed(head)
+        self._optimizer = (
+            Optimizer(self._runner.module.parameters(), settings.optim, self.group)
+            if settings.trainable
+            else None
+        )
+
+    def _placed(self, head: nn.Module) -> Runner:
+        settings, device = self.settings, _device(self.settings.device)
+        dtype = DTYPES[settings.dtype]
+        module = PackedModel(self._model.base_model, head, settings.head)
+        module.requires_grad_(settings.trainable)
+        if settings.activation_checkpointing:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        place(module, _decoder_layers(self._model), device, dtype, self.group)
+        cutting = Cutting(settings.tokens_per_microbatch, settings.head, self.group, device)
+        return Runner(module, device, dtype, self.group, cutting)
+
+    def infer(self, call: Call, shards: Sequence[Batch]) -> list[Batch]:
+        """Run a no-grad forward and the body; return a batch of the returned fields per shard."""
+        return infer(self._runner, call, shards)
+
+    def train(self, call: Call, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
+        """Run all minibatches and epochs of one step; return globally averaged metrics.
+
+        Besides the body's: `loss` and `grad_norm` (means over the updates), `lr` (of the last one)
+        and `num_tokens` (learned tokens of the batch).
+
+        Raises:
+            BackendError: when the model is frozen.
+        """
+        if self._optimizer is None:
+            raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
+        return train(self._runner, self._optimizer, call, shards, step)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield HF-named full tensors one by one, in the model's dtype; a collective."""
+        runner = self._runner
+        return weights.named_weights(self._model, runner.module.head, self.settings.head, runner.dtype)
+
+    def save(self, directory: str) -> None:
+        """Write the model in HF layout (`config.json`, safetensors); a collective."""
+        is_writer = self.group is None or dist.get_rank(self.group) == 0
+        head, kind = self._runner.module.head, self.settings.head
+        weights.save(self._model, head, kind, Path(directory), is_writer)
+        if self.group is not None:
+            dist.barrier(self.group)
+
+
+def _device(name: str) -> torch.device:
+    """The device of that kind which this process uses."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda":
+        raise BackendError(f"device {name!r} is not one of cpu, cuda")
+    if not torch.cuda.is_available():
+        raise BackendError("device is cuda, but torch finds no CUDA device here; set device to cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks that HF says must not be split."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.base_model.modules() if type(module).__name__ in names]

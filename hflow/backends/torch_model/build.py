@@ -1,0 +1,165 @@
+"""From `ModelSettings` to an HF model with the asked head, checked for what packing needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hflow.backends.attention import PACKED, check_supported
+from hflow.backends.base import ModelSettings
+from hflow.backends.torch_model.heads import ScalarHead, head_file
+from hflow.errors import BackendError, nearest
+
+_MODELS: Any = AutoModelForCausalLM
+HEADS = ("lm", "value", "score")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+"""Configuration keys of models whose logits are more than a matrix times hidden states."""
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings that look at the longest sequence of a forward: results would depend on packing."""
+
+
+def build(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
+    """The HF model and its head, in fp32 on the CPU, with packed attention and without dropout.
+
+    Every rank builds the same weights: all read the same checkpoint or draw from the same seed.
+
+    Raises:
+        BackendError: when the settings, the architecture or the checkpoint do not fit.
+    """
+    _check_choice("head", settings.head, HEADS)
+    _check_choice("dtype", settings.dtype, DTYPES)
+    if settings.path is not None:
+        model = _from_checkpoint(Path(settings.path), settings.head)
+    elif settings.architecture is not None:
+        model = _from_scratch(settings.architecture, settings.seed)
+    else:
+        raise BackendError(f"model {settings.name!r} has neither a path nor an architecture; set one")
+    _check_architecture(model)
+    _turn_off_dropout(model)
+    if settings.head == "lm":
+        return model, _output_matrix(model)
+    _drop_output_matrix(model)
+    return model, _scalar_head(settings, model.config.hidden_size)
+
+
+def _output_matrix(model: PreTrainedModel) -> nn.Linear:
+    output: Any = model.get_output_embeddings  # untyped in transformers
+    matrix = output()
+    if not isinstance(matrix, nn.Linear):
+        raise BackendError(f"{type(model).__name__} has no linear output layer")
+    return matrix
+
+
+def _drop_output_matrix(model: PreTrainedModel) -> None:
+    """Forget the output layer, which a value or score model has no use for."""
+    matrix = _output_matrix(model)
+    for name, module in list(model.named_children()):
+        if module is matrix:
+            delattr(model, name)
+
+
+def _scalar_head(settings: ModelSettings, hidden_size: int) -> ScalarHead:
+    """A loaded head; a fresh one when the model will be trained or is random anyway."""
+    head = ScalarHead(hidden_size, settings.seed)
+    if settings.path is None:
+        return head
+    directory = Path(settings.path)
+    if head_file(directory, settings.head).is_file() or not settings.trainable:
+        head.load(directory, settings.head)
+    return head
+
+
+def _from_scratch(architecture: Mapping[str, Any], seed: int) -> PreTrainedModel:
+    options = dict(architecture)
+    model_type = options.pop("model_type", None)
+    if model_type is None:
+        raise BackendError("an architecture needs a model_type, such as 'qwen2'")
+    try:
+        config = AutoConfig.for_model(model_type, **options)
+    except ValueError:
+        raise BackendError(f"transformers has no architecture of model_type {model_type!r}") from None
+    _check_causal_lm(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = _MODELS.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
+    return model
+
+
+def _from_checkpoint(path: Path, head: str) -> PreTrainedModel:
+    if not (path / "config.json").is_file():
+        raise BackendError(f"{path} is not an HF checkpoint: it has no config.json")
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    _check_causal_lm(config)
+    try:
+        model, report = _MODELS.from_pretrained(
+            path,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=PACKED,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except OSError as error:
+        raise BackendError(f"{path} has no readable weights: {str(error).splitlines()[0]}") from None
+    _check_loaded(path, model, report, head)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _check_loaded(path: Path, model: PreTrainedModel, report: Mapping[str, Any], head: str) -> None:
+    """A checkpoint must hold exactly the model's tensors; a scalar head needs no output matrix."""
+    output = _output_matrix(model)
+    spare = set() if head == "lm" else {n for n, p in model.named_parameters() if p is output.weight}
+    mismatched = [str(entry[0]) for entry in report["mismatched_keys"]]
+    for problem, names in (
+        ("lacks", set(report["missing_keys"]) - spare),
+        ("has tensors that the model does not know:", set(report["unexpected_keys"])),
+        ("has tensors of other shapes than its config says:", set(mismatched) - spare),
+    ):
+        if names:
+            raise BackendError(f"checkpoint {path} {problem} {_some(names)}")
+
+
+def _check_causal_lm(config: PreTrainedConfig) -> None:
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise BackendError(f"model_type {config.model_type!r} is no causal language model")
+
+
+def _check_architecture(model: PreTrainedModel) -> None:
+    """Refuse what would make packed results differ from those of the HF model."""
+    check_supported(model)
+    name, config = type(model).__name__, model.config
+    for key in _LOGIT_TRANSFORMS:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise BackendError(f"{name} transforms its logits ({key}), which is not supported")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in _LENGTH_DEPENDENT_ROPE:
+        raise BackendError(f"{name} uses {rope!r} rotary embeddings, whose results depend on packing")
+
+
+def _turn_off_dropout(model: nn.Module) -> None:
+    """The log-probs of training, inference and generation must be of one and the same policy."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def _check_choice(what: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise BackendError(f"{what} {value!r} is not one of {', '.join(known)}{nearest(value, known)}")
+
+
+def _some(names: Iterable[str], limit: int = 3) -> str:
+    """The first few names, and how many more."""
+    listed = sorted(names)
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(listed[:limit]) + more

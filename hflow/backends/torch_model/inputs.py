@@ -1,0 +1,115 @@
+"""A micro-batch on the device: token ids, where sequences lie, and what is learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hflow.backends.attention import PackedLayout
+from hflow.data.batch import Batch, Column
+from hflow.data.binding import column, sequences_of, to_tensor
+from hflow.types import Sequences, Unit
+
+LEARNED = "is_learned"
+"""Column that `prepare` adds: which sequences count in means over sequences."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """S sequences of T tokens as one forward sees them, N of the tokens being learned."""
+
+    batch: Batch
+    seqs: Sequences
+    input_ids: Tensor
+    """int64 `[T]`."""
+    position_ids: Tensor
+    """int64 `[T]`, from 0 in each sequence."""
+    layout: PackedLayout
+    targets: Tensor
+    """int64 `[N]`, positions of the learned tokens; each is predicted from the one before."""
+    last: Tensor
+    """int64 `[S]`, position of each sequence's last token."""
+    valid: dict[Unit, Tensor]
+    """Which entries of each unit count: bool `[T]`, `[S]`, `[P]`."""
+    counts: dict[Unit, int]
+    """How many do."""
+
+
+def prepare(batch: Batch, head: str, mask_field: str | None = None) -> Batch:
+    """Settle what is learned: `loss_mask` without first tokens and without what the mask excludes.
+
+    Nothing predicts the first token of a sequence, so it is never learned. A sequence counts when
+    any of its tokens is learned; for a `score` head, unless the mask excludes it.
+    """
+    mask = np.array(column(batch, "loss_mask").values, dtype=bool)
+    mask[batch.offsets[:-1]] = False
+    kept = np.ones(len(batch), dtype=bool)
+    if mask_field is not None:
+        extra = column(batch, mask_field)
+        wide = np.asarray(extra.values, dtype=bool)
+        mask &= wide if extra.unit is Unit.TOKEN else np.repeat(wide, batch.lengths)
+        kept = _any_by_sequence(wide, batch) if extra.unit is Unit.TOKEN else wide
+    learned = kept if head == "score" else _any_by_sequence(mask, batch)
+    return batch.with_columns(
+        {"loss_mask": Column(Unit.TOKEN, mask), LEARNED: Column(Unit.SEQUENCE, learned)}
+    )
+
+
+def count_entries(batch: Batch) -> dict[Unit, int]:
+    """How many tokens, sequences and groups of a prepared batch count."""
+    learned = np.asarray(batch.columns[LEARNED].values)
+    return {
+        Unit.TOKEN: int(np.count_nonzero(batch.columns["loss_mask"].values)),
+        Unit.SEQUENCE: int(learned.sum()),
+        Unit.GROUP: len(np.unique(batch.groups[learned])),
+    }
+
+
+def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Packed:
+    """Move a prepared batch to the device, with all index tables made on the host.
+
+    Args:
+        batch: what `prepare` returned, or rows of it.
+        device: where the model is.
+        dtype: what the model computes in.
+    """
+    offsets = batch.offsets
+    seqs = sequences_of(batch, device)
+    positions = np.arange(batch.num_tokens) - np.repeat(offsets[:-1], batch.lengths)
+    learned = to_tensor(batch.columns[LEARNED].values, device)
+    return Packed(
+        batch=batch,
+        seqs=seqs,
+        input_ids=to_tensor(column(batch, "input_ids").values, device),
+        position_ids=to_tensor(positions, device),
+        layout=PackedLayout.of(batch.lengths, device, dtype),
+        targets=to_tensor(np.flatnonzero(batch.columns["loss_mask"].values), device),
+        last=to_tensor(offsets[1:] - 1, device),
+        valid={
+            Unit.TOKEN: seqs.loss_mask,
+            Unit.SEQUENCE: learned,
+            Unit.GROUP: seqs.group_sum(learned.long()) > 0,
+        },
+        counts=count_entries(batch),
+    )
+
+
+def empty_shard() -> Batch:
+    """One token of which nothing is learned: what a rank computes while it has nothing to compute."""
+    one = np.ones(1, dtype=np.int64)
+    columns = {
+        "input_ids": Column(Unit.TOKEN, np.zeros(1, dtype=np.int64)),
+        "loss_mask": Column(Unit.TOKEN, np.zeros(1, dtype=bool)),
+    }
+    return prepare(Batch(-one, -one, one, columns), head="lm")
+
+
+def _any_by_sequence(mask: npt.NDArray[np.bool_], batch: Batch) -> npt.NDArray[np.bool_]:
+    """Whether any token of each sequence is true; sequences have at least one token."""
+    if len(batch) == 0:
+        return np.zeros(0, dtype=bool)
+    return np.logical_or.reduceat(mask, batch.offsets[:-1])

@@ -1,0 +1,49 @@
+"""The root module: forward and body in one call, so that sharded weights are whole in both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from hflow.backends.torch_model.inputs import Packed
+from hflow.backends.torch_model.output import LmOutput, ScalarOutput
+from hflow.types import Output
+
+Result = TypeVar("Result")
+
+
+class PackedModel(nn.Module):
+    """An HF backbone and a head over packed sequences."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+        self.kind = kind
+
+    def forward(
+        self,
+        packed: Packed,
+        consume: Callable[[Output, Tensor], Result],
+        temperature: float = 1.0,
+        wanted: set[str] | None = None,
+    ) -> Result:
+        """Run the backbone and hand its output to `consume`, whose result is returned.
+
+        `consume` also gets an anchor: a zero that depends on every weight. FSDP expects the same
+        weights to have gradients on all ranks, whatever their micro-batches hold.
+        """
+        hidden = self.backbone(
+            input_ids=packed.input_ids[None],
+            position_ids=packed.position_ids[None],
+            use_cache=False,
+            packed_layout=packed.layout,
+        ).last_hidden_state[0]
+        anchor = self.head(hidden[:0]).sum()
+        if self.kind == "lm":
+            return consume(
+                LmOutput(hidden, self.head, packed, temperature, set() if wanted is None else wanted), anchor
+            )
+        return consume(ScalarOutput(hidden, self.head, packed, self.kind), anchor)

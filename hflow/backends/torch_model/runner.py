@@ -1,0 +1,61 @@
+"""Runs micro-batches through the model, the same number on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hflow.backends.base import Call
+from hflow.backends.torch_model.inputs import Packed, empty_shard, to_device
+from hflow.backends.torch_model.module import PackedModel
+from hflow.backends.torch_model.schedule import Cutting
+from hflow.data.batch import Batch
+from hflow.errors import RunError
+from hflow.types import Output
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A placed model and what surrounds its forward."""
+
+    module: PackedModel
+    device: torch.device
+    dtype: torch.dtype
+    group: ProcessGroup | None
+    """The ranks that its weights are sharded over; None for one."""
+    cutting: Cutting
+    touched: dict[str, set[str]] = field(default_factory=dict)
+    """node -> parts of the output that its body touched so far."""
+
+    def forward(
+        self, batch: Batch, call: Call, consume: Callable[[Packed, Output, Tensor], Result]
+    ) -> Result:
+        """Run one prepared micro-batch; `consume(packed, output, anchor)` runs within the forward.
+
+        Raises:
+            RunError: when the policy's temperature is 0, under which nothing has a log-prob.
+        """
+        if call.temperature <= 0:
+            raise RunError(f"node {call.node!r}: log-probs need a generation temperature above 0")
+        packed = to_device(batch, self.device, self.dtype)
+        result: Result = self.module(
+            packed,
+            lambda output, anchor: consume(packed, output, anchor),
+            call.temperature,
+            self.touched.setdefault(call.node, set()),
+        )
+        return result
+
+    def evened(self, microbatches: Sequence[Batch], count: int) -> Iterator[tuple[Batch, bool]]:
+        """The micro-batches, then empty ones up to `count`; with each, whether it is real."""
+        for batch in microbatches:
+            yield batch, True
+        for _ in range(count - len(microbatches)):
+            yield empty_shard(), False

@@ -1,0 +1,54 @@
+"""A model's weights under their HF names, whole, one after the other; and its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from hflow.backends.torch_model.heads import save_head
+
+
+def named_weights(
+    model: PreTrainedModel, head: nn.Module, kind: str, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight and persistent buffer once, gathered (a collective), in `dtype`.
+
+    Tied weights come under their first name; a scalar head's as `value_head.*` or `score_head.*`.
+    What is yielded may share storage with the model: copy what is to be kept.
+    """
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = [(name, x) for name, x in model.state_dict().items() if name not in known]
+    heads = [] if kind == "lm" else [(f"{kind}_head.{name}", x) for name, x in head.named_parameters()]
+    for name, tensor in (*model.named_parameters(), *buffers, *heads):
+        yield name, _whole(tensor.detach(), dtype)
+
+
+def save(model: PreTrainedModel, head: nn.Module, kind: str, directory: Path, is_writer: bool) -> None:
+    """Write the fp32 weights in HF layout; a collective, of which one rank writes.
+
+    A causal language model loads with `AutoModelForCausalLM.from_pretrained`; a value or score
+    model is its backbone in the same layout, with its head in a file of its own.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in named_weights(model, head, kind, torch.float32):
+        if is_writer:
+            tensors[name] = tensor.cpu()
+    if not is_writer:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    prefix = f"{kind}_head."
+    scalar = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    model.save_pretrained(directory, state_dict=tensors)
+    if scalar:
+        save_head(directory, kind, {name.removeprefix(prefix): x for name, x in scalar.items()})
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast before gathering: half the bytes travel."""
+    cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return cast.full_tensor() if isinstance(cast, DTensor) else cast

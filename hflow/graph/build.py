@@ -1,0 +1,65 @@
+"""`build_graph`: from what a recipe declares to a checked graph. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import networkx as nx
+
+from hflow.graph.binding import bind_node, near_unbound
+from hflow.graph.check import check_graph
+from hflow.graph.fields import index_fields
+from hflow.graph.ir import Edge, Graph, Node, RecipeSpec, Stream
+from hflow.graph.lags import data_edges, overwrite_edges, same_step, state_edges, weight_edges
+from hflow.graph.prox import check_prox, settle_prox, unread_prox
+from hflow.graph.streams import place
+from hflow.graph.warn import warnings_of
+
+
+def build_graph(spec: RecipeSpec) -> Graph:
+    """Bind every parameter, draw every edge, and refuse what the language forbids.
+
+    Nodes come in an order in which they can run within a step, otherwise in the recipe's.
+
+    Raises:
+        RecipeError: with function, parameter, file:line and the nearest name.
+    """
+    placed = place(spec)
+    check_prox(spec, placed)
+    spec = settle_prox(spec, placed)
+    fields = index_fields(spec, placed)
+    bound = [bind_node(node, spec, placed, fields) for node in spec.nodes]
+    skipped = list(unread_prox(bound))
+    nodes = [node for node in bound if node not in skipped]
+    edges = _edges(nodes, placed.streams)
+    graph = Graph(
+        name=spec.name,
+        dataset=spec.dataset,
+        nodes=tuple(nodes),
+        edges=tuple(edges),
+        streams=placed.streams,
+        models=spec.models,
+        datasets=spec.datasets,
+        skipped=tuple(node.name for node in skipped if not node.spec.implicit),
+        notes=tuple(note for node in nodes for note in near_unbound(node, spec, placed, fields)),
+    )
+    check_graph(graph)
+    return replace(graph, nodes=_in_order(nodes, edges), warnings=tuple(warnings_of(graph, spec)))
+
+
+def _edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> list[Edge]:
+    return [
+        *data_edges(nodes, streams),
+        *state_edges(nodes),
+        *weight_edges(nodes, streams),
+        *overwrite_edges(nodes, streams),
+    ]
+
+
+def _in_order(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[Node, ...]:
+    """The nodes sorted by their edges of lag 0."""
+    place_of = {node.name: i for i, node in enumerate(nodes)}
+    order = same_step(edges)
+    order.add_nodes_from(place_of)
+    return tuple(nodes[place_of[name]] for name in nx.lexicographical_topological_sort(order, place_of.__getitem__))

@@ -1,0 +1,50 @@
+"""What the language can say and the planner can plan, but this version cannot execute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hflow.errors import NotYetError
+from hflow.graph.ir import Level, Node
+from hflow.launch.compiled import Compiled
+
+VERBS = ("encode", "generate", "compute", "infer", "train")
+
+
+def refuse_unrunnable(compiled: Compiled) -> None:
+    """Refuse, before anything starts, what a run could not carry through.
+
+    Raises:
+        NotYetError: naming the node or number, in one line.
+    """
+    for reason in _reasons(compiled):
+        raise NotYetError(reason)
+
+
+def _reasons(compiled: Compiled) -> Iterator[str]:
+    for node in compiled.graph.nodes:
+        yield from _node_reasons(node)
+    for replica in compiled.plan.replicas:
+        if replica.layout.world > replica.layout.data:
+            yield (
+                f"{replica.name} has layout {replica.layout}: the {replica.backend} backend executes data "
+                f"parallelism only; plan it with `hflow plan`, or run it with a layout of "
+                f"d{replica.layout.world}"
+            )
+    if compiled.config.max_staleness > 0:
+        yield "max_staleness above 0 is planned but not executed yet; set max_staleness=0"
+    if compiled.plan.cluster.num_nodes > 1 and compiled.config.workers == "inproc":
+        yield "workers=inproc is one process on one machine; take workers=ray or a cluster of one machine"
+
+
+def _node_reasons(node: Node) -> Iterator[str]:
+    spec = node.spec
+    at = f"{spec.name} ({spec.where})"
+    if spec.verb not in VERBS:
+        yield f"{at}: the verb {spec.verb!r} is checked and planned but not executed yet"
+    if spec.verb == "generate" and len(spec.models) > 1:
+        yield f"{at}: one generate node with several engines is not executed yet; use one engine"
+    if any(kind == "state" for _, kind in spec.provided):
+        yield f"{at}: node state is not executed yet; take out the State parameter"
+    if spec.verb == "infer" and spec.level is not Level.BATCH:
+        yield f'{at}: an infer as groups arrive is not executed yet; leave out per="group"'

@@ -1,0 +1,125 @@
+"""`hflow run`: makes the run's directory, starts the workers, runs the plan, says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
+
+from hflow.config import to_yaml
+from hflow.launch.compiled import Compiled, compile_recipe, to_json
+from hflow.launch.limits import refuse_unrunnable
+from hflow.launch.observe import RunObserver
+from hflow.launch.setup import make_setup, make_workers, open_rows
+from hflow.report.live import Display, open_display
+from hflow.report.summary import RunSummary
+from hflow.runtime.checkpoint import Checkpoints
+from hflow.runtime.dispatch import Rows
+from hflow.runtime.executor import Executor
+from hflow.runtime.metrics import MetricsLog
+from hflow.runtime.rundir import RunDir
+from hflow.runtime.trace import Trace
+from hflow.workers.base import Workers, WorkerSetup
+
+
+def run_recipe(recipe: str | Path, overrides: Sequence[str], live: bool | None) -> RunSummary:
+    """Run a recipe to its end.
+
+    Args:
+        recipe: path of the recipe's file.
+        overrides: configuration as `key=value`.
+        live: a live panel (True), plain lines (False), or what fits the terminal (None).
+
+    Raises:
+        HflowError: for anything that a user can mend, before or during the run.
+    """
+    compiled = compile_recipe(recipe, overrides)
+    refuse_unrunnable(compiled)
+    return asyncio.run(_run(compiled, live))
+
+
+async def _run(compiled: Compiled, live: bool | None) -> RunSummary:
+    """Check the data and the models, then begin: what fails early leaves no run directory."""
+    rows, setup, workers = open_rows(compiled), make_setup(compiled), make_workers(compiled)
+    directory = _begin(compiled)
+    with open_display(compiled.config.name, live) as display, _observer(compiled, directory, display) as seen:
+        display.note(f"{compiled.config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")
+        async with _started(workers, setup):
+            summary = await _execute(compiled, workers, rows, directory, seen, display)
+    directory.write_summary(summary.to_json())
+    return summary
+
+
+async def _execute(
+    compiled: Compiled,
+    workers: Workers,
+    rows: dict[str, Rows],
+    directory: RunDir,
+    seen: RunObserver,
+    display: Display,
+) -> RunSummary:
+    trained = tuple(model.name for model in compiled.graph.models if model.trainable)
+    checkpoints = Checkpoints(directory.checkpoints, trained)
+    executor = Executor(compiled.plan, workers, rows, seen, checkpoints, compiled.config.seed)
+    start = time.monotonic()
+    with _interrupts(executor.stop, display):
+        outcome = await executor.run()
+    seconds = time.monotonic() - start
+    if outcome.steps and checkpoints.last != outcome.steps:
+        for model in trained:
+            await executor.save(model, outcome.steps)
+    return RunSummary(
+        name=compiled.config.name,
+        directory=directory.path,
+        steps=outcome.steps,
+        seconds=seconds,
+        reason=outcome.reason,
+        plan_digest=compiled.plan.digest,
+        values=dict(seen.shown),
+    )
+
+
+def _begin(compiled: Compiled) -> RunDir:
+    directory = RunDir.create(compiled.config.out, compiled.config.name)
+    directory.config.write_text(to_yaml(compiled.config), encoding="utf-8")
+    directory.plan.write_text(to_json(compiled.plan) + "\n", encoding="utf-8")
+    return directory
+
+
+@contextmanager
+def _observer(compiled: Compiled, directory: RunDir, display: Display) -> Iterator[RunObserver]:
+    trace = Trace()
+    with closing(MetricsLog(directory.metrics, directory.tensorboard)) as log:
+        try:
+            yield RunObserver(compiled.graph, compiled.config.steps, log, trace, display)
+        finally:
+            trace.write(directory.trace)
+
+
+@asynccontextmanager
+async def _started(workers: Workers, setup: WorkerSetup) -> AsyncIterator[None]:
+    try:
+        await workers.start(setup)
+        yield
+    finally:
+        await workers.close()
+
+
+@contextmanager
+def _interrupts(stop: Callable[[], None], display: Display) -> Iterator[None]:
+    """The first Ctrl-C lets the run end by itself; the second takes the usual course."""
+    loop = asyncio.get_running_loop()
+
+    def first() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        display.note("stopping: what runs finishes and is saved; press Ctrl-C again to end at once")
+        stop()
+
+    loop.add_signal_handler(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)

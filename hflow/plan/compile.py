@@ -1,0 +1,79 @@
+"""`compile_plan`: the graph laid out on a cluster. Pure; needs neither torch nor ray."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hflow.graph.ir import Graph, Level
+from hflow.plan.ir import Placement, Plan
+from hflow.plan.order import firing_levels, group_orders, order_edges, root_streams, topological_order
+from hflow.plan.placement import SAVE_PREFIX, Placer
+from hflow.plan.replicas import place_replicas, trained_models
+from hflow.plan.request import PlanRequest
+from hflow.plan.routing import routing_table
+from hflow.plan.rules import batch_cuts, edge_rules, save_rule
+from hflow.plan.schedule import Orders, make_schedule, staleness_bound
+from hflow.plan.serialise import plan_digest
+from hflow.plan.validate import check_request, check_splits, check_streams, plan_warnings
+from hflow.plan.weights import weight_routes
+
+
+def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
+    """Decide where every node runs, in which order, and by which rules its data moves.
+
+    Args:
+        graph: a checked graph.
+        request: the cluster, a place for every model, and the numbers of the run.
+
+    Raises:
+        PlanError: when the numbers, layouts or groups do not fit, naming a change that does.
+        NotYetError: when two streams are trained on.
+    """
+    check_request(graph, request)
+    levels = firing_levels(graph)
+    check_streams(graph, levels)
+    groups, replicas = place_replicas(graph, request)
+    saved = trained_models(graph)
+    placements = Placer(graph, levels, groups, replicas).place(saved)
+    trained = root_streams(graph)[0]
+    by_node = {placement.node: placement for placement in placements}
+    saves = [save_rule(by_node[SAVE_PREFIX + model], trained.name) for model in saved]
+    rules = (*edge_rules(graph, levels, placements), *saves)
+    cuts = batch_cuts(graph)
+    check_splits(rules, dict(cuts), request.batch, trained.group)
+    orders = _orders(graph, levels, by_node, saved)
+    schedule = make_schedule(graph, request, levels, placements, replicas, orders, saved)
+    sizes = {group.name: len(group.devices) for group in groups}
+    plan = Plan(
+        recipe=graph.name,
+        graph=graph,
+        cluster=request.cluster,
+        groups=groups,
+        replicas=replicas,
+        placements=placements,
+        order=order_edges(orders),
+        routing=routing_table(replicas, by_node[trained.source].heads, range(request.cluster.num_devices)),
+        rules=rules,
+        cuts=cuts,
+        weights=weight_routes(graph, replicas),
+        schedule=schedule,
+        settings=tuple(sorted({**request.settings, "seed": request.seed}.items())),
+        staleness_bound=staleness_bound(schedule),
+        warnings=(*graph.warnings, *plan_warnings(graph, replicas, sizes)),
+    )
+    return dataclasses.replace(plan, digest=plan_digest(plan))
+
+
+def _orders(
+    graph: Graph, levels: dict[str, Level], placements: dict[str, Placement], saved: tuple[str, ...]
+) -> Orders:
+    """The cyclic order of each group; a model is saved right after the last node that writes it."""
+    batch_nodes = [name for name in topological_order(graph) if levels[name] is Level.BATCH]
+    for model in saved:
+        writers = [i for i, name in enumerate(batch_nodes) if _writes(graph, name, model)]
+        batch_nodes.insert(max(writers) + 1, SAVE_PREFIX + model)
+    return group_orders(batch_nodes, {name: placements[name].group for name in batch_nodes})
+
+
+def _writes(graph: Graph, name: str, model: str) -> bool:
+    return not name.startswith(SAVE_PREFIX) and model in graph.node(name).spec.writes_weights

@@ -1,0 +1,117 @@
+"""Numbers that do not fit together are refused with the nearest change that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hflow.errors import NotYetError, PlanError
+from hflow.graph.ir import Graph, Level
+from hflow.plan.ir import BatchCut, EdgeRule, Replica
+from hflow.plan.order import root_stream, root_streams
+from hflow.plan.replicas import is_source
+from hflow.plan.request import PlanRequest
+
+LEAST = {
+    "batch": 1,
+    "num_steps": 1,
+    "sync_every": 1,
+    "max_concurrent": 1,
+    "max_staleness": 0,
+    "max_refused_per_step": 0,
+    "save_every": 0,
+}
+
+
+def check_request(graph: Graph, request: PlanRequest) -> None:
+    """Refuse numbers that are too small for any run of this graph.
+
+    Raises:
+        PlanError: naming the number and its least value.
+    """
+    for name, least in LEAST.items():
+        if getattr(request, name) < least:
+            raise PlanError(f"{name} is {getattr(request, name)}; it must be at least {least}")
+    for stream in root_streams(graph):
+        if stream.group > request.max_concurrent:
+            raise PlanError(
+                f"max_concurrent is {request.max_concurrent}, but a group of {stream.name!r} has "
+                f"{stream.group} samples; set max_concurrent to {stream.group} or more"
+            )
+
+
+def check_streams(graph: Graph, levels: Mapping[str, Level]) -> None:
+    """Refuse graphs without one stream that makes the steps.
+
+    Raises:
+        PlanError: when no stream is trained, or a batch node works on another.
+        NotYetError: when several are.
+    """
+    trained = [stream for stream in root_streams(graph) if stream.trained]
+    if not trained:
+        raise PlanError(
+            f"recipe {graph.name!r} has no stream fed by {graph.dataset!r}; add a generate or encode node"
+        )
+    if len(trained) > 1:
+        names = " and ".join(repr(stream.name) for stream in trained)
+        raise NotYetError(f"{names} are both fed by {graph.dataset!r}; feed all but one with other datasets")
+    for node in graph.nodes:
+        root = root_stream(graph, node)
+        if levels[node.name] is Level.BATCH and not is_source(node) and not root.trained:
+            raise PlanError(
+                f"node {node.name!r} fires once a batch, but stream {root.name!r} forms no batches; "
+                'make it per="sample" or per="group", or put it on the trained stream'
+            )
+
+
+def check_splits(
+    rules: Iterable[EdgeRule], cuts: Mapping[str, BatchCut], batch: int, group_size: int
+) -> None:
+    """Refuse batches that leave a dp rank without work.
+
+    Args:
+        rules: what every batch node splits, and over how many ranks.
+        cuts: train node -> its cut.
+        batch: groups a step.
+        group_size: samples a group.
+
+    Raises:
+        PlanError: naming the batch that fits.
+    """
+    for rule in rules:
+        cut = cuts.get(rule.consumer)
+        minibatches = cut.minibatches if cut else 1
+        if batch < minibatches:
+            raise PlanError(
+                f"{rule.consumer}: a batch of {batch} groups cannot be cut into {minibatches} minibatches; "
+                f"set batch to {minibatches} or more, or minibatches to {batch} or less"
+            )
+        dp, units = len(rule.heads), 1 if rule.by_group else group_size
+        if rule.policy == "balanced" and rule.fields and batch // minibatches * units < dp:
+            least = -(-dp // units) * minibatches
+            what = "groups" if rule.by_group else "samples"
+            raise PlanError(
+                f"{rule.consumer}: a minibatch of {batch // minibatches * units} {what} cannot be split over "
+                f"{dp} dp ranks; set batch to {least} or more, or take a layout of "
+                f"d{batch // minibatches * units} or less"
+            )
+
+
+def plan_warnings(graph: Graph, replicas: Iterable[Replica], group_sizes: Mapping[str, int]) -> list[str]:
+    """What is allowed, but probably not meant."""
+    warnings = []
+    for node in graph.nodes:
+        top_p, top_k = node.spec.option("top_p"), node.spec.option("top_k")
+        cuts_off = (top_p is not None and top_p < 1) or bool(top_k)
+        if is_source(node) and cuts_off and root_stream(graph, node).trained:
+            warnings.append(
+                f"{node.name} samples with top_p={top_p}, top_k={top_k}: behav_logprobs are those of the "
+                "truncated distribution and not comparable with theta and prox"
+            )
+    for replica in replicas:
+        idle = group_sizes[replica.group] - replica.layout.world
+        if idle:
+            warnings.append(
+                f"{replica.name} uses {replica.layout.world} of the {group_sizes[replica.group]} devices "
+                f"of group {replica.group!r}; {idle} idle during its turn"
+            )
+    return warnings

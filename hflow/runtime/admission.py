@@ -1,0 +1,72 @@
+"""Which groups are opened now: evaluations first, then the trained stream up to its capacity."""
+
+from __future__ import annotations
+
+from hflow.runtime.devices import EngineState
+from hflow.runtime.evaluation import Evaluation
+from hflow.runtime.run_data import RunData
+from hflow.runtime.staleness import capacity
+from hflow.runtime.weights import can_begin
+
+
+class Admission:
+    """Opens groups.
+
+    `max_concurrent` bounds the samples in flight over all streams; it is raised where it could
+    not hold one group of each stream that must make progress.
+
+    Samples of the trained stream sleep, still in flight, while batch nodes have their shared
+    devices. A side stream that does not take its turns on the same devices may be what those
+    nodes wait for, so the trained stream always leaves it room for one group.
+    """
+
+    def __init__(self, data: RunData) -> None:
+        self._data = data
+        rollout = data.rollout
+        turns = set(data.shared_by[rollout.stream.name])
+        self._reserved = [
+            e for e in data.evaluations.values() if turns and turns != set(data.shared_by[e.stream.name])
+        ]
+        together = sum(stream.graph.size for stream in (rollout, *self._reserved))
+        largest = max(stream.graph.size for stream in data.streams)
+        self.max_samples = max(data.schedule.max_concurrent, together, largest)
+
+    def begin_evaluations(self) -> None:
+        """Begin the evaluations whose engines are awake with the weights of a due version."""
+        for evaluation in self._data.evaluations.values():
+            if evaluation.active is not None:
+                continue
+            version = evaluation.candidate()
+            if version is not None and self._has_engines(evaluation, version):
+                evaluation.begin(version)
+
+    def open_groups(self) -> None:
+        """Open as many groups as there is room for."""
+        for evaluation in self._data.evaluations.values():
+            if evaluation.active is not None and not evaluation.exhausted:
+                for _ in range(self._num_free() // evaluation.graph.size):
+                    evaluation.open_group()
+        for _ in range(self._rollout_capacity()):
+            self._data.rollout.open_group()
+
+    def _has_engines(self, evaluation: Evaluation, version: int) -> bool:
+        engines = self._data.engines_of[evaluation.stream.name]
+        return can_begin(evaluation, version, self._data) and all(
+            engine.state is EngineState.AWAKE and (engine.version == version or not evaluation.models)
+            for engine in engines
+        )
+
+    def _num_free(self) -> int:
+        return max(0, self.max_samples - sum(stream.num_generating for stream in self._data.streams))
+
+    def _rollout_capacity(self) -> int:
+        data, rollout = self._data, self._data.rollout
+        engines = data.engines_of[rollout.stream.name]
+        if rollout.exhausted or any(engine.state is not EngineState.AWAKE for engine in engines):
+            return 0
+        free = self._num_free()
+        for evaluation in self._reserved:
+            free -= max(0, evaluation.graph.size - evaluation.num_generating)
+        version = min((engine.version for engine in engines), default=0)
+        limit = rollout.limit(version, data.progress.steps_settled(data.trained_nodes))
+        return capacity(free, rollout.graph.size, limit, rollout.num_admitted)

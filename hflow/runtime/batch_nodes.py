@@ -1,0 +1,105 @@
+"""When batch nodes fire: the pointers of device groups, and what a node waits for."""
+
+from __future__ import annotations
+
+from hflow.plan.ir import ScheduledNode
+from hflow.runtime.cadence import node_fires, on_beat
+from hflow.runtime.devices import DeviceOrder, EngineState
+from hflow.runtime.events import RunBatch, StepDone
+from hflow.runtime.run_data import RunData
+from hflow.runtime.weights import blocks_writer, turn_is_needed
+
+
+def fires(node: ScheduledNode, step: int, data: RunData) -> bool:
+    """Whether a batch node fires at a step, as far as that is known now."""
+    num_steps = data.progress.num_steps
+    evaluation = data.evaluations.get(node.stream)
+    if evaluation is None:
+        return node_fires(node, step, num_steps)
+    return evaluation.happens_at(step) and (step == num_steps or on_beat(step, node.every, node.after))
+
+
+def fire_batch_nodes(data: RunData) -> None:
+    """Move every group's pointer as far as it goes and fire what is ready there."""
+    fired = True
+    while fired:
+        settle_batch_nodes(data)
+        fired = sum(_fire(device, data) for device in data.devices) > 0
+
+
+def settle_batch_nodes(data: RunData) -> None:
+    """Pass over what does not happen and report the steps that are complete; fire nothing."""
+    for device in data.devices:
+        _move(device, data)
+    progress = data.progress
+    while progress.reported < min(progress.formed, progress.steps_settled(progress.settled)):
+        data.emit(StepDone(progress.reported))
+        progress.reported += 1
+
+
+def finish_node(name: str, step: int, data: RunData) -> None:
+    """A batch node reports that it is done for a step."""
+    device = next((d for d in data.devices if d.running is not None and d.running.name == name), None)
+    assert device is not None, f"{name} does not run"
+    data.progress.finish(name, step)
+    device.running = None
+    device.step_forward()
+
+
+def _move(device: DeviceOrder, data: RunData) -> None:
+    """Pass over what does not happen at this step, up to a node that fires or a turn that is needed."""
+    progress = data.progress
+    while device.running is None and device.cycle <= progress.formed:
+        if device.in_turn:
+            awake = any(engine.state is not EngineState.ASLEEP for engine in device.engines)
+            if awake or turn_is_needed(device, data):
+                return
+            device.step_forward()
+        elif (node := device.next_node) is None:
+            device.next_cycle()
+        else:
+            known = progress.formed > device.cycle or device.cycle == progress.num_steps
+            if not known or fires(node, device.cycle, data):
+                return
+            progress.pass_over(node.name, device.cycle)
+            device.step_forward()
+
+
+def _fire(device: DeviceOrder, data: RunData) -> bool:
+    node, step = device.next_node, device.cycle
+    if node is None or not fires(node, step, data) or not _is_ready(node, step, data):
+        return False
+    device.running = node
+    data.progress.start(node, step)
+    data.emit(RunBatch(node.name, step))
+    return True
+
+
+def _is_ready(node: ScheduledNode, step: int, data: RunData) -> bool:
+    """Whether a node that fires at a step has all that it waits for, its group apart."""
+    return (
+        _is_formed(node.stream, step, data)
+        and all(_is_past(need, step, data) for need in data.batch_needs[node.name])
+        and _has_versions(node, step, data)
+        and not any(blocks_writer(engine, step, data) for m in node.writes for engine in data.readers_of(m))
+    )
+
+
+def _is_formed(stream: str, step: int, data: RunData) -> bool:
+    evaluation = data.evaluations.get(stream)
+    return step in evaluation.formed if evaluation is not None else step < data.progress.formed
+
+
+def _is_past(node: ScheduledNode, step: int, data: RunData) -> bool:
+    return data.progress.settled[node.name] >= step or not fires(node, step, data)
+
+
+def _has_versions(node: ScheduledNode, step: int, data: RunData) -> bool:
+    """Whether the models of a node are at this step's start exactly (lag 1)."""
+    models = data.progress.trained_models((*node.reads, *node.writes))
+    for model in models:
+        version = data.progress.version[model]
+        assert version <= step, (
+            f"{node.name} at step {step} missed {model}: it is at version {version}, no edge held its writer"
+        )
+    return all(data.progress.version[model] == step for model in models)

@@ -1,0 +1,107 @@
+"""Everything that `RunState` holds, assembled from a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hflow.plan.ir import Level, Schedule, ScheduledNode
+from hflow.runtime.devices import DeviceOrder, Engine
+from hflow.runtime.evaluation import Evaluation
+from hflow.runtime.groups import Emit
+from hflow.runtime.progress import Progress
+from hflow.runtime.rollout import Rollout
+from hflow.runtime.stream_state import StreamState
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """The parts of a run's state. The parts change, the set of parts does not."""
+
+    schedule: Schedule
+    emit: Emit
+    progress: Progress
+    rollout: Rollout
+    evaluations: dict[str, Evaluation]
+    """Side streams by name."""
+    devices: tuple[DeviceOrder, ...]
+    engines: dict[str, Engine]
+    device_of: dict[str, DeviceOrder]
+    """engine -> the group that it shares with batch nodes; separate engines are not in it."""
+    engines_of: dict[str, tuple[Engine, ...]]
+    """stream -> the engines that its source uses."""
+    shared_by: dict[str, tuple[DeviceOrder, ...]]
+    """stream -> groups shared with batch nodes on which its engines take turns."""
+    trained_nodes: tuple[str, ...]
+    """Batch nodes of the trained stream."""
+    batch_needs: dict[str, tuple[ScheduledNode, ...]]
+    """batch node -> batch nodes that come before it in the same step."""
+    streams: tuple[StreamState, ...]
+    """The trained stream, then side streams."""
+
+    def readers_of(self, model: str) -> list[Engine]:
+        """Engines that are given a model's weights."""
+        return [engine for engine in self.engines.values() if model in engine.models]
+
+
+def assemble(schedule: Schedule, emit: Emit) -> RunData:
+    """Build the state that precedes `Started`."""
+    progress = Progress(schedule)
+    trained, *side = schedule.streams
+    rollout = Rollout(trained, schedule, progress, emit)
+    evaluations = {s.name: Evaluation(s, schedule.nodes, progress, emit) for s in side}
+    engines = _engines(schedule, progress, evaluations)
+    devices = _devices(schedule, engines)
+    engines_of = {s.name: tuple(engines[name] for name in s.replicas) for s in schedule.streams}
+    batch = {node.name: node for node in schedule.nodes if node.level is Level.BATCH}
+    return RunData(
+        schedule=schedule,
+        emit=emit,
+        progress=progress,
+        rollout=rollout,
+        evaluations=evaluations,
+        devices=devices,
+        engines=engines,
+        device_of={engine.name: device for device in devices for engine in device.engines},
+        engines_of=engines_of,
+        shared_by={
+            name: tuple(d for d in devices if not set(used).isdisjoint(d.engines))
+            for name, used in engines_of.items()
+        },
+        trained_nodes=tuple(node.name for node in batch.values() if node.stream == trained.name),
+        batch_needs={
+            node.name: tuple(batch[need] for need in node.needs if need in batch) for node in batch.values()
+        },
+        streams=(rollout, *evaluations.values()),
+    )
+
+
+def _engines(schedule: Schedule, progress: Progress, evaluations: dict[str, Evaluation]) -> dict[str, Engine]:
+    trained = schedule.streams[0]
+    engines = {}
+    for name in dict.fromkeys(name for stream in schedule.streams for name in stream.replicas):
+        users = [stream for stream in schedule.streams if name in stream.replicas]
+        models = dict.fromkeys(model for stream in users for model in stream.models)
+        engines[name] = Engine(
+            name,
+            models=progress.trained_models(models),
+            serves_rollout=trained in users,
+            evaluations=tuple(evaluations[stream.name] for stream in users if stream is not trained),
+        )
+    return engines
+
+
+def _devices(schedule: Schedule, engines: dict[str, Engine]) -> tuple[DeviceOrder, ...]:
+    """The ordered groups; a batch node without a group is a group of its own."""
+    nodes = {node.name: node for node in schedule.nodes}
+    shared = dict(schedule.shared)
+    ordered = [
+        DeviceOrder(
+            group,
+            nodes=tuple(nodes[name] for name in names),
+            engines=tuple(engines[name] for name in shared.get(group, ()) if name in engines),
+        )
+        for group, names in schedule.orders
+    ]
+    placed = {name for _, names in schedule.orders for name in names}
+    alone = [n for n in schedule.nodes if n.level is Level.BATCH and n.name not in placed]
+    return (*ordered, *(DeviceOrder(node.name, nodes=(node,)) for node in alone))

@@ -1,0 +1,211 @@
+"""`RunState`: events in, instructions out. Pure: no clock, no I/O, no threads, no randomness.
+
+The executor performs the instructions with real workers, the simulator on a virtual clock; what
+they report comes back as events. The pieces, from the inside out:
+
+- `groups`, `stream_state`: one group, one stream; `rollout` and `evaluation`: what the trained and
+  the side streams do with finished groups; `staleness`: the admission formula and the age rule;
+- `progress`: steps and versions; `devices`: engines and the cyclic order of device groups;
+- `weights`, `batch_nodes`, `admission`: the three decisions (who gets weights, which node fires,
+  which group is opened), taken after each event in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from hflow.plan.ir import Level, Schedule
+from hflow.runtime.admission import Admission
+from hflow.runtime.batch_nodes import finish_node, fire_batch_nodes, settle_batch_nodes
+from hflow.runtime.devices import EngineState
+from hflow.runtime.events import (
+    Asleep,
+    Awake,
+    Event,
+    Exhausted,
+    Finish,
+    Instruction,
+    NodeDone,
+    NodeFailed,
+    SampleDone,
+    Started,
+    StopRequested,
+)
+from hflow.runtime.run_data import assemble
+from hflow.runtime.stream_state import StreamState
+from hflow.runtime.weights import update_engines
+
+HISTORY = 20
+"""Events that an assertion's text carries."""
+
+
+class RunState:
+    """The state machine of one run.
+
+    An event that cannot happen (an unknown node, a second completion) is a bug of ours and raises
+    an `AssertionError` whose text carries the last events. After `Finish` events are ignored.
+
+    Args:
+        schedule: the part of the plan that says what fires when.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._out: list[Instruction] = []
+        self.data = assemble(schedule, self._out.append)
+        self.admission = Admission(self.data)
+        self.finished: Finish | None = None
+        self.stopping = False
+        self._started = False
+        self._history: deque[Event] = deque(maxlen=HISTORY)
+        self._streams = {stream.stream.name: stream for stream in self.data.streams}
+        self._stream_of = {stream.stream.source: stream for stream in self.data.streams}
+        self._sources = frozenset(self._stream_of)
+        for node in schedule.nodes:
+            if node.level is not Level.BATCH:
+                self._stream_of[node.name] = self._streams[node.stream]
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            SampleDone: self._on_sample_done,
+            NodeDone: self._on_node_done,
+            NodeFailed: self._on_node_failed,
+            Exhausted: self._on_exhausted,
+            Awake: self._on_awake,
+            Asleep: self._on_asleep,
+            Started: self._on_started,
+            StopRequested: self._on_stop,
+        }
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event; return what to do now, in order."""
+        if self.finished is not None:
+            return []
+        self._history.append(event)
+        try:
+            self._handlers[type(event)](event)
+        except AssertionError as bug:
+            events = "\n  ".join(str(event) for event in self._history)
+            raise AssertionError(f"{bug}; last events:\n  {events}") from bug
+        instructions = self._out.copy()
+        self._out.clear()
+        return instructions
+
+    # ------------------------------------------------------------------ events
+    def _on_started(self, event: Started) -> None:
+        assert not self._started, "the run started twice"
+        self._started = True
+        self._advance()
+
+    def _on_sample_done(self, event: SampleDone) -> None:
+        stream = self._streams[event.stream]
+        if self.stopping:
+            stream.discard_sample(event.sample)
+        else:
+            stream.sample_done(event.sample, event.oldest)
+        self._after_sample_event(stream)
+
+    def _on_node_done(self, event: NodeDone) -> None:
+        if event.node in self.data.progress.settled:
+            finish_node(event.node, event.key, self.data)
+            self._advance()
+            return
+        stream = self._stream_of.get(event.node)
+        assert stream is not None, f"there is no node {event.node}"
+        assert event.node not in self._sources, f"{event.node} is a source: it reports samples"
+        if self.stopping:
+            stream.discard_node(event.node, event.key)
+        else:
+            stream.node_done(event.node, event.key, event.keep)
+        self._after_sample_event(stream)
+
+    def _on_node_failed(self, event: NodeFailed) -> None:
+        stream = self._stream_of.get(event.node)
+        assert stream is not None, f"{event.node} is no source, sample or group node that could fail"
+        if event.node in self._sources:
+            if self.stopping:
+                stream.discard_sample(event.key)
+            else:
+                stream.sample_failed(event.key, event.reason)
+        elif self.stopping:
+            stream.discard_node(event.node, event.key)
+        else:
+            stream.node_failed(event.node, event.key, event.reason)
+        self._after_sample_event(stream)
+
+    def _on_exhausted(self, event: Exhausted) -> None:
+        self._streams[event.stream].exhaust(event.group)
+        self._advance()
+
+    def _on_awake(self, event: Awake) -> None:
+        engine = self.data.engines[event.replica]
+        assert engine.state is EngineState.WAKING, f"{engine.name} was not told to wake"
+        assert engine.target == event.version, f"{engine.name} woke with {event.version}, not {engine.target}"
+        engine.state, engine.version = EngineState.AWAKE, event.version
+        self._advance()
+
+    def _on_asleep(self, event: Asleep) -> None:
+        engine = self.data.engines[event.replica]
+        assert engine.state is EngineState.SLEEPING, f"{engine.name} was not told to sleep"
+        engine.state = EngineState.ASLEEP
+        self._advance()
+
+    def _on_stop(self, event: StopRequested) -> None:
+        self.stopping = True
+        self._advance()
+
+    # ------------------------------------------------------------------ decisions
+    def _after_sample_event(self, stream: StreamState) -> None:
+        """Most events of samples change nothing but the room for more of them."""
+        if self.stopping or stream.wants_decision:
+            self._advance()
+        else:
+            self.admission.open_groups()
+
+    def _advance(self) -> None:
+        """Do everything that can be done now."""
+        if self.stopping:
+            self._wind_down()
+            return
+        self._close_batches()
+        if self.data.rollout.is_refused_out:
+            self._finish(self.data.rollout.describe_refusals(), error=True)
+            return
+        self.admission.begin_evaluations()
+        fire_batch_nodes(self.data)
+        update_engines(self.data)
+        self.admission.open_groups()
+        if self._is_over():
+            cut_short = self.data.progress.num_steps < self.data.schedule.num_steps
+            self._finish("dataset exhausted" if cut_short else "done")
+
+    def _close_batches(self) -> None:
+        """Form the batches and end the evaluations that are complete."""
+        rollout, progress = self.data.rollout, self.data.progress
+        while rollout.is_formable:
+            rollout.form_batch()
+        if rollout.is_dry:
+            progress.num_steps = progress.formed
+        for evaluation in self.data.evaluations.values():
+            if evaluation.is_complete:
+                evaluation.finish()
+
+    def _wind_down(self) -> None:
+        """Start nothing; end when all that runs has reported. Samples in flight are left."""
+        settle_batch_nodes(self.data)
+        engines_settled = all(engine.is_settled for engine in self.data.engines.values())
+        at_work = self.data.progress.running or any(s.has_running_nodes for s in self.data.streams)
+        if engines_settled and not at_work:
+            self._finish("stopped")
+
+    def _is_over(self) -> bool:
+        progress = self.data.progress
+        return (
+            progress.reported == progress.num_steps
+            and all(device.cycle > progress.num_steps for device in self.data.devices)
+            and all(progress.num_steps in e.formed for e in self.data.evaluations.values())
+            and all(engine.is_settled for engine in self.data.engines.values())
+        )
+
+    def _finish(self, reason: str, *, error: bool = False) -> None:
+        self.finished = Finish(reason, error)
+        self.data.emit(self.finished)

@@ -1,0 +1,63 @@
+"""`Mailbox`: what happened on a worker since its last poll, one message a wake-up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from hflow.workers.base import Report, Span, WorkerEvent
+
+
+class Mailbox:
+    """Filled by any thread, emptied by the poll. An error, once put, is raised by every poll."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._changed = threading.Condition()
+        self._events: list[WorkerEvent] = []
+        self._spans: list[Span] = []
+        self._num_generated = 0
+        self._error: BaseException | None = None
+        self._closed = False
+
+    def put(self, events: Iterable[WorkerEvent]) -> None:
+        """Report events."""
+        with self._changed:
+            self._events.extend(events)
+            self._changed.notify()
+
+    def note(self, span: Span) -> None:
+        """Report a span with whatever event comes next."""
+        with self._changed:
+            self._spans.append(span)
+
+    def generated(self, num_tokens: int) -> None:
+        """Count generated tokens, reported with whatever event comes next."""
+        with self._changed:
+            self._num_generated += num_tokens
+
+    def fail(self, error: BaseException) -> None:
+        """Report that a background thread cannot go on."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Let a waiting poll return."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def wait(self) -> Report:
+        """Wait until there are events (or the mailbox is closed) and take all there is.
+
+        Raises:
+            BaseException: whatever a background thread failed with.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._events or self._error or self._closed))
+            if self._error is not None:
+                raise self._error
+            report = Report(self._worker, tuple(self._events), tuple(self._spans), self._num_generated)
+            self._events, self._spans, self._num_generated = [], [], 0
+            return report

@@ -1,0 +1,113 @@
+"""The Ray actor around a `Worker`: the same messages, each with the lane that it waits in.
+
+`device` runs one message at a time, in the order in which the controller sent them, so that all
+ranks issue their collectives in one order; `poll` blocks until something happens; everything
+else is short and goes through `data`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from hflow.workers.base import (
+    ComputeOrder,
+    GroupOrder,
+    NodeResult,
+    NodeTask,
+    Report,
+    WorkerSetup,
+)
+from hflow.workers.transfer import Parcel
+
+if TYPE_CHECKING:
+    from hflow.workers.weights import Bucket
+    from hflow.workers.world import Membership
+
+LANES = {"device": 1, "poll": 1, "data": 2}
+
+
+class WorkerActor:
+    """One device's process. Built in two steps, so that all processes import at the same time."""
+
+    def __init__(self, index: int) -> None:
+        import hflow.workers.worker
+
+        self._module = hflow.workers.worker
+        self._index = index
+
+    def rendezvous(self) -> str:
+        """`host:port` of a free port on this worker's machine."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+
+    @ray.method(concurrency_group="device")
+    def build(self, setup: WorkerSetup, member: Membership | None) -> None:
+        self._worker = self._module.Worker(setup, (self._index,), member)
+
+    @ray.method(concurrency_group="data")
+    def open_groups(self, orders: Sequence[GroupOrder]) -> None:
+        self._worker.open_groups(self._index, orders)
+
+    @ray.method(concurrency_group="data")
+    def compute(self, orders: Sequence[ComputeOrder]) -> None:
+        self._worker.compute(self._index, orders)
+
+    @ray.method(concurrency_group="poll")
+    def poll(self) -> Report:
+        return self._worker.poll(self._index)
+
+    @ray.method(concurrency_group="data")
+    def export(self, wanted: Sequence[tuple[tuple[int, ...], tuple[str, ...]]]) -> list[Any]:
+        """Put parcels of (samples, fields) into the object store; returns references only."""
+        return [ray.put(self._worker.export(samples, fields)) for samples, fields in wanted]
+
+    @ray.method(concurrency_group="data")
+    def receive(self, references: list[Any]) -> int:
+        """Take parcels from the object store without a copy; returns their bytes."""
+        parcels: list[Parcel] = ray.get(references)
+        return sum(self._worker.receive(parcel) for parcel in parcels)
+
+    @ray.method(concurrency_group="device")
+    def run(self, task: NodeTask) -> NodeResult:
+        return self._worker.run({self._index: task})[0]
+
+    @ray.method(concurrency_group="device")
+    def publish(self, replica: str) -> list[Any]:
+        """Gather a replica's weights and put them into the object store, bucket by bucket."""
+        return [ray.put(bucket) for bucket in self._worker.publish(replica)]
+
+    @ray.method(concurrency_group="device")
+    def wake(self, replica: str, version: int, references: list[Any] | None = None) -> None:
+        buckets = None if references is None else _fetched(references)
+        self._worker.wake(replica, version, buckets)
+
+    @ray.method(concurrency_group="device")
+    def sleep(self, replica: str) -> None:
+        self._worker.sleep(replica)
+
+    @ray.method(concurrency_group="data")
+    def release(self, samples: Sequence[int], stream: str, fields: Sequence[str] | None) -> None:
+        self._worker.release(samples, stream, fields)
+
+    @ray.method(concurrency_group="data")
+    def summarize(self, stream: str, samples: Sequence[int]) -> Mapping[str, tuple[float, int]]:
+        return self._worker.summarize(stream, samples)
+
+    @ray.method(concurrency_group="device")
+    def save(self, model: str, directory: str) -> None:
+        self._worker.save(model, directory)
+
+    @ray.method(concurrency_group="data")
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _fetched(references: list[Any]) -> Iterator[Bucket]:
+    for reference in references:
+        yield ray.get(reference)

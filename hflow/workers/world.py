@@ -1,0 +1,61 @@
+"""The torch.distributed world of a run's workers, and a group for each set that works together."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hflow.plan.ir import Replica
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One worker process's place in the world."""
+
+    rank: int
+    num_workers: int
+    address: str
+    """`host:port` where rank 0 listens."""
+
+
+class World:
+    """Joined once per process, left when the process ends.
+
+    Every process creates the same groups in the same order, which torch.distributed needs.
+    Replicas on the same workers share a group: the plan lets them take turns.
+    """
+
+    def __init__(self, member: Membership, replicas: Sequence[Replica], device: str, timeout: float) -> None:
+        """Join; returns when all workers have joined.
+
+        Args:
+            member: this process's place.
+            replicas: the plan's; those with several workers get a group.
+            device: `cpu` (gloo) or `cuda` (NCCL).
+            timeout: seconds after which a collective with a missing rank fails.
+        """
+        patience = datetime.timedelta(seconds=timeout)
+        if device == "cuda":
+            torch.cuda.set_device(0)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"tcp://{member.address}",
+            rank=member.rank,
+            world_size=member.num_workers,
+            timeout=patience,
+        )
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        for replica in replicas:
+            ranks = replica.workers
+            assert list(ranks) == sorted(set(ranks)), f"ranks of {replica.name} are not in device order"
+            if len(ranks) > 1 and ranks not in self._groups:
+                self._groups[ranks] = dist.new_group(list(ranks), timeout=patience)
+
+    def group(self, replica: Replica) -> ProcessGroup | None:
+        """The group over a replica's workers; None where it has only one."""
+        return self._groups.get(replica.workers)

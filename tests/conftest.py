@@ -1,0 +1,20 @@
+"""Which tests run where."""
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked gpu to `make gpu-check`, and say so."""
+    asked = "gpu" in config.option.markexpr
+    for item in items:
+        if item.get_closest_marker("gpu") and not asked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make gpu-check`"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A GPU test that was asked for and cannot run is a failure, not a skip."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.fail("this machine has no CUDA device that torch can use", pytrace=False)

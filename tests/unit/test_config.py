@@ -1,0 +1,187 @@
+import copy
+import json
+import os
+import pickle
+from dataclasses import FrozenInstanceError, asdict
+from pathlib import Path
+
+import pytest
+
+from hflow.config import RunConfig, flatten, load_config, to_yaml, validate_names
+from hflow.config.compose import config_dir
+from hflow.errors import ConfigError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GRPO = RECIPES / "grpo.py"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    """Writes the YAML of a recipe and returns the recipe's path."""
+
+    def write(text: str, name: str = "mine") -> Path:
+        (tmp_path / f"{name}.yaml").write_text(text)
+        return tmp_path / f"{name}.py"
+
+    return write
+
+
+def test_defaults_without_a_yaml(tmp_path: Path):
+    config = load_config(tmp_path / "bare.py")
+    assert config == RunConfig(name="bare")
+
+
+def test_files_groups_and_overrides_in_this_order(recipe):
+    path = recipe("defaults:\n- optim@models.actor.optim: rl-tiny\n- _self_\nsteps: 7\nbatch: 3\n")
+    config = load_config(path, ["steps=9", "models.actor.optim.lr=3e-4"])
+    assert (config.steps, config.batch) == (9, 3)
+    optim = config.models["actor"].optim
+    assert (optim.lr, optim.warmup_steps, optim.betas) == (3e-4, 20, (0.9, 0.99))
+
+
+def test_the_groups_beside_a_recipe_count_too(recipe, tmp_path: Path):
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("lr: 0.5\n")
+    path = recipe("defaults:\n- optim@models.actor.optim: mine\n- model@models.actor: tiny-qwen2\n- _self_\n")
+    actor = load_config(path).models["actor"]
+    assert actor.optim.lr == 0.5
+    assert actor.architecture is not None
+    assert actor.architecture["hidden_size"] == 128
+
+
+def test_a_directory_with_quotes_and_spaces(tmp_path: Path):
+    odd = tmp_path / "it's a, b=c"
+    odd.mkdir()
+    (odd / "r.yaml").write_text("defaults:\n- data@data.train: addition\n- _self_\n")
+    assert load_config(odd / "r.py").data["train"].generator == "addition"
+
+
+def test_sft_and_grpo_state_the_experiment():
+    sft, grpo = load_config(RECIPES / "sft.py"), load_config(GRPO)
+    assert (sft.steps, sft.batch, sft.models["actor"].optim.lr) == (300, 128, 1e-3)
+    assert (grpo.steps, grpo.batch, grpo.models["actor"].optim.lr) == (280, 64, 1e-4)
+    assert grpo.nodes["actor_gen"]["max_tokens"] == 4
+    assert sft.models["actor"].path is None
+    assert grpo.models["actor"].path == f"{sft.out}/{sft.name}/latest/checkpoints/latest/actor"
+    assert {name: data.split for name, data in grpo.data.items()} == {"train": "train", "heldout": "heldout"}
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_shipped_recipe_config_loads(file: Path):
+    assert load_config(file.with_suffix(".py")).name == file.stem
+
+
+@pytest.mark.parametrize("file", sorted(config_dir().glob("*/*.yaml")), ids=lambda file: file.stem)
+def test_every_shipped_group_file_loads(file: Path, recipe):
+    places = {"model": "models.m", "optim": "models.m.optim", "data": "data.d"}
+    group = file.parent.name
+    path = recipe(f"defaults:\n- {group}@{places[group]}: {file.stem}\n- _self_\n")
+    assert load_config(path) != RunConfig(name=path.stem)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stps=1", "unknown key 'stps'; did you mean 'steps'?"),
+        ("models.actor.optim.wieght_decay=1", "'models.actor.optim.wieght_decay'; did you mean 'weight_decay'?"),
+        ("models.actor.zzz=1", "unknown key 'models.actor.zzz'; known here: activation_checkpointing, "),
+        ("steps=many", "steps is 'many'; it must be a whole number"),
+        ("steps=true", "steps is True; it must be a whole number"),
+        ("steps=1.5", "steps is 1.5; it must be a whole number"),
+        ("steps=0", "steps is 0; it must be at least 1"),
+        ("steps=null", "steps is None; it must be a whole number"),
+        ("data.train.shuffle=1", "data.train.shuffle is 1; it must be true or false"),
+        ("models.actor.optim.lr=nan", "models.actor.optim.lr is nan; it must be at least 0"),
+        ("models.actor.optim.betas=[0.9]", "betas is [0.9]; it must be a list of 2 values"),
+        ("models.actor.optim.betas=[0.9,x]", "betas[1] is 'x'; it must be a number"),
+        ("groups.gen=[0,x]", "groups.gen[1] is 'x'; it must be a whole number"),
+        ("models.actor.dtype=fp16", "models.actor.dtype is 'fp16'; choose fp32 or bf16"),
+        ("models.actor=3", "models.actor is 3; it must be a mapping"),
+        ("steps", "override 'steps' is not understood: write key=value"),
+        ("models.actor.path=a=b", "is not understood: write key=value, and a value with special characters"),
+        ("optim@models.actor.optim=rl-tny", "there is no optim 'rl-tny'; did you mean 'rl-tiny'?"),
+        ("optim@models.critic.optim=rl-tiny", "use +optim@models.critic.optim=rl-tiny"),
+        ("seed=${nothing}", "seed: Interpolation key 'nothing' not found"),
+        ("steps=1,2", "Ambiguous value"),
+        ("hydra.job.name=x", "unknown key 'hydra.job.name'"),
+    ],
+)
+def test_a_wrong_override_is_refused_in_one_line(override: str, message: str):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(GRPO, [override])
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "mine.yaml:1: this is not YAML"),
+        ("- 1\n", "mine.yaml: "),
+        ("3", "mine.yaml: "),
+        ("stpes: 3", "unknown key 'stpes'; did you mean 'steps'?"),
+        ("models: {actor: {path: '???'}}", "models.actor.path: Missing mandatory value"),
+        ("defaults: [{model@models.actor: tiny}]", "there is no model 'tiny'; did you mean 'tiny-qwen2'?"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(text: str, message: str, recipe):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(recipe(text))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_names_that_the_recipe_does_not_know():
+    known = {
+        "models": ["actor"],
+        "data": ["train", "heldout"],
+        "nodes": {"actor_gen": ["max_tokens", "temperature"], "actor_train": ["clip"]},
+    }
+    validate_names(load_config(GRPO, ["nodes.actor_train.clip=0.1"]), **known)
+    for override, message in [
+        ("models.actr.path=x", "unknown key 'models.actr'; did you mean 'actor'?"),
+        ("data.trian.limit=1", "unknown key 'data.trian'; did you mean 'train'?"),
+        ("nodes.actor_trian.clip=0.1", "unknown key 'nodes.actor_trian'; did you mean 'actor_train'?"),
+        ("nodes.actor_gen.max_token=1", "unknown key 'nodes.actor_gen.max_token'; did you mean 'max_tokens'?"),
+    ]:
+        with pytest.raises(ConfigError) as refusal:
+            validate_names(load_config(GRPO, [override]), **known)
+        assert message in str(refusal.value)
+
+
+def test_a_configuration_does_not_change():
+    config = load_config(GRPO, ["nodes.actor_train.sizes=[1,2]", "nodes.actor_train.deep={a:{b:1}}"])
+    with pytest.raises(FrozenInstanceError):
+        config.steps = 1  # type: ignore[misc]
+    with pytest.raises(TypeError, match="does not change"):
+        config.models["critic"] = config.models["actor"]  # type: ignore[index]
+    with pytest.raises(TypeError, match="does not change"):
+        config.nodes["actor_train"]["deep"]["a"].update(b=2)
+    assert config.nodes["actor_train"]["sizes"] == (1, 2)
+
+
+def test_a_configuration_travels():
+    config = load_config(GRPO)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+    assert json.loads(json.dumps(asdict(config)))["steps"] == 280
+
+
+@pytest.mark.parametrize("overrides", [[], ["models.actor.optim.eps=1e-12", "groups.gen=[0,1]", "name='07'"]])
+def test_the_yaml_composes_to_the_same_configuration(overrides: list[str], recipe):
+    config = load_config(GRPO, overrides)
+    assert load_config(recipe(to_yaml(config))) == config
+
+
+def test_flatten_lists_every_leaf_by_its_key():
+    rows = list(flatten(load_config(GRPO)))
+    assert rows == sorted(rows, key=lambda row: row[0].split("."))
+    assert ("models.actor.optim.betas", [0.9, 0.99]) in rows
+    assert ("models.actor.architecture.hidden_size", 128) in rows
+    assert ("steps", 280) in rows
+
+
+def test_reading_a_config_changes_no_directory():
+    before = os.getcwd()
+    load_config(GRPO)
+    assert os.getcwd() == before

@@ -1,0 +1,61 @@
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from hflow.runtime.metrics import MetricsLog, read_metrics
+from hflow.runtime.rundir import RunDir
+
+
+def test_rows_are_on_disk_before_the_log_is_closed(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb")
+    log.write(1, {"reward": 0.5, "batch/samples": 8})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward": 0.5, "batch/samples": 8}]
+    log.close()
+
+
+def test_what_is_not_finite_is_null_in_the_json(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb")
+    log.write(2, {"loss": math.nan, "norm": math.inf, "kl": 0.0})
+    log.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text) == {"step": 2, "loss": None, "norm": None, "kl": 0.0}
+
+
+def test_a_second_log_appends(tmp_path: Path):
+    for step in (1, 2):
+        log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb")
+        log.write(step, {"reward": float(step)})
+        log.close()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_tensorboard_reads_the_same_values(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb")
+    for step in (1, 2, 3):
+        log.write(step, {"reward": step / 4})
+    log.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+
+
+def test_a_run_directory_and_latest(tmp_path: Path):
+    runs = [RunDir.create(tmp_path, "grpo") for _ in range(3)]
+    assert len({run.path for run in runs}) == 3
+    assert os.readlink(tmp_path / "grpo" / "latest") == runs[-1].path.name
+    for run in runs:
+        assert run.tensorboard.is_dir()
+        assert run.checkpoints.is_dir()
+    assert sorted(p.name for p in (tmp_path / "grpo").iterdir() if not p.is_dir() or p.is_symlink()) == ["latest"]
+
+
+def test_the_files_of_a_run(tmp_path: Path):
+    run = RunDir.create(tmp_path, "grpo")
+    files = [run.config, run.plan, run.metrics, run.trace, run.summary]
+    assert [f.name for f in files] == ["config.yaml", "plan.json", "metrics.jsonl", "trace.json", "summary.json"]
+    assert {f.parent for f in files} == {run.path}
+    run.write_summary({"steps": 3})
+    assert json.loads(run.summary.read_text()) == {"steps": 3}

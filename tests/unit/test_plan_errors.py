@@ -1,0 +1,113 @@
+"""Requests that do not fit are refused with the number and a change that fits."""
+
+from dataclasses import replace
+
+import pytest
+from plan_graphs import changed, compute, grpo, ppo, request, sft
+
+from hflow.errors import NotYetError, PlanError
+from hflow.graph.ir import Level, Node, Stream
+from hflow.plan.compile import compile_plan
+from hflow.plan.request import ModelRequest
+
+
+def refused(graph, message, cluster="cpu-1x2", **changes):
+    with pytest.raises(PlanError, match=message):
+        compile_plan(graph, request(cluster, **changes))
+
+
+def actor(**changes):
+    return {"actor": ModelRequest(**changes)}
+
+
+def test_a_layout_larger_than_its_group():
+    refused(grpo(), r"d4t1p1 needs 4 devices.*has 2; d2t1p1 fits", models=actor(layout="d4"))
+    refused(grpo(), r"give it 4 devices or more", models=actor(layout="t4"))
+    refused(grpo(), r"actor@gen: layout d2t2p1 needs 4", models=actor(gen_layout="d2t2"))
+
+
+def test_a_layout_that_is_none():
+    refused(grpo(), "d2t2p1 or d4", models=actor(layout="two"))
+
+
+def test_an_unknown_model_or_group():
+    refused(grpo(), "no model 'acter'; did you mean 'actor'", models={"acter": ModelRequest()})
+    groups = {"train": (0,), "gen": (1,)}
+    refused(
+        grpo(),
+        "unknown device group 'trian'; did you mean 'train'",
+        models=actor(group="trian"),
+        groups=groups,
+    )
+
+
+def test_groups_that_do_not_fit():
+    both = actor(group="a", gen_group="b")
+    refused(grpo(), "both hold device 1", models=both, groups={"a": (0, 1), "b": (1,)})
+    refused(
+        grpo(), "device 5, but cluster cpu-1x2 has devices 0 to 1", models=both, groups={"a": (5,), "b": (1,)}
+    )
+    refused(grpo(), "list each of its devices once", models=both, groups={"a": (0, 0), "b": (1,)})
+    large = actor(layout="d2", group="a", gen_group="b")
+    refused(grpo(), r"more than the 2 devices .*\(a 2, b at least 1\)", models=large)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("batch", 0, 1),
+        ("num_steps", 0, 1),
+        ("sync_every", 0, 1),
+        ("max_staleness", -1, 0),
+        ("save_every", -1, 0),
+    ],
+)
+def test_numbers_below_their_least(name, value, least):
+    refused(grpo(), f"{name} is {value}; it must be at least {least}", **{name: value})
+
+
+def test_a_group_that_can_never_be_admitted():
+    refused(grpo(group=4), "set max_concurrent to 4 or more", max_concurrent=3)
+
+
+def test_a_batch_smaller_than_its_minibatches():
+    refused(ppo(minibatches=4), "batch to 4 or more, or minibatches to 3 or less", batch=3)
+    compile_plan(ppo(minibatches=4), request("cpu-1x1", batch=4))
+
+
+def test_groups_that_cannot_be_split_over_ranks():
+    pairs = changed(grpo(), "actor_train", options=(("reduce", "group-mean"), ("minibatches", 4)))
+    refused(pairs, "minibatch of 1 groups cannot be split over 2 dp ranks; set batch to 8 or more", batch=7)
+    compile_plan(pairs, request(batch=8))
+
+
+def test_samples_that_cannot_be_split_over_ranks():
+    refused(sft(), "2 samples cannot be split over 4 dp ranks; set batch to 4", "cpu-1x4", batch=2)
+    compile_plan(sft(), request("cpu-1x4", batch=4))
+
+
+def test_a_batch_node_on_a_side_stream():
+    graph = grpo()
+    node = Node(compute("eval_mean", "mean", Level.BATCH), "eval_gen")
+    refused(replace(graph, nodes=(*graph.nodes, node)), "stream 'eval_gen' forms no batches")
+
+
+def test_a_recipe_without_a_trained_stream():
+    graph = sft()
+    streams = tuple(replace(stream, trained=False) for stream in graph.streams)
+    refused(replace(graph, streams=streams), "no stream fed by 'data'")
+
+
+def test_two_trained_streams_are_not_yet_run():
+    graph = grpo()
+    heldout = Stream("eval_gen", "eval_gen", "data", None, 1, trained=True)
+    with pytest.raises(NotYetError, match="'actor_gen' and 'eval_gen'"):
+        compile_plan(replace(graph, streams=(graph.streams[0], heldout)), request())
+
+
+def test_truncated_sampling_is_warned_of():
+    options = (("top_p", 0.9), ("top_k", 0), ("temperature", 1.0))
+    plan = compile_plan(changed(grpo(), "actor_gen", options=options), request())
+    assert any("actor_gen samples with top_p=0.9" in warning for warning in plan.warnings)
+    evaluation = compile_plan(changed(grpo(), "eval_gen", options=options), request())
+    assert evaluation.warnings == ()

@@ -1,0 +1,143 @@
+"""Layouts, rank orders, heads, routing and clusters: the known answers of the contract."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hflow.errors import PlanError
+from hflow.plan.cluster import parse_cluster
+from hflow.plan.ir import Replica, RoutingRow
+from hflow.plan.layout import Layout, RankOrder
+from hflow.plan.routing import data_key, grouping, routing_table, shard_key
+
+sizes = st.integers(1, 5)
+layouts = st.builds(Layout, sizes, sizes, sizes)
+
+
+def replica(model: str, layout: str) -> Replica:
+    shape = Layout.parse(layout)
+    workers = tuple(range(shape.world))
+    return Replica(
+        f"{model}@train", model, "train", "torch", shape, "all", workers, shape.heads(RankOrder.TRAIN)
+    )
+
+
+def lookup(rows: tuple[RoutingRow, ...]) -> dict[str, int]:
+    return {row.key: row.worker for row in rows}
+
+
+def table(*replicas: Replica) -> dict[str, int]:
+    return lookup(routing_table(replicas, replicas[0].heads, range(replicas[0].layout.world)))
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("d2t2p1", Layout(2, 2, 1)),
+        ("d2", Layout(2, 1, 1)),
+        ("t4", Layout(1, 4, 1)),
+        ("d8p2", Layout(8, 1, 2)),
+        ("d16t4p2", Layout(16, 4, 2)),
+    ],
+)
+def test_parse(text, layout):
+    assert Layout.parse(text) == layout
+
+
+@pytest.mark.parametrize("text", ["", "t2d2", "p2t1", "d", "d2x3", "2", "d2 t2", "D2"])
+def test_parse_refuses_with_an_example(text):
+    with pytest.raises(PlanError, match="d2t2p1"):
+        Layout.parse(text)
+
+
+def test_an_axis_of_size_zero_is_refused():
+    with pytest.raises(PlanError, match="at least 1"):
+        Layout.parse("d0t2")
+
+
+def test_str_names_all_axes():
+    assert str(Layout.parse("d2")) == "d2t1p1"
+
+
+@given(layouts)
+def test_str_and_parse_are_inverse(layout):
+    assert Layout.parse(str(layout)) == layout
+
+
+@given(layouts, st.sampled_from(RankOrder))
+def test_ranks_and_coordinates_are_inverse(layout, order):
+    coords = [layout.coords(order, rank) for rank in range(layout.world)]
+    assert len(set(coords)) == layout.world
+    assert [layout.rank(order, *at) for at in coords] == list(range(layout.world))
+
+
+@given(layouts)
+def test_rank_formulas(layout):
+    D, T, P = layout.data, layout.tensor, layout.pipe
+    for d in range(D):
+        for t in range(T):
+            for p in range(P):
+                assert layout.rank(RankOrder.TRAIN, d, t, p) == p * (D * T) + d * T + t
+                assert layout.rank(RankOrder.GENERATE, d, t, p) == d * (P * T) + p * T + t
+
+
+@pytest.mark.parametrize(("text", "heads"), [("d2", (0, 1)), ("d2t2", (0, 2)), ("d2t2p2", (4, 6))])
+def test_heads_of_training(text, heads):
+    assert Layout.parse(text).heads(RankOrder.TRAIN) == heads
+
+
+def test_heads_of_generation():
+    assert Layout.parse("d2t2p2").heads(RankOrder.GENERATE) == (2, 6)
+
+
+@pytest.mark.parametrize(("text", "heads"), [("d2", (0, 1)), ("d2t2", (0, 2)), ("d2t2p2", (4, 6))])
+def test_routing_of_data_shards(text, heads):
+    routes = table(replica("actor", text))
+    assert tuple(routes[data_key(i)] for i in range(2)) == heads
+
+
+def test_routing_of_model_shards_and_workers():
+    routes = table(replica("actor", "d2t2p2"))
+    assert routes[shard_key("actor@train", dp=1, tp=0, pp=1)] == 6
+    assert routes[shard_key("actor@train", dp=0, tp=1, pp=0)] == 1
+    assert all(routes[str(worker)] == worker for worker in range(8))
+
+
+def test_actor_and_critic_share_workers():
+    routes = table(replica("actor", "d2"), replica("critic", "d2"))
+    for dp in range(2):
+        assert routes[shard_key("actor@train", dp, 0, 0)] == dp
+        assert routes[shard_key("critic@train", dp, 0, 0)] == dp
+
+
+def test_grouping_known_answers():
+    assert grouping(6, 3) == {0: [0, 1], 1: [2, 3], 2: [4, 5]}
+    assert grouping(7, 3) == {0: [0, 1, 2], 1: [3, 4], 2: [5, 6]}
+    assert grouping(2, 3) == {0: [0], 1: [1], 2: []}
+
+
+@given(st.integers(0, 200), st.integers(1, 40))
+def test_grouping_is_an_even_partition(num_senders, num_receivers):
+    groups = list(grouping(num_senders, num_receivers).values())
+    assert [sender for group in groups for sender in group] == list(range(num_senders))
+    assert max(map(len, groups)) - min(map(len, groups)) <= 1
+    assert sorted(map(len, groups), reverse=True) == list(map(len, groups))
+
+
+def test_clusters_by_name():
+    cluster = parse_cluster("h100-8x4")
+    assert (cluster.device, cluster.num_nodes, cluster.devices_per_node) == ("cuda", 8, 4)
+    assert cluster.num_devices == 32
+    assert (cluster.node_of(3), cluster.node_of(4)) == (0, 1)
+    assert parse_cluster("cpu-1x2").device == "cpu"
+
+
+def test_unknown_devices_are_answered_with_the_nearest():
+    with pytest.raises(PlanError, match="did you mean 'h100'"):
+        parse_cluster("h1000-1x8")
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu-2", "cpu-0x2", "cpu-1x", "h100_8x8"])
+def test_malformed_clusters_are_refused(name):
+    with pytest.raises(PlanError, match="cpu-1x2"):
+        parse_cluster(name)

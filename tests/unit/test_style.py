@@ -1,0 +1,70 @@
+"""What a reader would stumble over, and ruff does not see."""
+
+import ast
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "hflow").rglob("*.py"))
+RECIPES = sorted((ROOT / "recipes").rglob("*.py"))
+CONFIGS = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "recipes").rglob("*.yaml")])
+HARNESS = [ROOT / "Makefile", ROOT / ".ci" / "run", *sorted((ROOT / "requirements").iterdir())]
+
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60
+NOTES_TO_SELF = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
+MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt)/")
+INDEXES = re.compile(r"https?://|--(?:extra-)?index-url|--find-links")
+
+
+def function_lines(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and number of lines of every function in a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield f"{path.relative_to(ROOT)}: {node.name}", node.end_lineno - node.lineno + 1
+
+
+def matches(paths: list[Path], pattern: re.Pattern[str]) -> list[str]:
+    """Where a pattern occurs."""
+    found = [(path, match) for path in paths for match in pattern.findall(path.read_text())]
+    return [f"{path.relative_to(ROOT)}: {match}" for path, match in found]
+
+
+def test_files_and_functions_are_short():
+    lines = {path: len(path.read_text().splitlines()) for path in SOURCES}
+    assert [str(path) for path, num in lines.items() if num > MAX_FILE_LINES] == []
+    functions = dict(row for path in SOURCES for row in function_lines(path))
+    assert [name for name, num in functions.items() if num > MAX_FUNCTION_LINES] == []
+    assert statistics.median(lines.values()) <= 120
+    assert statistics.median(functions.values()) <= 12
+
+
+def test_no_notes_to_self_and_no_machine_paths():
+    paths = [*SOURCES, *RECIPES, *CONFIGS, *HARNESS]
+    assert matches(paths, NOTES_TO_SELF) == []
+    assert matches(paths, MACHINE_PATHS) == []
+
+
+def test_the_harness_names_no_index():
+    assert matches(HARNESS, INDEXES) == []
+
+
+def test_files_say_what_they_are_for():
+    sources = {path: path.read_text() for path in [*SOURCES, *RECIPES]}
+    silent = [path for path, text in sources.items() if text.strip() and not ast.get_docstring(ast.parse(text))]
+    assert silent == []
+
+
+def test_the_lock_pins_every_line():
+    lines = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
+    packages = [line for line in lines if line and not line.startswith("#")]
+    assert [line for line in packages if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+    assert len({line.partition("==")[0].lower() for line in packages}) == len(packages)
+
+
+def test_ci_calls_make_test_and_nothing_else():
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in lines if not line.startswith(("#", "set ", "cd "))] == ["make test"]
