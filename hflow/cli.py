@@ -24,29 +24,41 @@ REPORT_WIDTH = 100
 
 OVERRIDES = "Configuration: steps=10, models.actor.optim.lr=3e-4, nodes.actor_train.clip=0.1 and so on."
 
+
+def _examples(*commands: str) -> str:
+    return "\n\n".join(["Examples:", *(f"[bold]hflow {command}[/bold]" for command in commands)])
+
+
 app = typer.Typer(
     name="hflow",
     help="Reinforcement learning of language models as a typed dataflow graph: recipe, plan, run.",
-    epilog="Begin with: hflow check recipes/grpo.py; hflow plan recipes/grpo.py; hflow run recipes/sft.py",
+    epilog=_examples("check recipes/grpo.py", "plan recipes/grpo.py cluster=h100-8x8", "run recipes/sft.py"),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 
-Recipe = Annotated[str, typer.Argument(help="The recipe's Python file.", show_default=False)]
+Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="The recipe's Python file.", show_default=False)
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=OVERRIDES, show_default=False)
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, show_default=False)
 ]
 
 
-@app.command(epilog="Example: hflow check recipes/grpo.py")
+@app.command(epilog=_examples("check recipes/grpo.py", "check recipes/grpo.py nodes.actor_train.prox=none"))
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Read a recipe, bind every parameter, refuse what cannot be right, and print the graph."""
     _show(render_graph(launch.check(recipe, overrides or [])))
 
 
-@app.command(epilog="Example: hflow plan recipes/grpo.py cluster=h100-2x8 max_staleness=2")
+@app.command(
+    epilog=_examples(
+        "plan recipes/grpo.py cluster=h100-2x8 models.actor.layout=d4t2p2",
+        "plan recipes/grpo.py max_staleness=2 --json",
+    )
+)
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -60,7 +72,13 @@ def plan(
         _show(render_plan(made))
 
 
-@app.command(epilog="Example: hflow run recipes/grpo.py steps=20 workers=inproc")
+@app.command(
+    epilog=_examples(
+        "run recipes/sft.py",
+        "run recipes/grpo.py steps=20 workers=inproc",
+        "run recipes/grpo.py models.actor.optim.lr=2e-4 --cfg",
+    )
+)
 def run(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -77,7 +95,7 @@ def run(
     _show(launch.run(recipe, overrides or [], live).render())
 
 
-@app.command(epilog="Example: hflow doctor")
+@app.command(epilog=_examples("doctor"))
 def doctor() -> None:
     """Say what this machine can run, and the one command that mends what it cannot."""
     findings = list(examine())

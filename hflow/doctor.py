@@ -58,14 +58,15 @@ PARTS = (
 )
 
 
-def examine() -> Iterator[Finding]:
-    """Look at versions, devices, Ray, backends and engines; Ray's trial start takes seconds."""
+def examine(start_ray: bool = True) -> Iterator[Finding]:
+    """Look at versions, devices, backends, engines and Ray, whose trial start takes seconds."""
     yield Finding("version", "python", sys.version_info >= (3, 11), platform.python_version(), "Python 3.11")
     yield from map(_version, PACKAGES)
     yield _cpu()
     yield from _cuda()
     yield from map(_part, PARTS)
-    yield _ray()
+    if start_ray:
+        yield _ray()
 
 
 def _version(package: str) -> Finding:

@@ -24,7 +24,9 @@ class LazyModule:
         return f"<{self._name}, imported at its first use>"
 
 
+__all__ = ["LazyModule", "algo"]
+
 if TYPE_CHECKING:
-    from hflow import algo as algo
+    from hflow import algo
 else:
     algo = LazyModule("hflow.algo")

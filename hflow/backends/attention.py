@@ -9,6 +9,7 @@ similar length, for causal SDPA, where padding changes nothing.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ PACKED = "hflow_packed"
 
 _SHORTEST_IN_BUCKET = 0.75
 """Least length in a bucket, over its greatest: bounds what is spent on padding."""
+
+_HAS_GROUPED_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether this torch's variable-length kernel knows grouped queries; early ones do not."""
 
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "chunk_size")
 """Keyword arguments by which HF models ask for another attention than the plain causal one."""
@@ -120,7 +124,7 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    return _HAS_GROUPED_VARLEN and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:

@@ -170,6 +170,10 @@ class GenerationEngine(abc.ABC):
         """Take new weights between two steps; caches made with the old ones are dropped."""
 
     @abc.abstractmethod
+    def set_version(self, version: int) -> None:
+        """Declare that weights shared with a trainer have changed; caches are dropped."""
+
+    @abc.abstractmethod
     def sleep(self) -> None:
         """Free the KV cache (and weights that are its own) until `wake`."""
 

@@ -65,6 +65,8 @@ class ModelConfig:
     it, this is what the planner reads while the checkpoint does not exist yet."""
     alphabet: str | None = None
     """Characters of a character tokenizer, for an `architecture` without a tokenizer of its own."""
+    chat_template: str | None = None
+    """A Jinja chat template that replaces the tokenizer's own."""
     backend: Literal["torch"] = "torch"
     """The engine that trains and infers."""
     layout: str | None = None
@@ -86,11 +88,11 @@ class DataConfig:
     """The rows of one dataset of the recipe: `data.NAME`. Either `path` or `generator`."""
 
     path: str | None = None
-    """A file of rows whose columns are those that the recipe declares."""
+    """A `.jsonl` or `.parquet` file whose columns are those that the recipe declares."""
     generator: str | None = None
     """A named generator of rows, such as `addition`."""
     split: str = "train"
-    """Which part of it."""
+    """Which part of a generator's rows."""
     shuffle: bool = True
     """Whether every pass takes the rows in another order, seeded by `seed`."""
     limit: int | None = _least(1, None)

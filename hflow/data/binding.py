@@ -46,13 +46,6 @@ class BoundBody(Protocol):
         """Hyper-parameters by name."""
 
 
-def localize(batch: Batch, stream: str) -> Batch:
-    """The same batch with the columns `stream/field` of its own stream under their plain names."""
-    prefix = f"{stream}/"
-    columns = {name.removeprefix(prefix): column for name, column in batch.columns.items()}
-    return Batch(batch.samples, batch.groups, batch.lengths, columns)
-
-
 def sequences_of(batch: Batch, device: torch.device | str = "cpu") -> Sequences:
     """The shape of a batch; groups are counted in the order of their ids."""
     _, group = np.unique(batch.groups, return_inverse=True)

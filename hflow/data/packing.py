@@ -23,6 +23,8 @@ def pack(lengths: Integers, budget: int, keep_together: Integers | None = None) 
         row. At most twice as many micro-batches as necessary, usually within a few per cent.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
+    if len(sizes) and sizes.sum() <= budget:
+        return [list(range(len(sizes)))]
     units = _units(len(sizes), keep_together)
     totals = np.array([sizes[unit].sum() for unit in units], dtype=np.int64)
     bins = [

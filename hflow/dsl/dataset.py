@@ -27,7 +27,9 @@ class Dataset:
     def __init__(self, name: str = "train", /, **columns: Any) -> None:
         self.where = caller()
         if not isinstance(name, str) or not name.isidentifier():
-            raise RecipeError(f"{self.where}: a dataset's name is an identifier such as 'train', not {name!r}")
+            raise RecipeError(
+                f"{self.where}: a dataset's name is an identifier such as 'train', not {name!r}"
+            )
         if not columns:
             raise RecipeError(f"{self.where}: Dataset({name!r}) has no column: add one, such as prompt=Text")
         self.name = name
@@ -36,12 +38,14 @@ class Dataset:
     def _unit(self, column: str, hint: Any) -> Unit:
         unit = unit_of(hint)
         if unit not in _COLUMN_UNITS:
-            raise RecipeError(f"{self.where}: column {column!r} must be Text, Json or PerSequence, not {hint!r}")
+            raise RecipeError(
+                f"{self.where}: column {column!r} must be Text, Json or PerSequence, not {hint!r}"
+            )
         return unit
 
     def __repr__(self) -> str:
         return f"Dataset({self.name!r})"
 
     def spec(self) -> DatasetSpec:
-        """This dataset as a value."""
+        """The dataset as a value."""
         return DatasetSpec(self.name, tuple(self.columns.items()), self.where)

@@ -42,6 +42,7 @@ class Definition:
     implicit: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the body."""
         return self.body(*args, **kwargs)
 
 

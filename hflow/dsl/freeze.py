@@ -69,7 +69,9 @@ def _provided(node: Definition) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _options(kind: NodeType, node: Definition, parameters: tuple[Parameter, ...]) -> tuple[tuple[str, Any], ...]:
+def _options(
+    kind: NodeType, node: Definition, parameters: tuple[Parameter, ...]
+) -> tuple[tuple[str, Any], ...]:
     """Every option with its value; those that depend on the body are decided here."""
     settings = {name: value for name, value in kind.settings.items() if name not in FIELDS_OF_SPEC}
     if settings.get("min_group", 0) is None:
@@ -100,7 +102,9 @@ def _cost(node: Definition) -> tuple[tuple[str, float], ...]:
     slopes = [cost(s) - constant for s in (Shapes(1, 0, 0), Shapes(0, 1, 0), Shapes(0, 0, 1))]
     predicted = constant + 300 * slopes[0] + 20 * slopes[1] + 5 * slopes[2]
     if abs(cost(Shapes(300, 20, 5)) - predicted) > 1e-6 * max(1.0, abs(predicted)):
-        raise refusal(node.where, node.name, "cost(shapes) must be affine: constant + tokens + sequences + groups")
+        raise refusal(
+            node.where, node.name, "cost(shapes) must be affine: constant + tokens + sequences + groups"
+        )
     names = ("constant", "tokens", "sequences", "groups")
     values = (constant, *slopes)
     return tuple(zip(names, values, strict=True)) if any(values) else ()

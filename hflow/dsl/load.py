@@ -28,7 +28,11 @@ def load_recipe(path: str | Path) -> Recipe:
     """
     file = Path(path)
     if not file.is_file():
-        near = nearest(file.name, (other.name for other in file.parent.glob("*.py"))) if file.parent.is_dir() else ""
+        near = (
+            nearest(file.name, (other.name for other in file.parent.glob("*.py")))
+            if file.parent.is_dir()
+            else ""
+        )
         raise RecipeError(f"there is no recipe file {str(path)!r}{near}")
     module = _import(file.resolve())
     recipes = [value for value in vars(module).values() if isinstance(value, Recipe)]

@@ -47,6 +47,6 @@ class Model:
         return f"Model({self.name!r})"
 
     def spec(self) -> ModelSpec:
-        """This model as a value."""
+        """The model as a value."""
         origin = self.init_from.name if self.init_from else None
         return ModelSpec(self.name, self.head, self.trainable, origin, self.where)

@@ -82,7 +82,9 @@ class NodeType:
             cls.verb = cls.__name__.lower()
         known = KINDS.get(cls.verb)
         if known is not None and known.__module__ != cls.__module__:
-            raise RecipeError(f"{caller()}: verb {cls.verb!r} is taken by {known.__module__}; set another verb")
+            raise RecipeError(
+                f"{caller()}: verb {cls.verb!r} is taken by {known.__module__}; set another verb"
+            )
         KINDS[cls.verb] = cls
 
     def __init__(self, *models: Model, **options: Any) -> None:

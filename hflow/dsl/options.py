@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +40,7 @@ class Option:
         return value
 
 
-Options = Mapping[str, Option]
+Options = dict[str, Option]
 
 _NAMES = "None | str | tuple[str, ...]"
 _POSITIVE = Option("None | float", None, least=0.001)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hflow.dsl.definition import Definition, define
+from hflow.dsl.definition import Definition, define, definition_of
 from hflow.dsl.verbs import infer
 from hflow.types import Output, PerToken
 
@@ -38,6 +38,9 @@ def implicit_nodes(nodes: Sequence[Definition]) -> list[Definition]:
 def _for_train(node: Definition, name: str) -> Definition:
     """`actor_inf` on the model, stream and cadence of a train node."""
     same = {option: node.kind.settings[option] for option in ("on", "every", "after")}
-    library: Definition = actor_inf.__hflow__  # type: ignore[attr-defined]
+    library = definition_of(actor_inf)
+    assert library is not None, "actor_inf is decorated above"
     kind = library.kind.variant((node.kind.models[0],), same)
-    return replace(define(kind, library.body, of=replace(library, name=name, where=node.where)), implicit=True)
+    return replace(
+        define(kind, library.body, of=replace(library, name=name, where=node.where)), implicit=True
+    )

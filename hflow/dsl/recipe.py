@@ -37,7 +37,9 @@ class Recipe:
         if not isinstance(name, str) or not name.isidentifier():
             raise RecipeError(f"{self.where}: a recipe's name is an identifier such as 'ppo', not {name!r}")
         if not isinstance(dataset, Dataset):
-            raise RecipeError(f"{self.where}: Recipe({name!r}): its second argument is a Dataset, not {dataset!r}")
+            raise RecipeError(
+                f"{self.where}: Recipe({name!r}): its second argument is a Dataset, not {dataset!r}"
+            )
         self.name = name
         self.dataset = dataset
         self.nodes = tuple(self._definition(node) for node in nodes)
@@ -62,14 +64,16 @@ class Recipe:
         )
 
     def bodies(self) -> dict[str, Callable[..., Any]]:
-        """node name -> what to call with its inputs and knobs; travels beside the plan."""
+        """What to call, by node name, with inputs and knobs; it travels beside the plan."""
         return {node.name: _callable(node) for node in (*self.nodes, *implicit_nodes(self.nodes))}
 
     def _definition(self, node: Any) -> Definition:
         definition = definition_of(node)
         if definition is None:
             shown = getattr(node, "__name__", repr(node))
-            raise RecipeError(f"{self.where}: Recipe({self.name!r}): {shown} is no node: decorate it with a verb")
+            raise RecipeError(
+                f"{self.where}: Recipe({self.name!r}): {shown} is no node: decorate it with a verb"
+            )
         return definition
 
     def _check_names(self) -> None:

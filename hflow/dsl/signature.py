@@ -74,7 +74,9 @@ class _Reader:
     def hint(self, parameter: inspect.Parameter) -> Any:
         """The parameter's annotation."""
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            raise self._fault("a body has no *args or **kwargs: every parameter is an edge or a knob", parameter)
+            raise self._fault(
+                "a body has no *args or **kwargs: every parameter is an edge or a knob", parameter
+            )
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             raise self._fault("edges are passed by name: drop the '/'", parameter)
         if parameter.name not in self._hints:

@@ -47,7 +47,9 @@ def use(
             raise refusal(where, old.name, f"it has no option or knob {key!r}{hint}")
     base = replace(old, name=_checked_name(name, old, where), where=where)
     new = define(old.kind.variant(models, options), old.body, of=base)
-    bound = {key: _bound(new, key, value, knobs[key]) for key, value in options_and_knobs.items() if key in knobs}
+    bound = {
+        key: _bound(new, key, value, knobs[key]) for key, value in options_and_knobs.items() if key in knobs
+    }
     return replace(new, knobs={**new.knobs, **bound}, reads={**new.reads, **_checked_reads(new, reads or {})})
 
 

@@ -82,7 +82,9 @@ def _find(node: NodeSpec, parameter: Parameter, tiers: list[Tier]) -> Field | No
 def _check_unit(node: NodeSpec, parameter: Parameter, field: Field, stream: str) -> None:
     if field.unit is Unit.TOKEN and field.stream != stream and not _is_own_parent(node):
         raise _fault(
-            node, parameter, f"{field.name!r} speaks of the tokens of stream {field.stream!r}, not of {stream!r}"
+            node,
+            parameter,
+            f"{field.name!r} speaks of the tokens of stream {field.stream!r}, not of {stream!r}",
         )
     if parameter.name == "@mask" and field.scalar not in ("", "tensor", "bool", "list[bool]"):
         raise _fault(node, parameter, f"the mask {field.name!r} must be bool, not {field.scalar}")
@@ -90,7 +92,9 @@ def _check_unit(node: NodeSpec, parameter: Parameter, field: Field, stream: str)
         return
     wanted, has = UNIT_NAMES[parameter.unit], UNIT_NAMES[field.unit]
     ask = _remedy(node, parameter, field)
-    raise _fault(node, parameter, f"reads {field.name!r} as {wanted}, but {field.producer} makes it {has}{ask}")
+    raise _fault(
+        node, parameter, f"reads {field.name!r} as {wanted}, but {field.producer} makes it {has}{ask}"
+    )
 
 
 def _is_own_parent(node: NodeSpec) -> bool:
@@ -108,7 +112,13 @@ def _remedy(node: NodeSpec, parameter: Parameter, field: Field) -> str:
 
 def _read(parameter: Parameter, field: Field) -> Read:
     return Read(
-        parameter.name, parameter.field, field.stream, field.producer, field.unit, parameter.unit, parameter.scalar
+        parameter.name,
+        parameter.field,
+        field.stream,
+        field.producer,
+        field.unit,
+        parameter.unit,
+        parameter.scalar,
     )
 
 

@@ -62,4 +62,6 @@ def _in_order(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[Node, ...]:
     place_of = {node.name: i for i, node in enumerate(nodes)}
     order = same_step(edges)
     order.add_nodes_from(place_of)
-    return tuple(nodes[place_of[name]] for name in nx.lexicographical_topological_sort(order, place_of.__getitem__))
+    return tuple(
+        nodes[place_of[name]] for name in nx.lexicographical_topological_sort(order, place_of.__getitem__)
+    )

@@ -59,8 +59,9 @@ def check_losses(graph: Graph) -> None:
             asked = "it has no reduce=" if reduce is None else f"reduce={reduce!r} does not fit"
             raise _fault(node, f"{asked}: a {UNIT_NAMES[unit]} loss is reduced by {' or '.join(choices)}")
         if not graph.stream(node.stream).trained:
-            text = f"stream {node.stream!r} is not fed by the recipe's dataset {graph.dataset!r}, so it makes no steps"
-            raise _fault(node, text)
+            raise _fault(
+                node, f"{graph.dataset!r} does not feed stream {node.stream!r}: it makes no steps"
+            )
 
 
 def check_cycles(graph: Graph) -> None:
@@ -102,25 +103,29 @@ def check_keep(graph: Graph, node: Node) -> None:
         raise _fault(node, f"'keep' must be a bool, not {result.scalar}")
     late = behind_batch(graph)
     if node.name in late:
-        before = [e.src for e in graph.edges if e.dst == node.name and e.kind is EdgeKind.DATA and e.src in late]
+        before = [
+            e.src for e in graph.edges if e.dst == node.name and e.kind is EdgeKind.DATA and e.src in late
+        ]
         reason = f"depends on {before[0]}, which runs" if before else "has a cadence, so it runs"
-        raise _fault(node, f"'keep' {reason} only after the batch is formed, when nothing can be refused any more")
+        raise _fault(
+            node, f"'keep' {reason} only after the batch is formed, when nothing can be refused any more"
+        )
 
 
 def check_cadence(graph: Graph, node: Node) -> None:
     """A field is there in every step in which it is read; the trained stream has no cadence."""
     spec = node.spec
     if spec.opens_stream and graph.stream(node.stream).trained and (spec.every, spec.after) != (1, 0):
-        raise _fault(node, "the recipe's dataset makes the steps: every= and after= are for evaluation (data=)")
+        raise _fault(
+            node, "the recipe's dataset makes the steps: every= and after= are for evaluation (data=)"
+        )
     for read in node.reads:
         maker = graph.node(read.producer).spec
         if maker.opens_stream or maker.name == spec.name:
             continue
         if spec.every % maker.every or spec.after < maker.after or (spec.after - maker.after) % maker.every:
-            text = (
-                f"{maker.name} makes {read.field!r} every {maker.every} steps from step {maker.after}, but it is "
-                f"read every {spec.every} from step {spec.after}"
-            )
+            made = f"{maker.name} makes {read.field!r} every {maker.every} steps from step {maker.after}"
+            text = f"{made}, but it is read every {spec.every} from step {spec.after}"
             raise refusal(spec.where, spec.name, text, read.parameter)
 
 
@@ -130,7 +135,9 @@ def check_source(graph: Graph, node: Node) -> None:
         return
     for name in node.spec.models:
         if graph.model(name).head != "lm":
-            raise _fault(node, f"model {name!r} has head={graph.model(name).head!r}; generation needs head='lm'")
+            raise _fault(
+                node, f"model {name!r} has head={graph.model(name).head!r}; generation needs head='lm'"
+            )
     learners = [n for n in graph.nodes if n.spec.verb == "train" and n.stream in node.spec.streams]
     if learners and node.spec.option("temperature") == 0:
         raise _fault(node, f"{learners[0].name} trains on it, so its temperature must be above 0")

@@ -20,7 +20,10 @@ _ARROWS = {
 
 def to_dot(graph: Graph) -> str:
     """Graphviz source: `dot -Tsvg`."""
-    nodes = [f'  "{node.name}" [shape={node.spec.shape}, label="{_label(node, chr(92) + "n")}"];' for node in graph.nodes]
+    nodes = [
+        f'  "{node.name}" [shape={node.spec.shape}, label="{_label(node, chr(92) + "n")}"];'
+        for node in graph.nodes
+    ]
     edges = [
         f'  "{edge.src}" -> "{edge.dst}" [style={_STYLES[edge.kind]}, label="{_edge_label(edge)}"];'
         for edge in graph.edges
@@ -32,7 +35,8 @@ def to_mermaid(graph: Graph) -> str:
     """Mermaid source, which GitHub and documentation sites draw."""
     nodes = [f'  {node.name}["{_label(node, "<br/>")}"]' for node in graph.nodes]
     edges = [
-        f'  {edge.src} {_ARROWS[edge.kind]}|"{_edge_label(edge) or edge.kind}"| {edge.dst}' for edge in graph.edges
+        f'  {edge.src} {_ARROWS[edge.kind]}|"{_edge_label(edge) or edge.kind}"| {edge.dst}'
+        for edge in graph.edges
     ]
     return "\n".join(["flowchart LR", *nodes, *edges]) + "\n"
 

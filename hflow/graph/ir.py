@@ -211,6 +211,7 @@ class Node:
 
     @property
     def name(self) -> str:
+        """Its spec's name."""
         return self.spec.name
 
 

@@ -85,7 +85,7 @@ def _check_maker(node: NodeSpec, train: NodeSpec) -> None:
         raise refusal(
             node.where,
             node.name,
-            f"it makes {FIELD}, but {train.name} has prox={mode!r}, which alone decides where they come from: "
+            f"it makes {FIELD}, but prox={mode!r} of {train.name} alone decides where they come from: "
             f"name the field otherwise",
         )
     if node.models != train.models:

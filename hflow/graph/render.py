@@ -17,7 +17,7 @@ def render_text(graph: Graph) -> str:
 
 
 def stages(graph: Graph) -> dict[str, int]:
-    """node -> length of the longest chain within a step that leads to it."""
+    """Length of the longest chain within a step that leads to each node."""
     order = same_step(graph.edges)
     depth = {node.name: 0 for node in graph.nodes}
     for name in nx.topological_sort(order):

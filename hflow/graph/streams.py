@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hflow.errors import RecipeError, nearest
+from hflow.errors import nearest
 from hflow.graph.ir import NodeSpec, RecipeSpec, Stream
 from hflow.graph.refusal import refusal
 from hflow.types import Unit
@@ -61,7 +61,9 @@ def place(spec: RecipeSpec) -> Placed:
     streams = [stream for node in roots for stream in _root_streams(node, spec)]
     streams += _derived_streams([node for node in sources if node not in roots], streams, sources)
     works_on = {node.name: _stream_of(node, streams, sources).name for node in spec.nodes}
-    writes_to = {node.name: node.streams if node.opens_stream else (works_on[node.name],) for node in spec.nodes}
+    writes_to = {
+        node.name: node.streams if node.opens_stream else (works_on[node.name],) for node in spec.nodes
+    }
     return Placed(tuple(streams), works_on, writes_to)
 
 
@@ -75,10 +77,14 @@ def _columns(spec: RecipeSpec) -> dict[str, Unit]:
 
 
 def _is_root(node: NodeSpec, columns: Mapping[str, Unit], spec: RecipeSpec) -> bool:
-    """Whether a dataset feeds it: always with `data=`, never with `on=`, and an encode node without
-    either if the recipe's dataset has all that it reads."""
+    """Whether a dataset feeds it: always with `data=`, never with `on=`.
+
+    An encode node without either is fed by the recipe's dataset if that has all that it reads.
+    """
     if node.data is not None and node.on is not None:
-        raise refusal(node.where, node.name, "data= opens a stream of its own, on= derives one: keep one of them")
+        raise refusal(
+            node.where, node.name, "data= opens a stream of its own, on= derives one: keep one of them"
+        )
     if node.data is not None or node.on is not None:
         return node.on is None
     return node.verb != "encode" or all(p.field in columns or p.optional for p in node.parameters)
@@ -92,7 +98,14 @@ def _root_streams(node: NodeSpec, spec: RecipeSpec) -> Iterator[Stream]:
     dataset = node.data or spec.dataset
     for name in node.streams:
         yield Stream(
-            name, node.name, dataset, None, node.group, node.every, node.after, trained=dataset == spec.dataset
+            name,
+            node.name,
+            dataset,
+            None,
+            node.group,
+            node.every,
+            node.after,
+            trained=dataset == spec.dataset,
         )
 
 
@@ -114,11 +127,11 @@ def _derived_streams(
 
 def _children(node: NodeSpec, parent: Stream) -> Iterator[Stream]:
     if node.group > 1:
-        raise refusal(node.where, node.name, "a stream that derives from another has its samples: drop group=")
-    for name in node.streams:
-        yield Stream(
-            name, node.name, None, parent.name, parent.group, parent.every, parent.after, trained=parent.trained
+        raise refusal(
+            node.where, node.name, "a stream that derives from another has its samples: drop group="
         )
+    for name in node.streams:
+        yield replace(parent, name=name, source=node.name, dataset=None, parent=parent.name)
 
 
 def _has_parent(node: NodeSpec, streams: Sequence[Stream], sources: Sequence[NodeSpec]) -> bool:
@@ -159,7 +172,9 @@ def _default(node: NodeSpec, streams: Sequence[Stream]) -> Stream:
             node.where, node.name, "no stream is fed by the recipe's dataset: list a generate or encode node"
         )
     names = ", ".join(stream.name for stream in fed)
-    raise refusal(node.where, node.name, f"the recipe's dataset feeds several streams ({names}): choose with on=")
+    raise refusal(
+        node.where, node.name, f"the recipe's dataset feeds several streams ({names}): choose with on="
+    )
 
 
 def _check_stream_names(sources: Sequence[NodeSpec], spec: RecipeSpec) -> None:
@@ -168,6 +183,5 @@ def _check_stream_names(sources: Sequence[NodeSpec], spec: RecipeSpec) -> None:
         for name in source.streams:
             other = taken.setdefault(name, source)
             if other is not source:
-                raise RecipeError(
-                    f"{source.where}: {source.name}: its stream {name!r} has the name of {other.name} at {other.where}"
-                )
+                text = f"its stream {name!r} has the name of {other.name} at {other.where}"
+                raise refusal(source.where, source.name, text)

@@ -28,7 +28,9 @@ def _unused(graph: Graph, node: Node) -> Iterator[str]:
         return
     for result in node.spec.returns:
         is_logged = node.spec.level is not Level.BATCH and result.unit in (Unit.SEQUENCE, Unit.GROUP)
-        is_read = any(r.producer == node.name and r.field == result.field for n in graph.nodes for r in n.reads)
+        is_read = any(
+            r.producer == node.name and r.field == result.field for n in graph.nodes for r in n.reads
+        )
         if not is_logged and not is_read:
             yield said(node.spec.where, node.name, f"nobody reads {result.field!r}")
 
@@ -38,7 +40,9 @@ def _widened(node: Node) -> Iterator[str]:
     for read in node.reads:
         repeated = read.source_unit is not Unit.TOKEN and read.unit is Unit.TOKEN
         if repeated and _REWARD.search(read.field):
-            text = f"{read.field!r} is repeated on every token; a terminal reward is seqs.at_end({read.field})"
+            text = (
+                f"{read.field!r} is repeated on every token; a terminal reward is seqs.at_end({read.field})"
+            )
             yield said(node.spec.where, node.name, text, read.parameter)
 
 
@@ -48,5 +52,5 @@ def _truncated(graph: Graph, node: Node) -> Iterator[str]:
         return
     source = graph.node(graph.stream(node.stream).source).spec
     if source.option("top_p", 1.0) < 1 or source.option("top_k", 0) > 0:
-        text = f"{source.name} samples with top_p or top_k, so its behav_logprobs are not comparable with the model's"
+        text = f"{source.name} samples with top_p or top_k, so behav_logprobs do not compare with the model's"
         yield said(node.spec.where, node.name, text, "behav_logprobs")

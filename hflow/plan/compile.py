@@ -30,8 +30,8 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
         NotYetError: when two streams are trained on.
     """
     check_request(graph, request)
+    check_streams(graph)
     levels = firing_levels(graph)
-    check_streams(graph, levels)
     groups, replicas = place_replicas(graph, request)
     saved = trained_models(graph)
     placements = Placer(graph, levels, groups, replicas).place(saved)
@@ -40,7 +40,8 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
     saves = [save_rule(by_node[SAVE_PREFIX + model], trained.name) for model in saved]
     rules = (*edge_rules(graph, levels, placements), *saves)
     cuts = batch_cuts(graph)
-    check_splits(rules, dict(cuts), request.batch, trained.group)
+    in_steps = [rule for rule in rules if graph.stream(rule.stream).trained]
+    check_splits(in_steps, dict(cuts), request.batch, trained.group)
     orders = _orders(graph, levels, by_node, saved)
     schedule = make_schedule(graph, request, levels, placements, replicas, orders, saved)
     sizes = {group.name: len(group.devices) for group in groups}

@@ -8,8 +8,9 @@ from itertools import pairwise
 import networkx as nx
 
 from hflow.graph.ir import EdgeKind, Graph, Level, Node, Stream
+from hflow.graph.lags import behind_batch
 from hflow.plan.ir import OrderEdge
-from hflow.plan.replicas import is_source
+from hflow.plan.replicas import is_source, written_models
 
 
 def same_step(graph: Graph) -> nx.DiGraph[str]:
@@ -63,20 +64,20 @@ def root_streams(graph: Graph) -> tuple[Stream, ...]:
 def firing_levels(graph: Graph) -> dict[str, Level]:
     """When each node fires, by name.
 
-    What lies behind a batch node fires at `batch`, whatever its own level. A per-group inference
-    runs as groups arrive only if a `keep` waits for it, or if its stream forms no batches;
-    otherwise the whole batch at once is cheaper.
+    What can only run once a batch is formed fires at `batch`, whatever its own level. So does a
+    per-group inference that no `keep` waits for, and what is behind it, as a whole batch at once is
+    cheaper; but not where its model changes in the run, since the graph then grants it older weights.
     """
-    feeds = data_flow(graph)
+    flow = data_flow(graph)
     keeps = {node.name for node in graph.nodes if returns_keep(node)}
-    levels: dict[str, Level] = {}
-    for name in topological_order(graph):
-        node = graph.node(name)
-        behind_batch = any(levels[src] is Level.BATCH for src in feeds.predecessors(name))
-        can_wait = node.spec.verb == "infer" and not keeps & {name, *nx.descendants(feeds, name)}
-        has_batches = root_stream(graph, node).trained
-        levels[name] = Level.BATCH if has_batches and (behind_batch or can_wait) else node.spec.level
-    return levels
+    written = written_models(graph)
+    at_batch = set(behind_batch(graph))
+    for node in graph.nodes:
+        behind = nx.descendants(flow, node.name)
+        reads_frozen = node.spec.verb == "infer" and written.isdisjoint(node.spec.reads_weights)
+        if reads_frozen and keeps.isdisjoint({node.name, *behind}):
+            at_batch |= {node.name, *behind}
+    return {node.name: Level.BATCH if node.name in at_batch else node.spec.level for node in graph.nodes}
 
 
 def returns_keep(node: Node) -> bool:

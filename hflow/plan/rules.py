@@ -27,20 +27,19 @@ def batch_cuts(graph: Graph) -> tuple[tuple[str, BatchCut], ...]:
     return tuple((node.name, _cut(node)) for node in graph.nodes if node.spec.verb == "train")
 
 
-def reads_groups(node: Node) -> bool:
-    """Whether a node computes something from the members of a group together."""
+def keeps_groups_whole(node: Node) -> bool:
+    """Whether a group must stay on one rank: its members meet in the body or in the loss.
+
+    A body that is given `Sequences` may look at groups, so it counts as one that does.
+    """
     units = {read.unit for read in node.reads} | {returned.unit for returned in node.spec.returns}
     return (
         node.spec.level is Level.GROUP
         or Unit.GROUP in units
         or node.spec.option("reduce") == "group-mean"
         or any(read.field == "group" for read in node.reads)
+        or any(kind == "sequences" for _, kind in node.spec.provided)
     )
-
-
-def keeps_groups_whole(node: Node) -> bool:
-    """Whether a group must stay on one rank. `Sequences` may be asked for groups, so it counts."""
-    return reads_groups(node) or any(kind == "sequences" for _, kind in node.spec.provided)
 
 
 def _cut(node: Node) -> BatchCut:
@@ -49,7 +48,7 @@ def _cut(node: Node) -> BatchCut:
 
 
 def _rule(node: Node, placement: Placement) -> EdgeRule:
-    fields = {f"{read.stream}/{read.field}" for read in node.reads}
+    fields = {f"{read.stream}/{read.field}" for read in node.reads if read.producer != node.name}
     fields |= {f"{node.stream}/{name}" for name in _needed(node)}
     return EdgeRule(
         consumer=node.name,

@@ -10,12 +10,8 @@ from hflow.plan.order import returns_keep, root_stream, root_streams, same_step
 from hflow.plan.placement import SAVE_PREFIX
 from hflow.plan.replicas import is_source
 from hflow.plan.request import PlanRequest
-from hflow.plan.rules import reads_groups
 
 Orders = tuple[tuple[str, tuple[str, ...]], ...]
-
-MIN_GROUP = 2
-"""Members below which statistics over a group mean nothing, unless the body says otherwise."""
 
 
 def make_schedule(
@@ -77,9 +73,9 @@ def _stream(graph: Graph, root: Stream, at: Mapping[str, Placement], batch: int)
 
 
 def _min_group(family: Iterable[Node], group_size: int) -> int:
-    """The most that any body asks for, among those that look at groups."""
-    asked = (node.spec.option("min_group") or MIN_GROUP for node in family if reads_groups(node))
-    return min(max(asked, default=1), group_size)
+    """The most members that any body asks for."""
+    asked: list[int] = [node.spec.option("min_group", 1) for node in family]
+    return min(max(asked), group_size)
 
 
 def _node(graph: Graph, node: Node, levels: Mapping[str, Level], placement: Placement) -> ScheduledNode:
@@ -113,16 +109,11 @@ def _needs(graph: Graph, node: Node, levels: Mapping[str, Level]) -> tuple[str, 
     """
     before = set(same_step(graph).predecessors(node.name))
     if not is_source(node):
-        before.add(opened_stream_source(graph, node))
+        before.add(graph.stream(node.stream).source)
     roots = {stream.source for stream in root_streams(graph)}
     if levels[node.name] is Level.BATCH:
         before = {name for name in before if levels[name] is Level.BATCH}
     return tuple(other.name for other in graph.nodes if other.name in before - roots)
-
-
-def opened_stream_source(graph: Graph, node: Node) -> str:
-    """The source of the stream that a node works on."""
-    return graph.stream(node.stream).source
 
 
 def _save(graph: Graph, model: str, placement: Placement, request: PlanRequest, stream: str) -> ScheduledNode:

@@ -49,11 +49,11 @@ def plain(value: Any) -> Any:
 def plan_digest(plan: Plan) -> str:
     """sha256 of what decides a run, the same on every machine.
 
-    Left out are the digest itself, warnings, and everything that says where files lie: places in
+    Left out are the digest itself, warnings and notes, and everything that says where files lie: places in
     the recipe's source (its bodies enter by their own digests) and directories of absolute paths.
     """
     row = to_json(plan)
-    del row["digest"], row["warnings"], row["graph"]["warnings"]
+    del row["digest"], row["warnings"], row["graph"]["warnings"], row["graph"]["notes"]
     row["graph"] = _without_places(row["graph"])
     row["settings"] = [[name, _portable(value)] for name, value in row["settings"]]
     text = json.dumps(row, sort_keys=True, separators=(",", ":"))

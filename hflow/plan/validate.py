@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hflow.errors import NotYetError, PlanError
-from hflow.graph.ir import Graph, Level
+from hflow.graph.ir import Graph
 from hflow.plan.ir import BatchCut, EdgeRule, Replica
 from hflow.plan.order import root_stream, root_streams
 from hflow.plan.replicas import is_source
@@ -39,12 +39,12 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
             )
 
 
-def check_streams(graph: Graph, levels: Mapping[str, Level]) -> None:
+def check_streams(graph: Graph) -> None:
     """Refuse graphs without one stream that makes the steps.
 
     Raises:
-        PlanError: when no stream is trained, or a batch node works on another.
-        NotYetError: when several are.
+        PlanError: when no stream is trained, or a node changes a model by another stream's batches.
+        NotYetError: when several are trained.
     """
     trained = [stream for stream in root_streams(graph) if stream.trained]
     if not trained:
@@ -56,10 +56,10 @@ def check_streams(graph: Graph, levels: Mapping[str, Level]) -> None:
         raise NotYetError(f"{names} are both fed by {graph.dataset!r}; feed all but one with other datasets")
     for node in graph.nodes:
         root = root_stream(graph, node)
-        if levels[node.name] is Level.BATCH and not is_source(node) and not root.trained:
+        if node.spec.writes_weights and not root.trained:
             raise PlanError(
-                f"node {node.name!r} fires once a batch, but stream {root.name!r} forms no batches; "
-                'make it per="sample" or per="group", or put it on the trained stream'
+                f"node {node.name!r} changes {node.spec.writes_weights[0]!r} on stream {root.name!r}, which "
+                f"makes no steps; put it on {trained[0].name!r}"
             )
 
 

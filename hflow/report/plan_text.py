@@ -52,7 +52,7 @@ def describe_edge(edge: Edge) -> str:
         fields = f" ({', '.join(edge.fields)})" if edge.fields else ""
         return f"{edge.src}{fields}" + (f", lag {edge.lag}" if edge.lag else "")
     if edge.kind is EdgeKind.OVERWRITE:
-        return f"after {edge.src}, which reads {edge.model} before it is overwritten"
+        return f"{edge.src} before {edge.model} is overwritten"
     bound = f"lag at most {edge.lag} + max_staleness" if edge.at_most else f"lag {edge.lag}"
     return f"weights {edge.model} of {edge.src}, {bound}"
 

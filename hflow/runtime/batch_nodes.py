@@ -58,11 +58,21 @@ def _move(device: DeviceOrder, data: RunData) -> None:
         elif (node := device.next_node) is None:
             device.next_cycle()
         else:
-            known = progress.formed > device.cycle or device.cycle == progress.num_steps
-            if not known or fires(node, device.cycle, data):
+            if fires(node, device.cycle, data) or not _is_passable(node, device.cycle, data):
                 return
             progress.pass_over(node.name, device.cycle)
             device.step_forward()
+
+
+def _is_passable(node: ScheduledNode, step: int, data: RunData) -> bool:
+    """Whether a node that does not fire at a step may be passed over.
+
+    A writer only when it could have fired: that is when its models' version advances, and readers
+    of the step and engines that want its weights are served before.
+    """
+    if step == data.progress.num_steps:
+        return True
+    return step < data.progress.formed and (not node.writes or _is_ready(node, step, data))
 
 
 def _fire(device: DeviceOrder, data: RunData) -> bool:

@@ -23,17 +23,23 @@ class Evaluation(StreamState):
         active: the version that is being evaluated, if any.
         last: the greatest version ever begun.
         formed: versions whose evaluation is complete.
-        models: trained models that the source reads.
+        models: trained models that its engines hold; their weights are of one version during an
+            evaluation.
     """
 
     def __init__(
-        self, stream: ScheduledStream, nodes: Sequence[ScheduledNode], progress: Progress, emit: Emit
+        self,
+        stream: ScheduledStream,
+        nodes: Sequence[ScheduledNode],
+        models: tuple[str, ...],
+        progress: Progress,
+        emit: Emit,
     ) -> None:
         super().__init__(stream, nodes, emit)
         self.active: int | None = None
         self.last = -1
         self.formed: set[int] = set()
-        self.models = progress.trained_models(stream.models)
+        self.models = models
         self._kept: list[Group] = []
         self._progress = progress
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hflow.plan.ir import Level, Schedule, ScheduledNode
-from hflow.runtime.cadence import node_fires
 
 
 class Progress:
@@ -17,7 +16,7 @@ class Progress:
         reported: leading steps at which every batch node is settled (`StepDone`).
         settled: batch node -> the last step for which it is done or was passed over.
         running: batch node at work -> its step.
-        version: model -> leading steps whose writers are done. Only models that have writers.
+        version: model -> leading steps at which its writers are settled. Only models that have writers.
         touched: model -> the last step at which a writer started to change it.
     """
 
@@ -28,17 +27,16 @@ class Progress:
         nodes = [node for node in schedule.nodes if node.level is Level.BATCH]
         self.settled = {node.name: -1 for node in nodes}
         self.running: dict[str, int] = {}
-        self._writers: dict[str, list[ScheduledNode]] = {}
+        self._writers: dict[str, list[str]] = {}
         for node in nodes:
             for model in node.writes:
-                self._writers.setdefault(model, []).append(node)
+                self._writers.setdefault(model, []).append(node.name)
         self.version = dict.fromkeys(self._writers, 0)
         self.touched = dict.fromkeys(self._writers, -1)
 
     def form_batch(self) -> None:
         """A batch was formed."""
         self.formed += 1
-        self._advance_versions()
 
     def start(self, node: ScheduledNode, step: int) -> None:
         """A batch node fires."""
@@ -57,6 +55,7 @@ class Progress:
     def pass_over(self, name: str, step: int) -> None:
         """A batch node does not fire at a step."""
         self.settled[name] = step
+        self._advance_versions()
 
     def steps_settled(self, names: Iterable[str]) -> int:
         """Formed steps at which all of these nodes are done or passed over."""
@@ -84,10 +83,4 @@ class Progress:
 
     def _advance_versions(self) -> None:
         for model, writers in self._writers.items():
-            step = self.version[model]
-            while step < self.formed and all(self._is_past(node, step) for node in writers):
-                step += 1
-            self.version[model] = step
-
-    def _is_past(self, node: ScheduledNode, step: int) -> bool:
-        return self.settled[node.name] >= step or not node_fires(node, step, self.num_steps)
+            self.version[model] = min(self.formed, self.steps_settled(writers))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
-from hflow.plan.ir import Schedule, ScheduledNode, ScheduledStream
+from hflow.plan.ir import Schedule, ScheduledStream
 from hflow.runtime.events import FormBatch, Refusal, Refuse
 from hflow.runtime.groups import Emit, Group, Member
 from hflow.runtime.progress import Progress
@@ -28,11 +27,10 @@ class Rollout(StreamState):
         self,
         stream: ScheduledStream,
         schedule: Schedule,
-        nodes: Sequence[ScheduledNode],
         progress: Progress,
         emit: Emit,
     ) -> None:
-        super().__init__(stream, nodes, emit)
+        super().__init__(stream, schedule.nodes, emit)
         assert stream.batch is not None, f"{stream.name} has no batch: it is not the trained stream"
         self.batch = stream.batch
         self.models = progress.trained_models(stream.models)

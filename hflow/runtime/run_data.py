@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hflow.plan.ir import Level, Schedule, ScheduledNode
@@ -48,8 +49,12 @@ def assemble(schedule: Schedule, emit: Emit) -> RunData:
     progress = Progress(schedule)
     trained, *side = schedule.streams
     rollout = Rollout(trained, schedule, progress, emit)
-    evaluations = {s.name: Evaluation(s, schedule.nodes, progress, emit) for s in side}
-    engines = _engines(schedule, progress, evaluations)
+    models = _models_by_replica(schedule, progress)
+    evaluations = {
+        s.name: Evaluation(s, schedule.nodes, _union(models[r] for r in s.replicas), progress, emit)
+        for s in side
+    }
+    engines = _engines(schedule, models, evaluations)
     devices = _devices(schedule, engines)
     engines_of = {s.name: tuple(engines[name] for name in s.replicas) for s in schedule.streams}
     batch = {node.name: node for node in schedule.nodes if node.level is Level.BATCH}
@@ -75,19 +80,32 @@ def assemble(schedule: Schedule, emit: Emit) -> RunData:
     )
 
 
-def _engines(schedule: Schedule, progress: Progress, evaluations: dict[str, Evaluation]) -> dict[str, Engine]:
-    trained = schedule.streams[0]
-    engines = {}
-    for name in dict.fromkeys(name for stream in schedule.streams for name in stream.replicas):
-        users = [stream for stream in schedule.streams if name in stream.replicas]
-        models = dict.fromkeys(model for stream in users for model in stream.models)
-        engines[name] = Engine(
+def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for part in parts for name in part))
+
+
+def _models_by_replica(schedule: Schedule, progress: Progress) -> dict[str, tuple[str, ...]]:
+    """Replica -> trained models of all streams that use it: the versions that it is given are theirs."""
+    names = _union(stream.replicas for stream in schedule.streams)
+    return {
+        name: progress.trained_models(_union(s.models for s in schedule.streams if name in s.replicas))
+        for name in names
+    }
+
+
+def _engines(
+    schedule: Schedule, models: dict[str, tuple[str, ...]], evaluations: dict[str, Evaluation]
+) -> dict[str, Engine]:
+    trained, *side = schedule.streams
+    return {
+        name: Engine(
             name,
-            models=progress.trained_models(models),
-            serves_rollout=trained in users,
-            evaluations=tuple(evaluations[stream.name] for stream in users if stream is not trained),
+            models=models[name],
+            serves_rollout=name in trained.replicas,
+            evaluations=tuple(evaluations[s.name] for s in side if name in s.replicas),
         )
-    return engines
+        for name in models
+    }
 
 
 def _devices(schedule: Schedule, engines: dict[str, Engine]) -> tuple[DeviceOrder, ...]:

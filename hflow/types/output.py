@@ -28,30 +28,34 @@ class Output:
             raise AttributeError(f"this output has no {name!r}; it has {have}")
         return self._fields[name]
 
+    def _tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._get(name)
+        return tensor
+
     @property
     def logprobs(self) -> Tensor:
         """`log p(input_ids[t] | before t)`, PerToken."""
-        return self._get("logprobs")
+        return self._tensor("logprobs")
 
     @property
     def entropy(self) -> Tensor:
         """Entropy in nats of the distribution that token t was drawn from, PerToken."""
-        return self._get("entropy")
+        return self._tensor("entropy")
 
     @property
     def values(self) -> Tensor:
         """V before token t, PerToken."""
-        return self._get("values")
+        return self._tensor("values")
 
     @property
     def bootstrap(self) -> Tensor:
         """V after the last token, PerSequence."""
-        return self._get("bootstrap")
+        return self._tensor("bootstrap")
 
     @property
     def scores(self) -> Tensor:
         """One scalar a sequence, read at its last token, PerSequence."""
-        return self._get("scores")
+        return self._tensor("scores")
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
         """The `k` likeliest tokens at each position: ids and log-probs, both `[T, K]`."""
@@ -60,4 +64,5 @@ class Output:
 
     def logprobs_of(self, ids: Tensor) -> Tensor:
         """Log-probs `[T, K]` of given token ids `[T, K]` at each position."""
-        return self._get("logprobs_of")(ids)
+        chosen: Tensor = self._get("logprobs_of")(ids)
+        return chosen

@@ -94,7 +94,7 @@ class Sequences:
         return out.index_put((last[has],), x[has])
 
     def members(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Split a PerSequence into one PerGroup for each member: `chosen, rejected = members(x)`.
+        """Split a PerSequence into one PerGroup for each member, as in `chosen, rejected = ...`.
 
         Raises:
             ValueError: when the groups are not all of one size.

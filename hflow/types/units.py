@@ -12,6 +12,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Annotated, Any
 
+__all__ = ["Json", "Metrics", "PerGroup", "PerSequence", "PerToken", "Provided", "Tensor", "Text", "Unit"]
+
 
 class Unit(enum.StrEnum):
     """The unit of a field."""

@@ -22,6 +22,9 @@ from hflow.workers.store import Store
 
 Sink = Callable[[Sequence[WorkerEvent]], None]
 
+RELEASED = "its sample left the run"
+"""The answer to an order that came too late; whoever refused the sample expects an answer."""
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -64,7 +67,10 @@ class Computes:
         arguments: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
         for order in orders:
             program = self._programs[order.node]
-            inputs = self._store.gather(program.stream, read_fields(program), order.samples)
+            inputs = self._store.gather_held(program.stream, read_fields(program), order.samples)
+            if inputs is None:
+                sink([Failed(order.node, order.key, "failed", RELEASED)])
+                continue
             arguments[order.node][order.key] = bind_rows(program, inputs, row_level(program))
             with self._lock:
                 self._calls[order.node, order.key] = _Call(order.samples, inputs, sink)
@@ -123,7 +129,7 @@ class Computes:
             outcome.node, program, outcome.value, call.inputs, row_level(program)
         )
         self._store.add(program.stream, call.inputs.select(()).with_columns(columns))
-        put_metrics(self._store, program, call.samples, metrics)
+        put_metrics(self._store, program.stream, program.name, call.samples, metrics)
         keep = columns.get("keep")
         return ComputeReady(outcome.node, outcome.key, keep is None or bool(np.all(keep.values)))
 
@@ -134,8 +140,11 @@ class Computes:
 
 
 def read_fields(program: NodeProgram) -> list[str]:
-    """`stream/field` names of what a body reads."""
-    return sorted({f"{read.stream}/{read.field}" for read in program.reads})
+    """`stream/field` names of what a body needs; PerToken floats are masked as they are bound."""
+    fields = {f"{read.stream}/{read.field}" for read in program.reads}
+    if any(read.unit is Unit.TOKEN for read in program.reads):
+        fields.add(f"{program.stream}/loss_mask")
+    return sorted(fields)
 
 
 def row_level(program: NodeProgram) -> Literal["sample", "group"]:
@@ -144,11 +153,11 @@ def row_level(program: NodeProgram) -> Literal["sample", "group"]:
 
 
 def put_metrics(
-    store: Store, program: NodeProgram, samples: Sequence[int], metrics: Mapping[str, Any]
+    store: Store, stream: str, node: str, samples: Sequence[int], metrics: Mapping[str, Any]
 ) -> None:
     """Keep what a body reports beside its fields, so that it is averaged over the batch."""
     for name, value in metrics.items():
-        store.add_value(program.stream, f"{program.name}.{name}", Unit.SEQUENCE, samples, float(value))
+        store.add_value(stream, f"{node}.{name}", Unit.SEQUENCE, samples, float(value))
 
 
 def _pool_body(program: NodeProgram) -> PoolBody:

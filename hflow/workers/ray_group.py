@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from hflow.errors import RunError
+from hflow.errors import HflowError, RunError
 from hflow.plan.ir import Plan
 from hflow.workers.base import (
     ComputeOrder,
@@ -37,36 +37,140 @@ CLOSE_SECONDS = 10.0
 class RayWorkers(Workers):
     """The workers of one run. Its methods are called from one event loop.
 
-    Messages to a worker's device are sent before a method awaits anything, so workers see them
-    in the order of the calls.
+    Messages to a worker's device are sent before a method awaits anything, so that all workers
+    see them in the order of the calls.
     """
 
     def __init__(self) -> None:
         self._actors: list[Any] = []
         self._reservation: Reservation | None = None
         self._plan: Plan
-        self._doing: dict[int, str] = {}
+        self._doing: dict[int, list[str]] = {}
+        """worker -> what it was asked to do on its device and has not answered."""
+        self._versions: dict[str, int] = {}
 
     async def start(self, setup: WorkerSetup) -> None:
         self._plan = setup.plan
-        cluster = setup.plan.cluster
-        self._reservation = await asyncio.to_thread(reserve, cluster)
+        self._reservation = await asyncio.to_thread(reserve, setup.plan.cluster)
+        everyone = range(setup.plan.cluster.num_devices)
+        self._doing = {worker: [] for worker in everyone}
         remote = ray.remote(concurrency_groups=LANES)(WorkerActor)
         self._actors = [
-            remote.options(**self._reservation.options(worker)).remote(worker)
-            for worker in range(cluster.num_devices)
+            remote.options(**self._reservation.options(worker)).remote(worker) for worker in everyone
         ]
-        address = await self._call(0, "starting", "rendezvous")
         shared = ray.put(setup)
-        members = [Membership(worker, len(self._actors), address) for worker in self._everyone()]
-        await self._call_all({worker: (shared, members[worker]) for worker in self._everyone()}, "building its models", "build")
+        address = await self._call(0, "rendezvous") if len(everyone) > 1 else ""
+        members = [
+            Membership(worker, len(everyone), address) if address else None for worker in everyone
+        ]
+        await self._on_devices(
+            "building its models", "build", {worker: (shared, members[worker]) for worker in everyone}
+        )
 
     async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
-        await self._call(worker, "opening groups", "open_groups", orders)
+        await self._call(worker, "open_groups", orders)
 
     async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
-        await self._call(worker, "taking compute orders", "compute", orders)
+        await self._call(worker, "compute", orders)
 
     async def poll(self, worker: int) -> Report:
-        report: Report = await self._call(worker, "idle", "poll")
+        report: Report = await self._call(worker, "poll")
         return report
+
+    async def transfer(self, moves: Sequence[Move]) -> int:
+        sizes = []
+        for (src, dst), held in by_ends(moves).items():
+            wanted = [(move.samples, move.fields) for move in held]
+            references = self._send(src, "export", wanted)
+            sizes.append(self._answer(dst, self._send(dst, "receive", references)))
+        return sum(await asyncio.gather(*sizes))
+
+    async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
+        first = next(iter(tasks.values()))
+        doing = f"running node {first.node!r} of step {first.step}"
+        return await self._on_devices(doing, "run", {worker: (task,) for worker, task in tasks.items()})
+
+    async def wake(self, replica: str, version: int) -> None:
+        route = next((route for route in self._plan.weights if route.dst == replica), None)
+        workers = self._plan.replica(replica).workers
+        published = None
+        waiting = []
+        if route is not None and route.how == "pull" and self._versions.get(replica) != version:
+            sources = self._plan.replica(route.src).workers
+            doing = f"sending weights {version} of {route.src}"
+            sent = {worker: self._send(worker, "publish", route.src) for worker in sources}
+            published = sent[sources[0]]
+            waiting = [self._on_device(worker, doing, ref) for worker, ref in sent.items()]
+        self._versions[replica] = version
+        arguments = {worker: (replica, version, published) for worker in workers}
+        loading = self._on_devices(f"loading weights {version} of {replica}", "wake", arguments)
+        await asyncio.gather(loading, *waiting)
+
+    async def sleep(self, replica: str) -> None:
+        workers = self._plan.replica(replica).workers
+        await self._on_devices(f"interrupting {replica}", "sleep", dict.fromkeys(workers, (replica,)))
+
+    async def release(
+        self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None
+    ) -> None:
+        await self._call(worker, "release", samples, stream, fields)
+
+    async def summarize(
+        self, worker: int, stream: str, samples: Sequence[int]
+    ) -> dict[str, tuple[float, int]]:
+        sums: dict[str, tuple[float, int]] = await self._call(worker, "summarize", stream, samples)
+        return sums
+
+    async def save(self, model: str, directory: str) -> None:
+        replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
+        arguments = dict.fromkeys(replica.workers, (model, directory))
+        await self._on_devices(f"saving model {model!r}", "save", arguments)
+
+    async def close(self) -> None:
+        actors, self._actors = self._actors, []
+        if actors:
+            closing = [actor.close.remote() for actor in actors]
+            await asyncio.to_thread(ray.wait, closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+        for actor in actors:
+            ray.kill(actor)
+        if self._reservation is not None:
+            await asyncio.to_thread(self._reservation.free)
+            self._reservation = None
+
+    # ---------------------------------------------------------------------------- messages
+    def _send(self, worker: int, method: str, *arguments: Any) -> Any:
+        """Send one message; the result is a reference."""
+        return getattr(self._actors[worker], method).remote(*arguments)
+
+    async def _call(self, worker: int, method: str, *arguments: Any) -> Any:
+        return await self._answer(worker, self._send(worker, method, *arguments))
+
+    async def _on_devices(
+        self, doing: str, method: str, arguments: Mapping[int, tuple[Any, ...]]
+    ) -> list[Any]:
+        """Send a message to several devices and wait for all; the first error ends the wait."""
+        sent = {worker: self._send(worker, method, *given) for worker, given in arguments.items()}
+        return await asyncio.gather(*(self._on_device(w, doing, ref) for w, ref in sent.items()))
+
+    async def _on_device(self, worker: int, doing: str, reference: Any) -> Any:
+        self._doing[worker].append(doing)
+        answer = await self._answer(worker, reference)
+        self._doing[worker].remove(doing)
+        return answer
+
+    async def _answer(self, worker: int, reference: Any) -> Any:
+        """Wait for a result.
+
+        Raises:
+            HflowError: what the worker raised, or that it died.
+        """
+        try:
+            return await reference
+        except RayTaskError as error:
+            if isinstance(error.cause, HflowError):
+                raise error.cause from None
+            raise
+        except RayActorError as error:
+            doing = (*self._doing[worker], "between two nodes")[0]
+            reason = str(error).strip().splitlines()[-1]
+            raise RunError(f"worker {worker} died while {doing}: {reason}") from None

@@ -35,13 +35,17 @@ class Chunk(NamedTuple):
     offsets: npt.NDArray[np.int64] | None
 
 
+Cell = tuple[Chunk | None, Any]
+"""A row of a chunk, or None and a loose value."""
+
+
 class Shelf:
     """Values of one field by sample id."""
 
     def __init__(self, field: str, unit: Unit) -> None:
         self.field = field
         self.unit = unit
-        self._cells: dict[int, tuple[Chunk | None, Any]] = {}
+        self._cells: dict[int, Cell] = {}
 
     def __contains__(self, sample: int) -> bool:
         return sample in self._cells
@@ -75,9 +79,16 @@ class Shelf:
         value = chunk.values[row]
         return value.item() if isinstance(value, np.generic) else value
 
+    def cells(self, samples: Sequence[int]) -> list[Cell]:
+        """What `pack` takes: where each sample's value is, whatever happens to the shelf after."""
+        return [self._cells[sample] for sample in samples]
+
     def column(self, samples: Sequence[int]) -> Column:
         """Pack the values of these samples in this order. The result may be written to."""
-        cells = [self._cells[sample] for sample in samples]
+        return self.pack(self.cells(samples))
+
+    def pack(self, cells: Sequence[Cell]) -> Column:
+        """Pack values in this order. The result may be written to."""
         rows_of: dict[int, list[int]] = {}
         for place, (chunk, _) in enumerate(cells):
             rows_of.setdefault(id(chunk), []).append(place)

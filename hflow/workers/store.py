@@ -43,9 +43,15 @@ class Store:
         group: int,
         trajectory: Trajectory,
         columns: Mapping[str, tuple[Unit, Any]],
+        parent: str | None = None,
     ) -> None:
-        """Take a sample from a source, with the values of its dataset row. Nothing is packed yet."""
+        """Take a sample from a source, with the values of its dataset row. Nothing is packed yet.
+
+        A view of a `parent` stream's sample is not taken when that was released meanwhile.
+        """
         with self._lock:
+            if parent is not None and not self._knows(parent, (sample,)):
+                return
             self._shapes.setdefault(stream, {})[sample] = (len(trajectory.input_ids), group)
             for name, unit in TRAJECTORY_FIELDS.items():
                 value = group if name == "group" else getattr(trajectory, name)
@@ -95,11 +101,20 @@ class Store:
                 fields of another stream join by sample and keep their full name.
             samples: sample ids.
         """
+        batch = self.gather_held(stream, fields, samples)
+        assert batch is not None, f"samples of {stream} are read that this worker does not hold"
+        return batch
+
+    def gather_held(self, stream: str, fields: Iterable[str], samples: Sequence[int]) -> Batch | None:
+        """Like `gather`, or None when one of the samples was released."""
         with self._lock:
+            if not self._knows(stream, samples):
+                return None
             shapes = [self._shapes[stream][sample] for sample in samples]
-            shelves = {name: self._find(name) for name in fields}
+            shelves = {name.removeprefix(f"{stream}/"): self._find(name) for name in fields}
+            cells = {name: shelf.cells(samples) for name, shelf in shelves.items()}
         lengths, groups = np.array(shapes, dtype=np.int64).reshape(-1, 2).T.copy()
-        columns = {name.removeprefix(f"{stream}/"): shelf.column(samples) for name, shelf in shelves.items()}
+        columns = {name: shelf.pack(cells[name]) for name, shelf in shelves.items()}
         return Batch(np.array(samples, dtype=np.int64), groups, lengths, columns)
 
     def values(self, stream: str, field: str, samples: Sequence[int]) -> list[Any]:

@@ -68,7 +68,8 @@ def train(name: str, model: str, knobs: dict[str, float] | None = None, **option
 
 
 def compute(name: str, field: str, level: Level, unit: Unit = Unit.SEQUENCE) -> NodeSpec:
-    return spec(name, "compute", level, returns=(Returned(field, unit),))
+    options = (("min_group", 2 if level is Level.GROUP else 1),)
+    return spec(name, "compute", level, returns=(Returned(field, unit),), options=options)
 
 
 def wire(

@@ -83,7 +83,10 @@ def test_every_shipped_group_file_loads(file: Path, recipe):
     ("override", "message"),
     [
         ("stps=1", "unknown key 'stps'; did you mean 'steps'?"),
-        ("models.actor.optim.wieght_decay=1", "'models.actor.optim.wieght_decay'; did you mean 'weight_decay'?"),
+        (
+            "models.actor.optim.wieght_decay=1",
+            "optim.wieght_decay'; did you mean 'weight_decay'?",
+        ),
         ("models.actor.zzz=1", "unknown key 'models.actor.zzz'; known here: activation_checkpointing, "),
         ("steps=many", "steps is 'many'; it must be a whole number"),
         ("steps=true", "steps is True; it must be a whole number"),
@@ -142,7 +145,10 @@ def test_names_that_the_recipe_does_not_know():
         ("models.actr.path=x", "unknown key 'models.actr'; did you mean 'actor'?"),
         ("data.trian.limit=1", "unknown key 'data.trian'; did you mean 'train'?"),
         ("nodes.actor_trian.clip=0.1", "unknown key 'nodes.actor_trian'; did you mean 'actor_train'?"),
-        ("nodes.actor_gen.max_token=1", "unknown key 'nodes.actor_gen.max_token'; did you mean 'max_tokens'?"),
+        (
+            "nodes.actor_gen.max_token=1",
+            "'nodes.actor_gen.max_token'; did you mean 'max_tokens'?",
+        ),
     ]:
         with pytest.raises(ConfigError) as refusal:
             validate_names(load_config(GRPO, [override]), **known)

@@ -49,13 +49,21 @@ def test_a_run_directory_and_latest(tmp_path: Path):
     for run in runs:
         assert run.tensorboard.is_dir()
         assert run.checkpoints.is_dir()
-    assert sorted(p.name for p in (tmp_path / "grpo").iterdir() if not p.is_dir() or p.is_symlink()) == ["latest"]
+    assert sorted(p.name for p in (tmp_path / "grpo").iterdir() if not p.is_dir() or p.is_symlink()) == [
+        "latest"
+    ]
 
 
 def test_the_files_of_a_run(tmp_path: Path):
     run = RunDir.create(tmp_path, "grpo")
     files = [run.config, run.plan, run.metrics, run.trace, run.summary]
-    assert [f.name for f in files] == ["config.yaml", "plan.json", "metrics.jsonl", "trace.json", "summary.json"]
+    assert [f.name for f in files] == [
+        "config.yaml",
+        "plan.json",
+        "metrics.jsonl",
+        "trace.json",
+        "summary.json",
+    ]
     assert {f.parent for f in files} == {run.path}
     run.write_summary({"steps": 3})
     assert json.loads(run.summary.read_text()) == {"steps": 3}

@@ -123,6 +123,12 @@ def test_otherwise_it_waits_for_the_batch_and_so_does_what_is_behind_it():
     assert dict(plan.schedule.orders)["all"][:3] == ("rew_inf", "total", "group_advantage")
 
 
+def test_nor_does_it_wait_where_its_model_changes():
+    graph = without(agent(), "has_spread")
+    plan = compile_plan(changed(graph, "actor_train", writes_weights=("actor", "rm")), request())
+    assert node_of(plan, "rew_inf").level is Level.GROUP
+
+
 # ---------------------------------------------------------------------------------- schedule
 def test_derived_streams_are_folded_into_their_root():
     plan = compile_plan(agent(), request())
@@ -218,9 +224,10 @@ def test_a_body_that_may_look_at_groups_keeps_them_whole():
         assert dict(plan.cuts)["actor_train"].by_group
 
 
-def test_a_group_may_be_allowed_to_shrink():
-    graph = changed(grpo(), "group_advantage", options=(("min_group", 1),))
-    assert compile_plan(graph, request()).schedule.streams[0].min_group == 1
+@pytest.mark.parametrize(("asked", "least"), [(1, 1), (3, 3), (9, 4)])
+def test_a_group_may_shrink_to_what_its_bodies_ask_for(asked, least):
+    graph = changed(grpo(group=4), "group_advantage", options=(("min_group", asked),))
+    assert compile_plan(graph, request()).schedule.streams[0].min_group == least
 
 
 # ----------------------------------------------------------------------------------- weights

@@ -250,6 +250,14 @@ def test_the_bound_is_met_at_a_single_head():
     assert moved_and_bound(rule([0], policy="single"), holders, tokens) == (half, half)
 
 
+def test_little_more_than_the_bound_moves_from_scattered_samples():
+    rng = np.random.default_rng(1)
+    tokens = {s: int(x) + 1 for s, x in enumerate(rng.lognormal(6.0, 1.0, 512))}
+    at = {s: frozenset({int(rng.integers(8))}) for s in tokens}
+    moved, bound = moved_and_bound(rule(range(8)), dict.fromkeys(FIELDS, at), tokens)
+    assert bound <= moved < 1.01 * bound
+
+
 # ------------------------------------------------------------------------------------- steps
 def test_moves_are_classified_as_collectives():
     bcast = [Move(0, dst, (1, 2), ("s/a",)) for dst in (1, 2)]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from plan_graphs import changed, compute, grpo, ppo, request, sft
+from plan_graphs import changed, compute, grpo, ppo, request, sft, train
 
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Level, Node, Stream
@@ -86,10 +86,17 @@ def test_samples_that_cannot_be_split_over_ranks():
     compile_plan(sft(), request("cpu-1x4", batch=4))
 
 
-def test_a_batch_node_on_a_side_stream():
+def test_training_on_a_side_stream():
+    graph = grpo()
+    node = Node(train("eval_train", "actor", reduce="token-mean"), "eval_gen")
+    refused(replace(graph, nodes=(*graph.nodes, node)), "makes no steps; put it on 'actor_gen'")
+
+
+def test_a_side_stream_may_have_batch_nodes_of_any_size():
     graph = grpo()
     node = Node(compute("eval_mean", "mean", Level.BATCH), "eval_gen")
-    refused(replace(graph, nodes=(*graph.nodes, node)), "stream 'eval_gen' forms no batches")
+    plan = compile_plan(replace(graph, nodes=(*graph.nodes, node)), request())
+    assert "eval_mean" in dict(plan.schedule.orders)["all"]
 
 
 def test_a_recipe_without_a_trained_stream():

@@ -54,7 +54,9 @@ def test_the_harness_names_no_index():
 
 def test_files_say_what_they_are_for():
     sources = {path: path.read_text() for path in [*SOURCES, *RECIPES]}
-    silent = [path for path, text in sources.items() if text.strip() and not ast.get_docstring(ast.parse(text))]
+    silent = [
+        path for path, text in sources.items() if text.strip() and not ast.get_docstring(ast.parse(text))
+    ]
     assert silent == []
 
 

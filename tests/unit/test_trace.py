@@ -18,7 +18,9 @@ def test_a_trace_names_workers_and_lanes_and_places_spans(tmp_path: Path):
     trace.add(1, Span("actor_train", "nodes", 1000.5, 1002.0, {"step": 3}))
     trace.add(CONTROLLER, Span("step 3", "steps", 1000.0, 1003.0))
     events = read(trace, tmp_path / "trace.json")
-    names = {(e["name"], e["pid"]): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
+    names = {
+        (e["name"], e["pid"]): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]
+    }
     assert names == {
         ("process_name", 0): "controller",
         ("thread_name", 0): "steps",

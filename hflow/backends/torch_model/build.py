@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from transformers.utils.logging import disable_progress_bar
+
 from hflow.backends.attention import PACKED, check_supported
 from hflow.backends.base import ModelSettings
 from hflow.backends.torch_model.heads import ScalarHead, head_file
@@ -36,6 +38,7 @@ def build(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
     """
     _check_choice("head", settings.head, HEADS)
     _check_choice("dtype", settings.dtype, DTYPES)
+    disable_progress_bar()
     if settings.path is not None:
         model = _from_checkpoint(Path(settings.path), settings.head)
     elif settings.architecture is not None:

@@ -58,13 +58,14 @@ class Cutting:
         ]
 
     def cut(self, call: Call, batch: Batch | None) -> list[Batch]:
-        """Micro-batches of at most `tokens` tokens; whole groups where the body's results are per group."""
+        """Micro-batches of at most `tokens` tokens; whole groups where the body makes or reads groups."""
         return [] if batch is None else [batch.take(rows) for rows in self.rows(call, batch)]
 
     def rows(self, call: Call, batch: Batch) -> list[list[int]]:
         """Rows of each micro-batch."""
-        per_group = any(unit == Unit.GROUP for _, unit in call.returns)
-        return pack(batch.lengths, self.tokens, batch.groups if per_group else None)
+        by_group = any(unit == Unit.GROUP for _, unit in call.returns)
+        by_group = by_group or any(read.field == "group" for read in call.reads)
+        return pack(batch.lengths, self.tokens, batch.groups if by_group else None)
 
     def most(self, num_microbatches: int) -> int:
         """The largest of all ranks' numbers of micro-batches (a collective)."""

@@ -23,8 +23,8 @@ def named_weights(
     """
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = [(name, x) for name, x in model.state_dict().items() if name not in known]
-    heads = [] if kind == "lm" else [(f"{kind}_head.{name}", x) for name, x in head.named_parameters()]
-    for name, tensor in (*model.named_parameters(), *buffers, *heads):
+    scalar = [] if kind == "lm" else [(scalar_prefix(kind) + name, x) for name, x in head.named_parameters()]
+    for name, tensor in (*model.named_parameters(), *buffers, *scalar):
         yield name, _whole(tensor.detach(), dtype)
 
 
@@ -41,11 +41,20 @@ def save(model: PreTrainedModel, head: nn.Module, kind: str, directory: Path, is
     if not is_writer:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    prefix = f"{kind}_head."
-    scalar = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    if kind != "lm":
+        save_head(directory, kind, _take_prefixed(tensors, scalar_prefix(kind)))
     model.save_pretrained(directory, state_dict=tensors)
-    if scalar:
-        save_head(directory, kind, {name.removeprefix(prefix): x for name, x in scalar.items()})
+
+
+def scalar_prefix(kind: str) -> str:
+    """What the names of a scalar head's weights begin with."""
+    return f"{kind}_head."
+
+
+def _take_prefixed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Remove the tensors whose names begin with `prefix`, and return them without it."""
+    names = [name for name in tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensors.pop(name) for name in names}
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:

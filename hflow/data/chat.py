@@ -1,0 +1,101 @@
+"""Chat templates: whole conversations with what is learned, and the text between two turns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from hflow.errors import DataError
+
+Messages = Sequence[Mapping[str, Any]]
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REPLY = "a-reply-of-the-model"
+"""Stands for an assistant's turn where only the text behind it is wanted."""
+
+
+class ChatTemplate:
+    """A tokenizer's Jinja template and its tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """Ids of messages and the opening of the assistant's turn."""
+        return self._encode(self._render(messages, opening=True))
+
+    def continuation(self, added: Messages, last_id: int | None) -> list[int]:
+        """Ids that follow a generated assistant turn: its end, the added messages, the next opening.
+
+        Only this text is encoded, so that the tokens before it stay what they are.
+
+        Args:
+            added: messages after the assistant's turn.
+            last_id: the turn's last token; where it is the template's own end-of-turn token, that is
+                not repeated.
+        """
+        turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": _REPLY}]
+        _, reply, after = self._render([*turns, *added], opening=True).partition(_REPLY)
+        if not reply:
+            raise DataError(
+                "the chat template does not show what the assistant said, so turns cannot be continued"
+            )
+        end = "" if last_id is None else str(self._tokenizer.convert_ids_to_tokens(last_id))
+        return self._encode(after.removeprefix(end))
+
+    def learned(self, messages: Messages, stop_ids: Sequence[int]) -> tuple[list[int], list[bool]]:
+        """Ids of whole messages, and which of them the assistants generated.
+
+        The template's `{% generation %}` tags say which; without tags it is what the template adds
+        with each assistant message beyond the opening, up to the turn's stop token.
+        """
+        text = self._render(messages, opening=False)
+        if _GENERATION_TAG.search(str(self._tokenizer.chat_template)):
+            return self._by_tags(messages)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        mask = [False] * len(ids)
+        for start, end in self._spans(messages, text):
+            for t, (first, last) in enumerate(offsets):
+                if start <= first and last <= end and first < last:
+                    mask[t] = True
+                    if ids[t] in stop_ids:
+                        break
+        return ids, mask
+
+    def _by_tags(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        encoded = self._tokenizer.apply_chat_template(
+            list(messages), return_dict=True, return_assistant_tokens_mask=True
+        )
+        return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
+
+    def _spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
+        """Character ranges of `text` that the template adds with each assistant message."""
+        spans = []
+        for i, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                before = self._render(messages[:i], opening=True)
+                behind = self._render(messages[: i + 1], opening=False)
+                if not (behind.startswith(before) and text.startswith(behind)):
+                    raise DataError(
+                        "the chat template rewrites earlier turns, so what assistants said cannot be told; "
+                        "mark it with {% generation %} tags"
+                    )
+                spans.append((len(before), len(behind)))
+        return spans
+
+    def _render(self, messages: Messages, opening: bool) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=opening
+            )
+        except (TemplateError, ValueError) as error:
+            raise DataError(f"the chat template refuses the messages: {error}") from error
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids

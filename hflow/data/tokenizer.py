@@ -1,0 +1,157 @@
+"""`TextTokenizer`: from texts and messages to tokens, and which of them are learned."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from hflow.data.characters import character_tokenizer
+from hflow.data.chat import ChatTemplate
+from hflow.errors import DataError
+from hflow.types import Trajectory
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """Where a model's tokenizer comes from: a checkpoint's directory, else an alphabet."""
+
+    path: str | None = None
+    """A local directory that `AutoTokenizer` reads."""
+    alphabet: str | None = None
+    """Characters of a character tokenizer; read where there is no path."""
+    chat_template: str | None = None
+    """A Jinja chat template that replaces the tokenizer's own."""
+
+
+class TextTokenizer:
+    """A model's tokenizer (`hflow.types.Tokenizer`), and what episodes need beyond that.
+
+    Attributes:
+        bos_id: stands before raw-text prompts; None where the tokenizer has none.
+        stop_ids: tokens that end a turn.
+        chat_template: None where the tokenizer has none.
+    """
+
+    def __init__(self, settings: TokenizerSettings) -> None:
+        """Load or build it.
+
+        Raises:
+            DataError: when there is no tokenizer where the settings say.
+        """
+        self._hf = _load(settings)
+        if settings.chat_template is not None:
+            self._hf.chat_template = settings.chat_template
+        self.bos_id: int | None = self._hf.bos_token_id
+        self.stop_ids = _stop_ids(self._hf.eos_token_id, settings.path)
+        self.chat_template = ChatTemplate(self._hf) if self._hf.chat_template else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Size of the vocabulary, special tokens included."""
+        return len(self._hf)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens.
+
+        Raises:
+            DataError: naming what the vocabulary lacks.
+        """
+        ids: list[int] = self._hf(text, add_special_tokens=False)["input_ids"]
+        if self._hf.unk_token_id is not None and self._hf.unk_token_id in ids:
+            raise DataError(self._unknown(text))
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out."""
+        text: str = self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a raw-text prompt: the begin-of-text token, where there is one, and the text."""
+        ids = self.encode(text)
+        return ids if self.bos_id is None else [self.bos_id, *ids]
+
+    def join(self, prompt: str, answer: str) -> Trajectory:
+        """Prompt (masked), and answer with its end-of-text token (learned).
+
+        Raises:
+            DataError: when the tokenizer has no end-of-text token.
+        """
+        if self._hf.eos_token_id is None:
+            raise DataError("the tokenizer has no end-of-text token, which join needs; set its eos_token")
+        return Trajectory.learned(
+            tuple(self.prompt(prompt)),
+            (*self.encode(answer), self._hf.eos_token_id),
+            messages=({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}),
+            completion=answer,
+            num_turns=1,
+        )
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Trajectory:
+        """Messages by the chat template; what assistants say is learned.
+
+        Raises:
+            DataError: when there is no chat template, or it refuses the messages.
+        """
+        ids, mask = self.template().learned(messages, self.stop_ids)
+        replies = [str(m.get("content", "")) for m in messages if m.get("role") == "assistant"]
+        return Trajectory(
+            input_ids=tuple(ids),
+            loss_mask=tuple(mask),
+            behav_logprobs=(0.0,) * len(ids),
+            versions=(-1,) * len(ids),
+            messages=tuple(messages),
+            completion=replies[-1] if replies else "",
+            num_turns=len(replies),
+        )
+
+    def template(self) -> ChatTemplate:
+        """The chat template.
+
+        Raises:
+            DataError: when there is none.
+        """
+        if self.chat_template is None:
+            raise DataError(
+                "this tokenizer has no chat template, so messages cannot be encoded; give texts instead"
+            )
+        return self.chat_template
+
+    def save(self, directory: str) -> None:
+        """Write it where `AutoTokenizer.from_pretrained` finds it."""
+        self._hf.save_pretrained(directory)
+
+    def _unknown(self, text: str) -> str:
+        encoded = self._hf(text, add_special_tokens=False, return_offsets_mapping=True)
+        pieces = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        start, end = next(offsets for i, offsets in pieces if i == self._hf.unk_token_id)
+        where = textwrap.shorten(text, 60)
+        return f"the tokenizer has no token for {text[start:end]!r} (in {where!r}); add it to the alphabet"
+
+
+def _load(settings: TokenizerSettings) -> Any:
+    if settings.path is not None:
+        loader: Any = AutoTokenizer
+        try:
+            return loader.from_pretrained(settings.path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"no tokenizer can be read from {settings.path}, save one beside the model"
+            ) from error
+    if settings.alphabet is None:
+        raise DataError("a tokenizer needs the path of a checkpoint or an alphabet, set one of them")
+    return character_tokenizer(settings.alphabet)
+
+
+def _stop_ids(eos_id: int | None, path: str | None) -> tuple[int, ...]:
+    """The tokenizer's end-of-text token and those of the checkpoint's generation defaults."""
+    ids = [] if eos_id is None else [eos_id]
+    if path is not None and (Path(path) / "generation_config.json").exists():
+        ends = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        ids += [ends] if isinstance(ends, int) else list(ends or ())
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,24 @@
+"""Forwards without gradient, one for each kind of model."""
+
+from __future__ import annotations
+
+from hflow.dsl import infer
+from hflow.types import Output, PerSequence, PerToken
+
+
+@infer(returns="ref_logprobs")
+def ref_inf(out: Output) -> PerToken:
+    """Log-probs of the tokens under a reference model."""
+    return out.logprobs
+
+
+@infer(returns=("values", "bootstrap"))
+def critic_inf(out: Output) -> tuple[PerToken, PerSequence]:
+    """V before each token, and V after the last one."""
+    return out.values, out.bootstrap
+
+
+@infer(returns="reward")
+def rew_inf(out: Output) -> PerSequence:
+    """A reward model's score of each sequence."""
+    return out.scores

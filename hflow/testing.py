@@ -1,0 +1,166 @@
+"""Stand-ins with which a test calls a body alone, without models, workers or torch.
+
+Tokens are Unicode code points, so that a test can read them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hflow.types import ToolCall, Trajectory
+
+END = 3
+"""The end-of-text token of the stand-ins (ASCII "end of text")."""
+
+Reply = str | ToolCall | Sequence[ToolCall]
+"""What a scripted model says: a text, or the tools that it calls."""
+
+
+class CharacterTokenizer:
+    """A `Tokenizer` whose tokens are characters."""
+
+    def encode(self, text: str) -> list[int]:
+        """Code points of a text."""
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of code points; the end token is left out."""
+        return "".join(chr(token) for token in ids if token != END)
+
+    def join(self, prompt: str, answer: str) -> Trajectory:
+        """Prompt (masked), and answer with the end token (learned)."""
+        return Trajectory.learned(
+            tuple(self.encode(prompt)),
+            (*self.encode(answer), END),
+            messages=({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}),
+            completion=answer,
+            num_turns=1,
+        )
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Trajectory:
+        """Contents one after the other; those of assistants, with their end token, are learned."""
+        trajectory = Trajectory((), (), (), (), messages=tuple(messages))
+        for message in messages:
+            learned = message.get("role") == "assistant"
+            ids = [*self.encode(str(message.get("content", ""))), *([END] if learned else [])]
+            trajectory = _extended(trajectory, ids, learned, version=-1)
+        replies = [str(message["content"]) for message in messages if message.get("role") == "assistant"]
+        return replace(trajectory, completion=replies[-1] if replies else "", num_turns=len(replies))
+
+
+class ScriptedEngine:
+    """An `Engine` that says what it is told: `ScriptedEngine(["1 + 1 = 2"])`.
+
+    Args:
+        replies: one for each `complete`, in order.
+        logprob: behav log-prob of every generated token.
+        version: weight version of every generated token.
+        seed: of `random`.
+        now: what `time` returns; every call adds a second.
+
+    Attributes:
+        prompts: what each `complete` was given, as text.
+        calls: tool calls that the episode made, with their arguments.
+    """
+
+    def __init__(
+        self,
+        replies: Sequence[Reply],
+        *,
+        logprob: float = -1.0,
+        version: int = 0,
+        seed: int = 0,
+        now: float = 0.0,
+    ) -> None:
+        self.prompts: list[str] = []
+        self.calls: list[ToolCall] = []
+        self._replies = list(replies)
+        self._logprob = logprob
+        self._version = version
+        self._random = random.Random(seed)
+        self._now = now
+        self._tokenizer = CharacterTokenizer()
+
+    async def complete(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]] | Trajectory,
+        *,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> Trajectory:
+        """The trajectory with the next scripted reply; `max_tokens` cuts a text.
+
+        Raises:
+            ValueError: when the script has no reply left.
+        """
+        before = self._opened(prompt)
+        self.prompts.append(self._tokenizer.decode(before.input_ids))
+        if not self._replies:
+            raise ValueError(f"the script has no reply for completion {len(self.prompts)}; add one")
+        reply = self._replies.pop(0)
+        if isinstance(reply, str):
+            return self._said(before, reply, max_tokens)
+        calls = (reply,) if isinstance(reply, ToolCall) else tuple(reply)
+        said = self._said(before, " ".join(str(call) for call in calls), None)
+        return replace(said, tool_calls=calls, stop_reason="tool_calls")
+
+    async def call(self, tool: Callable[..., Any], **arguments: Any) -> Any:
+        """Run the tool here."""
+        self.calls.append(ToolCall(tool.__name__, arguments))
+        result = tool(**arguments)
+        return await result if inspect.isawaitable(result) else result
+
+    def random(self) -> float:
+        """A number in [0, 1), seeded."""
+        return self._random.random()
+
+    def time(self) -> float:
+        """The scripted time, one second later at each call."""
+        self._now += 1.0
+        return self._now
+
+    def _opened(self, prompt: str | Sequence[Mapping[str, Any]] | Trajectory) -> Trajectory:
+        """The prompt as a trajectory without pending messages."""
+        if isinstance(prompt, str):
+            return Trajectory.learned(
+                tuple(self._tokenizer.encode(prompt)), (), messages=({"role": "user", "content": prompt},)
+            )
+        if not isinstance(prompt, Trajectory):
+            text = "".join(str(message.get("content", "")) for message in prompt)
+            return Trajectory.learned(tuple(self._tokenizer.encode(text)), (), messages=tuple(prompt))
+        added = "".join(str(message["content"]) for message in prompt.pending)
+        longer = _extended(prompt, self._tokenizer.encode(added), learned=False, version=-1)
+        return replace(longer, messages=(*prompt.messages, *prompt.pending), pending=(), tool_calls=())
+
+    def _said(self, before: Trajectory, text: str, max_tokens: int | None) -> Trajectory:
+        ids = [*self._tokenizer.encode(text), END]
+        is_cut = max_tokens is not None and len(ids) > max_tokens
+        ids = ids[:max_tokens]
+        text = self._tokenizer.decode(ids)
+        after = _extended(before, ids, learned=True, version=self._version, logprob=self._logprob)
+        return replace(
+            after,
+            messages=(*before.messages, {"role": "assistant", "content": text}),
+            completion=text,
+            stop_reason="length" if is_cut else "stop",
+            num_turns=before.num_turns + 1,
+        )
+
+
+def _extended(
+    trajectory: Trajectory, ids: Sequence[int], learned: bool, version: int, logprob: float = 0.0
+) -> Trajectory:
+    """The trajectory with tokens appended."""
+    num = len(ids)
+    return replace(
+        trajectory,
+        input_ids=(*trajectory.input_ids, *ids),
+        loss_mask=(*trajectory.loss_mask, *[learned] * num),
+        behav_logprobs=(*trajectory.behav_logprobs, *[logprob] * num),
+        versions=(*trajectory.versions, *[version] * num),
+    )

@@ -1,0 +1,244 @@
+"""`EngineDriver`: one generation engine on a thread of its own, served to coroutines.
+
+Requests cross to the thread once per turn of the event loop and results come back once per
+engine step, however many episodes wait. A request that is interrupted stays here and is resumed
+with the tokens that it has, so that whoever awaits it sees one completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hflow.backends.base import Generated, GenerationEngine, SamplingParams
+from hflow.errors import BackendError, HflowError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(eq=False)
+class _Request:
+    """A submitted request: what was asked, and what was drawn before interruptions."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    future: asyncio.Future[Generated]
+    drawn: Generated = Generated((), (), (), "abort")
+
+    def extend(self, part: Generated) -> None:
+        self.drawn = Generated(
+            self.drawn.ids + part.ids,
+            self.drawn.logprobs + part.logprobs,
+            self.drawn.versions + part.versions,
+            part.stop_reason,
+        )
+
+    def add_to(self, engine: GenerationEngine) -> None:
+        """Ask the engine for what is left."""
+        num_drawn = len(self.drawn.ids)
+        params = dataclasses.replace(
+            self.params, max_tokens=self.params.max_tokens - num_drawn, num_resumed=num_drawn
+        )
+        engine.add(self.request_id, self.prompt_ids + self.drawn.ids, params)
+
+
+_Outcome = tuple[_Request, Generated | HflowError]
+
+
+class EngineDriver:
+    """Owns an engine. `submit` is for one event loop, everything else for any other thread."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self.num_drawn = 0
+        """Tokens drawn by finished and interrupted requests."""
+        self._engine = engine
+        self._ids = itertools.count()
+        self._outgoing: list[_Request] = []
+        """Submitted in this turn of the event loop."""
+        self._inbox: deque[_Request | int] = deque()
+        """For the engine's thread: new requests, and ids of cancelled ones."""
+        self._held: dict[int, _Request] = {}
+        """Requests that the engine has, or had when it was interrupted; the oldest first."""
+        self._paused = self._closed = False
+        self._failure: BaseException | None = None
+        self._turnstile, self._lock = threading.Lock(), threading.Lock()
+        self._bell = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="hflow-engine", daemon=True)
+        self._thread.start()
+
+    async def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generated:
+        """Generate; cancelling the awaiting task cancels the request.
+
+        Raises:
+            BackendError: when the engine refuses the request, or has failed.
+        """
+        self._raise_failure()
+        loop = asyncio.get_running_loop()
+        request = _Request(next(self._ids), tuple(prompt_ids), params, loop.create_future())
+        if not self._outgoing:
+            loop.call_soon(self._flush)
+        self._outgoing.append(request)
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._inbox.append(request.request_id)
+            self._bell.set()
+            raise
+
+    def interrupt(self) -> None:
+        """Stop drawing before returning; unfinished requests keep their tokens until `resume`."""
+        with self._exclusive() as engine:
+            self._paused = True
+            for request_id, part in engine.interrupt():
+                self._record(self._held[request_id], part)
+
+    def resume(self) -> None:
+        """Go on, interrupted requests before fresh ones."""
+        with self._exclusive() as engine:
+            assert self._paused, "resume() without interrupt()"
+            self._paused = False
+            for request in self._held.values():
+                request.add_to(engine)
+        self._bell.set()
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Give the engine new weights, between two steps.
+
+        Raises:
+            BackendError: when they are not the engine's model's.
+        """
+        with self._exclusive() as engine:
+            engine.load_weights(weights, version)
+
+    def set_version(self, version: int) -> None:
+        """Tell an engine that shares its trainer's weights that these have changed."""
+        with self._exclusive() as engine:
+            engine.set_version(version)
+
+    def sleep(self) -> None:
+        """Free the engine's memory; it must be interrupted."""
+        with self._exclusive() as engine:
+            assert self._paused, "sleep() of an engine that draws"
+            engine.sleep()
+
+    def wake(self) -> None:
+        """Allocate again; `resume` starts it."""
+        with self._exclusive() as engine:
+            engine.wake()
+
+    def close(self) -> None:
+        """End the thread; what is unfinished is never answered. Safe to call twice."""
+        self._closed = True
+        self._bell.set()
+        self._thread.join()
+
+    # --------------------------------------------------------------- on the event loop
+    def _flush(self) -> None:
+        self._inbox.extend(self._outgoing)
+        self._outgoing = []
+        self._bell.set()
+
+    # ------------------------------------------------------------ on the engine's thread
+    def _main(self) -> None:
+        try:
+            while not self._closed:
+                self._bell.wait()
+                self._bell.clear()
+                while not self._closed and self._advance():
+                    pass
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _advance(self) -> bool:
+        """Take requests in and make one step; False when there is nothing to do."""
+        with self._exclusive() as engine:
+            if self._paused:
+                return False
+            outcomes = self._take_in(engine)
+            num_unfinished = engine.num_unfinished
+            if num_unfinished:
+                outcomes += [self._finished(*result) for result in engine.step()]
+        _deliver(outcomes)
+        return num_unfinished > 0
+
+    def _take_in(self, engine: GenerationEngine) -> list[_Outcome]:
+        """Hand new requests to the engine; return those that it refuses."""
+        refused: list[_Outcome] = []
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, int):
+                if self._held.pop(item, None) is not None:
+                    engine.cancel(item)
+                continue
+            try:
+                item.add_to(engine)
+            except HflowError as error:
+                refused.append((item, error))
+            else:
+                self._held[item.request_id] = item
+        return refused
+
+    def _finished(self, request_id: int, part: Generated) -> _Outcome:
+        request = self._held.pop(request_id)
+        self._record(request, part)
+        return request, request.drawn
+
+    def _record(self, request: _Request, part: Generated) -> None:
+        request.extend(part)
+        self.num_drawn += len(part.ids)
+
+    def _fail(self, failure: BaseException) -> None:
+        """Answer everybody who waits, and all who come later."""
+        self._failure = failure
+        waiting = [*self._held.values(), *(item for item in self._inbox if not isinstance(item, int))]
+        _deliver([(request, _engine_failed(failure)) for request in waiting])
+
+    # ----------------------------------------------------------------------- everywhere
+    @contextmanager
+    def _exclusive(self) -> Iterator[GenerationEngine]:
+        """Hold the engine. The turnstile makes it fair: who waits comes before the next step."""
+        with self._turnstile:
+            self._lock.acquire()
+        try:
+            yield self._engine
+        finally:
+            self._lock.release()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise _engine_failed(self._failure)
+
+
+def _engine_failed(failure: BaseException) -> BackendError:
+    error = BackendError(f"the generation engine stopped: {failure}")
+    error.__cause__ = failure
+    return error
+
+
+def _deliver(outcomes: Sequence[_Outcome]) -> None:
+    """Answer requests, with one call into each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
+    for outcome in outcomes:
+        by_loop.setdefault(outcome[0].future.get_loop(), []).append(outcome)
+    for loop, answered in by_loop.items():
+        loop.call_soon_threadsafe(_settle, answered)
+
+
+def _settle(outcomes: Sequence[_Outcome]) -> None:
+    for request, outcome in outcomes:
+        if request.future.done():
+            continue
+        if isinstance(outcome, HflowError):
+            request.future.set_exception(outcome)
+        else:
+            request.future.set_result(outcome)

@@ -1,0 +1,170 @@
+"""`Episodes`: generate bodies, all on one event loop in a thread beside the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from hflow.backends.base import SamplingParams
+from hflow.data.tokenizer import TextTokenizer
+from hflow.errors import BackendError, DataError, HflowError
+from hflow.plan.ir import Plan
+from hflow.workers.base import Failed, GroupOrder, NodeProgram, WorkerEvent
+from hflow.workers.blame import blame
+from hflow.workers.compute import RELEASED, Sink
+from hflow.workers.engine_driver import EngineDriver
+from hflow.workers.episode import EpisodeEngine, sample_seed
+from hflow.workers.opened import Opener, Row
+from hflow.workers.patience import Patience
+from hflow.workers.pool_child import too_long
+from hflow.workers.store import Store
+
+OF_ONE_SAMPLE = (BackendError, DataError)
+"""Errors that refuse a sample (a prompt that is too long, a character without a token); any other
+error of ours means that the recipe cannot run."""
+
+
+class Episodes:
+    """Runs an episode for every sample of a group, and answers each exactly once.
+
+    Args:
+        plan: for streams and the engines that sources use.
+        programs: the generate nodes.
+        store: where samples go.
+        drivers: generation replica -> its engine on this worker.
+        tokenizers: model -> its tokenizer, used by this thread only.
+        seed: of the run.
+        on_error: takes an exception that ends the run.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        programs: Mapping[str, NodeProgram],
+        store: Store,
+        drivers: Mapping[str, EngineDriver],
+        tokenizers: Mapping[str, TextTokenizer],
+        seed: int,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._programs = programs
+        self._openers = {name: Opener.of(program, plan.graph, store) for name, program in programs.items()}
+        self._replica = {name: plan.placement(name).replicas[0] for name in programs}
+        self._store = store
+        self._drivers = drivers
+        self._tokenizers = tokenizers
+        self._seed = seed
+        self._on_error = on_error
+        self._patience = {replica: Patience() for replica in drivers}
+        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._limits: dict[str, asyncio.Semaphore] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hflow-episodes", daemon=True)
+        self._thread.start()
+
+    # -------------------------------------------------------------------- from other threads
+    def open_group(self, order: GroupOrder, row: Row, sink: Sink) -> None:
+        """Start a group's episodes."""
+        self._loop.call_soon_threadsafe(self._open, order, row, sink)
+
+    def cancel(self, stream: str, samples: Sequence[int]) -> None:
+        """Stop what runs for released samples, and free what they left meanwhile."""
+        self._loop.call_soon_threadsafe(self._cancel, stream, samples)
+
+    def set_awake(self, replica: str, awake: bool) -> None:
+        """Let the time limits on an engine run, or stand still."""
+        patience = self._patience[replica]
+        self._loop.call_soon_threadsafe(patience.run if awake else patience.stand)
+
+    def close(self) -> None:
+        """End the loop; what runs is never answered."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    # -------------------------------------------------------------------------- on the loop
+    def _open(self, order: GroupOrder, row: Row, sink: Sink) -> None:
+        for sample in order.samples:
+            work = self._guarded(self._answer(order, sample, row, sink))
+            task = self._loop.create_task(work)
+            self._running[order.stream, sample] = task
+            task.add_done_callback(lambda _, key=(order.stream, sample): self._running.pop(key, None))
+
+    def _cancel(self, stream: str, samples: Sequence[int]) -> None:
+        for sample in samples:
+            if task := self._running.get((stream, sample)):
+                task.cancel(RELEASED)
+        self._store.release(samples, (stream,))
+
+    async def _stop(self) -> None:
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - the poll raises it
+            self._on_error(error)
+
+    async def _answer(self, order: GroupOrder, sample: int, row: Row, sink: Sink) -> None:
+        try:
+            sink([await self._attempts(order, sample, row)])
+        except asyncio.CancelledError as error:
+            if error.args == (RELEASED,):
+                sink([Failed(order.stream, sample, "failed", RELEASED)])
+            raise
+
+    async def _attempts(self, order: GroupOrder, sample: int, row: Row) -> WorkerEvent:
+        program = self._programs[order.stream]
+        concurrency = program.options.get("concurrency")
+        limit = self._limits.setdefault(order.stream, asyncio.Semaphore(concurrency or 1 << 30))
+        for tries_left in reversed(range(1 + program.options.get("retries", 0))):
+            async with limit:
+                answer = await self._episode(program, order, sample, row)
+            if not (tries_left and isinstance(answer, Failed)):
+                break
+        return answer
+
+    async def _episode(self, program: NodeProgram, order: GroupOrder, sample: int, row: Row) -> WorkerEvent:
+        timeout = program.options.get("timeout")
+        arguments = self._arguments(program, sample, row)
+        try:
+            async with self._patience[self._replica[program.name]].limit(timeout) as clock:
+                result = await program.body(**arguments)
+        except Exception as error:  # noqa: BLE001 - a user's body may raise anything
+            if isinstance(error, TimeoutError) and clock.expired():
+                return Failed(order.stream, sample, "timeout", too_long(timeout))
+            if self._is_fatal(program, error):
+                raise
+            return Failed(order.stream, sample, "failed", blame(error, program.body))
+        return self._openers[program.name].put(sample, order.group, result, row)
+
+    def _is_fatal(self, program: NodeProgram, error: Exception) -> bool:
+        engine_failed = self._drivers[self._replica[program.name]].failure is not None
+        return engine_failed or (isinstance(error, HflowError) and not isinstance(error, OF_ONE_SAMPLE))
+
+    def _arguments(self, program: NodeProgram, sample: int, row: Row) -> dict[str, Any]:
+        arguments = {**program.knobs, **{read.parameter: row[read.field][1] for read in program.reads}}
+        (model,) = program.models
+        for name, kind in program.provided:
+            if kind == "tokenizer":
+                arguments[name] = self._tokenizers[model]
+            elif kind.startswith("engine"):
+                arguments[name] = self._engine(program, model, sample)
+        return arguments
+
+    def _engine(self, program: NodeProgram, model: str, sample: int) -> EpisodeEngine:
+        names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+        params = SamplingParams(**{name: program.options[name] for name in names if name in program.options})
+        return EpisodeEngine(
+            self._drivers[self._replica[program.name]],
+            self._tokenizers[model],
+            params,
+            sample_seed(self._seed, program.stream, sample, model),
+        )

@@ -1,0 +1,343 @@
+"""Stands in for the executor: keeps what was asked for in a bag and completes one thing at a time.
+
+It keeps its own account of engines, versions and samples, and asserts what a run promises.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from hflow.plan.ir import Level, Schedule
+from hflow.runtime import events as ev
+from hflow.runtime.cadence import evaluation_due, node_fires
+from hflow.runtime.invariants import check_invariants
+from hflow.runtime.staleness import certified_lag
+from hflow.runtime.state import RunState
+
+
+@dataclass
+class Generating:
+    """A sample on its way through the engines, token by token."""
+
+    stream: str
+    sample: int
+    ticks: int
+    oldest: int = -1
+    newest: int = -1
+
+
+def chance(name: str, key: int, salt: int) -> float:
+    """A number in [0, 1) that depends on its arguments only."""
+    return zlib.crc32(f"{name}/{key}/{salt}".encode()) / 2**32
+
+
+class World:
+    """Performs instructions in an order that `random` chooses, until `Finish`.
+
+    Args:
+        schedule: what is run.
+        random: chooses the next completion.
+        rows: rows of each side stream's dataset; the trained one has `rows[...]` or no end.
+        refusal: chance that a sample or group is refused by a node, by its id.
+        stop_after: events after which the user asks to stop.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        random: Random,
+        rows: dict[str, int],
+        refusal: float = 0.0,
+        stop_after: int | None = None,
+        salt: int = 0,
+    ) -> None:
+        self.schedule, self.random, self.rows = schedule, random, rows
+        self.refusal, self.stop_after, self.salt = refusal, stop_after, salt
+        self.state = RunState(schedule)
+        self.nodes = {node.name: node for node in schedule.nodes}
+        self.streams = {stream.name: stream for stream in schedule.streams}
+        self.trained = schedule.streams[0]
+        self.device_of = {r: g for g, replicas in schedule.shared for r in replicas}
+        self.models_of: dict[str, set[str]] = defaultdict(set)
+        for stream in schedule.streams:
+            for replica in stream.replicas:
+                self.models_of[replica] |= set(stream.models)
+        self.writers = {
+            m: [n for n in schedule.nodes if m in n.writes] for n in schedule.nodes for m in n.writes
+        }
+        self.bag: list[ev.Event | Generating] = []
+        self.trace: list[ev.Instruction] = []
+        self.engine: dict[str, str] = defaultdict(lambda: "asleep")
+        self.version: dict[str, int] = defaultdict(lambda: -1)
+        self.waking: dict[str, int] = {}
+        self.opened: dict[str, list[int]] = {s: [] for s in self.streams}
+        self.base: dict[str, int] = dict.fromkeys(self.streams, 0)
+        self.oldest: dict[tuple[str, int], tuple[int, int]] = {}
+        self.ends: Counter[tuple[str, int]] = Counter()
+        self.batches: dict[str, dict[int, ev.FormBatch]] = {s: {} for s in self.streams}
+        self.fired: set[tuple[str, int]] = set()
+        self.done: set[tuple[str, int]] = set()
+        self.at_work: dict[str, str] = {}
+        self.in_flight: set[tuple[str, int]] = set()
+        self.steps_done: list[int] = []
+        self.finish: ev.Finish | None = None
+
+    def run(self, max_events: int = 20_000) -> ev.Finish:
+        """Drive to the end."""
+        self.feed(ev.Started())
+        for count in range(max_events):
+            if self.finish is not None:
+                return self.finish
+            if count == self.stop_after:
+                self.feed(ev.StopRequested())
+                continue
+            ready = [i for i, entry in enumerate(self.bag) if self._can_move(entry)]
+            assert ready, f"deadlock: {self.bag}, {self.engine}"
+            self._move(self.random.choice(ready))
+        raise AssertionError("the run does not end")
+
+    def feed(self, event: ev.Event) -> None:
+        for instruction in self.state.handle(event):
+            assert self.finish is None, f"{instruction} after the end"
+            self.trace.append(instruction)
+            getattr(self, f"_do_{type(instruction).__name__}")(instruction)
+        if self.finish is None:
+            check_invariants(self.state)
+        flying = len(self.in_flight)
+        assert flying <= self.state.admission.max_samples
+        assert flying <= max(self.schedule.max_concurrent, sum(s.group_size for s in self.schedule.streams))
+
+    # ---------------------------------------------------------------- completions
+    def _can_move(self, entry: ev.Event | Generating) -> bool:
+        if not isinstance(entry, Generating):
+            return True
+        replicas = self.streams[entry.stream].replicas
+        return all(self.engine[replica] in ("awake", "sleeping") for replica in replicas)
+
+    def _move(self, index: int) -> None:
+        entry = self.bag[index]
+        if isinstance(entry, Generating):
+            self._tick(entry)
+            if entry.ticks > 0:
+                return
+        self.bag[index] = self.bag[-1]
+        self.bag.pop()
+        match entry:
+            case Generating():
+                self._finish_sample(entry)
+            case ev.Awake(replica, version):
+                self.engine[replica], self.version[replica] = "awake", version
+                self.waking.pop(replica, None)
+                self.feed(entry)
+            case ev.Asleep(replica):
+                self.engine[replica] = "asleep"
+                self.feed(entry)
+            case ev.Exhausted(stream, group):
+                size = self.streams[stream].group_size
+                self.in_flight -= {(stream, s) for s in range(group * size, (group + 1) * size)}
+                self.feed(entry)
+            case ev.NodeDone(node, key) if self.nodes[node].level is Level.BATCH:
+                self.done.add((node, key))
+                del self.at_work[self.nodes[node].group or node]
+                self.feed(entry)
+            case _:
+                self.feed(entry)
+
+    def _tick(self, entry: Generating) -> None:
+        entry.ticks -= 1
+        replicas = self.streams[entry.stream].replicas
+        if replicas:
+            version = min(self.version[replica] for replica in replicas)
+            entry.oldest = version if entry.oldest < 0 else min(entry.oldest, version)
+            entry.newest = max(entry.newest, version)
+
+    def _finish_sample(self, entry: Generating) -> None:
+        self.in_flight.remove((entry.stream, entry.sample))
+        source = self.streams[entry.stream].source
+        if chance(source, entry.sample, self.salt) < self.refusal / 2:
+            self.feed(ev.NodeFailed(source, entry.sample, ev.Refusal.FAILED))
+        else:
+            self.oldest[entry.stream, entry.sample] = (entry.oldest, entry.newest)
+            self.feed(ev.SampleDone(entry.stream, entry.sample, entry.oldest))
+
+    def _complete(self, node: str, key: int) -> None:
+        unlucky = chance(node, key, self.salt) < self.refusal
+        if unlucky and not self.nodes[node].keep:
+            self.bag.append(ev.NodeFailed(node, key, ev.Refusal.TIMEOUT))
+        else:
+            self.bag.append(ev.NodeDone(node, key, keep=not unlucky))
+
+    # ---------------------------------------------------------------- instructions
+    def _do_OpenGroup(self, what: ev.OpenGroup) -> None:
+        assert not self.state.stopping
+        stream = self.streams[what.stream]
+        size = stream.group_size
+        assert what.group == len(self.opened[what.stream]), "ids are consecutive"
+        assert what.samples == tuple(range(what.group * size, (what.group + 1) * size))
+        assert all(self.engine[replica] == "awake" for replica in stream.replicas)
+        self.opened[what.stream].append(what.group)
+        self.in_flight |= {(what.stream, sample) for sample in what.samples}
+        row = what.group - self.base[what.stream]
+        if row >= self.rows.get(what.stream, 10**9):
+            self.bag.append(ev.Exhausted(what.stream, what.group))
+            return
+        for sample in what.samples:
+            ticks = 1 + int(chance("ticks", sample, self.salt) * 3)
+            self.bag.append(Generating(what.stream, sample, ticks))
+
+    def _do_RunSample(self, what: ev.RunSample) -> None:
+        self._fire(what.node, what.sample)
+        self._complete(what.node, what.sample)
+
+    def _do_RunGroup(self, what: ev.RunGroup) -> None:
+        assert list(what.samples) == sorted(what.samples)
+        assert all(self.ends[self.nodes[what.node].stream, sample] == 0 for sample in what.samples)
+        self._fire(what.node, what.group)
+        self._complete(what.node, what.group)
+
+    def _fire(self, node: str, key: int) -> None:
+        assert not self.state.stopping
+        assert (node, key) not in self.fired, f"{node} fires twice for {key}"
+        self.fired.add((node, key))
+
+    def _do_Refuse(self, what: ev.Refuse) -> None:
+        assert what.samples
+        for sample in what.samples:
+            assert sample // self.streams[what.stream].group_size == what.group
+            self.ends[what.stream, sample] += 1
+
+    def _do_FormBatch(self, what: ev.FormBatch) -> None:
+        assert not self.state.stopping
+        stream = self.streams[what.stream]
+        assert list(what.samples) == sorted(set(what.samples))
+        assert list(what.groups) == sorted(set(what.groups))
+        members = Counter(sample // stream.group_size for sample in what.samples)
+        assert set(members) == set(what.groups)
+        assert all(num >= stream.min_group for num in members.values())
+        for sample in what.samples:
+            self.ends[what.stream, sample] += 1
+        batches = self.batches[what.stream]
+        assert what.step not in batches
+        if stream is self.trained:
+            assert what.step == len(batches) < self.schedule.num_steps
+            assert len(what.groups) == stream.batch
+            self._check_ages(what)
+        else:
+            self.base[what.stream] = len(self.opened[what.stream])
+            num_steps = self.state.data.progress.num_steps
+            assert evaluation_due(stream, what.step, num_steps)
+            if self._changes(stream.models):
+                assert all(self.oldest[what.stream, s] == (what.step, what.step) for s in what.samples)
+        batches[what.step] = what
+
+    def _check_ages(self, what: ev.FormBatch) -> None:
+        if not self._changes(self.trained.models) or not self.trained.replicas:
+            return
+        lag = certified_lag(self.schedule.max_staleness, self.schedule.sync_every)
+        for sample in what.samples:
+            oldest, newest = self.oldest[what.stream, sample]
+            assert what.step - lag <= oldest <= newest <= what.step
+            if lag == 0:
+                assert oldest == newest == what.step
+
+    def _changes(self, models: tuple[str, ...]) -> bool:
+        return any(model in self.writers for model in models)
+
+    def _stands_at(self, model: str, step: int) -> bool:
+        """Whether exactly the writes of the steps before `step` were made."""
+        for node in self.writers[model]:
+            made = {key for name, key in self.done if name == node.name}
+            due = {k for k in range(step) if node_fires(node, k, self.schedule.num_steps)}
+            if made != due:
+                return False
+        return True
+
+    def _do_RunBatch(self, what: ev.RunBatch) -> None:
+        node = self.nodes[what.node]
+        group = node.group or node.name
+        self._fire(what.node, what.step)
+        assert group not in self.at_work, f"{group} is on {self.at_work.get(group)}"
+        assert what.step in self.batches[node.stream]
+        for replica, device in self.device_of.items():
+            assert device != group or self.engine[replica] == "asleep"
+        for need in node.needs:
+            if need in self.nodes and self.nodes[need].level is Level.BATCH:
+                assert (need, what.step) in self.done or not self._fires(need, what.step)
+        for model in {*node.reads, *node.writes}:
+            if model in self.writers:
+                assert self._stands_at(model, what.step)
+        for replica, version in self.waking.items():
+            assert version == self.version[replica] or self.models_of[replica].isdisjoint(node.writes)
+        self.at_work[group] = node.name
+        self.bag.append(ev.NodeDone(what.node, what.step))
+
+    def _fires(self, name: str, step: int) -> bool:
+        node = self.nodes[name]
+        if node.stream == self.trained.name:
+            return node_fires(node, step, self.state.data.progress.num_steps)
+        return step in self.batches[node.stream]
+
+    def _do_Wake(self, what: ev.Wake) -> None:
+        assert self.engine[what.replica] == "asleep"
+        assert self.device_of.get(what.replica) not in self.at_work
+        if what.version != self.version[what.replica]:
+            assert what.version > self.version[what.replica]
+            changing = {m for name in self.at_work.values() for m in self.nodes[name].writes}
+            for model in self.models_of[what.replica] & self.writers.keys():
+                assert self._stands_at(model, what.version)
+                assert model not in changing
+        self.engine[what.replica] = "waking"
+        self.waking[what.replica] = what.version
+        self.bag.append(ev.Awake(what.replica, what.version))
+
+    def _do_Sleep(self, what: ev.Sleep) -> None:
+        assert self.engine[what.replica] == "awake"
+        for stream in self.schedule.streams[1:]:
+            if what.replica in stream.replicas:
+                assert not any(name == stream.name for name, _ in self.in_flight)
+        self.engine[what.replica] = "sleeping"
+        self.bag.append(ev.Asleep(what.replica))
+
+    def _do_StepDone(self, what: ev.StepDone) -> None:
+        assert what.step == len(self.steps_done)
+        for node in self.schedule.nodes:
+            if node.level is Level.BATCH and self._fires(node.name, what.step):
+                assert (node.name, what.step) in self.done
+        self.steps_done.append(what.step)
+
+    def _do_Finish(self, what: ev.Finish) -> None:
+        self.finish = what
+
+    # ---------------------------------------------------------------- at the end
+    def check_end(self, expect: Callable[[str, int], bool] | None = None) -> None:
+        """Each sample ended at most once; after a full run everything that should fire did."""
+        assert self.finish is not None
+        assert not self.finish.error
+        assert max(self.ends.values(), default=0) <= 1
+        assert not self.at_work
+        for stream, counts in self.opened.items():
+            size = self.streams[stream].group_size
+            known = {(stream, s) for group in counts for s in range(group * size, (group + 1) * size)}
+            assert {key for key in self.ends if key[0] == stream} <= known
+        if self.finish.reason == "stopped":
+            return
+        num_steps = len(self.batches[self.trained.name])
+        assert self.steps_done == list(range(num_steps))
+        assert num_steps == self.schedule.num_steps or self.finish.reason == "dataset exhausted"
+        for stream in self.schedule.streams[1:]:
+            assert num_steps in self.batches[stream.name], "no evaluation at the end"
+        self._check_fired(num_steps)
+
+    def _check_fired(self, num_steps: int) -> None:
+        for node in self.schedule.nodes:
+            if node.level is not Level.BATCH:
+                continue
+            steps = {step for name, step in self.fired if name == node.name}
+            if node.stream != self.trained.name:
+                assert steps == set(self.batches[node.stream]), f"{node.name} fired at {steps}"
+            elif num_steps == self.schedule.num_steps or not node.at_end:
+                assert steps == {k for k in range(num_steps) if node_fires(node, k, num_steps)}

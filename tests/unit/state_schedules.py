@@ -1,0 +1,140 @@
+"""Random schedules: graphs of sample, group and batch nodes, on groups with and without engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from hflow.plan.ir import Level, Schedule, ScheduledNode, ScheduledStream
+
+GROUPS = ("g0", "g1", "g2")
+
+
+@st.composite
+def sample_nodes(draw: st.DrawFn, stream: str, source: str, most: int) -> list[ScheduledNode]:
+    """Sample and group nodes, each after some of the earlier ones."""
+    nodes: list[ScheduledNode] = []
+    for index in range(draw(st.integers(0, most))):
+        earlier = [source, *(node.name for node in nodes)]
+        needs = draw(st.lists(st.sampled_from(earlier), unique=True, max_size=3))
+        level = draw(st.sampled_from((Level.SAMPLE, Level.GROUP)))
+        keep = draw(st.booleans())
+        nodes.append(ScheduledNode(f"{stream}_{level}{index}", level, stream, tuple(needs), keep=keep))
+    return nodes
+
+
+@st.composite
+def trained_streams(draw: st.DrawFn) -> ScheduledStream:
+    kind = draw(st.sampled_from(("actor", "actor", "actor", "game", "teacher", "encode")))
+    size = draw(st.integers(1, 3))
+    replicas, models = {
+        "actor": (("actor@gen",) if draw(st.booleans()) else ("actor@gen", "actor@gen2"), ("actor",)),
+        "game": (("actor@gen", "critic@gen"), ("actor", "critic")),
+        "teacher": (("teacher@gen",), ("teacher",)),
+        "encode": ((), ()),
+    }[kind]
+    return ScheduledStream(
+        "roll",
+        "roll_src",
+        size,
+        draw(st.integers(1, 4)),
+        replicas,
+        models,
+        min_group=draw(st.integers(1, size)),
+    )
+
+
+@st.composite
+def side_streams(draw: st.DrawFn, index: int) -> ScheduledStream:
+    kind = draw(st.sampled_from(("same", "same", "own", "teacher", "encode")))
+    replicas, models = {
+        "same": (("actor@gen",), ("actor",)),
+        "own": ((f"actor@eval{index}",), ("actor",)),
+        "teacher": (("teacher@gen",), ("teacher",)),
+        "encode": ((), ()),
+    }[kind]
+    size = draw(st.integers(1, 2))
+    return ScheduledStream(
+        f"eval{index}",
+        f"eval{index}_src",
+        size,
+        None,
+        replicas,
+        models,
+        min_group=draw(st.integers(1, size)),
+        every=draw(st.integers(1, 3)),
+        after=draw(st.integers(0, 2)),
+    )
+
+
+@st.composite
+def batch_nodes(
+    draw: st.DrawFn, streams: list[ScheduledStream], before: list[ScheduledNode]
+) -> list[ScheduledNode]:
+    """Computes and readers first, then one writer a model, bound to all readers of that model."""
+    nodes: list[ScheduledNode] = []
+    group = st.sampled_from((*GROUPS[: draw(st.integers(1, 3))], None))
+    for index in range(draw(st.integers(0, 5))):
+        stream = draw(st.sampled_from(streams)).name
+        earlier = [n.name for n in (*before, *nodes) if n.stream == stream]
+        needs = draw(st.lists(st.sampled_from(earlier), unique=True, max_size=3)) if earlier else []
+        beats = {}
+        if stream == streams[0].name:
+            beats = {"every": draw(st.integers(1, 3)), "after": draw(st.integers(0, 2))}
+            beats["at_end"] = draw(st.booleans())
+        reads = draw(st.lists(st.sampled_from(("actor", "critic", "teacher")), unique=True, max_size=2))
+        nodes.append(
+            ScheduledNode(
+                f"batch{index}", Level.BATCH, stream, tuple(needs), draw(group), tuple(reads), **beats
+            )
+        )
+    for model in draw(st.permutations(("actor", "critic"))):
+        readers = [node.name for node in nodes if model in node.reads]
+        others = [n.name for n in (*before, *nodes) if n.stream == streams[0].name]
+        more = draw(st.lists(st.sampled_from(others), unique=True, max_size=2)) if others else []
+        nodes.append(
+            ScheduledNode(
+                f"{model}_train",
+                Level.BATCH,
+                streams[0].name,
+                tuple(dict.fromkeys((*readers, *more))),
+                draw(group),
+                writes=(model,),
+                every=draw(st.sampled_from((1, 1, 1, 2))),
+                after=draw(st.sampled_from((0, 0, 0, 1))),
+            )
+        )
+    return nodes
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Any schedule that the planner could make, and many that it would not."""
+    streams = [draw(trained_streams())]
+    streams += [draw(side_streams(index)) for index in range(draw(st.integers(0, 2)))]
+    before = [n for s in streams for n in draw(sample_nodes(s.name, s.source, 4 if s.batch else 2))]
+    batch = draw(batch_nodes(streams, before))
+    orders = tuple((g, tuple(n.name for n in batch if n.group == g)) for g in GROUPS)
+    orders = tuple(order for order in orders if order[1])
+    replicas = list(dict.fromkeys(name for stream in streams for name in stream.replicas))
+    homes = [draw(st.sampled_from((None, *(g for g, _ in orders)))) for _ in replicas]
+    shared = tuple(
+        (g, tuple(r for r, home in zip(replicas, homes, strict=True) if home == g)) for g, _ in orders
+    )
+    return Schedule(
+        streams=tuple(streams),
+        nodes=(*before, *batch),
+        orders=orders,
+        shared=tuple(row for row in shared if row[1]),
+        num_steps=draw(st.integers(1, 6)),
+        max_staleness=draw(st.integers(0, 3)),
+        sync_every=draw(st.integers(1, 3)),
+        max_concurrent=draw(st.integers(1, 12)),
+        max_refused_per_step=10**6,
+    )
+
+
+def synchronous(schedule: Schedule) -> Schedule:
+    """The same with eta = 0 and a weight update in every step."""
+    return replace(schedule, max_staleness=0, sync_every=1)

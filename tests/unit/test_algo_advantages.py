@@ -1,0 +1,82 @@
+"""Advantages against numbers worked out by hand, and against their definitions."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from hflow import algo
+from hflow.types import Sequences
+
+
+def test_group_advantage():
+    seqs = Sequences.of([1, 1, 1, 1, 1], group=[0, 0, 1, 1, 1])
+    reward = torch.tensor([1.0, 3.0, 0.0, 1.0, 5.0])
+    # Means 2 and 2; unbiased deviations sqrt(2) and sqrt((4 + 1 + 9) / 2).
+    plain = torch.tensor([-1.0, 1.0, -2.0, -1.0, 3.0])
+    torch.testing.assert_close(algo.group_advantage(reward, seqs, std=False), plain)
+    deviations = torch.tensor([2**0.5, 2**0.5, 7**0.5, 7**0.5, 7**0.5])
+    torch.testing.assert_close(algo.group_advantage(reward, seqs, eps=0.5), plain / (deviations + 0.5))
+
+
+def test_group_advantage_without_spread_is_zero():
+    seqs = Sequences.of([1, 1, 1], group=[0, 1, 1])
+    assert algo.group_advantage(torch.tensor([7.0, 2.0, 2.0]), seqs).tolist() == [0, 0, 0]
+
+
+def test_gae_by_hand():
+    seqs = Sequences.of([2], loss_mask=[True, True])
+    reward, values = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25])
+    # delta = [0 + 0.9 * 0.25 - 0.5, 1 - 0.25] = [-0.275, 0.75]; A = [-0.275 + 0.9 * 0.5 * 0.75, 0.75]
+    advantages = algo.gae(reward, values, seqs, gamma=0.9, lam=0.5)
+    torch.testing.assert_close(advantages, torch.tensor([0.0625, 0.75]))
+    # A bootstrap of 2 adds 0.9 * 2 to the last delta.
+    advantages = algo.gae(reward, values, seqs, 0.9, 0.5, bootstrap=torch.tensor([2.0]))
+    torch.testing.assert_close(advantages, torch.tensor([0.0625 + 0.45 * 1.8, 2.55]))
+
+
+def test_gae_steps_over_what_is_not_learned():
+    masked = Sequences.of([5], loss_mask=[False, True, False, False, True])
+    reward = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
+    values = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.25])
+    got = algo.gae(reward, values, masked, gamma=0.9, lam=0.5)
+    torch.testing.assert_close(got, torch.tensor([0, 0.0625, 0, 0, 0.75]))
+
+
+def naive_gae(reward, values, seqs, gamma, lam, bootstrap):
+    out = torch.zeros_like(values)
+    for s in range(len(seqs)):
+        span = range(int(seqs.offsets[s]), int(seqs.offsets[s + 1]))
+        following, advantage = bootstrap[s], 0.0
+        for t in reversed([t for t in span if seqs.loss_mask[t]]):
+            advantage = reward[t] + gamma * following - values[t] + gamma * lam * advantage
+            out[t], following = advantage, values[t]
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    gamma=st.sampled_from([0.0, 0.9, 1.0]),
+    lam=st.sampled_from([0.0, 0.95, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_gae_is_its_recursion(lengths, gamma, lam, seed):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    mask = torch.rand(total, generator=generator) < 0.7
+    seqs = Sequences.of(lengths, loss_mask=mask.tolist())
+    reward, values = (torch.randn(total, generator=generator).double() * mask for _ in range(2))
+    bootstrap = torch.randn(len(lengths), generator=generator).double()
+    got = algo.gae(reward, values, seqs, gamma, lam, bootstrap)
+    torch.testing.assert_close(got, naive_gae(reward, values, seqs, gamma, lam, bootstrap))
+
+
+def test_whiten():
+    seqs = Sequences.of([2, 3], loss_mask=[False, True, True, True, False])
+    got = algo.whiten(torch.tensor([9.0, 1.0, 2.0, 3.0, 9.0]), seqs)
+    torch.testing.assert_close(got, torch.tensor([0.0, -1.0, 0.0, 1.0, 0.0]))
+
+
+def test_whiten_of_one_token_is_zero():
+    assert algo.whiten(torch.tensor([3.0]), Sequences.of([1])).tolist() == [pytest.approx(0)]

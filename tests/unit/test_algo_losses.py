@@ -1,0 +1,116 @@
+"""Losses and divergences against numbers worked out by hand."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from hflow import algo
+
+FLOATS = st.lists(st.floats(-2, 2, width=32), min_size=5, max_size=5).map(torch.tensor)
+
+
+def logs(*ratios: float) -> torch.Tensor:
+    return torch.tensor(ratios).log()
+
+
+def test_clipped_surrogate():
+    theta, behav = logs(1.5, 1.5, 0.5, 0.5, 1.1), logs(1, 1, 1, 1, 1)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
+    got = algo.clipped_surrogate(theta, behav, advantages, 0.2)
+    # min(1.5, 1.2), min(-1.5, -1.2), min(0.5, 0.8), min(-0.5, -0.8), min(2.2, 2.2)
+    torch.testing.assert_close(got, torch.tensor([-1.2, 1.5, -0.5, 0.8, -2.2]))
+    got = algo.clipped_surrogate(theta, behav, advantages, 0.2, clip_high=0.4)
+    torch.testing.assert_close(got, torch.tensor([-1.4, 1.5, -0.5, 0.8, -2.2]))
+
+
+def test_the_weight_multiplies_both_branches():
+    # theta = prox, w = 3, A = 1: the ratio is 1 and the loss -3.
+    theta = logs(0.3)
+    assert algo.decoupled_surrogate(theta, logs(0.3), logs(0.1), torch.ones(1), 0.2).item() == pytest.approx(-3)
+    # ratio 2 is clipped to 1.2, and the clipped branch is weighted too.
+    loss = algo.decoupled_surrogate(logs(0.6), logs(0.3), logs(0.1), torch.ones(1), 0.2)
+    assert loss.item() == pytest.approx(-3.6)
+
+
+def test_a_weight_above_the_cap_is_zero():
+    prox, behav = logs(0.3, 0.2), logs(0.1, 0.1)
+    got = algo.decoupled_surrogate(prox, prox, behav, torch.ones(2), 0.2, behav_weight_cap=2.5)
+    torch.testing.assert_close(got, torch.tensor([0.0, -2.0]))
+
+
+def test_the_weight_has_no_gradient():
+    prox = logs(0.3).requires_grad_()
+    theta = logs(0.3).requires_grad_()
+    algo.decoupled_surrogate(theta, prox, logs(0.1), torch.ones(1), 0.2).sum().backward()
+    # d(-w r A) = -3 r for theta and +3 r for prox through the ratio alone.
+    assert theta.grad.item() == pytest.approx(-3)
+    assert prox.grad.item() == pytest.approx(3)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens():
+    theta, prox = logs(10, 10, 1.5), logs(1, 1, 1)
+    advantages = torch.tensor([-1.0, 1.0, -1.0])
+    got = algo.decoupled_surrogate(theta, prox, prox, advantages, 0.2, dual_clip=3.0)
+    torch.testing.assert_close(got, torch.tensor([3.0, -1.2, 1.5]))
+
+
+@given(theta=FLOATS, behav=FLOATS, advantages=FLOATS, clip=st.sampled_from([0.0, 0.1, 0.5]))
+def test_decoupled_with_prox_equal_to_behav_is_ppo(theta, behav, advantages, clip):
+    ppo = algo.clipped_surrogate(theta, behav, advantages, clip)
+    decoupled = algo.decoupled_surrogate(theta, behav, behav, advantages, clip, behav_weight_cap=1.0)
+    assert torch.equal(ppo, decoupled)
+
+
+def test_loglinear_prox():
+    theta = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0], requires_grad=True)
+    behav = torch.zeros(5)
+    versions = torch.tensor([5, 6, 7, 3, -1])
+    # v_prox 6, v_theta 6.5: alpha is 1 / 1.5, 0 / 0.5, clamped (theta not newer) 0, 3 / 3.5, prompt 0.
+    got = algo.loglinear_prox(theta, behav, versions, 6, 6.5)
+    torch.testing.assert_close(got, torch.tensor([2 / 3, 0.0, 0.0, 6 / 7, 0.0]))
+    assert not got.requires_grad
+
+
+def test_loglinear_prox_is_exact_at_the_first_update():
+    theta, behav = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -2.0])
+    # Before the first update theta is prox; a token of this very version was made by it.
+    got = algo.loglinear_prox(theta, behav, torch.tensor([4, 5]), 5, 5)
+    torch.testing.assert_close(got, torch.tensor([-1.0, -2.0]))
+
+
+def test_kl_estimators():
+    p, ref = logs(0.5, 0.2), logs(0.25, 0.4)
+    torch.testing.assert_close(algo.kl_k1(p, ref), torch.tensor([math.log(2), -math.log(2)]))
+    torch.testing.assert_close(algo.kl_k2(p, ref), torch.full((2,), math.log(2) ** 2 / 2))
+    # (r - 1) - log r for r = 0.5 and 2
+    torch.testing.assert_close(algo.kl_k3(p, ref), torch.tensor([math.log(2) - 0.5, 1 - math.log(2)]))
+
+
+def test_kl_estimators_average_to_the_divergence():
+    p, ref = torch.tensor([0.1, 0.2, 0.7]), torch.tensor([0.3, 0.3, 0.4])
+    exact = (p * (p / ref).log()).sum()
+    for estimator in (algo.kl_k1, algo.kl_k3):
+        torch.testing.assert_close((p * estimator(p.log(), ref.log())).sum(), exact)
+
+
+def test_entropy():
+    assert algo.entropy(torch.zeros(4)).item() == pytest.approx(math.log(4))
+    assert algo.entropy(torch.tensor([0.0, math.log(3)])).item() == pytest.approx(
+        -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    )
+
+
+def test_cross_entropy():
+    assert algo.cross_entropy(torch.tensor([-2.0, -0.5])).tolist() == [2.0, 0.5]
+
+
+def test_clipped_value_loss():
+    values = torch.tensor([1.0, 1.0, 0.1])
+    old = torch.tensor([0.0, 0.0, 0.0])
+    targets = torch.tensor([2.0, 0.0, 1.0])
+    # Clipped to 0.2, 0.2 and 0.1: max(1, 3.24), max(1, 0.04), max(0.81, 0.81), halved.
+    got = algo.clipped_value_loss(values, old, targets, 0.2)
+    torch.testing.assert_close(got, torch.tensor([1.62, 0.5, 0.405]))

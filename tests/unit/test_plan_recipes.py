@@ -1,0 +1,42 @@
+"""Every recipe that is shipped, and every good graph, can be planned in each kind of deployment."""
+
+import json
+from pathlib import Path
+
+import pytest
+from plan_graphs import request
+
+from hflow.dsl.load import load_recipe
+from hflow.graph.build import build_graph
+from hflow.plan.compile import compile_plan
+from hflow.plan.ir import Plan
+from hflow.plan.request import ModelRequest
+from hflow.plan.serialise import to_json
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(ROOT.glob("recipes/*.py")) + sorted(ROOT.glob("tests/graphs/good/*.py"))
+assert RECIPES, "no recipe found"
+
+
+def plan_of(path: Path, **changes: object) -> Plan:
+    graph = build_graph(load_recipe(path).spec())
+    apart = {model.name: ModelRequest("d1t2p2", "d2t2", "train", "gen") for model in graph.models}
+    models = apart if changes.pop("apart", False) else {}
+    return compile_plan(graph, request(models=models, batch=64, **changes))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_colocated_and_apart(path):
+    for plan in (plan_of(path, cluster="cpu-1x2"), plan_of(path, cluster="h100-1x8", apart=True)):
+        assert json.loads(json.dumps(to_json(plan)))["digest"] == plan.digest
+        batch_nodes = [node.name for node in plan.schedule.nodes if node.level == "batch"]
+        assert sorted(rule.consumer for rule in plan.rules) == sorted(batch_nodes)
+        assert sorted(name for _, names in plan.schedule.orders for name in names) == sorted(batch_nodes)
+        assert {p.node for p in plan.placements} >= {node.name for node in plan.graph.nodes}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_digest_does_not_depend_on_where_the_recipe_lies(path, tmp_path):
+    moved = tmp_path / path.name
+    moved.write_text("\n\n" + path.read_text())
+    assert plan_of(moved).digest == plan_of(path).digest

@@ -1,0 +1,79 @@
+"""Two ranks equal one process: every reduction, uneven minibatches, unequal micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch_kit as kit
+import torch_ranks
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ranks")
+    mp.spawn(torch_ranks.run, (str(path),), nprocs=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(directory: Path) -> dict:
+    return torch.load(directory / "ranks.pt", weights_only=False)
+
+
+def train_here(call, **changes):
+    backend = kit.model(**changes)
+    return backend.train(call, kit.whole(kit.make_batch(kit.LENGTHS)), 5), kit.weights(backend)
+
+
+def assert_same(got, wanted, atol=1e-5) -> None:
+    metrics, weights = wanted
+    assert got[0] == pytest.approx(metrics, abs=10 * atol)
+    assert got[1].keys() == weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(got[1][name], tensor, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("name", kit.CALLS)
+def test_reduction(ranks, name):
+    assert_same(ranks[name], train_here(kit.CALLS[name]))
+
+
+def test_untied(ranks):
+    assert_same(ranks["untied"], train_here(kit.CALLS["token-mean"], **torch_ranks.VARIANTS["untied"]))
+
+
+def test_value(ranks):
+    assert_same(ranks["value"], train_here(kit.VALUE, head="value"))
+    assert "value_head.weight" in ranks["value"][1]
+
+
+def test_activation_checkpointing_changes_nothing(ranks):
+    assert_same(ranks["recomputed"], train_here(kit.CALLS["token-mean"]))
+
+
+def test_bf16_is_the_same_up_to_its_precision(ranks):
+    metrics, weights = train_here(kit.CALLS["token-mean"], dtype="bf16")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in ranks["bf16"][1].values())
+    assert ranks["bf16"][0]["loss"] == pytest.approx(metrics["loss"], abs=2e-3)
+    start = kit.weights(kit.model())
+    moved = torch.cat([(weights[n].float() - start[n]).flatten() for n in start])
+    there = torch.cat([(ranks["bf16"][1][n].float() - start[n]).flatten() for n in start])
+    assert torch.cosine_similarity(moved, there, dim=0) > 0.95
+
+
+def test_infer(ranks):
+    batch = kit.make_batch(kit.LENGTHS)
+    (wanted,) = kit.model().infer(kit.LOGPROBS, [batch])
+    np.testing.assert_allclose(np.concatenate(ranks["infer"]), wanted.columns["result"].values, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["untied", "recomputed"])
+def test_saved_from_ranks_loads_in_transformers(directory, ranks, name):
+    loaded = AutoModelForCausalLM.from_pretrained(directory / name).state_dict()
+    for key, tensor in ranks[name][1].items():
+        torch.testing.assert_close(loaded[key], tensor, atol=0, rtol=0)

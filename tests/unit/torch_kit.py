@@ -1,0 +1,148 @@
+"""A tiny HF model, hand-made batches and bodies for the tests of the torch backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from hflow import algo
+from hflow.backends.base import Call, ModelSettings, OptimSettings, TrainShard
+from hflow.backends.torch_model import TorchModel
+from hflow.data.batch import Batch, Column
+from hflow.graph.ir import Read
+from hflow.types import Unit
+
+VOCAB = 37
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+SETTINGS = ModelSettings(
+    "actor",
+    trainable=True,
+    architecture=ARCHITECTURE,
+    seed=3,
+    # A large eps: gradients that are zero but for rounding (key biases) must not become steps.
+    optim=OptimSettings(lr=1e-2, eps=1e-3, weight_decay=0.1, warmup_steps=2, clip_grad=0.5),
+)
+
+
+def model(num_shards: int = 1, group: Any = None, **changes: Any) -> TorchModel:
+    return TorchModel(dataclasses.replace(SETTINGS, **changes), group, num_shards)
+
+
+def weights(backend: TorchModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.weights()}
+
+
+def make_batch(lengths: list[int], seed: int = 0, group: int = 2) -> Batch:
+    """Sequences whose first third is prompt; every field that the bodies below read."""
+    rng = np.random.default_rng(seed)
+    sizes = np.array(lengths, dtype=np.int64)
+    total, count = int(sizes.sum()), len(sizes)
+    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    mask = np.arange(total) - starts >= np.repeat(np.maximum(sizes // 3, 1), sizes)
+    groups = np.arange(count) // group
+    token = {
+        "input_ids": rng.integers(0, VOCAB, total),
+        "loss_mask": mask,
+        "behav_logprobs": np.where(mask, rng.normal(-3.6, 0.2, total), 0).astype(np.float32),
+        "prox_logprobs": np.where(mask, rng.normal(-3.6, 0.2, total), 0).astype(np.float32),
+        "versions": np.where(mask, rng.integers(3, 6, total), -1),
+        "returns": rng.normal(0, 1, total).astype(np.float32),
+    }
+    sequence = {
+        "advantages": rng.normal(0, 1, count).astype(np.float32),
+        "keep": np.arange(count) % 3 != 1,
+    }
+    return Batch(
+        np.arange(count),
+        groups,
+        sizes,
+        {name: Column(Unit.TOKEN, values) for name, values in token.items()}
+        | {name: Column(Unit.SEQUENCE, values) for name, values in sequence.items()},
+    )
+
+
+def read(parameter: str, unit: Unit, field: str | None = None) -> Read:
+    return Read(parameter, field or parameter, "gen", "gen", unit, unit, "tensor")
+
+
+def call(body: Any, unit: str, reads: list[Read], *, metrics: bool = False, **options: Any) -> Call:
+    names = body.__code__.co_varnames[: body.__code__.co_argcount]
+    kinds = {"out": "output", "seqs": "sequences"}
+    provided = tuple((name, kinds[name]) for name in names if name in kinds)
+    temperature = options.pop("temperature", 1.0)
+    return Call(
+        "node", body, tuple(reads), provided, (("result", unit),), metrics, {}, options, temperature
+    )
+
+
+# ---------------------------------------------------------------------------------- bodies
+def ppo(out, behav_logprobs, advantages):
+    loss = algo.clipped_surrogate(out.logprobs, behav_logprobs, advantages, 0.2)
+    ratio = (out.logprobs - behav_logprobs).exp()
+    return loss, {"ratio": ratio, "ratio.max": ratio, "entropy": out.entropy, "tokens.sum": ratio * 0 + 1}
+
+
+def gspo(out, behav_logprobs, advantages, seqs):
+    log_ratio = seqs.mean(out.logprobs - behav_logprobs)
+    return algo.clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, 0.2)
+
+
+def dpo(out, behav_logprobs, seqs):
+    chosen, rejected = seqs.members(seqs.sum(out.logprobs - behav_logprobs))
+    return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
+
+
+def value(out, returns):
+    return (out.values - returns).square()
+
+
+def logprobs(out):
+    return out.logprobs
+
+
+TOKEN_READS = [read("behav_logprobs", Unit.TOKEN), read("advantages", Unit.TOKEN)]
+CALLS = {
+    **{
+        reduce: call(ppo, "token", TOKEN_READS, metrics=True, reduce=reduce, epochs=2)
+        for reduce in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum/50")
+    },
+    "mask": call(ppo, "token", TOKEN_READS, metrics=True, reduce="token-mean", mask="keep"),
+    "seq-mean": call(
+        gspo,
+        "sequence",
+        [read("behav_logprobs", Unit.TOKEN), read("advantages", Unit.SEQUENCE)],
+        reduce="seq-mean",
+        epochs=2,
+    ),
+    "group-mean": call(dpo, "group", [read("behav_logprobs", Unit.TOKEN)], reduce="group-mean", epochs=2),
+}
+"""One train call for each reduction."""
+VALUE = call(value, "token", [read("returns", Unit.TOKEN)], reduce="token-mean")
+LOGPROBS = call(logprobs, "token", [])
+
+LENGTHS = [5, 9, 3, 3, 12, 4, 7, 2, 6, 6, 11, 3]
+MINIBATCHES = [[0, 1, 4, 5, 6, 7], [2, 3], [8, 9, 10, 11]]
+"""Rows of each minibatch: whole groups, of unequal sizes."""
+
+
+def whole(batch: Batch) -> list[TrainShard]:
+    return [TrainShard(tuple(batch.take(rows) for rows in MINIBATCHES))]
+
+
+def halves(batch: Batch) -> list[TrainShard]:
+    """The same minibatches over two ranks; one rank has nothing of the second minibatch."""
+    split = (([0, 1], [4, 5, 6, 7]), ([], [2, 3]), ([8, 9], [10, 11]))
+    return [TrainShard(tuple(batch.take(pair[rank]) for pair in split)) for rank in (0, 1)]

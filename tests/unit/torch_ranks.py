@@ -1,0 +1,60 @@
+"""What two real ranks (gloo, FSDP2) compute, for a test to compare with one process."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch_kit as kit
+
+from hflow.data.batch import Batch
+
+
+def run(rank: int, directory: str) -> None:
+    """Entry point of a spawned rank; rank 0 leaves the results in `ranks.pt`."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    results = scenarios(rank, dist.group.WORLD, Path(directory))
+    if rank == 0:
+        torch.save(results, f"{directory}/ranks.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
+    """Every training variant over two ranks: metrics and weights after the step."""
+    batch = kit.make_batch(kit.LENGTHS)
+    shard = [kit.halves(batch)[rank]]
+    results: dict[str, Any] = {}
+    for name, call in kit.CALLS.items():
+        backend = kit.model(2, group, tokens_per_microbatch=13)
+        results[name] = (backend.train(call, shard, 5), kit.weights(backend))
+    for name, changes in VARIANTS.items():
+        backend = kit.model(2, group, tokens_per_microbatch=13, **changes)
+        call = kit.VALUE if changes.get("head") == "value" else kit.CALLS["token-mean"]
+        results[name] = (backend.train(call, shard, 5), kit.weights(backend))
+        backend.save(str(directory / name))
+    results["infer"] = infer(rank, group, batch)
+    return results
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "untied": {"architecture": kit.ARCHITECTURE | {"tie_word_embeddings": False}},
+    "value": {"head": "value"},
+    "bf16": {"dtype": "bf16"},
+    "recomputed": {"activation_checkpointing": True},
+}
+
+
+def infer(rank: int, group: Any, batch: Batch) -> Any:
+    """Log-probs of unequal shares: rank 1 has fewer micro-batches than rank 0."""
+    share = batch.take(list(range(9)) if rank == 0 else [9, 10, 11])
+    backend = kit.model(2, group, tokens_per_microbatch=13)
+    (result,) = backend.infer(kit.LOGPROBS, [share])
+    parts: list[Any] = [None, None]
+    dist.all_gather_object(parts, result.columns["result"].values, group=group)
+    return parts
