@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
     from hflow.data.batch import Batch
@@ -108,6 +108,14 @@ class ModelBackend(abc.ABC):
     @abc.abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield HF-named full tensors one by one; a collective over the replica's ranks."""
+
+    def shared_module(self) -> nn.Module | None:
+        """The HF module whose storage an engine in this process may share; None: it has its own copy.
+
+        Only a backend that holds whole weights, updated in place, in the dtype that the engine
+        computes in, can offer one.
+        """
+        return None
 
     @abc.abstractmethod
     def save(self, directory: str) -> None:

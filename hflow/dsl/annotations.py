@@ -6,6 +6,7 @@ import types
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
+from hflow.graph.fields import UNIT_NAMES
 from hflow.types import Engine, Output, Sequences, State, Tokenizer, Unit
 from hflow.types.units import Provided
 
@@ -55,6 +56,14 @@ def unit_of(hint: Any) -> Unit | None:
     """The unit in `PerToken`, `PerSequence`, `PerGroup`, `Text`, `Json`; None in anything else."""
     marks = getattr(hint, "__metadata__", ())
     return next((mark for mark in marks if isinstance(mark, Unit)), None)
+
+
+def hint_text(hint: Any) -> str:
+    """An annotation as a recipe writes it."""
+    unit = unit_of(hint)
+    if unit is not None:
+        return UNIT_NAMES[unit]
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
 
 
 def is_metrics(hint: Any) -> bool:

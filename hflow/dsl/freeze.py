@@ -102,9 +102,7 @@ def _cost(node: Definition) -> tuple[tuple[str, float], ...]:
     slopes = [cost(s) - constant for s in (Shapes(1, 0, 0), Shapes(0, 1, 0), Shapes(0, 0, 1))]
     predicted = constant + 300 * slopes[0] + 20 * slopes[1] + 5 * slopes[2]
     if abs(cost(Shapes(300, 20, 5)) - predicted) > 1e-6 * max(1.0, abs(predicted)):
-        raise refusal(
-            node.where, node.name, "cost(shapes) must be affine: constant + tokens + sequences + groups"
-        )
+        raise refusal(node.where, node.name, "cost(shapes) must be affine in tokens, sequences and groups")
     names = ("constant", "tokens", "sequences", "groups")
     values = (constant, *slopes)
     return tuple(zip(names, values, strict=True)) if any(values) else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from hflow.dsl.dataset import Dataset
@@ -74,7 +75,8 @@ class Recipe:
             raise RecipeError(
                 f"{self.where}: Recipe({self.name!r}): {shown} is no node: decorate it with a verb"
             )
-        return definition
+        is_library = node is definition.body and node.__module__.startswith("hflow.")
+        return replace(definition, where=self.where) if is_library else definition
 
     def _check_names(self) -> None:
         seen: dict[str, Where] = {}
@@ -143,6 +145,7 @@ class _Run:
         self._body = node.body
         self._knobs = tuple(node.knobs)
         self.__name__ = node.name
+        self.__module__ = node.body.__module__
 
     def __call__(self, **arguments: Any) -> Any:
         knobs = {name: arguments.pop(name) for name in self._knobs if name in arguments}

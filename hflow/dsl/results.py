@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from hflow.dsl.annotations import ALLOWED, Form, is_metrics, read_hint, results_of
+from hflow.dsl.annotations import ALLOWED, Form, hint_text, is_metrics, read_hint, results_of
 from hflow.errors import RecipeError
 from hflow.graph.ir import Returned
 from hflow.types import Tensor, Trajectory, Unit
@@ -95,7 +95,7 @@ def _named(hints: Sequence[Any], names: Sequence[str], form: Form, fault: Fault)
 def _field(hint: Any, name: str, form: Form, fault: Fault) -> Returned:
     typed = read_hint(hint, form)
     if typed is None:
-        raise fault(f"result {name!r} is {_shown(hint)}; here a result is {ALLOWED[form]}")
+        raise fault(f"result {name!r} is {hint_text(hint)}; here a result is {ALLOWED[form]}")
     return Returned(name, typed.unit, typed.scalar)
 
 
@@ -105,7 +105,3 @@ def _is_trajectory(hint: Any) -> bool:
 
 def _is_list(hint: Any) -> bool:
     return get_origin(hint) is list
-
-
-def _shown(hint: Any) -> str:
-    return getattr(hint, "__name__", None) or str(hint)

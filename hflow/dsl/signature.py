@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from hflow.dsl.annotations import ALLOWED, PROVIDED, Form, read_hint, without_none
+from hflow.dsl.annotations import ALLOWED, PROVIDED, Form, hint_text, read_hint, without_none
 from hflow.dsl.values import conform, type_text
 from hflow.errors import RecipeError
 from hflow.graph.ir import Knob, Parameter, Where
@@ -104,7 +104,7 @@ class _Reader:
         bare, optional = without_none(hint)
         typed = read_hint(bare, self._form)
         if typed is None:
-            raise self._fault(f"it is {_shown(hint)}; here an edge is {ALLOWED[self._form]}", parameter)
+            raise self._fault(f"it is {hint_text(hint)}; here an edge is {ALLOWED[self._form]}", parameter)
         if (parameter.default is None) != optional or parameter.default not in (None, _EMPTY):
             raise self._fault(
                 "an edge has no default but None, with '| None'; a hyper-parameter goes after '*'", parameter
@@ -122,7 +122,7 @@ class _Reader:
         kind = type_text(hint)
         if kind is None:
             raise self._fault(
-                f"knob of type {_shown(hint)}: a knob is int, float, bool, str, a Literal, "
+                f"knob of type {hint_text(hint)}: a knob is int, float, bool, str, a Literal, "
                 f"tuple[T, ...] of them, or one of these '| None'",
                 parameter,
             )
@@ -135,7 +135,3 @@ class _Reader:
 
     def _fault(self, text: str, parameter: inspect.Parameter | None = None) -> RecipeError:
         return refusal(self._where, self._name, text, parameter.name if parameter else None)
-
-
-def _shown(hint: Any) -> str:
-    return getattr(hint, "__name__", None) or str(hint)

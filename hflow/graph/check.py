@@ -59,9 +59,7 @@ def check_losses(graph: Graph) -> None:
             asked = "it has no reduce=" if reduce is None else f"reduce={reduce!r} does not fit"
             raise _fault(node, f"{asked}: a {UNIT_NAMES[unit]} loss is reduced by {' or '.join(choices)}")
         if not graph.stream(node.stream).trained:
-            raise _fault(
-                node, f"{graph.dataset!r} does not feed stream {node.stream!r}: it makes no steps"
-            )
+            raise _fault(node, f"{graph.dataset!r} does not feed stream {node.stream!r}: it makes no steps")
 
 
 def check_cycles(graph: Graph) -> None:

@@ -16,7 +16,7 @@ def data_edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> Iterator[Edg
         fields: dict[str, set[str]] = {}
         for read in node.reads:
             fields.setdefault(read.producer, set()).add(read.field)
-        if not node.spec.opens_stream and node.spec.verb != "update":
+        if not node.spec.opens_stream and node.spec.verb != "update" and (_shape_fields(node) or not fields):
             fields.setdefault(sources[node.stream], set()).update(_shape_fields(node))
         for producer, names in fields.items():
             if producer != node.name:

@@ -22,8 +22,9 @@ def refuse_unrunnable(compiled: Compiled) -> None:
 
 
 def _reasons(compiled: Compiled) -> Iterator[str]:
+    levels = {node.name: node.level for node in compiled.plan.schedule.nodes}
     for node in compiled.graph.nodes:
-        yield from _node_reasons(node)
+        yield from _node_reasons(node, levels.get(node.name, Level.SAMPLE))
     for replica in compiled.plan.replicas:
         if replica.layout.world > replica.layout.data:
             yield (
@@ -37,7 +38,7 @@ def _reasons(compiled: Compiled) -> Iterator[str]:
         yield "workers=inproc is one process on one machine; take workers=ray or a cluster of one machine"
 
 
-def _node_reasons(node: Node) -> Iterator[str]:
+def _node_reasons(node: Node, level: Level) -> Iterator[str]:
     spec = node.spec
     at = f"{spec.name} ({spec.where})"
     if spec.verb not in VERBS:
@@ -46,5 +47,5 @@ def _node_reasons(node: Node) -> Iterator[str]:
         yield f"{at}: one generate node with several engines is not executed yet; use one engine"
     if any(kind == "state" for _, kind in spec.provided):
         yield f"{at}: node state is not executed yet; take out the State parameter"
-    if spec.verb == "infer" and spec.level is not Level.BATCH:
+    if spec.verb == "infer" and level is not Level.BATCH:
         yield f'{at}: an infer as groups arrive is not executed yet; leave out per="group"'

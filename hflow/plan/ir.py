@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hflow.graph.ir import Graph, Level, Node, Read
+from hflow.graph.ir import TRAJECTORY_FIELDS, Graph, Level, Node, Read
 from hflow.plan.layout import Layout
 
 __all__ = [
+    "TRAJECTORY_FIELDS",
     "BatchCut",
     "ClusterSpec",
     "DeviceGroup",

@@ -114,6 +114,8 @@ class LiveDisplay(Display):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+        if not self._live.console.is_terminal:
+            self._live.console.line()
 
 
 def open_display(title: str = "", live: bool | None = None, console: Console | None = None) -> Display:

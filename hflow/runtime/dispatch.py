@@ -22,27 +22,29 @@ class Rows(Protocol):
 
 
 class RowCursor:
-    """Maps the group ids of one stream to rows.
+    """Maps the group ids of one stream, which ascend, to rows.
 
     The trained stream goes on for ever, epoch after epoch. A side stream reads its dataset once
-    per evaluation: `None` marks the end, and the next group starts the next evaluation.
+    per evaluation; groups beyond its end have no row.
     """
 
     def __init__(self, rows: Rows, endless: bool) -> None:
         self._rows = rows
         self._endless = endless
         self._base = 0
+        self._next = 0
 
     def row(self, group: int) -> int | None:
         """The row of a group, or None where the evaluation has no more."""
         position = group - self._base
+        self._next = group + 1
         if self._endless or position < self._rows.num_rows:
             return self._rows.row(position)
         return None
 
-    def restart(self, group: int) -> None:
-        """Let the evaluation that starts with `group` begin at the first row."""
-        self._base = group
+    def restart(self) -> None:
+        """An evaluation is over: the next group reads the first row."""
+        self._base = self._next
 
 
 class Placer:

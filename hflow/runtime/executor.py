@@ -183,7 +183,6 @@ class Executor:
     def _open(self, what: ev.OpenGroup, orders: Orders) -> None:
         row = self._cursors[what.stream].row(what.group)
         if row is None:
-            self._cursors[what.stream].restart(what.group + 1)
             self._feed(ev.Exhausted(what.stream, what.group))
             return
         worker = self._placer.place(what.stream, what.group, len(what.samples))
@@ -203,8 +202,10 @@ class Executor:
 
     # ----------------------------------------------------------------------------- batches
     def _form(self, what: ev.FormBatch) -> None:
-        size = self._streams[what.stream].group_size
-        batch = StepBatch(what.stream, what.step, what.samples, what.groups, size)
+        stream = self._streams[what.stream]
+        if stream.batch is None:
+            self._cursors[what.stream].restart()
+        batch = StepBatch(what.stream, what.step, what.samples, what.groups, stream.group_size)
         self._batches[what.stream, what.step] = batch
         self._summaries[what.stream, what.step] = self._spawn(self._summarize(batch))
 

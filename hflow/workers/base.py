@@ -118,6 +118,11 @@ class NodeTask:
     step: int
     shards: tuple[ShardInput, ...]
 
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """All samples of its shards."""
+        return tuple(s for shard in self.shards for minibatch in shard.minibatches for s in minibatch)
+
 
 @dataclass(frozen=True)
 class Span:
@@ -227,11 +232,15 @@ class Workers(abc.ABC):
         """Interrupt and stop a generation replica; unfinished samples are kept on its workers."""
 
     @abc.abstractmethod
-    async def release(self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None) -> None:
+    async def release(
+        self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None
+    ) -> None:
         """Free fields of samples (all of the root stream's samples' fields when None)."""
 
     @abc.abstractmethod
-    async def summarize(self, worker: int, stream: str, samples: Sequence[int]) -> dict[str, tuple[float, int]]:
+    async def summarize(
+        self, worker: int, stream: str, samples: Sequence[int]
+    ) -> dict[str, tuple[float, int]]:
         """Sum and count of every numeric PerSequence field of these samples, by `stream/field`."""
 
     @abc.abstractmethod

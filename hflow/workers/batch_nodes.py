@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from hflow.data.binding import bind, sequences_of, unpack
 from hflow.errors import NotYetError
 from hflow.plan.ir import Plan
 from hflow.types import Sequences, State
-from hflow.workers.base import NodeProgram, NodeTask
+from hflow.workers.base import NodeProgram, NodeTask, ShardInput
 from hflow.workers.compute import Computes
 from hflow.workers.store import Store
 
@@ -60,7 +60,7 @@ class BatchNodes:
         return self._actions[program.verb](program, task)
 
     def _infer(self, program: NodeProgram, task: NodeTask) -> Metrics:
-        shards = [self._gather(program, _samples(shard.minibatches)) for shard in task.shards]
+        shards = [self._gather(program, _samples(shard)) for shard in task.shards]
         for output in self._backend(program).infer(self.call(program), shards):
             self._store.put(program.stream, output)
         return {}
@@ -73,8 +73,7 @@ class BatchNodes:
         return self._backend(program).train(self.call(program), shards, task.step)
 
     def _compute(self, program: NodeProgram, task: NodeTask) -> Metrics:
-        (shard,) = task.shards
-        samples = _samples(shard.minibatches)
+        samples = task.samples
         if program.level != "batch":
             self._computes.map(program.name, samples)
             return {}
@@ -124,10 +123,23 @@ def reduce_metric(name: str, value: Any, seqs: Sequences) -> float:
     entries: Tensor = x[seqs.loss_mask] if x.shape == seqs.loss_mask.shape else x.reshape(-1)
     if not len(entries):
         return 0.0
-    how = name.rpartition(".")[2]
-    reduced = {"max": entries.max, "min": entries.min, "sum": entries.sum}.get(how, entries.mean)()
-    return float(reduced)
+    match name.rpartition(".")[2]:
+        case "max":
+            return float(entries.max())
+        case "min":
+            return float(entries.min())
+        case "sum":
+            return float(entries.sum())
+        case _:
+            return float(entries.mean())
 
 
-def _samples(minibatches: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sample for minibatch in minibatches for sample in minibatch)
+def merged(tasks: Mapping[int, NodeTask]) -> NodeTask:
+    """The tasks of several workers as one, shards in the order of their dp ranks."""
+    first = next(iter(tasks.values()))
+    shards = sorted((shard for task in tasks.values() for shard in task.shards), key=lambda shard: shard.dp)
+    return NodeTask(first.node, first.step, tuple(shards))
+
+
+def _samples(shard: ShardInput) -> tuple[int, ...]:
+    return tuple(sample for minibatch in shard.minibatches for sample in minibatch)

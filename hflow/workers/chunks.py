@@ -35,9 +35,11 @@ class ChunkLane(Lane):
         self._flying: Counter[str] = Counter()
 
     def queue(self, job: Job) -> None:
+        """Take a job behind the others of its node."""
         self._waiting.setdefault(job.node, deque()).append(job)
 
     def pump(self) -> None:
+        """Send chunks while there is room; suspects come first and travel alone."""
         while self._suspects and self._has_room(self._suspects[0].node):
             self._send([self._suspects.popleft()], alone=True)
         while nodes := [node for node, jobs in self._waiting.items() if jobs and self._has_room(node)]:
@@ -46,6 +48,7 @@ class ChunkLane(Lane):
                     self._send(self._chunk(node), alone=False)
 
     def settle(self, returned: Return) -> list[tuple[Job, Outcome]]:
+        """Outcomes of the jobs that ran; what did not start waits again, a killed chunk is suspect."""
         jobs = returned.jobs
         self._flying[jobs[0].node] -= 1
         outcomes = returned.outcomes()

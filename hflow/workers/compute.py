@@ -125,9 +125,7 @@ class Computes:
         if outcome.reason is not None:
             return Failed(outcome.node, outcome.key, outcome.reason, outcome.message)
         program = self._programs[outcome.node]
-        columns, metrics = unpack_rows(
-            outcome.node, program, outcome.value, call.inputs, row_level(program)
-        )
+        columns, metrics = unpack_rows(outcome.node, program, outcome.value, call.inputs, row_level(program))
         self._store.add(program.stream, call.inputs.select(()).with_columns(columns))
         put_metrics(self._store, program.stream, program.name, call.samples, metrics)
         keep = columns.get("keep")

@@ -97,7 +97,9 @@ class Encoder:
     def _call(self, program: NodeProgram, arguments: Mapping[str, Any]) -> tuple[Any, str]:
         """The body's result, or what its last try failed with."""
         tokenizers = {
-            name: self._tokenizers[program.models[0]] for name, kind in program.provided if kind == "tokenizer"
+            name: self._tokenizers[program.models[0]]
+            for name, kind in program.provided
+            if kind == "tokenizer"
         }
         failure = ""
         for _ in range(1 + program.options.get("retries", 0)):

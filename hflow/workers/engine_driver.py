@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hflow.backends.base import Generated, GenerationEngine, SamplingParams
@@ -32,7 +32,7 @@ class _Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     future: asyncio.Future[Generated]
-    drawn: Generated = Generated((), (), (), "abort")
+    drawn: Generated = field(default_factory=lambda: Generated((), (), (), "abort"))
 
     def extend(self, part: Generated) -> None:
         self.drawn = Generated(
@@ -143,8 +143,11 @@ class EngineDriver:
 
     # --------------------------------------------------------------- on the event loop
     def _flush(self) -> None:
-        self._inbox.extend(self._outgoing)
-        self._outgoing = []
+        submitted, self._outgoing = self._outgoing, []
+        if self._failure is not None:
+            _settle([(request, _engine_failed(self._failure)) for request in submitted])
+            return
+        self._inbox.extend(submitted)
         self._bell.set()
 
     # ------------------------------------------------------------ on the engine's thread

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from hflow.backends.base import SamplingParams
@@ -20,10 +22,6 @@ from hflow.workers.opened import Opener, Row
 from hflow.workers.patience import Patience
 from hflow.workers.pool_child import too_long
 from hflow.workers.store import Store
-
-OF_ONE_SAMPLE = (BackendError, DataError)
-"""Errors that refuse a sample (a prompt that is too long, a character without a token); any other
-error of ours means that the recipe cannot run."""
 
 
 class Episodes:
@@ -58,8 +56,8 @@ class Episodes:
         self._seed = seed
         self._on_error = on_error
         self._patience = {replica: Patience() for replica in drivers}
-        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._limits: dict[str, asyncio.Semaphore] = {}
+        self._limits = {name: _limit(program) for name, program in programs.items()}
+        self._running: dict[tuple[str, int], asyncio.Task[WorkerEvent]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hflow-episodes", daemon=True)
         self._thread.start()
@@ -89,15 +87,23 @@ class Episodes:
     # -------------------------------------------------------------------------- on the loop
     def _open(self, order: GroupOrder, row: Row, sink: Sink) -> None:
         for sample in order.samples:
-            work = self._guarded(self._answer(order, sample, row, sink))
-            task = self._loop.create_task(work)
+            task = self._loop.create_task(self._attempts(order, sample, row))
             self._running[order.stream, sample] = task
-            task.add_done_callback(lambda _, key=(order.stream, sample): self._running.pop(key, None))
+            task.add_done_callback(partial(self._answer, order.stream, sample, sink))
+
+    def _answer(self, stream: str, sample: int, sink: Sink, task: asyncio.Task[WorkerEvent]) -> None:
+        del self._running[stream, sample]
+        if task.cancelled():
+            sink([Failed(stream, sample, "failed", RELEASED)])
+        elif error := task.exception():
+            self._on_error(error)
+        else:
+            sink([task.result()])
 
     def _cancel(self, stream: str, samples: Sequence[int]) -> None:
         for sample in samples:
             if task := self._running.get((stream, sample)):
-                task.cancel(RELEASED)
+                task.cancel()
         self._store.release(samples, (stream,))
 
     async def _stop(self) -> None:
@@ -106,26 +112,10 @@ class Episodes:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception as error:  # noqa: BLE001 - the poll raises it
-            self._on_error(error)
-
-    async def _answer(self, order: GroupOrder, sample: int, row: Row, sink: Sink) -> None:
-        try:
-            sink([await self._attempts(order, sample, row)])
-        except asyncio.CancelledError as error:
-            if error.args == (RELEASED,):
-                sink([Failed(order.stream, sample, "failed", RELEASED)])
-            raise
-
     async def _attempts(self, order: GroupOrder, sample: int, row: Row) -> WorkerEvent:
         program = self._programs[order.stream]
-        concurrency = program.options.get("concurrency")
-        limit = self._limits.setdefault(order.stream, asyncio.Semaphore(concurrency or 1 << 30))
         for tries_left in reversed(range(1 + program.options.get("retries", 0))):
-            async with limit:
+            async with self._limits[order.stream]:
                 answer = await self._episode(program, order, sample, row)
             if not (tries_left and isinstance(answer, Failed)):
                 break
@@ -137,17 +127,13 @@ class Episodes:
         try:
             async with self._patience[self._replica[program.name]].limit(timeout) as clock:
                 result = await program.body(**arguments)
-        except Exception as error:  # noqa: BLE001 - a user's body may raise anything
+        except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 return Failed(order.stream, sample, "timeout", too_long(timeout))
-            if self._is_fatal(program, error):
+            if _is_fatal(error):
                 raise
             return Failed(order.stream, sample, "failed", blame(error, program.body))
         return self._openers[program.name].put(sample, order.group, result, row)
-
-    def _is_fatal(self, program: NodeProgram, error: Exception) -> bool:
-        engine_failed = self._drivers[self._replica[program.name]].failure is not None
-        return engine_failed or (isinstance(error, HflowError) and not isinstance(error, OF_ONE_SAMPLE))
 
     def _arguments(self, program: NodeProgram, sample: int, row: Row) -> dict[str, Any]:
         arguments = {**program.knobs, **{read.parameter: row[read.field][1] for read in program.reads}}
@@ -168,3 +154,16 @@ class Episodes:
             params,
             sample_seed(self._seed, program.stream, sample, model),
         )
+
+
+def _limit(program: NodeProgram) -> AbstractAsyncContextManager[Any]:
+    """Bounds how many of a node's episodes run at once."""
+    concurrency = program.options.get("concurrency")
+    return asyncio.Semaphore(concurrency) if concurrency else nullcontext()
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether the run cannot go on. An engine that stopped says so with the reason as cause."""
+    if isinstance(error, BackendError):
+        return error.__cause__ is not None
+    return isinstance(error, HflowError) and not isinstance(error, DataError)

@@ -18,8 +18,8 @@ from hflow.workers.base import (
     NodeResult,
     NodeTask,
     Report,
-    WorkerSetup,
     Workers,
+    WorkerSetup,
 )
 from hflow.workers.worker import Worker
 
@@ -36,18 +36,22 @@ class InprocWorkers(Workers):
         self._started = False
 
     async def start(self, setup: WorkerSetup) -> None:
+        """Build the one worker."""
         hosted = tuple(range(setup.plan.cluster.num_devices))
         self._threads = ThreadPoolExecutor(2 * len(hosted), "hflow-worker")
         self._worker = await self._on_device(lambda: Worker(setup, hosted))
         self._started = True
 
     async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
+        """Start sources."""
         self._worker.open_groups(worker, orders)
 
     async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
+        """Queue sample- and group-level bodies."""
         self._worker.compute(worker, orders)
 
     async def poll(self, worker: int) -> Report:
+        """Wait for events of one worker index."""
         return await self._on_thread(lambda: self._worker.poll(worker))
 
     async def transfer(self, moves: Sequence[Move]) -> int:
@@ -55,28 +59,35 @@ class InprocWorkers(Workers):
         return 0
 
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
+        """Run a batch node on the shards of all tasks together."""
         return await self._on_device(lambda: self._worker.run(tasks))
 
     async def wake(self, replica: str, version: int) -> None:
+        """Bring a generation replica to a version and start it."""
         await self._on_device(lambda: self._worker.wake(replica, version))
 
     async def sleep(self, replica: str) -> None:
+        """Interrupt a generation replica."""
         await self._on_device(lambda: self._worker.sleep(replica))
 
     async def release(
         self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None
     ) -> None:
+        """Free fields of samples."""
         self._worker.release(samples, stream, fields)
 
     async def summarize(
         self, worker: int, stream: str, samples: Sequence[int]
     ) -> dict[str, tuple[float, int]]:
+        """Sums and counts of numeric fields."""
         return await self._on_thread(lambda: self._worker.summarize(stream, samples))
 
     async def save(self, model: str, directory: str) -> None:
+        """Write a model and its tokenizer."""
         await self._on_device(lambda: self._worker.save(model, directory))
 
     async def close(self) -> None:
+        """End threads and processes."""
         if self._started:
             self._started = False
             await asyncio.to_thread(self._worker.close)

@@ -48,9 +48,7 @@ class Opener:
         results, metrics = split_result(program.name, declared, program.metrics, result)
         return results[: len(self.streams)], results[len(self.streams) :], metrics
 
-    def put(
-        self, sample: int, group: int, result: Any, row: Row, parent: str | None = None
-    ) -> SampleReady:
+    def put(self, sample: int, group: int, result: Any, row: Row, parent: str | None = None) -> SampleReady:
         """Put one sample with its dataset row into the store; returns the event that reports it."""
         trajectories, fields, metrics = self.split(result)
         for stream, trajectory in zip(self.streams, trajectories, strict=True):
@@ -70,8 +68,8 @@ class Opener:
         found = list(result) if isinstance(result, list) else [result]
         if len(found) != num_samples:
             raise RecipeError(
-                f"node {self.program.name!r} returned {len(found)} trajectories for a group of {num_samples}; "
-                "return a list with one for each member, or set group= to their number"
+                f"node {self.program.name!r} returned {len(found)} trajectories for a group of "
+                f"{num_samples}; return a list with one for each member, or set group= to their number"
             )
         return found
 

@@ -85,9 +85,7 @@ class Pool:
 
     def _start(self, names: set[str], num_processes: int) -> ProcessPool:
         shipped = {name: ship(self._bodies[name].body) for name in sorted(names)}
-        return ProcessPool(
-            num_processes, initializer=install, initargs=(shipped,), context=CleanContext()
-        )
+        return ProcessPool(num_processes, initializer=install, initargs=(shipped,), context=CleanContext())
 
     def submit(self, node: str, calls: Mapping[int, Mapping[str, Any]]) -> None:
         """Queue calls of a node's body: key -> keyword arguments."""

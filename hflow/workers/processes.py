@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import io
 import os
-from multiprocessing import forkserver, popen_forkserver, spawn, util
-from multiprocessing.context import ForkServerContext, ForkServerProcess, reduction, set_spawning_popen
+from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
 from typing import Any
 
 _PRELOADED = ["hflow.workers.pool_child"]
@@ -22,6 +22,8 @@ _server.set_forkserver_preload(_PRELOADED)
 
 class _Popen(popen_forkserver.Popen):
     """The standard launch, but from our own server and without the parent's main module."""
+
+    _fds: list[int]
 
     def _launch(self, process_obj: Any) -> None:
         preparation = spawn.get_preparation_data(process_obj.name)
@@ -35,10 +37,15 @@ class _Popen(popen_forkserver.Popen):
         finally:
             set_spawning_popen(None)
         self.sentinel, to_child = _server.connect_to_new_process(self._fds)
-        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(to_child), self.sentinel))
+        self.finalizer = util.Finalize(self, _close, (os.dup(to_child), self.sentinel))
         with open(to_child, "wb") as pipe:
             pipe.write(message.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class CleanProcess(ForkServerProcess):

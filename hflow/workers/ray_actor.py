@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from hflow.workers.world import Membership
 
 LANES = {"device": 1, "poll": 1, "data": 2}
+"""Lane -> messages that it runs at once."""
 
 
-class WorkerActor:
+class _Actor:
     """One device's process. Built in two steps, so that all processes import at the same time."""
 
     def __init__(self, index: int) -> None:
@@ -48,18 +49,22 @@ class WorkerActor:
 
     @ray.method(concurrency_group="device")
     def build(self, setup: WorkerSetup, member: Membership | None) -> None:
+        """Build the worker; a collective."""
         self._worker = self._module.Worker(setup, (self._index,), member)
 
     @ray.method(concurrency_group="data")
     def open_groups(self, orders: Sequence[GroupOrder]) -> None:
+        """Start sources."""
         self._worker.open_groups(self._index, orders)
 
     @ray.method(concurrency_group="data")
     def compute(self, orders: Sequence[ComputeOrder]) -> None:
+        """Queue bodies."""
         self._worker.compute(self._index, orders)
 
     @ray.method(concurrency_group="poll")
     def poll(self) -> Report:
+        """Wait for events."""
         return self._worker.poll(self._index)
 
     @ray.method(concurrency_group="data")
@@ -75,6 +80,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="device")
     def run(self, task: NodeTask) -> NodeResult:
+        """Run a batch node."""
         return self._worker.run({self._index: task})[0]
 
     @ray.method(concurrency_group="device")
@@ -84,30 +90,40 @@ class WorkerActor:
 
     @ray.method(concurrency_group="device")
     def wake(self, replica: str, version: int, references: list[Any] | None = None) -> None:
+        """Bring an engine to a version; `references` are published buckets."""
         buckets = None if references is None else _fetched(references)
         self._worker.wake(replica, version, buckets)
 
     @ray.method(concurrency_group="device")
     def sleep(self, replica: str) -> None:
+        """Interrupt an engine."""
         self._worker.sleep(replica)
 
     @ray.method(concurrency_group="data")
     def release(self, samples: Sequence[int], stream: str, fields: Sequence[str] | None) -> None:
+        """Free fields of samples."""
         self._worker.release(samples, stream, fields)
 
     @ray.method(concurrency_group="data")
     def summarize(self, stream: str, samples: Sequence[int]) -> Mapping[str, tuple[float, int]]:
+        """Sums and counts of numeric fields."""
         return self._worker.summarize(stream, samples)
 
     @ray.method(concurrency_group="device")
     def save(self, model: str, directory: str) -> None:
+        """Write a model; a collective."""
         self._worker.save(model, directory)
 
     @ray.method(concurrency_group="data")
     def close(self) -> None:
+        """End threads and processes."""
         self._worker.close()
 
 
 def _fetched(references: list[Any]) -> Iterator[Bucket]:
     for reference in references:
         yield ray.get(reference)
+
+
+RayWorker: Any = ray.remote(concurrency_groups=LANES)(_Actor)
+"""The actor class."""

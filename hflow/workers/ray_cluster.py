@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 
@@ -67,11 +68,11 @@ def _start(cluster: ClusterSpec) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if cluster.num_nodes > 1:
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         return
     ray.init(
         num_cpus=max(cluster.num_devices, os.cpu_count() or 1),
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
     )

@@ -22,10 +22,10 @@ from hflow.workers.base import (
     NodeResult,
     NodeTask,
     Report,
-    WorkerSetup,
     Workers,
+    WorkerSetup,
 )
-from hflow.workers.ray_actor import LANES, WorkerActor
+from hflow.workers.ray_actor import RayWorker
 from hflow.workers.ray_cluster import Reservation, reserve
 from hflow.workers.transfer import by_ends
 from hflow.workers.world import Membership
@@ -50,34 +50,36 @@ class RayWorkers(Workers):
         self._versions: dict[str, int] = {}
 
     async def start(self, setup: WorkerSetup) -> None:
+        """Start actors at the same time, then build worlds and models in them."""
         self._plan = setup.plan
         self._reservation = await asyncio.to_thread(reserve, setup.plan.cluster)
         everyone = range(setup.plan.cluster.num_devices)
         self._doing = {worker: [] for worker in everyone}
-        remote = ray.remote(concurrency_groups=LANES)(WorkerActor)
         self._actors = [
-            remote.options(**self._reservation.options(worker)).remote(worker) for worker in everyone
+            RayWorker.options(**self._reservation.options(worker)).remote(worker) for worker in everyone
         ]
         shared = ray.put(setup)
         address = await self._call(0, "rendezvous") if len(everyone) > 1 else ""
-        members = [
-            Membership(worker, len(everyone), address) if address else None for worker in everyone
-        ]
+        members = [Membership(worker, len(everyone), address) if address else None for worker in everyone]
         await self._on_devices(
             "building its models", "build", {worker: (shared, members[worker]) for worker in everyone}
         )
 
     async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
+        """Start sources."""
         await self._call(worker, "open_groups", orders)
 
     async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
+        """Queue sample- and group-level bodies."""
         await self._call(worker, "compute", orders)
 
     async def poll(self, worker: int) -> Report:
+        """Wait for events."""
         report: Report = await self._call(worker, "poll")
         return report
 
     async def transfer(self, moves: Sequence[Move]) -> int:
+        """Let destinations pull from sources; moves of one pair are one message."""
         sizes = []
         for (src, dst), held in by_ends(moves).items():
             wanted = [(move.samples, move.fields) for move in held]
@@ -86,11 +88,13 @@ class RayWorkers(Workers):
         return sum(await asyncio.gather(*sizes))
 
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
+        """Run a batch node on all its workers at once; results in the order of `tasks`."""
         first = next(iter(tasks.values()))
         doing = f"running node {first.node!r} of step {first.step}"
         return await self._on_devices(doing, "run", {worker: (task,) for worker, task in tasks.items()})
 
     async def wake(self, replica: str, version: int) -> None:
+        """Publish weights where the route says so, and bring engines to the version."""
         route = next((route for route in self._plan.weights if route.dst == replica), None)
         workers = self._plan.replica(replica).workers
         published = None
@@ -102,31 +106,36 @@ class RayWorkers(Workers):
             published = sent[sources[0]]
             waiting = [self._on_device(worker, doing, ref) for worker, ref in sent.items()]
         self._versions[replica] = version
-        arguments = {worker: (replica, version, published) for worker in workers}
+        arguments = dict.fromkeys(workers, (replica, version, published))
         loading = self._on_devices(f"loading weights {version} of {replica}", "wake", arguments)
         await asyncio.gather(loading, *waiting)
 
     async def sleep(self, replica: str) -> None:
+        """Interrupt engines."""
         workers = self._plan.replica(replica).workers
         await self._on_devices(f"interrupting {replica}", "sleep", dict.fromkeys(workers, (replica,)))
 
     async def release(
         self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None
     ) -> None:
+        """Free fields of samples."""
         await self._call(worker, "release", samples, stream, fields)
 
     async def summarize(
         self, worker: int, stream: str, samples: Sequence[int]
     ) -> dict[str, tuple[float, int]]:
+        """Sums and counts of numeric fields."""
         sums: dict[str, tuple[float, int]] = await self._call(worker, "summarize", stream, samples)
         return sums
 
     async def save(self, model: str, directory: str) -> None:
+        """Write a model; a collective over its replica."""
         replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
         arguments = dict.fromkeys(replica.workers, (model, directory))
         await self._on_devices(f"saving model {model!r}", "save", arguments)
 
     async def close(self) -> None:
+        """End workers and what this run reserved or started."""
         actors, self._actors = self._actors, []
         if actors:
             closing = [actor.close.remote() for actor in actors]

@@ -92,7 +92,9 @@ class Shelf:
         rows_of: dict[int, list[int]] = {}
         for place, (chunk, _) in enumerate(cells):
             rows_of.setdefault(id(chunk), []).append(place)
-        parts = [self._take(cells[places[0]][0], [cells[p][1] for p in places]) for places in rows_of.values()]
+        parts = [
+            self._take(cells[places[0]][0], [cells[p][1] for p in places]) for places in rows_of.values()
+        ]
         return Column(self.unit, self._merge(parts, list(rows_of.values())))
 
     def _take(self, chunk: Chunk | None, rows: list[Any]) -> Chunk:

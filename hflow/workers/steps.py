@@ -32,9 +32,11 @@ class StepLane(Lane):
         self._stepping = False
 
     def queue(self, job: Job) -> None:
+        """Take a job behind the others."""
         self._waiting.append(job)
 
     def pump(self) -> None:
+        """Make the next step, if none is under way and there is anything to run."""
         if self._stepping:
             return
         new = self._admit()
@@ -44,6 +46,7 @@ class StepLane(Lane):
             self._call(new, self._limit(), run_async)
 
     def settle(self, returned: Return) -> list[tuple[Job, Outcome]]:
+        """Outcomes of the jobs that finished; all that was lost with a process is suspect."""
         self._stepping = False
         outcomes = returned.outcomes()
         if outcomes is not None:

@@ -33,4 +33,3 @@ def by_ends(moves: Iterable[Move]) -> dict[tuple[int, int], list[Move]]:
     for move in moves:
         pairs.setdefault((move.src, move.dst), []).append(move)
     return pairs
-

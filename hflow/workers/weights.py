@@ -83,4 +83,4 @@ def _bucket(rows: list[TensorRow], parts: list[Bytes]) -> Bucket:
 
 def _checksum(payload: Bytes) -> int:
     stride = max(1, len(payload) // NUM_CHECKED_BYTES)
-    return zlib.crc32(np.ascontiguousarray(payload[::stride]))
+    return zlib.crc32(payload[::stride].tobytes())

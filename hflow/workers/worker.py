@@ -1,35 +1,213 @@
 """`Worker`: one device's process, or all of them in one. A message comes in, a part acts on it.
 
-    open_groups         sources: encode on a thread, generate on the engines' loop
-    compute             the pool of body processes; encode for views
-    poll                the mailbox of what happened since
-    run                 batch nodes: infer, train, compute
-    export, receive     the store, packed
-    publish, wake       weights out of a training replica, into a generation replica
-    sleep               engines stop, unfinished samples stay
-    release, summarize  the store
-    save                a model and its tokenizer
+open_groups         encode bodies on a thread, episodes on the engines' loop
+compute             the pool of body processes; encode bodies for views
+poll                the mailbox
+run                 batch nodes
+export, receive     the store, packed
+publish, wake       weights out of a training replica, into an engine
+sleep               engines stop, unfinished samples stay
+release, summarize  the store
+save                a model and its tokenizer
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
+import torch
+
+from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
-from hflow.plan.ir import Replica
 from hflow.workers.base import ComputeOrder, GroupOrder, NodeResult, NodeTask, Report, Span, WorkerSetup
-from hflow.workers.batch_nodes import BatchNodes
+from hflow.workers.batch_nodes import BatchNodes, merged
 from hflow.workers.blame import blame
 from hflow.workers.compute import Computes
-from hflow.workers.rows import DatasetRows
 from hflow.workers.encoding import Encoder
 from hflow.workers.engines import Engines
+from hflow.workers.episodes import Episodes
 from hflow.workers.mailbox import Mailbox
-from hflow.workers.replicas import build_backends, build_engines, build_tokenizers
+from hflow.workers.replicas import build_backends, build_engines, build_tokenizers, hosted_replicas
+from hflow.workers.rows import DatasetRows
 from hflow.workers.store import Store
 from hflow.workers.transfer import Parcel, pack, unpack
-from hflow.workers.weights import Bucket, pack_buckets, unpack_bucket
+from hflow.workers.weights import Bucket, pack_buckets
 from hflow.workers.world import Membership, World
+
+
+class Worker:
+    """Hosts the ranks that the plan maps onto some worker indices.
+
+    Messages to the device (`run, publish, wake, sleep, save`) must come one at a time, in an
+    order that is the same on all workers; the others may come from any thread at any time.
+    """
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        hosted: Sequence[int],
+        member: Membership | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Join the world, build models, engines, tokenizers and the pool.
+
+        Args:
+            setup: what to build.
+            hosted: the worker indices that live here.
+            member: this process's place among several; None where all indices live here.
+            num_threads: that torch may use for one operation; None leaves it as it is.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._setup = setup
+        self._plan = setup.plan
+        self._hosted = tuple(hosted)
+        self._mailboxes = {index: Mailbox(index) for index in hosted}
+        self._store = Store()
+        self._build_bodies()
+        self._build_models(member)
+
+    def _build_bodies(self) -> None:
+        """Parts that need no device; the pool's processes start while models are built."""
+        setup, programs = self._setup, self._setup.programs
+        rows = {n: p for n, p in programs.items() if p.verb == "compute" and p.level != "batch"}
+        self._rows = DatasetRows(self._plan, setup.datasets)
+        self._computes = Computes(rows, self._store, setup.pool_processes, self._fail)
+        encodes = {name: program for name, program in programs.items() if program.verb == "encode"}
+        tokenizers = build_tokenizers(setup, "encode")
+        self._encoder = Encoder(self._plan, encodes, self._store, tokenizers, self._fail)
+
+    def _build_models(self, member: Membership | None) -> None:
+        setup, plan = self._setup, self._plan
+        device = plan.cluster.device
+        self._world = World(member, plan.replicas, device, setup.collective_timeout) if member else None
+        replicas = hosted_replicas(setup, self._hosted)
+        self._backends = build_backends(setup, replicas, self._world)
+        self._batch_nodes = BatchNodes(plan, setup.programs, self._store, self._backends, self._computes)
+        tokenizers = build_tokenizers(setup, "generate")
+        drivers, sharing = build_engines(setup, replicas, self._backends, tokenizers)
+        generates = {
+            name: program
+            for name, program in setup.programs.items()
+            if program.verb == "generate" and plan.placement(name).replicas[0] in drivers
+        }
+        self._episodes = Episodes(plan, generates, self._store, drivers, tokenizers, setup.seed, self._fail)
+        self._engines = Engines(plan, drivers, self._backends, sharing, self._episodes, self._note)
+
+    # ------------------------------------------------------------------------- at any time
+    def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
+        """Start sources."""
+        sink = self._mailboxes[worker].put
+        for order in orders:
+            row = self._rows.row(order.stream, order.row)
+            is_written = self._setup.programs[order.stream].verb == "encode"
+            (self._encoder if is_written else self._episodes).open_group(order, row, sink)
+
+    def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
+        """Queue sample- and group-level bodies."""
+        sink = self._mailboxes[worker].put
+        views = [order for order in orders if self._setup.programs[order.node].verb == "encode"]
+        for order in views:
+            self._encoder.view(order, sink)
+        self._computes.submit([order for order in orders if order not in views], sink)
+
+    def poll(self, worker: int) -> Report:
+        """Wait for events of one hosted index."""
+        return self._mailboxes[worker].wait()
+
+    def export(self, samples: Sequence[int], fields: Iterable[str]) -> Parcel:
+        """Pack fields of samples for another worker."""
+        return pack(self._store, samples, fields)
+
+    def receive(self, parcel: Parcel) -> int:
+        """Take what another worker exported; returns its bytes."""
+        return unpack(self._store, parcel)
+
+    def release(self, samples: Sequence[int], stream: str, fields: Sequence[str] | None) -> None:
+        """Free `stream/field` names of samples, or (None) all that their root stream has of them."""
+        if fields is not None:
+            self._store.release_fields(samples, fields)
+            return
+        self._store.release(samples, self._family(stream))
+        self._episodes.cancel(stream, samples)
+
+    def summarize(self, stream: str, samples: Sequence[int]) -> dict[str, tuple[float, int]]:
+        """Sums and counts of the numeric PerSequence fields of a root stream's samples."""
+        return self._store.summarize(self._family(stream), samples)
+
+    # ---------------------------------------------------------------------- one at a time
+    def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
+        """Run a batch node on the shards of all hosted indices.
+
+        Raises:
+            RunError: when the node failed; the message names node, step, worker and line.
+        """
+        start = time.time()
+        task = merged(tasks)
+        try:
+            metrics = self._batch_nodes.run(task)
+        except HflowError as error:
+            raise type(error)(f"{self._where(task)}: {error}") from error
+        except Exception as error:
+            body = self._setup.programs[task.node].body
+            raise RunError(f"{self._where(task)}: {blame(error, body)}") from error
+        span = Span(task.node, "device", start, time.time(), {"step": task.step})
+        return [
+            NodeResult(held.node, held.step, held.samples, metrics, span, worker)
+            for worker, held in tasks.items()
+        ]
+
+    def publish(self, replica: str) -> Iterator[Bucket]:
+        """A replica's weights, on the worker of its rank 0; the others take part and yield nothing."""
+        weights = self._backends[replica].weights()
+        if self._plan.replica(replica).workers[0] in self._hosted:
+            yield from pack_buckets(weights)
+        else:
+            for _ in weights:
+                pass
+
+    def wake(self, replica: str, version: int, buckets: Iterable[Bucket] | None = None) -> None:
+        """Bring an engine to a version of the weights and let it run."""
+        self._engines.wake(replica, version, buckets)
+
+    def sleep(self, replica: str) -> None:
+        """Interrupt an engine and free its memory."""
+        self._engines.sleep(replica)
+
+    def save(self, model: str, directory: str) -> None:
+        """Write a model in HF layout, and its tokenizer beside it."""
+        replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
+        self._backends[replica.name].save(directory)
+        if replica.workers[0] in self._hosted and model in self._setup.tokenizers:
+            TextTokenizer(self._setup.tokenizers[model]).save(directory)
+
+    def close(self) -> None:
+        """End threads and processes. Safe to call twice."""
+        for mailbox in self._mailboxes.values():
+            mailbox.close()
+        self._computes.close()
+        self._encoder.close()
+        self._episodes.close()
+        self._engines.close()
+
+    # ----------------------------------------------------------------------------- within
+    def _family(self, stream: str) -> list[str]:
+        """A root stream, those opened with it, and those that derive from them."""
+        streams = self._plan.graph.streams
+        source = self._plan.graph.stream(stream).source
+        family = {s.name for s in streams if s.source == source}
+        while more := {s.name for s in streams if s.parent in family} - family:
+            family |= more
+        return sorted(family)
+
+    def _where(self, task: NodeTask) -> str:
+        workers = ", ".join(map(str, self._hosted))
+        return f"node {task.node!r}, step {task.step}, worker {workers}"
+
+    def _fail(self, error: BaseException) -> None:
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(error)
+
+    def _note(self, span: Span) -> None:
+        self._mailboxes[self._hosted[0]].note(span)

@@ -29,7 +29,9 @@ def test_clipped_surrogate():
 def test_the_weight_multiplies_both_branches():
     # theta = prox, w = 3, A = 1: the ratio is 1 and the loss -3.
     theta = logs(0.3)
-    assert algo.decoupled_surrogate(theta, logs(0.3), logs(0.1), torch.ones(1), 0.2).item() == pytest.approx(-3)
+    assert algo.decoupled_surrogate(theta, logs(0.3), logs(0.1), torch.ones(1), 0.2).item() == pytest.approx(
+        -3
+    )
     # ratio 2 is clipped to 1.2, and the clipped branch is weighted too.
     loss = algo.decoupled_surrogate(logs(0.6), logs(0.3), logs(0.1), torch.ones(1), 0.2)
     assert loss.item() == pytest.approx(-3.6)

@@ -36,7 +36,7 @@ def test_files_groups_and_overrides_in_this_order(recipe):
     config = load_config(path, ["steps=9", "models.actor.optim.lr=3e-4"])
     assert (config.steps, config.batch) == (9, 3)
     optim = config.models["actor"].optim
-    assert (optim.lr, optim.warmup_steps, optim.betas) == (3e-4, 20, (0.9, 0.99))
+    assert (optim.lr, optim.warmup_steps, optim.betas) == (3e-4, 40, (0.9, 0.99))
 
 
 def test_the_groups_beside_a_recipe_count_too(recipe, tmp_path: Path):
@@ -138,7 +138,11 @@ def test_names_that_the_recipe_does_not_know():
     known = {
         "models": ["actor"],
         "data": ["train", "heldout"],
-        "nodes": {"actor_gen": ["max_tokens", "temperature"], "actor_train": ["clip"]},
+        "nodes": {
+            "actor_gen": ["max_tokens", "temperature"],
+            "eval_gen": ["max_tokens"],
+            "actor_train": ["clip"],
+        },
     }
     validate_names(load_config(GRPO, ["nodes.actor_train.clip=0.1"]), **known)
     for override, message in [

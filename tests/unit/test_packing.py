@@ -44,7 +44,9 @@ def test_every_row_once_within_the_budget(lengths, budget, num_groups):
             units = set(rows) if labels is None else {groups[row] for row in rows}
             assert sum(lengths[row] for row in rows) <= budget or len(units) == 1
         if labels is not None:
-            owners = [{i for i, rows in enumerate(bins) for row in rows if groups[row] == g} for g in set(groups)]
+            owners = [
+                {i for i, rows in enumerate(bins) for row in rows if groups[row] == g} for g in set(groups)
+            ]
             assert all(len(owner) == 1 for owner in owners)
 
 

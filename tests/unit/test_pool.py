@@ -74,7 +74,7 @@ async def blocking(x: int) -> int:
 async def num_together(x: int) -> int:
     import asyncio
 
-    global _together  # noqa: PLW0603
+    global _together
     _together = globals().get("_together", 0) + 1
     seen = _together
     await asyncio.sleep(0.02)
@@ -198,7 +198,8 @@ def test_a_body_whose_module_is_not_importable(bench: Callable[..., Bench], tmp_
     path = tmp_path / "a_recipe.py"
     path.write_text("FACTOR = 5\n\ndef times(x):\n    return FACTOR * x\n")
     spec = importlib.util.spec_from_file_location("a_recipe_by_path", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:

@@ -68,6 +68,7 @@ class EmbeddedEngine(GenerationEngine):
         self._device = next(self._module.parameters()).device
         self._dtype = next(self._module.parameters()).dtype
         config: Any = self._module.config
+        self._vocab_size = int(config.vocab_size)
         self._num_layers = int(config.num_hidden_layers)
         self._max_length = min(self._options.max_model_len, int(config.max_position_embeddings))
         self._cache = KVCache(self._options.max_running)
@@ -89,17 +90,27 @@ class EmbeddedEngine(GenerationEngine):
         """Requests that hold a slot."""
         return len(self._running)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values allocated."""
+        return self._cache.nbytes
+
     def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Queue a request.
 
         Raises:
-            BackendError: when the prompt is empty or too long, or has stop strings and the
-                engine has nothing to decode with.
+            BackendError: when the prompt is empty, too long or holds unknown tokens, or when
+                there are stop strings and the engine has nothing to decode with.
         """
         if not 0 < len(prompt_ids) < self._max_length:
             raise BackendError(
                 f"a prompt has {len(prompt_ids)} tokens, the engine takes 1 to {self._max_length - 1}; "
                 "shorten it or raise max_model_len"
+            )
+        if max(prompt_ids) >= self._vocab_size:
+            raise BackendError(
+                f"a prompt holds token {max(prompt_ids)}, the model's vocabulary has {self._vocab_size}; "
+                "give the model its tokenizer's vocabulary size"
             )
         if params.stop and self._decode is None:
             raise BackendError("stop strings need an engine that was given a tokenizer's decode")
@@ -114,6 +125,7 @@ class EmbeddedEngine(GenerationEngine):
             )
         )
 
+    @torch.inference_mode()
     def cancel(self, request_id: int) -> None:
         """Forget a request, wherever it is; nothing is returned for it."""
         self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
@@ -238,9 +250,10 @@ class EmbeddedEngine(GenerationEngine):
         """Run two tokens, so that an architecture that does not fit is refused here."""
         probe = Request(-1, SamplingParams(), [0, 0], 2, 3)
         self._forward([PromptGroup((0, 0), (probe,))])
-        if self._cache.num_layers != self._num_layers:
+        num_seen = self._cache.num_layers
+        if num_seen != self._num_layers:
             raise BackendError(
-                f"model {name!r} ({type(self._module).__name__}): {self._cache.num_layers} of {self._num_layers} "
-                "layers use pluggable attention, the engine needs all; choose another architecture"
+                f"model {name!r}: {num_seen} of {self._num_layers} layers of {type(self._module).__name__} "
+                "have pluggable attention, the engine needs all; choose another architecture"
             )
         self._cache.drop()

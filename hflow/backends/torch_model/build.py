@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-
 from transformers.utils.logging import disable_progress_bar
 
 from hflow.backends.attention import PACKED, check_supported

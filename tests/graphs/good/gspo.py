@@ -1,7 +1,20 @@
 """GSPO: the ratio of whole sequences, with the loss in the same unit."""
 
-from hflow import Dataset, Model, Output, PerSequence, PerToken, Recipe, Sequences, Text
-from hflow import algo, compute, nodes, train, use
+from hflow import (
+    Dataset,
+    Model,
+    Output,
+    PerSequence,
+    PerToken,
+    Recipe,
+    Sequences,
+    Text,
+    algo,
+    compute,
+    nodes,
+    train,
+    use,
+)
 
 data = Dataset(prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from hflow import Dataset, Metrics, Model, NodeType, PerSequence, PerToken, Recipe, Sequences, State, Text
-from hflow import compute, nodes, use
+from hflow import (
+    Dataset,
+    Metrics,
+    Model,
+    NodeType,
+    PerSequence,
+    PerToken,
+    Recipe,
+    Sequences,
+    State,
+    Text,
+    compute,
+    nodes,
+    use,
+)
 from hflow.dsl import Context, Option, Shapes
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,0 +1,87 @@
+"""From configuration to the settings that build models and tokenizers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from hflow.backends.base import ModelSettings, OptimSettings
+from hflow.config import ModelConfig, OptimConfig
+from hflow.data.tokenizer import TokenizerSettings
+from hflow.errors import ConfigError
+from hflow.graph.ir import ModelSpec
+from hflow.launch.compiled import Compiled
+
+
+def model_settings(compiled: Compiled) -> dict[str, ModelSettings]:
+    """Settings of every model of the recipe.
+
+    Raises:
+        ConfigError: when a model has neither weights nor an architecture.
+    """
+    return {spec.name: _settings(compiled, spec) for spec in compiled.graph.models}
+
+
+def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
+    """Where each model's tokenizer comes from."""
+    found = {}
+    for spec in compiled.graph.models:
+        config = source_config(compiled, spec)
+        found[spec.name] = TokenizerSettings(path=config.path, alphabet=config.alphabet)
+    return found
+
+
+def source_config(compiled: Compiled, spec: ModelSpec) -> ModelConfig:
+    """The configuration that says where a model's weights come from: its own, else `init_from`'s.
+
+    Raises:
+        ConfigError: when there is none, or its checkpoint is not there.
+    """
+    config = compiled.config.models.get(spec.name, ModelConfig())
+    if config.path is None and config.architecture is None:
+        if spec.init_from is None:
+            raise ConfigError(
+                f"models.{spec.name} has no weights; set models.{spec.name}.path to a checkpoint's directory "
+                f"or take an architecture with +model@models.{spec.name}=tiny-qwen2"
+            )
+        return source_config(compiled, compiled.graph.model(spec.init_from))
+    if config.path is not None and not (Path(config.path) / "config.json").is_file():
+        raise ConfigError(
+            f"models.{spec.name}.path is {config.path}, but there is no checkpoint (config.json) in it; "
+            "train one with `hflow run recipes/sft.py`, or name another directory"
+        )
+    return config
+
+
+def _settings(compiled: Compiled, spec: ModelSpec) -> ModelSettings:
+    own = compiled.config.models.get(spec.name, ModelConfig())
+    source = source_config(compiled, spec)
+    return ModelSettings(
+        name=spec.name,
+        head=spec.head,
+        trainable=spec.trainable,
+        path=None if source.path is None else str(Path(source.path).resolve()),
+        architecture=None if source.path is not None else dict(source.architecture or {}),
+        seed=compiled.config.seed,
+        dtype=own.dtype,
+        device=compiled.plan.cluster.device,
+        activation_checkpointing=own.activation_checkpointing,
+        tokens_per_microbatch=own.tokens_per_microbatch,
+        optim=_optim(own.optim, _num_updates(compiled, spec.name)),
+    )
+
+
+def _optim(config: OptimConfig, total_steps: int) -> OptimSettings:
+    return OptimSettings(**{**dataclasses.asdict(config), "total_steps": total_steps})
+
+
+def _num_updates(compiled: Compiled, model: str) -> int:
+    """Optimizer steps of a model in the whole run."""
+    cuts = dict(compiled.plan.cuts)
+    updates = 0
+    for node in compiled.graph.nodes:
+        if model in node.spec.writes_weights and node.name in cuts:
+            cut, spec = cuts[node.name], node.spec
+            fired = len(range(spec.after, compiled.config.steps, spec.every))
+            updates += fired * cut.minibatches * cut.epochs
+    return updates

@@ -1,0 +1,108 @@
+"""Everything that workers and the executor are made from, chosen by configuration and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hflow.config import DataConfig
+from hflow.data.order import RowOrder
+from hflow.data.prompts import DataSettings, open_dataset
+from hflow.errors import ConfigError
+from hflow.graph.ir import DatasetSpec, Node
+from hflow.launch.compiled import Compiled
+from hflow.launch.factories import FACTORIES
+from hflow.launch.models import model_settings, tokenizer_settings
+from hflow.runtime.dispatch import Rows, root_of
+from hflow.workers.base import NodeProgram, Workers, WorkerSetup
+
+
+def make_setup(compiled: Compiled) -> WorkerSetup:
+    """What each worker is built from.
+
+    Raises:
+        ConfigError: when a model or dataset is not configured.
+    """
+    return WorkerSetup(
+        plan=compiled.plan,
+        programs={node.name: _program(compiled, node) for node in compiled.graph.nodes},
+        models=model_settings(compiled),
+        engines={r.name: _engine_options(compiled, r.model) for r in compiled.plan.replicas if r.role == "gen"},
+        datasets={dataset.name: _data_settings(compiled, dataset) for dataset in compiled.graph.datasets},
+        tokenizers=tokenizer_settings(compiled),
+        seed=compiled.config.seed,
+        factories=FACTORIES,
+    )
+
+
+def make_workers(compiled: Compiled) -> Workers:
+    """Workers on Ray, or all in this process, as configured."""
+    if compiled.config.workers == "inproc":
+        from hflow.workers.inproc import InprocWorkers
+
+        return InprocWorkers()
+    from hflow.workers.ray_group import RayWorkers
+
+    return RayWorkers()
+
+
+def open_rows(compiled: Compiled) -> dict[str, Rows]:
+    """Open every stream's dataset, check its first row, and fix the order of its rows.
+
+    Raises:
+        DataError: for a file that is not what the recipe declares.
+    """
+    datasets = {dataset.name: dataset for dataset in compiled.graph.datasets}
+    rows: dict[str, Rows] = {}
+    for stream in compiled.plan.schedule.streams:
+        name = compiled.graph.stream(stream.name).dataset
+        assert name is not None, f"root stream {stream.name} has no dataset"
+        settings = _data_settings(compiled, datasets[name])
+        source = open_dataset(settings, dict(datasets[name].columns))
+        is_trained = stream.batch is not None
+        rows[stream.name] = RowOrder(len(source), compiled.config.seed, settings.shuffle and is_trained)
+    return rows
+
+
+def _data_settings(compiled: Compiled, dataset: DatasetSpec) -> DataSettings:
+    config = compiled.config.data.get(dataset.name, DataConfig())
+    if config.path is None and config.generator is None:
+        raise ConfigError(
+            f"data.{dataset.name} has no rows; set data.{dataset.name}.path to a .jsonl or .parquet file with "
+            f"the columns {', '.join(name for name, _ in dataset.columns)}"
+        )
+    return DataSettings(
+        path=None if config.path is None else str(Path(config.path).resolve()),
+        generator=config.generator,
+        split=config.split,
+        shuffle=config.shuffle,
+        limit=config.limit,
+    )
+
+
+def _engine_options(compiled: Compiled, model: str) -> Mapping[str, Any]:
+    config = compiled.config.models[model].gen
+    return {"max_running": config.max_running, "max_model_len": config.max_model_len}
+
+
+def _program(compiled: Compiled, node: Node) -> NodeProgram:
+    spec = node.spec
+    return NodeProgram(
+        name=spec.name,
+        verb=spec.verb,
+        level=spec.level.value,
+        stream=node.stream,
+        root=root_of(compiled.plan, node.stream),
+        body=compiled.bodies[spec.name],
+        reads=node.reads,
+        provided=spec.provided,
+        returns=tuple((returned.field, returned.unit.value) for returned in spec.returns),
+        metrics=spec.metrics,
+        opens_stream=spec.opens_stream,
+        models=spec.models,
+        knobs={knob.name: knob.value for knob in spec.knobs},
+        options=dict(spec.options),
+        dataset=spec.data,
+        group=spec.group,
+    )

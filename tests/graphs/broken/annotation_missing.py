@@ -1,0 +1,13 @@
+# expect: score(answer): it has no annotation: say str, float
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample")
+def score(completion: str, answer) -> float:
+    return 0.0
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), score])

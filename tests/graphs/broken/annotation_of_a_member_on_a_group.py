@@ -1,0 +1,13 @@
+# expect: score(completion): it is str; here an edge is a list over the members
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="group")
+def score(completion: str) -> float:
+    return 0.0
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), score])

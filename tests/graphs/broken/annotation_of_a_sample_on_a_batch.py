@@ -1,0 +1,13 @@
+# expect: score(num_tokens): it is float; here an edge is PerToken, PerSequence, PerGroup, Text or Json
+from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute()
+def score(num_tokens: float) -> PerSequence:
+    return num_tokens
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), score])

@@ -1,0 +1,14 @@
+# expect: ref_inf makes 'ref_logprobs' every 10 steps from step 0, but it is read every 1 from step 0
+from hflow import Dataset, Model, PerToken, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+ref = Model("ref")
+
+
+@compute()
+def kl(behav_logprobs: PerToken, ref_logprobs: PerToken) -> PerToken:
+    return behav_logprobs - ref_logprobs
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), use(nodes.ref_inf, ref, every=10), kl])

@@ -1,0 +1,8 @@
+# expect: the recipe's dataset makes the steps: every= and after=
+from hflow import Dataset, Model, Recipe, Text, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor, every=2)])

@@ -1,0 +1,8 @@
+# expect: column 'prompt' must be Text, Json or PerSequence, not
+from hflow import Dataset, Model, Recipe, nodes, use
+
+data = Dataset(prompt=str)
+actor = Model("actor", trainable=True)
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor)])

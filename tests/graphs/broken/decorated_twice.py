@@ -1,0 +1,14 @@
+# expect: score is decorated twice; use() makes variants of a node
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample")
+@compute(per="sample")
+def score(num_tokens: int) -> float:
+    return 0.0
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), score])

@@ -1,0 +1,8 @@
+# expect: print is no node: decorate it with a verb
+from hflow import Dataset, Model, Recipe, Text, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), print])

@@ -1,0 +1,8 @@
+# expect: model 'critic' has head='value'; generation needs head='lm'
+from hflow import Dataset, Model, Recipe, Text, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+critic = Model("critic", head="value")
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, critic)])

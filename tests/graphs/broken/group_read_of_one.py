@@ -1,0 +1,18 @@
+# expect: centred: it needs groups of 2 or more
+from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", returns="reward")
+def score(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+@compute()
+def centred(reward: PerSequence, group: PerSequence) -> PerSequence:
+    return reward - reward[group == group[0]].mean()
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), score, centred])

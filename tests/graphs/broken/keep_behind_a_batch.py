@@ -1,0 +1,14 @@
+# expect: close: 'keep' depends on ref_inf, which runs only after the batch is formed
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+ref = Model("ref")
+
+
+@compute(per="sample", returns="keep")
+def close(ref_logprobs: list[float]) -> bool:
+    return min(ref_logprobs) > -10.0
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), use(nodes.ref_inf, ref), close])

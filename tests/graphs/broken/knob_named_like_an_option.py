@@ -1,0 +1,13 @@
+# expect: knob 'timeout' has the name of an option of @compute; rename it
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample")
+def score(num_tokens: int, *, timeout: float = 1.0) -> float:
+    return 0.0
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), score])

@@ -1,0 +1,13 @@
+# expect: score(scale): its default is 'big', not float
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample")
+def score(num_tokens: int, *, scale: float = "big") -> float:
+    return 0.0
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), score])

@@ -1,0 +1,18 @@
+# expect: layout('audit') is 'striped', not one of
+from hflow import Dataset, Model, NodeType, PerSequence, Recipe, Text, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+class Striped(NodeType):
+    def layout(self, field):
+        return "striped"
+
+
+@Striped()
+def audit(num_tokens: PerSequence) -> PerSequence:
+    return num_tokens
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), audit])

@@ -1,0 +1,13 @@
+# expect: group=n and '-> list[Trajectory]' go together: the list is one group of n
+from hflow import Dataset, Model, Recipe, Text, Tokenizer, Trajectory, encode
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@encode(actor)
+def both(tokenizer: Tokenizer, prompt: str, answer: str) -> list[Trajectory]:
+    return [tokenizer.join(prompt, answer), tokenizer.join(prompt, "")]
+
+
+recipe = Recipe("broken", data, [both])

@@ -1,0 +1,15 @@
+# expect: the mask 'reward' must be bool, not float
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", returns="reward")
+def score(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+recipe = Recipe(
+    "broken", data, [use(nodes.actor_gen, actor), score, use(nodes.sft_train, actor, mask="reward")]
+)

@@ -1,0 +1,13 @@
+# expect: compute: option retries is -1, less than 0
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", retries=-1)
+def score(num_tokens: int) -> float:
+    return 0.0
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), score])

@@ -1,0 +1,13 @@
+# expect: compute: @compute has no option 'timout'; did you mean 'timeout'?
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", timout=1.0)
+def score(num_tokens: int) -> float:
+    return 0.0
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), score])

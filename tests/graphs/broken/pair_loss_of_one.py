@@ -1,0 +1,14 @@
+# expect: pairs: it needs groups of 2 or more, but sft_view makes groups of 1
+from hflow import Dataset, Model, Output, PerGroup, Recipe, Sequences, Text, nodes, train, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@train(actor, reduce="group-mean")
+def pairs(out: Output, seqs: Sequences) -> PerGroup:
+    chosen, rejected = seqs.members(seqs.sum(out.logprobs))
+    return rejected - chosen
+
+
+recipe = Recipe("broken", data, [use(nodes.sft_view, actor), pairs])

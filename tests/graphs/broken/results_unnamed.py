@@ -1,0 +1,13 @@
+# expect: it returns 2 fields, so returns= must name 2, not 0
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample")
+def score(num_tokens: int) -> tuple[float, float]:
+    return 0.0, 0.0
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), score])

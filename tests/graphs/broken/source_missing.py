@@ -1,0 +1,13 @@
+# expect: ema: its model is open
+from hflow import Dataset, Model, Recipe, Tensor, Text, nodes, update, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@update(actor)
+def ema(target: Tensor, source: Tensor) -> Tensor:
+    return target.lerp(source, 0.1)
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), ema])

@@ -1,0 +1,13 @@
+# expect: reads 'answer' as PerSequence, but actor_gen makes it Text
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample")
+def score(answer: float) -> float:
+    return answer
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), score])

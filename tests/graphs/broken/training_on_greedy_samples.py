@@ -1,0 +1,8 @@
+# expect: sft_train trains on it, so its temperature must be above 0
+from hflow import Dataset, Model, Recipe, Text, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor, temperature=0.0), use(nodes.sft_train, actor)])

@@ -1,0 +1,8 @@
+# expect: use() takes a decorated function, not
+from hflow import Dataset, Model, Recipe, Text, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), use(print)])

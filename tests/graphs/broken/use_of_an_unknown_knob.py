@@ -1,0 +1,8 @@
+# expect: actor_train: it has no option or knob 'clib'; did you mean 'clip'?
+from hflow import Dataset, Model, Recipe, Text, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor), use(nodes.actor_train, actor, clib=0.1)])

@@ -1,0 +1,13 @@
+# expect: score: no recipe lists this node
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", returns="reward")
+def score(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+recipe = Recipe("warned", data, [use(nodes.actor_gen, actor)])

@@ -1,0 +1,348 @@
+"""The embedded engine against Hugging Face's own generate and forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hflow.backends.base import Generated, ModelSettings, SamplingParams
+from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.errors import BackendError, ConfigError
+
+VOCAB = 32
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 160,
+    "initializer_range": 0.3,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+ARCHITECTURES = {
+    "qwen2": {"model_type": "qwen2", **SIZES, "tie_word_embeddings": True},
+    "llama": {"model_type": "llama", **SIZES, "num_key_value_heads": 4},
+    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 16, "num_key_value_heads": 1},
+}
+NEVER = SamplingParams(max_tokens=20, temperature=0.0)
+PROMPTS = [[1, 5, 6], [1, 9, 9, 4, 7, 11, 3, 8], [7], list(range(3, 31)) * 2, [1, 5, 6]]
+
+
+def settings(name: str = "qwen2", **changes: object) -> ModelSettings:
+    return ModelSettings("actor", architecture={**ARCHITECTURES[name], **changes}, seed=3)
+
+
+def reference(name: str = "qwen2", seed: int = 3) -> torch.nn.Module:
+    """The same weights in a plain Hugging Face model."""
+    architecture = dict(ARCHITECTURES[name])
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def run(engine: EmbeddedEngine) -> dict[int, Generated]:
+    results = {}
+    while engine.num_unfinished:
+        results.update(engine.step())
+    return results
+
+
+def generate(
+    engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> dict[int, Generated]:
+    for i, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+        engine.add(i, prompt, sampling)
+    return run(engine)
+
+
+@torch.no_grad()
+def full_logprobs(
+    model: torch.nn.Module, prompt: Sequence[int], ids: Sequence[int], temperature: float
+) -> torch.Tensor:
+    """Log-probs of `ids` after `prompt` by one full forward."""
+    tokens = torch.tensor([[*prompt, *ids]])
+    logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_equals_hf_generate(name: str) -> None:
+    model = reference(name)
+    results = generate(EmbeddedEngine(settings(name)), PROMPTS, [NEVER] * len(PROMPTS))
+    for i, prompt in enumerate(PROMPTS):
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+        assert results[i].ids == tuple(out[0, len(prompt) :].tolist())
+        torch.testing.assert_close(
+            torch.tensor(results[i].logprobs),
+            full_logprobs(model, prompt, results[i].ids, 1.0),
+            atol=1e-4,
+            rtol=0,
+        )
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_logprobs_equal_a_full_forward_at_the_temperature(name: str, temperature: float) -> None:
+    params = [SamplingParams(temperature=temperature, max_tokens=12, seed=i) for i in range(len(PROMPTS))]
+    results = generate(EmbeddedEngine(settings(name)), PROMPTS, params)
+    for i, prompt in enumerate(PROMPTS):
+        expected = full_logprobs(reference(name), prompt, results[i].ids, temperature)
+        torch.testing.assert_close(torch.tensor(results[i].logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_members_of_a_group_share_a_prompt_and_differ_by_seed() -> None:
+    params = [SamplingParams(max_tokens=10, seed=i) for i in range(8)]
+    results = generate(EmbeddedEngine(settings()), [PROMPTS[1]] * 8, params)
+    assert len({results[i].ids for i in range(8)}) == 8
+    for i in range(8):
+        expected = full_logprobs(reference(), PROMPTS[1], results[i].ids, 1.0)
+        torch.testing.assert_close(torch.tensor(results[i].logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_results_depend_neither_on_slots_nor_on_order_nor_on_arrival() -> None:
+    prompts = [[1 + (i * 7 + j) % 30 for j in range(1 + i % 9)] for i in range(24)]
+    params = [SamplingParams(max_tokens=3 + (5 * i) % 17, seed=100 + i) for i in range(24)]
+    together = generate(EmbeddedEngine(settings()), prompts, params)
+    few_slots = generate(EmbeddedEngine(settings(), {"max_running": 3}), prompts, params)
+    tiny_budget = generate(EmbeddedEngine(settings(), {"max_tokens_per_step": 5}), prompts, params)
+    late = EmbeddedEngine(settings(), {"max_running": 7})
+    arrived: dict[int, Generated] = {}
+    for i in reversed(range(24)):
+        late.add(i, prompts[i], params[i])
+        arrived.update(late.step())
+    arrived.update(run(late))
+    for other in (few_slots, tiny_budget, arrived):
+        assert {i: g.ids for i, g in other.items()} == {i: g.ids for i, g in together.items()}
+        for i, result in other.items():
+            assert result.logprobs == pytest.approx(together[i].logprobs, abs=1e-5)
+
+
+def test_finished_leave_and_waiting_enter_at_every_step() -> None:
+    engine = EmbeddedEngine(settings(), {"max_running": 4})
+    for i in range(10):
+        engine.add(i, [1, 3 + i], SamplingParams(max_tokens=1 + i % 3, seed=i))
+    finished, busy = [], []
+    while engine.num_unfinished:
+        waiting = engine.num_unfinished - engine.num_running
+        finished += [i for i, _ in engine.step()]
+        busy.append((waiting, engine.num_running))
+    assert sorted(finished) == list(range(10))
+    assert all(running <= 4 for _, running in busy)
+    assert len(busy) == 6, "19 tokens on 4 slots, never idle while something waits"
+
+
+def test_interrupted_requests_continue_as_if_nothing_had_happened() -> None:
+    params = [SamplingParams(max_tokens=15, seed=i) for i in range(len(PROMPTS))]
+    whole = generate(EmbeddedEngine(settings()), PROMPTS, params)
+    engine = EmbeddedEngine(settings(), {"max_running": 3})
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(i, prompt, params[i])
+    for _ in range(4):
+        assert engine.step() == []
+    partial = dict(engine.interrupt())
+    assert engine.num_unfinished == 0
+    assert [len(partial[i].ids) for i in range(5)] == [4, 4, 4, 0, 0]
+    assert {p.stop_reason for p in partial.values()} == {"abort"}
+    engine.set_version(1)
+    for i, part in partial.items():
+        rest = SamplingParams(max_tokens=15 - len(part.ids), seed=i)
+        engine.add(i, [*PROMPTS[i], *part.ids], rest)
+    for i, result in run(engine).items():
+        assert partial[i].ids + result.ids == whole[i].ids
+        assert partial[i].logprobs + result.logprobs == pytest.approx(whole[i].logprobs, abs=1e-4)
+        assert partial[i].versions + result.versions == (0,) * len(partial[i].ids) + (1,) * len(result.ids)
+
+
+def test_versions_and_weights_are_exact_across_a_load() -> None:
+    old, new = reference(), reference(seed=4)
+    engine = EmbeddedEngine(settings(), {"max_running": 3})
+    params = [SamplingParams(max_tokens=10, seed=i) for i in range(len(PROMPTS))]
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(i, prompt, params[i])
+    for _ in range(4):
+        engine.step()
+    engine.load_weights(iter(new.named_parameters()), 7)
+    for i, result in run(engine).items():
+        num_old = 4 if i < 3 else 0
+        assert result.versions == (0,) * num_old + (7,) * (10 - num_old)
+        prompt = PROMPTS[i]
+        before = full_logprobs(old, prompt, result.ids[:num_old], 1.0) if num_old else torch.zeros(0)
+        after = full_logprobs(new, [*prompt, *result.ids[:num_old]], result.ids[num_old:], 1.0)
+        expected = torch.cat((before, after))
+        torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_loading_refuses_other_names_shapes_and_gaps() -> None:
+    engine = EmbeddedEngine(settings())
+    weights = dict(reference().named_parameters())
+    with pytest.raises(BackendError, match=r"lacks; did you mean 'model.norm.weight'"):
+        engine.load_weights(iter([("model.norm.weigth", torch.zeros(32))]), 1)
+    with pytest.raises(BackendError, match=r"'model.norm.weight' of shape"):
+        engine.load_weights(iter([("model.norm.weight", torch.zeros(31))]), 1)
+    del weights["model.norm.weight"]
+    with pytest.raises(BackendError, match=r"lack 1 tensors .* 'model.norm.weight'"):
+        engine.load_weights(iter(weights.items()), 1)
+    assert engine.version == 0
+
+
+def test_shared_weights_are_seen_without_a_copy() -> None:
+    trainer = reference(seed=9).train()
+    engine = EmbeddedEngine(settings(), {}, trainer)
+    assert trainer.config._attn_implementation != engine._module.config._attn_implementation
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.mul_(1.1)
+    engine.set_version(1)
+    (result,) = generate(engine, [PROMPTS[1]], [SamplingParams(max_tokens=8)]).values()
+    assert result.versions == (1,) * 8
+    expected = full_logprobs(trainer.eval(), PROMPTS[1], result.ids, 1.0)
+    torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=0)
+    with pytest.raises(BackendError, match="set_version"):
+        engine.load_weights(iter(trainer.named_parameters()), 2)
+
+
+def test_a_step_leaves_gradients_of_shared_weights_alone() -> None:
+    trainer = reference()
+    engine = EmbeddedEngine(settings(), {}, trainer)
+    generate(engine, PROMPTS, [SamplingParams(max_tokens=2)] * len(PROMPTS))
+    trainer(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in trainer.parameters())
+
+
+def test_stop_ids_end_a_sequence_and_are_kept() -> None:
+    free = generate(EmbeddedEngine(settings()), [PROMPTS[0]], [SamplingParams(max_tokens=20, seed=5)])[0]
+    stop = free.ids[6]
+    first = free.ids.index(stop)
+    params = SamplingParams(max_tokens=20, seed=5, stop_ids=(stop, 77))
+    stopped = generate(EmbeddedEngine(settings()), [PROMPTS[0]], [params])[0]
+    assert (stopped.ids, stopped.stop_reason) == (free.ids[: first + 1], "stop")
+    assert free.stop_reason == "length"
+
+
+def test_stop_strings_end_a_sequence_also_across_a_resumption() -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(chr(ord("A") + i) for i in ids)
+
+    def engine() -> EmbeddedEngine:
+        return EmbeddedEngine(settings(), {}, None, decode)
+
+    free = generate(engine(), [PROMPTS[0]], [SamplingParams(max_tokens=20, seed=5)])[0]
+    text = decode(free.ids)
+    stop = text[5:8]
+    end = text.find(stop) + 3
+    stopped = generate(engine(), [PROMPTS[0]], [SamplingParams(max_tokens=20, seed=5, stop=("none", stop))])[
+        0
+    ]
+    assert (decode(stopped.ids), stopped.stop_reason) == (text[:end], "stop")
+    resumed = SamplingParams(max_tokens=20 - end + 1, seed=5, stop=(stop,), num_resumed=end - 1)
+    rest = generate(engine(), [[*PROMPTS[0], *free.ids[: end - 1]]], [resumed])[0]
+    assert rest.ids == free.ids[end - 1 : end]
+    with pytest.raises(BackendError, match="decode"):
+        EmbeddedEngine(settings()).add(0, [1], SamplingParams(stop=("x",)))
+
+
+def test_the_longest_sequence_ends_with_length() -> None:
+    results = generate(
+        EmbeddedEngine(settings(), {"max_model_len": 12}), [[1] * 8], [SamplingParams(max_tokens=50)]
+    )
+    assert (len(results[0].ids), results[0].stop_reason) == (4, "length")
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 12])
+def test_prompts_that_cannot_be_continued_are_refused(prompt: list[int]) -> None:
+    with pytest.raises(BackendError, match="takes 1 to 11"):
+        EmbeddedEngine(settings(), {"max_model_len": 12}).add(0, prompt, SamplingParams())
+
+
+def test_tokens_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(BackendError, match="token 32"):
+        EmbeddedEngine(settings()).add(0, [1, 32], SamplingParams())
+
+
+def test_cancelled_requests_vanish_and_do_no_harm() -> None:
+    params = [SamplingParams(max_tokens=10, seed=i) for i in range(6)]
+    prompts = [[1, 4 + i] for i in range(6)]
+    alone = generate(EmbeddedEngine(settings()), prompts, params)
+    engine = EmbeddedEngine(settings(), {"max_running": 4})
+    for i in range(6):
+        engine.add(i, prompts[i], params[i])
+    for _ in range(3):
+        engine.step()
+    engine.cancel(1)
+    engine.cancel(5)
+    engine.cancel(99)
+    results = run(engine)
+    assert sorted(results) == [0, 2, 3, 4]
+    assert all(results[i].ids == alone[i].ids for i in results)
+
+
+def test_sleep_frees_the_cache_and_wake_goes_on() -> None:
+    params = [SamplingParams(max_tokens=10, seed=i) for i in range(2)]
+    whole = generate(EmbeddedEngine(settings()), PROMPTS[:2], params)
+    engine = EmbeddedEngine(settings())
+    for i in range(2):
+        engine.add(i, PROMPTS[i], params[i])
+    engine.step()
+    assert engine.cache_bytes > 0
+    engine.sleep()
+    assert engine.cache_bytes == 0
+    engine.wake()
+    assert {i: g.ids for i, g in run(engine).items()} == {i: g.ids for i, g in whole.items()}
+
+
+def test_bf16_generates_with_its_own_forward() -> None:
+    bf16 = ModelSettings("actor", architecture=ARCHITECTURES["llama"], seed=3, dtype="bf16")
+    results = generate(EmbeddedEngine(bf16), PROMPTS, [SamplingParams(max_tokens=6, seed=1)] * len(PROMPTS))
+    model = reference("llama").bfloat16()
+    for i, prompt in enumerate(PROMPTS):
+        expected = full_logprobs(model, prompt, results[i].ids, 1.0).float()
+        torch.testing.assert_close(torch.tensor(results[i].logprobs), expected, atol=0.15, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ({"model_type": "mamba", "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1}, "Mamba"),
+        ({"model_type": "bloom", "vocab_size": 32, "hidden_size": 32, "n_layer": 1, "n_head": 2}, "Bloom"),
+        ({"model_type": "gemma2", **SIZES, "head_dim": 8}, "sliding"),
+        ({"model_type": "t5"}, "actor"),
+        ({"model_type": "nonesuch"}, "nonesuch"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(architecture: dict[str, object], message: str) -> None:
+    with pytest.raises(BackendError, match=message) as caught:
+        EmbeddedEngine(ModelSettings("actor", architecture=architecture))
+    assert "\n" not in str(caught.value)
+
+
+def test_diverged_weights_are_reported() -> None:
+    engine = EmbeddedEngine(settings())
+    broken = {name: torch.full_like(p, float("nan")) for name, p in reference().named_parameters()}
+    engine.load_weights(iter(broken.items()), 1)
+    engine.add(0, [1], SamplingParams())
+    with pytest.raises(BackendError, match="NaN"):
+        engine.step()
+
+
+@pytest.mark.parametrize("options", [{"max_runing": 3}, {"max_running": 0}])
+def test_options_are_checked(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"max_runing|at least 1"):
+        EmbeddedEngine(settings(), options)
+
+
+def test_a_checkpoint_is_read(tmp_path: object) -> None:
+    model = reference()
+    model.save_pretrained(tmp_path)
+    engine = EmbeddedEngine(ModelSettings("actor", path=str(tmp_path)))
+    (result,) = generate(engine, [PROMPTS[1]], [SamplingParams(max_tokens=5)]).values()
+    expected = full_logprobs(model, PROMPTS[1], result.ids, 1.0)
+    torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=0)
+    with pytest.raises(BackendError, match="cannot build model 'actor'"):
+        EmbeddedEngine(ModelSettings("actor", path=str(tmp_path) + "/none"))

@@ -1,0 +1,115 @@
+"""Drawing tokens: known answers, support, distribution, and the counter-based numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hflow.backends.base import SamplingParams
+from hflow.backends.embedded_engine.sampling import SamplingRows, draw
+from hflow.backends.embedded_engine.uniform import seed_words, uniforms
+
+CPU = torch.device("cpu")
+PROBABILITIES = [0.4, 0.05, 0.3, 0.25]
+
+
+def drawn(params: SamplingParams, num: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
+    """`num` draws from PROBABILITIES with seeds 0, 1, ..."""
+    seeded = [SamplingParams(params.temperature, params.top_p, params.top_k, seed=i) for i in range(num)]
+    logits = torch.tensor(PROBABILITIES).log().expand(num, 4)
+    tokens, logprobs = draw(logits, SamplingRows.of(seeded, 4, CPU), np.zeros(num, np.int64))
+    return tokens.long(), logprobs
+
+
+def frequencies(tokens: torch.Tensor) -> list[float]:
+    return (torch.bincount(tokens, minlength=4) / len(tokens)).tolist()
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    tokens, logprobs = drawn(SamplingParams())
+    assert frequencies(tokens) == pytest.approx(PROBABILITIES, abs=0.025)
+    torch.testing.assert_close(logprobs.float(), torch.tensor(PROBABILITIES).log()[tokens])
+
+
+def test_temperature_divides_the_logits() -> None:
+    tokens, logprobs = drawn(SamplingParams(temperature=0.5))
+    squared = torch.tensor(PROBABILITIES) ** 2
+    expected = squared / squared.sum()
+    assert frequencies(tokens) == pytest.approx(expected.tolist(), abs=0.025)
+    torch.testing.assert_close(logprobs.float(), expected.log()[tokens])
+
+
+def test_temperature_0_is_greedy_with_log_probs_at_1() -> None:
+    tokens, logprobs = drawn(SamplingParams(temperature=0.0), 8)
+    assert set(tokens.tolist()) == {0}
+    assert logprobs.tolist() == pytest.approx([np.log(0.4)] * 8)
+
+
+@pytest.mark.parametrize(
+    ("params", "support"),
+    [
+        (SamplingParams(top_k=1), [0]),
+        (SamplingParams(top_k=2), [0, 2]),
+        (SamplingParams(top_p=0.4), [0]),
+        (SamplingParams(top_p=0.41), [0, 2]),
+        (SamplingParams(top_p=0.8), [0, 2, 3]),
+        (SamplingParams(top_p=0.5, top_k=2), [0]),
+        (SamplingParams(top_p=0.6, top_k=2), [0, 2]),
+        (SamplingParams(top_k=9), [0, 1, 2, 3]),
+    ],
+)
+def test_top_k_and_top_p_restrict_the_support(params: SamplingParams, support: list[int]) -> None:
+    tokens, logprobs = drawn(params)
+    assert sorted(set(tokens.tolist())) == support
+    kept = torch.tensor(PROBABILITIES)[support]
+    expected = torch.zeros(4).index_put((torch.tensor(support),), kept / kept.sum())
+    assert frequencies(tokens) == pytest.approx(expected.tolist(), abs=0.03)
+    torch.testing.assert_close(logprobs.float(), torch.tensor(PROBABILITIES).log()[tokens])
+
+
+def test_rows_with_different_parameters_do_not_mix() -> None:
+    params = [
+        SamplingParams(seed=5),
+        SamplingParams(0.0, seed=5),
+        SamplingParams(top_k=1, seed=5),
+        SamplingParams(2.0),
+    ]
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    positions = np.array([3, 9, 1, 4])
+    together = draw(logits, SamplingRows.of(params, 50, CPU), positions)
+    for i in range(4):
+        alone = draw(logits[i : i + 1], SamplingRows.of(params[i : i + 1], 50, CPU), positions[i : i + 1])
+        torch.testing.assert_close(alone[:, 0], together[:, i])
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    logits = torch.full((2000, 5), float("-inf"))
+    logits[:, 1], logits[:, 3] = 0.0, -20.0
+    rows = SamplingRows.of([SamplingParams(seed=i) for i in range(2000)], 5, CPU)
+    assert set(draw(logits, rows, np.zeros(2000, np.int64))[0].tolist()) <= {1.0, 3.0}
+
+
+def test_numbers_are_those_of_splitmix64() -> None:
+    """Seeding word 0 at position i gives SplitMix64's i-th output for state 0."""
+    words = np.zeros(3, np.uint64)
+    outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    expected = [(output >> 12) * 2.0**-52 for output in outputs]
+    assert uniforms(words, np.array([1, 2, 3])).tolist() == expected
+
+
+def test_numbers_are_uniform_over_seeds_and_over_positions() -> None:
+    over_positions = uniforms(np.repeat(seed_words([17]), 20_000), np.arange(20_000))
+    over_seeds = uniforms(seed_words(range(20_000)), np.full(20_000, 5))
+    for numbers in (over_positions, over_seeds):
+        assert 0 <= numbers.min() < 0.001
+        assert 0.999 < numbers.max() < 1
+        counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
+        assert counts.tolist() == pytest.approx([1000] * 20, abs=130)
+        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
+
+
+def test_seeds_of_any_size_and_sign_are_taken() -> None:
+    words = seed_words([-1, 2**64 - 1, 0, 2**70])
+    assert words[0] == words[1]
+    assert words[2] == words[3]

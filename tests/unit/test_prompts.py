@@ -1,0 +1,150 @@
+"""Datasets: files and generators, checked against the recipe's columns; the order of rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hflow.data.order import RowOrder
+from hflow.data.prompts import DataSettings, open_dataset
+from hflow.errors import DataError
+from hflow.types import Unit
+
+COLUMNS = {"prompt": Unit.TEXT, "score": Unit.SEQUENCE, "ids": Unit.TOKEN, "meta": Unit.JSON}
+ROWS = [
+    {"meta": {"a": [1]}, "prompt": f"é{i}\n", "score": i / 2, "ids": [i, 2], "unused": None} for i in range(7)
+]
+DECLARED = [{name: row[name] for name in COLUMNS} for row in ROWS]
+
+
+def jsonl(path: Path, lines: list[str]) -> str:
+    file = path / "data.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return str(file)
+
+
+def test_jsonl_rows_are_the_declared_columns(tmp_path: Path) -> None:
+    lines = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(ROWS)]
+    source = open_dataset(DataSettings(jsonl(tmp_path, ["", *lines[:3], "", "", *lines[3:], ""])), COLUMNS)
+    assert len(source) == 7
+    assert [source.row(i) for i in (6, 0, 3, 1, 2, 5, 4)] == [DECLARED[i] for i in (6, 0, 3, 1, 2, 5, 4)]
+    assert list(source.row(0)) == list(COLUMNS)
+
+
+def test_parquet_rows_are_the_declared_columns(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "data.parquet", row_group_size=3)
+    source = open_dataset(DataSettings(str(tmp_path / "data.parquet")), COLUMNS)
+    assert [source.row(i) for i in range(len(source))] == DECLARED
+
+
+def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, [json.dumps(row) for row in ROWS])
+    assert len(open_dataset(DataSettings(path, limit=3), COLUMNS)) == 3
+    assert len(open_dataset(DataSettings(path, limit=30), COLUMNS)) == 7
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"promt": "x"}', r"data.jsonl row 1: no column 'prompt' .*did you mean 'promt'"),
+        ('{"prompt": 3}', r"data.jsonl row 1: column 'prompt' is 3, the recipe declares a text"),
+        ('{"prompt": null}', r"row 1: column 'prompt' is None"),
+        ("[1, 2]", r"row 1 is a list"),
+        ('{"prompt": "x"', r"row 1 is no JSON"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
+    source = open_dataset(DataSettings(jsonl(tmp_path, ['{"prompt": "ok"}', line])), {"prompt": Unit.TEXT})
+    with pytest.raises(DataError, match=message):
+        source.row(1)
+
+
+@pytest.mark.parametrize(
+    ("unit", "value"),
+    [
+        (Unit.SEQUENCE, '"1"'),
+        (Unit.SEQUENCE, "[1]"),
+        (Unit.TOKEN, "1"),
+        (Unit.TOKEN, '["a"]'),
+        (Unit.TEXT, "{}"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_when_the_file_is_opened(
+    tmp_path: Path, unit: Unit, value: str
+) -> None:
+    with pytest.raises(DataError, match=r"row 0: column 'x' .* the recipe declares a"):
+        open_dataset(DataSettings(jsonl(tmp_path, [f'{{"x": {value}}}'])), {"x": unit})
+
+
+def test_a_parquet_file_without_the_column_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"question": ["x"]}), tmp_path / "d.parquet")
+    with pytest.raises(DataError, match=r"d.parquet: no column 'questions' .*did you mean 'question'"):
+        open_dataset(DataSettings(str(tmp_path / "d.parquet")), {"questions": Unit.TEXT})
+    (tmp_path / "e.parquet").write_text("not parquet")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        open_dataset(DataSettings(str(tmp_path / "e.parquet")), {"questions": Unit.TEXT})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (DataSettings(), "either a path or a generator"),
+        (DataSettings("a.jsonl", "addition"), "either a path or a generator"),
+        (DataSettings("none.jsonl"), "no data file none.jsonl"),
+        (DataSettings(generator="adition"), "did you mean 'addition'"),
+        (DataSettings(generator="addition", split="test"), r"choose one of \['heldout', 'train'\]"),
+    ],
+)
+def test_wrong_settings_say_what_to_change(settings: DataSettings, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_dataset(settings, {"prompt": Unit.TEXT})
+
+
+def test_other_formats_and_empty_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("x")
+    with pytest.raises(DataError, match=r"neither of .jsonl, .parquet"):
+        open_dataset(DataSettings(str(tmp_path / "d.csv")), {})
+    with pytest.raises(DataError, match="has no rows"):
+        open_dataset(DataSettings(jsonl(tmp_path, ["", ""])), {})
+
+
+def test_additions_are_all_pairs_and_500_are_held_out() -> None:
+    columns = {"prompt": Unit.TEXT, "answer": Unit.TEXT}
+    train = open_dataset(DataSettings(generator="addition"), columns)
+    heldout = open_dataset(DataSettings(generator="addition", split="heldout"), columns)
+    rows = [source.row(i) for source in (train, heldout) for i in range(len(source))]
+    assert (len(train), len(heldout)) == (9500, 500)
+    assert {row["prompt"] for row in rows} == {f"{a:02d}+{b:02d}=" for a in range(100) for b in range(100)}
+    assert all(int(row["prompt"][:2]) + int(row["prompt"][3:5]) == int(row["answer"]) for row in rows)
+    assert {len(row["answer"]) for row in rows} == {3}
+    with pytest.raises(DataError, match=r"no column 'solution'"):
+        open_dataset(DataSettings(generator="addition"), {"solution": Unit.TEXT})
+
+
+@given(st.integers(1, 50), st.integers(0, 2**31), st.integers(0, 4))
+def test_every_epoch_is_a_permutation(num_rows: int, seed: int, epoch: int) -> None:
+    order = RowOrder(num_rows, seed)
+    rows = [order.row(epoch * num_rows + i) for i in range(num_rows)]
+    assert sorted(rows) == list(range(num_rows))
+    assert rows == [RowOrder(num_rows, seed).row(epoch * num_rows + i) for i in range(num_rows)]
+
+
+def test_epochs_and_seeds_differ_and_order_can_be_kept() -> None:
+    order = RowOrder(100, 3)
+    first, second = [order.row(i) for i in range(100)], [order.row(i) for i in range(100, 200)]
+    assert first != second
+    assert first != [RowOrder(100, 4).row(i) for i in range(100)]
+    assert [RowOrder(100, 3, shuffle=False).row(i) for i in (0, 99, 100, 205)] == [0, 99, 0, 5]
+
+
+def test_ten_million_rows_are_no_trouble() -> None:
+    order = RowOrder(10_000_000, 1)
+    rows = [order.row(position) for position in range(1000)]
+    assert len(set(rows)) == 1000
+    assert max(rows) > 9_000_000

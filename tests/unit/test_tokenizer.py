@@ -1,0 +1,111 @@
+"""Tokenizers: characters, checkpoints, chat templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.errors import DataError
+from hflow.types import Tokenizer
+
+ALPHABET = "0123456789+= abcdefghijklmnopqrstuvwxyz[]:\n"
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '' }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TAGGED = "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+STRIPPING = "{% for m in messages %}{% if m.role == 'user' or loop.last %}[{{ m.role }}]{{ m.content }}\n{% endif %}{% endfor %}"
+TALK = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+def characters(chat_template: str | None = None) -> TextTokenizer:
+    return TextTokenizer(TokenizerSettings(alphabet=ALPHABET, chat_template=chat_template))
+
+
+def test_characters_are_tokens_in_alphabet_order() -> None:
+    tokenizer = characters()
+    assert isinstance(tokenizer, Tokenizer)
+    assert tokenizer.encode("01+ \n") == [4, 5, 14, 16, 4 + len(ALPHABET) - 1]
+    assert tokenizer.decode([1, 4, 5, 14, 16, 2]) == "01+ "
+    assert (tokenizer.bos_id, tokenizer.stop_ids, tokenizer.num_tokens) == (1, (2,), 4 + len(ALPHABET))
+
+
+def test_raw_prompts_begin_with_bos() -> None:
+    assert characters().prompt("0=") == [1, 4, 15]
+
+
+def test_join_learns_the_answer_and_its_end() -> None:
+    talk = characters().join("1+1=", "2")
+    assert talk.input_ids == (1, 5, 14, 5, 15, 6, 2)
+    assert talk.loss_mask == (False,) * 5 + (True,) * 2
+    assert set(talk.versions) == {-1}
+    assert (talk.completion, talk.reply, talk.num_tokens) == ("2", "2", 2)
+
+
+@pytest.mark.parametrize("text", ["12*3", "é"])
+def test_unknown_characters_are_named(text: str) -> None:
+    with pytest.raises(DataError, match=r"no token for '[*é]'"):
+        characters().encode(text)
+
+
+def test_a_saved_tokenizer_is_the_same_for_everybody(tmp_path: Path) -> None:
+    tokenizer = characters(PLAIN)
+    tokenizer.save(str(tmp_path))
+    again = TextTokenizer(TokenizerSettings(path=str(tmp_path)))
+    plain = AutoTokenizer.from_pretrained(tmp_path)
+    text = "12+30 = 42\n"
+    assert plain(text, add_special_tokens=False)["input_ids"] == again.encode(text) == tokenizer.encode(text)
+    assert again.decode(again.encode(text)) == text
+    assert (again.bos_id, again.stop_ids) == (1, (2,))
+    assert again.chat(TALK) == tokenizer.chat(TALK)
+    with pytest.raises(DataError, match="no token for"):
+        again.encode("*")
+
+
+def test_generation_defaults_add_stop_tokens(tmp_path: Path) -> None:
+    characters().save(str(tmp_path))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 2]}')
+    assert TextTokenizer(TokenizerSettings(path=str(tmp_path))).stop_ids == (2, 3)
+
+
+@pytest.mark.parametrize("template", [PLAIN, TAGGED])
+def test_chat_learns_what_assistants_say(template: str) -> None:
+    tokenizer = characters(template)
+    talk = tokenizer.chat(TALK)
+    learned = [i for i, flag in zip(talk.input_ids, talk.loss_mask, strict=True) if flag]
+    assert learned == [*tokenizer.encode("two"), 2, *tokenizer.encode("four"), 2]
+    assert tokenizer.decode(talk.input_ids) == "[user]one\n[assistant]two\n[user]three\n[assistant]four\n"
+    assert (talk.completion, talk.num_turns, talk.messages) == ("four", 2, tuple(TALK))
+
+
+def test_a_prompt_of_messages_opens_the_assistants_turn() -> None:
+    tokenizer = characters(PLAIN)
+    ids = tokenizer.template().prompt(TALK[:1])
+    assert tokenizer.decode(ids) == "[user]one\n[assistant]"
+
+
+@pytest.mark.parametrize(("last", "end"), [(2, []), (5, [2])])
+def test_a_continuation_closes_the_turn_if_the_model_did_not(last: int, end: list[int]) -> None:
+    tokenizer = characters(PLAIN)
+    ids = tokenizer.template().continuation([{"role": "user", "content": "go on"}], last)
+    assert ids == [*end, *tokenizer.encode("\n[user]go on\n[assistant]")]
+
+
+def test_what_cannot_be_done_is_said() -> None:
+    with pytest.raises(DataError, match="no chat template"):
+        characters().chat(TALK)
+    with pytest.raises(DataError, match=r"rewrites earlier turns.*generation"):
+        characters(STRIPPING).chat([*TALK, {"role": "user", "content": "five"}])
+    with pytest.raises(DataError, match="refuses the messages: be kind"):
+        characters("{{ raise_exception('be kind') }}").chat(TALK)
+    with pytest.raises(DataError, match="path of a checkpoint or an alphabet"):
+        TextTokenizer(TokenizerSettings())
+    with pytest.raises(DataError, match="no tokenizer can be read"):
+        TextTokenizer(TokenizerSettings(path="nowhere/at/all"))
+    with pytest.raises(DataError, match="'a' twice"):
+        TextTokenizer(TokenizerSettings(alphabet="aba"))

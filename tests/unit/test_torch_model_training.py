@@ -1,0 +1,224 @@
+"""Training: results depend on the data alone, not on how it is cut; and what is refused."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch_kit as kit
+
+from hflow.backends.base import OptimSettings, TrainShard
+from hflow.backends.torch_model.optim import learning_rate
+from hflow.data.batch import Column
+from hflow.errors import BackendError, RecipeError, RunError
+from hflow.types import Unit
+
+BATCH = kit.make_batch(kit.LENGTHS)
+
+
+def trained(call, shards, *, step=5, **changes):
+    backend = kit.model(len(shards), **changes)
+    return backend.train(call, shards, step), kit.weights(backend)
+
+
+def assert_same(got, wanted, atol=1e-5):
+    assert got[0] == pytest.approx(wanted[0], abs=10 * atol)
+    for name, tensor in wanted[1].items():
+        torch.testing.assert_close(got[1][name], tensor, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("name", kit.CALLS)
+def test_cuts_change_nothing(name):
+    wanted = trained(kit.CALLS[name], kit.whole(BATCH))
+    assert_same(trained(kit.CALLS[name], kit.whole(BATCH), tokens_per_microbatch=1), wanted)
+    assert_same(trained(kit.CALLS[name], kit.halves(BATCH), tokens_per_microbatch=13), wanted)
+    checkpointed = {"activation_checkpointing": True, "tokens_per_microbatch": 20}
+    assert_same(trained(kit.CALLS[name], kit.whole(BATCH), **checkpointed), wanted)
+
+
+def one_update(reduce, body=None, unit="token", **options):
+    """Loss of one update on the first six sequences, and the entries it was made of."""
+    seen = {}
+
+    def nll(out, seqs):
+        seen.update(loss=-out.logprobs.detach(), seqs=seqs)
+        return -out.logprobs
+
+    call = kit.call(body or nll, unit, [], reduce=reduce, **options)
+    metrics = kit.model().train(call, [TrainShard((BATCH.take(range(6)),))], 0)
+    return metrics, seen
+
+
+def test_reductions_by_hand():
+    metrics, seen = one_update("token-mean")
+    loss, seqs = seen["loss"], seen["seqs"]
+    parts = [loss[a:b][seqs.loss_mask[a:b]] for a, b in zip(seqs.offsets, seqs.offsets[1:], strict=False)]
+    sums = [part.sum().item() for part in parts]
+    assert metrics["loss"] == pytest.approx(sum(sums) / sum(len(part) for part in parts), rel=1e-5)
+    assert one_update("token-sum/50")[0]["loss"] == pytest.approx(sum(sums) / 50, rel=1e-5)
+    assert one_update("seq-mean-token-sum")[0]["loss"] == pytest.approx(sum(sums) / 6, rel=1e-5)
+    means = [part.mean().item() for part in parts]
+    assert one_update("seq-mean-token-mean")[0]["loss"] == pytest.approx(sum(means) / 6, rel=1e-5)
+    by_sequence = one_update("seq-mean", lambda out, seqs: -seqs.sum(out.logprobs), "sequence")
+    assert by_sequence[0]["loss"] == pytest.approx(sum(sums) / 6, rel=1e-5)
+    by_group = one_update("group-mean", lambda out, seqs: -seqs.group_sum(seqs.sum(out.logprobs)), "group")
+    assert by_group[0]["loss"] == pytest.approx(sum(sums) / 3, rel=1e-5)
+
+
+def test_masked_sequences_count_nowhere():
+    kept = [row for row in range(len(BATCH)) if BATCH.columns["keep"].values[row]]
+    call = kit.CALLS["mask"]
+    plain = dataclasses.replace(call, options={"reduce": "token-mean"})
+    masked = trained(call, [TrainShard((BATCH,))])
+    assert_same(masked, trained(plain, [TrainShard((BATCH.take(kept),))]))
+    learned = BATCH.take(kept).columns["loss_mask"].values.sum()
+    assert masked[0]["num_tokens"] == learned
+
+
+def test_metrics_are_means_over_valid_entries():
+    def body(out, seqs):
+        ones = torch.ones_like(out.logprobs)
+        return -out.logprobs, {
+            "token": torch.where(seqs.loss_mask, 2.0, 1e9),
+            "length": seqs.lengths,
+            "length.max": seqs.lengths,
+            "length.min": seqs.lengths,
+            "learned.sum": ones,
+            "number": 3,
+            "flag": seqs.loss_mask,
+        }
+
+    call = kit.call(body, "token", [], metrics=True, reduce="token-mean")
+    metrics = kit.model(tokens_per_microbatch=13).train(call, kit.halves(BATCH), 0)
+    assert metrics["token"] == pytest.approx(2)
+    assert metrics["length"] == pytest.approx(np.mean(kit.LENGTHS))
+    assert (metrics["length.max"], metrics["length.min"]) == (12, 2)
+    assert metrics["learned.sum"] == metrics["num_tokens"] == BATCH.columns["loss_mask"].values.sum()
+    assert (metrics["number"], metrics["flag"]) == (3, 1)
+
+
+def test_a_minibatch_of_which_nothing_is_learned_is_skipped():
+    nothing = BATCH.take([2, 3])
+    nothing = nothing.with_columns({"loss_mask": Column(Unit.TOKEN, np.zeros(nothing.num_tokens, bool))})
+    call = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-mean")
+    first, last = BATCH.take([0, 1]), BATCH.take([4, 5])
+    got = trained(call, [TrainShard((first, nothing, last))])
+    assert_same(got, trained(call, [TrainShard((first, last))]))
+    metrics, weights = trained(call, [TrainShard((nothing, nothing.take([])))])
+    assert metrics == {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "num_tokens": 0.0}
+    start = kit.weights(kit.model())
+    assert all(torch.equal(weights[name], start[name]) for name in start)
+
+
+def test_loglinear_prox_moves_with_the_updates():
+    seen = []
+
+    def body(out, prox_logprobs, behav_logprobs, versions):
+        seen.append((prox_logprobs, behav_logprobs, versions, out.logprobs.detach()))
+        return (out.logprobs - prox_logprobs).square()
+
+    reads = [kit.read(name, Unit.TOKEN) for name in ("prox_logprobs", "behav_logprobs", "versions")]
+    call = kit.call(body, "token", reads, reduce="token-mean", prox="loglinear", epochs=2)
+    kit.model().train(call, [TrainShard((BATCH.take([0, 1]), BATCH.take([2, 3])))], 5)
+    assert len(seen) == 4
+    for update, (prox, behav, versions, theta) in enumerate(seen):
+        # Tokens of versions 3, 4 and 5; the step's start is 5 and this update 5 + update / 4.
+        age = (5 + update / 4) - versions
+        alpha = torch.where((age > 0) & (versions >= 0), ((5 - versions) / age).clamp(0, 1), 0.0)
+        torch.testing.assert_close(prox, behav + alpha * (theta - behav))
+
+
+def test_prox_metrics_report_the_approximation():
+    def body(out, prox_logprobs):
+        return (out.logprobs - prox_logprobs).square()
+
+    reads = [kit.read("prox_logprobs", Unit.TOKEN)]
+    call = kit.call(body, "token", reads, reduce="token-mean", prox="metrics")
+    (exact,) = kit.model().infer(kit.LOGPROBS, [BATCH])
+    prox = Column(Unit.TOKEN, exact.columns["result"].values)
+    old = Column(Unit.TOKEN, np.where(BATCH.columns["loss_mask"].values, 3, -1))
+    batch = BATCH.with_columns({"prox_logprobs": prox, "versions": old})
+    metrics = kit.model().train(call, [TrainShard((batch,))], 5)
+    # All tokens are two versions old and theta is prox: the library's rule is exact, the fixed
+    # one goes 2 / 3 of the way.
+    mask = BATCH.columns["loss_mask"].values
+    gap = np.abs(prox.values - BATCH.columns["behav_logprobs"].values)[mask].mean()
+    assert metrics["prox_error"] == pytest.approx(0, abs=1e-5)
+    assert metrics["prox_error_fixed"] == pytest.approx(gap / 3, rel=1e-3)
+
+
+def test_bf16_learns():
+    call = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-mean", epochs=15)
+    for changes in ({}, {"activation_checkpointing": True}):
+        backend = kit.model(dtype="bf16", **changes)
+        first = backend.train(
+            dataclasses.replace(call, options={"reduce": "token-mean"}), kit.whole(BATCH), 0
+        )
+        last = backend.train(call, kit.whole(BATCH), 1)
+        assert last["loss"] < 0.95 * first["loss"]
+        assert {tensor.dtype for tensor in kit.weights(backend).values()} == {torch.bfloat16}
+        assert {p.dtype for p in backend._runner.module.parameters()} == {torch.float32}
+
+
+def test_clipping_and_decay_follow_adamw():
+    """One update equals torch's own clipping and AdamW on the HF model's gradient."""
+    optim = OptimSettings(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=0.5)
+    backend, other = kit.model(optim=optim), kit.model(optim=optim)
+    batch = BATCH.take([0, 1])
+    call = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-mean")
+    metrics = backend.train(call, [TrainShard((batch,))], 0)
+    model, ids = other._model, torch.tensor(batch.columns["input_ids"].values)
+    model.set_attn_implementation("eager")
+    losses = []
+    for start, end in zip(batch.offsets, batch.offsets[1:], strict=False):
+        logprobs = torch.log_softmax(model(ids[None, start:end]).logits[0, :-1], -1)
+        mask = torch.tensor(batch.columns["loss_mask"].values[start + 1 : end])
+        losses.append(-logprobs.gather(1, ids[start + 1 : end, None])[mask, 0])
+    torch.cat(losses).mean().backward()
+    parameters = list(model.parameters())
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    decays = [[p for p in parameters if (p.dim() >= 2) is matrix] for matrix in (True, False)]
+    groups = [{"params": decays[0], "weight_decay": 0.1}, {"params": decays[1], "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=1e-2, eps=1e-3).step()
+    for name, tensor in model.named_parameters():
+        torch.testing.assert_close(kit.weights(backend)[name], tensor.detach(), atol=1e-5, rtol=0)
+
+
+def test_learning_rates():
+    settings = OptimSettings(lr=2.0, warmup_steps=4, schedule="linear", total_steps=10, min_lr_ratio=0.5)
+    assert [learning_rate(settings, n) for n in (0, 3, 4, 9, 14, 99)] == [0.5, 2.0, 2.0, 1.5, 1.0, 1.0]
+    cosine = dataclasses.replace(settings, schedule="cosine", min_lr_ratio=0.0)
+    assert learning_rate(cosine, 4 + 5) == pytest.approx(1 + math.cos(math.pi / 2))
+    assert learning_rate(OptimSettings(lr=3.0), 1000) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("unit", "reduce"),
+    [("token", None), ("token", "seq-mean"), ("sequence", "token-mean"), ("token", "token-sum/0")],
+)
+def test_a_reduction_of_another_unit_is_refused(unit, reduce):
+    with pytest.raises(RecipeError, match=f"a loss per {unit} cannot be reduced by"):
+        one_update(reduce, unit=unit)
+
+
+def test_losses_that_are_none_are_refused():
+    with pytest.raises(RunError, match="does not depend on the model's output"):
+        one_update("token-mean", lambda out: out.logprobs.detach())
+    with pytest.raises(RunError, match="is per token, so its shape must start with"):
+        one_update("token-mean", lambda out: -out.logprobs.mean())
+    with pytest.raises(RunError, match=r"the gradient's norm is nan at update 0 of step 0"):
+        one_update("token-mean", lambda out: out.logprobs * math.nan)
+
+
+def test_a_frozen_model_is_not_trained():
+    with pytest.raises(BackendError, match="'actor' is frozen"):
+        kit.model(trainable=False).train(kit.CALLS["token-mean"], kit.whole(BATCH), 0)
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(BackendError, match="needs total_steps"):
+        kit.model(optim=OptimSettings(schedule="cosine"))
+    with pytest.raises(BackendError, match="'step' is not one of"):
+        kit.model(optim=OptimSettings(schedule="step"))
