@@ -2,9 +2,10 @@
 
     hflow run recipes/grpo.py
 
-The held-out accuracy (`eval_gen/accuracy`) rises from the starting checkpoint's; the share of
-right answers among the samples (`actor_gen/reward`) rises with it. With `max_staleness=0` and
-`prox="none"` the loss is plain clipped PPO.
+Starts from the checkpoint of `recipes/sft.py`, which adds two-digit numbers about half the time.
+Expect the held-out accuracy (`eval_gen/accuracy`, every 20 steps) to rise to about 0.8 in 280
+steps, and the share of right samples (`actor_gen/reward`) with it. With `max_staleness=0`,
+`prox="none"` makes the loss plain clipped PPO.
 """
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use

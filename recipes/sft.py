@@ -2,8 +2,8 @@
 
     hflow run recipes/sft.py
 
-`sft_train/loss` falls at once; the held-out accuracy (`eval_gen/accuracy`, every 50 steps) rises
-after it.
+Expect the loss to fall at once, and the held-out accuracy (`eval_gen/accuracy`, every 50 steps) to
+leave 0 after some 150 steps of two-digit addition and to reach about 0.5 after 300.
 """
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from hflow.graph.ir import Where
@@ -12,18 +13,13 @@ from hflow.graph.ir import Where
 
 def caller() -> Where:
     """The innermost line of code on the stack that is not part of `hflow.dsl`."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hflow.dsl"):
-        frame = frame.f_back
+    frame = _user_frame()
     return Where(shown(frame.f_code.co_filename), frame.f_lineno)
 
 
 def caller_module() -> str:
     """The name of the module whose code `caller` finds."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hflow.dsl"):
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__", ""))
+    return _module(_user_frame())
 
 
 def place_of(body: Callable[..., Any]) -> Where:
@@ -36,3 +32,14 @@ def shown(path: str) -> str:
     """A path as messages show it: relative where it lies below the working directory."""
     here = os.getcwd() + os.sep
     return path.removeprefix(here)
+
+
+def _user_frame() -> FrameType:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _module(frame).startswith("hflow.dsl"):
+        frame = frame.f_back
+    return frame
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -62,7 +62,7 @@ def behind_batch(graph: Graph) -> frozenset[str]:
     """Nodes that can only run once a step's batch is formed.
 
     These are the batch nodes, all that depends on one by data, and per-sample or per-group nodes
-    with a cadence (`every`, `after`), as steps are what it counts. Sources are never among them.
+    with a cadence (`every`, `after`), as steps are what it counts. Root sources are never among them.
     """
     bound = {node.name for node in graph.nodes if _waits_for_batch(node)}
     data = nx.DiGraph((e.src, e.dst) for e in graph.edges if e.kind is EdgeKind.DATA and e.lag == 0)

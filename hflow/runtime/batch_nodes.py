@@ -15,8 +15,19 @@ def fires(node: ScheduledNode, step: int, data: RunData) -> bool:
     num_steps = data.progress.num_steps
     evaluation = data.evaluations.get(node.stream)
     if evaluation is None:
-        return node_fires(node, step, num_steps)
+        return node_fires(node, step, num_steps) or _is_late(node, step, data)
     return evaluation.happens_at(step) and (step == num_steps or on_beat(step, node.every, node.after))
+
+
+def _is_late(node: ScheduledNode, step: int, data: RunData) -> bool:
+    """Whether a node that fires at the last step is owed one, as that step was not known to be the last.
+
+    So is the case where the dataset ends early. It fires in the final cycle, when the weights are
+    still those that the last step left; nodes that want an exact version cannot be late.
+    """
+    progress = data.progress
+    plain = node.at_end and not node.reads and not node.writes
+    return plain and step == progress.num_steps and progress.fired[node.name] < step - 1
 
 
 def fire_batch_nodes(data: RunData) -> None:
@@ -32,7 +43,9 @@ def settle_batch_nodes(data: RunData) -> None:
     for device in data.devices:
         _move(device, data)
     progress = data.progress
-    while progress.reported < min(progress.formed, progress.steps_settled(progress.settled)):
+    final = progress.formed == progress.num_steps and data.has_side_nodes
+    steps = min(progress.formed + final, progress.steps_settled(progress.settled))
+    while progress.reported < steps:
         data.emit(StepDone(progress.reported))
         progress.reported += 1
 
@@ -41,7 +54,7 @@ def finish_node(name: str, step: int, data: RunData) -> None:
     """A batch node reports that it is done for a step."""
     device = next((d for d in data.devices if d.running is not None and d.running.name == name), None)
     assert device is not None, f"{name} does not run"
-    data.progress.finish(name, step)
+    data.progress.finish(name, step, device.cycle)
     device.running = None
     device.step_forward()
 
@@ -79,9 +92,10 @@ def _fire(device: DeviceOrder, data: RunData) -> bool:
     node, step = device.next_node, device.cycle
     if node is None or not fires(node, step, data) or not _is_ready(node, step, data):
         return False
+    late = node.stream == data.rollout.stream.name and step == data.progress.num_steps
     device.running = node
-    data.progress.start(node, step)
-    data.emit(RunBatch(node.name, step))
+    data.progress.start(node, step - late)
+    data.emit(RunBatch(node.name, step - late))
     return True
 
 
@@ -97,11 +111,15 @@ def _is_ready(node: ScheduledNode, step: int, data: RunData) -> bool:
 
 def _is_formed(stream: str, step: int, data: RunData) -> bool:
     evaluation = data.evaluations.get(stream)
-    return step in evaluation.formed if evaluation is not None else step < data.progress.formed
+    if evaluation is not None:
+        return step in evaluation.formed
+    return step < data.progress.formed or step == data.progress.num_steps
 
 
 def _is_past(node: ScheduledNode, step: int, data: RunData) -> bool:
-    return data.progress.settled[node.name] >= step or not fires(node, step, data)
+    if data.progress.settled[node.name] >= step:
+        return True
+    return node.name not in data.progress.running and not fires(node, step, data)
 
 
 def _has_versions(node: ScheduledNode, step: int, data: RunData) -> bool:

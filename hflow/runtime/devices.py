@@ -45,6 +45,11 @@ class Engine:
         """Whether it has confirmed all that it was told."""
         return self.state in (EngineState.ASLEEP, EngineState.AWAKE)
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether it is being given new weights."""
+        return self.state is EngineState.WAKING and self.target != self.version
+
 
 @dataclass(eq=False)
 class DeviceOrder:

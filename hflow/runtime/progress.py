@@ -13,8 +13,10 @@ class Progress:
     Attributes:
         num_steps: steps that there will be; fewer than planned once the dataset is exhausted.
         formed: batches of the trained stream formed so far.
-        reported: leading steps at which every batch node is settled (`StepDone`).
+        reported: leading steps at which every batch node is settled (`StepDone`); with side streams
+            that have batch nodes, the final cycle counts as one.
         settled: batch node -> the last step for which it is done or was passed over.
+        fired: batch node -> the last step at which it fired.
         running: batch node at work -> its step.
         version: model -> leading steps at which its writers are settled. Only models that have writers.
         touched: model -> the last step at which a writer started to change it.
@@ -26,6 +28,7 @@ class Progress:
         self.reported = 0
         nodes = [node for node in schedule.nodes if node.level is Level.BATCH]
         self.settled = {node.name: -1 for node in nodes}
+        self.fired = dict.fromkeys(self.settled, -1)
         self.running: dict[str, int] = {}
         self._writers: dict[str, list[str]] = {}
         for node in nodes:
@@ -40,16 +43,16 @@ class Progress:
 
     def start(self, node: ScheduledNode, step: int) -> None:
         """A batch node fires."""
-        assert self.settled[node.name] < step, f"{node.name} fires twice at step {step}"
-        self.running[node.name] = step
+        assert self.fired[node.name] < step, f"{node.name} fires twice at step {step}"
+        self.running[node.name] = self.fired[node.name] = step
         for model in node.writes:
             self.touched[model] = step
 
-    def finish(self, name: str, step: int) -> None:
-        """A batch node is done for a step."""
+    def finish(self, name: str, step: int, cycle: int) -> None:
+        """A batch node is done for a step, which is that of its cycle unless it was late."""
         assert self.running.get(name) == step, f"{name} does not run step {step}"
         del self.running[name]
-        self.settled[name] = step
+        self.settled[name] = cycle
         self._advance_versions()
 
     def pass_over(self, name: str, step: int) -> None:

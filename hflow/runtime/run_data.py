@@ -39,6 +39,11 @@ class RunData:
     streams: tuple[StreamState, ...]
     """The trained stream, then side streams."""
 
+    @property
+    def has_side_nodes(self) -> bool:
+        """Whether side streams have batch nodes, so that the final cycle is reported too."""
+        return len(self.trained_nodes) < len(self.batch_needs)
+
     def readers_of(self, model: str) -> list[Engine]:
         """Engines that are given a model's weights."""
         return [engine for engine in self.engines.values() if model in engine.models]

@@ -200,7 +200,7 @@ class RunState:
     def _is_over(self) -> bool:
         progress = self.data.progress
         return (
-            progress.reported == progress.num_steps
+            progress.reported == progress.num_steps + self.data.has_side_nodes
             and all(device.cycle > progress.num_steps for device in self.data.devices)
             and all(progress.num_steps in e.formed for e in self.data.evaluations.values())
             and all(engine.is_settled for engine in self.data.engines.values())

@@ -50,6 +50,8 @@ def update_engines(data: RunData) -> None:
 
 def blocks_writer(engine: Engine, step: int, data: RunData) -> bool:
     """Whether the weights of the start of `step` must reach an engine before they change."""
+    if engine.is_loading:
+        return True
     return (
         data.progress.is_untouched(engine.models, step)
         and not engine.is_held

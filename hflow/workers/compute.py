@@ -67,7 +67,7 @@ class Computes:
         arguments: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
         for order in orders:
             program = self._programs[order.node]
-            inputs = self._store.gather_held(program.stream, read_fields(program), order.samples)
+            inputs = self._store.gather_held(program.stream, read_fields(program, program.stream), order.samples)
             if inputs is None:
                 sink([Failed(order.node, order.key, "failed", RELEASED)])
                 continue
@@ -137,11 +137,11 @@ class Computes:
         self._on_error(error)
 
 
-def read_fields(program: NodeProgram) -> list[str]:
-    """`stream/field` names of what a body needs; PerToken floats are masked as they are bound."""
+def read_fields(program: NodeProgram, stream: str) -> list[str]:
+    """`stream/field` names of what a body on `stream` needs; PerToken floats are masked when bound."""
     fields = {f"{read.stream}/{read.field}" for read in program.reads}
     if any(read.unit is Unit.TOKEN for read in program.reads):
-        fields.add(f"{program.stream}/loss_mask")
+        fields.add(f"{stream}/loss_mask")
     return sorted(fields)
 
 

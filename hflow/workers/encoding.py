@@ -83,7 +83,7 @@ class Encoder:
         program = self._programs[order.node]
         (sample,) = order.samples
         source = program.reads[0].stream
-        inputs = self._store.gather_held(source, read_fields(program), order.samples)
+        inputs = self._store.gather_held(source, read_fields(program, source), order.samples)
         if inputs is None:
             return Failed(order.node, order.key, "failed", RELEASED)
         result, failure = self._call(program, bind_rows(program, inputs, "sample"))

@@ -7,6 +7,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from hflow.backends.base import Generated, SamplingParams
@@ -40,7 +41,6 @@ class EpisodeEngine:
         self._tokenizer = tokenizer
         stop_ids = tuple(dict.fromkeys((*params.stop_ids, *tokenizer.stop_ids)))
         self._params = dataclasses.replace(params, stop_ids=stop_ids, seed=seed)
-        self._random = random.Random(seed)
 
     async def complete(
         self,
@@ -92,6 +92,10 @@ class EpisodeEngine:
     def time(self) -> float:
         """Seconds since the epoch."""
         return time.time()
+
+    @cached_property
+    def _random(self) -> random.Random:
+        return random.Random(self._params.seed)
 
     def _opened(self, prompt: str | Sequence[Mapping[str, Any]] | Trajectory) -> Trajectory:
         """The trajectory that the next token is drawn behind."""

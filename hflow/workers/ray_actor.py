@@ -31,7 +31,7 @@ LANES = {"device": 1, "poll": 1, "data": 2}
 """Lane -> messages that it runs at once."""
 
 
-class _Actor:
+class WorkerProcess:
     """One device's process. Built in two steps, so that all processes import at the same time."""
 
     def __init__(self, index: int) -> None:
@@ -125,5 +125,6 @@ def _fetched(references: list[Any]) -> Iterator[Bucket]:
         yield ray.get(reference)
 
 
-RayWorker: Any = ray.remote(concurrency_groups=LANES)(_Actor)
+_remote: Any = ray.remote
+RayWorker = _remote(concurrency_groups=LANES)(WorkerProcess)
 """The actor class."""

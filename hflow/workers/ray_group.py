@@ -96,19 +96,17 @@ class RayWorkers(Workers):
     async def wake(self, replica: str, version: int) -> None:
         """Publish weights where the route says so, and bring engines to the version."""
         route = next((route for route in self._plan.weights if route.dst == replica), None)
-        workers = self._plan.replica(replica).workers
-        published = None
-        waiting = []
+        waiting, published = [], None
         if route is not None and route.how == "pull" and self._versions.get(replica) != version:
             sources = self._plan.replica(route.src).workers
-            doing = f"sending weights {version} of {route.src}"
-            sent = {worker: self._send(worker, "publish", route.src) for worker in sources}
+            sent = self._send_all("publish", dict.fromkeys(sources, (route.src,)))
             published = sent[sources[0]]
-            waiting = [self._on_device(worker, doing, ref) for worker, ref in sent.items()]
+            waiting.append(self._wait_all(f"sending weights {version} of {route.src}", sent))
         self._versions[replica] = version
-        arguments = dict.fromkeys(workers, (replica, version, published))
-        loading = self._on_devices(f"loading weights {version} of {replica}", "wake", arguments)
-        await asyncio.gather(loading, *waiting)
+        workers = self._plan.replica(replica).workers
+        sent = self._send_all("wake", dict.fromkeys(workers, (replica, version, published)))
+        waiting.append(self._wait_all(f"loading weights {version} into {replica}", sent))
+        await asyncio.gather(*waiting)
 
     async def sleep(self, replica: str) -> None:
         """Interrupt engines."""
@@ -158,8 +156,13 @@ class RayWorkers(Workers):
         self, doing: str, method: str, arguments: Mapping[int, tuple[Any, ...]]
     ) -> list[Any]:
         """Send a message to several devices and wait for all; the first error ends the wait."""
-        sent = {worker: self._send(worker, method, *given) for worker, given in arguments.items()}
-        return await asyncio.gather(*(self._on_device(w, doing, ref) for w, ref in sent.items()))
+        return await self._wait_all(doing, self._send_all(method, arguments))
+
+    def _send_all(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        return {worker: self._send(worker, method, *given) for worker, given in arguments.items()}
+
+    def _wait_all(self, doing: str, sent: Mapping[int, Any]) -> asyncio.Future[list[Any]]:
+        return asyncio.gather(*(self._on_device(worker, doing, ref) for worker, ref in sent.items()))
 
     async def _on_device(self, worker: int, doing: str, reference: Any) -> Any:
         self._doing[worker].append(doing)

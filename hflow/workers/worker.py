@@ -16,8 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
-
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
 from hflow.workers.base import ComputeOrder, GroupOrder, NodeResult, NodeTask, Report, Span, WorkerSetup
@@ -48,7 +46,6 @@ class Worker:
         setup: WorkerSetup,
         hosted: Sequence[int],
         member: Membership | None = None,
-        num_threads: int | None = None,
     ) -> None:
         """Join the world, build models, engines, tokenizers and the pool.
 
@@ -56,10 +53,7 @@ class Worker:
             setup: what to build.
             hosted: the worker indices that live here.
             member: this process's place among several; None where all indices live here.
-            num_threads: that torch may use for one operation; None leaves it as it is.
         """
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
         self._setup = setup
         self._plan = setup.plan
         self._hosted = tuple(hosted)

@@ -305,7 +305,8 @@ class World:
     def _do_StepDone(self, what: ev.StepDone) -> None:
         assert what.step == len(self.steps_done)
         for node in self.schedule.nodes:
-            if node.level is Level.BATCH and self._fires(node.name, what.step):
+            late = node.at_end and self.state.data.progress.num_steps < self.schedule.num_steps
+            if node.level is Level.BATCH and self._fires(node.name, what.step) and not late:
                 assert (node.name, what.step) in self.done
         self.steps_done.append(what.step)
 
@@ -326,7 +327,8 @@ class World:
         if self.finish.reason == "stopped":
             return
         num_steps = len(self.batches[self.trained.name])
-        assert self.steps_done == list(range(num_steps))
+        side_nodes = any(n.level is Level.BATCH and n.stream != self.trained.name for n in self.schedule.nodes)
+        assert self.steps_done == list(range(num_steps + side_nodes))
         assert num_steps == self.schedule.num_steps or self.finish.reason == "dataset exhausted"
         for stream in self.schedule.streams[1:]:
             assert num_steps in self.batches[stream.name], "no evaluation at the end"
@@ -339,5 +341,5 @@ class World:
             steps = {step for name, step in self.fired if name == node.name}
             if node.stream != self.trained.name:
                 assert steps == set(self.batches[node.stream]), f"{node.name} fired at {steps}"
-            elif num_steps == self.schedule.num_steps or not node.at_end:
+            elif num_steps == self.schedule.num_steps or not (node.at_end and node.reads):
                 assert steps == {k for k in range(num_steps) if node_fires(node, k, num_steps)}

@@ -131,7 +131,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         max_staleness=draw(st.integers(0, 3)),
         sync_every=draw(st.integers(1, 3)),
         max_concurrent=draw(st.integers(1, 12)),
-        max_refused_per_step=10**6,
+        max_refused_per_step=60,
     )
 
 

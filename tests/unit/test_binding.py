@@ -103,7 +103,7 @@ def test_fields_of_other_streams_and_made_fields():
 
 
 def test_a_missing_field_is_named():
-    with pytest.raises(RunError, match="lacks 'rewards'.*did you mean 'reward'"):
+    with pytest.raises(RunError, match=r"lacks 'rewards'.*did you mean 'reward'"):
         bound(read("rewards", Unit.SEQUENCE))
 
 
@@ -176,7 +176,7 @@ def test_unpack_rows_of_a_group():
 
 def test_unpack_rows_says_what_is_wrong():
     one, group = batch().take([1]), batch().take([0, 1])
-    with pytest.raises(RunError, match="'b' is per token, so it must be a list of 3 numbers.*2 of them"):
+    with pytest.raises(RunError, match=r"'b' is per token, so it must be a list of 3 numbers.*2 of them"):
         unpack_rows("score", Body(returns=(("b", "token"),)), [1, 2], one, "sample")
     with pytest.raises(RunError, match="'a' must be a list of 2 values, the body returned 3 values"):
         unpack_rows("score", Body(returns=(("a", "sequence"),)), [1, 2, 3], group, "group")

@@ -12,9 +12,20 @@ from hflow.errors import DataError
 from hflow.types import Tokenizer
 
 ALPHABET = "0123456789+= abcdefghijklmnopqrstuvwxyz[]:\n"
-PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '' }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-TAGGED = "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-STRIPPING = "{% for m in messages %}{% if m.role == 'user' or loop.last %}[{{ m.role }}]{{ m.content }}\n{% endif %}{% endfor %}"
+OPENING = "{% if add_generation_prompt %}[assistant]{% endif %}"
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '' }}"
+    "{{ '\\n' }}{% endfor %}" + OPENING
+)
+TAGGED = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<eos>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\\n' }}"
+    "{% endfor %}" + OPENING
+)
+STRIPPING = (
+    "{% for m in messages %}{% if m.role == 'user' or loop.last %}[{{ m.role }}]{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
 TALK = [
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": "two"},

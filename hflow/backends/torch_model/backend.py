@@ -82,6 +82,11 @@ class TorchModel(ModelBackend):
         runner = self._runner
         return weights.named_weights(self._model, runner.module.head, self.settings.head, runner.dtype)
 
+    def shared_module(self) -> nn.Module | None:
+        """The HF model, where it is whole and computes in the precision of its fp32 weights."""
+        is_whole = self.group is None and self.settings.dtype == "fp32"
+        return self._model if is_whole and self.settings.head == "lm" else None
+
     def save(self, directory: str) -> None:
         """Write the model in HF layout (`config.json`, safetensors); a collective."""
         is_writer = self.group is None or dist.get_rank(self.group) == 0

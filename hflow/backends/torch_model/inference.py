@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hflow.backends.base import Call
 from hflow.backends.torch_model.inputs import Packed, prepare
@@ -21,20 +20,20 @@ from hflow.types import Output, Unit
 def infer(runner: Runner, call: Call, shards: Sequence[Batch]) -> list[Batch]:
     """Run an infer body over shards; a batch of the returned fields for each, in its own order."""
     runner.module.eval()
-    parts = [prepare(shard, runner.module.kind) for shard in shards if len(shard)]
-    merged = Batch.concat(parts) if parts else None
+    filled = [prepare(shard, runner.module.kind) for shard in shards if len(shard)]
+    merged = Batch.concat(filled) if filled else None
     rows = [] if merged is None else runner.cutting.rows(call, merged)
-    microbatches = [] if merged is None else [merged.take(these) for these in rows]
     results = [
-        runner.forward(batch, call, lambda packed, output, _: _fields(call, packed, output))
-        if is_real
-        else runner.forward(batch, call, _nothing)
-        for batch, is_real in runner.evened(microbatches, runner.cutting.most(len(rows)))
+        runner.forward(merged.take(these), call, lambda packed, output: _fields(call, packed, output))
+        for these in rows
+        if merged is not None
     ]
-    if merged is None:
+    for _ in range(runner.cutting.most(len(rows)) - len(rows)):
+        runner.idle()
+    if not results:
         return [_no_rows(call, shard) for shard in shards]
     order = np.argsort(np.concatenate([np.asarray(these) for these in rows]))
-    whole = Batch.concat(results[: len(rows)]).take(order)
+    whole = Batch.concat(results).take(order)
     bounds = accumulate((len(shard) for shard in shards), initial=0)
     return [whole.take(np.arange(start, end)) for start, end in pairwise(bounds)]
 
@@ -44,10 +43,6 @@ def _fields(call: Call, packed: Packed, output: Output) -> Batch:
     result = call.body(**bind(call, packed.batch, packed.seqs, output))
     columns, _ = unpack(call.node, call, result, packed.batch, packed.seqs)
     return Batch(packed.batch.samples, packed.batch.groups, packed.batch.lengths, columns)
-
-
-def _nothing(packed: Packed, output: Output, anchor: Tensor) -> Batch:
-    return packed.batch
 
 
 def _no_rows(call: Call, shard: Batch) -> Batch:

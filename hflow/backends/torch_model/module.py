@@ -26,14 +26,14 @@ class PackedModel(nn.Module):
     def forward(
         self,
         packed: Packed,
-        consume: Callable[[Output, Tensor], Result],
+        consume: Callable[[Output], Result] | None,
         temperature: float = 1.0,
         wanted: set[str] | None = None,
-    ) -> Result:
-        """Run the backbone and hand its output to `consume`, whose result is returned.
+    ) -> Result | Tensor:
+        """Run the backbone and return what `consume` makes of its output.
 
-        `consume` also gets an anchor: a zero that depends on every weight. FSDP expects the same
-        weights to have gradients on all ranks, whatever their micro-batches hold.
+        Without `consume` the result is a zero that depends on every weight: a rank with nothing to
+        do takes part in the gathering of weights and in the reduction of gradients by it.
         """
         hidden = self.backbone(
             input_ids=packed.input_ids[None],
@@ -41,9 +41,10 @@ class PackedModel(nn.Module):
             use_cache=False,
             packed_layout=packed.layout,
         ).last_hidden_state[0]
-        anchor = self.head(hidden[:0]).sum()
+        if consume is None:
+            nothing: Tensor = self.head(hidden[:0]).sum()
+            return nothing
         if self.kind == "lm":
-            return consume(
-                LmOutput(hidden, self.head, packed, temperature, set() if wanted is None else wanted), anchor
-            )
-        return consume(ScalarOutput(hidden, self.head, packed, self.kind), anchor)
+            wanted = set() if wanted is None else wanted
+            return consume(LmOutput(hidden, self.head, packed, temperature, wanted))
+        return consume(ScalarOutput(hidden, self.head, packed, self.kind))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -34,10 +34,8 @@ class Runner:
     touched: dict[str, set[str]] = field(default_factory=dict)
     """node -> parts of the output that its body touched so far."""
 
-    def forward(
-        self, batch: Batch, call: Call, consume: Callable[[Packed, Output, Tensor], Result]
-    ) -> Result:
-        """Run one prepared micro-batch; `consume(packed, output, anchor)` runs within the forward.
+    def forward(self, batch: Batch, call: Call, consume: Callable[[Packed, Output], Result]) -> Result:
+        """Run one prepared micro-batch; `consume` runs within the forward, on whole weights.
 
         Raises:
             RunError: when the policy's temperature is 0, under which nothing has a log-prob.
@@ -45,17 +43,13 @@ class Runner:
         if call.temperature <= 0:
             raise RunError(f"node {call.node!r}: log-probs need a generation temperature above 0")
         packed = to_device(batch, self.device, self.dtype)
+        touched = self.touched.setdefault(call.node, set())
         result: Result = self.module(
-            packed,
-            lambda output, anchor: consume(packed, output, anchor),
-            call.temperature,
-            self.touched.setdefault(call.node, set()),
+            packed, lambda output: consume(packed, output), call.temperature, touched
         )
         return result
 
-    def evened(self, microbatches: Sequence[Batch], count: int) -> Iterator[tuple[Batch, bool]]:
-        """The micro-batches, then empty ones up to `count`; with each, whether it is real."""
-        for batch in microbatches:
-            yield batch, True
-        for _ in range(count - len(microbatches)):
-            yield empty_shard(), False
+    def idle(self) -> Tensor:
+        """Take part in a forward of the other ranks; returns a zero whose backward does the same."""
+        nothing: Tensor = self.module(to_device(empty_shard(), self.device, self.dtype), None)
+        return nothing

@@ -106,15 +106,14 @@ class Loss:
 
 def _update(runner: Runner, optimizer: Optimizer, loss: Loss, minibatch: Minibatch, record: _Record) -> None:
     """Sum the gradients of all micro-batches of all ranks, and make one optimizer step."""
-
-    def consume(packed: Packed, output: Output, anchor: Tensor) -> Tensor:
-        share = loss.share(packed, output, record.meter)
-        return share if runner.group is None else share + anchor
-
-    for batch, is_real in runner.evened(minibatch.microbatches, minibatch.num_microbatches):
-        share = runner.forward(batch, loss.call, consume if is_real else _anchor)
+    for batch in minibatch.microbatches:
+        share = runner.forward(
+            batch, loss.call, lambda packed, output: loss.share(packed, output, record.meter)
+        )
         torch.autograd.backward(share)
         record.loss += share.detach()
+    for _ in range(minibatch.num_microbatches - len(minibatch.microbatches)):
+        torch.autograd.backward(runner.idle())
     norm = optimizer.gradient_norm()
     record.norms.append(norm.item())
     if not math.isfinite(record.norms[-1]):
@@ -122,7 +121,3 @@ def _update(runner: Runner, optimizer: Optimizer, loss: Loss, minibatch: Minibat
         raise RunError(f"node {loss.call.node!r}: the gradient's norm is {record.norms[-1]} at {where}")
     record.lr = optimizer.lr
     optimizer.step(norm)
-
-
-def _anchor(packed: Packed, output: Output, anchor: Tensor) -> Tensor:
-    return anchor

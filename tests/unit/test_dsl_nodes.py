@@ -1,0 +1,96 @@
+"""The library's bodies on small tensors, with results worked out by hand."""
+
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from hflow import Output, Sequences, algo, nodes
+from hflow.errors import RecipeError
+from hflow.lazy import LazyModule
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def test_kl_reward_pays_at_the_last_learned_token():
+    seqs = Sequences.of([3, 2], loss_mask=[False, True, True, True, True])
+    reward, metrics = nodes.kl_reward(
+        tensor(1.0, 2.0), tensor(0, -1.0, -1.0, -2.0, -2.0), tensor(0, -2.0, -1.0, -2.0, -1.0), seqs, beta=0.1
+    )
+    assert_close(reward, tensor(0, -0.1, 1.0, 0.0, 2.1))
+    assert_close(metrics["kl"], tensor(0, 1.0, 0, 0, -1.0))
+
+
+def test_gae_bootstraps_only_what_was_cut_off():
+    seqs = Sequences.of([1, 1])
+    zero = tensor(0.0, 0.0)
+    _, targets = nodes.gae(zero, zero, ["length", "stop"], seqs, tensor(3.0, 3.0))
+    assert_close(targets, tensor(3.0, 0.0))
+    advantages, targets = nodes.gae(tensor(1.0, 3.0), zero, ["stop", "stop"], seqs)
+    assert_close(targets, tensor(1.0, 3.0))
+    assert_close(advantages, tensor(-1.0, 1.0) / math.sqrt(2), rtol=1e-5, atol=1e-6)
+
+
+def test_group_advantage_is_centred_in_each_group():
+    seqs = Sequences.of([1] * 4, group=[0, 0, 1, 1])
+    assert_close(nodes.group_advantage(tensor(1.0, 0, 5.0, 5.0), seqs, std=False), tensor(0.5, -0.5, 0, 0))
+
+
+def test_the_behaviour_weight_multiplies_both_branches():
+    theta = tensor(-1.0)
+    loss, metrics = nodes.actor_train(
+        Output(logprobs=theta, entropy=tensor(0.5)), theta - math.log(3), theta, tensor(1.0)
+    )
+    assert_close(loss, tensor(-3.0))
+    assert not metrics["clip_fraction"].any()
+    assert_close(metrics["kl"], tensor(0.0))
+
+
+def test_clipping_is_counted_on_both_sides():
+    prox = torch.zeros(4)
+    theta = tensor(0.7, 0.85, 1.25, 1.35).log()
+    out = Output(logprobs=theta, entropy=prox)
+    _, metrics = nodes.actor_train(out, prox, prox, torch.ones(4), clip=0.2, clip_high=0.3)
+    assert metrics["clip_fraction"].tolist() == [True, False, False, True]
+
+
+def test_kl_and_entropy_join_the_loss():
+    theta = tensor(-1.0)
+    out = Output(logprobs=theta, entropy=tensor(2.0))
+    loss, _ = nodes.actor_train(out, theta, theta, tensor(0.0), tensor(-2.0), kl_coef=0.5, entropy_coef=0.1)
+    assert_close(loss, tensor(0.5 * (math.exp(-1) - 1 + 1) - 0.2))
+    with pytest.raises(RecipeError, match="kl_coef needs ref_logprobs"):
+        nodes.actor_train(out, theta, theta, tensor(0.0), kl_coef=0.5)
+
+
+def test_dpo_of_equal_policies_is_log_two():
+    seqs = Sequences.of([2, 2], group=[0, 0])
+    ref = tensor(-1.0, -1.0, -2.0, -2.0)
+    loss, _ = nodes.dpo(Output(logprobs=ref), ref, seqs)
+    assert_close(loss, tensor(math.log(2)))
+    loss, metrics = nodes.dpo(Output(logprobs=ref + tensor(1.0, 1.0, 0, 0)), ref, seqs, beta=0.5)
+    assert_close(loss, tensor(math.log(1 + math.exp(-1.0))))
+    assert metrics["accuracy"].tolist() == [True]
+
+
+def test_critic_and_sft_losses():
+    out = Output(values=tensor(1.0), logprobs=tensor(-0.25))
+    assert_close(nodes.critic_train(out, tensor(0.0), tensor(1.0), clip=0.2), tensor(0.32))
+    assert_close(nodes.sft_train(out), tensor(0.25))
+
+
+def test_algo_is_imported_at_its_first_use_and_pickles_by_name():
+    lazy = pickle.loads(pickle.dumps(LazyModule("hflow.algo")))
+    assert lazy.kl_k1 is algo.kl_k1
+    code = (
+        "import sys\nfrom hflow import algo, nodes\nprint('torch' in sys.modules)\n"
+        "algo.kl_k1\nprint('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

@@ -1,0 +1,174 @@
+"""Streams, bindings, edges and lags of the recipes in `tests/graphs/good`."""
+
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+from hflow.dsl import bind, load_recipe
+from hflow.graph.build import build_graph
+from hflow.graph.ir import Edge, EdgeKind, Graph, Read, Stream
+from hflow.graph.lags import behind_batch, largest_lag, same_step
+from hflow.graph.render import stages
+from hflow.types import Unit
+
+GOOD = Path(__file__).parents[1] / "graphs" / "good"
+
+
+def graph_of(name: str, **overrides: dict) -> Graph:
+    return build_graph(bind(load_recipe(GOOD / f"{name}.py").spec(), overrides))
+
+
+def edges(graph: Graph, kind: EdgeKind) -> set[tuple[str, str]]:
+    return {(edge.src, edge.dst) for edge in graph.edges if edge.kind is kind}
+
+
+def read(graph: Graph, node: str, parameter: str) -> Read:
+    return next(read for read in graph.node(node).reads if read.parameter == parameter)
+
+
+def test_the_nodes_of_ppo_run_in_order():
+    graph = graph_of("ppo")
+    assert [node.name for node in graph.nodes] == [
+        *("actor_gen", "score", "actor_inf", "ref_inf", "critic_inf", "kl_reward", "gae"),
+        *("critic_train", "actor_train"),
+    ]
+    depth = stages(graph)
+    assert all(depth[edge.src] < depth[edge.dst] for edge in graph.edges if edge.lag == 0)
+    assert nx.is_directed_acyclic_graph(same_step(graph.edges))
+
+
+def test_data_edges_of_ppo():
+    graph = graph_of("ppo")
+    assert ("ref_inf", "kl_reward") in edges(graph, EdgeKind.DATA)
+    assert ("actor_gen", "critic_inf") in edges(graph, EdgeKind.DATA)
+    assert Edge(EdgeKind.DATA, "gae", "critic_train", fields=("value_targets",)) in graph.edges
+    tokens = next(e for e in graph.edges if (e.src, e.dst) == ("actor_gen", "actor_train") and not e.model)
+    assert tokens.fields == ("behav_logprobs", "input_ids", "loss_mask")
+
+
+def test_weights_of_ppo_have_lag_one_and_generation_at_most():
+    graph = graph_of("ppo")
+    lags = {(e.src, e.dst): e.at_most for e in graph.edges if e.kind is EdgeKind.WEIGHTS}
+    assert lags == {
+        ("actor_train", "actor_gen"): True,
+        ("actor_train", "actor_inf"): False,
+        ("actor_train", "actor_train"): False,
+        ("critic_train", "critic_inf"): False,
+        ("critic_train", "critic_train"): False,
+    }
+    assert {e.lag for e in graph.edges if e.kind is EdgeKind.WEIGHTS} == {1}
+
+
+def test_readers_come_before_who_overwrites_their_weights():
+    assert edges(graph_of("ppo"), EdgeKind.OVERWRITE) == {
+        ("actor_inf", "actor_train"),
+        ("critic_inf", "critic_train"),
+    }
+    assert edges(graph_of("ema"), EdgeKind.OVERWRITE) == {("ref_inf", "ema"), ("ema", "actor_train")}
+
+
+@pytest.mark.parametrize(("staleness", "sync_every", "lag"), [(0, 1, 1), (2, 1, 3), (1, 4, 8)])
+def test_largest_lag_of_generation(staleness: int, sync_every: int, lag: int):
+    weights = Edge(EdgeKind.WEIGHTS, "actor_train", "actor_gen", lag=1, model="actor", at_most=True)
+    assert largest_lag(weights, staleness, sync_every) == lag
+    exact = Edge(EdgeKind.WEIGHTS, "actor_train", "actor_inf", lag=1, model="actor")
+    assert largest_lag(exact, staleness, sync_every) == 1
+
+
+def test_streams_of_the_tool_agent():
+    graph = graph_of("tool_agent")
+    assert graph.streams == (
+        Stream("agent", "agent", "train", None, 8, trained=True),
+        Stream("rm_view", "rm_view", None, "agent", 8, trained=True),
+    )
+    assert read(graph, "total", "rm_score").stream == "rm_view"
+    assert read(graph, "rm_view", "messages") == Read(
+        "messages", "messages", "agent", "agent", Unit.JSON, Unit.JSON, "list[dict]"
+    )
+    assert graph.node("rew_inf").stream == "rm_view"
+
+
+def test_a_derived_stream_sees_its_parents_columns():
+    graph = graph_of("tool_agent")
+    assert read(graph, "judge", "answer").producer == "agent"
+    assert read(graph, "judge", "prompt").stream == "agent"
+
+
+def test_two_players_have_two_streams_with_shared_fields():
+    graph = graph_of("game")
+    assert [(s.name, s.source, s.parent, s.trained) for s in graph.streams] == [
+        ("alice_play", "game", None, True),
+        ("bob_play", "game", None, True),
+    ]
+    assert read(graph, "alice_reward", "winner").stream == "alice_play"
+    assert read(graph, "bob_reward", "winner").stream == "bob_play"
+    assert read(graph, "bob_train", "prox_logprobs").producer == "bob_inf"
+    assert read(graph, "alice_train", "advantages").producer == "alice_advantage"
+
+
+def test_evaluation_is_a_stream_of_its_own_that_no_step_waits_for():
+    graph = graph_of("eval_gen")
+    assert graph.stream("eval_gen") == Stream("eval_gen", "eval_gen", "heldout", None, 1, every=10)
+    later = nx.descendants(same_step(graph.edges), "eval_gen")
+    assert later == {"eval_score"}
+
+
+def test_prox_none_reads_behav_and_skips_what_nobody_reads():
+    graph = graph_of("ppo", actor_train={"prox": "none"})
+    assert graph.skipped == ("actor_inf",)
+    assert read(graph, "actor_train", "prox_logprobs").field == "behav_logprobs"
+    assert "actor_inf" not in {node.name for node in graph.nodes}
+    assert all("actor_inf" not in (edge.src, edge.dst) for edge in graph.edges)
+
+
+def test_prox_loglinear_is_made_by_the_train_node():
+    graph = graph_of("ppo", actor_train={"prox": "loglinear"})
+    assert graph.skipped == ("actor_inf",)
+    assert read(graph, "actor_train", "prox_logprobs").producer == "actor_train"
+    assert read(graph, "actor_train", "@versions").field == "versions"
+    assert read(graph, "actor_train", "@behav_logprobs").producer == "actor_gen"
+
+
+def test_prox_metrics_recomputes_and_reads_what_it_compares():
+    graph = graph_of("ppo", actor_train={"prox": "metrics"})
+    assert read(graph, "actor_train", "prox_logprobs").producer == "actor_inf"
+    assert read(graph, "actor_train", "@versions").producer == "actor_gen"
+
+
+def test_a_mask_is_read_beside_the_body():
+    mask = read(graph_of("dapo"), "actor_train", "@mask")
+    assert (mask.field, mask.producer, mask.source_unit, mask.unit) == (
+        *("train_mask", "score"),
+        *(Unit.SEQUENCE, Unit.TOKEN),
+    )
+
+
+def test_a_listed_actor_inf_replaces_the_implied_one():
+    spec = load_recipe(GOOD / "ppo.py").spec()
+    assert [node.name for node in spec.nodes if node.implicit] == ["actor_train_prox"]
+    assert "actor_train_prox" not in {node.name for node in build_graph(spec).nodes}
+
+
+def test_state_is_an_edge_of_lag_one_to_itself():
+    graph = graph_of("own_kind")
+    assert Edge(EdgeKind.DATA, "adaptive_kl", "adaptive_kl", lag=1, fields=("state",)) in graph.edges
+
+
+def test_who_waits_for_the_batch():
+    assert behind_batch(graph_of("dapo")) == {"group_advantage", "actor_inf", "actor_train"}
+    graph = graph_of("dapo", has_spread={}, score={})
+    assert "has_spread" not in behind_batch(graph)
+    cadenced = graph_of("eval_gen", eval_score={"every": 2})
+    assert "eval_score" in behind_batch(cadenced)
+    assert "eval_gen" not in behind_batch(cadenced)
+
+
+def test_unbound_parameters_are_noted_with_the_nearest_name():
+    graph = graph_of("dapo")
+    assert graph.node("actor_train").unbound == ("ref_logprobs",)
+    assert graph.notes == ("actor_train(ref_logprobs) keeps its default; did you mean 'prox_logprobs'?",)
+
+
+def test_the_same_file_gives_the_same_graph():
+    assert graph_of("tool_agent") == graph_of("tool_agent")
