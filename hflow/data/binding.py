@@ -57,6 +57,10 @@ def sequences_of(batch: Batch, device: torch.device | str = "cpu") -> Sequences:
     )
 
 
+OWN_READ = "@"
+"""Begins the parameter of a read that the node itself needs (`@mask`), not its body."""
+
+
 def bind(
     call: BoundBody,
     batch: Batch,
@@ -78,6 +82,8 @@ def bind(
     """
     arguments: dict[str, Any] = dict(call.knobs)
     for read in call.reads:
+        if read.parameter.startswith(OWN_READ):
+            continue
         if made is not None and read.field in made:
             arguments[read.parameter] = made[read.field]
         else:

@@ -15,6 +15,9 @@ from hflow.data.chat import ChatTemplate
 from hflow.errors import DataError
 from hflow.types import Trajectory
 
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Where none of these is, transformers would make up an empty tokenizer."""
+
 
 @dataclass(frozen=True)
 class TokenizerSettings:
@@ -23,7 +26,7 @@ class TokenizerSettings:
     path: str | None = None
     """A local directory that `AutoTokenizer` reads."""
     alphabet: str | None = None
-    """Characters of a character tokenizer; read where there is no path."""
+    """Characters of a character tokenizer, where the path holds none (or there is no path)."""
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
 
@@ -135,17 +138,14 @@ class TextTokenizer:
 
 
 def _load(settings: TokenizerSettings) -> Any:
-    if settings.path is not None:
+    if settings.path is not None and any((Path(settings.path) / name).exists() for name in _FILES):
         loader: Any = AutoTokenizer
-        try:
-            return loader.from_pretrained(settings.path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"no tokenizer can be read from {settings.path}, save one beside the model"
-            ) from error
-    if settings.alphabet is None:
-        raise DataError("a tokenizer needs the path of a checkpoint or an alphabet, set one of them")
-    return character_tokenizer(settings.alphabet)
+        return loader.from_pretrained(settings.path, local_files_only=True)
+    if settings.alphabet is not None:
+        return character_tokenizer(settings.alphabet)
+    if settings.path is not None:
+        raise DataError(f"{settings.path} holds no tokenizer, save one there or set an alphabet")
+    raise DataError("a tokenizer needs the path of a checkpoint or an alphabet, set one of them")
 
 
 def _stop_ids(eos_id: int | None, path: str | None) -> tuple[int, ...]:

@@ -64,8 +64,7 @@ def _move(device: DeviceOrder, data: RunData) -> None:
     progress = data.progress
     while device.running is None and device.cycle <= progress.formed:
         if device.in_turn:
-            awake = any(engine.state is not EngineState.ASLEEP for engine in device.engines)
-            if awake or turn_is_needed(device, data):
+            if not _turn_is_over(device, data):
                 return
             device.step_forward()
         elif (node := device.next_node) is None:
@@ -77,25 +76,39 @@ def _move(device: DeviceOrder, data: RunData) -> None:
             device.step_forward()
 
 
+def _turn_is_over(device: DeviceOrder, data: RunData) -> bool:
+    """Whether the group's engines sleep and nothing can ask for them at this step any more."""
+    asleep = all(engine.state is EngineState.ASLEEP for engine in device.engines)
+    known = not device.engines or _is_known(device.cycle, data)
+    return asleep and known and not turn_is_needed(device, data)
+
+
+def _is_known(step: int, data: RunData) -> bool:
+    """Whether it is certain that a step happens, or that it is the final cycle.
+
+    Until then the dataset may end and make it the final one, in which every side stream is due.
+    """
+    return step < data.progress.formed or step == data.progress.num_steps
+
+
 def _is_passable(node: ScheduledNode, step: int, data: RunData) -> bool:
     """Whether a node that does not fire at a step may be passed over.
 
     A writer only when it could have fired: that is when its models' version advances, and readers
     of the step and engines that want its weights are served before.
     """
-    if step == data.progress.num_steps:
-        return True
-    return step < data.progress.formed and (not node.writes or _is_ready(node, step, data))
+    final = step == data.progress.num_steps
+    return _is_known(step, data) and (final or not node.writes or _is_ready(node, step, data))
 
 
 def _fire(device: DeviceOrder, data: RunData) -> bool:
     node, step = device.next_node, device.cycle
     if node is None or not fires(node, step, data) or not _is_ready(node, step, data):
         return False
-    late = node.stream == data.rollout.stream.name and step == data.progress.num_steps
+    told = _told_step(node, step, data)
     device.running = node
-    data.progress.start(node, step - late)
-    data.emit(RunBatch(node.name, step - late))
+    data.progress.start(node, told)
+    data.emit(RunBatch(node.name, told))
     return True
 
 
@@ -103,10 +116,16 @@ def _is_ready(node: ScheduledNode, step: int, data: RunData) -> bool:
     """Whether a node that fires at a step has all that it waits for, its group apart."""
     return (
         _is_formed(node.stream, step, data)
-        and all(_is_past(need, step, data) for need in data.batch_needs[node.name])
+        and all(_is_past(n, _told_step(node, step, data), data) for n in data.batch_needs[node.name])
         and _has_versions(node, step, data)
         and not any(blocks_writer(engine, step, data) for m in node.writes for engine in data.readers_of(m))
     )
+
+
+def _told_step(node: ScheduledNode, cycle: int, data: RunData) -> int:
+    """The step that a node works on: that of its cycle, unless it is late."""
+    late = node.stream == data.rollout.stream.name and cycle == data.progress.num_steps
+    return cycle - late
 
 
 def _is_formed(stream: str, step: int, data: RunData) -> bool:
@@ -117,9 +136,7 @@ def _is_formed(stream: str, step: int, data: RunData) -> bool:
 
 
 def _is_past(node: ScheduledNode, step: int, data: RunData) -> bool:
-    if data.progress.settled[node.name] >= step:
-        return True
-    return node.name not in data.progress.running and not fires(node, step, data)
+    return data.progress.settled[node.name] >= step or not fires(node, step, data)
 
 
 def _has_versions(node: ScheduledNode, step: int, data: RunData) -> bool:

@@ -50,7 +50,9 @@ class Rollout(StreamState):
     @property
     def is_formable(self) -> bool:
         """Whether a batch can be formed now."""
-        return len(self.queue) >= self.batch and self._progress.formed < self._progress.num_steps
+        if len(self.queue) < self.batch or self._progress.formed >= self._progress.num_steps:
+            return False
+        return bool(self.models) or self._is_in_order()
 
     @property
     def is_dry(self) -> bool:
@@ -99,6 +101,15 @@ class Rollout(StreamState):
             if not self._keep_fresh(self.queue[number]):
                 del self.queue[number]
                 self.num_accepted -= 1
+
+    def _is_in_order(self) -> bool:
+        """Whether no open group would have come before the batch's last one.
+
+        Where nothing ages, nothing is gained by taking who finishes first: batches follow the data's
+        order, whatever the timing.
+        """
+        first_open = next(iter(self.groups), self.next_group)
+        return sorted(self.queue)[self.batch - 1] < first_open
 
     def _is_stale(self, member: Member) -> bool:
         return bool(self.models) and is_stale(member.oldest, self._progress.formed, self._lag)

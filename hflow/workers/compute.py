@@ -67,7 +67,9 @@ class Computes:
         arguments: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
         for order in orders:
             program = self._programs[order.node]
-            inputs = self._store.gather_held(program.stream, read_fields(program, program.stream), order.samples)
+            inputs = self._store.gather_held(
+                program.stream, read_fields(program, program.stream), order.samples
+            )
             if inputs is None:
                 sink([Failed(order.node, order.key, "failed", RELEASED)])
                 continue

@@ -46,13 +46,13 @@ class Encoder:
         self._on_error = on_error
         self._thread = ThreadPoolExecutor(1, "hflow-encode")
 
-    def open_group(self, order: GroupOrder, row: Row, sink: Sink) -> None:
-        """Queue a group of a written stream."""
-        self._queue(lambda: sink(self._opened(order, row)))
+    def open_groups(self, orders: Sequence[tuple[GroupOrder, Row]], sink: Sink) -> None:
+        """Queue groups of written streams; they are answered together."""
+        self._queue(lambda: sink([event for order, row in orders for event in self._opened(order, row)]))
 
-    def view(self, order: ComputeOrder, sink: Sink) -> None:
-        """Queue a sample of a stream that derives from another."""
-        self._queue(lambda: sink([self._viewed(order)]))
+    def view(self, orders: Sequence[ComputeOrder], sink: Sink) -> None:
+        """Queue samples of streams that derive from others; they are answered together."""
+        self._queue(lambda: sink([self._viewed(order) for order in orders]))
 
     def close(self) -> None:
         """Drop what is queued."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hflow.backends.base import Generated, GenerationEngine, SamplingParams
-from hflow.errors import BackendError, HflowError
+from hflow.errors import HflowError, RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,14 +79,15 @@ class EngineDriver:
         """Generate; cancelling the awaiting task cancels the request.
 
         Raises:
-            BackendError: when the engine refuses the request, or has failed.
+            BackendError: when the engine refuses the request.
+            RunError: when the engine has failed.
         """
-        self._raise_failure()
+        if self._failure is not None:
+            raise _engine_failed(self._failure)
         loop = asyncio.get_running_loop()
         request = _Request(next(self._ids), tuple(prompt_ids), params, loop.create_future())
-        if not self._outgoing:
-            loop.call_soon(self._flush)
         self._outgoing.append(request)
+        loop.call_soon(self._flush)
         try:
             return await request.future
         except asyncio.CancelledError:
@@ -97,17 +98,15 @@ class EngineDriver:
     def interrupt(self) -> None:
         """Stop drawing before returning; unfinished requests keep their tokens until `resume`."""
         with self._exclusive() as engine:
-            self._paused = True
-            for request_id, part in engine.interrupt():
-                self._record(self._held[request_id], part)
+            self._pause(engine)
 
     def resume(self) -> None:
-        """Go on, interrupted requests before fresh ones."""
+        """Go on, interrupted requests before fresh ones; nothing where nothing was interrupted."""
         with self._exclusive() as engine:
-            assert self._paused, "resume() without interrupt()"
-            self._paused = False
-            for request in self._held.values():
-                request.add_to(engine)
+            if self._paused:
+                self._paused = False
+                for request in self._held.values():
+                    request.add_to(engine)
         self._bell.set()
 
     def load(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -125,9 +124,9 @@ class EngineDriver:
             engine.set_version(version)
 
     def sleep(self) -> None:
-        """Free the engine's memory; it must be interrupted."""
+        """Interrupt, and free the engine's memory."""
         with self._exclusive() as engine:
-            assert self._paused, "sleep() of an engine that draws"
+            self._pause(engine)
             engine.sleep()
 
     def wake(self) -> None:
@@ -141,14 +140,21 @@ class EngineDriver:
         self._bell.set()
         self._thread.join()
 
+    def _pause(self, engine: GenerationEngine) -> None:
+        self._paused = True
+        for request_id, part in engine.interrupt():
+            self._record(self._held[request_id], part)
+
     # --------------------------------------------------------------- on the event loop
     def _flush(self) -> None:
+        """Hand on what was submitted since the last turn; all but the first call find nothing."""
         submitted, self._outgoing = self._outgoing, []
-        if self._failure is not None:
-            _settle([(request, _engine_failed(self._failure)) for request in submitted])
+        if not submitted:
             return
         self._inbox.extend(submitted)
         self._bell.set()
+        if self._failure is not None:
+            _settle([(request, _engine_failed(self._failure)) for request in submitted])
 
     # ------------------------------------------------------------ on the engine's thread
     def _main(self) -> None:
@@ -182,6 +188,8 @@ class EngineDriver:
             if isinstance(item, int):
                 if self._held.pop(item, None) is not None:
                     engine.cancel(item)
+                continue
+            if item.future.cancelled():
                 continue
             try:
                 item.add_to(engine)
@@ -217,13 +225,9 @@ class EngineDriver:
         finally:
             self._lock.release()
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise _engine_failed(self._failure)
 
-
-def _engine_failed(failure: BaseException) -> BackendError:
-    error = BackendError(f"the generation engine stopped: {failure}")
+def _engine_failed(failure: BaseException) -> RunError:
+    error = RunError(f"the generation engine stopped: {failure}")
     error.__cause__ = failure
     return error
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from random import Random
 from typing import Any
 
 from hflow.backends.base import Generated, SamplingParams
@@ -63,6 +63,7 @@ class EpisodeEngine:
         Raises:
             NotYetError: when tools are given.
             BackendError: when the engine refuses the prompt.
+            RunError: when the engine has failed.
             DataError: when the tokenizer cannot encode it.
         """
         if tools:
@@ -94,8 +95,8 @@ class EpisodeEngine:
         return time.time()
 
     @cached_property
-    def _random(self) -> random.Random:
-        return random.Random(self._params.seed)
+    def _random(self) -> Random:
+        return Random(self._params.seed)
 
     def _opened(self, prompt: str | Sequence[Mapping[str, Any]] | Trajectory) -> Trajectory:
         """The trajectory that the next token is drawn behind."""

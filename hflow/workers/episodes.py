@@ -58,14 +58,15 @@ class Episodes:
         self._patience = {replica: Patience() for replica in drivers}
         self._limits = {name: _limit(program) for name, program in programs.items()}
         self._running: dict[tuple[str, int], asyncio.Task[WorkerEvent]] = {}
+        self._answers: dict[Sink, list[WorkerEvent]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hflow-episodes", daemon=True)
         self._thread.start()
 
     # -------------------------------------------------------------------- from other threads
-    def open_group(self, order: GroupOrder, row: Row, sink: Sink) -> None:
-        """Start a group's episodes."""
-        self._loop.call_soon_threadsafe(self._open, order, row, sink)
+    def open_groups(self, orders: Sequence[tuple[GroupOrder, Row]], sink: Sink) -> None:
+        """Start the episodes of groups."""
+        self._loop.call_soon_threadsafe(self._open, orders, sink)
 
     def cancel(self, stream: str, samples: Sequence[int]) -> None:
         """Stop what runs for released samples, and free what they left meanwhile."""
@@ -85,20 +86,32 @@ class Episodes:
             self._loop.close()
 
     # -------------------------------------------------------------------------- on the loop
-    def _open(self, order: GroupOrder, row: Row, sink: Sink) -> None:
-        for sample in order.samples:
-            task = self._loop.create_task(self._attempts(order, sample, row))
-            self._running[order.stream, sample] = task
-            task.add_done_callback(partial(self._answer, order.stream, sample, sink))
+    def _open(self, orders: Sequence[tuple[GroupOrder, Row]], sink: Sink) -> None:
+        for order, row in orders:
+            for sample in order.samples:
+                task = self._loop.create_task(self._attempts(order, sample, row))
+                self._running[order.stream, sample] = task
+                task.add_done_callback(partial(self._ended, order.stream, sample, sink))
 
-    def _answer(self, stream: str, sample: int, sink: Sink, task: asyncio.Task[WorkerEvent]) -> None:
+    def _ended(self, stream: str, sample: int, sink: Sink, task: asyncio.Task[WorkerEvent]) -> None:
         del self._running[stream, sample]
         if task.cancelled():
-            sink([Failed(stream, sample, "failed", RELEASED)])
+            self._answer(sink, Failed(stream, sample, "failed", RELEASED))
         elif error := task.exception():
             self._on_error(error)
         else:
-            sink([task.result()])
+            self._answer(sink, task.result())
+
+    def _answer(self, sink: Sink, event: WorkerEvent) -> None:
+        """Report an event, together with all others of this turn of the loop."""
+        if not self._answers:
+            self._loop.call_soon(self._flush)
+        self._answers.setdefault(sink, []).append(event)
+
+    def _flush(self) -> None:
+        answers, self._answers = self._answers, {}
+        for sink, events in answers.items():
+            sink(events)
 
     def _cancel(self, stream: str, samples: Sequence[int]) -> None:
         for sample in samples:

@@ -84,7 +84,7 @@ class Pool:
         self._thread.start()
 
     def _start(self, names: set[str], num_processes: int) -> ProcessPool:
-        shipped = {name: ship(self._bodies[name].body) for name in sorted(names)}
+        shipped = {name: ship(self._bodies[name].body, [self._bodies[name].body]) for name in sorted(names)}
         return ProcessPool(num_processes, initializer=install, initargs=(shipped,), context=CleanContext())
 
     def submit(self, node: str, calls: Mapping[int, Mapping[str, Any]]) -> None:

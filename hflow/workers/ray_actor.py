@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import ray
 
 from hflow.workers.base import (
@@ -48,8 +49,9 @@ class WorkerProcess:
             return f"{host}:{probe.getsockname()[1]}"
 
     @ray.method(concurrency_group="device")
-    def build(self, setup: WorkerSetup, member: Membership | None) -> None:
-        """Build the worker; a collective."""
+    def build(self, shipped: bytes, member: Membership | None) -> None:
+        """Build the worker from a shipped `WorkerSetup`; a collective."""
+        setup: WorkerSetup = cloudpickle.loads(shipped)
         self._worker = self._module.Worker(setup, (self._index,), member)
 
     @ray.method(concurrency_group="data")

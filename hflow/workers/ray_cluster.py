@@ -51,7 +51,7 @@ def reserve(cluster: ClusterSpec) -> Reservation:
     num_gpus = int(cluster.device == "cuda")
     if owns_ray:
         _start(cluster)
-    num_cpus = max(1, int(ray.cluster_resources()["CPU"]) // cluster.num_devices)
+    num_cpus = max(1, int(ray.available_resources().get("CPU", 0)) // cluster.num_devices)
     bundle = {"CPU": float(num_cpus), **({"GPU": 1.0} if num_gpus else {})}
     bundles = placement_group([bundle] * cluster.num_devices, strategy="PACK")
     if not bundles.wait(PLACEMENT_SECONDS):

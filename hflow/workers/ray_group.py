@@ -27,6 +27,7 @@ from hflow.workers.base import (
 )
 from hflow.workers.ray_actor import RayWorker
 from hflow.workers.ray_cluster import Reservation, reserve
+from hflow.workers.ship import ship
 from hflow.workers.transfer import by_ends
 from hflow.workers.world import Membership
 
@@ -58,7 +59,8 @@ class RayWorkers(Workers):
         self._actors = [
             RayWorker.options(**self._reservation.options(worker)).remote(worker) for worker in everyone
         ]
-        shared = ray.put(setup)
+        bodies = [program.body for program in setup.programs.values()]
+        shared = ray.put(ship(setup, bodies))
         address = await self._call(0, "rendezvous") if len(everyone) > 1 else ""
         members = [Membership(worker, len(everyone), address) if address else None for worker in everyone]
         await self._on_devices(
@@ -166,9 +168,10 @@ class RayWorkers(Workers):
 
     async def _on_device(self, worker: int, doing: str, reference: Any) -> Any:
         self._doing[worker].append(doing)
-        answer = await self._answer(worker, reference)
-        self._doing[worker].remove(doing)
-        return answer
+        try:
+            return await self._answer(worker, reference)
+        finally:
+            self._doing[worker].remove(doing)
 
     async def _answer(self, worker: int, reference: Any) -> Any:
         """Wait for a result.

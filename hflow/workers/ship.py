@@ -1,27 +1,35 @@
-"""Bodies as bytes for child processes: by name where the child can import them, else by value."""
+"""Bodies as bytes for other processes: by name where those can import them, else by value."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.machinery import PathFinder
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
 
 
-def ship(body: Callable[..., Any]) -> bytes:
-    """Pickle a body. A recipe loaded from a file has a module that no other process can import."""
-    module = sys.modules.get(body.__module__)
-    if module is None or module.__name__ == "__main__" or _importable(module.__name__):
-        return bytes(cloudpickle.dumps(body))
-    cloudpickle.register_pickle_by_value(module)
+def ship(value: Any, bodies: Iterable[Callable[..., Any]]) -> bytes:
+    """Pickle a value that holds bodies.
+
+    A recipe is loaded from its file, as a module that no other process can import: functions of
+    such modules travel by value, with the globals that they use.
+    """
+    modules = {
+        name: sys.modules[name] for name in {body.__module__ for body in bodies} if name in sys.modules
+    }
+    local = [module for module in modules.values() if not _is_importable(module)]
+    for module in local:
+        cloudpickle.register_pickle_by_value(module)
     try:
-        return bytes(cloudpickle.dumps(body))
+        return bytes(cloudpickle.dumps(value))
     finally:
-        cloudpickle.unregister_pickle_by_value(module)
+        for module in local:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
-def _importable(name: str) -> bool:
+def _is_importable(module: ModuleType) -> bool:
     """Whether a fresh interpreter with this one's path finds the module's package."""
-    return PathFinder.find_spec(name.partition(".")[0]) is not None
+    return PathFinder.find_spec(module.__name__.partition(".")[0]) is not None

@@ -26,6 +26,7 @@ from hflow.workers.encoding import Encoder
 from hflow.workers.engines import Engines
 from hflow.workers.episodes import Episodes
 from hflow.workers.mailbox import Mailbox
+from hflow.workers.opened import Row
 from hflow.workers.replicas import build_backends, build_engines, build_tokenizers, hosted_replicas
 from hflow.workers.rows import DatasetRows
 from hflow.workers.store import Store
@@ -93,18 +94,21 @@ class Worker:
     def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
         """Start sources."""
         sink = self._mailboxes[worker].put
+        by_verb: dict[str, list[tuple[GroupOrder, Row]]] = {"encode": [], "generate": []}
         for order in orders:
             row = self._rows.row(order.stream, order.row)
-            is_written = self._setup.programs[order.stream].verb == "encode"
-            (self._encoder if is_written else self._episodes).open_group(order, row, sink)
+            by_verb[self._verb(self._plan.graph.stream(order.stream).source)].append((order, row))
+        self._encoder.open_groups(by_verb["encode"], sink)
+        self._episodes.open_groups(by_verb["generate"], sink)
 
     def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
         """Queue sample- and group-level bodies."""
         sink = self._mailboxes[worker].put
-        views = [order for order in orders if self._setup.programs[order.node].verb == "encode"]
-        for order in views:
-            self._encoder.view(order, sink)
-        self._computes.submit([order for order in orders if order not in views], sink)
+        by_verb: dict[str, list[ComputeOrder]] = {"encode": [], "compute": []}
+        for order in orders:
+            by_verb[self._verb(order.node)].append(order)
+        self._encoder.view(by_verb["encode"], sink)
+        self._computes.submit(by_verb["compute"], sink)
 
     def poll(self, worker: int) -> Report:
         """Wait for events of one hosted index."""
@@ -194,6 +198,9 @@ class Worker:
         while more := {s.name for s in streams if s.parent in family} - family:
             family |= more
         return sorted(family)
+
+    def _verb(self, node: str) -> str:
+        return self._setup.programs[node].verb
 
     def _where(self, task: NodeTask) -> str:
         workers = ", ".join(map(str, self._hosted))

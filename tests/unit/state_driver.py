@@ -327,7 +327,9 @@ class World:
         if self.finish.reason == "stopped":
             return
         num_steps = len(self.batches[self.trained.name])
-        side_nodes = any(n.level is Level.BATCH and n.stream != self.trained.name for n in self.schedule.nodes)
+        side_nodes = any(
+            n.level is Level.BATCH and n.stream != self.trained.name for n in self.schedule.nodes
+        )
         assert self.steps_done == list(range(num_steps + side_nodes))
         assert num_steps == self.schedule.num_steps or self.finish.reason == "dataset exhausted"
         for stream in self.schedule.streams[1:]:
@@ -341,5 +343,5 @@ class World:
             steps = {step for name, step in self.fired if name == node.name}
             if node.stream != self.trained.name:
                 assert steps == set(self.batches[node.stream]), f"{node.name} fired at {steps}"
-            elif num_steps == self.schedule.num_steps or not (node.at_end and node.reads):
+            else:
                 assert steps == {k for k in range(num_steps) if node_fires(node, k, num_steps)}

@@ -82,7 +82,6 @@ def batch_nodes(
         beats = {}
         if stream == streams[0].name:
             beats = {"every": draw(st.integers(1, 3)), "after": draw(st.integers(0, 2))}
-            beats["at_end"] = draw(st.booleans())
         reads = draw(st.lists(st.sampled_from(("actor", "critic", "teacher")), unique=True, max_size=2))
         nodes.append(
             ScheduledNode(
@@ -103,6 +102,21 @@ def batch_nodes(
                 writes=(model,),
                 every=draw(st.sampled_from((1, 1, 1, 2))),
                 after=draw(st.sampled_from((0, 0, 0, 1))),
+            )
+        )
+    if draw(st.booleans()):
+        every = draw(st.integers(1, 4))
+        saved = draw(st.sampled_from(("actor_train", "critic_train")))
+        nodes.append(
+            ScheduledNode(
+                "save",
+                Level.BATCH,
+                streams[0].name,
+                (saved,),
+                draw(group),
+                every=every,
+                after=every - 1,
+                at_end=True,
             )
         )
     return nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -346,3 +347,20 @@ def test_a_checkpoint_is_read(tmp_path: object) -> None:
     torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=0)
     with pytest.raises(BackendError, match="cannot build model 'actor'"):
         EmbeddedEngine(ModelSettings("actor", path=str(tmp_path) + "/none"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-3), ("bf16", 0.2)])
+def test_an_accelerator_draws_from_the_same_distribution(dtype: str, tolerance: float) -> None:
+    engine = EmbeddedEngine(replace(settings("llama"), device="cuda", dtype=dtype))
+    engine.load_weights(iter(reference("llama").named_parameters()), 0)
+    params = [SamplingParams(max_tokens=12, seed=i) for i in range(len(PROMPTS))]
+    first = generate(engine, PROMPTS, params)
+    engine.sleep()
+    engine.wake()
+    assert {i: g.ids for i, g in generate(engine, PROMPTS, params).items()} == {
+        i: g.ids for i, g in first.items()
+    }
+    for i, prompt in enumerate(PROMPTS):
+        expected = full_logprobs(reference("llama"), prompt, first[i].ids, 1.0)
+        torch.testing.assert_close(torch.tensor(first[i].logprobs), expected, atol=tolerance, rtol=0)

@@ -14,7 +14,7 @@ import torch
 from hflow.backends.base import Generated, ModelSettings, SamplingParams
 from hflow.backends.embedded_engine import EmbeddedEngine
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.errors import BackendError, NotYetError
+from hflow.errors import BackendError, NotYetError, RunError
 from hflow.types import Engine, Trajectory
 from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.episode import EpisodeEngine, sample_seed
@@ -240,10 +240,13 @@ def test_requests_that_come_during_an_interruption_wait() -> None:
     async def play(driver: EngineDriver) -> Trajectory:
         driver.interrupt()
         driver.interrupt()
+        driver.sleep()
         task = asyncio.ensure_future(episode(driver).complete("1="))
         await asyncio.sleep(0.02)
         assert not task.done()
         driver.set_version(2)
+        driver.wake()
+        driver.resume()
         driver.resume()
         return await task
 
@@ -291,7 +294,8 @@ def test_a_failed_engine_tells_everybody() -> None:
         return [*failed, *later]
 
     for failure in run(play):
-        assert isinstance(failure, BackendError)
+        assert isinstance(failure, RunError)
+        assert isinstance(failure.__cause__, BackendError)
         assert "NaN" in str(failure)
 
 

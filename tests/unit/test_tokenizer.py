@@ -78,6 +78,13 @@ def test_a_saved_tokenizer_is_the_same_for_everybody(tmp_path: Path) -> None:
         again.encode("*")
 
 
+def test_an_alphabet_stands_in_for_a_checkpoint_without_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    assert TextTokenizer(TokenizerSettings(str(tmp_path), ALPHABET)).encode("0") == [4]
+    characters().save(str(tmp_path))
+    assert TextTokenizer(TokenizerSettings(str(tmp_path), "ab")).encode("0") == [4]
+
+
 def test_generation_defaults_add_stop_tokens(tmp_path: Path) -> None:
     characters().save(str(tmp_path))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 2]}')
@@ -116,7 +123,7 @@ def test_what_cannot_be_done_is_said() -> None:
         characters("{{ raise_exception('be kind') }}").chat(TALK)
     with pytest.raises(DataError, match="path of a checkpoint or an alphabet"):
         TextTokenizer(TokenizerSettings())
-    with pytest.raises(DataError, match="no tokenizer can be read"):
+    with pytest.raises(DataError, match="holds no tokenizer"):
         TextTokenizer(TokenizerSettings(path="nowhere/at/all"))
     with pytest.raises(DataError, match="'a' twice"):
         TextTokenizer(TokenizerSettings(alphabet="aba"))

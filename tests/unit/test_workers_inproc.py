@@ -221,7 +221,11 @@ def test_training_changes_what_the_engine_draws_with(setup: WorkerSetup) -> None
         await workers.open_groups(0, kit.group_orders(GEN, range(4)))
         events = await kit.collect(workers, 0, 8)
         assert {(event.oldest, event.newest) for event in events} == {(1, 1)}
-        return before, read(workers, GEN, "behav_logprobs", samples)
+        after = read(workers, GEN, "behav_logprobs", samples)
+        await workers.run({0: kit.task("recheck", samples)})
+        for drawn, theta in zip(after, read(workers, GEN, "theta_logprobs", samples), strict=True):
+            assert drawn == pytest.approx(theta, abs=1e-4)
+        return before, after
 
     before, after = with_workers(setup, work)
     assert before != after

@@ -83,9 +83,7 @@ def call(body: Any, unit: str, reads: list[Read], *, metrics: bool = False, **op
     kinds = {"out": "output", "seqs": "sequences"}
     provided = tuple((name, kinds[name]) for name in names if name in kinds)
     temperature = options.pop("temperature", 1.0)
-    return Call(
-        "node", body, tuple(reads), provided, (("result", unit),), metrics, {}, options, temperature
-    )
+    return Call("node", body, tuple(reads), provided, (("result", unit),), metrics, {}, options, temperature)
 
 
 # ---------------------------------------------------------------------------------- bodies

@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def infer(rank: int, group: Any, batch: Batch) -> Any:
     """Log-probs of unequal shares: rank 1 has fewer micro-batches than rank 0."""
     share = batch.take(list(range(9)) if rank == 0 else [9, 10, 11])
-    backend = kit.model(2, group, tokens_per_microbatch=13)
+    backend = kit.model(2, group, tokens_per_microbatch=13, trainable=False)
     (result,) = backend.infer(kit.LOGPROBS, [share])
     parts: list[Any] = [None, None]
     dist.all_gather_object(parts, result.columns["result"].values, group=group)

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from hflow import Dataset, Metrics, Model, Output, PerSequence, PerToken, Recipe, Sequences, Text
-from hflow import Tokenizer, Trajectory, compute, encode, infer, nodes, train, use
+from hflow import (
+    Dataset,
+    Metrics,
+    Model,
+    Output,
+    PerSequence,
+    PerToken,
+    Recipe,
+    Sequences,
+    Text,
+    Tokenizer,
+    Trajectory,
+    compute,
+    encode,
+    infer,
+    nodes,
+    train,
+    use,
+)
 
 data = Dataset("train", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
 
 
 @compute(per="sample", timeout=1.0, returns=("reward", "hint"))
-def score(completion: str, answer: str, num_tokens: int, *, hang: str = "", fail: str = "") -> tuple[float, str]:
+def score(
+    completion: str, answer: str, num_tokens: int, *, hang: str = "", fail: str = ""
+) -> tuple[float, str]:
     if answer == fail:
         raise ValueError(f"no score for {answer}")
     while answer == hang:
@@ -35,6 +54,11 @@ def view(tokenizer: Tokenizer, prompt: str, answer: str) -> Trajectory:
 
 @infer(actor, on="view", returns="view_logprobs")
 def view_inf(out: Output) -> PerToken:
+    return out.logprobs
+
+
+@infer(actor, on="actor_gen", returns="theta_logprobs")
+def recheck(out: Output) -> PerToken:
     return out.logprobs
 
 
@@ -75,6 +99,7 @@ recipe = Recipe(
         view,
         view_inf,
         view_mean,
+        recheck,
         advantage,
         shifted,
         learn,

@@ -55,7 +55,7 @@ class TorchModel(ModelBackend):
         module = PackedModel(self._model.base_model, head, settings.head)
         module.requires_grad_(settings.trainable)
         if settings.activation_checkpointing:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+            self._model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         place(module, _decoder_layers(self._model), device, dtype, self.group)
         cutting = Cutting(settings.tokens_per_microbatch, settings.head, self.group, device)
         return Runner(module, device, dtype, self.group, cutting)

@@ -23,12 +23,13 @@ def infer(runner: Runner, call: Call, shards: Sequence[Batch]) -> list[Batch]:
     filled = [prepare(shard, runner.module.kind) for shard in shards if len(shard)]
     merged = Batch.concat(filled) if filled else None
     rows = [] if merged is None else runner.cutting.rows(call, merged)
+    num_microbatches = runner.cutting.most(len(rows))
     results = [
         runner.forward(merged.take(these), call, lambda packed, output: _fields(call, packed, output))
         for these in rows
         if merged is not None
     ]
-    for _ in range(runner.cutting.most(len(rows)) - len(rows)):
+    for _ in range(num_microbatches - len(rows)):
         runner.idle()
     if not results:
         return [_no_rows(call, shard) for shard in shards]

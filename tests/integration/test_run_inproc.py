@@ -1,0 +1,85 @@
+"""`hflow run` for real, in one process: what it leaves, and what its results may depend on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import largest_difference, run, steps_of, weights_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+INPROC = ["workers=inproc", "cluster=cpu-1x1", "nodes.eval_gen.after=1000", "data.heldout.limit=20"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model after 220 supervised steps: now and then it is right."""
+    out = tmp_path_factory.mktemp("sft")
+    summary = run("recipes/sft.py", out, *INPROC, "steps=220")
+    return (summary.directory / "checkpoints" / "latest" / "actor").resolve()
+
+
+def test_a_run_leaves_everything_that_is_promised(checkpoint: Path, tmp_path: Path) -> None:
+    summary = run(
+        "recipes/grpo.py",
+        tmp_path,
+        "workers=inproc",
+        "cluster=cpu-1x1",
+        "steps=2",
+        "batch=4",
+        "data.heldout.limit=20",
+        f"models.actor.path={checkpoint}",
+    )
+    directory = summary.directory
+    assert (summary.reason, summary.steps) == ("done", 2)
+    assert json.loads((directory / "plan.json").read_text())["digest"] == summary.plan_digest
+    assert "steps: 2" in (directory / "config.yaml").read_text()
+    assert json.loads((directory / "summary.json").read_text())["steps"] == 2
+    assert list((directory / "tensorboard").iterdir())
+    rows = steps_of(summary)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["batch/samples"] == 32
+    assert 0 <= rows[0]["actor_gen/reward"] <= 1
+    names = {event["name"] for event in json.loads((directory / "trace.json").read_text())["traceEvents"]}
+    assert {"actor_train", "group_advantage"} <= names
+    evaluated = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in evaluated if "eval_gen/accuracy" in row] == [0, 2]
+    assert (tmp_path / "grpo" / "latest").resolve() == directory.resolve()
+
+
+def test_what_a_run_writes_loads_with_transformers(checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    ids = torch.tensor([tokenizer("<bos>17+25=")["input_ids"]])
+    with torch.no_grad():
+        assert model(ids).logits.shape == (1, 7, 32)
+
+
+@pytest.mark.parametrize("recipe", ["recipes/grpo.py", "recipes/sft.py"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["cluster=cpu-1x2"],
+        ["models.actor.tokens_per_microbatch=40"],
+        ["models.actor.gen.max_running=3"],
+        ["max_concurrent=16"],
+    ],
+    ids=["two dp shards", "tiny micro-batches", "small engine", "few in flight"],
+)
+def test_results_do_not_depend_on_how_a_run_is_cut(
+    checkpoint: Path, tmp_path: Path, recipe: str, change: list[str]
+) -> None:
+    train = "actor_train" if "grpo" in recipe else "sft_train"
+    common = [*INPROC, "steps=3", "batch=8", f"models.actor.path={checkpoint}"]
+    common += ["models.actor.optim.warmup_steps=0", "models.actor.optim.lr=1e-4"]
+    common += [f"nodes.{train}.epochs=2", f"nodes.{train}.minibatches=3"]
+    whole = run(recipe, tmp_path / "whole", *common)
+    cut = run(recipe, tmp_path / "cut", *common, *change)
+    for ours, theirs in zip(steps_of(whole), steps_of(cut), strict=True):
+        assert ours.get("actor_gen/reward") == theirs.get("actor_gen/reward")
+        assert ours[f"{train}/loss"] == pytest.approx(theirs[f"{train}/loss"], abs=1e-5)
+    assert largest_difference(weights_of(whole), weights_of(cut)) < 1e-5
+    assert largest_difference(weights_of(whole), load_file(checkpoint / "model.safetensors")) > 1e-4

@@ -1,0 +1,138 @@
+"""Small parts of workers: weights in buckets, patience, the mailbox, blame, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from hflow.errors import RunError
+from hflow.types import Sequences
+from hflow.workers.base import ComputeReady, Report, Span
+from hflow.workers.batch_nodes import reduce_metric
+from hflow.workers.blame import blame
+from hflow.workers.mailbox import Mailbox
+from hflow.workers.patience import Patience
+from hflow.workers.weights import pack_buckets, unpack_bucket
+
+
+def some_weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "flags": torch.tensor([True, False, True]),
+        "embed": torch.randn(7, 5),
+        "half": torch.randn(3, 3).bfloat16(),
+        "scale": torch.tensor(2.5),
+        "transposed": torch.randn(4, 6).T,
+        "steps": torch.arange(3),
+    }
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_weights_arrive_bit_by_bit(bucket_bytes: int) -> None:
+    sent = some_weights()
+    buckets = list(pack_buckets(sent.items(), bucket_bytes))
+    assert len(buckets) == {1: 6, 100: 3, 1 << 20: 1}[bucket_bytes]
+    for bucket in buckets:
+        bucket.payload.flags.writeable = False
+    arrived = dict(row for bucket in buckets for row in unpack_bucket(bucket))
+    assert list(arrived) == list(sent)
+    for name, tensor in sent.items():
+        assert arrived[name].dtype is tensor.dtype
+        assert torch.equal(arrived[name], tensor)
+
+
+def test_changed_weights_are_noticed() -> None:
+    (bucket,) = pack_buckets(some_weights().items())
+    payload = bucket.payload.copy()
+    payload[40] ^= 1
+    with pytest.raises(RunError, match="the bucket of 'flags' has another checksum"):
+        list(unpack_bucket(dataclasses.replace(bucket, payload=payload)))
+
+
+def test_time_stands_still_while_the_engine_sleeps() -> None:
+    async def main() -> tuple[bool, bool]:
+        patience = Patience()
+
+        async def episode() -> bool:
+            try:
+                async with patience.limit(0.1):
+                    await asyncio.sleep(60)
+            except TimeoutError:
+                return True
+            return False
+
+        task = asyncio.create_task(episode())
+        await asyncio.sleep(0.2)
+        asleep = task.done()
+        patience.run()
+        await asyncio.sleep(0.02)
+        patience.stand()
+        await asyncio.sleep(0.2)
+        paused = task.done()
+        patience.run()
+        assert await asyncio.wait_for(task, 60)
+        return asleep, paused
+
+    assert asyncio.run(main()) == (False, False)
+
+
+def test_no_limit_is_no_limit() -> None:
+    async def main() -> None:
+        patience = Patience()
+        patience.run()
+        async with patience.limit(None) as clock:
+            await asyncio.sleep(0)
+        assert not clock.expired()
+
+    asyncio.run(main())
+
+
+def test_a_poll_takes_all_that_happened() -> None:
+    mailbox = Mailbox(3)
+    span = Span("train", "device", 0.0, 1.0)
+    mailbox.note(span)
+    mailbox.generated(7)
+    found: list[Report] = []
+    waiting = threading.Thread(target=lambda: found.append(mailbox.wait()))
+    waiting.start()
+    mailbox.put([ComputeReady("score", 1), ComputeReady("score", 2)])
+    waiting.join(timeout=60)
+    assert found == [Report(3, (ComputeReady("score", 1), ComputeReady("score", 2)), (span,), 7)]
+    mailbox.close()
+    assert mailbox.wait() == Report(3, ())
+
+
+def test_a_failed_thread_is_reported_by_every_poll() -> None:
+    mailbox = Mailbox(0)
+    mailbox.fail(RunError("the pool stopped"))
+    for _ in range(2):
+        with pytest.raises(RunError, match="the pool stopped"):
+            mailbox.wait()
+
+
+def test_blame_points_into_the_body() -> None:
+    def body() -> None:
+        np.zeros(3).reshape(2)
+
+    with pytest.raises(ValueError, match="reshape") as caught:
+        body()
+    line = body.__code__.co_firstlineno + 1
+    text = blame(caught.value, body)
+    assert text.startswith("ValueError: cannot reshape array")
+    assert text.endswith(f"({__file__}:{line})")
+
+
+def test_metrics_are_of_valid_entries() -> None:
+    seqs = Sequences.of([2, 3], loss_mask=[False, True, False, True, True])
+    tokens = torch.tensor([9.0, 1.0, 9.0, 2.0, 6.0])
+    assert reduce_metric("kl", tokens, seqs) == 3.0
+    assert reduce_metric("kl.max", tokens, seqs) == 6.0
+    assert reduce_metric("kl.min", tokens, seqs) == 1.0
+    assert reduce_metric("kl.sum", tokens, seqs) == 9.0
+    assert reduce_metric("share", torch.tensor([True, False]), seqs) == 0.5
+    assert reduce_metric("beta", 0.25, seqs) == 0.25
