@@ -18,6 +18,8 @@ from hflow.report.plan_text import render_plan
 
 USER_ERROR = 2
 INTERRUPTED = 130
+STOPPED = "stopped"
+"""Why a run ended that the user interrupted."""
 
 REPORT_WIDTH = 100
 """Columns of a report that goes to a file or a pipe."""
@@ -27,6 +29,10 @@ OVERRIDES = "Configuration: steps=10, models.actor.optim.lr=3e-4, nodes.actor_tr
 
 def _examples(*commands: str) -> str:
     return "\n\n".join(["Examples:", *(f"[bold]hflow {command}[/bold]" for command in commands)])
+
+
+class StoppedByUser(Exception):  # noqa: N818 - not an error: the run ended as asked
+    """A run ended by Ctrl-C, and its summary is printed."""
 
 
 app = typer.Typer(
@@ -92,7 +98,10 @@ def run(
     if cfg:
         _print(launch.compose(recipe, overrides or []).rstrip())
         return
-    _show(launch.run(recipe, overrides or [], live).render())
+    summary = launch.run(recipe, overrides or [], live)
+    _show(summary.render())
+    if summary.reason == STOPPED:
+        raise StoppedByUser
 
 
 @app.command(epilog=_examples("doctor"))
@@ -110,6 +119,8 @@ def main() -> None:
         app()
     except HflowError as error:
         _stop(str(error), USER_ERROR)
+    except StoppedByUser:
+        raise SystemExit(INTERRUPTED) from None
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
             _stop("interrupted", INTERRUPTED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from hflow.types import Trajectory
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Where none of these is, transformers would make up an empty tokenizer."""
+
+NUM_CACHED = 4096
+"""Texts whose ids are kept: the members of a group, and evaluations, encode the same prompts again."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class TextTokenizer:
         self.bos_id: int | None = self._hf.bos_token_id
         self.stop_ids = _stop_ids(self._hf.eos_token_id, settings.path)
         self.chat_template = ChatTemplate(self._hf) if self._hf.chat_template else None
+        self._ids = lru_cache(NUM_CACHED)(self._encode)
 
     @property
     def num_tokens(self) -> int:
@@ -64,10 +69,7 @@ class TextTokenizer:
         Raises:
             DataError: naming what the vocabulary lacks.
         """
-        ids: list[int] = self._hf(text, add_special_tokens=False)["input_ids"]
-        if self._hf.unk_token_id is not None and self._hf.unk_token_id in ids:
-            raise DataError(self._unknown(text))
-        return ids
+        return list(self._ids(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
@@ -128,6 +130,12 @@ class TextTokenizer:
     def save(self, directory: str) -> None:
         """Write it where `AutoTokenizer.from_pretrained` finds it."""
         self._hf.save_pretrained(directory)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        ids: list[int] = self._hf(text, add_special_tokens=False)["input_ids"]
+        if self._hf.unk_token_id is not None and self._hf.unk_token_id in ids:
+            raise DataError(self._unknown(text))
+        return tuple(ids)
 
     def _unknown(self, text: str) -> str:
         encoded = self._hf(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -43,9 +43,12 @@ class Admission:
     def open_groups(self) -> None:
         """Open as many groups as there is room for."""
         for evaluation in self._data.evaluations.values():
-            if evaluation.active is not None and not evaluation.exhausted:
-                for _ in range(self._num_free() // evaluation.graph.size):
-                    evaluation.open_group()
+            if evaluation.active is None:
+                continue
+            for _ in range(self._num_free() // evaluation.graph.size):
+                if evaluation.exhausted:
+                    break
+                evaluation.open_group()
         for _ in range(self._rollout_capacity()):
             self._data.rollout.open_group()
 

@@ -41,6 +41,8 @@ class Evaluation(StreamState):
         self.formed: set[int] = set()
         self.models = models
         self._kept: list[Group] = []
+        self._first = 0
+        self._num_groups: int | None = None
         self._progress = progress
 
     @property
@@ -80,7 +82,20 @@ class Evaluation(StreamState):
     def begin(self, version: int) -> None:
         """Start over at the dataset's first row; group ids go on counting."""
         self.active = self.last = version
-        self.exhausted = False
+        self._first = self.next_group
+        self.exhausted = self._num_groups == 0
+
+    def open_group(self) -> None:
+        """Admit the next group; after a first pass it is known which one is the last."""
+        super().open_group()
+        self.exhausted = self.next_group - self._first == self._num_groups
+
+    def exhaust(self, number: int) -> None:
+        """The dataset had no row for this group: so it has no more than came before."""
+        super().exhaust(number)
+        known = self._num_groups
+        count = number - self._first
+        self._num_groups = count if known is None else min(known, count)
 
     def finish(self) -> None:
         """Bind what was accepted to the version that was evaluated."""

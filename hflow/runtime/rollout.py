@@ -1,4 +1,9 @@
-"""The trained stream: accepted groups queue until a batch of them is bound to a step."""
+"""The trained stream: accepted groups queue until there are enough of them to be bound to a step.
+
+Where samples age, a batch is formed as soon as B groups are accepted. So nothing is left in the
+queue when the step to be filled moves on, and a group that is young enough when it is accepted is
+so when it trains. Where nothing ages, batches follow the data's order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ class Rollout(StreamState):
 
     Attributes:
         queue: accepted groups that no batch holds yet, by id.
-        num_accepted: groups ever accepted, less those dropped for age afterwards.
+        num_accepted: groups ever accepted, those included that were trained on.
         num_refused: groups refused since the last batch was formed.
         causes: how often each (node, reason) refused a group since then.
         models: trained models that the source reads; where there are none, nothing ages.
@@ -89,7 +94,7 @@ class Rollout(StreamState):
         return min(ahead, self._progress.num_steps * self.batch)
 
     def form_batch(self) -> None:
-        """Bind the accepted groups with the least ids to the next step, and drop who is now too old."""
+        """Bind the accepted groups with the least ids to the next step."""
         numbers = tuple(sorted(self.queue)[: self.batch])
         groups = [self.queue.pop(number) for number in numbers]
         samples = tuple(sample for group in groups for sample in group.members)
@@ -97,10 +102,6 @@ class Rollout(StreamState):
         self._progress.form_batch()
         self.num_refused = 0
         self.causes.clear()
-        for number in sorted(self.queue):
-            if not self._keep_fresh(self.queue[number]):
-                del self.queue[number]
-                self.num_accepted -= 1
 
     def _is_in_order(self) -> bool:
         """Whether no open group would have come before the batch's last one.
@@ -124,7 +125,7 @@ class Rollout(StreamState):
         self.causes[node, reason] += 1
 
     def _keep_fresh(self, group: Group) -> bool:
-        """Drop members of a finished group that the next step would find too old; False if it goes."""
+        """Drop members of a finished group that the next step would find too old; False if all go."""
         stale = tuple(sample for sample, member in group.members.items() if self._is_stale(member))
         if not stale:
             return True

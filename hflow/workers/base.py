@@ -75,7 +75,12 @@ class WorkerSetup:
     """model name -> `data.tokenizer.TokenizerSettings`."""
     seed: int
     factories: Mapping[str, Callable[..., Any]]
-    """backend name -> class or function that builds it; chosen by the launcher."""
+    """backend name -> class or function that builds it; chosen by the launcher.
+
+    Training backends are called with (settings, process group or None, dp size), as
+    `backends.base.ModelBackend`; engines with (settings, options, module or None, decode), where
+    `module` is a trainer's whose storage the engine shares and `decode` turns ids into text.
+    """
     pool_processes: int = 1
     collective_timeout: float = 600.0
     """Seconds after which a collective with a missing rank fails, naming it."""
@@ -221,7 +226,10 @@ class Workers(abc.ABC):
 
     @abc.abstractmethod
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
-        """Run one batch node on several workers at once (its collectives need all of them)."""
+        """Run one batch node on several workers at once (its collectives need all of them).
+
+        Results come in the order of `tasks`.
+        """
 
     @abc.abstractmethod
     async def wake(self, replica: str, version: int) -> None:
@@ -235,7 +243,10 @@ class Workers(abc.ABC):
     async def release(
         self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None
     ) -> None:
-        """Free fields of samples (all of the root stream's samples' fields when None)."""
+        """Free fields of samples, `stream/field` names; None: all that their root stream has of them.
+
+        A sample whose source still runs is stopped; its source reports it as failed.
+        """
 
     @abc.abstractmethod
     async def summarize(

@@ -23,12 +23,12 @@ class ChunkLane(Lane):
 
     def __init__(
         self,
-        processes: ProcessPool,
+        start: Callable[[], ProcessPool],
         num_processes: int,
         concurrency: Mapping[str, int],
         on_return: Callable[[Return], None],
     ) -> None:
-        super().__init__(processes, on_return)
+        super().__init__(start, on_return)
         self._num_processes = num_processes
         self._concurrency = concurrency
         self._waiting: dict[str, deque[Job]] = {}

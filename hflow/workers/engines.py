@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -42,6 +43,8 @@ class Engines:
         self._sharing = sharing
         self._episodes = episodes
         self._on_span = on_span
+        self._lock = threading.Lock()
+        self._num_drawn = 0
         self._versions: dict[str, int] = {}
         self._awake_since: dict[str, float] = {}
         for driver in drivers.values():
@@ -75,6 +78,13 @@ class Engines:
         start = self._awake_since.pop(replica)
         version = {"version": self._versions[replica]}
         self._on_span(Span(f"generate {replica}", "generate", start, time.time(), version))
+
+    def take_num_drawn(self) -> int:
+        """Tokens that the engines drew since the last call."""
+        with self._lock:
+            total = sum(driver.num_drawn for driver in self._drivers.values())
+            new, self._num_drawn = total - self._num_drawn, total
+            return new
 
     def close(self) -> None:
         """End the engines' threads."""

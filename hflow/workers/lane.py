@@ -6,7 +6,8 @@ import abc
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ class Return:
         Raises:
             Exception: the pool itself failed.
         """
-        if isinstance(self.future.exception(), TimeoutError | ProcessExpired):
+        if isinstance(self.future.exception(), TimeoutError | ProcessExpired | BrokenProcessPool):
             return None
         outcomes: list[Outcome] = pickle.loads(self.future.result())
         return outcomes
@@ -39,17 +40,18 @@ class Return:
     def blame(self, job: Job) -> Outcome:
         """The outcome of the one job that its process was killed for, or died of."""
         error = self.future.exception()
-        if isinstance(error, ProcessExpired):
-            message = f"its process died (exit code {error.exitcode})"
-            return Outcome(job.node, job.key, reason="failed", message=message, killed=True)
-        return Outcome(job.node, job.key, reason="timeout", message=too_long(job.timeout), killed=True)
+        if isinstance(error, TimeoutError):
+            return Outcome(job.node, job.key, reason="timeout", message=too_long(job.timeout), killed=True)
+        code = f" (exit code {error.exitcode})" if isinstance(error, ProcessExpired) else ""
+        return Outcome(job.node, job.key, reason="failed", message=f"its process died{code}", killed=True)
 
 
 class Lane(abc.ABC):
     """A queue of jobs in front of a process pool; used by the pool's thread only."""
 
-    def __init__(self, processes: ProcessPool, on_return: Callable[[Return], None]) -> None:
-        self._processes = processes
+    def __init__(self, start: Callable[[], ProcessPool], on_return: Callable[[Return], None]) -> None:
+        self._start = start
+        self._processes = start()
         self._on_return = on_return
         self._suspects: deque[Job] = deque()
         """Jobs that were in a process that was killed or died: they run alone."""
@@ -82,6 +84,9 @@ class Lane(abc.ABC):
     def _call(
         self, jobs: Sequence[Job], timeout: float | None, function: Callable[..., bytes], *arguments: Any
     ) -> None:
+        if not self._processes.active:  # all its processes died while they had nothing to do
+            self.close()
+            self._processes = self._start()
         future = self._processes.schedule(function, args=(jobs, *arguments), timeout=timeout)
         future.add_done_callback(partial(self._returned, jobs))
 

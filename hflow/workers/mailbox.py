@@ -16,7 +16,6 @@ class Mailbox:
         self._changed = threading.Condition()
         self._events: list[WorkerEvent] = []
         self._spans: list[Span] = []
-        self._num_generated = 0
         self._error: BaseException | None = None
         self._closed = False
 
@@ -30,11 +29,6 @@ class Mailbox:
         """Report a span with whatever event comes next."""
         with self._changed:
             self._spans.append(span)
-
-    def generated(self, num_tokens: int) -> None:
-        """Count generated tokens, reported with whatever event comes next."""
-        with self._changed:
-            self._num_generated += num_tokens
 
     def fail(self, error: BaseException) -> None:
         """Report that a background thread cannot go on."""
@@ -58,6 +52,6 @@ class Mailbox:
             self._changed.wait_for(lambda: bool(self._events or self._error or self._closed))
             if self._error is not None:
                 raise self._error
-            report = Report(self._worker, tuple(self._events), tuple(self._spans), self._num_generated)
-            self._events, self._spans, self._num_generated = [], [], 0
+            report = Report(self._worker, tuple(self._events), tuple(self._spans))
+            self._events, self._spans = [], []
             return report

@@ -8,7 +8,7 @@ from typing import Any
 
 from hflow.data.returned import split_result
 from hflow.errors import RecipeError
-from hflow.graph.ir import Graph
+from hflow.plan.ir import Graph
 from hflow.types import Trajectory, Unit
 from hflow.workers.base import NodeProgram, SampleReady
 from hflow.workers.compute import put_metrics

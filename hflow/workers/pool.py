@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pebble import ProcessPool
@@ -65,13 +66,13 @@ class Pool:
         self._attempts: dict[tuple[str, int], int] = {}
         awaited = {name for name, spec in bodies.items() if is_async(spec.body)}
         self._chunks = ChunkLane(
-            self._start(set(bodies) - awaited, num_processes),
+            partial(self._start, set(bodies) - awaited, num_processes),
             num_processes,
             {name: spec.concurrency or num_processes for name, spec in bodies.items()},
             self._inbox.put,
         )
         self._steps = StepLane(
-            self._start(awaited, 1),
+            partial(self._start, awaited, 1),
             {name: spec.concurrency or DEFAULT_CONCURRENCY for name, spec in bodies.items()},
             self._inbox.put,
         )

@@ -23,9 +23,12 @@ class StepLane(Lane):
     """At most one step is under way."""
 
     def __init__(
-        self, processes: ProcessPool, concurrency: Mapping[str, int], on_return: Callable[[Return], None]
+        self,
+        start: Callable[[], ProcessPool],
+        concurrency: Mapping[str, int],
+        on_return: Callable[[Return], None],
     ) -> None:
-        super().__init__(processes, on_return)
+        super().__init__(start, on_return)
         self._concurrency = concurrency
         self._waiting: deque[Job] = deque()
         self._running: dict[tuple[str, int], Job] = {}

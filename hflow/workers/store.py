@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hflow.data.batch import Batch
-from hflow.graph.ir import TRAJECTORY_FIELDS
+from hflow.plan.ir import TRAJECTORY_FIELDS
 from hflow.types import Trajectory, Unit
 from hflow.workers.shelf import Chunk, Shelf
 
@@ -53,8 +53,9 @@ class Store:
             if parent is not None and not self._knows(parent, (sample,)):
                 return
             self._shapes.setdefault(stream, {})[sample] = (len(trajectory.input_ids), group)
+            given = {"group": group, "messages": list(trajectory.messages)}
             for name, unit in TRAJECTORY_FIELDS.items():
-                value = group if name == "group" else getattr(trajectory, name)
+                value = given[name] if name in given else getattr(trajectory, name)
                 self._shelf(stream, name, unit).put_loose(sample, value)
             for name, (unit, value) in columns.items():
                 self._shelf(stream, name, unit).put_loose(sample, value)

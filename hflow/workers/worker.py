@@ -13,16 +13,27 @@ save                a model and its tokenizer
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
-from hflow.workers.base import ComputeOrder, GroupOrder, NodeResult, NodeTask, Report, Span, WorkerSetup
+from hflow.workers.base import (
+    ComputeOrder,
+    GroupOrder,
+    NodeProgram,
+    NodeResult,
+    NodeTask,
+    Report,
+    Span,
+    WorkerSetup,
+)
 from hflow.workers.batch_nodes import BatchNodes, merged
 from hflow.workers.blame import blame
 from hflow.workers.compute import Computes
 from hflow.workers.encoding import Encoder
+from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.engines import Engines
 from hflow.workers.episodes import Episodes
 from hflow.workers.mailbox import Mailbox
@@ -60,35 +71,51 @@ class Worker:
         self._hosted = tuple(hosted)
         self._mailboxes = {index: Mailbox(index) for index in hosted}
         self._store = Store()
+        self._rows = DatasetRows(self._plan, setup.datasets)
+        self._build_generation(*self._build_models(member))
         self._build_bodies()
-        self._build_models(member)
+
+    def _build_models(
+        self, member: Membership | None
+    ) -> tuple[dict[str, EngineDriver], frozenset[str], dict[str, TextTokenizer]]:
+        """Join the world and build replicas; engines are returned, with the tokenizers of episodes."""
+        setup, plan = self._setup, self._plan
+        world = (
+            World(member, plan.replicas, plan.cluster.device, setup.collective_timeout) if member else None
+        )
+        replicas = hosted_replicas(setup, self._hosted)
+        self._backends = build_backends(setup, replicas, world)
+        tokenizers = build_tokenizers(setup, "generate")
+        return (*build_engines(setup, replicas, self._backends, tokenizers), tokenizers)
+
+    def _build_generation(
+        self,
+        drivers: dict[str, EngineDriver],
+        sharing: frozenset[str],
+        tokenizers: dict[str, TextTokenizer],
+    ) -> None:
+        programs = {
+            name: program
+            for name, program in self._programs("generate").items()
+            if self._plan.placement(name).replicas[0] in drivers
+        }
+        seed = self._setup.seed
+        self._episodes = Episodes(self._plan, programs, self._store, drivers, tokenizers, seed, self._fail)
+        self._engines = Engines(self._plan, drivers, self._backends, sharing, self._episodes, self._note)
 
     def _build_bodies(self) -> None:
-        """Parts that need no device; the pool's processes start while models are built."""
-        setup, programs = self._setup, self._setup.programs
-        rows = {n: p for n, p in programs.items() if p.verb == "compute" and p.level != "batch"}
-        self._rows = DatasetRows(self._plan, setup.datasets)
-        self._computes = Computes(rows, self._store, setup.pool_processes, self._fail)
-        encodes = {name: program for name, program in programs.items() if program.verb == "encode"}
+        """Last, as it starts processes: whatever can be refused has been built by then."""
+        setup = self._setup
         tokenizers = build_tokenizers(setup, "encode")
-        self._encoder = Encoder(self._plan, encodes, self._store, tokenizers, self._fail)
+        self._encoder = Encoder(self._plan, self._programs("encode"), self._store, tokenizers, self._fail)
+        rows = {name: p for name, p in self._programs("compute").items() if p.level != "batch"}
+        self._computes = Computes(rows, self._store, setup.pool_processes, self._fail)
+        self._batch_nodes = BatchNodes(
+            self._plan, setup.programs, self._store, self._backends, self._computes
+        )
 
-    def _build_models(self, member: Membership | None) -> None:
-        setup, plan = self._setup, self._plan
-        device = plan.cluster.device
-        self._world = World(member, plan.replicas, device, setup.collective_timeout) if member else None
-        replicas = hosted_replicas(setup, self._hosted)
-        self._backends = build_backends(setup, replicas, self._world)
-        self._batch_nodes = BatchNodes(plan, setup.programs, self._store, self._backends, self._computes)
-        tokenizers = build_tokenizers(setup, "generate")
-        drivers, sharing = build_engines(setup, replicas, self._backends, tokenizers)
-        generates = {
-            name: program
-            for name, program in setup.programs.items()
-            if program.verb == "generate" and plan.placement(name).replicas[0] in drivers
-        }
-        self._episodes = Episodes(plan, generates, self._store, drivers, tokenizers, setup.seed, self._fail)
-        self._engines = Engines(plan, drivers, self._backends, sharing, self._episodes, self._note)
+    def _programs(self, verb: str) -> dict[str, NodeProgram]:
+        return {name: program for name, program in self._setup.programs.items() if program.verb == verb}
 
     # ------------------------------------------------------------------------- at any time
     def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
@@ -112,7 +139,8 @@ class Worker:
 
     def poll(self, worker: int) -> Report:
         """Wait for events of one hosted index."""
-        return self._mailboxes[worker].wait()
+        report = self._mailboxes[worker].wait()
+        return dataclasses.replace(report, num_generated=self._engines.take_num_drawn())
 
     def export(self, samples: Sequence[int], fields: Iterable[str]) -> Parcel:
         """Pack fields of samples for another worker."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -230,12 +229,12 @@ class World:
             self.base[what.stream] = len(self.opened[what.stream])
             num_steps = self.state.data.progress.num_steps
             assert evaluation_due(stream, what.step, num_steps)
-            if self._changes(stream.models):
+            if self.changes(stream.models):
                 assert all(self.oldest[what.stream, s] == (what.step, what.step) for s in what.samples)
         batches[what.step] = what
 
     def _check_ages(self, what: ev.FormBatch) -> None:
-        if not self._changes(self.trained.models) or not self.trained.replicas:
+        if not self.changes(self.trained.models) or not self.trained.replicas:
             return
         lag = certified_lag(self.schedule.max_staleness, self.schedule.sync_every)
         for sample in what.samples:
@@ -244,7 +243,7 @@ class World:
             if lag == 0:
                 assert oldest == newest == what.step
 
-    def _changes(self, models: tuple[str, ...]) -> bool:
+    def changes(self, models: tuple[str, ...]) -> bool:
         return any(model in self.writers for model in models)
 
     def _stands_at(self, model: str, step: int) -> bool:
@@ -314,7 +313,11 @@ class World:
         self.finish = what
 
     # ---------------------------------------------------------------- at the end
-    def check_end(self, expect: Callable[[str, int], bool] | None = None) -> None:
+    def ends_of(self, kind: type[ev.Instruction]) -> int:
+        """How many instructions of a kind there were."""
+        return sum(isinstance(instruction, kind) for instruction in self.trace)
+
+    def check_end(self) -> None:
         """Each sample ended at most once; after a full run everything that should fire did."""
         assert self.finish is not None
         assert not self.finish.error
@@ -327,10 +330,10 @@ class World:
         if self.finish.reason == "stopped":
             return
         num_steps = len(self.batches[self.trained.name])
-        side_nodes = any(
-            n.level is Level.BATCH and n.stream != self.trained.name for n in self.schedule.nodes
-        )
-        assert self.steps_done == list(range(num_steps + side_nodes))
+        side = {
+            n.name for n in self.schedule.nodes if n.level is Level.BATCH and n.stream != self.trained.name
+        }
+        assert self.steps_done == list(range(num_steps + bool(side)))
         assert num_steps == self.schedule.num_steps or self.finish.reason == "dataset exhausted"
         for stream in self.schedule.streams[1:]:
             assert num_steps in self.batches[stream.name], "no evaluation at the end"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ def die_on_five(x: int) -> int:
 def loaded_modules(x: int) -> list[str]:
     import sys
 
-    return [name for name in ("torch", "ray", "transformers", "networkx") if name in sys.modules]
+    return [name for name in ("torch", "ray", "transformers", "pyarrow") if name in sys.modules]
 
 
 def unpicklable(x: int) -> Any:
@@ -207,6 +209,21 @@ def test_a_body_whose_module_is_not_importable(bench: Callable[..., Bench], tmp_
         assert bench(module.times).run(numbers(3))[2].value == 10
     finally:
         del sys.modules[spec.name]
+
+
+def own_pid(x: int) -> int:
+    import os
+
+    return os.getpid()
+
+
+def test_a_process_killed_while_idle_is_replaced(bench: Callable[..., Bench]) -> None:
+    one = bench(own_pid)
+    pid = one.run(numbers(1))[0].value
+    os.kill(pid, signal.SIGKILL)
+    outcomes = [one.run(numbers(3)) for _ in range(2)]
+    assert {outcome.reason for ended in outcomes for outcome in ended.values()} == {None}
+    assert pid not in {outcome.value for outcome in outcomes[-1].values()}
 
 
 def test_closing_twice_while_a_body_hangs() -> None:

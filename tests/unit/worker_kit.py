@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hflow.launch.compiled import compile_recipe
 from hflow.launch.setup import make_setup
-from hflow.plan.ir import Plan
 from hflow.workers.base import (
     ComputeOrder,
     GroupOrder,
@@ -19,7 +20,9 @@ from hflow.workers.base import (
     Workers,
     WorkerSetup,
 )
+from hflow.workers.inproc import InprocWorkers
 
+T = TypeVar("T")
 RECIPE = Path(__file__).with_name("worker_recipe.py")
 TINY = (
     "+model@models.actor=tiny-qwen2",
@@ -35,8 +38,8 @@ TINY = (
 )
 
 
-def setup_of(*overrides: str, recipe: Path = RECIPE) -> WorkerSetup:
-    return make_setup(compile_recipe(recipe, (*TINY, *overrides)))
+def setup_of(*overrides: str) -> WorkerSetup:
+    return make_setup(compile_recipe(RECIPE, (*TINY, *overrides)))
 
 
 async def collect(workers: Workers, worker: int, count: int) -> list[WorkerEvent]:
@@ -67,10 +70,34 @@ def task(node: str, *shards: tuple[int, ...], step: int = 0, dp: int = 0) -> Nod
 
 def with_knobs(setup: WorkerSetup, node: str, **knobs: Any) -> WorkerSetup:
     """The setup with other hyper-parameters of one node."""
+    return with_program(setup, node, knobs={**setup.programs[node].knobs, **knobs})
+
+
+def with_program(setup: WorkerSetup, node: str, **changes: Any) -> WorkerSetup:
+    """The setup with another body or other options of one node."""
     program = setup.programs[node]
-    changed = dataclasses.replace(program, knobs={**program.knobs, **knobs})
-    return dataclasses.replace(setup, programs={**setup.programs, node: changed})
+    if options := changes.pop("options", None):
+        changes["options"] = {**program.options, **options}
+    return dataclasses.replace(
+        setup, programs={**setup.programs, node: dataclasses.replace(program, **changes)}
+    )
 
 
-def gen_replica(plan: Plan) -> str:
-    return next(replica.name for replica in plan.replicas if replica.role == "gen")
+def with_workers(setup: WorkerSetup, work: Callable[[InprocWorkers], Awaitable[T]]) -> T:
+    """Start workers in this process, do the work, stop them."""
+
+    async def main() -> T:
+        workers = InprocWorkers()
+        try:
+            await workers.start(setup)
+            async with asyncio.timeout(120):
+                return await work(workers)
+        finally:
+            await workers.close()
+
+    return asyncio.run(main())
+
+
+def read(workers: InprocWorkers, stream: str, field: str, samples: Sequence[int]) -> list[Any]:
+    """What the one store holds, as Python values."""
+    return workers._worker._store.values(stream, field, samples)

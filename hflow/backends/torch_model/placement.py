@@ -1,6 +1,6 @@
 """Where a model's weights lie and in which precision they are used.
 
-Several ranks: FSDP2 shards each decoder layer and the rest. One rank: plain weights. In both, the
+Several ranks: FSDP2 shards each decoder layer and the rest (small layers together with the rest). One rank: plain weights. In both, the
 weights that are stepped are fp32, and in bf16 each unit is cast for its forward and backward.
 """
 
@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+MIN_UNIT_BYTES = 4 << 20
+"""A smaller layer is gathered with the rest of the model: its own collectives would cost more time
+than the memory is worth."""
 
 
 def place(
@@ -41,13 +45,17 @@ def place(
     mesh = DeviceMesh.from_group(group, device.type)
     half = dtype if dtype != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
-    for unit in (*layers, root):
+    for unit in (*(layer for layer in layers if _num_bytes(layer) >= MIN_UNIT_BYTES), root):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     root.to(device)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
 
 
 def cast_while_running(unit: nn.Module, inner: list[nn.Module], dtype: torch.dtype) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hflow.backends.torch_model.gather import whole_tensors
 from hflow.backends.torch_model.heads import save_head
 
 
@@ -24,8 +24,8 @@ def named_weights(
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = [(name, x) for name, x in model.state_dict().items() if name not in known]
     scalar = [] if kind == "lm" else [(scalar_prefix(kind) + name, x) for name, x in head.named_parameters()]
-    for name, tensor in (*model.named_parameters(), *buffers, *scalar):
-        yield name, _whole(tensor.detach(), dtype)
+    named = (*model.named_parameters(), *buffers, *scalar)
+    yield from whole_tensors(((name, tensor.detach()) for name, tensor in named), dtype)
 
 
 def save(model: PreTrainedModel, head: nn.Module, kind: str, directory: Path, is_writer: bool) -> None:
@@ -56,8 +56,3 @@ def _take_prefixed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]
     names = [name for name in tensors if name.startswith(prefix)]
     return {name.removeprefix(prefix): tensors.pop(name) for name in names}
 
-
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast before gathering: half the bytes travel."""
-    cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast

@@ -1,0 +1,200 @@
+"""The run on a virtual clock: the same `RunState`, with given durations in the place of workers."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hflow.plan.ir import Level, Schedule
+from hflow.runtime.events import (
+    Asleep,
+    Awake,
+    Event,
+    Exhausted,
+    Finish,
+    FormBatch,
+    Instruction,
+    NodeDone,
+    OpenGroup,
+    RunBatch,
+    RunGroup,
+    RunSample,
+    SampleDone,
+    Sleep,
+    Started,
+    StepDone,
+    Wake,
+)
+from hflow.runtime.state import RunState
+from hflow.workers.base import Span
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a simulated run did, in seconds from its start."""
+
+    spans: tuple[Span, ...]
+    """Batch nodes, on the lane of their device group, and engines' waking times, on their own."""
+    step_ends: tuple[float, ...]
+    """When each step was complete."""
+    finish: Finish
+
+    def period(self) -> float:
+        """Seconds a step in the steady state: the first steps fill the pipeline, the last ones drain it.
+
+        Raises:
+            ValueError: fewer than four steps.
+        """
+        num_steps = len(self.step_ends)
+        if num_steps < 4:
+            raise ValueError(f"a period needs at least four steps, and {num_steps} were simulated")
+        first, last = num_steps // 4, 3 * num_steps // 4
+        return (self.step_ends[last] - self.step_ends[first]) / (last - first)
+
+
+@dataclass(eq=False)
+class _Generating:
+    """A sample that an engine works on; `due` is None while its engines sleep."""
+
+    sample: int
+    left: float
+    oldest: int
+    due: float | None = None
+
+
+@dataclass
+class _Source:
+    """A stream's samples in flight, and where its dataset stands."""
+
+    flying: dict[int, _Generating] = field(default_factory=dict)
+    first: int = 0
+    """The group that holds the dataset's first row in this pass."""
+    next: int = 0
+
+
+def simulate(
+    schedule: Schedule, durations: Mapping[str, float], rows: Mapping[str, int] | None = None
+) -> Timeline:
+    """Run a schedule on a virtual clock.
+
+    Args:
+        schedule: what is run.
+        durations: seconds of a node for each sample, group or step; of a source for one sample
+            (samples do not slow each other down); of a replica, to take new weights. What is not
+            named takes no time.
+        rows: groups in each side stream's dataset; 1 where not named. The trained one has no end.
+    """
+    return _Simulation(schedule, durations, rows or {}).run()
+
+
+class _Simulation:
+    """A virtual clock, a heap of what is due, and the engines' versions."""
+
+    def __init__(self, schedule: Schedule, durations: Mapping[str, float], rows: Mapping[str, int]) -> None:
+        self._state = RunState(schedule)
+        self._durations = durations
+        self._rows = rows
+        self._streams = {stream.name: stream for stream in schedule.streams}
+        self._sources = {stream.name: _Source() for stream in schedule.streams}
+        self._lanes = {n.name: n.group or n.name for n in schedule.nodes if n.level is Level.BATCH}
+        self._versions: dict[str, int] = {}
+        self._awake_since: dict[str, float] = {}
+        self._heap: list[tuple[float, int, Event | _Generating, str]] = []
+        self._order = itertools.count()
+        self._now = 0.0
+        self._spans: list[Span] = []
+        self._step_ends: list[float] = []
+
+    def run(self) -> Timeline:
+        """Handle what is due, in order of time, until the end."""
+        finish = self._handle(Started())
+        while finish is None:
+            assert self._heap, "nothing is due, and the run has not ended"
+            self._now, _, due, stream = heapq.heappop(self._heap)
+            if not isinstance(due, _Generating):
+                finish = self._handle(due)
+            elif due.due == self._now:
+                due.due = None
+                del self._sources[stream].flying[due.sample]
+                finish = self._handle(SampleDone(stream, due.sample, due.oldest))
+        for replica in tuple(self._awake_since):
+            self._close_span(replica)
+        return Timeline(tuple(self._spans), tuple(self._step_ends), finish)
+
+    def _handle(self, event: Event) -> Finish | None:
+        if isinstance(event, Awake):
+            self._versions[event.replica] = event.version
+            self._awake_since[event.replica] = self._now
+            self._resume()
+        for instruction in self._state.handle(event):
+            if isinstance(instruction, Finish):
+                return instruction
+            self._perform(instruction)
+        return None
+
+    def _perform(self, instruction: Instruction) -> None:
+        match instruction:
+            case OpenGroup():
+                self._open(instruction)
+            case RunSample(node, key) | RunGroup(node, key):
+                self._report(node, NodeDone(node, key))
+            case RunBatch(node, step):
+                end = self._report(node, NodeDone(node, step))
+                self._spans.append(Span(node, self._lanes[node], self._now, end, {"step": step}))
+            case Wake(replica, version):
+                loads = version != self._versions.get(replica)
+                self._report(replica if loads else "", Awake(replica, version))
+            case Sleep(replica):
+                self._close_span(replica)
+                self._interrupt(replica)
+                self._report("", Asleep(replica))
+            case FormBatch(stream):
+                self._sources[stream].first = self._sources[stream].next
+            case StepDone(step) if step < self._state.data.progress.num_steps:
+                self._step_ends.append(self._now)
+
+    def _report(self, name: str, event: Event) -> float:
+        """Let an event come after the duration of what is named; returns when."""
+        end = self._now + self._durations.get(name, 0.0)
+        heapq.heappush(self._heap, (end, next(self._order), event, ""))
+        return end
+
+    # ------------------------------------------------------------------ samples
+    def _open(self, what: OpenGroup) -> None:
+        stream, source = self._streams[what.stream], self._sources[what.stream]
+        source.next = what.group + 1
+        if stream.batch is None and what.group - source.first >= self._rows.get(stream.name, 1):
+            self._report("", Exhausted(stream.name, what.group))
+            return
+        oldest = min((self._versions[replica] for replica in stream.replicas), default=-1)
+        for sample in what.samples:
+            generating = _Generating(sample, self._durations.get(stream.source, 0.0), oldest)
+            source.flying[sample] = generating
+            self._generate(stream.name, generating)
+
+    def _generate(self, stream: str, sample: _Generating) -> None:
+        sample.due = self._now + sample.left
+        heapq.heappush(self._heap, (sample.due, next(self._order), sample, stream))
+
+    def _interrupt(self, replica: str) -> None:
+        """Samples keep what they have; their engines go on with them when all are awake again."""
+        for name, source in self._sources.items():
+            if replica not in self._streams[name].replicas:
+                continue
+            for sample in source.flying.values():
+                if sample.due is not None:
+                    sample.left, sample.due = sample.due - self._now, None
+
+    def _resume(self) -> None:
+        for name, source in self._sources.items():
+            if all(replica in self._awake_since for replica in self._streams[name].replicas):
+                for sample in source.flying.values():
+                    if sample.due is None:
+                        self._generate(name, sample)
+
+    def _close_span(self, replica: str) -> None:
+        version = self._versions[replica]
+        start = self._awake_since.pop(replica)
+        self._spans.append(Span("generate", replica, start, self._now, {"version": version}))

@@ -1,0 +1,76 @@
+"""`hflow run` on a real Ray cluster of this machine: two workers, real gloo collectives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import ROOT, largest_difference, run, steps_of, weights_of
+
+pytestmark = pytest.mark.ray
+
+SFT = ["steps=6", "batch=32", "data.heldout.limit=40", "nodes.eval_gen.every=3"]
+
+
+def test_two_ray_workers_compute_what_one_process_does(tmp_path: Path) -> None:
+    """The CPU twin: data parallel over gloo and Ray, against one process and one shard."""
+    apart = run("recipes/sft.py", tmp_path / "ray", *SFT)
+    alone = run("recipes/sft.py", tmp_path / "one", *SFT, "workers=inproc", "cluster=cpu-1x1")
+    for ours, theirs in zip(steps_of(apart), steps_of(alone), strict=True):
+        assert ours["sft_train/loss"] == pytest.approx(theirs["sft_train/loss"], abs=1e-5)
+    assert largest_difference(weights_of(apart), weights_of(alone)) < 1e-5
+
+
+def test_trainer_and_engine_on_devices_of_their_own(tmp_path: Path) -> None:
+    """Weights go through the object store; the result is that of sharing the devices."""
+    apart = ["models.actor.group=train", "models.actor.gen.group=gen"]
+    apart += ["models.actor.layout=d1", "models.actor.gen.layout=d1"]
+    grpo = ["steps=2", "batch=4", "data.heldout.limit=20", "models.actor.path=null"]
+    separate = run("recipes/grpo.py", tmp_path / "apart", *grpo, *apart)
+    shared = run("recipes/grpo.py", tmp_path / "shared", *grpo, "workers=inproc", "cluster=cpu-1x1")
+    assert separate.values == pytest.approx(shared.values, abs=1e-5)
+    assert largest_difference(weights_of(separate), weights_of(shared)) < 1e-5
+
+
+def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hflow", "run", "recipes/sft.py", f"out={tmp_path}", "steps=100000"]
+    child = subprocess.Popen(
+        [*command, "nodes.eval_gen.after=1000000"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        if "step 10/" in line:
+            break
+    os.killpg(child.pid, signal.SIGINT)
+    rest = child.stdout.read()
+    assert child.wait(120) == 130, rest
+    (summary,) = tmp_path.glob("sft/2*/summary.json")
+    steps = json.loads(summary.read_text())["steps"]
+    assert json.loads(summary.read_text())["reason"] == "stopped"
+    assert "Traceback" not in rest
+    saved = summary.parent / "checkpoints" / "latest"
+    assert saved.resolve().name == f"step-{steps}"
+    assert (saved / "actor" / "model.safetensors").exists()
+    _wait_until_gone(child.pid)
+
+
+def _wait_until_gone(group: int) -> None:
+    """Every process of the run's session ends."""
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("processes of the run are left")

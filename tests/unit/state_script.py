@@ -1,0 +1,143 @@
+"""Schedules of well-known recipes, and a terse spelling of instructions."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from hflow.plan.ir import Level, Schedule, ScheduledNode, ScheduledStream
+from hflow.runtime import events as ev
+from hflow.runtime.invariants import check_invariants
+from hflow.runtime.state import RunState
+
+ENGINE = "actor@gen"
+
+
+def sample(name: str, *needs: str, keep: bool = False, stream: str = "gen") -> ScheduledNode:
+    return ScheduledNode(name, Level.SAMPLE, stream, needs, keep=keep)
+
+
+def group(name: str, *needs: str, keep: bool = False, stream: str = "gen") -> ScheduledNode:
+    return ScheduledNode(name, Level.GROUP, stream, needs, keep=keep)
+
+
+def batch(name: str, on: str | None, *needs: str, stream: str = "gen", **more: Any) -> ScheduledNode:
+    return ScheduledNode(name, Level.BATCH, stream, needs, on, **more)
+
+
+def generated(size: int = 2, num_groups: int = 2, min_group: int = 1) -> ScheduledStream:
+    return ScheduledStream("gen", "gen", size, num_groups, (ENGINE,), ("actor",), min_group)
+
+
+def encoded(num_groups: int = 2) -> ScheduledStream:
+    return ScheduledStream("gen", "gen", 1, num_groups, (), ())
+
+
+def schedule(
+    streams: list[ScheduledStream], nodes: list[ScheduledNode], *, shared: str = "", **more: int
+) -> Schedule:
+    """A schedule whose groups' orders are those of `nodes`; `shared` names the engine's group."""
+    groups = dict.fromkeys(node.group for node in nodes if node.group is not None)
+    orders = tuple((name, tuple(n.name for n in nodes if n.group == name)) for name in groups)
+    engines = tuple(dict.fromkeys(r for stream in streams for r in stream.replicas))
+    settings = {"num_steps": 2, "max_concurrent": 64, **more}
+    return Schedule(tuple(streams), tuple(nodes), orders, ((shared, engines),) if shared else (), **settings)
+
+
+def grpo(*, shared: bool, **more: int) -> Schedule:
+    nodes = [
+        sample("score", "gen"),
+        group("advantage", "score"),
+        batch("ref", "train", reads=("ref",)),
+        batch("actor_train", "train", "ref", writes=("actor",)),
+    ]
+    return schedule([generated()], nodes, shared="train" if shared else "", **more)
+
+
+def spell(what: ev.Instruction) -> str:
+    """An instruction in few words."""
+    match what:
+        case ev.OpenGroup(stream, number):
+            return f"open {stream} {number}"
+        case ev.RunSample(node, key) | ev.RunGroup(node, key) | ev.RunBatch(node, key):
+            return f"{node} {key}"
+        case ev.Refuse(_, _, samples, node, reason):
+            return f"refuse {' '.join(map(str, samples))} {node} {reason}"
+        case ev.FormBatch(stream, step, _, groups):
+            return f"form {stream} {step}: {' '.join(map(str, groups))}"
+        case ev.Wake(replica, version):
+            return f"wake {replica} {version}"
+        case ev.Sleep(replica):
+            return f"sleep {replica}"
+        case ev.StepDone(step):
+            return f"step {step}"
+        case ev.Finish(reason):
+            return reason
+    raise AssertionError(what)
+
+
+class Script:
+    """Performs what is asked in the order of asking, except what `hold` names, which waits."""
+
+    def __init__(self, schedule: Schedule, rows: dict[str, int] | None = None, hold: set[str] | None = None):
+        self.state = RunState(schedule)
+        self.streams = {stream.name: stream for stream in schedule.streams}
+        self.rows = rows or {}
+        self.hold = hold or set()
+        self.held: dict[str, ev.Event] = {}
+        self.version = 0
+        self.first = dict.fromkeys(self.streams, 0)
+        self.next = dict.fromkeys(self.streams, 0)
+        self.todo: deque[ev.Event] = deque()
+        self.trace: list[str] = []
+
+    def run(self) -> list[str]:
+        """The whole run; returns the trace."""
+        self.send(ev.Started())
+        return self.trace
+
+    def send(self, event: ev.Event) -> list[str]:
+        """Send an event and all that follows from it; returns the new part of the trace."""
+        start = len(self.trace)
+        self.todo.append(event)
+        while self.todo:
+            for instruction in self.state.handle(self.todo.popleft()):
+                self.trace.append(spell(instruction))
+                for answer in self._answers(instruction):
+                    self._queue(spell(instruction), answer)
+            if self.state.finished is None:
+                check_invariants(self.state)
+        return self.trace[start:]
+
+    def release(self, what: str) -> list[str]:
+        """Complete something that was held."""
+        return self.send(self.held.pop(what))
+
+    def _queue(self, name: str, event: ev.Event) -> None:
+        if isinstance(event, ev.SampleDone):
+            name = f"{event.stream}#{event.sample}"
+        if name in self.hold or name.split()[0] in self.hold:
+            self.held[name] = event
+        else:
+            self.todo.append(event)
+
+    def _answers(self, what: ev.Instruction) -> list[ev.Event]:
+        match what:
+            case ev.OpenGroup(stream, number, samples):
+                self.next[stream] = number + 1
+                if number - self.first[stream] >= self.rows.get(stream, 10**6):
+                    return [ev.Exhausted(stream, number)]
+                oldest = self.version if self.streams[stream].replicas else -1
+                return [ev.SampleDone(stream, key, oldest) for key in samples]
+            case ev.FormBatch(stream):
+                if self.streams[stream].batch is None:
+                    self.first[stream] = self.next[stream]
+                return []
+            case ev.RunSample(node, key) | ev.RunGroup(node, key) | ev.RunBatch(node, key):
+                return [ev.NodeDone(node, key)]
+            case ev.Wake(replica, version):
+                self.version = version
+                return [ev.Awake(replica, version)]
+            case ev.Sleep(replica):
+                return [ev.Asleep(replica)]
+        return []

@@ -1,0 +1,445 @@
+"""The state machine on well-known recipes: exact traces, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from state_script import ENGINE, Script, batch, encoded, generated, group, grpo, sample, schedule
+
+from hflow.plan.ir import ScheduledStream
+from hflow.runtime import events as ev
+from hflow.runtime.state import RunState
+
+
+def side(every: int = 1, after: int = 0, engine: str | None = ENGINE, size: int = 1) -> ScheduledStream:
+    replicas, models = ((engine,), ("actor",)) if engine else ((), ())
+    return ScheduledStream("eval", "eval", size, None, replicas, models, every=every, after=after)
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+# -------------------------------------------------------------------------- whole traces
+def test_grpo_colocated():
+    assert Script(grpo(shared=True)).run() == lines("""
+        wake actor@gen 0
+        open gen 0
+        open gen 1
+        score 0
+        score 1
+        score 2
+        score 3
+        advantage 0
+        advantage 1
+        form gen 0: 0 1
+        sleep actor@gen
+        ref 0
+        actor_train 0
+        step 0
+        wake actor@gen 1
+        open gen 2
+        open gen 3
+        score 4
+        score 5
+        score 6
+        score 7
+        advantage 2
+        advantage 3
+        form gen 1: 2 3
+        sleep actor@gen
+        ref 1
+        actor_train 1
+        step 1
+        done
+    """)
+
+
+def test_grpo_separate():
+    """The engine is awake while others train, and only stops to take the new weights."""
+    trace = Script(grpo(shared=False)).run()
+    assert [line for line in trace if not line.startswith(("score", "advantage"))] == lines("""
+        wake actor@gen 0
+        open gen 0
+        open gen 1
+        form gen 0: 0 1
+        ref 0
+        actor_train 0
+        step 0
+        sleep actor@gen
+        wake actor@gen 1
+        open gen 2
+        open gen 3
+        form gen 1: 2 3
+        ref 1
+        actor_train 1
+        step 1
+        done
+    """)
+
+
+def test_grpo_one_step_ahead():
+    """With eta = 1 the next batch is generated under the old weights while the first one trains."""
+    script = Script(grpo(shared=False, max_staleness=1, num_steps=3), hold={"actor_train"})
+    trace = script.run()
+    assert [line for line in trace if line.startswith(("open", "form"))] == lines("""
+        open gen 0
+        open gen 1
+        open gen 2
+        open gen 3
+        form gen 0: 0 1
+        form gen 1: 2 3
+    """)
+    assert script.release("actor_train 0")[:7] == lines("""
+        step 0
+        ref 1
+        sleep actor@gen
+        wake actor@gen 1
+        actor_train 1
+        open gen 4
+        open gen 5
+    """)
+
+
+def test_sft_with_evaluation():
+    """Texts are encoded one batch ahead; the evaluation's loss is read before its weights change."""
+    nodes = [
+        batch("eval_loss", "train", stream="eval", reads=("actor",)),
+        batch("sft_train", "train", "eval_loss", writes=("actor",)),
+    ]
+    plan = schedule([encoded(), side(every=2, engine=None)], nodes, num_steps=3, max_concurrent=4)
+    assert Script(plan, rows={"eval": 2}).run() == lines("""
+        open eval 0
+        open eval 1
+        open eval 2
+        open eval 3
+        open eval 4
+        open eval 5
+        open gen 0
+        open gen 1
+        open gen 2
+        form eval 0: 0 1
+        eval_loss 0
+        open gen 3
+        form gen 0: 0 1
+        sft_train 0
+        form gen 1: 2 3
+        open eval 6
+        open eval 7
+        step 0
+        sft_train 1
+        open gen 4
+        open gen 5
+        form eval 2: 6 7
+        step 1
+        eval_loss 2
+        form gen 2: 4 5
+        open eval 8
+        open eval 9
+        sft_train 2
+        form eval 3: 8 9
+        step 2
+        eval_loss 3
+        step 3
+        done
+    """)
+
+
+def test_sft_wakes_its_engine_only_for_evaluations():
+    plan = schedule(
+        [encoded(), side(every=2)],
+        [batch("sft_train", "train", writes=("actor",))],
+        shared="train",
+        num_steps=3,
+        max_concurrent=4,
+    )
+    trace = Script(plan, rows={"eval": 2}).run()
+    assert [line for line in trace if not line.startswith("open")] == lines("""
+        wake actor@gen 0
+        form gen 0: 0 1
+        form gen 1: 2 3
+        form eval 0: 0 1
+        sleep actor@gen
+        sft_train 0
+        step 0
+        sft_train 1
+        step 1
+        wake actor@gen 2
+        form gen 2: 4 5
+        form eval 2: 6 7
+        sleep actor@gen
+        sft_train 2
+        step 2
+        wake actor@gen 3
+        form eval 3: 8 9
+        sleep actor@gen
+        done
+    """)
+
+
+def ppo(**more: int):
+    nodes = [
+        batch("values", "critic", reads=("critic",)),
+        batch("gae", None, "values"),
+        batch("critic_train", "critic", "gae", "values", writes=("critic",)),
+        batch("actor_train", "actor", "gae", writes=("actor",)),
+    ]
+    return schedule([generated(size=1)], nodes, **more)
+
+
+def test_actor_and_critic_train_at_once_on_two_groups():
+    script = Script(ppo(max_staleness=1), hold={"critic_train", "actor_train"})
+    script.run()
+    assert set(script.held) == {"critic_train 0", "actor_train 0"}
+    assert script.release("actor_train 0") == []
+    assert script.release("critic_train 0") == [
+        "step 0",
+        "values 1",
+        "gae 1",
+        "critic_train 1",
+        "actor_train 1",
+    ]
+    assert script.release("critic_train 1") == []
+    assert script.release("actor_train 1") == ["step 1", "done"]
+
+
+# -------------------------------------------------------------------------- weights
+def test_a_writer_waits_until_the_engine_has_the_weights():
+    """Step 1 is ready to train, but would change the weights that the engine is being given."""
+    script = Script(ppo(max_staleness=1, num_steps=3), hold={"wake actor@gen 1"})
+    trace = script.run()
+    assert "critic_train 1" in trace
+    assert "actor_train 1" not in trace
+    assert script.release("wake actor@gen 1")[0] == "actor_train 1"
+
+
+def test_sync_every_gives_weights_after_so_many_steps():
+    trace = Script(grpo(shared=False, num_steps=6, sync_every=2)).run()
+    assert [line for line in trace if line.startswith("wake")] == [f"wake actor@gen {v}" for v in (0, 2, 4)]
+
+
+def test_an_evaluation_keeps_its_weights_while_the_trainer_goes_on():
+    plan = schedule(
+        [generated(size=1), side(every=100)],
+        [batch("actor_train", "train", writes=("actor",))],
+        max_staleness=2,
+        num_steps=3,
+        max_concurrent=8,
+    )
+    script = Script(plan, rows={"eval": 1}, hold={"eval#0"})
+    trace = script.run()
+    assert [line for line in trace if line.startswith(("wake", "sleep", "actor_train"))] == lines("""
+        wake actor@gen 0
+        actor_train 0
+        actor_train 1
+        actor_train 2
+    """)
+    released = script.release("eval#0")
+    assert released[:3] == ["form eval 0: 0", "sleep actor@gen", "wake actor@gen 3"]
+    assert released[-2:] == ["form eval 3: 8", "done"]
+
+
+def test_an_evaluation_comes_before_fresh_samples():
+    plan = replace(grpo(shared=True), max_concurrent=4)
+    plan = replace(plan, streams=(*plan.streams, side(every=100)))
+    trace = Script(plan, rows={"eval": 3}).run()
+    assert trace[:5] == ["wake actor@gen 0", *(f"open eval {number}" for number in range(4))]
+
+
+def test_sleeping_samples_leave_room_for_what_their_devices_wait_for():
+    """Three slow samples would fill `max_concurrent`, and the evaluation of step 1 could not begin."""
+    nodes = [
+        batch("eval_loss", "train", stream="eval", reads=("actor",)),
+        batch("actor_train", "train", "eval_loss", writes=("actor",)),
+    ]
+    streams = [generated(size=1, num_groups=1), side(engine=None)]
+    plan = schedule(streams, nodes, shared="train", max_staleness=3, max_concurrent=3, num_steps=4)
+    script = Script(plan, rows={"eval": 1}, hold={"gen#1", "gen#2", "gen#3"})
+    assert "form eval 1: 3" in script.run()
+
+
+def test_interrupted_samples_go_on_in_the_next_turn():
+    """Sample 6 sleeps through step 0; what it holds of version 0 is within eta = 1 of step 1."""
+    script = Script(grpo(shared=True, max_staleness=1), hold={"gen#6"})
+    assert script.run()[-2:] == ["step 0", "wake actor@gen 1"]
+    after = script.release("gen#6")
+    assert after[:3] == ["score 6", "advantage 3", "form gen 1: 2 3"]
+    assert after[-1] == "done"
+
+
+# -------------------------------------------------------------------------- refusals
+def test_a_refused_group_is_replaced():
+    script = Script(grpo(shared=True, num_steps=1), hold={"advantage 0"})
+    script.run()
+    del script.held["advantage 0"]
+    assert script.send(ev.NodeFailed("advantage", 0, ev.Refusal.FAILED))[:2] == [
+        "refuse 0 1 advantage failed",
+        "open gen 2",
+    ]
+    assert "form gen 0: 1 2" in script.trace
+
+
+def test_keep_refuses_a_member_and_the_group_goes_on():
+    nodes = [
+        sample("keep", "gen", keep=True),
+        group("advantage", "keep"),
+        batch("train", "t", writes=("actor",)),
+    ]
+    script = Script(schedule([generated()], nodes, num_steps=1), hold={"keep 1"})
+    script.run()
+    del script.held["keep 1"]
+    assert script.send(ev.NodeDone("keep", 1, keep=False))[:2] == ["refuse 1 keep keep", "advantage 0"]
+    assert script.trace[-1] == "done"
+
+
+def test_abandoned_samples_occupy_their_place_until_they_report():
+    plan = replace(grpo(shared=False), max_concurrent=4)
+    plan = replace(plan, streams=(generated(min_group=2),))
+    script = Script(plan, hold={f"gen#{key}" for key in range(6)})
+    script.run()
+    assert script.send(ev.NodeFailed("gen", 0, ev.Refusal.TIMEOUT)) == [
+        "refuse 0 gen timeout",
+        "refuse 1 gen small_group",
+    ]
+    assert script.release("gen#1") == ["open gen 2"]
+
+
+def test_a_late_result_for_a_refused_group_is_ignored():
+    plan = replace(grpo(shared=True), streams=(generated(min_group=2),))
+    script = Script(plan, hold={"score 0", "score 1", "gen#2"})
+    script.run()
+    assert script.send(ev.NodeFailed("score", 0, ev.Refusal.FAILED))[:2] == [
+        "refuse 0 score failed",
+        "refuse 1 score small_group",
+    ]
+    assert script.release("score 1") == []
+
+
+def test_a_run_that_only_refuses_stops_and_names_the_culprit():
+    script = Script(grpo(shared=True, max_refused_per_step=3), hold={"advantage"})
+    script.run()
+    number = 0
+    while script.state.finished is None:
+        script.send(ev.NodeFailed("advantage", number, ev.Refusal.FAILED))
+        number += 1
+    assert number == 4
+    assert script.state.finished.error
+    assert "4 groups were refused since the last batch, 4 of them by advantage (failed)" in script.trace[-1]
+
+
+# -------------------------------------------------------------------------- age
+def aging(hold: str) -> Script:
+    """eta = 1: group 1 stays behind while steps 0, 1 and 2 train on others."""
+    nodes = [sample("score", "gen"), batch("actor_train", "train", writes=("actor",))]
+    return Script(schedule([generated(size=1)], nodes, max_staleness=1, num_steps=4), hold={hold})
+
+
+@pytest.mark.parametrize("hold", ["gen#1", "score 1"])
+def test_a_sample_that_got_too_old_is_refused_and_replaced(hold: str):
+    """While it still ran, and while it waited for its reward."""
+    script = aging(hold)
+    assert [line for line in script.run() if line.startswith("form")] == lines("""
+        form gen 0: 0 2
+        form gen 1: 3 4
+        form gen 2: 5 6
+    """)
+    after = script.release(hold)
+    assert after[:2] == ["refuse 1 gen stale", "open gen 8"]
+    assert [line for line in after if line.startswith("form")] == ["form gen 3: 7 8"]
+    assert after[-1] == "done"
+
+
+def test_a_slow_sample_within_the_certified_lag_is_trained_on():
+    script = aging("actor_train 0")
+    assert "form gen 1: 2 3" in script.run()
+    assert not any(line.startswith("refuse") for line in script.trace)
+
+
+# -------------------------------------------------------------------------- the end
+def test_an_exhausted_dataset_trains_what_is_formed():
+    trace = Script(grpo(shared=True, num_steps=5), rows={"gen": 5}).run()
+    assert [line for line in trace if line.startswith(("form", "step"))] == lines("""
+        form gen 0: 0 1
+        step 0
+        form gen 1: 2 3
+        step 1
+    """)
+    assert trace[-1] == "dataset exhausted"
+
+
+def test_saving_happens_at_the_last_step_even_if_the_dataset_ends_early():
+    nodes = [
+        batch("actor_train", "train", writes=("actor",)),
+        batch("save", "train", "actor_train", every=9, after=8, at_end=True),
+    ]
+    plan = schedule([generated()], nodes, num_steps=9)
+    early = Script(plan, rows={"gen": 4}).run()
+    planned = Script(replace(plan, num_steps=2)).run()
+    for trace, end in ((early, "dataset exhausted"), (planned, "done")):
+        assert [line for line in trace if line.startswith("save")] == ["save 1"]
+        assert trace.index("actor_train 1") < trace.index("save 1")
+        assert trace[-1] == end
+
+
+def test_a_stop_lets_what_runs_finish():
+    script = Script(grpo(shared=True), hold={"ref 0"})
+    script.run()
+    assert script.send(ev.StopRequested()) == []
+    assert script.release("ref 0") == ["stopped"]
+    assert script.state.handle(ev.NodeDone("ref", 0)) == []
+
+
+def test_a_stop_abandons_samples():
+    script = Script(grpo(shared=True), hold={"gen#0"})
+    script.run()
+    assert script.send(ev.StopRequested()) == ["stopped"]
+
+
+# -------------------------------------------------------------------------- our own bugs
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.NodeDone("nobody", 0),
+        ev.NodeDone("gen", 0),
+        ev.NodeDone("ref", 0),
+        ev.NodeDone("score", 0),
+        ev.NodeDone("advantage", 7),
+        ev.NodeFailed("ref", 0, ev.Refusal.FAILED),
+        ev.SampleDone("gen", 99),
+        ev.Awake(ENGINE, 0),
+        ev.Asleep(ENGINE),
+        ev.Exhausted("gen", 9),
+        ev.Started(),
+    ],
+)
+def test_an_impossible_event_raises_with_the_history(event: ev.Event):
+    script = Script(grpo(shared=True), hold={"gen"} | {f"gen#{key}" for key in range(4)})
+    script.run()
+    with pytest.raises(AssertionError, match="last events") as caught:
+        script.state.handle(event)
+    assert "Awake(replica='actor@gen', version=0)" in str(caught.value)
+    assert str(event) in str(caught.value)
+
+
+def test_a_second_completion_raises():
+    script = Script(grpo(shared=True), hold={"gen#1"})
+    script.run()
+    with pytest.raises(AssertionError, match="sample 0 of gen is done twice"):
+        script.state.handle(ev.SampleDone("gen", 0, 0))
+
+
+def test_a_reader_that_no_edge_protects_raises():
+    """`values` runs beside the writer of what it reads: the plan lacks an overwrite edge."""
+    nodes = [
+        batch("slow", "a"),
+        batch("values", "a", reads=("actor",)),
+        batch("train", "b", writes=("actor",)),
+    ]
+    state = RunState(schedule([encoded()], nodes))
+    state.handle(ev.Started())
+    state.handle(ev.SampleDone("gen", 0))
+    state.handle(ev.SampleDone("gen", 1))
+    state.handle(ev.NodeDone("train", 0))
+    with pytest.raises(AssertionError, match="no edge held its writer"):
+        state.handle(ev.NodeDone("slow", 0))

@@ -1,0 +1,185 @@
+"""Sources on a worker: what becomes of episodes and encode bodies that end in every possible way."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import worker_kit as kit
+from worker_kit import read, with_workers
+
+from hflow.errors import NotYetError, RecipeError
+from hflow.launch.compiled import compile_recipe
+from hflow.launch.setup import make_setup
+from hflow.types import Engine, Tokenizer, Trajectory
+from hflow.workers.base import Failed, SampleReady, WorkerSetup
+from hflow.workers.inproc import InprocWorkers
+
+GEN = "actor_gen"
+SFT = Path(__file__).parents[2] / "recipes" / "sft.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def setup() -> WorkerSetup:
+    return kit.setup_of("cluster=cpu-1x1")
+
+
+async def slow_or_wrong(engine: Engine, prompt: str) -> Trajectory:
+    """Hangs on the first prompt, fails on the second."""
+    if prompt == FIRST:
+        await asyncio.sleep(600)
+    if prompt == SECOND:
+        raise KeyError("by request")
+    return await engine.complete(prompt)
+
+
+FIRST, SECOND = "", ""
+
+
+async def generated(workers: InprocWorkers, groups: int) -> dict[int, Any]:
+    await workers.open_groups(0, kit.group_orders(GEN, range(groups)))
+    await workers.wake("actor@gen", 0)
+    events = await kit.collect(workers, 0, 2 * groups)
+    return {event.sample if isinstance(event, SampleReady) else event.key: event for event in events}
+
+
+def test_an_episode_ends_in_time_or_is_refused(setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = with_workers(setup, lambda workers: _prompts(workers))
+    monkeypatch.setitem(globals(), "FIRST", rows[0])
+    monkeypatch.setitem(globals(), "SECOND", rows[1])
+    changed = kit.with_program(setup, GEN, body=slow_or_wrong, options={"timeout": 0.3})
+    ended = with_workers(changed, lambda workers: generated(workers, 4))
+    assert [ended[s].reason for s in (0, 1, 2, 3)] == ["timeout", "timeout", "failed", "failed"]
+    assert ended[0].message == "took longer than its timeout of 0.3 s"
+    assert ended[2].message.startswith("KeyError: 'by request' (")
+    assert all(isinstance(ended[sample], SampleReady) for sample in range(4, 8))
+
+
+async def _prompts(workers: InprocWorkers) -> list[str]:
+    await generated(workers, 2)
+    return [read(workers, GEN, "prompt", [sample])[0] for sample in (0, 2)]
+
+
+_tries: dict[str, int] = {}
+
+
+async def second_time(engine: Engine, prompt: str) -> Trajectory:
+    _tries[prompt] = _tries.get(prompt, 0) + 1
+    if _tries[prompt] == 1:
+        raise ConnectionError("not yet")
+    return await engine.complete(prompt)
+
+
+def test_an_episode_is_tried_again(setup: WorkerSetup) -> None:
+    changed = kit.with_program(setup, GEN, body=second_time, options={"retries": 1, "concurrency": 1})
+    ended = with_workers(changed, lambda workers: generated(workers, 2))
+    assert all(isinstance(event, SampleReady) for event in ended.values())
+    assert sorted(_tries.values()) == [3, 3]
+
+
+def lookup(key: str) -> str:
+    return key
+
+
+async def with_tools(engine: Engine, prompt: str) -> Trajectory:
+    return await engine.complete(prompt, tools=[lookup])
+
+
+def test_what_cannot_be_run_ends_the_run(setup: WorkerSetup) -> None:
+    changed = kit.with_program(setup, GEN, body=with_tools)
+    with pytest.raises(NotYetError, match="tools"):
+        with_workers(changed, lambda workers: generated(workers, 1))
+
+
+async def nothing(engine: Engine, prompt: str) -> Any:
+    return prompt
+
+
+def test_an_episode_must_return_a_trajectory(setup: WorkerSetup) -> None:
+    changed = kit.with_program(setup, GEN, body=nothing)
+    with pytest.raises(RecipeError, match="'actor_gen' must return a trajectory with tokens, not str"):
+        with_workers(changed, lambda workers: generated(workers, 1))
+
+
+def only_one(completion: str, answer: str, num_tokens: int, **_: Any) -> float:
+    return 1.0
+
+
+def test_a_body_of_another_shape_ends_the_run(setup: WorkerSetup) -> None:
+    async def work(workers: InprocWorkers) -> None:
+        await generated(workers, 1)
+        await workers.compute(0, kit.sample_orders("score", [0]))
+        await kit.collect(workers, 0, 1)
+
+    with pytest.raises(RecipeError, match="'score' returned 1 results, but declares 2"):
+        with_workers(kit.with_program(setup, "score", body=only_one), work)
+
+
+# ---------------------------------------------------------------------------- written streams
+def pair(tokenizer: Tokenizer, prompt: str, answer: str) -> list[Trajectory]:
+    return [tokenizer.join(prompt, answer), tokenizer.join(prompt, answer[::-1])]
+
+
+async def written(workers: InprocWorkers, groups: range, size: int) -> dict[int, Any]:
+    await workers.open_groups(0, kit.group_orders("sft_view", groups, size))
+    events = await kit.collect(workers, 0, len(groups) * size)
+    return {event.sample if isinstance(event, SampleReady) else event.key: event for event in events}
+
+
+def sft(*overrides: str) -> WorkerSetup:
+    return make_setup(compile_recipe(SFT, ("cluster=cpu-1x1", *overrides)))
+
+
+def test_written_samples() -> None:
+    async def work(workers: InprocWorkers) -> None:
+        ended = await written(workers, range(5), 1)
+        answers = read(workers, "sft_view", "answer", range(5))
+        for sample, answer in enumerate(answers):
+            assert (ended[sample].oldest, ended[sample].newest) == (-1, -1)
+            assert ended[sample].num_learned == len(answer) + 1
+        assert read(workers, "sft_view", "completion", range(5)) == answers
+
+    with_workers(sft(), work)
+
+
+def test_a_pair_is_a_group_of_two() -> None:
+    async def work(workers: InprocWorkers) -> None:
+        await written(workers, range(3), 2)
+        answers = read(workers, "sft_view", "answer", range(6))
+        chosen, rejected = (read(workers, "sft_view", "completion", range(start, 6, 2)) for start in (0, 1))
+        assert chosen == answers[::2]
+        assert rejected == [answer[::-1] for answer in answers[::2]]
+        assert read(workers, "sft_view", "group", range(6)) == [0, 0, 1, 1, 2, 2]
+
+    with_workers(kit.with_program(sft(), "sft_view", body=pair, group=2), work)
+
+
+def test_a_group_of_another_size_ends_the_run() -> None:
+    async def work(workers: InprocWorkers) -> None:
+        await written(workers, range(1), 3)
+
+    with pytest.raises(RecipeError, match="returned 2 trajectories for a group of 3"):
+        with_workers(kit.with_program(sft(), "sft_view", body=pair), work)
+
+
+def test_a_text_without_tokens_is_refused() -> None:
+    async def work(workers: InprocWorkers) -> None:
+        ended = await written(workers, range(2), 1)
+        assert all(isinstance(event, Failed) and event.reason == "failed" for event in ended.values())
+        assert "the tokenizer has no token for '='" in ended[0].message
+
+    with_workers(sft("models.actor.alphabet=0123456789+"), work)
+
+
+def test_encode_bodies_cannot_be_timed() -> None:
+    changed = kit.with_program(sft(), "sft_view", options={"timeout": 1.0})
+    with pytest.raises(NotYetError, match="'sft_view' cannot be timed yet; remove its timeout"):
+        with_workers(changed, lambda workers: written(workers, range(1), 1))
