@@ -23,6 +23,7 @@ from hflow.runtime.metrics import MetricsLog
 from hflow.runtime.rundir import RunDir
 from hflow.runtime.trace import Trace
 from hflow.workers.base import Workers, WorkerSetup
+from hflow.workers.steady import forget_garbage
 
 
 def run_recipe(recipe: str | Path, overrides: Sequence[str], live: bool | None) -> RunSummary:
@@ -103,6 +104,7 @@ def _observer(compiled: Compiled, directory: RunDir, display: Display) -> Iterat
 async def _started(workers: Workers, setup: WorkerSetup) -> AsyncIterator[None]:
     try:
         await workers.start(setup)
+        forget_garbage()
         yield
     finally:
         await workers.close()

@@ -22,6 +22,7 @@ from hflow.workers.base import (
     Report,
     WorkerSetup,
 )
+from hflow.workers.steady import forget_garbage
 from hflow.workers.transfer import Parcel
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class WorkerProcess:
         """Build the worker from a shipped `WorkerSetup`; a collective."""
         setup: WorkerSetup = cloudpickle.loads(shipped)
         self._worker = self._module.Worker(setup, (self._index,), member)
+        forget_garbage()
 
     @ray.method(concurrency_group="data")
     def open_groups(self, orders: Sequence[GroupOrder]) -> None:
