@@ -52,6 +52,16 @@ class Padding:
 
 
 @dataclass(frozen=True)
+class SharedRows:
+    """`data.prefixes.Sharing` on the device: U computed rows stand for T tokens."""
+
+    token_of_row: Tensor
+    """int64 `[U]`."""
+    row_of_token: Tensor
+    """int64 `[T]`."""
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     """Where the sequences of one forward lie; made once for all layers."""
 
@@ -61,10 +71,16 @@ class PackedLayout:
     """int32 `[S + 1]`."""
     padding: Padding | None
     """None where all sequences are of one length, or the kernel needs no padding."""
+    shared: SharedRows | None = None
+    """Where q, k and v arrive as `[U]` rows, several tokens of one prefix sharing a row."""
 
     @classmethod
     def of(
-        cls, lengths: npt.NDArray[np.int64], device: torch.device | str, dtype: torch.dtype
+        cls,
+        lengths: npt.NDArray[np.int64],
+        device: torch.device | str,
+        dtype: torch.dtype,
+        shared: SharedRows | None = None,
     ) -> PackedLayout:
         """Lay out sequences of these lengths (on the host; each at least 1) for q, k, v of `dtype`."""
         uniform = bool((lengths == lengths[0]).all())
@@ -75,6 +91,7 @@ class PackedLayout:
             max_length=int(lengths.max()),
             cumulative=torch.from_numpy(cumulative).to(device),
             padding=_padding(lengths, device) if needs_padding else None,
+            shared=shared,
         )
 
 
@@ -106,6 +123,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """HF's attention interface: `[1, H, T, d]` in, `[1, T, H, d]` out; dropout is never applied.
 
+    With shared rows it is U instead of T on both sides: what is saved are all other layers' rows.
+
     Raises:
         BackendError: when the model asks for a variant that is not plain causal attention.
     """
@@ -115,9 +134,14 @@ def packed_attention(
     if packed_layout is None:
         raise BackendError(f"{type(module).__name__} is not told where the packed sequences lie")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if _has_varlen_kernel(q.device, q.dtype):
-        return _flash(q, k, v, packed_layout, scaling)[None], None
-    return _padded(q, k, v, packed_layout, scaling)[None], None
+    shared = packed_layout.shared
+    if shared is not None:
+        q, k, v = (x.index_select(0, shared.row_of_token) for x in (q, k, v))
+    attend = _flash if _has_varlen_kernel(q.device, q.dtype) else _padded
+    out = attend(q, k, v, packed_layout, scaling)
+    if shared is not None:
+        out = out.index_select(0, shared.token_of_row)
+    return out[None], None
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -9,9 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hflow.backends.attention import PackedLayout
+from hflow.backends.attention import PackedLayout, SharedRows
 from hflow.data.batch import Batch, Column
 from hflow.data.binding import column, sequences_of, to_tensor
+from hflow.data.prefixes import share_prefixes
 from hflow.types import Sequences, Unit
 
 LEARNED = "is_learned"
@@ -26,8 +27,10 @@ class Packed:
     seqs: Sequences
     input_ids: Tensor
     """int64 `[T]`."""
+    computed_ids: Tensor
+    """int64 `[U]`: `input_ids` of the rows that are computed; U is T where no prefix is shared."""
     position_ids: Tensor
-    """int64 `[T]`, from 0 in each sequence."""
+    """int64 `[U]`, from 0 in each sequence."""
     layout: PackedLayout
     targets: Tensor
     """int64 `[N]`, positions of the learned tokens; each is predicted from the one before."""
@@ -80,13 +83,17 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Packed:
     offsets = batch.offsets
     seqs = sequences_of(batch, device)
     positions = np.arange(batch.num_tokens) - np.repeat(offsets[:-1], batch.lengths)
+    shared = _shared_rows(batch, device)
+    input_ids = to_tensor(column(batch, "input_ids").values, device)
+    position_ids = to_tensor(positions, device)
     learned = to_tensor(batch.columns[LEARNED].values, device)
     return Packed(
         batch=batch,
         seqs=seqs,
-        input_ids=to_tensor(column(batch, "input_ids").values, device),
-        position_ids=to_tensor(positions, device),
-        layout=PackedLayout.of(batch.lengths, device, dtype),
+        input_ids=input_ids,
+        computed_ids=input_ids if shared is None else input_ids[shared.token_of_row],
+        position_ids=position_ids if shared is None else position_ids[shared.token_of_row],
+        layout=PackedLayout.of(batch.lengths, device, dtype, shared),
         targets=to_tensor(np.flatnonzero(batch.columns["loss_mask"].values), device),
         last=to_tensor(offsets[1:] - 1, device),
         valid={
@@ -106,6 +113,13 @@ def empty_shard() -> Batch:
         "loss_mask": Column(Unit.TOKEN, np.zeros(1, dtype=bool)),
     }
     return prepare(Batch(-one, -one, one, columns), head="lm")
+
+
+def _shared_rows(batch: Batch, device: torch.device) -> SharedRows | None:
+    sharing = share_prefixes(batch)
+    if sharing is None:
+        return None
+    return SharedRows(to_tensor(sharing.token_of_row, device), to_tensor(sharing.row_of_token, device))
 
 
 def _any_by_sequence(mask: npt.NDArray[np.bool_], batch: Batch) -> npt.NDArray[np.bool_]:

@@ -36,11 +36,13 @@ class PackedModel(nn.Module):
         do takes part in the gathering of weights and in the reduction of gradients by it.
         """
         hidden = self.backbone(
-            input_ids=packed.input_ids[None],
+            input_ids=packed.computed_ids[None],
             position_ids=packed.position_ids[None],
             use_cache=False,
             packed_layout=packed.layout,
         ).last_hidden_state[0]
+        if packed.layout.shared is not None:
+            hidden = hidden.index_select(0, packed.layout.shared.row_of_token)
         if consume is None:
             nothing: Tensor = self.head(hidden[:0]).sum()
             return nothing

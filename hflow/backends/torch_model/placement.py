@@ -1,7 +1,8 @@
 """Where a model's weights lie and in which precision they are used.
 
-Several ranks: FSDP2 shards each decoder layer and the rest (small layers together with the rest). One rank: plain weights. In both, the
-weights that are stepped are fp32, and in bf16 each unit is cast for its forward and backward.
+Several ranks: FSDP2 shards each decoder layer and the rest (small layers together with the rest).
+One rank: plain weights. In both, the weights that are stepped are fp32, and in bf16 each unit is
+cast for its forward and backward.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -62,10 +64,16 @@ class Cutting:
         return [] if batch is None else [batch.take(rows) for rows in self.rows(call, batch)]
 
     def rows(self, call: Call, batch: Batch) -> list[list[int]]:
-        """Rows of each micro-batch."""
+        """Rows of each micro-batch. Groups that fit into one stay together, as they share a prompt."""
         by_group = any(unit == Unit.GROUP for _, unit in call.returns)
         by_group = by_group or any(read.field == "group" for read in call.reads)
-        return pack(batch.lengths, self.tokens, batch.groups if by_group else None)
+        return pack(batch.lengths, self.tokens, batch.groups if by_group else self._fitting(batch))
+
+    def _fitting(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """A label for each row: its group's where the whole group fits the budget, else one of its own."""
+        _, index = np.unique(batch.groups, return_inverse=True)
+        fits = np.bincount(index, weights=batch.lengths) <= self.tokens
+        return np.where(fits[index], index, len(index) + np.arange(len(index)))
 
     def most(self, num_microbatches: int) -> int:
         """The largest of all ranks' numbers of micro-batches (a collective)."""

@@ -55,4 +55,3 @@ def _take_prefixed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]
     """Remove the tensors whose names begin with `prefix`, and return them without it."""
     names = [name for name in tensors if name.startswith(prefix)]
     return {name.removeprefix(prefix): tensors.pop(name) for name in names}
-
