@@ -1,6 +1,6 @@
 """Selecting and joining samples: `Batch` (packed numpy) beside a TensorDict of jagged tensors.
 
-    python benchmarks/batch_vs_tensordict.py        (needs `tensordict`)
+python benchmarks/batch_vs_tensordict.py        (needs `tensordict`)
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def main() -> None:
         rounds=5,
     )
     summary = harness.compare(measured, "milliseconds", "tensordict")
-    what = f"pick 256 of 512 samples of 8 to 200 tokens, {NUM_FIELDS} fields; tensordict needs unbind and nest"
+    what = (
+        f"pick 256 of 512 samples of 8 to 200 tokens, {NUM_FIELDS} fields; tensordict needs unbind and nest"
+    )
     path = harness.write("batch-vs-tensordict", {"what": what, "summary": summary})
     print(json.dumps(summary, indent=2), path, sep="\n")
 

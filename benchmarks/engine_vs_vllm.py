@@ -1,6 +1,6 @@
 """Tokens a second of the embedded engine beside vLLM's CPU build; one thread each, A B A B.
 
-    python benchmarks/engine_vs_vllm.py --peer .venv-peers/bin/python
+python benchmarks/engine_vs_vllm.py --peer .venv-peers/bin/python
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Samples a second of recipes/grpo.py beside TRL's GRPOTrainer; whole runs, A B A B.
 
-    python benchmarks/grpo_vs_trl.py --peer .venv-peers/bin/python --model CHECKPOINT
+python benchmarks/grpo_vs_trl.py --peer .venv-peers/bin/python --model CHECKPOINT
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Prints one JSON object: median seconds of a step (64 prompts x 8 samples, two up
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -66,8 +67,8 @@ def main(model: str, steps: int, threads: int) -> None:
     )
     trainer.train()
     # Two optimizer updates make one step; the first three steps are warm-up.
-    ends = stamps[1::2]
-    seconds = statistics.median(b - a for a, b in zip(ends[3:], ends[4:], strict=False))
+    ends = stamps[1::2][3:]
+    seconds = statistics.median(after - before for before, after in itertools.pairwise(ends))
     print(json.dumps({"step_seconds": seconds, "samples_per_second": 512 / seconds}), flush=True)
 
 

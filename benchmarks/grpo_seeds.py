@@ -1,0 +1,70 @@
+"""Three seeds of the demo: supervised steps, then GRPO; accuracy curves and times.
+
+python benchmarks/grpo_seeds.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(recipe: str, out: str, *overrides: str) -> tuple[Path, float]:
+    """One run of a recipe; its directory and its whole time, start of Ray included."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "hflow", "run", f"recipes/{recipe}.py", f"out={out}", *overrides]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return (Path(out) / recipe / "latest").resolve(), time.perf_counter() - start
+
+
+def curve(directory: Path) -> list[tuple[int, float]]:
+    """(step, held-out accuracy)."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["eval_gen/accuracy"]) for row in rows if "eval_gen/accuracy" in row]
+
+
+def measure(seed: int, *overrides: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as out:
+        sft, sft_seconds = run("sft", out, f"seed={seed}", *overrides)
+        actor = f"models.actor.path={sft / 'checkpoints' / 'latest' / 'actor'}"
+        grpo, grpo_seconds = run("grpo", out, f"seed={seed}", actor, *overrides)
+        return {
+            "seed": seed,
+            "sft_seconds": sft_seconds,
+            "grpo_seconds": grpo_seconds,
+            "sft_accuracy": curve(sft),
+            "grpo_accuracy": curve(grpo),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    rows = [measure(seed, *args.overrides) for seed in args.seeds]
+    summary = [
+        {
+            "seed": row["seed"],
+            "start": row["grpo_accuracy"][0][1],
+            "end": row["grpo_accuracy"][-1][1],
+            "minutes": round((row["sft_seconds"] + row["grpo_seconds"]) / 60, 2),
+        }
+        for row in rows
+    ]
+    path = harness.write("grpo-seeds", {"summary": summary, "config": vars(args), "rows": rows})
+    print(json.dumps(summary, indent=2), path, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
