@@ -54,7 +54,9 @@ def main() -> None:
         vllm.close()
         ours.close()
     summary = harness.compare(rows, "tokens_per_second", "vllm")
-    path = harness.write("engine-vs-vllm", {"summary": summary, "config": vars(args), "rows": rows})
+    path = harness.write(
+        "engine-vs-vllm", {"summary": summary, "config": harness.numbers(args), "rows": rows}
+    )
     print(json.dumps(summary, indent=2), path, sep="\n")
 
 

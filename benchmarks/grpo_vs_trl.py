@@ -54,7 +54,7 @@ def main() -> None:
     )
     summary = harness.compare(rows, "samples_per_second", "trl")
     content = {"what": "64 prompts x 8 samples, 4 new tokens, two updates a step", "summary": summary}
-    path = harness.write("grpo-vs-trl", {**content, "config": vars(args), "rows": rows})
+    path = harness.write("grpo-vs-trl", {**content, "config": harness.numbers(args), "rows": rows})
     print(json.dumps(summary, indent=2), path, sep="\n")
 
 

@@ -7,6 +7,7 @@ JSON object a measurement: either once at its end, or once for every line that i
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -87,6 +88,11 @@ def compare(rows: Mapping[str, list[dict[str, Any]]], figure: str, base: str) ->
             f"ratio_to_{base}": statistics.median(ratios),
         }
     return found
+
+
+def numbers(args: argparse.Namespace) -> dict[str, int]:
+    """The arguments that say what was measured; paths of one machine are left out."""
+    return {name: value for name, value in vars(args).items() if isinstance(value, int)}
 
 
 def write(name: str, content: Mapping[str, Any]) -> Path:
