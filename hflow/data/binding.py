@@ -1,25 +1,23 @@
 """Between batches and bodies: keyword arguments out of columns, columns out of what bodies return.
 
-Batch-level bodies see tensors (`bind`, `unpack`); sample- and group-level bodies see plain Python
-values (`bind_rows`, `unpack_rows`). A batch's columns bear the plain names of the fields of its own
-stream; a field of another stream is called `stream/field`.
+Batch-level bodies see tensors, as here; sample- and group-level bodies see plain Python values
+(`row_binding`). A batch's columns bear the plain names of the fields of its own stream; a field of
+another stream is called `stream/field`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hflow.data.batch import Batch, Column
-from hflow.data.returned import column_of_rows, column_of_tensor, split_result
+from hflow.data.returned import column_of_tensor, split_result
 from hflow.errors import RunError, nearest
 from hflow.types import Output, Sequences, Unit
-
-RowLevel = Literal["sample", "group"]
 
 
 class BoundBody(Protocol):
@@ -87,7 +85,7 @@ def bind(
         if made is not None and read.field in made:
             arguments[read.parameter] = made[read.field]
         else:
-            arguments[read.parameter] = _argument(read, _column_read(read, batch), seqs)
+            arguments[read.parameter] = _argument(read, column_read(read, batch), seqs)
     kinds = {"output": output, "sequences": seqs}
     arguments.update((name, kinds[kind]) for name, kind in call.provided if kind in kinds)
     return arguments
@@ -107,40 +105,6 @@ def unpack(
         field: column_of_tensor(node, field, Unit(unit), value, batch, seqs)
         for (field, unit), value in zip(call.returns, results, strict=True)
     }
-    return columns, metrics
-
-
-def bind_rows(call: BoundBody, batch: Batch, level: RowLevel) -> dict[str, Any]:
-    """Keyword arguments of a per-sample body (the batch's one row) or per-group body (lists of rows).
-
-    Parameters that are provided (`Tokenizer`, `State`, `Engine`) are added by the caller.
-
-    Raises:
-        RunError: when the batch lacks a field.
-    """
-    assert level == "group" or len(batch) == 1, "a per-sample body reads one row"
-    arguments: dict[str, Any] = dict(call.knobs)
-    for read in call.reads:
-        rows = _python_rows(read, _column_read(read, batch), batch)
-        one = level == "sample" or read.unit is Unit.GROUP
-        arguments[read.parameter] = rows[0] if one else rows
-    return arguments
-
-
-def unpack_rows(
-    node: str, call: BoundBody, result: Any, batch: Batch, level: RowLevel
-) -> tuple[dict[str, Column], dict[str, Any]]:
-    """Columns and metrics out of what a per-sample or per-group body returned.
-
-    A per-group body returns a list over the members, or one value where the unit is GROUP. The
-    same errors as `unpack`.
-    """
-    results, metrics = split_result(node, call.returns, call.metrics, result)
-    columns = {}
-    for (field, unit), value in zip(call.returns, results, strict=True):
-        shared = level == "sample" or unit == Unit.GROUP
-        rows = [value] * len(batch) if shared else value
-        columns[field] = column_of_rows(node, field, Unit(unit), rows, batch)
     return columns, metrics
 
 
@@ -168,7 +132,12 @@ def to_tensor(values: Any, device: torch.device | str) -> Tensor:
     return torch.from_numpy(array).to(device)
 
 
-def _column_read(read: Any, batch: Batch) -> Column:
+def column_read(read: Any, batch: Batch) -> Column:
+    """The column that a `graph.ir.Read` row names.
+
+    Raises:
+        RunError: when the batch does not hold it.
+    """
     qualified = f"{read.stream}/{read.field}"
     return column(batch, qualified if qualified in batch.columns else read.field)
 
@@ -194,19 +163,3 @@ def _first_members(seqs: Sequences) -> Tensor:
     rows = torch.arange(len(seqs), device=seqs.group.device)
     start = rows.new_full((seqs.num_groups,), len(seqs))
     return start.scatter_reduce(0, seqs.group, rows, "amin")
-
-
-def _python_rows(read: Any, source: Column, batch: Batch) -> list[Any]:
-    """One Python value for each sample, by the same rules as `_argument`."""
-    values = source.values
-    if not isinstance(values, np.ndarray):
-        return list(values)
-    if read.unit is not Unit.TOKEN:
-        return list(values.tolist())
-    if source.unit is not Unit.TOKEN:
-        values = np.repeat(values, batch.lengths)
-    if values.dtype.kind == "f":
-        mask = np.asarray(column(batch, "loss_mask").values, dtype=bool)
-        values = np.where(mask.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
-    offsets = batch.offsets
-    return [values[offsets[i] : offsets[i + 1]].tolist() for i in range(len(batch))]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hflow.data.batch import Batch, Column
@@ -35,6 +36,32 @@ def split_result(
         kind = type(results[-1]).__name__
         raise RecipeError(f"node {node!r} declares Metrics, but its last result is a {kind}, not a dict")
     return results[:-1], results[-1]
+
+
+def metric_value(node: str, name: str, value: Any) -> float:
+    """One number that a body of samples or groups reports.
+
+    Raises:
+        RunError: when it is none.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise RunError(f"node {node!r}: metric {name!r} must be a number, not {value!r:.60}") from None
+
+
+def metric_tensor(node: str, name: str, value: Any) -> Tensor:
+    """Numbers that a batch-level body reports.
+
+    Raises:
+        RunError: when they are none.
+    """
+    try:
+        return torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise RunError(
+            f"node {node!r}: metric {name!r} must be a number or a tensor, not {value!r:.60}"
+        ) from None
 
 
 def check_shape(node: str, field: str, unit: Unit, value: Any, seqs: Sequences) -> Tensor:
@@ -79,11 +106,10 @@ def column_of_rows(node: str, field: str, unit: Unit, rows: Any, batch: Batch) -
     Raises:
         RunError: when there are not as many values as rows, or not as many numbers as tokens.
     """
-    if not isinstance(rows, list) or len(rows) != len(batch):
-        got = f"{len(rows)} values" if isinstance(rows, list) else type(rows).__name__
-        raise RunError(
-            f"node {node!r}: {field!r} must be a list of {len(batch)} values, the body returned {got}"
-        )
+    rows = check_rows(node, field, rows, len(batch))
+    if unit is Unit.TEXT and not all(isinstance(row, str) for row in rows):
+        bad = next(row for row in rows if not isinstance(row, str))
+        raise RunError(f"node {node!r}: {field!r} must be a text, the body returned {bad!r:.60}")
     if unit in (Unit.TEXT, Unit.JSON):
         return Column(unit, rows)
     if unit is not Unit.TOKEN:
@@ -97,6 +123,28 @@ def column_of_rows(node: str, field: str, unit: Unit, rows: Any, batch: Batch) -
     return Column(unit, _numbers(node, field, [number for row in rows for number in row]))
 
 
+def check_rows(node: str, field: str, rows: Any, size: int) -> list[Any]:
+    """The rows, if they are a list of that size.
+
+    Raises:
+        RunError: when they are not.
+    """
+    if not isinstance(rows, list) or len(rows) != size:
+        got = f"{len(rows)} values" if isinstance(rows, list) else type(rows).__name__
+        raise RunError(f"node {node!r}: {field!r} must be a list of {size} values, the body returned {got}")
+    return rows
+
+
+def check_value(node: str, field: str, unit: Unit, value: Any, num_tokens: int) -> None:
+    """Refuse a sample's value that is not of its unit.
+
+    Raises:
+        RunError: as `column_of_rows`.
+    """
+    one = np.ones(1, dtype=np.int64)
+    column_of_rows(node, field, unit, [value], Batch(one, one, num_tokens * one, {}))
+
+
 def to_array(tensor: Tensor) -> npt.NDArray[Any]:
     """A tensor as numpy; floats become fp32."""
     tensor = tensor.detach()
@@ -105,8 +153,12 @@ def to_array(tensor: Tensor) -> npt.NDArray[Any]:
 
 def _numbers(node: str, field: str, values: list[Any]) -> npt.NDArray[Any]:
     """Python numbers as an array; floats become fp32."""
-    array = np.array(values)
-    if array.dtype.kind not in "biuf":
-        bad = next(value for value in values if not isinstance(value, bool | int | float))
-        raise RunError(f"node {node!r}: {field!r} must be a number, the body returned {bad!r}")
+    try:
+        array = np.array(values)
+    except ValueError:  # of different shapes
+        array = np.array(values, dtype=object)
+    if array.dtype.kind not in "biuf" or array.ndim != 1:
+        bad = [value for value in values if not isinstance(value, bool | int | float)]
+        got = f"{bad[0]!r:.60}" if bad else "one of more than 64 bits"
+        raise RunError(f"node {node!r}: {field!r} must be a number, the body returned {got}")
     return array.astype(np.float32) if array.dtype.kind == "f" or not len(array) else array

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -64,9 +66,14 @@ class Recipe:
             doc=getattr(sys.modules.get(self.module), "__doc__", None) or "",
         )
 
-    def bodies(self) -> dict[str, Callable[..., Any]]:
-        """What to call, by node name, with inputs and knobs; it travels beside the plan."""
-        return {node.name: _callable(node) for node in (*self.nodes, *implicit_nodes(self.nodes))}
+    def bodies(self, options: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Callable[..., Any]]:
+        """What to call, by node name, with inputs and knobs; it travels beside the plan.
+
+        Args:
+            options: by node name, options that a configuration changed, for kinds with a `run` of their own.
+        """
+        nodes = (*self.nodes, *implicit_nodes(self.nodes))
+        return {node.name: _callable(node, (options or {}).get(node.name, {})) for node in nodes}
 
     def _definition(self, node: Any) -> Definition:
         definition = definition_of(node)
@@ -132,22 +139,33 @@ def _distinct(things: Sequence[Named]) -> list[Named]:
     return list(by_name.values())
 
 
-def _callable(node: Definition) -> Callable[..., Any]:
+def _callable(node: Definition, options: Mapping[str, Any]) -> Callable[..., Any]:
     """The body; for a kind with a `run` of its own, a callable that goes through it."""
-    return node.body if type(node.kind).run is NodeType.run else _Run(node)
+    if type(node.kind).run is NodeType.run:
+        return node.body
+    run = _Run(node, {**node.kind.settings, **options})
+    if not inspect.iscoroutinefunction(node.body):
+        return run
+
+    @functools.wraps(node.body)
+    async def awaited(**arguments: Any) -> Any:
+        return await run(**arguments)
+
+    return awaited
 
 
 class _Run:
     """Fires a user's NodeType, called like a body: with inputs and knobs by name."""
 
-    def __init__(self, node: Definition) -> None:
+    def __init__(self, node: Definition, options: Mapping[str, Any]) -> None:
         self._kind = node.kind
-        self._body = node.body
+        self._options = options
         self._knobs = tuple(node.knobs)
+        self.__wrapped__ = node.body  # where `inspect.unwrap`, and so messages about errors, look
         self.__name__ = node.name
         self.__module__ = node.body.__module__
 
     def __call__(self, **arguments: Any) -> Any:
         knobs = {name: arguments.pop(name) for name in self._knobs if name in arguments}
         inputs: Mapping[str, Any] = arguments
-        return self._kind.run(Context(self._body, knobs, self._kind.settings), inputs)
+        return self._kind.run(Context(self.__wrapped__, knobs, self._options), inputs)

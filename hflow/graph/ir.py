@@ -164,6 +164,11 @@ class NodeSpec:
         """The value of a decorator option."""
         return dict(self.options).get(name, default)
 
+    @property
+    def runs_as_compute(self) -> bool:
+        """Whether it is a compute or of a user's kind, which runs like one."""
+        return self.verb not in ("encode", "generate", "infer", "train", "update")
+
 
 @dataclass(frozen=True)
 class RecipeSpec:

@@ -82,7 +82,9 @@ def _read(
         data=[dataset.name for dataset in spec.datasets],
         nodes={node.name: overridable(node) for node in spec.nodes},
     )
-    return config, build_graph(bind(spec, config.nodes)), loaded.bodies()
+    bound = bind(spec, config.nodes)
+    options = {node.name: dict(node.options) for node in bound.nodes}
+    return config, build_graph(bound), loaded.bodies(options)
 
 
 def _request(config: RunConfig) -> PlanRequest:

@@ -27,7 +27,7 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
     found = {}
     for spec in compiled.graph.models:
         config = source_config(compiled, spec)
-        found[spec.name] = TokenizerSettings(path=config.path, alphabet=config.alphabet)
+        found[spec.name] = TokenizerSettings(config.path, config.alphabet, config.chat_template)
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hflow.graph.ir import Graph, Level
 from hflow.report.live import Display, LiveRow
+from hflow.runtime.events import Refusal
 from hflow.runtime.metrics import MetricsLog
 from hflow.runtime.trace import Trace
 from hflow.workers.base import Span
@@ -26,6 +27,7 @@ class RunObserver:
         self._seconds = 0.0
         self._speed = 0.0
         self._step = 0
+        self._noted: set[tuple[str, Refusal]] = set()
         self.shown: dict[str, float] = {}
         """Last values of what is shown, by label."""
 
@@ -41,7 +43,16 @@ class RunObserver:
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Log an evaluation and show it."""
         self._log.write(step, values)
-        self._show(values)
+        if values:
+            self._show(values)
+
+    def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
+        """Show the first failure of each kind; all are counted in the metrics."""
+        if message and (node, reason) not in self._noted:
+            self._noted.add((node, reason))
+            self._display.note(
+                f"{node} refused a sample ({reason}): {message}; more count as refused/{reason}"
+            )
 
     def on_span(self, worker: int, span: Span) -> None:
         """Keep a span for the trace."""
@@ -59,7 +70,7 @@ def _labels(graph: Graph) -> dict[str, str]:
     for node in graph.nodes:
         if node.spec.verb == "train":
             labels[f"{node.name}/loss"] = "loss" if _is_only(graph, "train") else f"{node.name} loss"
-        if node.spec.verb == "compute" and node.spec.level is Level.SAMPLE:
+        if node.spec.runs_as_compute and node.spec.level is Level.SAMPLE:
             for returned in node.spec.returns:
                 held_out = "" if graph.stream(node.stream).trained else "held-out "
                 labels[f"{node.stream}/{returned.field}"] = held_out + returned.field

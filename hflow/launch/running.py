@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 from hflow.config import to_yaml
+from hflow.launch.agreement import check_agreement
 from hflow.launch.compiled import Compiled, compile_recipe, to_json
 from hflow.launch.limits import refuse_unrunnable
 from hflow.launch.observe import RunObserver
@@ -45,6 +46,7 @@ def run_recipe(recipe: str | Path, overrides: Sequence[str], live: bool | None) 
 async def _run(compiled: Compiled, live: bool | None) -> RunSummary:
     """Check the data and the models, then begin: what fails early leaves no run directory."""
     rows, setup, workers = open_rows(compiled), make_setup(compiled), make_workers(compiled)
+    check_agreement(compiled, setup)
     directory = _begin(compiled)
     with open_display(compiled.config.name, live) as display, _observer(compiled, directory, display) as seen:
         display.note(f"{compiled.config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")

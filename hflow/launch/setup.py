@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hflow.config import DataConfig
+from hflow.config import DataConfig, ModelConfig
 from hflow.data.order import RowOrder
 from hflow.data.prompts import DataSettings, open_dataset
 from hflow.errors import ConfigError
@@ -28,7 +28,11 @@ def make_setup(compiled: Compiled) -> WorkerSetup:
         plan=compiled.plan,
         programs={node.name: _program(compiled, node) for node in compiled.graph.nodes},
         models=model_settings(compiled),
-        engines={r.name: _engine_options(compiled, r.model) for r in compiled.plan.replicas if r.role == "gen"},
+        engines={
+            replica.name: _engine_options(compiled, replica.model)
+            for replica in compiled.plan.replicas
+            if replica.role == "gen"
+        },
         datasets={dataset.name: _data_settings(compiled, dataset) for dataset in compiled.graph.datasets},
         tokenizers=tokenizer_settings(compiled),
         seed=compiled.config.seed,
@@ -69,8 +73,13 @@ def _data_settings(compiled: Compiled, dataset: DatasetSpec) -> DataSettings:
     config = compiled.config.data.get(dataset.name, DataConfig())
     if config.path is None and config.generator is None:
         raise ConfigError(
-            f"data.{dataset.name} has no rows; set data.{dataset.name}.path to a .jsonl or .parquet file with "
-            f"the columns {', '.join(name for name, _ in dataset.columns)}"
+            f"data.{dataset.name} has no rows; set data.{dataset.name}.path to a .jsonl or .parquet file "
+            f"with the columns {', '.join(name for name, _ in dataset.columns)}"
+        )
+    if config.path is not None and config.generator is not None:
+        raise ConfigError(
+            f"data.{dataset.name} has both a path and a generator; set data.{dataset.name}.generator=null to "
+            "read the file"
         )
     return DataSettings(
         path=None if config.path is None else str(Path(config.path).resolve()),
@@ -82,7 +91,7 @@ def _data_settings(compiled: Compiled, dataset: DatasetSpec) -> DataSettings:
 
 
 def _engine_options(compiled: Compiled, model: str) -> Mapping[str, Any]:
-    config = compiled.config.models[model].gen
+    config = compiled.config.models.get(model, ModelConfig()).gen
     return {"max_running": config.max_running, "max_model_len": config.max_model_len}
 
 
@@ -90,7 +99,7 @@ def _program(compiled: Compiled, node: Node) -> NodeProgram:
     spec = node.spec
     return NodeProgram(
         name=spec.name,
-        verb=spec.verb,
+        verb="compute" if spec.runs_as_compute else spec.verb,
         level=spec.level.value,
         stream=node.stream,
         root=root_of(compiled.plan, node.stream),

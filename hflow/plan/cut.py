@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hflow.plan.balance import Load, assign
 from hflow.plan.ir import BatchCut, EdgeRule
-from hflow.plan.redistribute import Holders, Shards
+from hflow.plan.redistribute import Holders, Place, Shards, by_place
 from hflow.plan.routing import grouping
 
 
@@ -71,7 +71,8 @@ def _split(
     units = groups if rule.by_group else [(sample,) for group in groups for sample in group]
     members = {min(unit): unit for unit in units if unit}
     loads = [Load(name, sum(tokens[s] for s in unit)) for name, unit in members.items()]
-    at = [_best_ranks(rule, unit, tokens, holders) for unit in members.values()]
+    places = by_place(rule.fields, holders)
+    at = [_best_ranks(rule.heads, unit, tokens, places) for unit in members.values()]
     return tuple(
         tuple(sorted(sample for name in names for sample in members[name]))
         for names in assign(loads, len(rule.heads), at)
@@ -79,13 +80,13 @@ def _split(
 
 
 def _best_ranks(
-    rule: EdgeRule, unit: Iterable[int], tokens: Mapping[int, int], holders: Holders
+    heads: Sequence[int], unit: Iterable[int], tokens: Mapping[int, int], places: Iterable[Place]
 ) -> frozenset[int]:
     """The ranks whose workers hold most of a unit, in tokens times fields."""
     weight: dict[int, int] = defaultdict(int)
     for sample in unit:
-        for field in rule.fields:
-            for worker in holders[field].get(sample, ()):
-                weight[worker] += tokens[sample]
-    most = max((weight.get(head, 0) for head in rule.heads), default=0)
-    return frozenset(dp for dp, head in enumerate(rule.heads) if most and weight.get(head, 0) == most)
+        for at, fields in places:
+            for worker in at.get(sample, ()):
+                weight[worker] += tokens[sample] * len(fields)
+    most = max([weight.get(head, 0) for head in heads], default=0)
+    return frozenset([dp for dp, head in enumerate(heads) if most and weight.get(head, 0) == most])

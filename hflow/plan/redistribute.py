@@ -15,6 +15,9 @@ from hflow.plan.ir import ClusterSpec, EdgeRule
 Holders = Mapping[str, Mapping[int, frozenset[int]]]
 """Field (`stream/field`) -> sample -> workers whose stores have it."""
 
+Place = tuple[Mapping[int, frozenset[int]], list[str]]
+"""Sample -> workers that have it, and the fields for which this is so."""
+
 Shards = tuple[tuple[tuple[int, ...], ...], ...]
 """dp index -> minibatches -> sample ids, ascending. A node that does not train has one minibatch."""
 
@@ -47,8 +50,9 @@ def redistribute(
     """
     sent: dict[int, int] = defaultdict(int)
     parcels: dict[tuple[int, int], dict[int, list[str]]] = {}
+    places = by_place(rule.fields, holders)
     for dst, sample in _wanted(rule, assignment):
-        for sources, fields in _missing(rule.fields, sample, dst, holders):
+        for sources, fields in _missing(places, sample, dst):
             src = min(sources, key=lambda w: (cluster.node_of(w) != cluster.node_of(dst), sent[w], w))
             sent[src] += len(fields)
             parcels.setdefault((src, dst), {}).setdefault(sample, []).extend(fields)
@@ -61,16 +65,23 @@ def _wanted(rule: EdgeRule, assignment: Shards) -> list[tuple[int, int]]:
     return sorted({(head, s) for head, minibatches in pairs for samples in minibatches for s in samples})
 
 
-def _missing(
-    fields: Iterable[str], sample: int, dst: int, holders: Holders
-) -> list[tuple[frozenset[int], list[str]]]:
+def by_place(fields: Iterable[str], holders: Holders) -> list[Place]:
+    """Fields that share one mapping, together: most lie where their samples were made."""
+    places: dict[int, Place] = {}
+    for field in fields:
+        at = holders[field]
+        places.setdefault(id(at), (at, []))[1].append(field)
+    return list(places.values())
+
+
+def _missing(places: Iterable[Place], sample: int, dst: int) -> list[tuple[frozenset[int], list[str]]]:
     """Fields of a sample that a worker lacks, those with the same holders together."""
     by_sources: dict[frozenset[int], list[str]] = {}
-    for field in fields:
-        sources = holders[field].get(sample, frozenset())
-        assert sources, f"no worker holds {field} of sample {sample}"
+    for at, fields in places:
+        sources = at.get(sample, frozenset())
+        assert sources, f"no worker holds {', '.join(fields)} of sample {sample}"
         if dst not in sources:
-            by_sources.setdefault(sources, []).append(field)
+            by_sources.setdefault(sources, []).extend(fields)
     return list(by_sources.items())
 
 

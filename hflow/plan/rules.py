@@ -63,10 +63,11 @@ def _rule(node: Node, placement: Placement) -> EdgeRule:
 def _needed(node: Node) -> tuple[str, ...]:
     """Fields of its own stream that a verb needs beside the body's reads.
 
-    A forward needs the tokens. Tensors per token are 0 where the loss mask is 0, and `Sequences`
-    holds the mask.
+    A forward needs the tokens. Numbers per token are 0 where the loss mask is 0, also in bodies of
+    samples and groups that fire by batch, and `Sequences` holds the mask.
     """
     if any(kind == "output" for _, kind in node.spec.provided) or node.spec.verb in ("infer", "train"):
         return ("input_ids", "loss_mask")
-    is_packed = node.spec.verb == "compute" and node.spec.level is Level.BATCH
-    return ("loss_mask",) if is_packed else ()
+    is_packed = node.spec.runs_as_compute and node.spec.level is Level.BATCH
+    reads_tokens = any(read.unit is Unit.TOKEN for read in node.reads)
+    return ("loss_mask",) if is_packed or reads_tokens else ()

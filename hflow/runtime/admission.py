@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hflow.runtime.devices import EngineState
+from collections.abc import Sequence
+
+from hflow.runtime.devices import Engine, EngineState
 from hflow.runtime.evaluation import Evaluation
 from hflow.runtime.run_data import RunData
 from hflow.runtime.staleness import capacity
@@ -67,9 +69,20 @@ class Admission:
         engines = data.engines_of[rollout.stream.name]
         if rollout.exhausted or any(engine.state is not EngineState.AWAKE for engine in engines):
             return 0
+        limit = rollout.limit(*self._progress_of(engines))
+        if limit <= rollout.num_admitted:  # as after most events, of which there are many
+            return 0
         free = self._num_free()
         for evaluation in self._reserved:
             free -= max(0, evaluation.graph.size - evaluation.num_generating)
-        version = min((engine.version for engine in engines), default=0)
-        limit = rollout.limit(version, data.progress.steps_settled(data.trained_nodes))
         return capacity(free, rollout.graph.size, limit, rollout.num_admitted)
+
+    def _progress_of(self, engines: Sequence[Engine]) -> tuple[int, int]:
+        """The version that the trained stream is generated with, or the steps that are trained.
+
+        A stream reads trained weights or it does not: the other number is 0.
+        """
+        data = self._data
+        if data.rollout.models:
+            return min(engine.version for engine in engines), 0
+        return 0, data.progress.steps_settled(data.trained_nodes)

@@ -57,12 +57,15 @@ class Placer:
         self._heads = {stream.name: _heads(plan, stream) for stream in plan.schedule.streams}
         self._load: dict[int, int] = dict.fromkeys(range(plan.cluster.num_devices), 0)
         self._home: dict[tuple[str, int], int] = {}
+        self._unfinished: dict[tuple[str, int], int] = {}
+        self._bound: set[tuple[str, int]] = set()
 
     def place(self, stream: str, group: int, num_samples: int) -> int:
         """Choose a worker for a group and remember it."""
         worker = min(self._heads[stream], key=lambda head: (self._load[head], head))
         self._load[worker] += num_samples
         self._home[stream, group] = worker
+        self._unfinished[stream, group] = num_samples
         return worker
 
     def home(self, stream: str, group: int) -> int:
@@ -72,11 +75,20 @@ class Placer:
     def finished(self, stream: str, group: int) -> None:
         """One of the group's samples no longer occupies its worker."""
         self._load[self._home[stream, group]] -= 1
+        self._unfinished[stream, group] -= 1
+        self._forget_finished(stream, group)
 
     def forget(self, stream: str, groups: Iterable[int]) -> None:
-        """Groups whose data is gone."""
+        """Groups that are bound to a batch; a refused member may still occupy an engine."""
         for group in groups:
-            self._home.pop((stream, group), None)
+            self._bound.add((stream, group))
+            self._forget_finished(stream, group)
+
+    def _forget_finished(self, stream: str, group: int) -> None:
+        key = (stream, group)
+        if key in self._bound and self._unfinished[key] == 0:
+            self._bound.remove(key)
+            del self._home[key], self._unfinished[key]
 
 
 def _heads(plan: Plan, stream: ScheduledStream) -> tuple[int, ...]:

@@ -122,6 +122,8 @@ class Refuse:
     samples: tuple[int, ...]
     node: str
     reason: Refusal
+    message: str = ""
+    """What the body failed with, where it did."""
 
 
 @dataclass(frozen=True)

@@ -7,31 +7,27 @@ One loop takes events, one task a worker polls for them, and one task a batch no
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hflow.errors import RunError
-from hflow.plan.cut import shards
 from hflow.plan.ir import Plan
-from hflow.plan.redistribute import Shards, redistribute
 from hflow.runtime import events as ev
+from hflow.runtime.batch_runner import BatchRunner
 from hflow.runtime.checkpoint import Checkpoints
-from hflow.runtime.dispatch import Placer, RowCursor, Rows, root_of
-from hflow.runtime.holdings import Holdings, StepBatch
-from hflow.runtime.scoreboard import Observer, Scoreboard, means
+from hflow.runtime.dispatch import Placer, RowCursor, Rows
+from hflow.runtime.holdings import StepBatch
+from hflow.runtime.orders import Orders
+from hflow.runtime.scoreboard import Observer, Scoreboard
 from hflow.runtime.state import RunState
 from hflow.workers.base import (
     ComputeOrder,
     ComputeReady,
     Failed,
     GroupOrder,
-    NodeResult,
-    NodeTask,
     Report,
     SampleReady,
-    ShardInput,
     WorkerEvent,
     Workers,
 )
@@ -64,9 +60,8 @@ class Executor:
         self._workers = workers
         self._observer = observer
         self._checkpoints = checkpoints
-        self._seed = seed
         self._state = RunState(plan.schedule)
-        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[ev.Event, ...]] = asyncio.Queue()
         self._streams = {stream.name: stream for stream in plan.schedule.streams}
         self._nodes = {node.name: node for node in plan.schedule.nodes}
         self._cursors = {
@@ -74,12 +69,12 @@ class Executor:
             for name, stream in self._streams.items()
         }
         self._placer = Placer(plan)
-        self._holdings = {name: Holdings() for name in self._streams}
-        self._batches: dict[tuple[str, int], StepBatch] = {}
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._scores = Scoreboard()
+        self._batches = BatchRunner(plan, workers, observer, self._scores, seed)
         self._steps = 0
-        self._outcome: Outcome | None = None
+        self._reason: str | None = None
+        """Why the run ended."""
         self._tasks: asyncio.TaskGroup
 
     # ------------------------------------------------------------------------------ loop
@@ -98,26 +93,26 @@ class Executor:
                     poller.cancel()
         except* Exception as group:  # noqa: BLE001 - unwrapped and raised again below
             raise _first(group) from None
-        assert self._outcome is not None
-        return self._outcome
+        assert self._reason is not None
+        return Outcome(self._reason, self._steps)
 
     def stop(self) -> None:
         """Ask the run to end cleanly: what runs finishes, nothing new starts."""
         self._feed(ev.StopRequested())
 
     async def _loop(self) -> None:
-        while self._outcome is None:
-            drained = [await self._events.get()]
+        while self._reason is None:
+            drained = list(await self._events.get())
             while not self._events.empty():
-                drained.append(self._events.get_nowait())
+                drained += self._events.get_nowait()
             orders = Orders()
             for event in drained:
                 for instruction in self._state.handle(event):
                     self._perform(instruction, orders)
             self._send(orders)
 
-    def _feed(self, event: ev.Event) -> None:
-        self._events.put_nowait(event)
+    def _feed(self, *events: ev.Event) -> None:
+        self._events.put_nowait(events)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)
@@ -135,13 +130,12 @@ class Executor:
             self._scores.generated(report.num_generated)
             for span in report.spans:
                 self._observer.on_span(worker, span)
-            for event in report.events:
-                self._feed(self._translate(worker, event))
+            self._feed(*(self._translate(worker, event) for event in report.events))
 
     def _translate(self, worker: int, event: WorkerEvent) -> ev.Event:
         match event:
             case SampleReady():
-                self._holdings[event.stream].arrive(event.sample, worker, event.length)
+                self._batches.holdings[event.stream].arrive(event.sample, worker, event.length)
                 self._left_source(event.stream, event.sample)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
             case ComputeReady():
@@ -178,7 +172,7 @@ class Executor:
             case ev.Finish(reason, error):
                 if error:
                     raise RunError(reason)
-                self._outcome = Outcome(reason, self._steps)
+                self._reason = reason
 
     def _open(self, what: ev.OpenGroup, orders: Orders) -> None:
         row = self._cursors[what.stream].row(what.group)
@@ -196,93 +190,35 @@ class Executor:
     def _refuse(self, what: ev.Refuse) -> None:
         for _ in what.samples:
             self._scores.refused(what.reason)
+        self._observer.on_refusal(what.node, what.reason, what.message)
         worker = self._placer.home(what.stream, what.group)
-        self._holdings[what.stream].forget(what.samples)
+        self._batches.holdings[what.stream].forget(what.samples)
         self._spawn(self._workers.release(worker, what.samples, what.stream, None))
 
     # ----------------------------------------------------------------------------- batches
     def _form(self, what: ev.FormBatch) -> None:
         stream = self._streams[what.stream]
-        if stream.batch is None:
+        is_evaluation = stream.batch is None
+        if is_evaluation:
             self._cursors[what.stream].restart()
+        self._placer.forget(what.stream, what.groups)
         batch = StepBatch(what.stream, what.step, what.samples, what.groups, stream.group_size)
-        self._batches[what.stream, what.step] = batch
-        self._summaries[what.stream, what.step] = self._spawn(self._summarize(batch))
-
-    async def _summarize(self, batch: StepBatch) -> None:
-        """Average the stream's numeric fields, and close an evaluation that nothing else reads."""
-        home = self._holdings[batch.stream].home_of(batch.samples)
-        parts = await asyncio.gather(
-            *(self._workers.summarize(worker, batch.stream, held) for worker, held in home.items())
-        )
-        values = means(list(parts))
-        if self._streams[batch.stream].batch is None:
-            self._observer.on_evaluation(batch.step, values)
-            if not self._readers(batch.stream):
-                await self._release(batch)
-            return
-        lengths = self._holdings[batch.stream].lengths(batch.samples)
-        sizes = {"batch/samples": float(len(lengths)), "batch/tokens": float(sum(lengths.values()))}
-        self._scores.add(batch.step, {**values, **sizes})
-
-    def _readers(self, stream: str) -> list[str]:
-        return [rule.consumer for rule in self._plan.rules if root_of(self._plan, rule.stream) == stream]
+        self._batches.form(batch)
+        summary = self._spawn(self._batches.summarize(batch, is_evaluation))
+        self._summaries[what.stream, what.step] = summary
 
     async def _fire(self, node: str, step: int) -> None:
-        """Redistribute a batch node's inputs by the plan's rule, run it, note its outputs."""
-        rule = self._plan.rule(node)
-        batch = self._batches[root_of(self._plan, rule.stream), step]
-        holdings = self._holdings[batch.stream]
-        holders = holdings.of(rule.fields, batch.samples)
-        assignment = shards(
-            rule,
-            dict(self._plan.cuts).get(node),
-            batch.members(),
-            holdings.lengths(batch.samples),
-            holders,
-            seed=self._seed,
-            step=step,
-        )
-        moves = redistribute(rule, assignment, holders, self._plan.cluster)
-        if moves:
-            self._scores.add(step, {f"{node}/moved_bytes": float(await self._workers.transfer(moves))})
-            for move in moves:
-                holdings.moved(move.fields, move.samples, move.dst)
-        results = await self._workers.run(_tasks(node, step, rule.heads, assignment))
-        self._note(node, step, holdings, results)
+        await self._batches.fire(node, step)
         self._feed(ev.NodeDone(node, step))
-
-    def _note(self, node: str, step: int, holdings: Holdings, results: Iterable[NodeResult]) -> None:
-        fields = self._outputs(node)
-        for result in results:
-            holdings.made(fields, result.samples, result.worker)
-            self._scores.add(step, {f"{node}/{name}": value for name, value in result.metrics.items()})
-            self._observer.on_span(result.worker, result.span)
-
-    def _outputs(self, node: str) -> tuple[str, ...]:
-        spec = self._plan.graph.node(node)
-        return tuple(f"{spec.stream}/{returned.field}" for returned in spec.spec.returns)
 
     async def _close_step(self, step: int) -> None:
         """Log a complete step and free its samples."""
-        batches = [batch for (_, at), batch in self._batches.items() if at == step]
-        for batch in batches:
-            await self._summaries.pop((batch.stream, step))
-        for batch in batches:
-            await self._release(batch)
+        for key in [key for key in self._summaries if key[1] == step]:
+            await self._summaries.pop(key)
+        await self._batches.close_step(step)
         if step < self._plan.schedule.num_steps:
             self._steps = step + 1
             self._observer.on_step(step, self._scores.close(step))
-
-    async def _release(self, batch: StepBatch) -> None:
-        holdings = self._holdings[batch.stream]
-        held = holdings.workers(batch.samples)
-        holdings.forget(batch.samples)
-        self._placer.forget(batch.stream, batch.groups)
-        del self._batches[batch.stream, batch.step]
-        await asyncio.gather(
-            *(self._workers.release(worker, samples, batch.stream, None) for worker, samples in held.items())
-        )
 
     # --------------------------------------------------------------------- engines, saving
     async def _wake(self, replica: str, version: int) -> None:
@@ -302,22 +238,6 @@ class Executor:
         """Save a model as of `steps` completed steps."""
         await self._workers.save(model, str(self._checkpoints.begin(steps, model)))
         self._checkpoints.done(steps, model)
-
-
-class Orders:
-    """What one round of instructions asks of each worker, sent as one message each."""
-
-    def __init__(self) -> None:
-        self.groups: dict[int, list[GroupOrder]] = defaultdict(list)
-        self.computes: dict[int, list[ComputeOrder]] = defaultdict(list)
-
-
-def _tasks(node: str, step: int, heads: tuple[int, ...], assignment: Shards) -> dict[int, NodeTask]:
-    """One task a worker, with the shards that the plan maps onto it."""
-    inputs: dict[int, list[ShardInput]] = defaultdict(list)
-    for dp, (head, minibatches) in enumerate(zip(heads, assignment, strict=True)):
-        inputs[head].append(ShardInput(dp, minibatches))
-    return {worker: NodeTask(node, step, tuple(held)) for worker, held in inputs.items()}
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

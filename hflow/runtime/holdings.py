@@ -93,6 +93,16 @@ class Holdings:
             found.setdefault(self._home[sample], []).append(sample)
         return found
 
+    def drop(self, fields: Iterable[str], samples: Iterable[int]) -> dict[int, list[int]]:
+        """Forget fields of these samples; returns the workers that may hold them -> those samples."""
+        samples = tuple(samples)
+        found = self.home_of(samples)
+        for name in fields:
+            for sample, owners in self._field.pop(name, {}).items():
+                for worker in owners:
+                    found.setdefault(worker, []).append(sample)
+        return {worker: sorted(set(held)) for worker, held in found.items()}
+
     def forget(self, samples: Iterable[int]) -> None:
         """These samples' data is gone."""
         for sample in samples:

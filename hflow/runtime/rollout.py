@@ -25,6 +25,7 @@ class Rollout(StreamState):
         num_accepted: groups ever accepted, those included that were trained on.
         num_refused: groups refused since the last batch was formed.
         causes: how often each (node, reason) refused a group since then.
+        messages: what each of these said last, where a body failed.
         models: trained models that the source reads; where there are none, nothing ages.
     """
 
@@ -43,6 +44,7 @@ class Rollout(StreamState):
         self.num_accepted = 0
         self.num_refused = 0
         self.causes: Counter[tuple[str, Refusal]] = Counter()
+        self.messages: dict[tuple[str, Refusal], str] = {}
         self._schedule = schedule
         self._progress = progress
         self._lag = certified_lag(schedule.max_staleness, schedule.sync_every)
@@ -76,11 +78,13 @@ class Rollout(StreamState):
         return self.is_formable or self.is_dry or self.is_refused_out
 
     def describe_refusals(self) -> str:
-        """One line for the user: how many groups were refused, and mostly by whom."""
+        """One line for the user: how many groups were refused, mostly by whom, and why."""
         (node, reason), times = self.causes.most_common(1)[0]
+        message = self.messages.get((node, reason))
+        why = f": {message}" if message else ""
         return (
             f"{self.num_refused} groups were refused since the last batch, {times} of them by {node} "
-            f"({reason}); mend {node} or raise max_refused_per_step"
+            f"({reason}){why}; mend {node} or raise max_refused_per_step"
         )
 
     def limit(self, engine_version: int, steps_trained: int) -> int:
@@ -102,6 +106,7 @@ class Rollout(StreamState):
         self._progress.form_batch()
         self.num_refused = 0
         self.causes.clear()
+        self.messages.clear()
 
     def _is_in_order(self) -> bool:
         """Whether no open group would have come before the batch's last one.
@@ -120,9 +125,11 @@ class Rollout(StreamState):
             self.queue[group.number] = group
             self.num_accepted += 1
 
-    def _refused(self, node: str, reason: Refusal) -> None:
+    def _refused(self, node: str, reason: Refusal, message: str) -> None:
         self.num_refused += 1
         self.causes[node, reason] += 1
+        if message:
+            self.messages[node, reason] = message
 
     def _keep_fresh(self, group: Group) -> bool:
         """Drop members of a finished group that the next step would find too old; False if all go."""
@@ -135,5 +142,5 @@ class Rollout(StreamState):
         if len(group.members) >= max(1, self.stream.min_group):
             return True
         self._refuse_group(group, self.graph.source, Refusal.SMALL_GROUP)
-        self._refused(self.graph.source, Refusal.STALE)
+        self._refused(self.graph.source, Refusal.STALE, "")
         return False

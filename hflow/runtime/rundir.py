@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hflow.errors import ConfigError
 from hflow.runtime.checkpoint import point
 
 
@@ -26,10 +27,20 @@ class RunDir:
 
     @classmethod
     def create(cls, out: str | Path, name: str) -> RunDir:
-        """Make a new directory for a run that starts now, and point `latest` at it."""
+        """Make a new directory for a run that starts now, and point `latest` at it.
+
+        Raises:
+            ConfigError: when no directory can be made there.
+        """
+        if Path(name).name != name:
+            raise ConfigError(f"name is {name!r}; a run's name is that of one directory, so it has no '/'")
         parent = Path(out) / name
-        parent.mkdir(parents=True, exist_ok=True)
-        path = _make_fresh(parent / time.strftime("%Y%m%d-%H%M%S"))
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            path = _make_fresh(parent / time.strftime("%Y%m%d-%H%M%S"))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"out is {str(out)!r}, where no directory can be made: {reason}") from error
         run = cls(path)
         run.tensorboard.mkdir()
         run.checkpoints.mkdir()

@@ -22,6 +22,10 @@ class Observer(Protocol):
         """A side stream was evaluated with the weights of `step` completed steps."""
         ...
 
+    def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
+        """A node refused samples; `message` is what its body failed with, or empty."""
+        ...
+
     def on_span(self, worker: int, span: Span) -> None:
         """A worker (-1: the controller) did something."""
         ...

@@ -125,11 +125,11 @@ class RunState:
             if self.stopping:
                 stream.discard_sample(event.key)
             else:
-                stream.sample_failed(event.key, event.reason)
+                stream.sample_failed(event.key, event.reason, event.message)
         elif self.stopping:
             stream.discard_node(event.node, event.key)
         else:
-            stream.node_failed(event.node, event.key, event.reason)
+            stream.node_failed(event.node, event.key, event.reason, event.message)
         self._after_sample_event(stream)
 
     def _on_exhausted(self, event: Exhausted) -> None:

@@ -67,11 +67,11 @@ class StreamState:
         group.finish_sample_task(sample, self.graph.source)
         self._close_if_complete(group)
 
-    def sample_failed(self, sample: int, reason: Refusal) -> None:
+    def sample_failed(self, sample: int, reason: Refusal, message: str = "") -> None:
         """The source gave up on a sample."""
         found = self._report(sample)
         if found is not None:
-            self._refuse_sample(found[0], sample, self.graph.source, reason)
+            self._refuse_sample(found[0], sample, self.graph.source, reason, message)
 
     def node_done(self, name: str, key: int, keep: bool) -> None:
         """A sample or group node is done; `keep` False refuses what it looked at."""
@@ -84,16 +84,16 @@ class StreamState:
                 group.finish_group_task(name)
             self._close_if_complete(group)
 
-    def node_failed(self, name: str, key: int, reason: Refusal) -> None:
+    def node_failed(self, name: str, key: int, reason: Refusal, message: str = "") -> None:
         """A sample or group node gave up, or said that this is not to be kept."""
         group = self._finish_running(name, key)
         if group is None:
             return
         if self.graph.levels[name] is Level.SAMPLE:
-            self._refuse_sample(group, key, name, reason)
+            self._refuse_sample(group, key, name, reason, message)
         else:
-            self._refuse_group(group, name, reason)
-            self._refused(name, reason)
+            self._refuse_group(group, name, reason, message)
+            self._refused(name, reason, message)
 
     def discard_sample(self, sample: int) -> None:
         """The source reported on a sample of a run that is stopping: nothing follows."""
@@ -144,17 +144,19 @@ class StreamState:
         running.remove(name)
         return group
 
-    def _refuse_sample(self, group: Group, sample: int, node: str, reason: Refusal) -> None:
+    def _refuse_sample(
+        self, group: Group, sample: int, node: str, reason: Refusal, message: str = ""
+    ) -> None:
         member = self._abandon(group, sample)
-        self._emit(Refuse(self.stream.name, group.number, (sample,), node, reason))
+        self._emit(Refuse(self.stream.name, group.number, (sample,), node, reason, message))
         if len(group.members) < max(1, self.stream.min_group):
             self._refuse_group(group, node, Refusal.SMALL_GROUP)
-            self._refused(node, reason)
+            self._refused(node, reason, message)
         else:
             group.forget(member)
             self._close_if_complete(group)
 
-    def _refuse_group(self, group: Group, node: str, reason: Refusal) -> None:
+    def _refuse_group(self, group: Group, node: str, reason: Refusal, message: str = "") -> None:
         """Refuse all members that are left and forget the group."""
         samples = tuple(group.members)
         for sample in samples:
@@ -162,7 +164,7 @@ class StreamState:
         self.orphans.update((name, group.number) for name in group.running)
         self.groups.pop(group.number, None)
         if samples:
-            self._emit(Refuse(self.stream.name, group.number, samples, node, reason))
+            self._emit(Refuse(self.stream.name, group.number, samples, node, reason, message))
 
     def _abandon(self, group: Group, sample: int) -> Member:
         member = group.members.pop(sample)
@@ -183,5 +185,5 @@ class StreamState:
     def _accepted(self, group: Group) -> None:
         raise NotImplementedError
 
-    def _refused(self, node: str, reason: Refusal) -> None:
-        """A whole group was refused; `node` and `reason` are those of its last refusal."""
+    def _refused(self, node: str, reason: Refusal, message: str) -> None:
+        """A whole group was refused; `node`, `reason` and `message` are those of its last refusal."""

@@ -222,7 +222,10 @@ class Workers(abc.ABC):
 
     @abc.abstractmethod
     async def transfer(self, moves: Sequence[Move]) -> int:
-        """Perform moves between stores; returns the bytes moved."""
+        """Perform moves between stores; returns the bytes moved.
+
+        Nodes that are run after this call began find what it moves, without waiting for its answer.
+        """
 
     @abc.abstractmethod
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:

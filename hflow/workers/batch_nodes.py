@@ -11,6 +11,7 @@ from torch import Tensor
 from hflow.backends.base import Call, ModelBackend, TrainShard
 from hflow.data.batch import Batch
 from hflow.data.binding import bind, sequences_of, unpack
+from hflow.data.returned import metric_tensor
 from hflow.errors import NotYetError
 from hflow.plan.ir import Plan
 from hflow.types import Sequences, State
@@ -85,7 +86,8 @@ class BatchNodes:
                 arguments[name] = self._states.setdefault(program.name, State())
         columns, metrics = unpack(program.name, self.call(program), program.body(**arguments), batch, seqs)
         self._store.put(program.stream, batch.select(()).with_columns(columns))
-        return {name: reduce_metric(name, value, seqs) for name, value in metrics.items()}
+        numbers = {name: metric_tensor(program.name, name, value) for name, value in metrics.items()}
+        return {name: reduce_metric(name, value, seqs) for name, value in numbers.items()}
 
     def _gather(self, program: NodeProgram, samples: tuple[int, ...]) -> Batch:
         return self._store.gather(program.stream, self._plan.rule(program.name).fields, samples)
@@ -114,13 +116,13 @@ class BatchNodes:
         return float(temperature) or 1.0
 
 
-def reduce_metric(name: str, value: Any, seqs: Sequences) -> float:
+def reduce_metric(name: str, value: Tensor, seqs: Sequences) -> float:
     """One number from a metric: its mean over valid entries, or `.max .min .sum` by its suffix.
 
     Of a metric with an entry for each token, those of learned tokens are valid.
     """
-    x = torch.as_tensor(value).detach().double()
-    entries: Tensor = x[seqs.loss_mask] if x.shape == seqs.loss_mask.shape else x.reshape(-1)
+    x = value.double()
+    entries = x[seqs.loss_mask] if x.shape == seqs.loss_mask.shape else x.reshape(-1)
     if not len(entries):
         return 0.0
     match name.rpartition(".")[2]:

@@ -10,7 +10,7 @@ from pebble import ProcessPool
 from hflow.workers.lane import Lane, Return
 from hflow.workers.pool_child import Job, Outcome, run_chunk
 
-CHUNK_SIZE = 64
+CHUNK_SIZE = 256
 """Most jobs of one message."""
 SLICE_SECONDS = 0.25
 """A chunk starts no further job after this long: results flow, and slow bodies spread out."""

@@ -7,12 +7,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from hflow.data.batch import Batch
-from hflow.data.binding import bind_rows, unpack_rows
+from hflow.data.batch import Batch, Column
+from hflow.data.returned import metric_value
+from hflow.data.row_binding import RowLevel, bind_rows, unpack_rows
 from hflow.errors import RunError
 from hflow.types import Unit
 from hflow.workers.base import ComputeOrder, ComputeReady, Failed, NodeProgram, WorkerEvent
@@ -26,13 +27,23 @@ RELEASED = "its sample left the run"
 """The answer to an order that came too late; whoever refused the sample expects an answer."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """Calls of one body that were bound together."""
+
+    program: NodeProgram
+    shape: Batch
+    """Their samples, without columns."""
+    sink: Sink
+
+
 @dataclass(frozen=True)
 class _Call:
     """A body that was called and has not answered yet."""
 
-    samples: tuple[int, ...]
-    inputs: Batch
-    sink: Sink
+    round: _Round
+    rows: range
+    """Where its samples are in the round's shape."""
 
 
 class Computes:
@@ -64,20 +75,36 @@ class Computes:
 
     def submit(self, orders: Iterable[ComputeOrder], sink: Sink) -> None:
         """Queue bodies; `sink` receives a `ComputeReady` or `Failed` for each order."""
-        arguments: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+        by_node: dict[str, list[ComputeOrder]] = defaultdict(list)
         for order in orders:
-            program = self._programs[order.node]
-            inputs = self._store.gather_held(
-                program.stream, read_fields(program, program.stream), order.samples
-            )
-            if inputs is None:
-                sink([Failed(order.node, order.key, "failed", RELEASED)])
-                continue
-            arguments[order.node][order.key] = bind_rows(program, inputs, row_level(program))
-            with self._lock:
-                self._calls[order.node, order.key] = _Call(order.samples, inputs, sink)
-        for node, calls in arguments.items():
-            self._pool.submit(node, calls)
+            by_node[order.node].append(order)
+        for node, held in by_node.items():
+            self._submit(self._programs[node], held, sink)
+
+    def _submit(self, program: NodeProgram, orders: Sequence[ComputeOrder], sink: Sink) -> None:
+        """Bind the calls of one node together; one by one where samples were released meanwhile."""
+        samples = [sample for order in orders for sample in order.samples]
+        fields = read_fields(program, program.stream)
+        inputs = self._store.gather_held(program.stream, fields, samples)
+        if inputs is None and len(orders) == 1:
+            sink([Failed(program.name, orders[0].key, "failed", RELEASED)])
+        elif inputs is None:
+            for order in orders:
+                self._submit(program, [order], sink)
+        else:
+            sizes = [len(order.samples) for order in orders]
+            arguments = bind_rows(program, inputs, sizes, row_level(program))
+            self._note(_Round(program, inputs.select(()), sink), orders)
+            keys = [order.key for order in orders]
+            self._pool.submit(program.name, dict(zip(keys, arguments, strict=True)))
+
+    def _note(self, held: _Round, orders: Iterable[ComputeOrder]) -> None:
+        first = 0
+        with self._lock:
+            for order in orders:
+                end = first + len(order.samples)
+                self._calls[order.node, order.key] = _Call(held, range(first, end))
+                first = end
 
     def map(self, node: str, samples: Sequence[int]) -> None:
         """Run a per-sample or per-group body on all samples of a batch, and wait.
@@ -115,23 +142,37 @@ class Computes:
 
     # ------------------------------------------------------------------- the pool's thread
     def _take(self, outcomes: Sequence[Outcome]) -> None:
-        answers: dict[Sink, list[WorkerEvent]] = defaultdict(list)
-        for outcome in outcomes:
-            with self._lock:
+        rounds: dict[_Round, list[tuple[Outcome, range]]] = defaultdict(list)
+        with self._lock:
+            for outcome in outcomes:
                 call = self._calls.pop((outcome.node, outcome.key))
-            answers[call.sink].append(self._settle(call, outcome))
-        for sink, events in answers.items():
-            sink(events)
+                rounds[call.round].append((outcome, call.rows))
+        for held, answered in rounds.items():
+            held.sink(self._settle(held, answered))
 
-    def _settle(self, call: _Call, outcome: Outcome) -> WorkerEvent:
-        if outcome.reason is not None:
-            return Failed(outcome.node, outcome.key, outcome.reason, outcome.message)
-        program = self._programs[outcome.node]
-        columns, metrics = unpack_rows(outcome.node, program, outcome.value, call.inputs, row_level(program))
-        self._store.add(program.stream, call.inputs.select(()).with_columns(columns))
-        put_metrics(self._store, program.stream, program.name, call.samples, metrics)
-        keep = columns.get("keep")
-        return ComputeReady(outcome.node, outcome.key, keep is None or bool(np.all(keep.values)))
+    def _settle(self, held: _Round, answered: Sequence[tuple[Outcome, range]]) -> list[WorkerEvent]:
+        events: list[WorkerEvent] = [
+            Failed(outcome.node, outcome.key, outcome.reason, outcome.message)
+            for outcome, _ in answered
+            if outcome.reason is not None
+        ]
+        done = [(outcome, rows) for outcome, rows in answered if outcome.reason is None]
+        return [*events, *self._stored(held, done)] if done else events
+
+    def _stored(self, held: _Round, done: Sequence[tuple[Outcome, range]]) -> list[ComputeReady]:
+        """Put the results of a round's calls away."""
+        program = held.program
+        batch = held.shape.take([row for _, rows in done for row in rows])
+        sizes = [len(rows) for _, rows in done]
+        results = [outcome.value for outcome, _ in done]
+        columns, metrics = unpack_rows(program.name, program, results, batch, sizes, row_level(program))
+        self._store.add(program.stream, batch.with_columns(columns))
+        if program.metrics:
+            for (_, rows), values in zip(done, metrics, strict=True):
+                samples = held.shape.samples[rows.start : rows.stop].tolist()
+                put_metrics(self._store, program.stream, program.name, samples, values)
+        keeps = _keeps(columns.get("keep"), sizes)
+        return [ComputeReady(o.node, o.key, keep) for (o, _), keep in zip(done, keeps, strict=True)]
 
     def _fail(self, error: BaseException) -> None:
         for answers in tuple(self._maps):
@@ -147,7 +188,7 @@ def read_fields(program: NodeProgram, stream: str) -> list[str]:
     return sorted(fields)
 
 
-def row_level(program: NodeProgram) -> Literal["sample", "group"]:
+def row_level(program: NodeProgram) -> RowLevel:
     """Whether a body is called for a sample or for a group."""
     return "group" if program.level == "group" else "sample"
 
@@ -155,9 +196,22 @@ def row_level(program: NodeProgram) -> Literal["sample", "group"]:
 def put_metrics(
     store: Store, stream: str, node: str, samples: Sequence[int], metrics: Mapping[str, Any]
 ) -> None:
-    """Keep what a body reports beside its fields, so that it is averaged over the batch."""
+    """Keep what a body reports beside its fields, so that it is averaged over the batch.
+
+    Raises:
+        RunError: when it is no number.
+    """
     for name, value in metrics.items():
-        store.add_value(stream, f"{node}.{name}", Unit.SEQUENCE, samples, float(value))
+        store.add_value(stream, f"{node}.{name}", Unit.SEQUENCE, samples, metric_value(node, name, value))
+
+
+def _keeps(column: Column | None, sizes: Sequence[int]) -> list[bool]:
+    """Whether each call said to keep all of its samples."""
+    if column is None:
+        return [True] * len(sizes)
+    firsts = np.cumsum([0, *sizes[:-1]])
+    kept: list[bool] = np.logical_and.reduceat(column.values, firsts).tolist()
+    return kept
 
 
 def _pool_body(program: NodeProgram) -> PoolBody:

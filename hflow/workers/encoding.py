@@ -6,19 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hflow.data.binding import bind_rows
-from hflow.errors import NotYetError
+from hflow.data.row_binding import bind_rows
+from hflow.errors import DataError, NotYetError
 from hflow.plan.ir import Plan
 from hflow.types import Tokenizer
 from hflow.workers.base import ComputeOrder, ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
 from hflow.workers.blame import blame
 from hflow.workers.compute import RELEASED, Sink, read_fields
 from hflow.workers.opened import Opener, Row
+from hflow.workers.rows import bad_row
 from hflow.workers.store import Store
 
 
 class Encoder:
     """Opens groups of written samples, and views of samples that exist.
+
+    A body that raises refuses its sample. A `DataError` of a source speaks of the dataset's row, and
+    ends the run; a view reads what a model wrote, and refuses.
 
     Args:
         plan: for the streams that the nodes open.
@@ -39,6 +43,7 @@ class Encoder:
         for program in programs.values():
             if program.options.get("timeout") is not None:
                 raise NotYetError(f"encode node {program.name!r} cannot be timed yet; remove its timeout")
+        self._plan = plan
         self._programs = programs
         self._openers = {name: Opener.of(program, plan.graph, store) for name, program in programs.items()}
         self._store = store
@@ -70,7 +75,10 @@ class Encoder:
     def _opened(self, order: GroupOrder, row: Row) -> Sequence[WorkerEvent]:
         program, opener = self._programs[order.stream], self._openers[order.stream]
         arguments = {read.parameter: row[read.field][1] for read in program.reads}
-        result, failure = self._call(program, {**program.knobs, **arguments})
+        try:
+            result, failure = self._call(program, {**program.knobs, **arguments})
+        except DataError as error:
+            raise bad_row(self._plan, order, error) from error
         if failure:
             return [Failed(order.stream, sample, "failed", failure) for sample in order.samples]
         members = opener.members(result, len(order.samples))
@@ -86,7 +94,11 @@ class Encoder:
         inputs = self._store.gather_held(source, read_fields(program, source), order.samples)
         if inputs is None:
             return Failed(order.node, order.key, "failed", RELEASED)
-        result, failure = self._call(program, bind_rows(program, inputs, "sample"))
+        (arguments,) = bind_rows(program, inputs, [1], "sample")
+        try:
+            result, failure = self._call(program, arguments)
+        except DataError as error:
+            return Failed(order.node, order.key, "failed", blame(error, program.body))
         if failure:
             return Failed(order.node, order.key, "failed", failure)
         opener = self._openers[order.node]
@@ -95,7 +107,11 @@ class Encoder:
         return ComputeReady(order.node, order.key)
 
     def _call(self, program: NodeProgram, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """The body's result, or what its last try failed with."""
+        """The body's result, or what its last try failed with.
+
+        Raises:
+            DataError: when it cannot read its inputs; a further try would not either.
+        """
         tokenizers = {
             name: self._tokenizers[program.models[0]]
             for name, kind in program.provided
@@ -105,6 +121,8 @@ class Encoder:
         for _ in range(1 + program.options.get("retries", 0)):
             try:
                 return program.body(**arguments, **tokenizers), ""
-            except Exception as error:  # noqa: BLE001 - a user's body may raise anything
+            except DataError:
+                raise
+            except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - as a body may
                 failure = blame(error, program.body)
         return None, failure

@@ -35,6 +35,9 @@ class _Request:
     drawn: Generated = field(default_factory=lambda: Generated((), (), (), "abort"))
 
     def extend(self, part: Generated) -> None:
+        if not self.drawn.ids:
+            self.drawn = part
+            return
         self.drawn = Generated(
             self.drawn.ids + part.ids,
             self.drawn.logprobs + part.logprobs,
@@ -45,6 +48,9 @@ class _Request:
     def add_to(self, engine: GenerationEngine) -> None:
         """Ask the engine for what is left."""
         num_drawn = len(self.drawn.ids)
+        if not num_drawn:
+            engine.add(self.request_id, self.prompt_ids, self.params)
+            return
         params = dataclasses.replace(
             self.params, max_tokens=self.params.max_tokens - num_drawn, num_resumed=num_drawn
         )
@@ -82,18 +88,27 @@ class EngineDriver:
             BackendError: when the engine refuses the request.
             RunError: when the engine has failed.
         """
-        if self._failure is not None:
-            raise _engine_failed(self._failure)
+        self.check()
         loop = asyncio.get_running_loop()
         request = _Request(next(self._ids), tuple(prompt_ids), params, loop.create_future())
+        if not self._outgoing:
+            loop.call_soon(self._flush)
         self._outgoing.append(request)
-        loop.call_soon(self._flush)
         try:
             return await request.future
         except asyncio.CancelledError:
             self._inbox.append(request.request_id)
             self._bell.set()
             raise
+
+    def check(self) -> None:
+        """Raise what every request is answered with once the engine has failed.
+
+        Raises:
+            RunError: saying why the engine stopped.
+        """
+        if self._failure is not None:
+            raise _engine_failed(self._failure)
 
     def interrupt(self) -> None:
         """Stop drawing before returning; unfinished requests keep their tokens until `resume`."""
@@ -147,10 +162,8 @@ class EngineDriver:
 
     # --------------------------------------------------------------- on the event loop
     def _flush(self) -> None:
-        """Hand on what was submitted since the last turn; all but the first call find nothing."""
+        """Hand on what was submitted since the last turn."""
         submitted, self._outgoing = self._outgoing, []
-        if not submitted:
-            return
         self._inbox.extend(submitted)
         self._bell.set()
         if self._failure is not None:
@@ -227,7 +240,8 @@ class EngineDriver:
 
 
 def _engine_failed(failure: BaseException) -> RunError:
-    error = RunError(f"the generation engine stopped: {failure}")
+    reason = failure if isinstance(failure, HflowError) else f"{type(failure).__name__}: {failure}"
+    error = RunError(f"the generation engine stopped: {reason}")
     error.__cause__ = failure
     return error
 

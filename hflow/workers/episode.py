@@ -39,8 +39,8 @@ class EpisodeEngine:
         """
         self._driver = driver
         self._tokenizer = tokenizer
-        stop_ids = tuple(dict.fromkeys((*params.stop_ids, *tokenizer.stop_ids)))
-        self._params = dataclasses.replace(params, stop_ids=stop_ids, seed=seed)
+        self._params = params
+        self._seed = seed
 
     async def complete(
         self,
@@ -69,11 +69,7 @@ class EpisodeEngine:
         if tools:
             raise NotYetError("tools are not executed in this version, call complete() without tools")
         start = self._opened(prompt)
-        params = dataclasses.replace(
-            self._params,
-            max_tokens=self._params.max_tokens if max_tokens is None else max_tokens,
-            stop=self._params.stop if stop is None else tuple(stop),
-        )
+        params = self._turn(max_tokens, stop)
         generated = await self._driver.submit(start.input_ids, params)
         text = _until_stop(self._tokenizer.decode(generated.ids), params.stop)
         return _extended(start, generated, text)
@@ -96,7 +92,18 @@ class EpisodeEngine:
 
     @cached_property
     def _random(self) -> Random:
-        return Random(self._params.seed)
+        return Random(self._seed)
+
+    def _turn(self, max_tokens: int | None, stop: Sequence[str] | None) -> SamplingParams:
+        """How this turn is drawn."""
+        params = self._params
+        return dataclasses.replace(
+            params,
+            stop_ids=tuple(dict.fromkeys((*params.stop_ids, *self._tokenizer.stop_ids))),
+            seed=self._seed,
+            max_tokens=params.max_tokens if max_tokens is None else max_tokens,
+            stop=params.stop if stop is None else tuple(stop),
+        )
 
     def _opened(self, prompt: str | Sequence[Mapping[str, Any]] | Trajectory) -> Trajectory:
         """The trajectory that the next token is drawn behind."""

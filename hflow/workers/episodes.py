@@ -21,11 +21,15 @@ from hflow.workers.episode import EpisodeEngine, sample_seed
 from hflow.workers.opened import Opener, Row
 from hflow.workers.patience import Patience
 from hflow.workers.pool_child import too_long
+from hflow.workers.rows import bad_row
 from hflow.workers.store import Store
 
 
 class Episodes:
     """Runs an episode for every sample of a group, and answers each exactly once.
+
+    A body that raises, or asks an engine for what it refuses, refuses its sample. Other errors of
+    ours end the run: a row that the tokenizer cannot read, an engine that has failed.
 
     Args:
         plan: for streams and the engines that sources use.
@@ -47,6 +51,7 @@ class Episodes:
         seed: int,
         on_error: Callable[[BaseException], None],
     ) -> None:
+        self._plan = plan
         self._programs = programs
         self._openers = {name: Opener.of(program, plan.graph, store) for name, program in programs.items()}
         self._replica = {name: plan.placement(name).replicas[0] for name in programs}
@@ -57,6 +62,7 @@ class Episodes:
         self._on_error = on_error
         self._patience = {replica: Patience() for replica in drivers}
         self._limits = {name: _limit(program) for name, program in programs.items()}
+        self._params = {name: _params(program) for name, program in programs.items()}
         self._running: dict[tuple[str, int], asyncio.Task[WorkerEvent]] = {}
         self._answers: dict[Sink, list[WorkerEvent]] = {}
         self._loop = asyncio.new_event_loop()
@@ -140,10 +146,13 @@ class Episodes:
         try:
             async with self._patience[self._replica[program.name]].limit(timeout) as clock:
                 result = await program.body(**arguments)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 return Failed(order.stream, sample, "timeout", too_long(timeout))
-            if _is_fatal(error):
+            self._drivers[self._replica[program.name]].check()
+            if isinstance(error, DataError):
+                raise bad_row(self._plan, order, error) from error
+            if isinstance(error, HflowError) and not isinstance(error, BackendError):
                 raise
             return Failed(order.stream, sample, "failed", blame(error, program.body))
         return self._openers[program.name].put(sample, order.group, result, row)
@@ -159,24 +168,21 @@ class Episodes:
         return arguments
 
     def _engine(self, program: NodeProgram, model: str, sample: int) -> EpisodeEngine:
-        names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
-        params = SamplingParams(**{name: program.options[name] for name in names if name in program.options})
         return EpisodeEngine(
             self._drivers[self._replica[program.name]],
             self._tokenizers[model],
-            params,
+            self._params[program.name],
             sample_seed(self._seed, program.stream, sample, model),
         )
+
+
+def _params(program: NodeProgram) -> SamplingParams:
+    """How a node draws."""
+    names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+    return SamplingParams(**{name: program.options[name] for name in names if name in program.options})
 
 
 def _limit(program: NodeProgram) -> AbstractAsyncContextManager[Any]:
     """Bounds how many of a node's episodes run at once."""
     concurrency = program.options.get("concurrency")
     return asyncio.Semaphore(concurrency) if concurrency else nullcontext()
-
-
-def _is_fatal(error: Exception) -> bool:
-    """Whether the run cannot go on. An engine that stopped says so with the reason as cause."""
-    if isinstance(error, BackendError):
-        return error.__cause__ is not None
-    return isinstance(error, HflowError) and not isinstance(error, DataError)

@@ -8,8 +8,16 @@ from collections.abc import Iterable
 from hflow.workers.base import Report, Span, WorkerEvent
 
 
+LINGER_SECONDS = 0.01
+"""Longest time that an event waits for others while more are to come: a message costs the controller
+and the worker as much as many events."""
+
+
 class Mailbox:
-    """Filled by any thread, emptied by the poll. An error, once put, is raised by every poll."""
+    """Filled by any thread, emptied by the poll. An error, once put, is raised by every poll.
+
+    The last event that is to come is reported at once, together with those before it.
+    """
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
@@ -18,11 +26,19 @@ class Mailbox:
         self._spans: list[Span] = []
         self._error: BaseException | None = None
         self._closed = False
+        self._num_due = 0
+
+    def expect(self, num_events: int) -> None:
+        """So many more events will be put."""
+        with self._changed:
+            self._num_due += num_events
 
     def put(self, events: Iterable[WorkerEvent]) -> None:
         """Report events."""
         with self._changed:
+            num_before = len(self._events)
             self._events.extend(events)
+            self._num_due -= len(self._events) - num_before
             self._changed.notify()
 
     def note(self, span: Span) -> None:
@@ -49,9 +65,13 @@ class Mailbox:
             BaseException: whatever a background thread failed with.
         """
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._events or self._error or self._closed))
+            self._changed.wait_for(lambda: bool(self._events) or self._is_over())
+            self._changed.wait_for(lambda: self._num_due <= 0 or self._is_over(), LINGER_SECONDS)
             if self._error is not None:
                 raise self._error
             report = Report(self._worker, tuple(self._events), tuple(self._spans))
             self._events, self._spans = [], []
             return report
+
+    def _is_over(self) -> bool:
+        return self._closed or self._error is not None

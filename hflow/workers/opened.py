@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hflow.data.returned import split_result
+from hflow.data.returned import check_value, split_result
 from hflow.errors import RecipeError
 from hflow.plan.ir import Graph
 from hflow.types import Trajectory, Unit
@@ -54,7 +54,9 @@ class Opener:
         for stream, trajectory in zip(self.streams, trajectories, strict=True):
             self._check(trajectory)
             self.store.put_trajectory(stream, sample, group, trajectory, row, parent)
+        num_tokens = len(trajectories[0].input_ids)
         for (name, unit), value in zip(self.program.returns, fields, strict=True):
+            check_value(self.program.name, name, Unit(unit), value, num_tokens)
             self.store.add_value(self.streams[0], name, Unit(unit), (sample,), value)
         put_metrics(self.store, self.streams[0], self.program.name, (sample,), metrics)
         return ready(self.streams[0], sample, trajectories[0])

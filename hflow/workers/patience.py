@@ -3,8 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
+
+
+class Limit:
+    """Cancels a block after so many seconds of an engine that is awake, and raises `TimeoutError`."""
+
+    def __init__(self, patience: Patience, seconds: float | None) -> None:
+        self._patience = patience
+        self._seconds = seconds or 0.0
+        self._clock = None if seconds is None else asyncio.Timeout(None)
+
+    def expired(self) -> bool:
+        """Whether it was this limit that ended the block."""
+        return self._clock is not None and self._clock.expired()
+
+    async def __aenter__(self) -> Limit:
+        if self._clock is not None:
+            await self._clock.__aenter__()
+            self._patience.begin(self._clock, self._seconds)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._clock is not None:
+            self._patience.end(self._clock)
+            await self._clock.__aexit__(kind, error, traceback)
 
 
 class Patience:
@@ -19,21 +47,18 @@ class Patience:
         """Limit -> seconds left when time last stood still or began to run."""
         self._runs = False
 
-    @asynccontextmanager
-    async def limit(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """Cancel the block after so many seconds of an engine that is awake.
+    def limit(self, seconds: float | None) -> Limit:
+        """A limit to enter with `async with`; None: it never ends the block."""
+        return Limit(self, seconds)
 
-        Raises:
-            TimeoutError: when they have passed.
-        """
-        async with asyncio.timeout(None) as clock:
-            if seconds is not None:
-                self._left[clock] = seconds
-                self._schedule(clock)
-            try:
-                yield clock
-            finally:
-                self._left.pop(clock, None)
+    def begin(self, clock: asyncio.Timeout, seconds: float) -> None:
+        """A limit's clock was entered."""
+        self._left[clock] = seconds
+        self._schedule(clock)
+
+    def end(self, clock: asyncio.Timeout) -> None:
+        """A limit's clock was left."""
+        self._left.pop(clock, None)
 
     def run(self) -> None:
         """The engine is awake."""

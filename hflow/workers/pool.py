@@ -17,6 +17,7 @@ from typing import Any
 
 from pebble import ProcessPool
 
+from hflow.errors import RunError
 from hflow.workers.chunks import ChunkLane
 from hflow.workers.lane import Lane, Return
 from hflow.workers.pool_child import Job, Outcome, install, is_async
@@ -85,8 +86,15 @@ class Pool:
         self._thread.start()
 
     def _start(self, names: set[str], num_processes: int) -> ProcessPool:
-        shipped = {name: ship(self._bodies[name].body, [self._bodies[name].body]) for name in sorted(names)}
+        shipped = {name: self._shipped(name) for name in sorted(names)}
         return ProcessPool(num_processes, initializer=install, initargs=(shipped,), context=CleanContext())
+
+    def _shipped(self, name: str) -> bytes:
+        body = self._bodies[name].body
+        try:
+            return ship(body, [body])
+        except RunError as error:
+            raise RunError(f"node {name!r}: {error}") from error
 
     def submit(self, node: str, calls: Mapping[int, Mapping[str, Any]]) -> None:
         """Queue calls of a node's body: key -> keyword arguments."""

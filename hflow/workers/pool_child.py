@@ -93,7 +93,7 @@ def _run(job: Job) -> Outcome:
     body = _child.bodies[job.node]
     try:
         return Outcome(job.node, job.key, body(**job.arguments))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's body may raise anything
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - as a body may
         return Outcome(job.node, job.key, reason="failed", message=blame(error, body))
 
 
@@ -118,7 +118,7 @@ async def _await(job: Job) -> Outcome:
     try:
         async with clock:
             return Outcome(job.node, job.key, await body(**job.arguments))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's body may raise anything
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - as a body may
         if clock.expired():
             return Outcome(job.node, job.key, reason="timeout", message=too_long(job.timeout))
         return Outcome(job.node, job.key, reason="failed", message=blame(error, body))

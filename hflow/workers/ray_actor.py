@@ -1,8 +1,9 @@
 """The Ray actor around a `Worker`: the same messages, each with the lane that it waits in.
 
 `device` runs one message at a time, in the order in which the controller sent them, so that all
-ranks issue their collectives in one order; `poll` blocks until something happens; everything
-else is short and goes through `data`.
+ranks issue their collectives in one order and a node finds what it was sent before; `poll` blocks
+until something happens; `export` serves other workers and waits for nobody; everything else is
+short and goes through `data`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import ray
+from ray.exceptions import RayActorError
 
+from hflow.errors import RunError
 from hflow.workers.base import (
     ComputeOrder,
     GroupOrder,
@@ -23,13 +26,13 @@ from hflow.workers.base import (
     WorkerSetup,
 )
 from hflow.workers.steady import forget_garbage
-from hflow.workers.transfer import Parcel
+from hflow.workers.transfer import Parcel, Wanted
 
 if TYPE_CHECKING:
     from hflow.workers.weights import Bucket
     from hflow.workers.world import Membership
 
-LANES = {"device": 1, "poll": 1, "data": 2}
+LANES = {"device": 1, "poll": 1, "data": 2, "export": 1}
 """Lane -> messages that it runs at once."""
 
 
@@ -50,9 +53,10 @@ class WorkerProcess:
             return f"{host}:{probe.getsockname()[1]}"
 
     @ray.method(concurrency_group="device")
-    def build(self, shipped: bytes, member: Membership | None) -> None:
-        """Build the worker from a shipped `WorkerSetup`; a collective."""
+    def build(self, shipped: bytes, member: Membership | None, peers: Sequence[Any]) -> None:
+        """Build the worker from a shipped `WorkerSetup`; a collective. `peers` are all its actors."""
         setup: WorkerSetup = cloudpickle.loads(shipped)
+        self._peers = peers
         self._worker = self._module.Worker(setup, (self._index,), member)
         forget_garbage()
 
@@ -71,16 +75,33 @@ class WorkerProcess:
         """Wait for events."""
         return self._worker.poll(self._index)
 
-    @ray.method(concurrency_group="data")
-    def export(self, wanted: Sequence[tuple[tuple[int, ...], tuple[str, ...]]]) -> list[Any]:
-        """Put parcels of (samples, fields) into the object store; returns references only."""
-        return [ray.put(self._worker.export(samples, fields)) for samples, fields in wanted]
+    @ray.method(concurrency_group="export")
+    def export(self, wanted: Wanted) -> list[Parcel]:
+        """Pack parcels for the worker that asks; Ray moves large ones without a copy."""
+        return [self._worker.export(samples, fields) for samples, fields in wanted]
 
-    @ray.method(concurrency_group="data")
-    def receive(self, references: list[Any]) -> int:
-        """Take parcels from the object store without a copy; returns their bytes."""
-        parcels: list[Parcel] = ray.get(references)
-        return sum(self._worker.receive(parcel) for parcel in parcels)
+    @ray.method(concurrency_group="device")
+    def pull(self, wanted: Mapping[int, Wanted]) -> int:
+        """Take parcels from other workers; returns their bytes.
+
+        Raises:
+            RunError: when one of them died.
+        """
+        asked = {source: self._peers[source].export.remote(parcels) for source, parcels in wanted.items()}
+        return sum(
+            self._worker.receive(parcel)
+            for source, sent in asked.items()
+            for parcel in self._get(source, sent)
+        )
+
+    def _get(self, source: int, sent: Any) -> list[Parcel]:
+        try:
+            parcels: list[Parcel] = ray.get(sent)
+        except RayActorError:
+            raise RunError(
+                f"worker {source} died while worker {self._index} pulled samples from it"
+            ) from None
+        return parcels
 
     @ray.method(concurrency_group="device")
     def run(self, task: NodeTask) -> NodeResult:

@@ -1,7 +1,7 @@
 """`RayWorkers`: one Ray actor a device. The controller sends and receives names and numbers.
 
-What moves between stores, and weights on their way to engines, go through Ray's object store
-from actor to actor: this process handles references to them only (contract 7).
+What moves between stores, and weights on their way to engines, goes from actor to actor: this
+process handles ids and references only (contract 7).
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class RayWorkers(Workers):
         address = await self._call(0, "rendezvous") if len(everyone) > 1 else ""
         members = [Membership(worker, len(everyone), address) if address else None for worker in everyone]
         await self._on_devices(
-            "building its models", "build", {worker: (shared, members[worker]) for worker in everyone}
+            "building its models",
+            "build",
+            {worker: (shared, members[worker], self._actors) for worker in everyone},
         )
 
     async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
@@ -81,13 +83,9 @@ class RayWorkers(Workers):
         return report
 
     async def transfer(self, moves: Sequence[Move]) -> int:
-        """Let destinations pull from sources; moves of one pair are one message."""
-        sizes = []
-        for (src, dst), held in by_ends(moves).items():
-            wanted = [(move.samples, move.fields) for move in held]
-            references = self._send(src, "export", wanted)
-            sizes.append(self._answer(dst, self._send(dst, "receive", references)))
-        return sum(await asyncio.gather(*sizes))
+        """Let destinations pull from sources, behind what their devices were asked to do before."""
+        sent = {dst: self._send(dst, "pull", wanted) for dst, wanted in by_ends(moves).items()}
+        return sum(await asyncio.gather(*(self._answer(dst, pulled) for dst, pulled in sent.items())))
 
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
         """Run a batch node on all its workers at once; results in the order of `tasks`."""

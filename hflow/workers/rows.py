@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hflow.data.prompts import DataSettings, open_dataset
+from hflow.errors import DataError
 from hflow.plan.ir import Plan
+from hflow.workers.base import GroupOrder
 from hflow.workers.opened import Row
 
 
@@ -28,3 +30,9 @@ class DatasetRows:
         name = self._dataset[stream]
         units = self._units[name]
         return {column: (units[column], value) for column, value in self._open[name].row(index).items()}
+
+
+def bad_row(plan: Plan, order: GroupOrder, error: DataError) -> DataError:
+    """What a source's body says of a row that it cannot read, with the row's dataset and number."""
+    dataset = plan.graph.stream(order.stream).dataset
+    return DataError(f"data.{dataset} row {order.row}: {error}")

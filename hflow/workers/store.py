@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,10 @@ from hflow.plan.ir import TRAJECTORY_FIELDS
 from hflow.types import Trajectory, Unit
 from hflow.workers.shelf import Chunk, Shelf
 
+_ATTRIBUTES = tuple(name for name in TRAJECTORY_FIELDS if name not in ("messages", "group"))
+"""Fields that are attributes of a trajectory as they are."""
+_attributes_of = attrgetter(*_ATTRIBUTES)
+
 
 class Store:
     """Fields of samples. Missing samples and fields are bugs of the plan, not of the user."""
@@ -26,6 +31,8 @@ class Store:
         self._lock = threading.Lock()
         self._shelves: dict[str, dict[str, Shelf]] = {}
         self._shapes: dict[str, dict[int, tuple[int, int]]] = {}
+        self._sources: dict[str, list[Shelf]] = {}
+        """Stream -> the shelves of `_ATTRIBUTES`, messages and group, found once."""
 
     # ------------------------------------------------------------------------------- in
     def put(self, stream: str, batch: Batch) -> None:
@@ -53,19 +60,21 @@ class Store:
             if parent is not None and not self._knows(parent, (sample,)):
                 return
             self._shapes.setdefault(stream, {})[sample] = (len(trajectory.input_ids), group)
-            given = {"group": group, "messages": list(trajectory.messages)}
-            for name, unit in TRAJECTORY_FIELDS.items():
-                value = given[name] if name in given else getattr(trajectory, name)
-                self._shelf(stream, name, unit).put_loose(sample, value)
+            values = (*_attributes_of(trajectory), list(trajectory.messages), group)
+            for shelf, value in zip(self._source_shelves(stream), values, strict=True):
+                shelf.put_loose(sample, value)
             for name, (unit, value) in columns.items():
                 self._shelf(stream, name, unit).put_loose(sample, value)
 
     def add(self, stream: str, batch: Batch) -> None:
-        """Take further fields of samples, unless they were released while a body made them."""
+        """Take further fields of samples, but of those that were released while a body made them."""
         samples = batch.samples.tolist()
         with self._lock:
-            if self._knows(stream, samples):
-                self._put_columns(stream, batch, samples)
+            if not self._knows(stream, samples):
+                shapes = self._shapes.get(stream, {})
+                batch = batch.take([row for row, sample in enumerate(samples) if sample in shapes])
+                samples = batch.samples.tolist()
+            self._put_columns(stream, batch, samples)
 
     def add_value(self, stream: str, field: str, unit: Unit, samples: Sequence[int], value: Any) -> None:
         """Like `add`, one Python value for all of these samples."""
@@ -83,6 +92,14 @@ class Store:
         for name, column in batch.columns.items():
             offsets = batch.offsets if column.unit is Unit.TOKEN else None
             self._shelf(stream, name, column.unit).put(samples, Chunk(column.values, offsets))
+
+    def _source_shelves(self, stream: str) -> list[Shelf]:
+        shelves = self._sources.get(stream)
+        if shelves is None:
+            names = (*_ATTRIBUTES, "messages", "group")
+            shelves = [self._shelf(stream, name, TRAJECTORY_FIELDS[name]) for name in names]
+            self._sources[stream] = shelves
+        return shelves
 
     def _shelf(self, stream: str, field: str, unit: Unit) -> Shelf:
         fields = self._shelves.setdefault(stream, {})

@@ -27,9 +27,13 @@ def unpack(store: Store, parcel: Parcel) -> int:
     return sum(batch.nbytes for batch in parcel.values())
 
 
-def by_ends(moves: Iterable[Move]) -> dict[tuple[int, int], list[Move]]:
-    """Moves of each (source, destination): they travel as one message."""
-    pairs: dict[tuple[int, int], list[Move]] = {}
+Wanted = list[tuple[tuple[int, ...], tuple[str, ...]]]
+"""(samples, fields) of each parcel."""
+
+
+def by_ends(moves: Iterable[Move]) -> dict[int, dict[int, Wanted]]:
+    """Destination -> source -> what it pulls from there: one message to each of them."""
+    pairs: dict[int, dict[int, Wanted]] = {}
     for move in moves:
-        pairs.setdefault((move.src, move.dst), []).append(move)
+        pairs.setdefault(move.dst, {}).setdefault(move.src, []).append((move.samples, move.fields))
     return pairs

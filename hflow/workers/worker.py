@@ -121,6 +121,7 @@ class Worker:
     def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
         """Start sources."""
         sink = self._mailboxes[worker].put
+        self._mailboxes[worker].expect(sum(len(order.samples) for order in orders))
         by_verb: dict[str, list[tuple[GroupOrder, Row]]] = {"encode": [], "generate": []}
         for order in orders:
             row = self._rows.row(order.stream, order.row)
@@ -131,6 +132,7 @@ class Worker:
     def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
         """Queue sample- and group-level bodies."""
         sink = self._mailboxes[worker].put
+        self._mailboxes[worker].expect(len(orders))
         by_verb: dict[str, list[ComputeOrder]] = {"encode": [], "compute": []}
         for order in orders:
             by_verb[self._verb(order.node)].append(order)
@@ -174,8 +176,9 @@ class Worker:
         try:
             metrics = self._batch_nodes.run(task)
         except HflowError as error:
-            raise type(error)(f"{self._where(task)}: {error}") from error
-        except Exception as error:
+            reason = str(error).removeprefix(f"node {task.node!r}: ")
+            raise type(error)(f"{self._where(task)}: {reason}") from error
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             body = self._setup.programs[task.node].body
             raise RunError(f"{self._where(task)}: {blame(error, body)}") from error
         span = Span(task.node, "device", start, time.time(), {"step": task.step})

@@ -132,8 +132,8 @@ async def train_and_compare(workers: MeasuredWorkers) -> None:
         assert {(event.oldest, event.newest) for event in events} == {(version, version)}
         await workers.transfer([Move(1, 0, samples, (*tokens, logprobs[0]))])
         await workers.run({0: kit.task("recheck", samples)})
-        (reference,) = await workers._actors[0].export.remote([(samples, logprobs)])
-        columns = ray.get(reference)[GEN].columns
+        (parcel,) = await workers._actors[0].export.remote([(samples, logprobs)])
+        columns = parcel[GEN].columns
         drawn, theta = columns["behav_logprobs"].values, columns["theta_logprobs"].values
         np.testing.assert_allclose(drawn, theta, atol=1e-4)
         if version == 0:
@@ -171,13 +171,18 @@ def test_a_step_over_two_workers(pair: MeasuredWorkers) -> None:
         await pair.run(again)
         for worker, samples in ((0, range(8, 12)), (1, range(12, 16))):
             fields = ("actor_gen/behav_logprobs", "actor_gen/theta_logprobs")
-            (reference,) = await pair._actors[worker].export.remote([(tuple(samples), fields)])
-            columns = ray.get(reference)[GEN].columns
+            (parcel,) = await pair._actors[worker].export.remote([(tuple(samples), fields)])
+            columns = parcel[GEN].columns
             drawn, theta = columns["behav_logprobs"].values, columns["theta_logprobs"].values
             np.testing.assert_allclose(drawn, theta, atol=1e-4)
         await asyncio.gather(*(pair.release(worker, tuple(range(16)), GEN, None) for worker in (0, 1)))
 
     go(work())
+
+
+async def put(workers: RayWorkers, worker: int, parcel: Any) -> None:
+    """Put a parcel into a worker's store, as if a node had made it there."""
+    await workers._actors[worker].__ray_call__.remote(lambda actor, sent: actor._worker.receive(sent), parcel)
 
 
 def test_payload_does_not_pass_the_driver(pair: MeasuredWorkers) -> None:
@@ -188,14 +193,14 @@ def test_payload_does_not_pass_the_driver(pair: MeasuredWorkers) -> None:
     ids = tuple(samples.tolist())
 
     async def work() -> None:
-        await pair._actors[0].receive.remote([ray.put({GEN: batch})])
+        await put(pair, 0, ray.put({GEN: batch}))
         pair.num_bytes = 0
         first = Move(0, 1, ids[:32], ("actor_gen/payload",))
         second = Move(0, 1, ids[32:], ("actor_gen/payload",))
         assert await pair.transfer([first, second]) == NUM_BYTES
         assert 0 < pair.num_bytes < 0.01 * NUM_BYTES
-        (reference,) = await pair._actors[1].export.remote([(ids[::-1], ("actor_gen/payload",))])
-        moved = ray.get(reference)[GEN].columns["payload"].values.reshape(64, -1)
+        (parcel,) = await pair._actors[1].export.remote([(ids[::-1], ("actor_gen/payload",))])
+        moved = parcel[GEN].columns["payload"].values.reshape(64, -1)
         np.testing.assert_array_equal(moved, values.reshape(64, -1)[::-1])
         for worker in (0, 1):
             await pair.release(worker, ids, GEN, None)
@@ -210,9 +215,9 @@ def test_a_hanging_body_is_killed_within_its_actor(pair: MeasuredWorkers) -> Non
         await kit.collect(pair, 0, 4)
         await pair.sleep("actor@gen")
         samples = (200, 201, 202, 203)
-        (reference,) = await pair._actors[0].export.remote([(samples, ("actor_gen/answer",))])
-        answers = ray.get(reference)[GEN].columns["answer"].values
-        await pair._actors[0].receive.remote([ray.put({GEN: _renamed(ray.get(reference)[GEN], answers)})])
+        (parcel,) = await pair._actors[0].export.remote([(samples, ("actor_gen/answer",))])
+        answers = parcel[GEN].columns["answer"].values
+        await put(pair, 0, {GEN: _renamed(parcel[GEN], answers)})
         await pair.compute(0, kit.sample_orders("score", list(samples)))
         events = {event.key: event for event in await kit.collect(pair, 0, 4)}
         assert [(key, event.reason) for key, event in events.items() if isinstance(event, Failed)] == [

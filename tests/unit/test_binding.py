@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hflow.data.batch import Batch, Column
-from hflow.data.binding import bind, bind_rows, sequences_of, unpack, unpack_rows
+from hflow.data.binding import bind, sequences_of, unpack
+from hflow.data.row_binding import bind_rows, unpack_rows
 from hflow.errors import RecipeError, RunError
 from hflow.graph.ir import Read
 from hflow.types import Output, Unit
@@ -139,7 +140,8 @@ def test_rows_of_a_sample():
         read("completion", Unit.TEXT), read("logprobs", Unit.TOKEN), read("level", Unit.SEQUENCE),
         read("reward", Unit.TOKEN), read("input_ids", Unit.TOKEN),
     )  # fmt: skip
-    assert bind_rows(Body(reads, knobs={"k": 1}), one, "sample") == {
+    (got,) = bind_rows(Body(reads, knobs={"k": 1}), one, [1], "sample")
+    assert got == {
         "completion": "b",
         "logprobs": [0, -2, -3],
         "level": 7.0,
@@ -149,17 +151,31 @@ def test_rows_of_a_sample():
     }
 
 
+def test_calls_that_are_bound_together_get_what_each_would_get_alone():
+    reads = (read("completion", Unit.TEXT), read("logprobs", Unit.TOKEN), read("reward", Unit.TOKEN))
+    whole = batch()
+    together = bind_rows(Body(reads, knobs={"k": 1}), whole, [1] * len(whole), "sample")
+    rows = [whole.take([i]) for i in range(len(whole))]
+    assert together == [bind_rows(Body(reads, knobs={"k": 1}), row, [1], "sample")[0] for row in rows]
+    first, second = bind_rows(Body(reads), whole, [2, 1], "group")
+    assert first["completion"] == ["a", "b"]
+    assert [first["logprobs"], second["logprobs"]] == [
+        [arguments["logprobs"] for arguments in together[:2]],
+        [together[2]["logprobs"]],
+    ]
+
+
 def test_rows_of_a_group():
     group = batch().take([0, 1])
     reads = (read("reward", Unit.SEQUENCE), read("level", Unit.GROUP), read("completion", Unit.TEXT))
-    got = bind_rows(Body(reads), group, "group")
+    (got,) = bind_rows(Body(reads), group, [2], "group")
     assert got == {"reward": [1.0, 2.0], "level": 7.0, "completion": ["a", "b"]}
 
 
 def test_unpack_rows_of_a_sample():
     one = batch().take([1])
     body = Body(returns=(("a", "sequence"), ("b", "token"), ("c", "text"), ("d", "json")))
-    columns, _ = unpack_rows("score", body, (True, [1, 2, 3], "x", {"y": 1}), one, "sample")
+    columns, _ = unpack_rows("score", body, [(True, [1, 2, 3], "x", {"y": 1})], one, [1], "sample")
     assert columns["a"].values.dtype == bool
     assert columns["b"].values.tolist() == [1, 2, 3]
     assert (columns["c"].values, columns["d"].values) == (["x"], [{"y": 1}])
@@ -167,18 +183,29 @@ def test_unpack_rows_of_a_sample():
 
 def test_unpack_rows_of_a_group():
     group = batch().take([0, 1])
-    columns, _ = unpack_rows(
-        "score", Body(returns=(("keep", "group"), ("a", "sequence"))), (False, [0.5, 1]), group, "group"
-    )
+    body = Body(returns=(("keep", "group"), ("a", "sequence")))
+    columns, _ = unpack_rows("score", body, [(False, [0.5, 1])], group, [2], "group")
     assert columns["keep"].values.tolist() == [False, False]
     assert columns["a"].values.tolist() == [0.5, 1.0]
+
+
+def test_results_of_several_calls_become_one_column_and_metrics_of_each():
+    body = Body(returns=(("keep", "group"), ("a", "sequence")), metrics=True)
+    results = [(False, [0.5, 1], {"m": 1}), (True, [3], {"m": 2})]
+    columns, metrics = unpack_rows("score", body, results, batch(), [2, 1], "group")
+    assert columns["keep"].values.tolist() == [False, False, True]
+    assert columns["a"].values.tolist() == [0.5, 1.0, 3.0]
+    assert metrics == [{"m": 1}, {"m": 2}]
+    results = [(False, [0.5], {}), (True, [3, 4], {})]
+    with pytest.raises(RunError, match="'a' must be a list of 2 values, the body returned 1 values"):
+        unpack_rows("score", body, results, batch(), [2, 1], "group")
 
 
 def test_unpack_rows_says_what_is_wrong():
     one, group = batch().take([1]), batch().take([0, 1])
     with pytest.raises(RunError, match=r"'b' is per token, so it must be a list of 3 numbers.*2 of them"):
-        unpack_rows("score", Body(returns=(("b", "token"),)), [1, 2], one, "sample")
+        unpack_rows("score", Body(returns=(("b", "token"),)), [[1, 2]], one, [1], "sample")
     with pytest.raises(RunError, match="'a' must be a list of 2 values, the body returned 3 values"):
-        unpack_rows("score", Body(returns=(("a", "sequence"),)), [1, 2, 3], group, "group")
+        unpack_rows("score", Body(returns=(("a", "sequence"),)), [[1, 2, 3]], group, [2], "group")
     with pytest.raises(RunError, match="'a' must be a number, the body returned None"):
-        unpack_rows("score", Body(returns=(("a", "sequence"),)), None, one, "sample")
+        unpack_rows("score", Body(returns=(("a", "sequence"),)), [None], one, [1], "sample")

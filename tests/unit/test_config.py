@@ -56,11 +56,8 @@ def test_a_directory_with_quotes_and_spaces(tmp_path: Path):
     assert load_config(odd / "r.py").data["train"].generator == "addition"
 
 
-def test_sft_and_grpo_state_the_experiment():
+def test_grpo_begins_where_sft_ends():
     sft, grpo = load_config(RECIPES / "sft.py"), load_config(GRPO)
-    assert (sft.steps, sft.batch, sft.models["actor"].optim.lr) == (300, 128, 1e-3)
-    assert (grpo.steps, grpo.batch, grpo.models["actor"].optim.lr) == (280, 64, 1e-4)
-    assert grpo.nodes["actor_gen"]["max_tokens"] == 4
     assert sft.models["actor"].path is None
     assert grpo.models["actor"].path == f"{sft.out}/{sft.name}/latest/checkpoints/latest/actor"
     assert {name: data.split for name, data in grpo.data.items()} == {"train": "train", "heldout": "heldout"}

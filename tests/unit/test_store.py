@@ -174,9 +174,13 @@ def test_a_parcel_carries_every_stream() -> None:
     assert target.lengths("view", [1]) == [3]
 
 
-def test_moves_of_one_pair_travel_together() -> None:
+def test_moves_to_one_worker_are_one_message() -> None:
     moves = [Move(0, 1, (1,), ("gen/a",)), Move(2, 1, (2,), ("gen/a",)), Move(0, 1, (3,), ("gen/b",))]
-    assert by_ends(moves) == {(0, 1): [moves[0], moves[2]], (2, 1): [moves[1]]}
+    moves.append(Move(1, 0, (4,), ("gen/a",)))
+    assert by_ends(moves) == {
+        1: {0: [((1,), ("gen/a",)), ((3,), ("gen/b",))], 2: [((2,), ("gen/a",))]},
+        0: {1: [((4,), ("gen/a",))]},
+    }
 
 
 def test_a_unit_does_not_change() -> None:

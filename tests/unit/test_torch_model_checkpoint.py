@@ -115,7 +115,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
 
 def test_settings_that_do_not_fit_are_refused():
     for changes, message in (
-        ({"architecture": None}, "'actor' has neither a path nor an architecture"),
+        ({"architecture": None}, "'actor': it has neither a path nor an architecture"),
         ({"architecture": {"vocab_size": 3}}, "needs a model_type"),
         ({"architecture": {"model_type": "qwen22"}}, "no architecture of model_type 'qwen22'"),
         ({"head": "values"}, "head 'values' is not one of.*did you mean 'value'"),

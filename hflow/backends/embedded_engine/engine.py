@@ -66,6 +66,7 @@ class EmbeddedEngine(GenerationEngine):
         self._shares_weights = module is not None
         self._module = build_module(settings, module)
         self._device = next(self._module.parameters()).device
+        self._is_accelerated = self._device.type != "cpu"
         self._dtype = next(self._module.parameters()).dtype
         config: Any = self._module.config
         self._vocab_size = int(config.vocab_size)
@@ -167,22 +168,29 @@ class EmbeddedEngine(GenerationEngine):
         self.set_version(version)
 
     def set_version(self, version: int) -> None:
-        """Declare that the weights have changed (the trainer's own, in sharing mode)."""
+        """Declare that the weights have changed (the trainer's own, in sharing mode).
+
+        What is cached is never read again, as whatever runs is prefilled anew.
+        """
         self._requeue()
-        self._cache.drop()
         self.version = version
 
     def sleep(self) -> None:
-        """Free the cache; weights of one's own leave an accelerator for host memory."""
+        """Leave an accelerator: free the cache, move weights of one's own to host memory.
+
+        On a CPU both stay where they are, since fresh pages cost more than a short turn computes.
+        """
         self._requeue()
-        self._cache.drop()
         self._asleep = True
-        if not self._shares_weights:
-            self._module.to("cpu")
+        if self._is_accelerated:
+            self._cache.drop()
+            if not self._shares_weights:
+                self._module.to("cpu")
 
     def wake(self) -> None:
-        """Bring the weights back; the cache grows again with the first step."""
-        self._module.to(self._device)
+        """Bring the weights back; a cache that was freed grows again with the first step."""
+        if self._is_accelerated:
+            self._module.to(self._device)
         self._asleep = False
 
     def _forward(self, groups: Sequence[PromptGroup]) -> Tensor:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from hflow.backends.architecture import read_config, refusals
 from hflow.backends.attention import check_supported
 from hflow.backends.base import ModelSettings
 from hflow.backends.embedded_engine.attention import ATTENTION
@@ -37,7 +35,7 @@ def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module
         raise BackendError(
             f"model {settings.name!r} has dtype {settings.dtype!r}, set one of {sorted(_DTYPES)}"
         )
-    with _refusals(settings.name):
+    with refusals(settings.name):
         module: Any = _owned(settings) if shared is None else _twin(settings, shared)
     check_supported(module)
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
@@ -49,30 +47,16 @@ def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module
     return evaluated
 
 
-@contextmanager
-def _refusals(name: str) -> Iterator[None]:
-    """Turn the refusals of transformers (unknown architecture, no pluggable attention) into ours."""
-    try:
-        yield
-    except (KeyError, ValueError, OSError) as error:
-        reason = textwrap.shorten(str(error).splitlines()[0], 160)
-        raise BackendError(f"the embedded engine cannot build model {name!r}: {reason}") from error
-
-
 def _owned(settings: ModelSettings) -> Any:
-    dtype = _DTYPES[settings.dtype]
+    dtype, config = _DTYPES[settings.dtype], read_config(settings)
     if settings.path is not None:
         module: Any = AutoModelForCausalLM.from_pretrained(
-            settings.path, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
+            settings.path, config=config, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
         )
-    elif settings.architecture is not None:
-        architecture = dict(settings.architecture)
-        config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
+    else:
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
             module = _from_config(config, dtype)
-    else:
-        raise BackendError(f"model {settings.name!r} has neither a path nor an architecture, set one")
     return module.to(settings.device)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from hflow.backends.architecture import max_length
 from hflow.backends.base import Call, ModelBackend, ModelSettings, TrainShard
 from hflow.backends.torch_model import weights
 from hflow.backends.torch_model.build import DTYPES, build
@@ -22,6 +25,7 @@ from hflow.backends.torch_model.runner import Runner
 from hflow.backends.torch_model.schedule import Cutting
 from hflow.backends.torch_model.training import train
 from hflow.data.batch import Batch
+from hflow.data.binding import column
 from hflow.errors import BackendError
 
 
@@ -61,7 +65,12 @@ class TorchModel(ModelBackend):
         return Runner(module, device, dtype, self.group, cutting)
 
     def infer(self, call: Call, shards: Sequence[Batch]) -> list[Batch]:
-        """Run a no-grad forward and the body; return a batch of the returned fields per shard."""
+        """Run a no-grad forward and the body; return a batch of the returned fields per shard.
+
+        Raises:
+            BackendError: for a sequence that is too long for the model, or holds unknown tokens.
+        """
+        self._check_sequences(shards)
         return infer(self._runner, call, shards)
 
     def train(self, call: Call, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
@@ -71,11 +80,29 @@ class TorchModel(ModelBackend):
         and `num_tokens` (learned tokens of the batch).
 
         Raises:
-            BackendError: when the model is frozen.
+            BackendError: when the model is frozen, or as `infer`.
         """
         if self._optimizer is None:
             raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
+        self._check_sequences(minibatch for shard in shards for minibatch in shard.minibatches)
         return train(self._runner, self._optimizer, call, shards, step)
+
+    def _check_sequences(self, batches: Iterable[Batch]) -> None:
+        config: Any = self._model.config
+        longest, name = max_length(config), f"model {self.settings.name!r}"
+        for batch in batches:
+            num_tokens = int(batch.lengths.max(initial=0))
+            if longest is not None and num_tokens > longest:
+                raise BackendError(
+                    f"a sequence has {num_tokens} tokens, but {name} has positions for {longest} "
+                    "(max_position_embeddings); leave out or shorten such rows"
+                )
+            token = int(np.max(column(batch, "input_ids").values, initial=0))
+            if token >= config.vocab_size:
+                raise BackendError(
+                    f"a sequence holds token {token}, but {name} has a vocabulary of {config.vocab_size}; "
+                    "encode with the tokenizer that belongs to the model"
+                )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield HF-named full tensors one by one, in the model's dtype; a collective."""

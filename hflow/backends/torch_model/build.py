@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from hflow.backends.architecture import read_config, refusals
 from hflow.backends.attention import PACKED, check_supported
 from hflow.backends.base import ModelSettings
 from hflow.backends.torch_model.heads import ScalarHead, head_file
@@ -38,13 +40,13 @@ def build(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
     _check_choice("head", settings.head, HEADS)
     _check_choice("dtype", settings.dtype, DTYPES)
     disable_progress_bar()
-    if settings.path is not None:
-        model = _from_checkpoint(Path(settings.path), settings.head)
-    elif settings.architecture is not None:
-        model = _from_scratch(settings.architecture, settings.seed)
-    else:
-        raise BackendError(f"model {settings.name!r} has neither a path nor an architecture; set one")
-    _check_architecture(model)
+    config = read_config(settings)
+    with refusals(settings.name):
+        if settings.path is not None:
+            model = _from_checkpoint(Path(settings.path), config, settings.head)
+        else:
+            model = _from_scratch(config, settings.seed)
+        _check_architecture(model)
     _turn_off_dropout(model)
     if settings.head == "lm":
         return model, _output_matrix(model)
@@ -79,27 +81,14 @@ def _scalar_head(settings: ModelSettings, hidden_size: int) -> ScalarHead:
     return head
 
 
-def _from_scratch(architecture: Mapping[str, Any], seed: int) -> PreTrainedModel:
-    options = dict(architecture)
-    model_type = options.pop("model_type", None)
-    if model_type is None:
-        raise BackendError("an architecture needs a model_type, such as 'qwen2'")
-    try:
-        config = AutoConfig.for_model(model_type, **options)
-    except ValueError:
-        raise BackendError(f"transformers has no architecture of model_type {model_type!r}") from None
-    _check_causal_lm(config)
+def _from_scratch(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = _MODELS.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
     return model
 
 
-def _from_checkpoint(path: Path, head: str) -> PreTrainedModel:
-    if not (path / "config.json").is_file():
-        raise BackendError(f"{path} is not an HF checkpoint: it has no config.json")
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    _check_causal_lm(config)
+def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str) -> PreTrainedModel:
     try:
         model, report = _MODELS.from_pretrained(
             path,
@@ -110,7 +99,7 @@ def _from_checkpoint(path: Path, head: str) -> PreTrainedModel:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise BackendError(f"{path} has no readable weights: {str(error).splitlines()[0]}") from None
     _check_loaded(path, model, report, head)
     loaded: PreTrainedModel = model
@@ -129,11 +118,6 @@ def _check_loaded(path: Path, model: PreTrainedModel, report: Mapping[str, Any],
     ):
         if names:
             raise BackendError(f"checkpoint {path} {problem} {_some(names)}")
-
-
-def _check_causal_lm(config: PreTrainedConfig) -> None:
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise BackendError(f"model_type {config.model_type!r} is no causal language model")
 
 
 def _check_architecture(model: PreTrainedModel) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.backends.torch_model.inputs import Packed
-from hflow.data.returned import num_entries
+from hflow.data.returned import metric_tensor, num_entries
 from hflow.errors import RunError
 from hflow.types import Unit
 
@@ -43,7 +43,7 @@ class Meter:
             RunError: when a tensor has none of these shapes.
         """
         for name, value in metrics.items():
-            x = torch.as_tensor(value, device=packed.input_ids.device).detach().float()
+            x = metric_tensor(node, name, value).to(packed.input_ids.device).float()
             at = unit if x.dim() == 0 else _unit_of(node, name, x, packed, unit)
             if packed.counts[at] > 0:
                 entries = x.expand(len(packed.valid[at])) if x.dim() == 0 else x

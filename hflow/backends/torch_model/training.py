@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,6 +119,18 @@ def _update(runner: Runner, optimizer: Optimizer, loss: Loss, minibatch: Minibat
     record.norms.append(norm.item())
     if not math.isfinite(record.norms[-1]):
         where = f"update {loss.progress.update} of step {loss.progress.step}"
-        raise RunError(f"node {loss.call.node!r}: the gradient's norm is {record.norms[-1]} at {where}")
+        raise RunError(
+            f"node {loss.call.node!r}: the gradient's norm is {record.norms[-1]} at {where}; "
+            f"{_suspect(minibatch)}"
+        )
     record.lr = optimizer.lr
     optimizer.step(norm)
+
+
+def _suspect(minibatch: Minibatch) -> str:
+    """What to look at when a gradient is not finite: an input that is not, else the loss itself."""
+    for batch in minibatch.microbatches:
+        for name, column in batch.columns.items():
+            if isinstance(column.values, np.ndarray) and not np.isfinite(column.values).all():
+                return f"its input {name!r} is not finite"
+    return "its inputs are finite, so lower the learning rate or mend the loss"

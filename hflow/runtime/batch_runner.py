@@ -1,0 +1,196 @@
+"""Batches: run through their batch nodes, summed up, and freed.
+
+It keeps the book of who holds what, so that a batch node's inputs are redistributed by the plan's
+rule. A field of tokens is freed as soon as its last reader of the step is done, everything else
+with the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from hflow.plan.cut import shards
+from hflow.plan.ir import TRAJECTORY_FIELDS, Level, Plan
+from hflow.plan.redistribute import Move, redistribute
+from hflow.runtime.cadence import node_fires
+from hflow.runtime.dispatch import root_of
+from hflow.runtime.holdings import Holdings, StepBatch
+from hflow.runtime.orders import node_tasks
+from hflow.runtime.scoreboard import Observer, Scoreboard, means
+from hflow.types import Unit
+from hflow.workers.base import NodeResult, Workers
+
+
+class BatchRunner:
+    """What the executor does with the batches of all streams."""
+
+    def __init__(
+        self, plan: Plan, workers: Workers, observer: Observer, scores: Scoreboard, seed: int
+    ) -> None:
+        self._plan = plan
+        self._workers = workers
+        self._observer = observer
+        self._scores = scores
+        self._seed = seed
+        self._num_steps = plan.schedule.num_steps
+        self._nodes = {node.name: node for node in plan.schedule.nodes}
+        self._rules = {rule.consumer: rule for rule in plan.rules}
+        self._cuts = dict(plan.cuts)
+        self._roots = {name: root_of(plan, rule.stream) for name, rule in self._rules.items()}
+        self._readers = _readers(plan)
+        self._late = _late_fields(plan)
+        self._batches: dict[tuple[str, int], StepBatch] = {}
+        self._done: dict[int, set[str]] = defaultdict(set)
+        """step -> batch nodes that are done."""
+        self.holdings = {stream.name: Holdings() for stream in plan.schedule.streams}
+
+    def form(self, batch: StepBatch) -> None:
+        """Keep a batch until its step is done."""
+        self._batches[batch.stream, batch.step] = batch
+
+    async def summarize(self, batch: StepBatch, is_evaluation: bool) -> None:
+        """Average the stream's numeric fields; an evaluation that no batch node reads ends here."""
+        home = self.holdings[batch.stream].home_of(batch.samples)
+        parts = await asyncio.gather(
+            *(self._workers.summarize(worker, batch.stream, held) for worker, held in home.items())
+        )
+        late = frozenset().union(*self._late.values())
+        values = {name: x for name, x in means(list(parts)).items() if name.partition(".")[0] not in late}
+        if is_evaluation:
+            self._observer.on_evaluation(batch.step, values)
+            if batch.stream not in self._roots.values():
+                await self._release(batch)
+            return
+        lengths = self.holdings[batch.stream].lengths(batch.samples)
+        sizes = {"batch/samples": float(len(lengths)), "batch/tokens": float(sum(lengths.values()))}
+        self._scores.add(batch.step, {**values, **sizes})
+
+    async def fire(self, node: str, step: int) -> None:
+        """Redistribute a node's inputs by the plan's rule, run it, note its outputs."""
+        rule = self._rules[node]
+        batch = self._batches[self._roots[node], step]
+        holdings = self.holdings[batch.stream]
+        holders = holdings.of(rule.fields, batch.samples)
+        assignment = shards(
+            rule,
+            self._cuts.get(node),
+            batch.members(),
+            holdings.lengths(batch.samples),
+            holders,
+            seed=self._seed,
+            step=step,
+        )
+        moves = redistribute(rule, assignment, holders, self._plan.cluster)
+        _, results = await asyncio.gather(
+            self._transfer(node, step, holdings, moves),
+            self._workers.run(node_tasks(node, step, rule.heads, assignment)),
+        )
+        self._note(node, step, holdings, results)
+        await self._summarize_late(node, step, results)
+        await self._free_read(node, batch)
+
+    async def close_step(self, step: int) -> None:
+        """Free what is left of a step's batches."""
+        self._done.pop(step, None)
+        for batch in [batch for (_, at), batch in self._batches.items() if at == step]:
+            await self._release(batch)
+
+    async def _transfer(self, node: str, step: int, holdings: Holdings, moves: Sequence[Move]) -> None:
+        if not moves:
+            return
+        num_bytes = await self._workers.transfer(moves)
+        self._scores.add(step, {f"{node}/moved_bytes": float(num_bytes)})
+        for move in moves:
+            holdings.moved(move.fields, move.samples, move.dst)
+
+    def _note(self, node: str, step: int, holdings: Holdings, results: Iterable[NodeResult]) -> None:
+        fields = _outputs(self._plan, node)
+        for result in results:
+            holdings.made(fields, result.samples, result.worker)
+            self._scores.add(step, {f"{node}/{name}": value for name, value in result.metrics.items()})
+            self._observer.on_span(result.worker, result.span)
+
+    async def _summarize_late(self, node: str, step: int, results: Sequence[NodeResult]) -> None:
+        """Average what a body of samples or groups made that fires by batch, as `summarize` does."""
+        found = self._plan.graph.node(node)
+        if not found.spec.runs_as_compute or found.spec.level is Level.BATCH:
+            return
+        parts = await asyncio.gather(
+            *(self._workers.summarize(made.worker, found.stream, made.samples) for made in results)
+        )
+        own = self._late[node]
+        values = {name: x for name, x in means(list(parts)).items() if name.partition(".")[0] in own}
+        self._scores.add(step, values)
+
+    async def _free_read(self, node: str, batch: StepBatch) -> None:
+        """Free the fields of tokens that nobody reads after this node in its step."""
+        done = self._done[batch.step]
+        done.add(node)
+        fields = [
+            name
+            for name in self._rules[node].fields
+            if name in self._readers and not (self._firing(name, batch.step) - done)
+        ]
+        if not fields:
+            return
+        held = self.holdings[batch.stream].drop(fields, batch.samples)
+        await asyncio.gather(
+            *(
+                self._workers.release(worker, samples, batch.stream, fields)
+                for worker, samples in held.items()
+            )
+        )
+
+    def _firing(self, field: str, step: int) -> set[str]:
+        """The readers of a field that fire at a step."""
+        return {name for name in self._readers[field] if node_fires(self._nodes[name], step, self._num_steps)}
+
+    async def _release(self, batch: StepBatch) -> None:
+        holdings = self.holdings[batch.stream]
+        held = holdings.workers(batch.samples)
+        holdings.forget(batch.samples)
+        del self._batches[batch.stream, batch.step]
+        await asyncio.gather(
+            *(self._workers.release(worker, samples, batch.stream, None) for worker, samples in held.items())
+        )
+
+
+def _outputs(plan: Plan, node: str) -> tuple[str, ...]:
+    """Fields that a node makes, as `stream/field`."""
+    found = plan.graph.node(node)
+    return tuple(f"{found.stream}/{returned.field}" for returned in found.spec.returns)
+
+
+def _late_fields(plan: Plan) -> dict[str, frozenset[str]]:
+    """Batch node -> fields and metrics that are not there yet when a batch is formed."""
+    nodes = [plan.graph.node(rule.consumer) for rule in plan.rules if rule.fields]
+    return {
+        node.name: frozenset((*_outputs(plan, node.name), f"{node.stream}/{node.name}")) for node in nodes
+    }
+
+
+def _readers(plan: Plan) -> dict[str, frozenset[str]]:
+    """Field of tokens of a trained stream -> the batch nodes that read it."""
+    trained = {stream.name for stream in plan.schedule.streams if stream.batch is not None}
+    tokens = _token_fields(plan)
+    readers: dict[str, set[str]] = defaultdict(set)
+    for rule in plan.rules:
+        if root_of(plan, rule.stream) in trained:
+            for name in tokens.intersection(rule.fields):
+                readers[name].add(rule.consumer)
+    return {name: frozenset(nodes) for name, nodes in readers.items()}
+
+
+def _token_fields(plan: Plan) -> set[str]:
+    """Every field with an entry a token: most of a batch's bytes."""
+    carried = {name for name, unit in TRAJECTORY_FIELDS.items() if unit is Unit.TOKEN}
+    fields = {f"{stream.name}/{name}" for stream in plan.graph.streams for name in carried}
+    made = {
+        f"{node.stream}/{returned.field}"
+        for node in plan.graph.nodes
+        for returned in node.spec.returns
+        if returned.unit is Unit.TOKEN
+    }
+    return fields | made

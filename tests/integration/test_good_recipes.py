@@ -1,0 +1,105 @@
+"""The recipes of `tests/graphs/good` that can run do run: their numbers are finite, their models learn."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from runs import ROOT, run, steps_of, weights_of
+
+from hflow.backends.torch_model import TorchModel
+from hflow.errors import NotYetError
+from hflow.launch.compiled import compile_recipe
+from hflow.launch.models import model_settings
+
+GOOD = ROOT / "tests" / "graphs" / "good"
+OWN_KINDS = ROOT / "tests" / "integration" / "recipes" / "own_kinds.py"
+BASE = ["workers=inproc", "cluster=cpu-1x2", "steps=2", "batch=8", "+model@models.actor=tiny-qwen2"]
+BASE += ["models.actor.optim.lr=1e-3"]
+CRITIC = ["+model@models.critic=tiny-qwen2", "models.critic.optim.lr=1e-3"]
+SHORT = ["nodes.actor_gen.max_tokens=2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Additions. The right answer is none at all, which random weights give now and then."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    sums = [(a, 7 * a % 50) for a in range(40)]
+    lines = [
+        json.dumps(
+            {"prompt": f"{a:02d}+{b:02d}=", "answer": "", "chosen": f"{a + b:03d}", "rejected": f"{a:03d}"}
+        )
+        for a, b in sums
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+RUNNABLE = {
+    "dapo": ([*SHORT, "nodes.actor_gen.group=8", "nodes.actor_train.minibatches=2"], ["actor"]),
+    "dpo": ([], ["actor"]),
+    "eval_gen": (
+        [*SHORT, *CRITIC, "nodes.eval_gen.max_tokens=2", "data.heldout.limit=6"],
+        ["actor", "critic"],
+    ),
+    "gspo": (SHORT, ["actor"]),
+    "ppo": ([*SHORT, *CRITIC], ["actor", "critic"]),
+    "sft": ([], ["actor"]),
+}
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_a_good_recipe_runs_and_learns(name: str, rows: Path, tmp_path: Path) -> None:
+    changes, trained = RUNNABLE[name]
+    files = [f"data.train.path={rows}"] + ([f"data.heldout.path={rows}"] if name == "eval_gen" else [])
+    overrides = [*BASE, *files, *changes]
+    summary = run(GOOD / f"{name}.py", tmp_path, *overrides)
+    steps = steps_of(summary)
+    assert [row["step"] for row in steps] == [1, 2]
+    assert summary.steps == 2
+    for row in steps:
+        assert [key for key, value in row.items() if not math.isfinite(value)] == []
+    settings = model_settings(compile_recipe(GOOD / f"{name}.py", overrides))
+    for model in trained:
+        before, after = dict(TorchModel(settings[model], None, 1).weights()), weights_of(summary, model)
+        common = before.keys() & after.keys()
+        assert common
+        assert max(float((before[key] - after[key]).abs().max()) for key in common) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "models", "reason"),
+    [
+        ("ema", ["actor"], "ema .*: the verb 'update' is checked and planned but not executed yet"),
+        ("game", ["alice", "bob"], "game .*: one generate node with several engines"),
+        ("own_kind", ["actor"], "adaptive_kl .*: node state is not executed yet"),
+        ("tool_agent", ["actor", "rm"], 'rew_inf .*: an infer as groups arrive .* leave out per="group"'),
+    ],
+)
+def test_what_cannot_run_yet_says_so(
+    name: str, models: list[str], reason: str, rows: Path, tmp_path: Path
+) -> None:
+    overrides = [f"+model@models.{model}=tiny-qwen2" for model in models]
+    with pytest.raises(NotYetError, match=reason):
+        run(GOOD / f"{name}.py", tmp_path, "workers=inproc", f"data.train.path={rows}", *overrides)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kinds_of_ones_own_run_at_every_level(tmp_path: Path) -> None:
+    """And per-sample and per-group bodies behind batch nodes, tensors per token among their inputs."""
+    data = ["+data@data.train=addition", "nodes.centred.factor=3.0", "nodes.score.plus=1.0"]
+    summary = run(OWN_KINDS, tmp_path, *BASE, *data)
+    for row in steps_of(summary):
+        assert 1.0 <= row["actor_gen/reward"] < 2.0
+        assert row["actor_gen/total"] == pytest.approx(0.0, abs=1e-5)
+        assert row["actor_gen/advantages"] == pytest.approx(0.0, abs=1e-5)
+        assert row["weights/scaled"] == pytest.approx(3 * (1 + row["actor_gen/reward"]), rel=1e-5)
+        assert row["actor_train/grad_norm"] > 0
