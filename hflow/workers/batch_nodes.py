@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from hflow.backends.base import Call, ModelBackend, TrainShard

@@ -166,10 +166,9 @@ class RayWorkers(Workers):
 
     async def _on_device(self, worker: int, doing: str, reference: Any) -> Any:
         self._doing[worker].append(doing)
-        try:
-            return await self._answer(worker, reference)
-        finally:
-            self._doing[worker].remove(doing)
+        result = await self._answer(worker, reference)
+        self._doing[worker].remove(doing)  # what was never answered stays, to be named by others
+        return result
 
     async def _answer(self, worker: int, reference: Any) -> Any:
         """Wait for a result.

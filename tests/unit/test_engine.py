@@ -347,7 +347,7 @@ def test_a_checkpoint_is_read(tmp_path: object) -> None:
     (result,) = generate(engine, [PROMPTS[1]], [SamplingParams(max_tokens=5)]).values()
     expected = full_logprobs(model, PROMPTS[1], result.ids, 1.0)
     torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=0)
-    with pytest.raises(BackendError, match="model .actor.: .*not an HF checkpoint"):
+    with pytest.raises(BackendError, match=r"model .actor.: .*not an HF checkpoint"):
         EmbeddedEngine(ModelSettings("actor", path=str(tmp_path) + "/none"))
 
 

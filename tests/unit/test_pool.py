@@ -138,7 +138,7 @@ def test_a_failure_names_the_line_of_the_body(bench: Callable[..., Bench]) -> No
     assert sorted(key for key, outcome in ended.items() if outcome.reason is None) == [0, 2, 4, 6, 8]
     line = fail_on_odd.__code__.co_firstlineno + 2
     assert ended[3].reason == "failed"
-    assert ended[3].message == f"ValueError: 3 is odd ({__file__}:{line})"
+    assert ended[3].message == f"ValueError: 3 is odd ({os.path.relpath(__file__)}:{line})"
 
 
 def test_only_the_hanging_sample_times_out(bench: Callable[..., Bench]) -> None:

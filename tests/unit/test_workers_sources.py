@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import worker_kit as kit
 from worker_kit import read, with_workers
 
-from hflow.errors import NotYetError, RecipeError
+from hflow.errors import DataError, NotYetError, RecipeError
 from hflow.launch.compiled import compile_recipe
 from hflow.launch.setup import make_setup
 from hflow.types import Engine, Tokenizer, Trajectory
@@ -170,13 +171,39 @@ def test_a_group_of_another_size_ends_the_run() -> None:
         with_workers(kit.with_program(sft(), "sft_view", body=pair), work)
 
 
-def test_a_text_without_tokens_is_refused() -> None:
-    async def work(workers: InprocWorkers) -> None:
-        ended = await written(workers, range(2), 1)
-        assert all(isinstance(event, Failed) and event.reason == "failed" for event in ended.values())
-        assert "the tokenizer has no token for '='" in ended[0].message
+def test_a_row_that_the_tokenizer_cannot_read_ends_the_run(setup: WorkerSetup) -> None:
+    message = r"data.train row \d+: the tokenizer has no token for '=' \(in '.*='\); add it to the alphabet"
+    with pytest.raises(DataError, match=message):
+        with_workers(sft("models.actor.alphabet=0123456789+"), lambda workers: written(workers, range(2), 1))
+    tokenizers = {"actor": dataclasses.replace(setup.tokenizers["actor"], alphabet="0123456789+")}
+    with pytest.raises(DataError, match=message):
+        with_workers(dataclasses.replace(setup, tokenizers=tokenizers), lambda workers: generated(workers, 1))
 
-    with_workers(sft("models.actor.alphabet=0123456789+"), work)
+
+def shy(tokenizer: Tokenizer, prompt: str, answer: str) -> Trajectory:
+    if answer.startswith("0"):
+        raise ValueError("too small")
+    return tokenizer.join(prompt, answer)
+
+
+def test_a_text_that_a_body_does_not_like_is_refused() -> None:
+    async def work(workers: InprocWorkers) -> None:
+        ended = await written(workers, range(20), 1)
+        failed = [event for event in ended.values() if isinstance(event, Failed)]
+        assert 0 < len(failed) < 20
+        assert all(event.message.startswith("ValueError: too small (") for event in failed)
+
+    with_workers(kit.with_program(sft(), "sft_view", body=shy), work)
+
+
+async def leaves(engine: Engine, prompt: str) -> Trajectory:
+    raise SystemExit(3)
+
+
+def test_a_body_that_exits_is_refused(setup: WorkerSetup) -> None:
+    changed = kit.with_program(setup, GEN, body=leaves)
+    ended = with_workers(changed, lambda workers: generated(workers, 1))
+    assert all(event.message.startswith("SystemExit: 3 (") for event in ended.values())
 
 
 def test_encode_bodies_cannot_be_timed() -> None:
