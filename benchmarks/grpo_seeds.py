@@ -62,7 +62,8 @@ def main() -> None:
         }
         for row in rows
     ]
-    path = harness.write("grpo-seeds", {"summary": summary, "config": vars(args), "rows": rows})
+    config = {"seeds": args.seeds, "overrides": args.overrides}
+    path = harness.write("grpo-seeds", {"summary": summary, "config": config, "rows": rows})
     print(json.dumps(summary, indent=2), path, sep="\n")
 
 

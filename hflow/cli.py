@@ -31,7 +31,7 @@ def _examples(*commands: str) -> str:
     return "\n\n".join(["Examples:", *(f"[bold]hflow {command}[/bold]" for command in commands)])
 
 
-class StoppedByUser(Exception):  # noqa: N818 - not an error: the run ended as asked
+class StoppedByUser(Exception):
     """A run ended by Ctrl-C, and its summary is printed."""
 
 

@@ -89,7 +89,6 @@ class BatchRunner:
         )
         self._note(node, step, holdings, results)
         await self._summarize_late(node, step, results)
-        await self._free_read(node, batch)
 
     async def close_step(self, step: int) -> None:
         """Free what is left of a step's batches."""
@@ -124,14 +123,18 @@ class BatchRunner:
         values = {name: x for name, x in means(list(parts)).items() if name.partition(".")[0] in own}
         self._scores.add(step, values)
 
-    async def _free_read(self, node: str, batch: StepBatch) -> None:
-        """Free the fields of tokens that nobody reads after this node in its step."""
-        done = self._done[batch.step]
+    async def free_read(self, node: str, step: int) -> None:
+        """Free the fields of tokens that nobody reads after this node in its step.
+
+        What they are is settled before anything is awaited, so that the run may go on meanwhile.
+        """
+        batch = self._batches[self._roots[node], step]
+        done = self._done[step]
         done.add(node)
         fields = [
             name
             for name in self._rules[node].fields
-            if name in self._readers and not (self._firing(name, batch.step) - done)
+            if name in self._readers and not (self._firing(name, step) - done)
         ]
         if not fields:
             return

@@ -210,6 +210,7 @@ class Executor:
     async def _fire(self, node: str, step: int) -> None:
         await self._batches.fire(node, step)
         self._feed(ev.NodeDone(node, step))
+        await self._batches.free_read(node, step)
 
     async def _close_step(self, step: int) -> None:
         """Log a complete step and free its samples."""

@@ -48,6 +48,8 @@ class RayWorkers(Workers):
         self._plan: Plan
         self._doing: dict[int, list[str]] = {}
         """worker -> what it was asked to do on its device and has not answered."""
+        self._died: dict[int, str] = {}
+        """worker -> what it did when it died."""
         self._versions: dict[str, int] = {}
 
     async def start(self, setup: WorkerSetup) -> None:
@@ -166,9 +168,10 @@ class RayWorkers(Workers):
 
     async def _on_device(self, worker: int, doing: str, reference: Any) -> Any:
         self._doing[worker].append(doing)
-        result = await self._answer(worker, reference)
-        self._doing[worker].remove(doing)  # what was never answered stays, to be named by others
-        return result
+        try:
+            return await self._answer(worker, reference)
+        finally:
+            self._doing[worker].remove(doing)
 
     async def _answer(self, worker: int, reference: Any) -> Any:
         """Wait for a result.
@@ -183,6 +186,6 @@ class RayWorkers(Workers):
                 raise error.cause from None
             raise
         except RayActorError as error:
-            doing = (*self._doing[worker], "between two nodes")[0]
+            doing = self._died.setdefault(worker, (*self._doing[worker], "between two nodes")[0])
             reason = str(error).strip().splitlines()[-1]
             raise RunError(f"worker {worker} died while {doing}: {reason}") from None

@@ -184,10 +184,12 @@ class Store:
                     shelf.drop(samples)
 
     def release_fields(self, samples: Sequence[int], fields: Iterable[str]) -> None:
-        """Free `stream/field` names of these samples; their token counts stay known."""
+        """Free `stream/field` names of those samples that have them; their token counts stay known."""
         with self._lock:
             for name in fields:
-                self._find(name).drop(samples)
+                stream, _, field = name.partition("/")
+                if shelf := self._shelves.get(stream, {}).get(field):
+                    shelf.drop(samples)
 
     def num_held(self) -> int:
         """Values held, over all streams and fields."""

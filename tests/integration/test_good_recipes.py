@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, run, steps_of, weights_of
+from runs import ROOT, largest_difference, run, steps_of, weights_of
 
 from hflow.backends.torch_model import TorchModel
 from hflow.errors import NotYetError
@@ -75,6 +75,16 @@ def test_a_good_recipe_runs_and_learns(name: str, rows: Path, tmp_path: Path) ->
         assert max(float((before[key] - after[key]).abs().max()) for key in common) > 1e-5
 
 
+@pytest.mark.ray
+def test_ppo_on_two_workers_is_that_of_one_process(rows: Path, tmp_path: Path) -> None:
+    overrides = [*BASE, *SHORT, *CRITIC, f"data.train.path={rows}"]
+    alone = run(GOOD / "ppo.py", tmp_path / "alone", *overrides, "cluster=cpu-1x1")
+    apart = run(GOOD / "ppo.py", tmp_path / "apart", *overrides, "workers=ray")
+    assert apart.values == pytest.approx(alone.values, abs=1e-4)
+    for model in ("actor", "critic"):
+        assert largest_difference(weights_of(apart, model), weights_of(alone, model)) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("name", "models", "reason"),
     [
@@ -96,6 +106,10 @@ def test_what_cannot_run_yet_says_so(
 def test_kinds_of_ones_own_run_at_every_level(tmp_path: Path) -> None:
     """And per-sample and per-group bodies behind batch nodes, tensors per token among their inputs."""
     data = ["+data@data.train=addition", "nodes.centred.factor=3.0", "nodes.score.plus=1.0"]
+    rule = compile_recipe(OWN_KINDS, [*BASE, *data]).plan.rule("total")
+    assert rule.fields == tuple(
+        f"actor_gen/{name}" for name in ("loss_mask", "num_tokens", "scaled", "weights")
+    )
     summary = run(OWN_KINDS, tmp_path, *BASE, *data)
     for row in steps_of(summary):
         assert 1.0 <= row["actor_gen/reward"] < 2.0

@@ -329,6 +329,35 @@ def test_a_run_that_only_refuses_stops_and_names_the_culprit():
     assert "4 groups were refused since the last batch, 4 of them by advantage (failed)" in script.trace[-1]
 
 
+def test_the_newest_message_of_the_culprit_is_told():
+    plan = replace(grpo(shared=True, max_refused_per_step=1), streams=(generated(min_group=2),))
+    script = Script(plan, hold={"score"})
+    script.run()
+    state = script.state
+    said = [
+        what.message
+        for key, message in ((0, "KeyError: 'a'"), (2, "KeyError: 'b'"))
+        for what in state.handle(ev.NodeFailed("score", key, ev.Refusal.FAILED, message))
+        if isinstance(what, ev.Refuse) and what.reason is ev.Refusal.FAILED
+    ]
+    assert said == ["KeyError: 'a'", "KeyError: 'b'"]
+    assert state.finished is not None
+    assert state.finished.reason == (
+        "2 groups were refused since the last batch, 2 of them by score (failed): KeyError: 'b'; "
+        "mend score or raise max_refused_per_step"
+    )
+
+
+def test_what_comes_late_from_a_refused_group_is_not_the_culprits_message():
+    plan = replace(grpo(shared=True, max_refused_per_step=0), streams=(generated(min_group=2),))
+    script = Script(plan, hold={"score 0", "score 1"})
+    script.run()
+    script.state.handle(ev.NodeFailed("score", 0, ev.Refusal.FAILED, "KeyError: 'a'"))
+    assert script.state.data.rollout.messages == {("score", ev.Refusal.FAILED): "KeyError: 'a'"}
+    script.state.handle(ev.NodeFailed("score", 1, ev.Refusal.FAILED, "its sample left the run"))
+    assert script.state.data.rollout.messages == {("score", ev.Refusal.FAILED): "KeyError: 'a'"}
+
+
 # -------------------------------------------------------------------------- age
 def aging(hold: str) -> Script:
     """eta = 1: group 1 stays behind while steps 0, 1 and 2 train on others."""

@@ -146,6 +146,7 @@ def test_release_frees_a_sample_everywhere_and_no_other() -> None:
 def test_release_of_one_field() -> None:
     store = store_of([0, 1])
     store.release_fields([0], ["gen/behav_logprobs"])
+    store.release_fields([0], ["gen/never_here", "elsewhere/input_ids"])
     assert not store.has("gen", "behav_logprobs", 0)
     assert store.has("gen", "behav_logprobs", 1)
     assert store.lengths("gen", [0]) == [1]
@@ -196,3 +197,14 @@ def test_what_comes_after_the_release_is_dropped() -> None:
     store.add("gen", late)
     store.add_value("gen", "reward", Unit.SEQUENCE, [0], 1.0)
     assert store.num_held() == 0
+
+
+def test_of_what_comes_late_only_the_released_is_dropped() -> None:
+    samples = [0, 1, 2]
+    store = store_of(samples)
+    late = store.gather("gen", ["gen/num_tokens"], samples)
+    rewards = Column(Unit.SEQUENCE, np.array([1.0, 2.0, 3.0], np.float32))
+    store.release([1], ["gen"])
+    store.add("gen", late.select(()).with_columns({"reward": rewards}))
+    assert store.values("gen", "reward", [0, 2]) == [1.0, 3.0]
+    assert not store.has("gen", "reward", 1)

@@ -274,6 +274,18 @@ def test_released_samples_are_answered_and_leave_nothing(setup: WorkerSetup) -> 
     with_workers(setup, work)
 
 
+def test_orders_that_come_with_one_for_a_released_sample_are_carried_out(setup: WorkerSetup) -> None:
+    async def work(workers: InprocWorkers) -> None:
+        await generate(workers)
+        await workers.release(0, (2,), GEN, None)
+        await workers.compute(0, kit.sample_orders("score", range(4)))
+        events = {event.key: type(event) for event in await kit.collect(workers, 0, 4)}
+        assert events == {0: ComputeReady, 1: ComputeReady, 2: Failed, 3: ComputeReady}
+        assert len(read(workers, GEN, "reward", (0, 1, 3))) == 3
+
+    with_workers(setup, work)
+
+
 def test_a_saved_model_loads(setup: WorkerSetup, tmp_path: Path) -> None:
     async def work(workers: InprocWorkers) -> None:
         await workers.save("actor", str(tmp_path))

@@ -107,6 +107,27 @@ def test_a_poll_takes_all_that_happened() -> None:
     assert mailbox.wait() == Report(3, ())
 
 
+def test_an_event_waits_for_those_that_are_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hflow.workers.mailbox.LINGER_SECONDS", 600.0)
+    mailbox = Mailbox(0)
+    mailbox.expect(3)
+    mailbox.put([ComputeReady("score", 1)])
+    found: list[Report] = []
+    waiting = threading.Thread(target=lambda: found.append(mailbox.wait()))
+    waiting.start()
+    mailbox.put([ComputeReady("score", 2), ComputeReady("score", 3)])
+    waiting.join(timeout=60)
+    assert [event.key for event in found[0].events] == [1, 2, 3]
+
+
+def test_an_event_waits_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hflow.workers.mailbox.LINGER_SECONDS", 0.0)
+    mailbox = Mailbox(0)
+    mailbox.expect(2)
+    mailbox.put([ComputeReady("score", 1)])
+    assert mailbox.wait() == Report(0, (ComputeReady("score", 1),))
+
+
 def test_a_failed_thread_is_reported_by_every_poll() -> None:
     mailbox = Mailbox(0)
     mailbox.fail(RunError("the pool stopped"))

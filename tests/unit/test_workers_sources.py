@@ -12,7 +12,8 @@ import torch
 import worker_kit as kit
 from worker_kit import read, with_workers
 
-from hflow.errors import DataError, NotYetError, RecipeError
+from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.errors import DataError, NotYetError, RecipeError, RunError
 from hflow.launch.compiled import compile_recipe
 from hflow.launch.setup import make_setup
 from hflow.types import Engine, Tokenizer, Trajectory
@@ -122,6 +123,26 @@ def test_a_body_of_another_shape_ends_the_run(setup: WorkerSetup) -> None:
 
     with pytest.raises(RecipeError, match="'score' returned 1 results, but declares 2"):
         with_workers(kit.with_program(setup, "score", body=only_one), work)
+
+
+async def hides_what_failed(engine: Engine, prompt: str) -> Trajectory:
+    try:
+        return await engine.complete(prompt)
+    except RunError:
+        raise ValueError("something went wrong") from None
+
+
+def test_an_engine_that_stopped_ends_the_run_whatever_a_body_says(
+    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverged(self: EmbeddedEngine, logits: torch.Tensor) -> None:
+        draw(self, logits * torch.nan)
+
+    draw = EmbeddedEngine._draw
+    monkeypatch.setattr(EmbeddedEngine, "_draw", diverged)
+    changed = kit.with_program(setup, GEN, body=hides_what_failed)
+    with pytest.raises(RunError, match="the generation engine stopped: the model's logits are NaN"):
+        with_workers(changed, lambda workers: generated(workers, 1))
 
 
 # ---------------------------------------------------------------------------- written streams

@@ -1,0 +1,320 @@
+"""Mistakes, made through the command line: each ends in one line that says what to change, and code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hflow.cli import main
+
+FAST = ["workers=inproc", "cluster=cpu-1x1", "steps=2", "batch=2", "max_refused_per_step=3"]
+TINY = "+model@models.actor=tiny-qwen2"
+ADDITION = "+data@data.train=addition"
+
+HEAD = """
+import os, sys, threading, time
+from hflow import *
+from hflow import compute, encode, generate, infer, nodes, train, use
+
+data = Dataset("train", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+"""
+SFT = HEAD + 'recipe = Recipe("r", data, [use(nodes.sft_view, actor), use(nodes.sft_train, actor)])\n'
+GENERATED = "use(nodes.actor_gen, actor, group=2, max_tokens=3)"
+
+
+def grpo(*nodes: str, source: str = GENERATED) -> str:
+    listed = ", ".join([source, *nodes, "use(nodes.actor_train, actor, prox='none')"])
+    return f'recipe = Recipe("r", data, [{listed}])\n'
+
+
+def score(body: str, options: str = "", prefix: str = "") -> str:
+    """A recipe whose reward does `body`."""
+    return (
+        HEAD
+        + f'@compute(per="sample", returns="reward"{options})\n'
+        + f"{prefix}def score(completion: str, answer: str) -> float:\n    {body}\n\n"
+        + grpo("score", "nodes.group_advantage")
+    )
+
+
+def batch_body(body: str) -> str:
+    """A recipe whose advantages do `body`."""
+    return (
+        HEAD
+        + '@compute(returns="advantages")\n'
+        + f"def adv(num_tokens: PerSequence, seqs: Sequences) -> PerSequence:\n    {body}\n\n"
+        + grpo("adv")
+    )
+
+
+def inferred(body: str) -> str:
+    return (
+        HEAD
+        + f'@infer(actor, returns="advantages")\ndef look(out: Output) -> PerToken:\n    {body}\n\n'
+        + grpo("look")
+    )
+
+
+def loss(body: str) -> str:
+    return (
+        HEAD
+        + '@train(actor, reduce="token-mean")\n'
+        + f"def learn(out: Output, seqs: Sequences) -> PerToken:\n    {body}\n\n"
+        + 'recipe = Recipe("r", data, [use(nodes.sft_view, actor), learn])\n'
+    )
+
+
+def episode(body: str, options: str = "") -> str:
+    return (
+        HEAD
+        + f"@generate(actor, group=2, max_tokens=3{options})\n"
+        + f"async def talk(engine: Engine, prompt: str) -> Trajectory:\n    {body}\n\n"
+        + '@compute(per="sample", returns="reward")\ndef score(answer: str) -> float:\n    return 1.0\n\n'
+        + grpo("score", "nodes.group_advantage", source="talk")
+    )
+
+
+def encoded(body: str) -> str:
+    return (
+        HEAD
+        + "@encode(actor)\n"
+        + f"def view(tokenizer: Tokenizer, prompt: str, answer: str) -> Trajectory:\n    {body}\n\n"
+        + 'recipe = Recipe("r", data, [view, use(nodes.sft_train, actor)])\n'
+    )
+
+
+Cli = Callable[..., str]
+
+
+@pytest.fixture
+def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run a recipe's text through the command line in this process; return its one line of complaint."""
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+
+    def attempt(text: str, *overrides: str) -> str:
+        (tmp_path / "r.py").write_text(text)
+        monkeypatch.setattr(sys, "argv", ["hflow", "run", "r.py", *FAST, *overrides])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        assert stop.value.code == 2, said
+        assert "Traceback" not in said.out + said.err
+        (line,) = [line for line in said.err.splitlines() if line.startswith("error: ")]
+        assert said.err.rstrip().endswith(line)
+        return line.removeprefix("error: ")
+
+    return attempt
+
+
+# ----------------------------------------------------------------- before anything starts
+@pytest.mark.parametrize(
+    ("text", "override", "message"),
+    [
+        (
+            SFT,
+            "models.actor.architecture.num_attention_heads=3",
+            "hidden_size 128 is not a multiple of num_attention_heads 3; set num_attention_heads to 4",
+        ),
+        (
+            SFT,
+            "models.actor.architecture.vocab_size=8",
+            "models.actor: its tokenizer has 16 tokens, but the model's vocab_size is 8; set "
+            "models.actor.architecture.vocab_size to 16 or more",
+        ),
+        (
+            score("return 1.0"),
+            "nodes.actor_gen.max_tokens=64",
+            "nodes.actor_gen.max_tokens is 64, but models.actor.gen.max_model_len is 64, prompt and "
+            "completion together; set max_tokens to 63 or less",
+        ),
+        (
+            score("return 1.0"),
+            "models.actor.architecture.max_position_embeddings=3",
+            "nodes.actor_gen.max_tokens is 3, but max_position_embeddings of actor is 3",
+        ),
+        (SFT, "models.actor.path=r.py", "models.actor.path is r.py, but there is no checkpoint"),
+        (SFT, "models.actor.dtype=fp16", "models.actor.dtype is 'fp16'; choose fp32 or bf16"),
+        (SFT, "models.actor.alphabet=null", "a tokenizer needs the path of a checkpoint or an alphabet"),
+        (SFT, "out=r.py", "out is 'r.py', where no directory can be made: Not a directory"),
+        (SFT, "name=/etc/run", "name is '/etc/run'; a run's name is that of one directory"),
+        (SFT, "data.train.path=r.jsonl", "data.train has both a path and a generator; set"),
+    ],
+)
+def test_a_configuration_that_does_not_fit(
+    fails: Cli, tmp_path: Path, text: str, override: str, message: str
+) -> None:
+    assert message in fails(text, TINY, ADDITION, override)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_checkpoint_without_a_tokenizer(fails: Cli, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("qwen2", **sizes, **heads)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    assert "model holds no tokenizer, save one there" in fails(SFT, ADDITION, "models.actor.path=model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"no tensors")
+    line = fails(SFT, ADDITION, "models.actor.path=model", "models.actor.alphabet='0123456789+='")
+    assert "model 'actor': " in line
+    assert "model has no readable weights" in line
+
+
+def test_a_broken_yaml_beside_the_recipe(fails: Cli, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("defaults:\n  - _self_\n steps: [1\n")
+    assert "r.yaml:3: this is not YAML: " in fails(SFT)
+    (tmp_path / "r.yaml").write_text("defaults:\n  - model@models.actor: tiny-qwen\n  - _self_\n")
+    assert "there is no model 'tiny-qwen'; did you mean 'tiny-qwen2'?" in fails(SFT)
+
+
+# ----------------------------------------------------------------------------------- data
+GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("", "r.jsonl has no rows"),
+        ("hello\n", "r.jsonl row 0 is no JSON"),
+        (
+            '{"prompt": "1+1=", "anser": "2"}\n',
+            "r.jsonl row 0: no column 'answer' (it has 'prompt', 'anser')",
+        ),
+        ('{"prompt": "1+1=", "answer": 2}\n', "row 0: column 'answer' is 2, the recipe declares a text"),
+        (2 * GOOD_ROW + '{"prompt": \n' + GOOD_ROW, "r.jsonl row 2 is no JSON"),
+        (
+            2 * GOOD_ROW + '{"prompt": "1+a=", "answer": "2"}\n' + GOOD_ROW,
+            "data.train row 2: the tokenizer has no token for 'a' (in '1+a='); add it to the alphabet",
+        ),
+        (
+            2 * GOOD_ROW + '{"prompt": "%s", "answer": "2"}\n' % ("1" * 99) + GOOD_ROW,
+            "step 1, worker 0: a sequence has 102 tokens, but model 'actor' has positions for 64",
+        ),
+    ],
+)
+def test_a_dataset_that_does_not_fit(fails: Cli, tmp_path: Path, rows: str, message: str) -> None:
+    (tmp_path / "r.jsonl").write_text(rows)
+    assert message in fails(SFT, TINY, "data.train.path=r.jsonl", "data.train.shuffle=false")
+
+
+def test_other_files(fails: Cli, tmp_path: Path) -> None:
+    (tmp_path / "r.parquet").write_text("no parquet")
+    assert "r.parquet cannot be read as Parquet: " in fails(SFT, TINY, "data.train.path=r.parquet")
+    assert "there is no data file" in fails(SFT, TINY, "data.train.path=none.jsonl")
+    assert "data.train has no rows; set data.train.path" in fails(SFT, TINY)
+
+
+def test_a_prompt_that_the_tokenizer_cannot_read(fails: Cli, tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text(2 * GOOD_ROW + '{"prompt": "1+a=", "answer": "2"}\n' + GOOD_ROW)
+    line = fails(score("return 1.0"), TINY, "data.train.path=r.jsonl", "data.train.shuffle=false")
+    assert line.startswith("data.train row 2: the tokenizer has no token for 'a' (in '1+a=')")
+
+
+# ------------------------------------------------------------------------------ refusals
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            score("return 1 / 0"),
+            "by score (failed): ZeroDivisionError: division by zero (r.py:10); mend score or",
+        ),
+        (score("raise ValueError('a\\nb')", prefix="async "), "by score (failed): ValueError: a b (r.py:10)"),
+        (score("sys.exit(3)"), "by score (failed): SystemExit: 3 (r.py:10)"),
+        (score("os.kill(os.getpid(), 9)"), "by score (failed): its process died (exit code -9)"),
+        (
+            score("time.sleep(60)", ", timeout=0.1"),
+            "by score (timeout): took longer than its timeout of 0.1 s",
+        ),
+        (
+            score("return lambda: 1"),
+            "by score (failed): returned a value that cannot be sent between processes",
+        ),
+        (episode("raise KeyError('x')"), "by talk (failed): KeyError: 'x' (r.py:10)"),
+        (episode("sys.exit(3)"), "by talk (failed): SystemExit: 3 (r.py:10)"),
+        (
+            episode("await __import__('asyncio').sleep(60)", ", timeout=0.1"),
+            "by talk (timeout): took longer than its timeout of 0.1 s",
+        ),
+        (episode("return await engine.complete(prompt * 20)"), "BackendError: a prompt has 121 tokens"),
+        (encoded("raise ValueError('x')"), "by view (failed): ValueError: x (r.py:10)"),
+        (encoded("sys.exit(3)"), "by view (failed): SystemExit: 3 (r.py:10)"),
+    ],
+)
+def test_a_body_that_always_fails_is_quoted(fails: Cli, text: str, message: str) -> None:
+    line = fails(text, TINY, ADDITION)
+    assert "groups were refused since the last batch" in line
+    assert message in line
+
+
+def test_the_first_refusal_of_a_kind_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.py").write_text(score("return 1.0 / (answer < '100')"))
+    monkeypatch.setattr(
+        sys, "argv", ["hflow", "run", "r.py", *FAST, "max_refused_per_step=50", TINY, ADDITION]
+    )
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    noted = [line for line in capsys.readouterr().out.splitlines() if "refused a sample" in line]
+    error = "ZeroDivisionError: float division by zero (r.py:10)"
+    assert noted == [f"score refused a sample (failed): {error}; more count as refused/failed"]
+
+
+# ------------------------------------------------------------------------- what ends a run
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (score("return 'good'"), "node 'score': 'reward' must be a number, the body returned 'good'"),
+        (score("return 1.0, 2.0"), "node 'score': 'reward' must be a number, the body returned (1.0, 2.0)"),
+        (score("return 10 ** 400"), "node 'score': 'reward' must be a number, the body returned one of more"),
+        (
+            score("return float('nan')"),
+            "norm is nan at update 0 of step 0; its input 'advantages' is not finite",
+        ),
+        (
+            score("return 1.0")
+            .replace("data =", "lock = threading.Lock()\ndata =")
+            .replace("1.0", "lock and 1.0"),
+            "node 'score': a recipe's bodies run in other processes, but what they use cannot be sent there",
+        ),
+        (
+            batch_body("return num_tokens[:-1]"),
+            "'advantages' is per sequence, so its shape must start with 4",
+        ),
+        (
+            batch_body("return nothing"),
+            "node 'adv', step 0, worker 0: NameError: name 'nothing' is not defined",
+        ),
+        (batch_body("sys.exit(4)"), "node 'adv', step 0, worker 0: SystemExit: 4 (r.py:10)"),
+        (batch_body("return num_tokens, {'a': 1}"), "'advantages' must be a tensor, the body returned tuple"),
+        (inferred("return out.entropy[:3]"), "node 'look', step 0, worker 0: 'advantages' is per token"),
+        (
+            inferred("return out.values"),
+            "this output has no 'values'; a language model has entropy, logprobs",
+        ),
+        (loss("return seqs.sum(out.logprobs)"), "node 'learn', step 0, worker 0: 'loss' is per token"),
+        (loss("return out.logprobs.detach()"), "its loss does not depend on the model's output"),
+        (loss("return out.logprobs * float('nan')"), "so lower the learning rate or mend the loss"),
+        (episode("return prompt"), "node 'talk' must return a trajectory with tokens, not str"),
+        (
+            episode("return await engine.complete(prompt, tools=[print])"),
+            "tools are not executed in this version",
+        ),
+        (encoded("return None"), "node 'view' must return a trajectory with tokens, not NoneType"),
+        (encoded("return tokenizer.chat([])"), "row 9403: this tokenizer has no chat template"),
+        (
+            encoded("return Trajectory.learned((1, 4), (700,))"),
+            "a sequence holds token 700, but model 'actor' has a vocabulary of 32",
+        ),
+    ],
+)
+def test_a_body_that_returns_something_else(fails: Cli, text: str, message: str) -> None:
+    assert message in fails(text, TINY, ADDITION)

@@ -1,0 +1,72 @@
+"""Configurations of models that cannot work are refused with a number that can."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch_kit as kit
+
+from hflow.backends.architecture import max_length, read_config
+from hflow.backends.base import ModelSettings
+from hflow.errors import BackendError
+
+
+def of(**changes: Any) -> ModelSettings:
+    return ModelSettings("actor", architecture={**kit.ARCHITECTURE, **changes})
+
+
+def test_a_good_one_is_read() -> None:
+    config: Any = read_config(of(num_attention_heads=4, num_key_value_heads=2))
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+    assert max_length(config) == config.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hidden_size": 32, "num_attention_heads": 3, "num_key_value_heads": 1},
+            "hidden_size 32 is not a multiple of num_attention_heads 3; set num_attention_heads to 2",
+        ),
+        (
+            {"hidden_size": 32, "num_attention_heads": 3, "num_key_value_heads": 4},
+            "hidden_size 32 is not a multiple of num_attention_heads 3; set num_attention_heads to 4",
+        ),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_attention_heads 4 is not a multiple of num_key_value_heads 3; set num_key_value_heads to 2",
+        ),
+        ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
+        ({"hidden_size": "big"}, "Field 'hidden_size' expected int, got str"),
+        ({"hiden_size": 64}, "a qwen2 architecture has no key 'hiden_size'; did you mean 'hidden_size'?"),
+        ({"model_type": "vit"}, "'vit' is no causal language model"),
+        ({"model_type": "bert"}, "'bert' looks at later tokens; set is_decoder to true"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BackendError) as caught:
+        read_config(of(**changes))
+    text = str(caught.value)
+    assert text.startswith("model 'actor': ")
+    assert message in text
+    assert "\n" not in text
+
+
+def test_heads_of_a_size_of_their_own_need_not_divide() -> None:
+    config: Any = read_config(
+        of(model_type="qwen3", hidden_size=32, num_attention_heads=3, num_key_value_heads=3, head_dim=16)
+    )
+    assert config.head_dim == 16
+
+
+def test_checkpoints_are_checked_likewise(tmp_path: Path) -> None:
+    wrong = {**kit.ARCHITECTURE, "num_attention_heads": 4, "num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps(wrong))
+    with pytest.raises(BackendError, match="is not a multiple of num_key_value_heads 3"):
+        read_config(ModelSettings("actor", path=str(tmp_path)))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BackendError, match=r"model 'actor': .*not a valid JSON file"):
+        read_config(ModelSettings("actor", path=str(tmp_path)))
