@@ -177,6 +177,8 @@ class EngineDriver:
                 self._bell.clear()
                 while not self._closed and self._advance():
                     pass
+        except HflowError as error:
+            self._fail(error)
         except BaseException as error:
             self._fail(error)
             raise

@@ -283,7 +283,6 @@ def test_a_refused_prompt_fails_alone() -> None:
     assert "takes 1 to 399" in str(bad)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failed_engine_tells_everybody() -> None:
     async def play(driver: EngineDriver) -> list[Any]:
         nan = {name: torch.full_like(p, float("nan")) for name, p in new_engine()._module.named_parameters()}
