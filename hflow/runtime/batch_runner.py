@@ -126,15 +126,19 @@ class BatchRunner:
     async def free_read(self, node: str, step: int) -> None:
         """Free the fields of tokens that nobody reads after this node in its step.
 
-        What they are is settled before anything is awaited, so that the run may go on meanwhile.
+        What they are is settled before anything is awaited, so that the run may go on meanwhile. The
+        last node leaves everything to `close_step`.
         """
         batch = self._batches[self._roots[node], step]
         done = self._done[step]
         done.add(node)
+        own = [name for name, root in self._roots.items() if root == batch.stream]
+        if self._firing(own, step) <= done:
+            return
         fields = [
             name
             for name in self._rules[node].fields
-            if name in self._readers and not (self._firing(name, step) - done)
+            if name in self._readers and self._firing(self._readers[name], step) <= done
         ]
         if not fields:
             return
@@ -146,9 +150,9 @@ class BatchRunner:
             )
         )
 
-    def _firing(self, field: str, step: int) -> set[str]:
-        """The readers of a field that fire at a step."""
-        return {name for name in self._readers[field] if node_fires(self._nodes[name], step, self._num_steps)}
+    def _firing(self, nodes: Iterable[str], step: int) -> set[str]:
+        """Those nodes that fire at a step."""
+        return {name for name in nodes if node_fires(self._nodes[name], step, self._num_steps)}
 
     async def _release(self, batch: StepBatch) -> None:
         holdings = self.holdings[batch.stream]
