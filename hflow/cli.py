@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from json import dumps
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -12,10 +15,15 @@ from rich.text import Text
 
 from hflow import launch
 from hflow.doctor import Finding, examine
-from hflow.errors import HflowError
+from hflow.errors import ConfigError, HflowError
+from hflow.report.diff_text import render_diff
 from hflow.report.graph_text import render_graph
+from hflow.report.plan_drawing import plan_dot, plan_mermaid
 from hflow.report.plan_text import render_plan
+from hflow.report.summary import RunSummary
 
+DIFFERENT = 1
+"""Plans that were compared differ."""
 USER_ERROR = 2
 INTERRUPTED = 130
 STOPPED = "stopped"
@@ -25,6 +33,21 @@ REPORT_WIDTH = 100
 """Columns of a report that goes to a file or a pipe."""
 
 OVERRIDES = "Configuration: steps=10, models.actor.optim.lr=3e-4, nodes.actor_train.clip=0.1 and so on."
+DIFF = (
+    "Compare two plans and say what a resume would have to do. Each is a plan file, a run's directory or a "
+    "recipe, compiled with the KEY=VALUEs. Exit code 1 where they differ."
+)
+LOCKED = (
+    "Run exactly the plan of a plan file or of a run's directory, or say what no longer fits. RECIPE: where "
+    "it lies now."
+)
+
+PRINTED: Mapping[str, Callable[[launch.Compiled], str]] = {
+    "--json": launch.document,
+    "--dot": lambda compiled: plan_dot(compiled.plan),
+    "--mermaid": lambda compiled: plan_mermaid(compiled.plan),
+}
+"""Options that print a plan for other programs."""
 
 
 def _examples(*commands: str) -> str:
@@ -48,6 +71,10 @@ app = typer.Typer(
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="The recipe's Python file.", show_default=False)
 ]
+MaybeRecipe = Annotated[
+    str | None,
+    typer.Argument(metavar="RECIPE", help="The recipe's Python file.", show_default=False),
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, show_default=False)
 ]
@@ -62,20 +89,37 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
 @app.command(
     epilog=_examples(
         "plan recipes/grpo.py cluster=h100-2x8 models.actor.layout=d4t2p2",
-        "plan recipes/grpo.py max_staleness=2 --json",
+        "plan recipes/grpo.py --html plan.html",
+        "plan recipes/grpo.py --dot | dot -Tsvg > plan.svg",
+        "plan recipes/grpo.py steps=20 --json > lock.json",
+        "plan --diff runs/grpo/latest recipes/grpo.py steps=20",
     )
 )
 def plan(
-    recipe: Recipe,
+    recipe: MaybeRecipe = None,
     overrides: Overrides = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print a plan file, or with --diff the changes.")
+    ] = False,
+    dot: Annotated[bool, typer.Option("--dot", help="Print a drawing for Graphviz.")] = False,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a drawing for Mermaid.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser.")
+    ] = None,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option("--diff", metavar="A B", help=DIFF, show_default=False)
+    ] = None,
 ) -> None:
     """Lay the graph out on a cluster and print where, when and which bytes; no device is needed."""
-    made = launch.plan(recipe, overrides or [])
-    if json:
-        _print(launch.to_json(made))
+    chosen = _at_most_one({"--json": json, "--dot": dot, "--mermaid": mermaid})
+    if diff is not None:
+        if html is not None or chosen not in (None, "--json"):
+            raise ConfigError(f"--diff prints text or --json; leave out {'--html' if html else chosen}")
+        _compare(*diff, *_split(recipe, overrides or []), as_json=chosen is not None)
+    elif recipe is not None:
+        _show_plan(launch.compile_recipe(recipe, overrides or []), chosen, html)
     else:
-        _show(render_plan(made))
+        raise ConfigError("name a recipe, as in `hflow plan recipes/grpo.py`, or two plans with --diff A B")
 
 
 @app.command(
@@ -83,11 +127,15 @@ def plan(
         "run recipes/sft.py",
         "run recipes/grpo.py steps=20 workers=inproc",
         "run recipes/grpo.py models.actor.optim.lr=2e-4 --cfg",
+        "run --plan lock.json out=elsewhere",
     )
 )
 def run(
-    recipe: Recipe,
+    recipe: MaybeRecipe = None,
     overrides: Overrides = None,
+    plan: Annotated[
+        str | None, typer.Option("--plan", metavar="FILE", help=LOCKED, show_default=False)
+    ] = None,
     cfg: Annotated[bool, typer.Option("--cfg", help="Print the configuration and stop.")] = False,
     live: Annotated[
         bool | None,
@@ -95,13 +143,19 @@ def run(
     ] = None,
 ) -> None:
     """Run a recipe; results lie in OUT/NAME/TIME, and OUT/NAME/latest points there."""
-    if cfg:
-        _print(launch.compose(recipe, overrides or []).rstrip())
-        return
-    summary = launch.run(recipe, overrides or [], live)
-    _show(summary.render())
-    if summary.reason == STOPPED:
-        raise StoppedByUser
+    if plan is not None:
+        recipe, changes = _split(recipe, overrides or [])
+        if cfg:
+            _print(launch.compose_locked(plan, changes))
+        else:
+            _finish(launch.run_plan(plan, recipe, changes, live))
+    elif recipe is not None:
+        if cfg:
+            _print(launch.compose(recipe, overrides or []))
+        else:
+            _finish(launch.run(recipe, overrides or [], live))
+    else:
+        raise ConfigError("name a recipe, as in `hflow run recipes/grpo.py`, or a plan with --plan FILE")
 
 
 @app.command(epilog=_examples("doctor"))
@@ -127,9 +181,66 @@ def main() -> None:
         raise
 
 
+def _at_most_one(options: Mapping[str, bool]) -> str | None:
+    """The option that is given, of those that print."""
+    given = [option for option, is_given in options.items() if is_given]
+    if len(given) > 1:
+        raise ConfigError(f"{given[0]} and {given[1]} both print; take one of them")
+    return given[0] if given else None
+
+
+def _show_plan(compiled: launch.Compiled, chosen: str | None, html: Path | None) -> None:
+    """Print one plan as chosen, and write its page where asked."""
+    if html is not None:
+        _write_page(compiled, html)
+    if chosen is not None:
+        _print(PRINTED[chosen](compiled))
+    elif html is not None:
+        _print(f"{html}: the page of plan {compiled.plan.digest[:12]}")
+    else:
+        _show(render_plan(compiled.plan))
+
+
+def _write_page(compiled: launch.Compiled, file: Path) -> None:
+    from hflow.report.page import render_page
+
+    page = render_page(compiled.plan)
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {file}: it cannot be written: {error.strerror or error}") from error
+
+
+def _compare(before: str, after: str, third: str | None, overrides: list[str], *, as_json: bool) -> None:
+    """Print what changed between two plans; exit code 1 where something did."""
+    if third is not None:
+        raise ConfigError(f"--diff compares two plans, {before} and {after}; leave out {third}")
+    diff = launch.compare(before, after, overrides)
+    if as_json:
+        _print(dumps(diff.to_json(), indent=2))
+    else:
+        _show(render_diff(diff, before, after))
+    if diff.changes:
+        raise typer.Exit(DIFFERENT)
+
+
+def _split(recipe: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
+    """A recipe that may be left out, and overrides: `~key` and all that has a `=`."""
+    if recipe is not None and ("=" in recipe or recipe.startswith("~")):
+        return None, [recipe, *overrides]
+    return recipe, overrides
+
+
+def _finish(summary: RunSummary) -> None:
+    """Print how a run ended."""
+    _show(summary.render())
+    if summary.reason == STOPPED:
+        raise StoppedByUser
+
+
 def _print(text: str) -> None:
     """Print as it is, whatever the terminal's width."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(text.rstrip() + "\n")
 
 
 def _show(report: RenderableType) -> None:

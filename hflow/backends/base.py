@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hflow.errors import NotYetError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
@@ -57,6 +59,20 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
+class Seat:
+    """A process's place in its replica: the group of all its ranks, and how they are laid out.
+
+    A rank of the group is `p * (data * tensor) + d * tensor + t`, the training order.
+    """
+
+    group: ProcessGroup | None = None
+    """The replica's ranks; None where one process hosts them all."""
+    data: int = 1
+    tensor: int = 1
+    pipe: int = 1
+
+
+@dataclass(frozen=True)
 class Call:
     """A body with everything bound but its data.
 
@@ -88,13 +104,12 @@ class ModelBackend(abc.ABC):
     """One replica's shard of a model for inference and training."""
 
     @abc.abstractmethod
-    def __init__(self, settings: ModelSettings, group: ProcessGroup | None, num_shards: int) -> None:
+    def __init__(self, settings: ModelSettings, seat: Seat) -> None:
         """Build it.
 
         Args:
             settings: what to build.
-            group: the process group over the replica's ranks; None for one process.
-            num_shards: dp size of the replica, also when one process hosts all of them.
+            seat: this process's place among the replica's ranks.
         """
 
     @abc.abstractmethod
@@ -108,6 +123,16 @@ class ModelBackend(abc.ABC):
     @abc.abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield HF-named full tensors one by one; a collective over the replica's ranks."""
+
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that this rank holds, by name, as they are stepped; not a collective.
+
+        They are the model's own storage. Replicas of one architecture and layout yield alike.
+
+        Raises:
+            NotYetError: where the backend does not give them out.
+        """
+        raise NotYetError(f"{type(self).__name__} does not give out its shards yet, which updates need")
 
     def shared_module(self) -> nn.Module | None:
         """The HF module whose storage an engine in this process may share; None: it has its own copy.

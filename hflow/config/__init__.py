@@ -1,7 +1,7 @@
 """The configuration of a run: schema, composition by Hydra, checks. Imports neither torch nor ray."""
 
 from hflow.config.compose import load_config
-from hflow.config.dump import flatten, to_yaml
+from hflow.config.dump import flatten, to_mapping, to_yaml
 from hflow.config.names import validate_names
 from hflow.config.schema import DataConfig, GenConfig, ModelConfig, OptimConfig, RunConfig
 
@@ -13,6 +13,7 @@ __all__ = [
     "RunConfig",
     "flatten",
     "load_config",
+    "to_mapping",
     "to_yaml",
     "validate_names",
 ]

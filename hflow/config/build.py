@@ -28,7 +28,7 @@ def build(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
         key: the dotted key of `values` in the configuration, for messages.
 
     Raises:
-        ConfigError: for a key that does not exist or a value that does not fit, with its key.
+        ConfigError: for a key that does not exist or is missing, or a value that does not fit, with its key.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = get_type_hints(cls)
@@ -39,6 +39,9 @@ def build(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
             raise ConfigError(unknown(path, name, fields))
         arguments[name] = convert(hints[name], value, path)
         _check_least(arguments[name], fields[name].metadata.get("least"), path)
+    for name, field in fields.items():
+        if name not in arguments and field.default is field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{join(key, name)} is missing, and has no default")
     return cls(**arguments)
 
 

@@ -7,6 +7,7 @@ directory. Overrides are Hydra's: `steps=10`, `models.actor.optim.lr=3e-4`, `+mo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,8 @@ from hflow.config.build import build, unknown
 from hflow.config.explain import explain
 from hflow.config.schema import RunConfig
 from hflow.errors import ConfigError
+
+_BARE_PLACEMENT = re.compile(r"(\+{0,2}placement)=(?!null$)([^'\"].*)", re.DOTALL)
 
 NOTATION = "write key=value, and a value with special characters as key='value'"
 
@@ -72,6 +75,7 @@ def _searchpath(directory: Path) -> str:
 
 def _as_hydra(override: str) -> str:
     """Let `key=value` set a key that no file mentions; `build` refuses those that do not exist."""
+    override = _with_quotes(override)
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
@@ -80,3 +84,13 @@ def _as_hydra(override: str) -> str:
         raise ConfigError(unknown(parsed.key_or_group, "hydra", [f.name for f in fields(RunConfig)]))
     is_value = parsed.type is OverrideType.CHANGE and parsed.package is None
     return f"++{override}" if is_value else override
+
+
+def _with_quotes(override: str) -> str:
+    """A placement consists of characters that Hydra reserves; its user need not quote it."""
+    match = _BARE_PLACEMENT.fullmatch(override)
+    if match is None:
+        return override
+    key, value = match.groups()
+    escaped = value.replace("'", "\\'")
+    return f"{key}='{escaped}'"

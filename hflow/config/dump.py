@@ -18,6 +18,13 @@ def to_yaml(config: RunConfig) -> str:
     return text
 
 
+def to_mapping(config: RunConfig) -> dict[str, Any]:
+    """The whole configuration in mappings, lists and scalars, defaults included."""
+    plain = _plain(config)
+    assert isinstance(plain, dict)
+    return plain
+
+
 def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every leaf of a configuration (or a part of it) with its dotted key, in key order."""
     plain = _plain(value)

@@ -42,8 +42,8 @@ class OptimConfig:
 class GenConfig:
     """How a model generates."""
 
-    engine: Literal["embedded"] = "embedded"
-    """The generation engine."""
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """The generation engine. `vllm` is planned, but not run yet."""
     layout: str | None = None
     """Axes of its replica, such as `d4t1`; null: as planned."""
     group: str | None = None
@@ -67,14 +67,14 @@ class ModelConfig:
     """Characters of a character tokenizer, for an `architecture` without a tokenizer of its own."""
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
-    backend: Literal["torch"] = "torch"
-    """The engine that trains and infers."""
+    backend: Literal["torch", "megatron"] = "torch"
+    """The engine that trains and infers. `megatron` is planned, but not run yet."""
     layout: str | None = None
     """Axes of the replica that trains (or infers), such as `d2t2p1`; null: as planned."""
     group: str | None = None
     """Its device group: replicas with one group's name share devices and take turns; null: as planned."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the forward and backward pass."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Precision of the forward and backward pass; null: that of the model it starts from, or else fp32."""
     tokens_per_microbatch: int = _least(1, 16384)
     """Packed tokens of one forward. No result depends on it."""
     activation_checkpointing: bool = False
@@ -97,6 +97,18 @@ class DataConfig:
     """Whether every pass takes the rows in another order, seeded by `seed`."""
     limit: int | None = _least(1, None)
     """Rows to take; null: all."""
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """Lengths in tokens that the plan's estimates assume; null: hflow's guess, and the plan says so."""
+
+    prompt: int | None = _least(1, None)
+    """Tokens of a prompt."""
+    response_mean: float | None = _least(1, None)
+    """Mean tokens of a response."""
+    response_cv: float | None = _least(0, None)
+    """Standard deviation of the responses over their mean; 0: all alike."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +139,13 @@ class RunConfig:
     """Where workers live: in processes that Ray starts, or all in this one."""
     cluster: str = "cpu-1x1"
     """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process."""
+    network: str | None = None
+    """The link between machines, such as `ib-ndr`; null: the usual one of such devices."""
     device_memory_gib: float | None = _least(0, None)
     """Memory of one device that the plan may use; null: all that such a device has."""
+    placement: str | None = None
+    """Devices and layouts in short, as in `actor=0-3:d2t2p1 actor.gen=4-7:d4`; null: `groups` and the
+    models' own `group` and `layout`."""
     groups: Mapping[str, tuple[int, ...]] = _empty()
     """Devices of each device group that models name, as in `groups.gen=[4,5,6,7]`; empty: as planned."""
     models: Mapping[str, ModelConfig] = _empty()
@@ -137,3 +154,5 @@ class RunConfig:
     """By the recipe's dataset names."""
     nodes: Mapping[str, Mapping[str, Any]] = _empty()
     """By the recipe's node names: knobs and decorator options, as in `nodes.actor_train.clip`."""
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    """What the plan's estimates assume of the data."""

@@ -1,14 +1,21 @@
-"""A graph as a drawing: Graphviz and Mermaid sources."""
+"""A graph as a drawing: Graphviz and Mermaid sources, with what a plan adds to it.
+
+Verbs have colours; kinds of edge have line styles, and every edge but data within a step says its kind.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from hflow.graph.ir import Edge, EdgeKind, Graph, Node
 
 _STYLES = {
-    EdgeKind.DATA: "solid",
-    EdgeKind.WEIGHTS: "bold",
-    EdgeKind.OVERWRITE: "dashed",
-    EdgeKind.ORDER: "dotted",
+    EdgeKind.DATA: 'color="#1f2937"',
+    EdgeKind.WEIGHTS: 'color="#b45309", style=bold',
+    EdgeKind.OVERWRITE: 'color="#b91c1c", style=dashed',
+    EdgeKind.ORDER: 'color="#6b7280", style=dotted',
 }
 _ARROWS = {
     EdgeKind.DATA: "-->",
@@ -16,37 +23,142 @@ _ARROWS = {
     EdgeKind.OVERWRITE: "-.->",
     EdgeKind.ORDER: "-.->",
 }
+_FILLS = {
+    "encode": "#e0e7ff",
+    "generate": "#dbeafe",
+    "compute": "#f3f4f6",
+    "infer": "#dcfce7",
+    "train": "#ffedd5",
+    "update": "#fef3c7",
+    "save": "#ede9fe",
+}
+_OWN_KIND = "#fce7f3"
+"""Colour of a user's own kinds of node."""
+_DOT_DEFAULTS = (
+    "  rankdir=LR;",
+    '  node [style=filled, fontname="sans-serif"];',
+    '  edge [fontname="sans-serif", fontsize=10];',
+)
+_RESERVED = frozenset({"call", "class", "classDef", "click", "default", "end", "flowchart", "graph", "href"})
+_RESERVED |= {"interpolate", "linkStyle", "style", "subgraph"}
+"""Words that Mermaid does not take for a node."""
 
 
-def to_dot(graph: Graph) -> str:
+@dataclass(frozen=True)
+class Placed:
+    """What a plan adds to the drawing of its graph."""
+
+    saves: tuple[tuple[str, str], ...] = ()
+    """Nodes that save a model: (name, model)."""
+    orders: tuple[tuple[str, Edge], ...] = ()
+    """Order edges, each with its device group."""
+    groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Device groups: title and nodes. A node is in one group at most."""
+
+
+_UNPLACED = Placed()
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A node as it is drawn."""
+
+    name: str
+    verb: str
+    shape: str
+    lines: tuple[str, ...]
+
+
+def to_dot(graph: Graph, placed: Placed = _UNPLACED) -> str:
     """Graphviz source: `dot -Tsvg`."""
-    nodes = [
-        f'  "{node.name}" [shape={node.spec.shape}, label="{_label(node, chr(92) + "n")}"];'
-        for node in graph.nodes
-    ]
-    edges = [
-        f'  "{edge.src}" -> "{edge.dst}" [style={_STYLES[edge.kind]}, label="{_edge_label(edge)}"];'
-        for edge in graph.edges
-    ]
-    return "\n".join([f'digraph "{graph.name}" {{', "  rankdir=LR;", *nodes, *edges, "}"]) + "\n"
+    boxes = {box.name: f"  {_dot_box(box)}" for box in _boxes(graph, placed)}
+    lines = [f"digraph {_dot(graph.name)} {{", *_DOT_DEFAULTS]
+    for number, (title, names) in enumerate(placed.groups):
+        lines += [f"  subgraph cluster_{number} {{", f"    label={_dot(title)};"]
+        lines += [f"  {boxes.pop(name)}" for name in names]
+        lines.append("  }")
+    lines += [*boxes.values(), *(f"  {_dot_edge(edge, label)}" for edge, label in _edges(graph, placed)), "}"]
+    return "\n".join(lines) + "\n"
 
 
-def to_mermaid(graph: Graph) -> str:
+def to_mermaid(graph: Graph, placed: Placed = _UNPLACED) -> str:
     """Mermaid source, which GitHub and documentation sites draw."""
-    nodes = [f'  {node.name}["{_label(node, "<br/>")}"]' for node in graph.nodes]
-    edges = [
-        f'  {edge.src} {_ARROWS[edge.kind]}|"{_edge_label(edge) or edge.kind}"| {edge.dst}'
-        for edge in graph.edges
-    ]
-    return "\n".join(["flowchart LR", *nodes, *edges]) + "\n"
+    drawn = list(_boxes(graph, placed))
+    boxes = {box.name: f"  {_mermaid_box(box)}" for box in drawn}
+    lines = ["flowchart LR"]
+    for number, (title, names) in enumerate(placed.groups):
+        lines.append(f'  subgraph group.{number}["{_mermaid(title)}"]')
+        lines += [f"  {boxes.pop(name)}" for name in names]
+        lines.append("  end")
+    lines += boxes.values()
+    for edge, label in _edges(graph, placed):
+        lines.append(f'  {_id(edge.src)} {_ARROWS[edge.kind]}|"{_mermaid(label)}"| {_id(edge.dst)}')
+    verbs = dict.fromkeys(box.verb for box in drawn)
+    lines += [f"  classDef {_class(verb)} fill:{_fill(verb)},color:#111827" for verb in verbs]
+    return "\n".join(lines) + "\n"
 
 
-def _label(node: Node, newline: str) -> str:
-    return f"{node.name}{newline}{node.spec.verb}({', '.join(node.spec.models)})"
+def _boxes(graph: Graph, placed: Placed) -> Iterator[_Box]:
+    for node in graph.nodes:
+        yield _Box(node.name, node.spec.verb, node.spec.shape, (node.name, _call(node)))
+    for name, model in placed.saves:
+        yield _Box(name, "save", "cylinder", (name, f"save({model})"))
 
 
-def _edge_label(edge: Edge) -> str:
+def _call(node: Node) -> str:
+    return f"{node.spec.verb}({', '.join(node.spec.models)})"
+
+
+def _edges(graph: Graph, placed: Placed) -> Iterator[tuple[Edge, str]]:
+    """Every edge with its label."""
+    yield from ((edge, _label(edge)) for edge in graph.edges)
+    for group, edge in placed.orders:
+        yield edge, f"order of {group}" + (f", lag {edge.lag}" if edge.lag else "")
+
+
+def _label(edge: Edge) -> str:
+    """Fields, or the kind and model, and the lag where the edge leaves the step."""
     if edge.kind is EdgeKind.DATA:
-        return ", ".join(edge.fields) + (f" (lag {edge.lag})" if edge.lag else "")
-    lag = ("≤" if edge.at_most else "") + str(edge.lag)
-    return f"{edge.model} (lag {lag})" if edge.lag else f"{edge.model}"
+        text = ", ".join(edge.fields) or "samples"
+    elif edge.kind is EdgeKind.WEIGHTS:
+        text = f"weights of {edge.model}"
+    else:
+        text = f"before {edge.model} is overwritten"
+    if edge.at_most:
+        return f"{text}, lag ≤ {edge.lag} + max_staleness"
+    return f"{text}, lag {edge.lag}" if edge.lag else text
+
+
+def _dot_box(box: _Box) -> str:
+    label = "\\n".join(_dot(line)[1:-1] for line in box.lines)
+    return f'{_dot(box.name)} [shape={box.shape}, fillcolor="{_fill(box.verb)}", label="{label}"];'
+
+
+def _dot_edge(edge: Edge, label: str) -> str:
+    """Edges into a later step do not push their ends apart, so that the drawing reads from left to right."""
+    loose = ", constraint=false" if edge.lag or edge.at_most else ""
+    return f"{_dot(edge.src)} -> {_dot(edge.dst)} [{_STYLES[edge.kind]}, label={_dot(label)}{loose}];"
+
+
+def _dot(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _mermaid_box(box: _Box) -> str:
+    return f'{_id(box.name)}["{"<br/>".join(map(_mermaid, box.lines))}"]:::{_class(box.verb)}'
+
+
+def _mermaid(text: str) -> str:
+    return text.replace("#", "#35;").replace('"', "#quot;")
+
+
+def _id(name: str) -> str:
+    return f"{name}_" if name in _RESERVED else name
+
+
+def _fill(verb: str) -> str:
+    return _FILLS.get(verb, _OWN_KIND)
+
+
+def _class(verb: str) -> str:
+    return re.sub(r"\W", "_", verb) + "_"

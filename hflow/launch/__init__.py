@@ -8,10 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hflow.launch.compiled import Compiled, check, compile_recipe, compose, plan, to_json
+from hflow.launch.compiled import Compiled, check, compile_recipe, compose, plan
+from hflow.launch.lockfile import compare, compile_locked, compose_locked, document
 from hflow.report.summary import RunSummary
 
-__all__ = ["Compiled", "check", "compile_recipe", "compose", "plan", "run", "to_json"]
+__all__ = [
+    "Compiled",
+    "check",
+    "compare",
+    "compile_locked",
+    "compile_recipe",
+    "compose",
+    "compose_locked",
+    "document",
+    "plan",
+    "run",
+    "run_plan",
+]
 
 
 def run(recipe: str | Path, overrides: Sequence[str] = (), live: bool | None = None) -> RunSummary:
@@ -25,6 +38,28 @@ def run(recipe: str | Path, overrides: Sequence[str] = (), live: bool | None = N
     Raises:
         HflowError: for anything that a user can mend, before or during the run.
     """
-    from hflow.launch.running import run_recipe
+    from hflow.launch.running import run_compiled
 
-    return run_recipe(recipe, overrides, live)
+    return run_compiled(compile_recipe(recipe, overrides), live)
+
+
+def run_plan(
+    file: str | Path,
+    recipe: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    live: bool | None = None,
+) -> RunSummary:
+    """Run exactly the plan in a plan file, or that of an earlier run's directory, to its end.
+
+    Args:
+        file: what `hflow plan RECIPE --json` printed, or a run's directory.
+        recipe: where the recipe lies now; None: where it lay.
+        overrides: configuration to change that leaves the plan as it is, such as `out=elsewhere`.
+        live: as for `run`.
+
+    Raises:
+        HflowError: as `run`, and where the plan is another one now.
+    """
+    from hflow.launch.running import run_compiled
+
+    return run_compiled(compile_locked(file, recipe, overrides), live)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hflow.config import RunConfig, flatten, load_config, to_yaml, validate_names
+from hflow.config import RunConfig, load_config, to_yaml, validate_names
 from hflow.dsl import bind, load_recipe, overridable
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph
-from hflow.plan.cluster import GIB, parse_cluster
+from hflow.launch.planning import plan_request
 from hflow.plan.compile import compile_plan
-from hflow.plan.ir import ClusterSpec, Plan
-from hflow.plan.request import ModelRequest, PlanRequest
-from hflow.plan.serialise import to_json as plan_to_json
-
-RESULT_KEYS = ("models.", "data.", "workers")
-"""Configuration that changes what a run computes but is no part of the plan's own rows."""
+from hflow.plan.ir import Plan
 
 
 @dataclass(frozen=True)
@@ -31,6 +25,8 @@ class Compiled:
     bodies: Mapping[str, Callable[..., Any]]
     """Node name -> the decorated function."""
     plan: Plan
+    recipe: Path
+    """The recipe's Python file."""
 
 
 def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
@@ -59,22 +55,29 @@ def compose(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
     return to_yaml(_read(recipe, overrides)[0])
 
 
-def to_json(made: Plan) -> str:
-    """A plan as indented JSON."""
-    return json.dumps(plan_to_json(made), indent=2)
+def compile_recipe(
+    recipe: str | Path, overrides: Sequence[str] = (), config: RunConfig | None = None
+) -> Compiled:
+    """Everything that a run is made from, short of torch and ray.
 
+    Args:
+        recipe: path of the recipe's file.
+        overrides: configuration as `key=value`.
+        config: a whole configuration, in the place of the recipe's YAML and overrides.
 
-def compile_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Compiled:
-    """Everything that a run is made from, short of torch and ray."""
-    config, graph, bodies = _read(recipe, overrides)
-    return Compiled(config, graph, bodies, compile_plan(graph, _request(config)))
+    Raises:
+        HflowError: as `plan`.
+    """
+    config, graph, bodies = _read(recipe, overrides, config)
+    made = compile_plan(graph, plan_request(config, graph, recipe))
+    return Compiled(config, graph, bodies, made, Path(recipe))
 
 
 def _read(
-    recipe: str | Path, overrides: Sequence[str]
+    recipe: str | Path, overrides: Sequence[str], config: RunConfig | None = None
 ) -> tuple[RunConfig, Graph, Mapping[str, Callable[..., Any]]]:
     loaded = load_recipe(recipe)
-    config = load_config(recipe, overrides)
+    config = config or load_config(recipe, overrides)
     spec = loaded.spec()
     validate_names(
         config,
@@ -85,38 +88,3 @@ def _read(
     bound = bind(spec, config.nodes)
     options = {node.name: dict(node.options) for node in bound.nodes}
     return config, build_graph(bound), loaded.bodies(options)
-
-
-def _request(config: RunConfig) -> PlanRequest:
-    settings = {key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)}
-    return PlanRequest(
-        cluster=_cluster(config),
-        batch=config.batch,
-        num_steps=config.steps,
-        models={
-            name: ModelRequest(
-                layout=model.layout,
-                gen_layout=model.gen.layout,
-                group=model.group,
-                gen_group=model.gen.group,
-                backend=model.backend,
-                engine=model.gen.engine,
-            )
-            for name, model in config.models.items()
-        },
-        groups=config.groups,
-        max_staleness=config.max_staleness,
-        sync_every=config.sync_every,
-        max_concurrent=config.max_concurrent,
-        max_refused_per_step=config.max_refused_per_step,
-        save_every=config.save_every,
-        seed=config.seed,
-        settings=settings,
-    )
-
-
-def _cluster(config: RunConfig) -> ClusterSpec:
-    cluster = parse_cluster(config.cluster)
-    if config.device_memory_gib is None:
-        return cluster
-    return replace(cluster, memory_bytes=int(config.device_memory_gib * GIB))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from hflow.errors import NotYetError
 from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.launch.compiled import Compiled
+from hflow.launch.factories import FACTORIES
+from hflow.plan.ir import Replica
 
 
 def refuse_unrunnable(compiled: Compiled) -> None:
@@ -23,7 +25,10 @@ def _reasons(compiled: Compiled) -> Iterator[str]:
     levels = {node.name: node.level for node in compiled.plan.schedule.nodes}
     for node in compiled.graph.nodes:
         yield from _node_reasons(node, levels.get(node.name, Level.SAMPLE))
+        if node.spec.verb == "update":
+            yield from _update_reasons(node, compiled)
     for replica in compiled.plan.replicas:
+        yield from _backend_reasons(replica)
         if replica.layout.world > replica.layout.data:
             yield (
                 f"{replica.name} has layout {replica.layout}: the {replica.backend} backend executes data "
@@ -36,19 +41,46 @@ def _reasons(compiled: Compiled) -> Iterator[str]:
         yield "workers=inproc is one process on one machine; take workers=ray or a cluster of one machine"
 
 
+def _backend_reasons(replica: Replica) -> Iterator[str]:
+    if replica.backend not in FACTORIES:
+        instead = "gen.engine=embedded" if replica.role == "gen" else "backend=torch"
+        yield (
+            f"{replica.name} is planned for {replica.backend}, which is not executed yet; look at it with "
+            f"`hflow plan`, or run it with models.{replica.model}.{instead}"
+        )
+
+
 def _node_reasons(node: Node, level: Level) -> Iterator[str]:
     spec = node.spec
     at = f"{spec.name} ({spec.where})"
-    if spec.verb == "update":
-        yield f"{at}: the verb 'update' is checked and planned but not executed yet"
     if spec.verb == "generate" and len(spec.models) > 1:
         yield f"{at}: one generate node with several engines is not executed yet; use one engine"
-    if any(kind == "state" for _, kind in spec.provided):
-        yield f"{at}: node state is not executed yet; take out the State parameter"
     if spec.runs_as_compute:
         yield from _own_kind_reasons(spec, at)
     if spec.verb == "infer" and level is not Level.BATCH:
         yield f'{at}: an infer as groups arrive is not executed yet; leave out per="group"'
+
+
+def _update_reasons(node: Node, compiled: Compiled) -> Iterator[str]:
+    """An update changes shard by shard, so its two replicas must hold the same ones."""
+    at = f"{node.spec.name} ({node.spec.where})"
+    target, source = (compiled.plan.replica(name) for name in compiled.plan.placement(node.name).replicas)
+    for replica in (target, source):
+        if replica.backend != "torch":
+            yield (
+                f"{at}: weights on the {replica.backend} backend are not updated yet; set "
+                f"models.{replica.model}.backend=torch"
+            )
+    if (target.layout, target.workers) != (source.layout, source.workers):
+        yield (
+            f"{at}: {target.name} lies as {target.layout} on workers {_listed(target)}, {source.name} as "
+            f"{source.layout} on {_listed(source)}; an update needs both alike: give models.{target.model} "
+            f"the layout and group of models.{source.model}"
+        )
+
+
+def _listed(replica: Replica) -> str:
+    return ", ".join(map(str, replica.workers))
 
 
 def _own_kind_reasons(spec: NodeSpec, at: str) -> Iterator[str]:
@@ -59,5 +91,5 @@ def _own_kind_reasons(spec: NodeSpec, at: str) -> Iterator[str]:
     if spec.models:
         yield f"{kind} is not given weights yet; leave out {spec.models[0]!r}"
     for name, provided in spec.provided:
-        if provided != "sequences":
+        if provided not in ("sequences", "state"):
             yield f"{kind} is not given {provided!r} yet; take out the parameter {name!r}"

@@ -11,6 +11,7 @@ from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError
 from hflow.graph.ir import ModelSpec
 from hflow.launch.compiled import Compiled
+from hflow.launch.sources import model_dtype
 
 
 def model_settings(compiled: Compiled) -> dict[str, ModelSettings]:
@@ -63,7 +64,7 @@ def _settings(compiled: Compiled, spec: ModelSpec) -> ModelSettings:
         path=None if source.path is None else str(Path(source.path).resolve()),
         architecture=None if source.path is not None else dict(source.architecture or {}),
         seed=compiled.config.seed,
-        dtype=own.dtype,
+        dtype=model_dtype(compiled.config, compiled.graph, spec),
         device=compiled.plan.cluster.device,
         activation_checkpointing=own.activation_checkpointing,
         tokens_per_microbatch=own.tokens_per_microbatch,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
-from pathlib import Path
 
 from hflow.config import to_yaml
 from hflow.launch.agreement import check_agreement
-from hflow.launch.compiled import Compiled, compile_recipe, to_json
+from hflow.launch.compiled import Compiled
 from hflow.launch.limits import refuse_unrunnable
+from hflow.launch.lockfile import document
 from hflow.launch.observe import RunObserver
 from hflow.launch.setup import make_setup, make_workers, open_rows
+from hflow.plan.replicas import saved_models
 from hflow.report.live import Display, open_display
 from hflow.report.summary import RunSummary
 from hflow.runtime.checkpoint import Checkpoints
@@ -27,18 +28,16 @@ from hflow.workers.base import Workers, WorkerSetup
 from hflow.workers.steady import forget_garbage
 
 
-def run_recipe(recipe: str | Path, overrides: Sequence[str], live: bool | None) -> RunSummary:
-    """Run a recipe to its end.
+def run_compiled(compiled: Compiled, live: bool | None) -> RunSummary:
+    """Run a compiled recipe to its end.
 
     Args:
-        recipe: path of the recipe's file.
-        overrides: configuration as `key=value`.
+        compiled: graph, bodies, configuration and plan.
         live: a live panel (True), plain lines (False), or what fits the terminal (None).
 
     Raises:
         HflowError: for anything that a user can mend, before or during the run.
     """
-    compiled = compile_recipe(recipe, overrides)
     refuse_unrunnable(compiled)
     return asyncio.run(_run(compiled, live))
 
@@ -64,15 +63,15 @@ async def _execute(
     seen: RunObserver,
     display: Display,
 ) -> RunSummary:
-    trained = tuple(model.name for model in compiled.graph.models if model.trainable)
-    checkpoints = Checkpoints(directory.checkpoints, trained)
+    saved = saved_models(compiled.graph)
+    checkpoints = Checkpoints(directory.checkpoints, saved)
     executor = Executor(compiled.plan, workers, rows, seen, checkpoints, compiled.config.seed)
     start = time.monotonic()
     with _interrupts(executor.stop, display):
         outcome = await executor.run()
     seconds = time.monotonic() - start
     if outcome.steps and checkpoints.last != outcome.steps:
-        for model in trained:
+        for model in saved:
             await executor.save(model, outcome.steps)
     return RunSummary(
         name=compiled.config.name,
@@ -88,7 +87,7 @@ async def _execute(
 def _begin(compiled: Compiled) -> RunDir:
     directory = RunDir.create(compiled.config.out, compiled.config.name)
     directory.config.write_text(to_yaml(compiled.config), encoding="utf-8")
-    directory.plan.write_text(to_json(compiled.plan) + "\n", encoding="utf-8")
+    directory.plan.write_text(document(compiled) + "\n", encoding="utf-8")
     return directory
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -91,32 +92,48 @@ def _repair(
 
     Needed where units are few and long, so that what had to leave no longer fits anywhere.
     """
+    if max(loads) <= limit:
+        return
+    place = {u: i for i, u in enumerate(order)}
+    members: list[list[int]] = [[] for _ in loads]
+    for u in order:
+        members[rank_of[u]].append(u)
     for _ in range(NUM_REPAIRS_PER_RANK * len(loads)):
         heavy = loads.index(max(loads))
-        if loads[heavy] <= limit:
-            return
-        lighter = sorted((load, rank) for rank, load in enumerate(loads) if load < loads[heavy])
-        exchanges = (
-            _best_exchange(order, tokens, rank_of, heavy, rank, loads[heavy] - load) for load, rank in lighter
-        )
-        change = next((exchange for exchange in exchanges if exchange), None)
+        change = _first_exchange(members, tokens, loads, heavy) if loads[heavy] > limit else None
         if change is None:
             return
         for u, rank in change:
             loads[rank_of[u]] -= tokens[u]
             loads[rank] += tokens[u]
+            members[rank_of[u]].remove(u)
+            insort(members[rank], u, key=place.__getitem__)
             rank_of[u] = rank
 
 
+def _first_exchange(
+    members: Sequence[Sequence[int]], tokens: Sequence[int], loads: Sequence[int], heavy: int
+) -> list[tuple[int, int]] | None:
+    """The best exchange with the lightest rank where there is one; units and where they go."""
+    lighter = [(load, rank) for rank, load in enumerate(loads) if load < loads[heavy]]
+    heapq.heapify(lighter)
+    while lighter:
+        load, rank = heapq.heappop(lighter)
+        exchange = _best_exchange(members, tokens, heavy, rank, loads[heavy] - load)
+        if exchange:
+            return exchange
+    return None
+
+
 def _best_exchange(
-    order: Sequence[int], tokens: Sequence[int], rank_of: dict[int, int], heavy: int, light: int, gap: int
+    members: Sequence[Sequence[int]], tokens: Sequence[int], heavy: int, light: int, gap: int
 ) -> list[tuple[int, int]]:
     """The shift or swap that brings two ranks closest; empty when nothing lowers the heavier.
 
-    Moving `x` tokens leaves the gap `|gap - 2 x|`, so any 0 < x < gap helps.
+    Moving `x` tokens leaves the gap `|gap - 2 x|`, so any 0 < x < gap helps. Members are by length, the
+    longest first.
     """
-    ours = [u for u in order if rank_of[u] == heavy][:NUM_SWAP_CANDIDATES]
-    theirs = [u for u in order if rank_of[u] == light][:NUM_SWAP_CANDIDATES]
+    ours, theirs = members[heavy][:NUM_SWAP_CANDIDATES], members[light][:NUM_SWAP_CANDIDATES]
     exchanges = [(tokens[u], [(u, light)]) for u in ours]
     exchanges += [(tokens[u] - tokens[w], [(u, light), (w, heavy)]) for u in ours for w in theirs]
     useful = [(abs(gap - 2 * moved), i) for i, (moved, _) in enumerate(exchanges) if 0 < moved < gap]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from hflow.graph.ir import Graph, Level
+from hflow.plan.allocation import allocate
+from hflow.plan.divide import check_layouts
+from hflow.plan.estimate import forecast
 from hflow.plan.ir import Placement, Plan
 from hflow.plan.order import firing_levels, group_orders, order_edges, root_streams, topological_order
 from hflow.plan.placement import SAVE_PREFIX, Placer
-from hflow.plan.replicas import place_replicas, trained_models
+from hflow.plan.replicas import place_replicas, saved_models
 from hflow.plan.request import PlanRequest
 from hflow.plan.routing import routing_table
 from hflow.plan.rules import batch_cuts, edge_rules, save_rule
@@ -29,11 +32,20 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
         PlanError: when the numbers, layouts or groups do not fit, naming a change that does.
         NotYetError: when two streams are trained on.
     """
+    request = allocate(graph, request)
+    plan = _lay_out(graph, request)
+    plan = dataclasses.replace(plan, hardware=request.hardware, forecast=forecast(plan, request))
+    return dataclasses.replace(plan, digest=plan_digest(plan))
+
+
+def _lay_out(graph: Graph, request: PlanRequest) -> Plan:
+    """The plan without what is estimated of it."""
     check_request(graph, request)
     check_streams(graph)
     levels = firing_levels(graph)
     groups, replicas = place_replicas(graph, request)
-    saved = trained_models(graph)
+    check_layouts(replicas, request)
+    saved = saved_models(graph)
     placements = Placer(graph, levels, groups, replicas).place(saved)
     trained = root_streams(graph)[0]
     by_node = {placement.node: placement for placement in placements}
@@ -45,7 +57,7 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
     orders = _orders(graph, levels, by_node, saved)
     schedule = make_schedule(graph, request, levels, placements, replicas, orders, saved)
     sizes = {group.name: len(group.devices) for group in groups}
-    plan = Plan(
+    return Plan(
         recipe=graph.name,
         graph=graph,
         cluster=request.cluster,
@@ -56,13 +68,13 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
         routing=routing_table(replicas, by_node[trained.source].heads, range(request.cluster.num_devices)),
         rules=rules,
         cuts=cuts,
-        weights=weight_routes(graph, replicas),
+        weights=weight_routes(graph, replicas, request),
         schedule=schedule,
+        shapes=tuple(sorted((n, m.shape) for n, m in request.models.items() if m.shape is not None)),
         settings=tuple(sorted({**request.settings, "seed": request.seed}.items())),
         staleness_bound=staleness_bound(schedule),
-        warnings=(*graph.warnings, *plan_warnings(graph, replicas, sizes)),
+        warnings=(*graph.warnings, *request.warnings, *plan_warnings(graph, replicas, sizes)),
     )
-    return dataclasses.replace(plan, digest=plan_digest(plan))
 
 
 def _orders(

@@ -72,7 +72,10 @@ def _split(
     members = {min(unit): unit for unit in units if unit}
     loads = [Load(name, sum(tokens[s] for s in unit)) for name, unit in members.items()]
     places = by_place(rule.fields, holders)
-    at = [_best_ranks(rule.heads, unit, tokens, places) for unit in members.values()]
+    ranks_of: dict[int, list[int]] = defaultdict(list)
+    for dp, head in enumerate(rule.heads):
+        ranks_of[head].append(dp)
+    at = [_best_ranks(ranks_of, unit, tokens, places) for unit in members.values()]
     return tuple(
         tuple(sorted(sample for name in names for sample in members[name]))
         for names in assign(loads, len(rule.heads), at)
@@ -80,13 +83,18 @@ def _split(
 
 
 def _best_ranks(
-    heads: Sequence[int], unit: Iterable[int], tokens: Mapping[int, int], places: Iterable[Place]
+    ranks_of: Mapping[int, Sequence[int]],
+    unit: Iterable[int],
+    tokens: Mapping[int, int],
+    places: Iterable[Place],
 ) -> frozenset[int]:
     """The ranks whose workers hold most of a unit, in tokens times fields."""
     weight: dict[int, int] = defaultdict(int)
     for sample in unit:
         for at, fields in places:
             for worker in at.get(sample, ()):
-                weight[worker] += tokens[sample] * len(fields)
-    most = max([weight.get(head, 0) for head in heads], default=0)
-    return frozenset([dp for dp, head in enumerate(heads) if most and weight.get(head, 0) == most])
+                if worker in ranks_of:
+                    weight[worker] += tokens[sample] * len(fields)
+    most = max(weight.values(), default=0)
+    best = [worker for worker, held in weight.items() if most and held == most]
+    return frozenset(dp for worker in best for dp in ranks_of[worker])

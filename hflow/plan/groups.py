@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import combinations
+from collections.abc import Iterable, Mapping
+from itertools import combinations, groupby
 
 from hflow.errors import PlanError, nearest
 from hflow.plan.ir import ClusterSpec, DeviceGroup
 from hflow.plan.routing import grouping
+
+Devices = tuple[int, ...]
 
 Wanted = Mapping[str, int | None]
 """Group -> devices of the largest layout asked for in it; None where no layout is given."""
 
 
 def device_groups(
-    cluster: ClusterSpec, explicit: Mapping[str, tuple[int, ...]], wanted: Wanted
+    cluster: ClusterSpec, explicit: Mapping[str, Devices], wanted: Wanted
 ) -> dict[str, DeviceGroup]:
     """The groups that replicas name, with their devices.
 
@@ -32,7 +34,14 @@ def device_groups(
     return {name: DeviceGroup(name, held) for name, held in devices.items()}
 
 
-def _listed(name: str, explicit: Mapping[str, tuple[int, ...]], cluster: ClusterSpec) -> tuple[int, ...]:
+def device_ranges(devices: Iterable[int]) -> str:
+    """Devices in order, in few letters: `0-3,6`."""
+    runs = groupby(enumerate(devices), key=lambda pair: pair[1] - pair[0])
+    ends = [[device for _, device in run] for _, run in runs]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ends)
+
+
+def _listed(name: str, explicit: Mapping[str, Devices], cluster: ClusterSpec) -> Devices:
     if name not in explicit:
         raise PlanError(
             f"unknown device group {name!r}{nearest(name, explicit)} (known: {', '.join(explicit)})"
@@ -49,7 +58,7 @@ def _listed(name: str, explicit: Mapping[str, tuple[int, ...]], cluster: Cluster
     return devices
 
 
-def _shared_out(cluster: ClusterSpec, wanted: Wanted) -> dict[str, tuple[int, ...]]:
+def _shared_out(cluster: ClusterSpec, wanted: Wanted) -> dict[str, Devices]:
     """Neighbouring devices for each group; a single group has the whole cluster."""
     if len(wanted) == 1:
         return {name: tuple(range(cluster.num_devices)) for name in wanted}
@@ -72,7 +81,7 @@ def _shared_out(cluster: ClusterSpec, wanted: Wanted) -> dict[str, tuple[int, ..
     return devices
 
 
-def _check_disjoint(devices: Mapping[str, tuple[int, ...]]) -> None:
+def _check_disjoint(devices: Mapping[str, Devices]) -> None:
     """A device takes its turns in one cyclic order, so it belongs to one group."""
     for one, other in combinations(devices, 2):
         common = sorted(set(devices[one]) & set(devices[other]))

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hflow.graph.ir import TRAJECTORY_FIELDS, Graph, Level, Node, Read
+from hflow.plan.forecast import Forecast
+from hflow.plan.hardware import Hardware
 from hflow.plan.layout import Layout
+from hflow.plan.shape import ModelShape
 
 __all__ = [
     "TRAJECTORY_FIELDS",
@@ -26,6 +29,7 @@ __all__ = [
     "Plan",
     "Read",
     "Replica",
+    "RouteRow",
     "RoutingRow",
     "Schedule",
     "ScheduledNode",
@@ -138,6 +142,26 @@ class EdgeRule:
 
 
 @dataclass(frozen=True)
+class RouteRow:
+    """One slice of a tensor, who holds it at the source and who needs it at the destination.
+
+    Layers that are cut alike share a row: `tensor` has `{}` for the layer's index then. A receiver that
+    is a holder has the slice already. Another takes it from a holder on its own machine, or else from
+    any; `hflow.plan.reshard.sender` says from which.
+    """
+
+    tensor: str
+    layers: tuple[int, int] | None
+    """`[first, last)` of the layers that the row stands for; None for a tensor outside the layers."""
+    box: tuple[tuple[int, int], ...]
+    """`(start, stop)` on each axis of the checkpoint's tensor."""
+    holders: int
+    """Index in `WeightRoute.worker_sets`."""
+    receivers: int
+    """Index in `WeightRoute.worker_sets`."""
+
+
+@dataclass(frozen=True)
 class WeightRoute:
     """How one replica's weights reach another replica of the same model."""
 
@@ -147,6 +171,17 @@ class WeightRoute:
     how: Literal["shared", "gather", "pull"]
     """`shared`: same storage (d1, same worker). `gather`: all-gathered by bucket into the copy on
     the same workers. `pull`: gathered, then pulled through the object store by other workers."""
+    worker_sets: tuple[tuple[int, ...], ...] = ()
+    """Sets of workers that rows name by their index."""
+    rows: tuple[RouteRow, ...] = ()
+    """Empty where the model's sizes are unknown."""
+    moved_bytes: int = 0
+    """Bytes that all receivers together take from other workers: the least that there can be, given what
+    each of them holds."""
+    node_bytes: int = 0
+    """Those among them that cross machines."""
+    held_bytes: int = 0
+    """Bytes of the destination that its workers hold already."""
 
 
 @dataclass(frozen=True)
@@ -232,11 +267,17 @@ class Plan:
     """train node -> how it cuts its batch."""
     weights: tuple[WeightRoute, ...]
     schedule: Schedule
+    shapes: tuple[tuple[str, ModelShape], ...]
+    """Model -> its sizes, where the planner knows the family."""
     settings: tuple[tuple[str, Any], ...]
     """Bound values that change results (models, optimizers, data, seed), flattened and sorted."""
     staleness_bound: int | None
     """Largest version lag that a trained token can have; None where no rule bounds it."""
     warnings: tuple[str, ...] = ()
+    hardware: Hardware | None = None
+    """Figures that the forecast is made with; no part of the digest, as they decide nothing in a run."""
+    forecast: Forecast | None = None
+    """Estimates of bytes and seconds; no part of the digest either."""
     digest: str = ""
 
     def replica(self, name: str) -> Replica:

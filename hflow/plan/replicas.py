@@ -14,11 +14,12 @@ from hflow.graph.ir import Graph, Node
 from hflow.plan.groups import device_groups
 from hflow.plan.ir import DeviceGroup, Replica
 from hflow.plan.layout import Layout
-from hflow.plan.request import ModelRequest, PlanRequest
+from hflow.plan.request import PlanRequest
 from hflow.plan.routing import rank_order
 
 Role = Literal["train", "infer", "gen"]
-DEFAULT_GROUP = "all"
+EVERYTHING = "all"
+"""The group of models that none is named for: with no other group, it holds all devices."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ def written_models(graph: Graph) -> frozenset[str]:
     return frozenset(model for node in graph.nodes for model in node.spec.writes_weights)
 
 
+def saved_models(graph: Graph) -> tuple[str, ...]:
+    """Models whose weights change, in the recipe's order: a checkpoint holds them."""
+    written = written_models(graph)
+    return tuple(model.name for model in graph.models if model.name in written)
+
+
 def place_replicas(graph: Graph, request: PlanRequest) -> tuple[tuple[DeviceGroup, ...], tuple[Replica, ...]]:
     """Give every replica its group, layout and workers.
 
@@ -68,7 +75,7 @@ def place_replicas(graph: Graph, request: PlanRequest) -> tuple[tuple[DeviceGrou
     for demand in demands:
         sizes = [wanted.get(demand.group), demand.layout.world if demand.layout else None]
         wanted[demand.group] = max((size for size in sizes if size is not None), default=None)
-    groups = device_groups(request.cluster, request.groups, wanted or {DEFAULT_GROUP: None})
+    groups = device_groups(request.cluster, request.groups, wanted or {EVERYTHING: None})
     return tuple(groups.values()), tuple(_place(demand, groups[demand.group]) for demand in demands)
 
 
@@ -82,22 +89,33 @@ def gen_replica(replicas: tuple[Replica, ...], model: str) -> Replica:
     return next(r for r in replicas if r.model == model and r.role == "gen")
 
 
-def _demands(graph: Graph, request: PlanRequest) -> list[Demand]:
+def replica_roles(graph: Graph) -> list[tuple[str, Role]]:
+    """Model and role of every replica that the graph needs."""
     in_batches = {m for node in graph.nodes if not is_source(node) for m in _weights(node)}
     generating = {m for node in graph.nodes if is_source(node) for m in node.spec.reads_weights}
     trained = trained_models(graph)
-    named = [request.models[m].group for m in trained if m in request.models]
-    default = next((group for group in named if group), DEFAULT_GROUP)
-    demands = []
+    roles: list[tuple[str, Role]] = []
     for model in (spec.name for spec in graph.models):
-        asked = request.models.get(model, ModelRequest())
-        group = asked.group or default
         if model in in_batches:
-            role: Role = "train" if model in trained else "infer"
-            demands.append(Demand(model, role, group, _layout(asked.layout), asked.backend))
+            roles.append((model, "train" if model in trained else "infer"))
         if model in generating:
+            roles.append((model, "gen"))
+    return roles
+
+
+def _demands(graph: Graph, request: PlanRequest) -> list[Demand]:
+    trained = trained_models(graph)
+    named = [request.models[m].group for m in trained if m in request.models]
+    default = next((group for group in named if group), EVERYTHING)
+    demands = []
+    for model, role in replica_roles(graph):
+        asked = request.model(model)
+        group = asked.group or default
+        if role == "gen":
             gen_group = asked.gen_group or group
-            demands.append(Demand(model, "gen", gen_group, _layout(asked.gen_layout), asked.engine))
+            demands.append(Demand(model, role, gen_group, _layout(asked.gen_layout), asked.engine))
+        else:
+            demands.append(Demand(model, role, group, _layout(asked.layout), asked.backend))
     return demands
 
 

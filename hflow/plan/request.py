@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hflow.plan.hardware import Hardware
 from hflow.plan.ir import ClusterSpec
+from hflow.plan.shape import ModelShape
+from hflow.plan.workload import WorkloadRequest
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,17 @@ class ModelRequest:
     """Device group of the replica that generates; None: the same, so that they take turns."""
     backend: str = "torch"
     engine: str = "embedded"
+    shape: ModelShape | None = None
+    """Its sizes; None where the planner does not know its family. With it come memory, time and routes."""
+    dtype: str = "fp32"
+    """`fp32` or `bf16`: what forward and backward passes compute in, and engines hold."""
+    tokens_per_microbatch: int = 16384
+    recompute: bool = False
+    """Activations are recomputed in the backward pass (`activation_checkpointing`)."""
+    max_running: int = 256
+    """Sequences that one engine decodes at once."""
+    max_model_len: int = 2048
+    """Tokens of prompt and completion together."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,9 @@ class PlanRequest:
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Device group -> its devices. Empty: the groups that models name share the cluster out, each
     as large as its largest layout; those without a layout share what is left."""
+    placement: str | None = None
+    """Devices and layouts of replicas in short, as `allocation.allocate` reads them; not together with
+    groups and layouts above."""
     max_staleness: int = 0
     """eta: how many syncs the weights of a trained token may lag behind; 0 is synchronous."""
     sync_every: int = 1
@@ -51,5 +68,14 @@ class PlanRequest:
     save_every: int = 0
     """Steps between two checkpoints; 0 saves at the end only."""
     seed: int = 0
+    hardware: Hardware | None = None
+    """Devices and links; None: no forecast."""
+    workload: WorkloadRequest = field(default_factory=WorkloadRequest)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Flat bound values (models, optimizers, data) that enter the plan and its digest."""
+    warnings: tuple[str, ...] = ()
+    """What is allowed in the configuration, but probably not meant."""
+
+    def model(self, name: str) -> ModelRequest:
+        """What is asked for a model; the defaults for one that is left out."""
+        return self.models.get(name, ModelRequest())

@@ -15,6 +15,8 @@ from hflow.errors import PlanError
 from hflow.plan.ir import Plan
 from hflow.plan.layout import Layout
 
+_UNDECIDING = ("digest", "warnings", "hardware", "forecast")
+
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values for `json.dumps`; keys are in the order of the declarations.
@@ -47,17 +49,28 @@ def plain(value: Any) -> Any:
 
 
 def plan_digest(plan: Plan) -> str:
-    """sha256 of what decides a run, the same on every machine.
+    """sha256 of what decides a run, the same on every machine: see `digested`."""
+    return rows_digest(to_json(plan))
 
-    Left out are the digest itself, warnings and notes, and everything that says where files lie: places in
-    the recipe's source (its bodies enter by their own digests) and directories of absolute paths.
-    """
-    row = to_json(plan)
-    del row["digest"], row["warnings"], row["graph"]["warnings"], row["graph"]["notes"]
-    row["graph"] = _without_places(row["graph"])
-    row["settings"] = [[name, _portable(value)] for name, value in row["settings"]]
-    text = json.dumps(row, sort_keys=True, separators=(",", ":"))
+
+def rows_digest(rows: Mapping[str, Any]) -> str:
+    """`plan_digest` of a plan's JSON rows, whatever digest they name themselves."""
+    text = json.dumps(digested(rows), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digested(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a plan's JSON rows that decides a run.
+
+    Left out are the digest itself, warnings and notes, estimates, and everything that says where files lie:
+    places in the recipe's source (its bodies enter by their own digests) and directories of absolute paths.
+    """
+    kept = {key: value for key, value in rows.items() if key not in _UNDECIDING}
+    kept["graph"] = _without_places(
+        {k: v for k, v in rows["graph"].items() if k not in ("warnings", "notes")}
+    )
+    kept["settings"] = [[name, portable(value)] for name, value in rows["settings"]]
+    return kept
 
 
 def _without_places(row: Any) -> Any:
@@ -67,12 +80,12 @@ def _without_places(row: Any) -> Any:
     return [_without_places(item) for item in row] if isinstance(row, list) else row
 
 
-def _portable(value: Any) -> Any:
+def portable(value: Any) -> Any:
     """A setting without the directory of an absolute path."""
     if isinstance(value, str) and os.path.isabs(value):
         return Path(value).name
     if isinstance(value, list):
-        return [_portable(item) for item in value]
+        return [portable(item) for item in value]
     if isinstance(value, dict):
-        return {key: _portable(item) for key, item in value.items()}
+        return {key: portable(item) for key, item in value.items()}
     return value

@@ -36,15 +36,27 @@ def lower_bound_bytes(
         capacity: tokens of the heaviest rank, 0 or more.
     """
     total = sum(nbytes[field][sample] for field in rule.fields for sample in tokens)
-    held = [{s: _held(rule.fields, s, head, nbytes, holders) for s in tokens} for head in rule.heads]
-    best_ranks = sum(max(rank[s] for rank in held) for s in tokens)
-    best_fill = sum(_knapsack(rank, tokens, capacity) for rank in held)
-    return total - min(best_ranks, best_fill)
+    held = _held(rule, tokens, nbytes, holders)
+    best: dict[int, int] = defaultdict(int)
+    for of_worker in held.values():
+        for sample, size in of_worker.items():
+            best[sample] = max(best[sample], size)
+    best_fill = sum(_knapsack(held[head], tokens, capacity) for head in rule.heads)
+    return total - min(sum(best.values()), best_fill)
 
 
-def _held(fields: Iterable[str], sample: int, worker: int, nbytes: FieldBytes, holders: Holders) -> int:
-    """Bytes of a sample's fields that a worker holds."""
-    return sum(nbytes[field][sample] for field in fields if worker in holders[field].get(sample, ()))
+def _held(
+    rule: EdgeRule, samples: Iterable[int], nbytes: FieldBytes, holders: Holders
+) -> dict[int, dict[int, int]]:
+    """Head -> sample -> bytes of its fields that the head's worker holds, where there are any."""
+    held: dict[int, dict[int, int]] = {head: defaultdict(int) for head in rule.heads}
+    places = [(nbytes[field], holders[field]) for field in rule.fields]
+    for sample in samples:
+        for sizes, at in places:
+            for worker in at.get(sample, ()):
+                if worker in held:
+                    held[worker][sample] += sizes[sample]
+    return held
 
 
 def _knapsack(value: Mapping[int, int], weight: Mapping[int, int], capacity: int) -> int:

@@ -85,10 +85,15 @@ class BatchRunner:
         moves = redistribute(rule, assignment, holders, self._plan.cluster)
         _, results = await asyncio.gather(
             self._transfer(node, step, holdings, moves),
-            self._workers.run(node_tasks(node, step, rule.heads, assignment)),
+            self._workers.run(node_tasks(node, step, rule.heads, self._ranks(node), assignment)),
         )
         self._note(node, step, holdings, results)
         await self._summarize_late(node, step, results)
+
+    def _ranks(self, node: str) -> tuple[int, ...]:
+        """All workers of the replica that a node runs on; none for a node without a model."""
+        replicas = self._plan.placement(node).replicas
+        return self._plan.replica(replicas[0]).workers if replicas else ()
 
     async def close_step(self, step: int) -> None:
         """Free what is left of a step's batches."""

@@ -16,9 +16,19 @@ class Orders:
         self.computes: dict[int, list[ComputeOrder]] = defaultdict(list)
 
 
-def node_tasks(node: str, step: int, heads: tuple[int, ...], assignment: Shards) -> dict[int, NodeTask]:
-    """One task a worker, with the shards that the plan maps onto it."""
-    inputs: dict[int, list[ShardInput]] = defaultdict(list)
+def node_tasks(
+    node: str, step: int, heads: tuple[int, ...], workers: tuple[int, ...], assignment: Shards
+) -> dict[int, NodeTask]:
+    """One task a worker, with the shards that the plan maps onto it.
+
+    Args:
+        node: the node that fires.
+        step: for this step.
+        heads: dp index -> worker that is given its shard.
+        workers: all workers of the node's replica; those that are no heads take part without a shard.
+        assignment: dp index -> minibatches of samples.
+    """
+    inputs: dict[int, list[ShardInput]] = {worker: [] for worker in workers}
     for dp, (head, minibatches) in enumerate(zip(heads, assignment, strict=True)):
-        inputs[head].append(ShardInput(dp, minibatches))
+        inputs.setdefault(head, []).append(ShardInput(dp, minibatches))
     return {worker: NodeTask(node, step, tuple(held)) for worker, held in inputs.items()}

@@ -54,7 +54,7 @@ class RunDir:
 
     @property
     def plan(self) -> Path:
-        """The plan."""
+        """The plan file: recipe, configuration and plan, as `hflow run --plan` reads it."""
         return self.path / "plan.json"
 
     @property

@@ -77,9 +77,9 @@ class WorkerSetup:
     factories: Mapping[str, Callable[..., Any]]
     """backend name -> class or function that builds it; chosen by the launcher.
 
-    Training backends are called with (settings, process group or None, dp size), as
-    `backends.base.ModelBackend`; engines with (settings, options, module or None, decode), where
-    `module` is a trainer's whose storage the engine shares and `decode` turns ids into text.
+    Training backends are called with (settings, seat), as `backends.base.ModelBackend`; engines with
+    (settings, options, module or None, decode), where `module` is a trainer's whose storage the
+    engine shares and `decode` turns ids into text.
     """
     pool_processes: int = 1
     collective_timeout: float = 600.0
@@ -117,7 +117,10 @@ class ShardInput:
 
 @dataclass(frozen=True)
 class NodeTask:
-    """Run a batch node for a step on the shards that this worker holds (possibly several)."""
+    """Run a batch node for a step on the shards that this worker holds.
+
+    They may be several; a worker that is not the head of its tensor and pipeline ranks has none.
+    """
 
     node: str
     step: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hflow.backends.base import ModelBackend
+from hflow.backends.base import ModelBackend, Seat
 from hflow.data.tokenizer import TextTokenizer
 from hflow.plan.ir import Replica
 from hflow.workers.base import WorkerSetup
@@ -24,8 +24,12 @@ def build_backends(
     return {
         replica.name: setup.factories[replica.backend](
             setup.models[replica.model],
-            world.group(replica) if world else None,
-            replica.layout.data,
+            Seat(
+                world.group(replica) if world else None,
+                replica.layout.data,
+                replica.layout.tensor,
+                replica.layout.pipe,
+            ),
         )
         for replica in replicas
         if replica.role != "gen"

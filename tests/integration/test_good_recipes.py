@@ -10,6 +10,7 @@ import pytest
 import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 
+from hflow.backends.base import Seat
 from hflow.backends.torch_model import TorchModel
 from hflow.errors import NotYetError
 from hflow.launch.compiled import compile_recipe
@@ -46,11 +47,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RUNNABLE = {
     "dapo": ([*SHORT, "nodes.actor_gen.group=8", "nodes.actor_train.minibatches=2"], ["actor"]),
     "dpo": ([], ["actor"]),
+    "ema": (SHORT, ["actor", "ref"]),
     "eval_gen": (
         [*SHORT, *CRITIC, "nodes.eval_gen.max_tokens=2", "data.heldout.limit=6"],
         ["actor", "critic"],
     ),
     "gspo": (SHORT, ["actor"]),
+    "own_kind": (SHORT, ["actor"]),
     "ppo": ([*SHORT, *CRITIC], ["actor", "critic"]),
     "sft": ([], ["actor"]),
 }
@@ -69,7 +72,7 @@ def test_a_good_recipe_runs_and_learns(name: str, rows: Path, tmp_path: Path) ->
         assert [key for key, value in row.items() if not math.isfinite(value)] == []
     settings = model_settings(compile_recipe(GOOD / f"{name}.py", overrides))
     for model in trained:
-        before, after = dict(TorchModel(settings[model], None, 1).weights()), weights_of(summary, model)
+        before, after = dict(TorchModel(settings[model], Seat()).weights()), weights_of(summary, model)
         common = before.keys() & after.keys()
         assert common
         assert max(float((before[key] - after[key]).abs().max()) for key in common) > 1e-5
@@ -88,9 +91,7 @@ def test_ppo_on_two_workers_is_that_of_one_process(rows: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "models", "reason"),
     [
-        ("ema", ["actor"], "ema .*: the verb 'update' is checked and planned but not executed yet"),
         ("game", ["alice", "bob"], "game .*: one generate node with several engines"),
-        ("own_kind", ["actor"], "adaptive_kl .*: node state is not executed yet"),
         ("tool_agent", ["actor", "rm"], 'rew_inf .*: an infer as groups arrive .* leave out per="group"'),
     ],
 )

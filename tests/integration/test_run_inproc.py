@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import largest_difference, run, steps_of, weights_of
+from runs import ROOT, largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hflow import launch
+from hflow.errors import PlanError
 
 INPROC = ["workers=inproc", "cluster=cpu-1x1", "nodes.eval_gen.after=1000", "data.heldout.limit=20"]
 
@@ -35,7 +38,7 @@ def test_a_run_leaves_everything_that_is_promised(checkpoint: Path, tmp_path: Pa
     )
     directory = summary.directory
     assert (summary.reason, summary.steps) == ("done", 2)
-    assert json.loads((directory / "plan.json").read_text())["digest"] == summary.plan_digest
+    assert json.loads((directory / "plan.json").read_text())["plan"]["digest"] == summary.plan_digest
     assert "steps: 2" in (directory / "config.yaml").read_text()
     assert json.loads((directory / "summary.json").read_text())["steps"] == 2
     assert list((directory / "tensorboard").iterdir())
@@ -48,6 +51,20 @@ def test_a_run_leaves_everything_that_is_promised(checkpoint: Path, tmp_path: Pa
     evaluated = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in evaluated if "eval_gen/accuracy" in row] == [0, 2]
     assert (tmp_path / "grpo" / "latest").resolve() == directory.resolve()
+
+
+def test_a_run_is_repeated_from_its_plan(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = [*INPROC, "steps=2", "batch=4", f"models.actor.path={checkpoint}"]
+    first = run("recipes/grpo.py", tmp_path / "first", *common)
+    monkeypatch.chdir(ROOT)
+    again = launch.run_plan(first.directory, None, [f"out={tmp_path / 'again'}"], live=False)
+    assert (again.plan_digest, again.steps) == (first.plan_digest, 2)
+    assert again.directory.is_relative_to(tmp_path / "again")
+    assert largest_difference(weights_of(first), weights_of(again)) == 0
+    with pytest.raises(PlanError, match="no longer fits: schedule num_steps: 2 -> 3"):
+        launch.run_plan(first.directory, None, ["steps=3"], live=False)
 
 
 def test_what_a_run_writes_loads_with_transformers(checkpoint: Path) -> None:

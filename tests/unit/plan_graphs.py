@@ -21,12 +21,15 @@ from hflow.graph.ir import (
     Stream,
     Where,
 )
+from hflow.launch.hardware import known_devices
 from hflow.plan.cluster import parse_cluster
+from hflow.plan.ir import ClusterSpec
 from hflow.plan.request import PlanRequest
 from hflow.types import Unit
 
 COLUMNS = {"prompt": Unit.TEXT, "answer": Unit.TEXT}
 OUTPUT = (("out", "output"),)
+DEVICES = known_devices(__file__)
 
 
 def spec(name: str, verb: str, level: Level = Level.BATCH, **changes: object) -> NodeSpec:
@@ -177,9 +180,14 @@ def sft() -> Graph:
     return wire("sft", nodes, streams, [ModelSpec("actor", trainable=True)])
 
 
+def cluster_of(name: str) -> ClusterSpec:
+    """A cluster of the devices that hflow knows."""
+    return parse_cluster(name, DEVICES)
+
+
 def request(cluster: str = "cpu-1x2", **changes: object) -> PlanRequest:
     numbers: dict[str, object] = {"batch": 8, "num_steps": 10}
-    return PlanRequest(parse_cluster(cluster), **(numbers | changes))  # type: ignore[arg-type]
+    return PlanRequest(cluster_of(cluster), **(numbers | changes))  # type: ignore[arg-type]
 
 
 def ppo(**options: object) -> Graph:

@@ -65,8 +65,8 @@ def test_the_surface_is_frozen():
     }
     assert surface == {
         "check": ["overrides", "recipe"],
-        "plan": ["--json", "overrides", "recipe"],
-        "run": ["--cfg", "--live", "--plain", "overrides", "recipe"],
+        "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "overrides", "recipe"],
+        "run": ["--cfg", "--live", "--plain", "--plan", "overrides", "recipe"],
         "doctor": [],
     }
 
@@ -91,12 +91,122 @@ def test_plan_prints_a_page(good: str, monkeypatch, capsys):
     assert "7 steps" in out
 
 
-def test_plan_as_json_is_json_and_nothing_else(good: str, monkeypatch, capsys):
+def test_plan_as_json_is_a_plan_file_and_nothing_else(good: str, monkeypatch, capsys):
     assert hflow(monkeypatch, "plan", good, "--json", "cluster=cpu-1x2") == 0
-    plan = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["format", "recipe", "config", "plan"]
+    assert document["config"]["cluster"] == "cpu-1x2"
+    plan = document["plan"]
     assert plan["recipe"] == "small"
     assert plan["cluster"]["name"] == "cpu-1x2"
     assert len(plan["digest"]) == 64
+
+
+def test_plan_as_a_drawing(good: str, monkeypatch, capsys):
+    assert hflow(monkeypatch, "plan", good, "--dot") == 0
+    assert capsys.readouterr().out.startswith('digraph "small" {\n')
+    assert hflow(monkeypatch, "plan", good, "--mermaid") == 0
+    assert capsys.readouterr().out.startswith("flowchart LR\n")
+
+
+def test_plan_as_a_page(good: str, tmp_path: Path, monkeypatch, capsys):
+    assert hflow(monkeypatch, "plan", good, "--html", str(tmp_path / "plan.html")) == 0
+    assert (tmp_path / "plan.html").read_text().lstrip().lower().startswith("<!doctype html>")
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/plan.html: the page of plan ")
+    assert hflow(monkeypatch, "plan", good, "--html", str(tmp_path / "again.html"), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["format"] == 1
+    assert (tmp_path / "again.html").is_file()
+
+
+@pytest.fixture
+def lock(good: str, tmp_path: Path, monkeypatch, capsys) -> str:
+    """The plan file of the good recipe."""
+    assert hflow(monkeypatch, "plan", good, "--json", "steps=7") == 0
+    (tmp_path / "lock.json").write_text(capsys.readouterr().out)
+    return str(tmp_path / "lock.json")
+
+
+def test_plans_that_are_the_same(good: str, lock: str, monkeypatch, capsys):
+    assert hflow(monkeypatch, "plan", "--diff", lock, good, "steps=7") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "the plans are the same"
+
+
+def test_plans_that_differ_are_exit_code_1(good: str, lock: str, monkeypatch, capsys):
+    assert hflow(monkeypatch, "plan", "--diff", lock, good, "steps=7", "cluster=cpu-1x2") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[-1] == "a resume would have to reshard actor@train d1 -> d2"
+    assert hflow(monkeypatch, "plan", "--json", "--diff", lock, good, "steps=8") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["changes"][0] == {
+        "topic": "schedule",
+        "subject": "num_steps",
+        "before": "7",
+        "after": "8",
+        "effect": "new",
+    }
+
+
+def test_a_plan_that_no_longer_fits_is_one_line(lock: str, monkeypatch, capsys):
+    assert hflow(monkeypatch, "run", "--plan", lock, "steps=8") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(
+        f"error: {lock} no longer fits: schedule num_steps: 7 -> 8, and 2 more; see "
+    )
+    assert captured.err.count("\n") == 1
+
+
+def test_the_configuration_of_a_plan_file(good: str, lock: str, monkeypatch, capsys):
+    assert hflow(monkeypatch, "run", "--plan", lock, "--cfg", "out=elsewhere") == 0
+    assert "out: elsewhere\n" in capsys.readouterr().out
+    assert hflow(monkeypatch, "run", "--plan", lock, good, "--cfg") == 0
+    assert "steps: 7\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan"], "error: name a recipe, as in `hflow plan recipes/grpo.py`, or two plans with --diff A B"),
+        (["run"], "error: name a recipe, as in `hflow run recipes/grpo.py`, or a plan with --plan FILE"),
+        (["plan", "GOOD", "--json", "--dot"], "error: --json and --dot both print; take one of them"),
+        (["plan", "GOOD", "--dot", "--mermaid"], "error: --dot and --mermaid both print; take one of them"),
+        (
+            ["plan", "GOOD", "--html", "none/x.html"],
+            "error: --html none/x.html: it cannot be written: No such",
+        ),
+        (["plan", "--diff", "a", "b", "GOOD"], "error: --diff compares two plans, a and b; leave out "),
+        (["plan", "--diff", "a", "b", "--dot"], "error: --diff prints text or --json; leave out --dot"),
+        (
+            ["plan", "--diff", "a", "b", "--html", "c"],
+            "error: --diff prints text or --json; leave out --html",
+        ),
+        (
+            ["plan", "--diff", "a", "b", "steps=3"],
+            "error: steps=3 changes nothing: neither 'a' nor 'b' is a ",
+        ),
+        (["plan", "--diff", "a", "GOOD"], "error: the plan file 'a' cannot be read: No such file"),
+        (["plan", "--diff", "DIR", "GOOD"], "error: DIR is no run's directory: it has no plan.json"),
+        (["plan", "--diff", "GOOD", "none.py"], "error: there is no recipe file 'none.py'"),
+        (["run", "--plan", "GOOD"], "error: GOOD is no plan file: it is not JSON: "),
+        (
+            ["run", "--plan", "none.json", "steps=3"],
+            "error: the plan file 'none.json' cannot be read: No such",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_do_not_fit_together(
+    arguments: list[str], message: str, good: str, tmp_path: Path, monkeypatch, capsys
+):
+    def real(text: str) -> str:
+        return text.replace("GOOD", good).replace("DIR", str(tmp_path))
+
+    assert hflow(monkeypatch, *map(real, arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(real(message))
+    assert captured.err.count("\n") == 1
 
 
 def test_cfg_prints_what_composes_to_itself(good: str, monkeypatch, capsys):

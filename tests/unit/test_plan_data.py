@@ -6,15 +6,15 @@ from collections import Counter
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_graphs import cluster_of
 
 from hflow.plan.balance import SLACK, Load, assign
-from hflow.plan.cluster import parse_cluster
 from hflow.plan.cut import cut_minibatches, shards
 from hflow.plan.ir import BatchCut, EdgeRule
 from hflow.plan.redistribute import Move, redistribute
 from hflow.plan.traffic import collective_steps, lower_bound_bytes, moved_bytes
 
-CLUSTER = parse_cluster("cpu-2x4")
+CLUSTER = cluster_of("cpu-2x4")
 FIELDS = ("s/advantages", "s/input_ids", "s/reward")
 
 

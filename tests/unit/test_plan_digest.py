@@ -1,6 +1,5 @@
-"""The plan as JSON, its digest, its page; planning without torch and ray."""
+"""The plan as JSON and its digest; planning and its report without torch and ray."""
 
-import io
 import json
 import subprocess
 import sys
@@ -8,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plan_graphs import agent, changed, grpo, ppo, request, sft
-from rich.console import Console
+from plan_graphs import agent, changed, grpo, ppo, request
 
 from hflow.errors import PlanError
 from hflow.graph.ir import BodyRef, Knob, Where
 from hflow.plan.compile import compile_plan
 from hflow.plan.request import ModelRequest
 from hflow.plan.serialise import plan_digest, to_json
-from hflow.report.plan_text import render_plan, worker_range
 
 HERE = Path(__file__).parent
 
@@ -87,21 +84,3 @@ def test_another_process_plans_the_same_and_needs_neither_torch_nor_ray():
     )
     child = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
     assert child.stdout == digest(ppo())
-
-
-@pytest.mark.parametrize("graph", [grpo(), ppo(), agent(), sft()], ids=lambda graph: graph.name)
-def test_the_page_names_every_part_in_100_columns(graph):
-    plan = compile_plan(graph, request(max_staleness=1))
-    file = io.StringIO()
-    Console(width=100, file=file).print(render_plan(plan))
-    page = file.getvalue()
-    assert max(map(len, page.splitlines())) <= 100
-    names = [node.name for node in graph.nodes] + [r.name for r in plan.replicas] + [plan.digest]
-    assert not [name for name in names if name not in page]
-
-
-def test_worker_ranges_are_short():
-    assert worker_range((0, 1, 2, 3)) == "0-3"
-    assert worker_range((4,)) == "4"
-    assert worker_range((0, 2, 4)) == "0 2 4"
-    assert worker_range(tuple(range(0, 64, 2))) == "0 2 4 ... 62 (32)"

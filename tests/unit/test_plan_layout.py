@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_graphs import cluster_of
 
 from hflow.errors import PlanError
-from hflow.plan.cluster import parse_cluster
 from hflow.plan.ir import Replica, RoutingRow
 from hflow.plan.layout import Layout, RankOrder
 from hflow.plan.routing import data_key, grouping, routing_table, shard_key
@@ -125,19 +125,19 @@ def test_grouping_is_an_even_partition(num_senders, num_receivers):
 
 
 def test_clusters_by_name():
-    cluster = parse_cluster("h100-8x4")
+    cluster = cluster_of("h100-8x4")
     assert (cluster.device, cluster.num_nodes, cluster.devices_per_node) == ("cuda", 8, 4)
     assert cluster.num_devices == 32
     assert (cluster.node_of(3), cluster.node_of(4)) == (0, 1)
-    assert parse_cluster("cpu-1x2").device == "cpu"
+    assert cluster_of("cpu-1x2").device == "cpu"
 
 
 def test_unknown_devices_are_answered_with_the_nearest():
     with pytest.raises(PlanError, match="did you mean 'h100'"):
-        parse_cluster("h1000-1x8")
+        cluster_of("h1000-1x8")
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu-2", "cpu-0x2", "cpu-1x", "h100_8x8"])
 def test_malformed_clusters_are_refused(name):
     with pytest.raises(PlanError, match="cpu-1x2"):
-        parse_cluster(name)
+        cluster_of(name)

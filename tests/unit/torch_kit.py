@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hflow import algo
-from hflow.backends.base import Call, ModelSettings, OptimSettings, TrainShard
+from hflow.backends.base import Call, ModelSettings, OptimSettings, Seat, TrainShard
 from hflow.backends.torch_model import TorchModel
 from hflow.data.batch import Batch, Column
 from hflow.graph.ir import Read
@@ -38,7 +38,7 @@ SETTINGS = ModelSettings(
 
 
 def model(num_shards: int = 1, group: Any = None, **changes: Any) -> TorchModel:
-    return TorchModel(dataclasses.replace(SETTINGS, **changes), group, num_shards)
+    return TorchModel(dataclasses.replace(SETTINGS, **changes), Seat(group, num_shards))
 
 
 def weights(backend: TorchModel) -> dict[str, torch.Tensor]:

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from hflow.backends.architecture import max_length
-from hflow.backends.base import Call, ModelBackend, ModelSettings, TrainShard
+from hflow.backends.base import Call, ModelBackend, ModelSettings, Seat, TrainShard
+from hflow.backends.common.cutting import Cutting
+from hflow.backends.device import local_device
 from hflow.backends.torch_model import weights
 from hflow.backends.torch_model.build import DTYPES, build
 from hflow.backends.torch_model.inference import infer
@@ -22,7 +23,6 @@ from hflow.backends.torch_model.module import PackedModel
 from hflow.backends.torch_model.optim import Optimizer
 from hflow.backends.torch_model.placement import place
 from hflow.backends.torch_model.runner import Runner
-from hflow.backends.torch_model.schedule import Cutting
 from hflow.backends.torch_model.training import train
 from hflow.data.batch import Batch
 from hflow.data.binding import column
@@ -37,14 +37,14 @@ class TorchModel(ModelBackend):
     metrics are the same in all cases, as every denominator is global.
     """
 
-    def __init__(self, settings: ModelSettings, group: ProcessGroup | None, num_shards: int) -> None:
+    def __init__(self, settings: ModelSettings, seat: Seat) -> None:
         """Build the model; every rank reads the checkpoint or draws the same weights.
 
         Raises:
             BackendError: when the settings, the architecture or the checkpoint do not fit.
         """
         self.settings = settings
-        self.group = group if group is not None and group.size() > 1 else None
+        self.group = seat.group if seat.group is not None and seat.group.size() > 1 else None
         self._model, head = build(settings)
         self._runner = self._placed(head)
         self._optimizer = (
@@ -54,7 +54,7 @@ class TorchModel(ModelBackend):
         )
 
     def _placed(self, head: nn.Module) -> Runner:
-        settings, device = self.settings, _device(self.settings.device)
+        settings, device = self.settings, local_device(self.settings.device)
         dtype = DTYPES[settings.dtype]
         module = PackedModel(self._model.base_model, head, settings.head)
         module.requires_grad_(settings.trainable)
@@ -109,6 +109,11 @@ class TorchModel(ModelBackend):
         runner = self._runner
         return weights.named_weights(self._model, runner.module.head, self.settings.head, runner.dtype)
 
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the fp32 weights that this rank holds, by their HF names; not a collective."""
+        module = self._runner.module
+        return weights.held_weights(self._model, module, module.head, self.settings.head)
+
     def shared_module(self) -> nn.Module | None:
         """The HF model, where it is whole and computes in the precision of its fp32 weights."""
         is_whole = self.group is None and self.settings.dtype == "fp32"
@@ -121,17 +126,6 @@ class TorchModel(ModelBackend):
         weights.save(self._model, head, kind, Path(directory), is_writer)
         if self.group is not None:
             dist.barrier(self.group)
-
-
-def _device(name: str) -> torch.device:
-    """The device of that kind which this process uses."""
-    if name == "cpu":
-        return torch.device("cpu")
-    if name != "cuda":
-        raise BackendError(f"device {name!r} is not one of cpu, cuda")
-    if not torch.cuda.is_available():
-        raise BackendError("device is cuda, but torch finds no CUDA device here; set device to cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ def build(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
     Raises:
         BackendError: when the settings, the architecture or the checkpoint do not fit.
     """
-    _check_choice("head", settings.head, HEADS)
-    _check_choice("dtype", settings.dtype, DTYPES)
+    check_choice("head", settings.head, HEADS)
+    check_choice("dtype", settings.dtype, DTYPES)
     disable_progress_bar()
     config = read_config(settings)
     with refusals(settings.name):
@@ -51,7 +51,7 @@ def build(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
     if settings.head == "lm":
         return model, _output_matrix(model)
     _drop_output_matrix(model)
-    return model, _scalar_head(settings, model.config.hidden_size)
+    return model, scalar_head(settings, model.config.hidden_size)
 
 
 def _output_matrix(model: PreTrainedModel) -> nn.Linear:
@@ -70,7 +70,7 @@ def _drop_output_matrix(model: PreTrainedModel) -> None:
             delattr(model, name)
 
 
-def _scalar_head(settings: ModelSettings, hidden_size: int) -> ScalarHead:
+def scalar_head(settings: ModelSettings, hidden_size: int) -> ScalarHead:
     """A loaded head; a fresh one when the model will be trained or is random anyway."""
     head = ScalarHead(hidden_size, settings.seed)
     if settings.path is None:
@@ -110,14 +110,25 @@ def _check_loaded(path: Path, model: PreTrainedModel, report: Mapping[str, Any],
     """A checkpoint must hold exactly the model's tensors; a scalar head needs no output matrix."""
     output = _output_matrix(model)
     spare = set() if head == "lm" else {n for n, p in model.named_parameters() if p is output.weight}
-    mismatched = [str(entry[0]) for entry in report["mismatched_keys"]]
+    mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
+    refuse_tensors(path, set(report["missing_keys"]) - spare, report["unexpected_keys"], mismatched - spare)
+
+
+def refuse_tensors(
+    path: Path, missing: Iterable[str], unknown: Iterable[str], misshapen: Iterable[str]
+) -> None:
+    """Refuse a checkpoint by the names of tensors that are not as the model needs them.
+
+    Raises:
+        BackendError: when there is any such tensor.
+    """
     for problem, names in (
-        ("lacks", set(report["missing_keys"]) - spare),
-        ("has tensors that the model does not know:", set(report["unexpected_keys"])),
-        ("has tensors of other shapes than its config says:", set(mismatched) - spare),
+        ("lacks", missing),
+        ("has tensors that the model does not know:", unknown),
+        ("has tensors of other shapes than its config says:", misshapen),
     ):
-        if names:
-            raise BackendError(f"checkpoint {path} {problem} {_some(names)}")
+        if listed := sorted(names):
+            raise BackendError(f"checkpoint {path} {problem} {_some(listed)}")
 
 
 def _check_architecture(model: PreTrainedModel) -> None:
@@ -139,13 +150,17 @@ def _turn_off_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def _check_choice(what: str, value: str, known: Iterable[str]) -> None:
+def check_choice(what: str, value: str, known: Iterable[str]) -> None:
+    """Refuse a value that is not one of the known.
+
+    Raises:
+        BackendError: naming the nearest one.
+    """
     if value not in known:
         raise BackendError(f"{what} {value!r} is not one of {', '.join(known)}{nearest(value, known)}")
 
 
-def _some(names: Iterable[str], limit: int = 3) -> str:
+def _some(names: Sequence[str], limit: int = 3) -> str:
     """The first few names, and how many more."""
-    listed = sorted(names)
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(listed[:limit]) + more
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

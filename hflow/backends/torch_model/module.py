@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from hflow.backends.torch_model.inputs import Packed
-from hflow.backends.torch_model.output import LmOutput, ScalarOutput
+from hflow.backends.common.inputs import Packed
+from hflow.backends.common.output import LmOutput, ScalarOutput
+from hflow.backends.torch_model.logits import WholeLogits
 from hflow.types import Output
 
 Result = TypeVar("Result")
@@ -28,12 +29,13 @@ class PackedModel(nn.Module):
         packed: Packed,
         consume: Callable[[Output], Result] | None,
         temperature: float = 1.0,
-        wanted: set[str] | None = None,
+        wanted: Callable[[], set[str]] = set,
     ) -> Result | Tensor:
         """Run the backbone and return what `consume` makes of its output.
 
         Without `consume` the result is a zero that depends on every weight: a rank with nothing to
-        do takes part in the gathering of weights and in the reduction of gradients by it.
+        do takes part in the gathering of weights and in the reduction of gradients by it. `wanted` returns
+        the set that `LmOutput` shares between calls: FSDP would hand on a copy of the set itself.
         """
         hidden = self.backbone(
             input_ids=packed.computed_ids[None],
@@ -47,6 +49,7 @@ class PackedModel(nn.Module):
             nothing: Tensor = self.head(hidden[:0]).sum()
             return nothing
         if self.kind == "lm":
-            wanted = set() if wanted is None else wanted
-            return consume(LmOutput(hidden, self.head, packed, temperature, wanted))
-        return consume(ScalarOutput(hidden, self.head, packed, self.kind))
+            rows = hidden.index_select(0, packed.targets - 1)
+            logits = WholeLogits(rows, self.head, temperature)
+            return consume(LmOutput(logits, packed, wanted()))
+        return consume(ScalarOutput(self.head(hidden), packed, self.kind))

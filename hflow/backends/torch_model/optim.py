@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hflow.backends.base import OptimSettings
-from hflow.errors import BackendError
-
-SCHEDULES = ("constant", "linear", "cosine")
+from hflow.backends.common.learning_rate import check_schedule, learning_rate
 
 
 class Optimizer:
@@ -26,7 +23,7 @@ class Optimizer:
         self, parameters: Iterable[nn.Parameter], settings: OptimSettings, group: ProcessGroup | None
     ) -> None:
         """Take the model's weights; `group` holds the ranks among which they are sharded."""
-        _check_schedule(settings)
+        check_schedule(settings)
         self._settings = settings
         self._group = group
         self._weights = list(parameters)
@@ -51,21 +48,21 @@ class Optimizer:
         """Learning rate of the next step."""
         return learning_rate(self._settings, self.num_steps)
 
-    def gradient_norm(self) -> Tensor:
+    def gradient_norm(self) -> float:
         """Norm of the whole gradient, over all ranks (a collective)."""
         for weight, shard in zip(self._weights, self._shards, strict=True):
             shard.grad = None if weight.grad is None else local(weight.grad)
         norm = get_total_norm([shard.grad for shard in self._shards if shard.grad is not None])
         if self._group is None:
-            return norm
+            return norm.item()
         square = norm.square()
         dist.all_reduce(square, group=self._group)
-        return square.sqrt()
+        return square.sqrt().item()
 
-    def step(self, norm: Tensor) -> None:
+    def step(self, norm: float) -> None:
         """Clip by the norm that `gradient_norm` returned, step, and forget the gradients."""
         if self._settings.clip_grad > 0:
-            clip_grads_with_norm_(self._shards, self._settings.clip_grad, norm)
+            clip_grads_with_norm_(self._shards, self._settings.clip_grad, torch.tensor(norm))
         for part in self._adamw.param_groups:
             part["lr"] = self.lr
         self._adamw.step()
@@ -78,28 +75,6 @@ class Optimizer:
             tensor.grad = None
 
 
-def learning_rate(settings: OptimSettings, num_steps: int) -> float:
-    """Learning rate of the step after `num_steps` steps.
-
-    It rises linearly to `lr` over the warm-up, the first step having `lr / warmup_steps`, and goes
-    to `lr * min_lr_ratio` over the next `total_steps`.
-    """
-    if num_steps < settings.warmup_steps:
-        return settings.lr * (num_steps + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return settings.lr
-    progress = min((num_steps - settings.warmup_steps) / settings.total_steps, 1.0)
-    left = 1 - progress if settings.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
-
-
 def local(tensor: Tensor) -> Tensor:
     """The shard of a tensor that this rank holds, sharing its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _check_schedule(settings: OptimSettings) -> None:
-    if settings.schedule not in SCHEDULES:
-        raise BackendError(f"schedule {settings.schedule!r} is not one of {', '.join(SCHEDULES)}")
-    if settings.schedule != "constant" and settings.total_steps <= 0:
-        raise BackendError(f"schedule {settings.schedule!r} needs total_steps of at least 1")

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.backends.base import Call
-from hflow.backends.torch_model.inputs import Packed, empty_shard, to_device
+from hflow.backends.common.cutting import Cutting
+from hflow.backends.common.inputs import Packed, empty_shard, to_device
 from hflow.backends.torch_model.module import PackedModel
-from hflow.backends.torch_model.schedule import Cutting
 from hflow.data.batch import Batch
 from hflow.errors import RunError
 from hflow.types import Output
@@ -45,7 +45,7 @@ class Runner:
         packed = to_device(batch, self.device, self.dtype)
         touched = self.touched.setdefault(call.node, set())
         result: Result = self.module(
-            packed, lambda output: consume(packed, output), call.temperature, touched
+            packed, lambda output: consume(packed, output), call.temperature, lambda: touched
         )
         return result
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hflow.backends.torch_model.gather import whole_tensors
 from hflow.backends.torch_model.heads import save_head
+from hflow.backends.torch_model.optim import local
 
 
 def named_weights(
@@ -23,9 +25,27 @@ def named_weights(
     """
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = [(name, x) for name, x in model.state_dict().items() if name not in known]
-    scalar = [] if kind == "lm" else [(scalar_prefix(kind) + name, x) for name, x in head.named_parameters()]
-    named = (*model.named_parameters(), *buffers, *scalar)
+    named = (*model.named_parameters(), *buffers, *_scalar_weights(head, kind))
     yield from whole_tensors(((name, tensor.detach()) for name, tensor in named), dtype)
+
+
+def held_weights(
+    model: PreTrainedModel, root: nn.Module, head: nn.Module, kind: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what this rank holds of every weight, under its HF name; the storage is the model's.
+
+    FSDP leaves weights whole after a forward without gradient, for the next one. They are given up
+    first, as they would outlive a change of the shards.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for name, weight in (*model.named_parameters(), *_scalar_weights(head, kind)):
+        yield name, local(weight.detach())
+
+
+def _scalar_weights(head: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
+    return [] if kind == "lm" else [(scalar_prefix(kind) + name, x) for name, x in head.named_parameters()]
 
 
 def save(model: PreTrainedModel, head: nn.Module, kind: str, directory: Path, is_writer: bool) -> None:

@@ -1,0 +1,49 @@
+"""Seconds of every node: analytic, from the hardware's figures and the models' sizes.
+
+Nothing here is measured in a run. Each estimate consists of named parts that add up, and each part
+says what bounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from hflow.plan.cost.nodes import Costs, Parts
+from hflow.plan.cost.roofline import node_time
+from hflow.plan.forecast import EdgeTraffic, NodeTime
+from hflow.plan.ir import Plan
+from hflow.plan.request import PlanRequest
+from hflow.plan.workload import Workload
+
+__all__ = ["node_times"]
+
+
+def node_times(
+    plan: Plan, request: PlanRequest, workload: Mapping[str, Workload], traffic: Sequence[EdgeTraffic]
+) -> tuple[NodeTime, ...]:
+    """Seconds of the source, the nodes and the engines' replicas of the trained stream.
+
+    A source's seconds are those of one whole batch, a node's of one firing, a replica's (`actor@gen`)
+    those of taking new weights. Left out are nodes of side streams, as nobody knows here how large their
+    datasets are, and whatever needs a model of unknown sizes.
+
+    Args:
+        plan: where everything runs.
+        request: what was asked for it; without hardware there are no seconds.
+        workload: root stream -> lengths of its samples.
+        traffic: bytes that the nodes' inputs move.
+    """
+    if request.hardware is None:
+        return ()
+    stream = plan.schedule.streams[0]
+    costs = Costs(plan, request, request.hardware, workload[stream.name], traffic)
+    rows = (stream.source, costs.source()), *_nodes(plan, costs)
+    return tuple(node_time(name, parts) for name, parts in rows if parts is not None)
+
+
+def _nodes(plan: Plan, costs: Costs) -> Iterator[tuple[str, Parts]]:
+    for node in plan.schedule.nodes:
+        if node.stream == plan.schedule.streams[0].name:
+            yield node.name, costs.node(node)
+    for route in plan.weights:
+        yield route.dst, costs.weights(route)

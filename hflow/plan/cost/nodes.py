@@ -1,0 +1,129 @@
+"""`Costs`: the parts of each source's, node's and replica's time in one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hflow.graph.ir import Level, NodeSpec
+from hflow.plan.cost.collectives import Ranks
+from hflow.plan.cost.flops import Work, work_of
+from hflow.plan.cost.generation import Rollout, generate
+from hflow.plan.cost.roofline import COMPUTE, Part
+from hflow.plan.cost.side import Side
+from hflow.plan.cost.sync import redistribution, saving, sync
+from hflow.plan.cost.training import forward, train, update
+from hflow.plan.forecast import EdgeTraffic
+from hflow.plan.hardware import Hardware
+from hflow.plan.ir import Plan, ScheduledNode, WeightRoute
+from hflow.plan.placement import SAVE_PREFIX
+from hflow.plan.request import PlanRequest
+from hflow.plan.workload import Workload, sample_lengths
+
+Parts = list[Part] | None
+"""None where the sizes of a model are needed that the planner does not know."""
+
+
+class Costs:
+    """Estimates for the trained stream of a plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        request: PlanRequest,
+        hardware: Hardware,
+        workload: Workload,
+        traffic: Sequence[EdgeTraffic],
+    ) -> None:
+        self._plan = plan
+        self._request = request
+        self._hardware = hardware
+        self._workload = workload
+        self._stream = plan.schedule.streams[0]
+        self._edges = {edge.consumer: edge for edge in traffic}
+        self._cuts = dict(plan.cuts)
+        self._shapes = dict(plan.shapes)
+        num = request.batch * self._stream.group_size
+        self._lengths = sample_lengths(workload, num, request.seed)
+        self._sides: dict[str, Side | None] = {}
+
+    def source(self) -> Parts:
+        """One whole batch; engines of one episode take turns. Written samples are made ahead, in no time."""
+        rollout = Rollout(
+            groups=self._request.batch,
+            group_size=self._stream.group_size,
+            max_concurrent=self._request.max_concurrent,
+            ahead=(self._request.max_staleness + 1) * self._request.sync_every - 1,
+            seed=self._request.seed,
+        )
+        parts: list[Part] = []
+        for name in self._stream.replicas:
+            side = self._side(name)
+            if side is None:
+                return None
+            mark = f"{name} " if len(self._stream.replicas) > 1 else ""
+            parts += [replace(p, name=mark + p.name) for p in generate(side, self._workload, rollout)]
+        return parts
+
+    def node(self, node: ScheduledNode) -> Parts:
+        """One firing of a node."""
+        edge = self._edges.get(node.name)
+        moving = [] if edge is None else [redistribution(edge, self._hardware)]
+        body = self._body(node, edge)
+        return None if body is None else [*moving, *body]
+
+    def weights(self, route: WeightRoute) -> Parts:
+        """New weights for an engine's replica."""
+        side = self._side(route.dst)
+        if side is None:
+            return None
+        return sync(route, side, Ranks.of(self._plan.replica(route.dst).workers, self._plan.cluster))
+
+    def _body(self, node: ScheduledNode, edge: EdgeTraffic | None) -> Parts:
+        placement = self._plan.placement(node.name)
+        spec = None if node.name.startswith(SAVE_PREFIX) else self._plan.graph.node(node.name).spec
+        if spec is not None and spec.cost:
+            return [self._stated(spec, node.level)]
+        if spec is not None and spec.verb not in ("infer", "train", "update"):
+            return []
+        side = self._side(placement.replicas[0])
+        if side is None:
+            return None
+        if spec is None:
+            return saving(side)
+        if spec.verb == "update":
+            return update(side)
+        work = self._work(side)
+        if node.level is not Level.BATCH:
+            return forward(side, work.share(1 / work.groups))
+        heaviest = (1.0 if edge is None else edge.imbalance) / side.layout.data
+        if spec.verb == "infer":
+            return forward(side, work.share(heaviest))
+        cut = self._cuts[node.name]
+        return train(side, work.share(heaviest / cut.minibatches), cut.minibatches * cut.epochs)
+
+    def _stated(self, spec: NodeSpec, level: Level) -> Part:
+        """The seconds that a node's own type states, for one sample, group or batch."""
+        size, num = self._stream.group_size, len(self._lengths)
+        sequences = {Level.SAMPLE: 1, Level.GROUP: size, Level.BATCH: num}[level]
+        amounts = {
+            "constant": 1.0,
+            "tokens": sum(self._lengths) * sequences / num,
+            "sequences": sequences,
+            "groups": max(1.0, sequences / size),
+        }
+        return Part("body", sum(amounts[name] * seconds for name, seconds in spec.cost), COMPUTE)
+
+    def _work(self, side: Side) -> Work:
+        """The whole batch, as a replica's backend computes it."""
+        budget = side.asked.tokens_per_microbatch if side.backend.shares_prompts else None
+        return work_of(self._lengths, self._workload.prompt, self._stream.group_size, budget)
+
+    def _side(self, name: str) -> Side | None:
+        if name not in self._sides:
+            replica = self._plan.replica(name)
+            shape, asked = self._shapes.get(replica.model), self._request.model(replica.model)
+            self._sides[name] = (
+                None if shape is None else Side.of(replica, shape, asked, self._hardware, self._plan.cluster)
+            )
+        return self._sides[name]

@@ -1,0 +1,66 @@
+"""Seconds of what moves between nodes and replicas: inputs, new weights, checkpoints."""
+
+from __future__ import annotations
+
+import math
+
+from hflow.plan.cost.collectives import Ranks, Wire, all_gather, send
+from hflow.plan.cost.flops import stage_parameters
+from hflow.plan.cost.roofline import MEMORY, Part
+from hflow.plan.cost.side import Side
+from hflow.plan.forecast import EdgeTraffic
+from hflow.plan.hardware import Hardware
+from hflow.plan.ir import WeightRoute
+
+BUCKET_BYTES = 64 << 20
+"""Weights travel in buckets of about this size."""
+MASTER_BYTES = 4
+"""Weights are saved in fp32."""
+DISK_BYTES_PER_S = 1e9
+"""What one writer is assumed to reach on the disk of checkpoints."""
+
+
+def redistribution(edge: EdgeTraffic, hardware: Hardware) -> Part:
+    """A node's inputs: the busiest worker's bytes, and one request with its answer.
+
+    The share of them that crosses machines is assumed to be that of all bytes.
+    """
+    if not edge.num_bytes:
+        return Wire().part("redistribution")
+    between = edge.busiest_bytes * edge.num_node_bytes / edge.num_bytes
+    wire = send(edge.busiest_bytes - between, hardware.intra, hardware)
+    link = hardware.inter if between else hardware.intra
+    return (wire + send(between, link, hardware)).part("redistribution")
+
+
+def sync(route: WeightRoute, side: Side, ranks: Ranks) -> list[Part]:
+    """New weights for all engines of a replica, which take them at once.
+
+    Engines on one machine that need the same slices let them cross the network once, and share them.
+
+    Args:
+        route: bytes by the plan's rows.
+        side: the replica that takes the weights.
+        ranks: where its workers lie.
+    """
+    if route.how == "shared":
+        return []
+    hardware, num = side.hardware, side.layout.world
+    needed = (route.moved_bytes + route.held_bytes) / num
+    copies = max(1, ranks.per_machine // (side.layout.tensor * side.layout.pipe))
+    between = route.node_bytes / num / copies
+    wire = send(route.moved_bytes / num - between, hardware.intra, hardware)
+    if between:
+        wire += send(between, hardware.inter, hardware)
+    return [
+        Wire(wire.transfer, wire.latency * math.ceil(needed / BUCKET_BYTES)).part("weights"),
+        Part("copy", 2 * needed / side.rates.memory, MEMORY),
+    ]
+
+
+def saving(side: Side) -> list[Part]:
+    """A checkpoint: weights gathered on one rank of each shard, and written by one process."""
+    numel = stage_parameters(side.shape, side.layout.pipe) / side.layout.tensor
+    gather = all_gather(numel * MASTER_BYTES, side.data, side.hardware)
+    whole = numel * side.layout.tensor * side.layout.pipe
+    return [gather.part("all-gather"), Part("disk", whole * MASTER_BYTES / DISK_BYTES_PER_S, "disk")]

@@ -1,0 +1,64 @@
+"""The steady state of a schedule: seconds a step, the cycle that they come from, and who waits.
+
+Pure arithmetic on a `Schedule` and the seconds of its parts. It equals what `RunState` does on a
+virtual clock, where batch nodes take fixed times; the tests hold it to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hflow.plan.forecast import Period
+from hflow.plan.ir import Schedule
+from hflow.plan.period.cycle_ratio import steady_state
+from hflow.plan.period.recurring import Recurring
+from hflow.plan.period.rollout_arcs import add_rollout, link_rollout
+from hflow.plan.period.rows import cycle_rows, idle_shares, slots
+from hflow.plan.period.timed_graph import Fields, TimedGraph, link_batch_nodes
+
+
+def steady_period(
+    schedule: Schedule, seconds: Mapping[str, float], fields: Fields | None = None
+) -> Period | None:
+    """The period of a schedule, its critical cycle, and when everything runs.
+
+    Nodes that fire every n steps are unrolled where the steps after which all comes back are
+    `recurring.MOST_STEPS` at most; rarer ones count in every step, with their mean. The slots cover the
+    steps unrolled.
+
+    Args:
+        schedule: what is run.
+        seconds: node -> seconds of one firing; a source -> of one whole batch; a replica -> to take new
+            weights. What is not named takes no time.
+        fields: (producer, consumer) -> the fields between them, to name edges of the cycle by.
+
+    Returns:
+        None where nothing that comes back takes time.
+    """
+    recurring = Recurring(schedule)
+    graph = timed_graph(recurring, seconds, fields or {})
+    state = steady_state(len(graph.vertices), graph.arcs)
+    if state is None or state.ratio <= 0:
+        return None
+    bars = slots(graph, state)
+    return Period(
+        seconds=state.ratio,
+        cycle=cycle_rows(schedule, graph, state),
+        slots=bars,
+        idle=idle_shares(recurring.lanes(), bars, state.ratio * graph.num_unrolled),
+        num_steps=graph.num_unrolled,
+    )
+
+
+def timed_graph(recurring: Recurring, seconds: Mapping[str, float], fields: Fields) -> TimedGraph:
+    """Everything that fires in the steady state, and what it waits for."""
+    graph = TimedGraph(recurring.num_unrolled)
+    for step in range(graph.num_unrolled):
+        add_rollout(graph, recurring, seconds, step)
+        for node in recurring.nodes:
+            fires = recurring.fires(node, step)
+            spent = seconds.get(node.name, 0.0) * recurring.share(node) if fires else 0.0
+            graph.add(node.name, step, spent, (node.group or node.name,), is_shown=fires)
+    link_batch_nodes(graph, recurring, fields)
+    link_rollout(graph, recurring, fields)
+    return graph

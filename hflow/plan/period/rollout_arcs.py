@@ -1,0 +1,105 @@
+"""How generation follows the weights: turns, staleness, and engines that take new weights.
+
+An engine's devices go through turns: it takes new weights where a sync is due, then generates one
+batch; on a shared group, the group's batch nodes come next. In a run new weights interrupt what is
+generating and its samples go on afterwards; here they come before the first batch that has to have
+them. The engine's work in a round is the same, and so is the pace.
+
+A source's seconds are those that its engines need for a whole batch, so they make one batch after
+another. A run that has samples of two batches in flight is faster than that where engines have room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hflow.plan.period.recurring import Recurring
+from hflow.plan.period.timed_graph import FORMED, Fields, TimedGraph
+
+LOOK_AHEAD = 2
+"""A source whose weights do not change prepares one batch beyond the step that is trained."""
+
+
+def add_rollout(graph: TimedGraph, recurring: Recurring, seconds: Mapping[str, float], step: int) -> None:
+    """The vertices of a step before its batch is formed, in the order in which they fire."""
+    stream = recurring.stream
+    lanes = tuple(dict.fromkeys(recurring.group_of(r) or r for r in stream.replicas))
+    for replica in stream.replicas:
+        if _is_synced(recurring, replica) and step % recurring.sync_every == 0:
+            lane = recurring.group_of(replica) or replica
+            graph.add(replica, step, seconds.get(replica, 0.0), (lane,))
+    graph.add(stream.source, step, seconds.get(stream.source, 0.0), lanes or (stream.source,))
+    for node in recurring.sample_nodes:
+        graph.add(node.name, step, seconds.get(node.name, 0.0), (node.name,))
+    graph.add(FORMED, step, 0.0, is_shown=False)
+
+
+def link_rollout(graph: TimedGraph, recurring: Recurring, fields: Fields) -> None:
+    """What sources, sample nodes and engines wait for; batch nodes are linked already."""
+    for replica in recurring.stream.replicas:
+        if _is_synced(recurring, replica):
+            _link_syncs(graph, recurring, replica)
+    for step in range(graph.num_unrolled):
+        _link_source(graph, recurring, step)
+        _link_samples(graph, recurring, step, fields)
+
+
+def _is_synced(recurring: Recurring, replica: str) -> bool:
+    return bool(recurring.models and recurring.models_of(replica))
+
+
+def _link_source(graph: TimedGraph, recurring: Recurring, step: int) -> None:
+    source = recurring.stream.source
+    last = {group: names[-1] for group, names in recurring.orders()}
+    for replica in recurring.stream.replicas:
+        group = recurring.group_of(replica)
+        if group in last:
+            graph.link(last[group], source, step, 1, f"turn of group {group}")
+    graph.link(source, source, step, 1, f"next batch of {source}")
+    if not recurring.models:
+        for node in recurring.nodes:
+            graph.link(node.name, source, step, LOOK_AHEAD, "one batch ahead")
+
+
+def _link_samples(graph: TimedGraph, recurring: Recurring, step: int, fields: Fields) -> None:
+    """From the source through sample and group nodes to the batch, which needs them all."""
+    last = dict.fromkeys((recurring.stream.source, *(node.name for node in recurring.sample_nodes)))
+    for node in recurring.sample_nodes:
+        for before in node.needs or (recurring.stream.source,):
+            graph.link(before, node.name, step, 0, fields.get((before, node.name), "data"))
+            last.pop(before, None)
+    for name in last:
+        graph.link(name, FORMED, step, 0, "")
+
+
+def _link_syncs(graph: TimedGraph, recurring: Recurring, replica: str) -> None:
+    """An engine takes version `step` once it is written, in its turn before the batch that needs it.
+
+    An engine with devices of its own always can, so the next writers wait for it.
+    """
+    source, every = recurring.stream.source, recurring.sync_every
+    group = recurring.group_of(replica)
+    models = recurring.models_of(replica)
+    behind = recurring.schedule.max_staleness * every
+    for step in range(0, graph.num_unrolled, every):
+        for writer in recurring.writers_of(models):
+            graph.link(writer, replica, step, 1, f"weights of {', '.join(models)}")
+            if group is None:
+                graph.link(replica, writer, step, 0, f"{replica} has the weights before they change")
+        graph.link(replica, source, step + behind, behind, "weights loaded")
+        for last, why in _turns_before(recurring, group):
+            graph.link(last, replica, step, 1 - behind, why)
+
+
+def _turns_before(recurring: Recurring, group: str | None) -> list[tuple[str, str]]:
+    """Which node's end, a step before, makes an engine's devices free, and why.
+
+    Where its source waits for turns elsewhere too, an engine with devices of its own need not wait.
+    """
+    last = {name: names[-1] for name, names in recurring.orders()}
+    turns = [recurring.group_of(name) for name in recurring.stream.replicas]
+    if group in last:
+        return [(last[group], f"turn of group {group}")]
+    if last.keys().isdisjoint(turns):
+        return [(recurring.stream.source, f"next batch of {recurring.stream.source}")]
+    return []

@@ -1,0 +1,143 @@
+"""How the shards of one replica become those of another: frozen rows, and the bytes that they move.
+
+For each tensor the source's boxes are a partition, and so are the destination's; a row is the overlap of
+two of them. So every entry that a worker needs is in exactly one row, and a worker that holds a row's
+slice already takes it from itself: no plan can move fewer bytes. Layers are worked on as ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hflow.plan.ir import ClusterSpec, Replica, RouteRow, WeightRoute
+from hflow.plan.overlap import overlaps
+from hflow.plan.routing import rank_order
+from hflow.plan.shape import ModelShape, TensorSpec, layer_template, other_tensors
+from hflow.plan.sharding import Piece, is_on_stage, numel, pieces, stage_layers
+from hflow.plan.traits import traits
+from hflow.plan.worker_sets import WorkerSets
+
+
+def with_rows(
+    route: WeightRoute, src: Replica, dst: Replica, shape: ModelShape, item_bytes: int, cluster: ClusterSpec
+) -> WeightRoute:
+    """The route with its rows and bytes.
+
+    Args:
+        route: says which replicas, and how.
+        src: the replica that has the weights.
+        dst: the replica that gets them.
+        shape: sizes of their model.
+        item_bytes: bytes of one entry on the way, and at the destination.
+        cluster: says which workers share a machine.
+
+    Raises:
+        PlanError: when a layout's tensor axis does not divide what it cuts.
+    """
+    sets = WorkerSets(cluster)
+    ends = _End(src, sets), _End(dst, sets)
+    rows: list[RouteRow] = []
+    moved = held = crossing = 0
+    for part in _parts(shape, src.layout.pipe, dst.layout.pipe):
+        for row in _rows(part, *ends):
+            rows.append(row)
+            share = sets.share(row.holders, row.receivers)
+            num_bytes = item_bytes * part.num_layers * numel(row.box)
+            moved += num_bytes * share.takers
+            held += num_bytes * share.owners
+            crossing += num_bytes * share.far_takers
+    return replace(
+        route,
+        worker_sets=sets.listed(),
+        rows=tuple(rows),
+        moved_bytes=moved,
+        node_bytes=crossing,
+        held_bytes=held,
+    )
+
+
+def sender(route: WeightRoute, index: int, receiver: int, cluster: ClusterSpec, layer: int = 0) -> int:
+    """The worker from which a receiver takes one layer's slice of row `index`.
+
+    That is the receiver itself if it is a holder, else a holder on its machine, else any. Receivers with
+    the same choice take turns, and the turns go on from row to row and from layer to layer, so that holders
+    send about equally.
+    """
+    row = route.rows[index]
+    holders, receivers = route.worker_sets[row.holders], route.worker_sets[row.receivers]
+    if receiver in holders:
+        return receiver
+    node = cluster.node_of(receiver)
+    nodes = {cluster.node_of(worker) for worker in holders}
+    takers = [worker for worker in receivers if worker not in holders]
+    if node in nodes:
+        holders = tuple(worker for worker in holders if cluster.node_of(worker) == node)
+        takers = [worker for worker in takers if cluster.node_of(worker) == node]
+    else:
+        takers = [worker for worker in takers if cluster.node_of(worker) not in nodes]
+    return holders[(takers.index(receiver) + index + layer) % len(holders)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor, or the same tensor of several layers, that lies on one set of stages at each end."""
+
+    spec: TensorSpec
+    layers: tuple[int, int] | None
+    src_stages: tuple[int, ...]
+    dst_stages: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Tensors that the part stands for."""
+        return 1 if self.layers is None else self.layers[1] - self.layers[0]
+
+
+def _parts(shape: ModelShape, num_src: int, num_dst: int) -> Iterator[_Part]:
+    """The whole model in parts, for two numbers of pipeline stages."""
+    for spec in other_tensors(shape):
+        yield _Part(spec, None, _stages(spec, shape, num_src), _stages(spec, shape, num_dst))
+    for s, (src_first, src_last) in enumerate(stage_layers(shape.num_layers, num_src)):
+        for d, (dst_first, dst_last) in enumerate(stage_layers(shape.num_layers, num_dst)):
+            layers = max(src_first, dst_first), min(src_last, dst_last)
+            if layers[0] < layers[1]:
+                yield from (_Part(spec, layers, (s,), (d,)) for spec in layer_template(shape))
+
+
+def _stages(spec: TensorSpec, shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    return tuple(stage for stage in range(num_stages) if is_on_stage(spec, shape, stage, num_stages))
+
+
+def _rows(part: _Part, src: _End, dst: _End) -> Iterator[RouteRow]:
+    """A row for every slice of a part."""
+    ours, theirs = src.pieces(part.spec), dst.pieces(part.spec)
+    holders = [src.workers(piece, part.src_stages) for piece in ours]
+    receivers = [dst.workers(piece, part.dst_stages) for piece in theirs]
+    for met in overlaps(ours, theirs):
+        yield RouteRow(part.spec.name, part.layers, met.box, holders[met.ours], receivers[met.theirs])
+
+
+class _End:
+    """One of a route's two replicas: its pieces, and the workers behind them."""
+
+    def __init__(self, replica: Replica, sets: WorkerSets) -> None:
+        self._layout = replica.layout
+        self._traits = traits(replica.backend)
+        self._sets = sets
+        num_places, order = self._layout.data * self._layout.tensor, rank_order(replica.role)
+        self._workers = [
+            [
+                replica.workers[self._layout.rank(order, *divmod(place, self._layout.tensor), stage)]
+                for place in range(num_places)
+            ]
+            for stage in range(self._layout.pipe)
+        ]
+
+    def pieces(self, spec: TensorSpec) -> tuple[Piece, ...]:
+        """The parts into which a tensor is cut."""
+        return pieces(spec, self._traits, self._layout)
+
+    def workers(self, piece: Piece, stages: tuple[int, ...]) -> int:
+        """The index of the set of workers that have a piece on these stages."""
+        return self._sets.add(self._workers[stage][place] for stage in stages for place in piece.places)

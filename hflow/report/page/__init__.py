@@ -1,0 +1,61 @@
+"""`render_page`: a plan as one HTML file that needs nothing else, neither network nor hflow.
+
+The view (`view.py`) decides what is shown; templates write it as HTML and SVG; the script only reacts to
+the reader. Equal plans give equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from hflow.plan.ir import Plan
+from hflow.plan.serialise import plain
+from hflow.report.page.view import PageView, page_view
+
+STYLES = ("base.css", "graph.css", "charts.css", "devices.css", "print.css")
+SCRIPTS = ("select.js", "devices.js", "tips.js", "theme.js")
+IN_SCRIPT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
+"""Signs that could end a script element, as JSON escapes."""
+
+
+def render_page(plan: Plan) -> str:
+    """The page of a plan, for `hflow plan --html FILE`."""
+    view = page_view(plan)
+    environment = Environment(
+        loader=PackageLoader(__name__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("page.html.jinja").render(
+        view=view,
+        style=_joined(STYLES),
+        script=_joined(SCRIPTS),
+        data=_json(_for_script(view)),
+    )
+
+
+def _for_script(view: PageView) -> dict[str, Any]:
+    """What the script looks up; all the rest is in the page's text."""
+    row = plain(view.devices)
+    names = ("per_machine", "replicas", "routes", "sets", "peaks")
+    return {"devices": {name: row[name] for name in names}, "routing": plain(view.tables.routing)}
+
+
+def _joined(names: tuple[str, ...]) -> Markup:
+    """Own files, that are part of the page as they are."""
+    folder = files(__name__) / "templates"
+    return Markup("\n".join((folder / name).read_text(encoding="utf-8") for name in names))
+
+
+def _json(value: Any) -> Markup:
+    """JSON that cannot end the script element in which it stands."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return Markup(text.translate(IN_SCRIPT))

@@ -1,0 +1,154 @@
+"""Nodes as cards: a head, then a row for everything that the node reads and returns.
+
+An edge ends at the row that it fills, so that its fields are written where it arrives and no label
+can lie on top of anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hflow.graph.ir import EdgeKind, Node
+from hflow.plan.ir import Plan
+from hflow.report.page.edges import Arrow
+from hflow.report.page.shapes import known_verb
+
+HEAD = 46
+LINE = 15
+PAD = 6
+CHAR = 6.7
+"""Width of a letter in a row, in the monospaced font at 11 pixels."""
+HEAD_CHAR = 7.9
+"""Width of a letter in the head, at 13 pixels."""
+NOTE_CHAR = 6.2
+"""Width of a letter in the line below the name."""
+NARROWEST, WIDEST = 148, 226
+PORT = HEAD / 2
+"""Where edges without a row of their own arrive and leave."""
+
+
+@dataclass(frozen=True)
+class CardRow:
+    """Something that a node reads (an edge arrives) or returns (edges leave)."""
+
+    side: str
+    """`in` or `out`."""
+    kind: str
+    """`data`, `column` (of the dataset, without an edge), `weights`."""
+    lines: tuple[str, ...]
+    note: str = ""
+    arrow: str = ""
+    """The edge that arrives here."""
+
+    @property
+    def height(self) -> int:
+        """Pixels."""
+        return LINE * len(self.lines)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A node before it has a place."""
+
+    name: str
+    title: str
+    verb: str
+    shape: str
+    note: str
+    group: str
+    """The device group in whose order it takes its turn, or an empty text."""
+    rows: tuple[CardRow, ...]
+
+    @property
+    def group_title(self) -> str:
+        """The group's name, as long as there is room for."""
+        return shorten(self.group, 10)
+
+    @property
+    def height(self) -> float:
+        """Pixels."""
+        return HEAD + sum(row.height for row in self.rows) + 2 * PAD
+
+    @property
+    def width(self) -> float:
+        """Pixels that its longest line needs."""
+        head = 44 + HEAD_CHAR * len(self.title)
+        rows = [30 + CHAR * max(len(line) for line in row.lines) + CHAR * len(row.note) for row in self.rows]
+        note = 50 + NOTE_CHAR * (len(self.note) + len(self.group_title))
+        return min(WIDEST, max(NARROWEST, head, note, *rows))
+
+    def row_tops(self) -> tuple[float, ...]:
+        """The top of each row, below the card's."""
+        tops, top = [], float(HEAD + PAD)
+        for row in self.rows:
+            tops.append(top)
+            top += row.height
+        return tuple(tops)
+
+    def port(self, arrow: str) -> float:
+        """Where an edge arrives, below the card's top."""
+        for row, top in zip(self.rows, self.row_tops(), strict=True):
+            if row.arrow == arrow:
+                return top + LINE / 2
+        return PORT
+
+    def exit(self, kind: EdgeKind) -> float:
+        """Where edges of a kind leave, below the card's top."""
+        wanted = {EdgeKind.DATA: "data", EdgeKind.WEIGHTS: "weights"}.get(kind)
+        for row, top in zip(self.rows, self.row_tops(), strict=True):
+            if row.side == "out" and row.kind == wanted:
+                return top + LINE / 2
+        return PORT
+
+
+def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -> Card:
+    """The card of a node.
+
+    Args:
+        plan: says where it runs.
+        node: the node.
+        arriving: edges that end at it, in the order in which their rows should stand.
+        seconds: how long it takes, or an empty text.
+    """
+    placement = plan.placement(node.name)
+    fires = "" if placement.group else f"per {node.spec.level}"
+    parts = [node.spec.verb, fires, seconds]
+    return Card(
+        name=node.name,
+        title=shorten(node.name, 22),
+        verb=node.spec.verb,
+        shape=known_verb(node.spec.verb),
+        note=" · ".join(part for part in parts if part),
+        group=placement.group or "",
+        rows=tuple(_rows(plan, node, arriving)),
+    )
+
+
+def shorten(text: str, num_chars: int) -> str:
+    """A text of at most so many letters, with dots in its middle."""
+    if len(text) <= num_chars:
+        return text
+    tail = (num_chars - 1) // 2
+    return f"{text[: num_chars - 1 - tail]}…{text[-tail:]}"
+
+
+def _rows(plan: Plan, node: Node, arriving: Sequence[Arrow]) -> Iterator[CardRow]:
+    columns = tuple(shorten(read.field, 24) for read in node.reads if read.producer == node.name)
+    if node.spec.opens_stream and columns:
+        yield CardRow("in", "column", columns)
+    for kind, name in ((EdgeKind.DATA, "data"), (EdgeKind.WEIGHTS, "weights")):
+        for arrow in arriving:
+            if arrow.kind is kind:
+                lines = tuple(shorten(line, 24) for line in arrow.label)
+                yield CardRow("in", name, lines, note=arrow.lag_text, arrow=arrow.id)
+    yield from _out_rows(plan, node)
+
+
+def _out_rows(plan: Plan, node: Node) -> Iterator[CardRow]:
+    if node.spec.opens_stream:
+        yield CardRow("out", "data", ("samples",))
+    elif node.spec.returns and node.spec.verb != "train":
+        yield CardRow("out", "data", tuple(shorten(row.field, 24) for row in node.spec.returns))
+    for model in node.spec.writes_weights:
+        yield CardRow("out", "weights", (f"weights of {shorten(model, 12)}",))

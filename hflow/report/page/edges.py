@@ -1,0 +1,72 @@
+"""The edges that the page draws: those of the graph, and the orders of device groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hflow.graph.ir import Edge, EdgeKind
+from hflow.graph.lags import largest_lag
+from hflow.plan.ir import Plan
+from hflow.plan.placement import SAVE_PREFIX
+
+SAMPLES = ("samples",)
+"""What passes along a data edge that names no fields."""
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """One edge to draw."""
+
+    id: str
+    kind: EdgeKind
+    src: str
+    dst: str
+    label: tuple[str, ...]
+    """What passes along it, a line each: fields, or whose weights."""
+    lag: int
+    """Steps that it crosses."""
+    is_at_most: bool
+    """Whether it may cross fewer."""
+    key: str
+    """Arrows with the same key share one way back (weights of one writer to all its readers)."""
+
+    @property
+    def lag_text(self) -> str:
+        """`lag 1`, `lag ≤ 2`; empty within a step."""
+        return f"lag {'≤ ' if self.is_at_most else ''}{self.lag}" if self.lag else ""
+
+    @property
+    def text(self) -> str:
+        """Label and lag in one line."""
+        return ", ".join((*self.label, self.lag_text) if self.lag else self.label)
+
+
+def arrows(plan: Plan) -> tuple[Arrow, ...]:
+    """All edges, in the plan's order."""
+    made = [*_of_graph(plan), *_orders(plan)]
+    return tuple(replace(arrow, id=f"e{i}") for i, arrow in enumerate(made))
+
+
+def _of_graph(plan: Plan) -> Iterator[Arrow]:
+    schedule = plan.schedule
+    for edge in plan.graph.edges:
+        lag = largest_lag(edge, schedule.max_staleness, schedule.sync_every)
+        key = f"{edge.kind} {edge.src} {edge.model or edge.fields}"
+        yield Arrow("", edge.kind, edge.src, edge.dst, _label(edge), lag, edge.at_most, key)
+
+
+def _label(edge: Edge) -> tuple[str, ...]:
+    if edge.kind is EdgeKind.DATA:
+        return edge.fields or SAMPLES
+    return (f"weights of {edge.model}" if edge.kind is EdgeKind.WEIGHTS else f"before {edge.model} changes",)
+
+
+def _orders(plan: Plan) -> Iterator[Arrow]:
+    """Each group's cyclic order among the graph's nodes; saving is drawn as part of its writer."""
+    for group, names in plan.schedule.orders:
+        turns = [name for name in names if not name.startswith(SAVE_PREFIX)]
+        for i, src in enumerate(turns):
+            dst = turns[(i + 1) % len(turns)]
+            lag, label = int(i + 1 == len(turns)), (f"order of group {group}",)
+            yield Arrow("", EdgeKind.ORDER, src, dst, label, lag, False, f"order {src} {dst}")

@@ -1,0 +1,190 @@
+"""The steady state as a Gantt chart: lanes of bars over two periods, one colour a step.
+
+A slot may begin later than one period, as several steps are under way at once: step `k` is the one that
+begins at the chart's left edge, the one before it began a period earlier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hflow.plan.forecast import Period, Slot
+from hflow.plan.ir import Plan
+from hflow.report.page.refs import ref_of
+from hflow.report.words import MINUS, plural, seconds_text, share_text
+
+NUM_PERIODS, MOST_PERIODS = 2, 4
+"""Periods drawn; up to the second number where steps differ, as some nodes do not fire in each."""
+NUM_TICKS, NUM_COLOURS = 8, 4
+MINUTE, LONG = 60.0, 600.0
+"""Seconds of a minute, and from which on a chart counts in minutes."""
+HAIR = 1e-9
+"""Share of the chart below which two bars only touch."""
+LEAST_SHARE = 0.01
+"""A lane without devices of its own is drawn when it is busy for more than this share of the chart."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One firing of a node, cut at the chart's edges. Positions are percent of its width."""
+
+    node: str
+    ref: str
+    step: str
+    colour: int
+    left: float
+    width: float
+    row: int
+    is_critical: bool
+    is_cut_left: bool
+    is_cut_right: bool
+    tip: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One device group."""
+
+    name: str
+    note: str
+    idle: str
+    num_rows: int
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A mark of the time axis."""
+
+    text: str
+    left: float
+
+
+@dataclass(frozen=True)
+class Gantt:
+    """The whole chart."""
+
+    period: str
+    periods: tuple[str, ...]
+    """Titles of the periods, from left to right."""
+    lanes: tuple[Lane, ...]
+    ticks: tuple[Tick, ...]
+    steps: tuple[tuple[str, int], ...]
+    """(step, colour) of the steps that occur, the oldest first."""
+    note: str
+    """What the chart leaves out."""
+
+
+def gantt_view(plan: Plan) -> Gantt | None:
+    """The chart of a plan; None where the period is unknown."""
+    period = plan.forecast.period if plan.forecast else None
+    if period is None or period.seconds <= 0:
+        return None
+    num_periods = max(NUM_PERIODS, min(MOST_PERIODS, period.num_steps))
+    whole = num_periods * period.seconds
+    lanes = tuple(_lane(plan, name, slots, period, whole) for name, slots in _by_lane(plan, period).items())
+    shown = {(bar.step, bar.colour) for lane in lanes for bar in lane.bars}
+    rest = period.num_steps - num_periods
+    return Gantt(
+        period=seconds_text(period.seconds),
+        periods=tuple(f"period {i + 1}" for i in range(num_periods)),
+        lanes=lanes,
+        ticks=tuple(_ticks(whole)),
+        steps=tuple(sorted(shown, key=lambda pair: _offset(pair[0]))),
+        note=f"Steps differ; {plural(rest, 'more step')} follow before all repeats." if rest > 0 else "",
+    )
+
+
+def step_name(offset: int) -> str:
+    """`k`, `k+1`, and with a minus sign the steps before."""
+    return "k" if offset == 0 else f"k{'+' if offset > 0 else MINUS}{abs(offset)}"
+
+
+def _by_lane(plan: Plan, period: Period) -> dict[str, list[Slot]]:
+    """Device group -> slots, engines with those of their group; then busy nodes without devices."""
+    groups = {replica.name: replica.group for replica in plan.replicas}
+    lanes: dict[str, list[Slot]] = {group.name: [] for group in plan.groups}
+    for slot in period.slots:
+        lanes.setdefault(groups.get(slot.lane, slot.lane), []).append(slot)
+    named, least = {group.name for group in plan.groups}, LEAST_SHARE * period.seconds * period.num_steps
+    return {
+        name: slots
+        for name, slots in lanes.items()
+        if name in named or sum(slot.seconds for slot in slots) >= least
+    }
+
+
+def _lane(plan: Plan, name: str, slots: Sequence[Slot], period: Period, whole: float) -> Lane:
+    sizes = {group.name: len(group.devices) for group in plan.groups}
+    groups = {replica.name: replica.group for replica in plan.replicas}
+    idle = {groups.get(lane, lane): share for lane, share in period.idle}
+    critical = {step.node for step in period.cycle}
+    bars = [
+        replace(bar, ref=ref_of(plan, bar.node), is_critical=bar.node in critical)
+        for slot in slots
+        for bar in _bars(slot, period, whole)
+    ]
+    num_rows, placed = _stack(sorted(bars, key=lambda bar: (bar.left, bar.width)))
+    return Lane(
+        name=name,
+        note=plural(sizes[name], "device") if name in sizes else "",
+        idle=share_text(idle[name]) if name in idle else "",
+        num_rows=num_rows,
+        bars=placed,
+    )
+
+
+def _bars(slot: Slot, period: Period, whole: float) -> Iterator[Bar]:
+    """Every firing of a slot that overlaps the chart."""
+    turn = period.num_steps * period.seconds
+    first = -math.ceil((slot.start + slot.seconds) / turn)
+    for again in range(first, math.ceil(whole / turn) + 1):
+        begin = slot.start + again * turn
+        end = begin + slot.seconds
+        left, right = max(0.0, begin), min(whole, end)
+        if right - left <= HAIR * whole:
+            continue
+        step = slot.step + again * period.num_steps
+        since = slot.start - slot.step * period.seconds
+        yield Bar(
+            node=slot.node,
+            ref="",
+            step=step_name(step),
+            colour=step % NUM_COLOURS + 1,
+            left=round(100 * left / whole, 3),
+            width=round(100 * (right - left) / whole, 3),
+            row=0,
+            is_critical=False,
+            is_cut_left=begin < -HAIR * whole,
+            is_cut_right=end > whole * (1 + HAIR),
+            tip=f"{slot.node}, step {step_name(step)}\n{seconds_text(slot.seconds)}, "
+            f"{seconds_text(max(0.0, since))} after the step's start",
+        )
+
+
+def _offset(name: str) -> int:
+    return int(name[1:].replace(MINUS, "-") or 0)
+
+
+def _stack(bars: Sequence[Bar]) -> tuple[int, tuple[Bar, ...]]:
+    """Give overlapping bars rows of their own."""
+    ends: list[float] = []
+    placed = []
+    for bar in bars:
+        row = next((i for i, end in enumerate(ends) if end <= bar.left + 1e-2), len(ends))
+        ends[row : row + 1] = [bar.left + bar.width]
+        placed.append(replace(bar, row=row))
+    return max(1, len(ends)), tuple(placed)
+
+
+def _ticks(whole: float) -> Iterator[Tick]:
+    """Round numbers of seconds, or of minutes where the chart is long."""
+    unit = MINUTE if whole >= LONG else 1.0
+    rough = whole / unit / NUM_TICKS
+    scale = 10.0 ** math.floor(math.log10(rough))
+    step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= rough * (1 - HAIR))
+    for i in range(math.floor(whole / unit / step * (1 + HAIR)) + 1):
+        text = f"{i * step:g} min" if unit == MINUTE else seconds_text(i * step)
+        yield Tick(text if i else "0", round(100 * i * step * unit / whole, 3))

@@ -1,0 +1,113 @@
+"""Memory as bars: for devices that are alike in every phase, what they hold in each, against capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hflow.plan.forecast import PhaseMemory
+from hflow.plan.ir import Plan
+from hflow.report.memory_classes import KINDS, DeviceClass, device_classes, kind_of
+from hflow.report.words import bytes_text, plural, range_text, share_text
+
+MOST_CLASSES = 6
+"""Classes of devices that are shown at once."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One piece of a bar. Positions are percent of the scale."""
+
+    name: str
+    kind: int
+    """Index of its colour, from 1."""
+    is_transient: bool
+    left: float
+    width: float
+    size: str
+
+
+@dataclass(frozen=True)
+class PhaseBar:
+    """One phase of a class of devices."""
+
+    phase: str
+    total: str
+    share: str
+    is_peak: bool
+    is_too_much: bool
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True)
+class ClassView:
+    """Devices that hold the same in every phase."""
+
+    group: str
+    devices: str
+    number: str
+    phases: tuple[PhaseBar, ...]
+
+
+@dataclass(frozen=True)
+class MemoryView:
+    """All bars."""
+
+    capacity: str
+    capacity_at: float
+    """Percent of the scale."""
+    classes: tuple[ClassView, ...]
+    num_shown: int
+    kinds: tuple[tuple[str, int], ...]
+    """(kind, colour) of what occurs."""
+
+
+def memory_view(plan: Plan) -> MemoryView | None:
+    """The bars of a plan; None where no memory is known."""
+    rows = plan.forecast.memory if plan.forecast else ()
+    if not rows:
+        return None
+    capacity = plan.cluster.memory_bytes
+    scale = max(capacity, *(row.total for row in rows)) * 1.02
+    classes = sorted(device_classes(rows), key=lambda one: -one.peak.total)
+    views = tuple(_class(one, scale, capacity) for one in classes)
+    shown = {item.kind for view in views for bar in view.phases for item in bar.items}
+    names = [name for name, _ in KINDS] + ["other"]
+    return MemoryView(
+        capacity=bytes_text(capacity),
+        capacity_at=round(100 * capacity / scale, 2),
+        classes=views,
+        num_shown=min(MOST_CLASSES, len(views)),
+        kinds=tuple((name, i) for i, name in enumerate(names, 1) if i in shown),
+    )
+
+
+def _class(one: DeviceClass, scale: float, capacity: int) -> ClassView:
+    return ClassView(
+        group=one.peak.group,
+        devices=range_text(one.devices),
+        number=plural(len(one.devices), "device"),
+        phases=tuple(
+            PhaseBar(
+                phase=row.phase,
+                total=bytes_text(row.total),
+                share=share_text(row.total / capacity),
+                is_peak=row.total == one.peak.total,
+                is_too_much=row.total > capacity,
+                items=tuple(_items(row, scale)),
+            )
+            for row in one.phases
+        ),
+    )
+
+
+def _items(row: PhaseMemory, scale: float) -> Iterator[Item]:
+    left = 0.0
+    for parts, is_transient in ((row.resident, False), (row.transient, True)):
+        for name, size in parts:
+            width = 100 * size / scale
+            if size:
+                yield Item(
+                    name, kind_of(name), is_transient, round(left, 3), round(width, 3), bytes_text(size)
+                )
+            left += width

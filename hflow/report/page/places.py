@@ -1,0 +1,120 @@
+"""Where the graph's cards, columns and ways back lie on the canvas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hflow.graph.ir import EdgeKind
+from hflow.report.page.cards import Card
+from hflow.report.page.edges import Arrow
+from hflow.report.page.heights import Pull, place_tops
+from hflow.report.page.layered import Chain, Columns
+
+GAP_X, GAP_Y = 62, 22
+MARGIN_X, MARGIN_Y = 46, 10
+TITLE = 22
+"""Height of the stages' titles."""
+LANE_ABOVE, LANE_BELOW = 12, 24
+"""Between two ways back: those above have no labels."""
+DUMMY = 10
+"""Height that an edge is given where it passes a column."""
+WEIGHTS = {EdgeKind.DATA: 1.0, EdgeKind.OVERWRITE: 0.1, EdgeKind.ORDER: 0.05}
+"""How much an edge pulls its ends level."""
+
+Chains = Mapping[tuple[str, str], Chain]
+"""(source, destination) -> the columns' places that an edge to the right visits."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The canvas, in pixels."""
+
+    layers: Mapping[str, int]
+    """Node -> column."""
+    lefts: tuple[float, ...]
+    widths: tuple[float, ...]
+    """Column -> left edge and width of its cards."""
+    tops: Mapping[str, float]
+    """Node or dummy -> top."""
+    lanes: Mapping[str, float]
+    """Key of arrows that lead back -> height of their way around the cards."""
+    width: float
+    height: float
+
+    def left(self, node: str) -> float:
+        """Left edge of a node's card."""
+        return self.lefts[self.layers[node]]
+
+    def right(self, node: str) -> float:
+        """Right edge of a node's card."""
+        return self.left(node) + self.widths[self.layers[node]]
+
+
+def leads_back(arrow: Arrow, layers: Mapping[str, int]) -> bool:
+    """Whether an arrow goes around the cards: to a column before, or to a later step."""
+    src, dst = layers[arrow.src], layers[arrow.dst]
+    return src > dst or (src == dst and bool(arrow.lag))
+
+
+def find_places(
+    cards: Mapping[str, Card],
+    arrows: Sequence[Arrow],
+    layers: Mapping[str, int],
+    chains: Chains,
+    columns: Columns,
+) -> Places:
+    """Place everything.
+
+    Args:
+        cards: node -> its card.
+        arrows: all edges.
+        layers: node -> column.
+        chains: of the arrows that lead to the right.
+        columns: order within each column, dummies included.
+    """
+    dummies = {dummy: float(DUMMY) for chain in chains.values() for dummy in chain.dummies}
+    heights = {name: card.height for name, card in cards.items()} | dummies
+    pulls = [pull for arrow in arrows for pull in _pulls(arrow, cards, chains)]
+    above = _lanes(arrows, layers, above=True)
+    below = _lanes(arrows, layers, above=False)
+    head = float(MARGIN_Y + TITLE + LANE_ABOVE * len(above) + 8)
+    tops = {name: top + head for name, top in place_tops(columns, heights, pulls, GAP_Y).items()}
+    bottom = max(tops[name] + heights[name] for name in tops)
+    lanes = {key: head - LANE_ABOVE * (i + 1) + 2 for i, key in enumerate(above)}
+    lanes |= {key: bottom + LANE_BELOW * (i + 1) for i, key in enumerate(below)}
+    lefts, widths, x = [], [], float(MARGIN_X)
+    for column in columns:
+        width = max((cards[name].width for name in column if name in cards), default=0.0)
+        lefts.append(x)
+        widths.append(width)
+        x += width + GAP_X
+    return Places(
+        layers=layers,
+        lefts=tuple(lefts),
+        widths=tuple(widths),
+        tops=tops,
+        lanes=lanes,
+        width=x - GAP_X + MARGIN_X,
+        height=bottom + LANE_BELOW * len(below) + MARGIN_Y,
+    )
+
+
+def _pulls(arrow: Arrow, cards: Mapping[str, Card], chains: Chains) -> list[Pull]:
+    chain = chains.get((arrow.src, arrow.dst))
+    pieces = []
+    for src, dst in pairwise(chain.places if chain else ()):
+        leaves = cards[src].exit(arrow.kind) if src in cards else DUMMY / 2
+        enters = cards[dst].port(arrow.id) if dst in cards else DUMMY / 2
+        is_inner = src not in cards and dst not in cards
+        pieces.append(
+            Pull(src, dst, leaves, enters, WEIGHTS.get(arrow.kind, 0.1) * (4.0 if is_inner else 1.0))
+        )
+    return pieces
+
+
+def _lanes(arrows: Sequence[Arrow], layers: Mapping[str, int], above: bool) -> list[str]:
+    """Keys of the ways back on one side, the innermost first: orders above, weights and state below."""
+    back = [a for a in arrows if leads_back(a, layers) and (a.kind is EdgeKind.ORDER) is above]
+    return list(dict.fromkeys(arrow.key for arrow in back))

@@ -1,0 +1,107 @@
+"""Ways between devices: which ones send what to which, for data edges and for weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from hflow.plan.forecast import EdgeTraffic
+from hflow.plan.ir import Plan, WeightRoute
+from hflow.report.words import bytes_text, plural
+
+MOST_FLOWS = 2048
+"""Largest flows of a route that the page holds."""
+
+
+@dataclass(frozen=True)
+class RouteView:
+    """One way that data or weights take."""
+
+    id: str
+    title: str
+    kind: str
+    """`data` or `weights`."""
+    note: str
+    flows: tuple[tuple[int, int], ...]
+    """(holders, receivers) as indices of sets; a receiver takes from a holder."""
+    is_near: bool
+    """Whether a receiver prefers holders on its own machine."""
+
+
+class Sets:
+    """Sets of devices by index."""
+
+    def __init__(self) -> None:
+        self._index: dict[tuple[int, ...], int] = {}
+
+    def add(self, devices: Iterable[int]) -> int:
+        """The index of a set."""
+        return self._index.setdefault(tuple(sorted(set(devices))), len(self._index))
+
+    def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """All sets, each as runs of neighbours `[first, last]`."""
+        return tuple(tuple(_runs(devices)) for devices in self._index)
+
+
+def route_views(plan: Plan, consumers: Iterable[str], sets: Sets) -> tuple[RouteView, ...]:
+    """Every batch node's inputs, then every weight route.
+
+    Args:
+        plan: rules, traffic and weight routes.
+        consumers: batch nodes.
+        sets: takes the devices.
+    """
+    traffic = {row.consumer: row for row in plan.forecast.traffic} if plan.forecast else {}
+    data = [_data(traffic[node], sets) for node in consumers if node in traffic]
+    return (*data, *(_weights(plan, route, sets) for route in plan.weights))
+
+
+def weights_id(route: WeightRoute) -> str:
+    """The id of a weight route on the page."""
+    return f"weights {route.src} {route.dst}"
+
+
+def data_id(consumer: str) -> str:
+    """The id of a batch node's inputs on the page."""
+    return f"data {consumer}"
+
+
+def _data(traffic: EdgeTraffic, sets: Sets) -> RouteView:
+    flows = {
+        (sets.add((step.root,) if step.kind != "gather" else step.sources), sets.add(step.destinations))
+        for step in traffic.steps
+    }
+    shown = len(traffic.steps)
+    part = (
+        f"; the {shown} largest of {plural(traffic.num_steps, 'step')}" if traffic.num_steps > shown else ""
+    )
+    note = f"{bytes_text(traffic.num_bytes)} move, {bytes_text(traffic.local_bytes)} stay{part}"
+    return RouteView(data_id(traffic.consumer), traffic.consumer, "data", note, tuple(sorted(flows)), False)
+
+
+def _weights(plan: Plan, route: WeightRoute, sets: Sets) -> RouteView:
+    members = [sets.add(workers) for workers in route.worker_sets]
+    flows = list(dict.fromkeys((members[row.holders], members[row.receivers]) for row in route.rows))
+    if not route.rows:
+        flows = [(sets.add(plan.replica(route.src).workers), sets.add(plan.replica(route.dst).workers))]
+    note = (
+        f"{bytes_text(route.moved_bytes)} move, {bytes_text(route.held_bytes)} are in place already"
+        if route.rows or route.moved_bytes
+        else "sizes unknown"
+    )
+    return RouteView(
+        weights_id(route), f"{route.src} → {route.dst}", "weights", note, tuple(flows[:MOST_FLOWS]), True
+    )
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    first = last = None
+    for number in numbers:
+        if last is not None and number == last + 1:
+            last = number
+            continue
+        if first is not None and last is not None:
+            yield first, last
+        first = last = number
+    if first is not None and last is not None:
+        yield first, last

@@ -1,0 +1,133 @@
+"""The plan's rows as tables: replicas, node times, redistribution, weight routes, routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hflow.plan.ir import Plan, Replica
+from hflow.plan.shape import num_parameters
+from hflow.report.page.edge_details import Listing, route_listing
+from hflow.report.page.node_details import Part, time_parts
+from hflow.report.words import TIMES, bytes_text, parameters_text, range_text, seconds_text
+
+
+@dataclass(frozen=True)
+class Table:
+    """A plain table; columns in `right` hold numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """One node's time."""
+
+    node: str
+    seconds: str
+    limit: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The routing table, in the order of the plan."""
+
+    keys: tuple[str, ...]
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """All tables."""
+
+    replicas: Table
+    times: tuple[TimeRow, ...]
+    moves: Table | None
+    weights: Table | None
+    slices: tuple[Listing, ...]
+    routing: Routing
+
+
+def tables(plan: Plan) -> Tables:
+    """The tables of a plan."""
+    return Tables(
+        replicas=_replicas(plan),
+        times=tuple(_times(plan)),
+        moves=_moves(plan),
+        weights=_weights(plan),
+        slices=tuple(route_listing(plan, route) for route in plan.weights if route.rows),
+        routing=Routing(tuple(r.key for r in plan.routing), tuple(r.worker for r in plan.routing)),
+    )
+
+
+def _replicas(plan: Plan) -> Table:
+    sizes = {name: parameters_text(num_parameters(shape)) for name, shape in plan.shapes}
+    return Table(
+        "Replicas",
+        ("replica", "parameters", "backend", "layout", "group", "devices", "dp-heads"),
+        tuple(_replica(replica, sizes.get(replica.model, "unknown")) for replica in plan.replicas),
+        right=(1,),
+    )
+
+
+def _replica(replica: Replica, size: str) -> tuple[str, ...]:
+    ends = range_text(replica.workers), range_text(replica.heads)
+    return replica.name, size, replica.backend, str(replica.layout), replica.group, *ends
+
+
+def _times(plan: Plan) -> Iterator[TimeRow]:
+    rows = plan.forecast.times if plan.forecast else ()
+    for row in sorted(rows, key=lambda row: -row.seconds):
+        yield TimeRow(row.node, seconds_text(row.seconds), row.limit, time_parts(row))
+
+
+def _moves(plan: Plan) -> Table | None:
+    if plan.forecast is None or not plan.forecast.traffic:
+        return None
+    return Table(
+        "Redistribution: bytes that a step's inputs move",
+        ("node", "moves", "lower bound", "across machines", "stays", "heaviest rank", "steps"),
+        tuple(
+            (
+                row.consumer,
+                bytes_text(row.num_bytes),
+                bytes_text(row.lower_bound),
+                bytes_text(row.num_node_bytes),
+                bytes_text(row.local_bytes),
+                f"{row.imbalance:.2f} {TIMES}",
+                f"{row.num_steps:,}",
+            )
+            for row in plan.forecast.traffic
+        ),
+        right=(1, 2, 3, 4, 5, 6),
+    )
+
+
+def _weights(plan: Plan) -> Table | None:
+    if not plan.weights:
+        return None
+    return Table(
+        "Weight routes: from training to generation",
+        ("from", "to", "how", "moves", "across machines", "in place already", "rows"),
+        tuple(
+            (
+                route.src,
+                route.dst,
+                route.how,
+                bytes_text(route.moved_bytes) if _is_known(plan, route.model) else "unknown",
+                bytes_text(route.node_bytes) if _is_known(plan, route.model) else "unknown",
+                bytes_text(route.held_bytes) if _is_known(plan, route.model) else "unknown",
+                f"{len(route.rows):,}",
+            )
+            for route in plan.weights
+        ),
+        right=(3, 4, 5, 6),
+    )
+
+
+def _is_known(plan: Plan, model: str) -> bool:
+    return model in dict(plan.shapes)

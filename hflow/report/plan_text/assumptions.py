@@ -1,0 +1,64 @@
+"""What the estimates rest on: lengths, figures of devices and links, and what is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+from rich.text import Text
+
+from hflow.plan.hardware import Hardware
+from hflow.plan.ir import Plan
+from hflow.plan.workload import Workload
+from hflow.report.plan_text.section import NO_FIGURES, Section
+from hflow.report.words import count_text, share_text
+
+NOTE = "Estimates are as good as these numbers: bytes and seconds above follow from them."
+
+
+def assumptions_section(plan: Plan, width: int) -> Section:
+    """A line for each number, and for each thing that could not be estimated."""
+    if plan.forecast is None:
+        return Section("Assumptions", absent=NO_FIGURES)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    for label, value in _rows(plan):
+        grid.add_row(Text(label), Text(value))
+    return Section("Assumptions", NOTE, (grid,))
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    assert plan.forecast is not None
+    for stream, lengths in plan.forecast.workload:
+        yield f"lengths of {stream}", lengths_text(lengths)
+    if plan.hardware is not None:
+        yield from _hardware(plan.hardware, plan.cluster.num_nodes > 1)
+    for line in plan.forecast.missing:
+        yield "not estimated", line
+
+
+def lengths_text(lengths: Workload) -> str:
+    """Prompt and response tokens, and whose numbers they are."""
+    mean, most = count_text(lengths.response_mean), count_text(lengths.max_response)
+    tokens = f"prompts of {count_text(lengths.prompt)} tokens, responses of {mean} on average"
+    spread = f"(deviation {share_text(lengths.response_cv)}), at most {most}"
+    who = "assumed; set workload.prompt, .response_mean, .response_cv" if lengths.is_assumed else "as given"
+    return f"{tokens} {spread}; {who}"
+
+
+def _hardware(hardware: Hardware, is_spread: bool) -> Iterator[tuple[str, str]]:
+    device, reached = hardware.device, hardware.device.efficiency
+    rates = ", ".join(f"{count_text(device.tflops[dtype])} in {dtype}" for dtype in sorted(device.tflops))
+    yield (
+        device.name,
+        f"TFLOP/s {rates}, of which {share_text(reached.compute)} are reached; memory "
+        f"{count_text(device.memory_gb_per_s)} GB/s, {share_text(reached.memory)} reached; "
+        f"{device.overhead_gib:g} GiB are the runtime's own",
+    )
+    for link in (hardware.intra, *((hardware.inter,) if is_spread else ())):
+        yield (
+            link.name,
+            f"{count_text(link.gb_per_s)} GB/s a device, {share_text(reached.network)} reached; "
+            f"{count_text(link.latency_us)} µs for the smallest message",
+        )

@@ -1,0 +1,89 @@
+"""The data that batch nodes read: how it is split over ranks, and what has to move for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from hflow.plan.forecast import EdgeTraffic, StepTraffic
+from hflow.plan.ir import BatchCut, EdgeRule, Plan
+from hflow.report.plan_text.section import Section, add_row, dim, lines, number, table, text
+from hflow.report.words import bytes_text, plural, range_text
+
+NUM_STEPS_SHOWN = 2
+"""Steps of one node that are all named; of more the largest is."""
+MOST_FIELDS = 8
+NOTE = (
+    "What moves between workers before a node runs, on a batch with the lengths assumed below. ≥: the fewest "
+    "bytes that any split as even could move; across: between machines; in place: read where it lies; load: "
+    "the heaviest rank's tokens over the mean."
+)
+NOTE_WITHOUT_BYTES = "What a node reads, and how it is split over data ranks. Bytes are not estimated."
+
+
+def data_section(plan: Plan, width: int) -> Section:
+    """A row for each node that reads fields."""
+    rules = [rule for rule in plan.rules if rule.fields]
+    if not rules:
+        return Section("Data", absent="no node reads a field of another")
+    traffic = {row.consumer: row for row in plan.forecast.traffic} if plan.forecast else {}
+    is_spread = plan.cluster.num_nodes > 1
+    columns = [text("node"), text("reads, split, moves")]
+    if traffic:
+        across = (number("across"),) if is_spread else ()
+        columns += [number("moves"), *across, number("in place"), number("load")]
+    shown, cuts = table(*columns), dict(plan.cuts)
+    for rule in rules:
+        moved = traffic.get(rule.consumer)
+        reads = lines(_reads(rule, cuts.get(rule.consumer), moved))
+        add_row(shown, Text(rule.consumer, "bold"), reads, *(_bytes(moved, is_spread) if moved else ()))
+    return Section("Data", NOTE if traffic else NOTE_WITHOUT_BYTES, (shown,))
+
+
+def _bytes(moved: EdgeTraffic, is_spread: bool) -> Iterator[Text]:
+    yield lines((bytes_text(moved.num_bytes), dim(f"≥ {bytes_text(moved.lower_bound)}")))
+    if is_spread:
+        yield Text(bytes_text(moved.num_node_bytes))
+    yield Text(bytes_text(moved.local_bytes))
+    yield Text(f"{moved.imbalance:.2f}")
+
+
+def _reads(rule: EdgeRule, cut: BatchCut | None, moved: EdgeTraffic | None) -> Iterator[Text]:
+    yield Text(_fields(rule))
+    yield dim(_split(rule, cut))
+    if moved is not None:
+        yield dim(_steps(moved))
+
+
+def _fields(rule: EdgeRule) -> str:
+    """Fields of the node's own stream by their short names."""
+    names = [field.removeprefix(f"{rule.stream}/") for field in rule.fields]
+    more = len(names) - MOST_FIELDS
+    return ", ".join(names[:MOST_FIELDS]) + (f", {more} more" if more > 0 else "")
+
+
+def _split(rule: EdgeRule, cut: BatchCut | None) -> str:
+    heads = range_text(rule.heads)
+    if rule.policy == "single":
+        return f"all to worker {heads}"
+    unit = "whole groups" if rule.by_group else "samples"
+    words = f"{unit}, evenly by tokens, to {heads}"
+    if cut is not None and (cut.minibatches, cut.epochs) != (1, 1):
+        times = f", {plural(cut.epochs, 'time')}" if cut.epochs > 1 else ""
+        words += f"; {cut.minibatches} minibatch{'es' if cut.minibatches > 1 else ''}{times}"
+    return words
+
+
+def _steps(moved: EdgeTraffic) -> str:
+    """The steps that move most; the others are counted."""
+    if not moved.num_steps:
+        return "nothing moves"
+    if moved.num_steps > NUM_STEPS_SHOWN:
+        return f"{moved.num_steps:,} steps, as {_step(moved.steps[0])}"
+    return "; ".join(map(_step, moved.steps))
+
+
+def _step(step: StepTraffic) -> str:
+    ends = f"{range_text(step.sources)} → {range_text(step.destinations)}"
+    return f"{step.kind} {ends}: {bytes_text(step.num_bytes)}"

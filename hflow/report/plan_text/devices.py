@@ -1,0 +1,183 @@
+"""The device grid: machines as rows, devices as cells, marked with the replicas that lie there.
+
+A small cluster shows the coordinates of every device; in a large one, machines that look alike share a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from hflow.plan.ir import Plan
+from hflow.plan.layout import Layout
+from hflow.plan.routing import rank_order
+from hflow.report.plan_text.replicas import group_colours, marks_of
+from hflow.report.plan_text.section import Section
+from hflow.report.words import range_text
+
+MOST_DEVICES = 64
+"""Devices of a cluster whose coordinates are shown one by one."""
+MOST_LINES = 24
+LABEL = 16
+"""Columns of a row's name."""
+UNUSED = "·"
+NOTE = (
+    "Letters are those of the replicas above; A d1t0 is the part of A at data rank 1 and tensor rank 0 "
+    "(axes of size 1 are left out)."
+)
+FOLDED = "Letters are those of the replicas above; machines that look alike share a row."
+
+Coords = tuple[tuple[str, int], ...]
+"""(axis, index) of the axes that are cut at all."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one device holds of replicas that are cut alike."""
+
+    mark: str
+    coords: Coords
+
+    @property
+    def label(self) -> str:
+        """`A d1t0`."""
+        return f"{self.mark} {''.join(f'{axis}{index}' for axis, index in self.coords)}".rstrip()
+
+
+Held = Mapping[int, Sequence[Part]]
+"""Device -> its parts."""
+
+
+def devices_section(plan: Plan, width: int) -> Section:
+    """The grid, with coordinates where there is room for them."""
+    held = _held(plan)
+    cluster = plan.cluster
+    deepest = max((len(parts) for parts in held.values()), default=1)
+    cell = max((len(part.label) for parts in held.values() for part in parts), default=1) + 2
+    per_line = _per_line(cluster.devices_per_node, width - LABEL, cell)
+    num_lines = cluster.num_nodes * deepest * -(-cluster.devices_per_node // per_line)
+    if cluster.num_devices <= MOST_DEVICES and num_lines <= MOST_LINES:
+        return Section("Devices", NOTE, (_grid(plan, held, per_line, cell, deepest),))
+    return Section("Devices", FOLDED, (_folded(plan, held, width),))
+
+
+def _held(plan: Plan) -> Held:
+    """Each device's parts, one for each mark."""
+    marks = marks_of(plan)
+    distinct = {marks[replica.name]: replica for replica in reversed(plan.replicas)}
+    held: dict[int, list[Part]] = {device: [] for group in plan.groups for device in group.devices}
+    for mark in sorted(distinct, key=lambda mark: (len(mark), mark)):
+        replica = distinct[mark]
+        order = rank_order(replica.role)
+        for rank, worker in enumerate(replica.workers):
+            coords = _cut(replica.layout, replica.layout.coords(order, rank))
+            held.setdefault(worker, []).append(Part(mark, coords))
+    return held
+
+
+def _cut(layout: Layout, coords: tuple[int, int, int]) -> Coords:
+    sizes = (layout.data, layout.tensor, layout.pipe)
+    return tuple((axis, i) for axis, i, size in zip("dtp", coords, sizes, strict=True) if size > 1)
+
+
+def _per_line(num_devices: int, room: int, cell: int) -> int:
+    """Cells in a line: all devices of a machine, or the most that divide them and fit."""
+    fitting = (n for n in range(num_devices, 0, -1) if num_devices % n == 0 and n * cell <= room)
+    return next(fitting, 1)
+
+
+def _grid(plan: Plan, held: Held, per_line: int, cell: int, deepest: int) -> Table:
+    """One line for each row of cells and each mark on it."""
+    shown = Table.grid(padding=0)
+    shown.add_column(width=LABEL)
+    for _ in range(per_line):
+        shown.add_column(width=cell, no_wrap=True)
+    styles = _styles(plan)
+    for first in range(0, plan.cluster.num_devices, per_line):
+        devices = range(first, first + per_line)
+        for level in range(deepest):
+            parts = [_part(held, device, level) for device in devices]
+            if level and not any(parts):
+                continue
+            name = f"machine {plan.cluster.node_of(first)}" if level == 0 else ""
+            starts_machine = first % plan.cluster.devices_per_node == 0
+            cells = [Text(part, styles.get(d, "dim")) for d, part in zip(devices, parts, strict=True)]
+            shown.add_row(Text(name if starts_machine else "", "dim"), *cells)
+    return shown
+
+
+def _part(held: Held, device: int, level: int) -> str:
+    parts = held.get(device, ())
+    if level < len(parts):
+        return parts[level].label
+    return UNUSED if level == 0 else ""
+
+
+def _styles(plan: Plan) -> dict[int, str]:
+    colours = group_colours(plan)
+    return {device: colours[group.name] for group in plan.groups for device in group.devices}
+
+
+def _folded(plan: Plan, held: Held, width: int) -> Table:
+    """A row for each run of machines that look alike: their cells, and which coordinates lie on them."""
+    shown = Table.grid(padding=(0, 2))
+    shown.add_column(width=LABEL)
+    shown.add_column(no_wrap=True)
+    shown.add_column(overflow="fold")
+    styles, size = _styles(plan), plan.cluster.devices_per_node
+    runs = _runs(plan, held)
+    for first, last in runs[: MOST_LINES // 2]:
+        devices = range(first * size, (last + 1) * size)
+        name = f"machine {first}" if first == last else f"machines {first}-{last}"
+        cells = _cells(held, range(first * size, (first + 1) * size), styles, width)
+        shown.add_row(Text(name, "dim"), cells, _boxes(held, devices))
+    more = runs[MOST_LINES // 2 :]
+    if more:
+        shown.add_row(Text(f"... and machines {more[0][0]}-{more[-1][1]}", "dim"))
+    return shown
+
+
+def _runs(plan: Plan, held: Held) -> list[tuple[int, int]]:
+    """(first, last) machine of each run; pipeline stages part runs only where few runs come of it."""
+    by_stage = list(_alike(plan, held, with_stage=True))
+    return by_stage if len(by_stage) <= MOST_LINES // 2 else list(_alike(plan, held, with_stage=False))
+
+
+def _alike(plan: Plan, held: Held, with_stage: bool) -> Iterator[tuple[int, int]]:
+    size, first, before = plan.cluster.devices_per_node, 0, None
+    for machine in range(plan.cluster.num_nodes):
+        devices = range(machine * size, (machine + 1) * size)
+        look = [[(p.mark, with_stage and dict(p.coords).get("p")) for p in held.get(d, ())] for d in devices]
+        if before is not None and look != before:
+            yield first, machine - 1
+            first = machine
+        before = look
+    yield first, plan.cluster.num_nodes - 1
+
+
+def _cells(held: Held, devices: Sequence[int], styles: Mapping[int, str], width: int) -> Text:
+    """The marks of each device; neighbours in runs where the cells would not fit."""
+    marks = ["".join(part.mark for part in held.get(device, ())) or UNUSED for device in devices]
+    cells = Text(" ").join(Text(m, styles.get(d, "dim")) for d, m in zip(devices, marks, strict=True))
+    if len(cells) <= width // 3:
+        return cells
+    distinct = list(dict.fromkeys(marks))
+    return Text(", ".join(f"{marks.count(mark)} x {mark}" for mark in distinct))
+
+
+def _boxes(held: Held, devices: Iterable[int]) -> Text:
+    """`A d0-127 t0-3 p0`: the coordinates on these devices, a line for each mark."""
+    indices: dict[str, dict[str, set[int]]] = {}
+    for device in devices:
+        for part in held.get(device, ()):
+            axes = indices.setdefault(part.mark, {})
+            for axis, index in part.coords:
+                axes.setdefault(axis, set()).add(index)
+    rows = (
+        (mark, *(f"{axis}{range_text(sorted(at))}" for axis, at in axes.items()))
+        for mark, axes in indices.items()
+    )
+    return Text("\n".join(" ".join(row) for row in rows))

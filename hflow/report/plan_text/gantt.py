@@ -1,0 +1,133 @@
+"""The steady state drawn in text: a lane for each group of devices, time from left to right.
+
+What fires in one round comes back in the next, so a bar that leads out at the right comes in at the left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from rich.table import Table
+from rich.text import Text
+
+from hflow.plan.forecast import Period, Slot
+from hflow.report.plan_text.gantt_labels import bar_labels, label_line, runs_of
+from hflow.report.plan_text.section import dim
+from hflow.report.words import seconds_text, share_text
+
+NUM_PERIODS = 2
+WIDEST_CHART = 70
+WIDEST_NAME = 18
+IDLE = len("idle 100 %")
+MOST_LANES = 6
+LEAST_SHARE = 0.01
+"""A lane that is neither a group nor an engine is drawn when it is busy for more than this share."""
+FILLS = "█▓▒░"
+"""Neighbours differ without colours too."""
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
+WAITS = "·"
+
+
+def gantt(period: Period, width: int) -> Iterator[Table | Text]:
+    """The chart of two periods, or of all steps after which everything comes back, and what is not in it."""
+    lanes, num_steps = _lanes(period), max(NUM_PERIODS, period.num_steps)
+    names = min(WIDEST_NAME, max(map(len, lanes[:MOST_LANES]), default=0))
+    columns = max(1, min(WIDEST_CHART, width - names - IDLE - 2))
+    chart = Table.grid(padding=(0, 1, 0, 0))
+    chart.add_column(overflow="fold", width=names)
+    chart.add_column(width=columns, no_wrap=True)
+    chart.add_column(width=IDLE, no_wrap=True)
+    colours, named = _colours(period.slots), set()
+    for lane in lanes[:MOST_LANES]:
+        cells = _cells([slot for slot in period.slots if slot.lane == lane], period, num_steps, columns)
+        chart.add_row(Text(lane, "bold"), _bars(cells, colours), _idle(period, lane))
+        for labels in bar_labels(cells):
+            chart.add_row("", label_line(labels, colours), "")
+            named |= {name for _, name, shown in labels if name == shown}
+    chart.add_row("", _axis(num_steps, period.seconds, columns), "")
+    yield chart
+    yield from _outside(period, named, lanes[MOST_LANES:])
+
+
+def _lanes(period: Period) -> list[str]:
+    """Groups and engines first, then nodes without devices that take notable time."""
+    busy: dict[str, float] = {}
+    for slot in period.slots:
+        busy[slot.lane] = busy.get(slot.lane, 0.0) + slot.seconds
+    least = LEAST_SHARE * period.seconds * period.num_steps
+    others = (lane for lane, seconds in busy.items() if seconds >= least)
+    return list(dict.fromkeys((*(lane for lane, _ in period.idle), *others)))
+
+
+def _colours(slots: Iterable[Slot]) -> dict[str, str]:
+    names = dict.fromkeys(slot.node for slot in slots)
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+
+
+def _fills(cells: Sequence[str]) -> dict[str, str]:
+    """Node -> fill; the first that none of its neighbours in the lane has."""
+    beside: dict[str, set[str]] = {name: set() for name, _, _ in runs_of(cells)}
+    for (before, _, _), (after, _, _) in pairwise(runs_of(cells)):
+        beside[before].add(after)
+        beside[after].add(before)
+    fills: dict[str, str] = {"": WAITS}
+    for name, others in beside.items():
+        taken = {fills[other] for other in others if other in fills}
+        fills.setdefault(name, next((fill for fill in FILLS if fill not in taken), FILLS[0]))
+    return fills
+
+
+def _cells(slots: Sequence[Slot], period: Period, num_steps: int, columns: int) -> list[str]:
+    """The node that fills each column; an empty name where the lane waits.
+
+    What is too short for a column takes one that is empty else.
+    """
+    cells = [""] * columns
+    scale = columns / (num_steps * period.seconds)
+    turn = period.num_steps * period.seconds
+    for slot in sorted(slots, key=lambda slot: -slot.seconds):
+        first = -math.ceil((slot.start + slot.seconds) / turn)
+        for again in range(first, num_steps // period.num_steps + 1):
+            start = slot.start + again * turn
+            left, right = round(start * scale), round((start + slot.seconds) * scale)
+            if left == right and 0 <= left < columns and not cells[left]:
+                right += 1
+            for column in range(max(0, left), min(columns, right)):
+                cells[column] = slot.node
+    return cells
+
+
+def _bars(cells: Sequence[str], colours: Mapping[str, str]) -> Text:
+    bars, fills = Text(), _fills(cells)
+    for name, start, stop in runs_of(cells):
+        bars.append(fills[name] * (stop - start), colours.get(name, "dim"))
+    return bars
+
+
+def _axis(num_steps: int, seconds: float, columns: int) -> Text:
+    """Where each step begins, in seconds, and where the last one ends."""
+    line, end = "", f"{seconds_text(num_steps * seconds)}|"
+    for i in range(num_steps):
+        column = round(i * columns / num_steps)
+        if len(line) < max(1, column):
+            line = line.ljust(column) + f"|{seconds_text(i * seconds) if i else 0}"
+    return dim(line if len(line) + len(end) >= columns else line.ljust(columns - len(end)) + end)
+
+
+def _idle(period: Period, lane: str) -> Text:
+    share = dict(period.idle).get(lane)
+    return Text("" if share is None else f"idle {share_text(share)}")
+
+
+def _outside(period: Period, named: set[str], lanes: Sequence[str]) -> Iterator[Text]:
+    """What the chart has no room for."""
+    seconds: dict[str, float] = {}
+    for slot in period.slots:
+        seconds[slot.node] = slot.seconds
+    short = [f"{node} {seconds_text(spent)}" for node, spent in seconds.items() if node not in named]
+    if short:
+        yield dim(f"not named above: {', '.join(short)}")
+    if lanes:
+        yield dim(f"not drawn: {', '.join(lanes)}")

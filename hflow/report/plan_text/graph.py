@@ -1,0 +1,96 @@
+"""The graph by stages: what every node is, where it runs, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from hflow.graph.ir import Edge, EdgeKind, Node
+from hflow.graph.lags import largest_lag
+from hflow.plan.ir import Plan
+from hflow.plan.order import stages
+from hflow.report.plan_text.section import Section, add_row, dim, lines, table, text
+from hflow.report.words import plural, range_text
+
+NOTE = (
+    "What one step computes. A node starts when all that it waits for is done: data (fields that it reads), "
+    "weights (a model as earlier steps left it), overwrite (others first read the model that it changes), "
+    "order (its turn on shared devices). Lag n: from n steps before."
+)
+WIDEST_NODE = 36
+COLOURS = {"data": "cyan", "weights": "magenta", "overwrite": "yellow", "order": "blue"}
+
+
+def graph_section(plan: Plan, width: int) -> Section:
+    """A row for each node, by stage."""
+    shown = table(text("stage"), text("node", widest=WIDEST_NODE), text("waits for"))
+    arriving = _arriving(plan)
+    for stage, names in enumerate(stages(plan.graph)):
+        for i, name in enumerate(names):
+            node = plan.graph.node(name)
+            what = lines((Text(name, "bold"), dim(_fires(plan, node))))
+            add_row(shown, "" if i else str(stage), what, lines(_waits(node, arriving.get(name, []))))
+    return Section("Graph", NOTE, (shown,))
+
+
+def _fires(plan: Plan, node: Node) -> str:
+    """`infer a batch on ref@infer, every 20 steps`."""
+    levels = {scheduled.name: scheduled.level for scheduled in plan.schedule.nodes}
+    level = levels.get(node.name, node.spec.level)
+    when = cadence(node.spec.every, node.spec.after)
+    return f"{node.spec.verb} a {level} on {_place(plan, node.name)}{when}"
+
+
+def cadence(every: int, after: int) -> str:
+    """`, every 20 steps, from step 4 on`; nothing for each step."""
+    steps = f"every {plural(every, 'step')}" if every > 1 else ""
+    start = f"from step {after} on" if after not in (0, every - 1) else ""
+    return ", ".join(("", *(part for part in (steps, start) if part)))
+
+
+def _place(plan: Plan, node: str) -> str:
+    """The replicas that a node uses, or else its workers."""
+    placement = plan.placement(node)
+    if placement.replicas:
+        return ", ".join(placement.replicas)
+    shown = range_text(placement.heads)
+    if " " in shown:
+        return plural(len(placement.heads), "worker")
+    return f"worker{'s' if len(placement.heads) > 1 else ''} {shown}"
+
+
+def _arriving(plan: Plan) -> dict[str, list[tuple[str, str]]]:
+    """Node -> (kind, words) of all edges that end there, the lag in numbers."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    schedule = plan.schedule
+    for edge in plan.graph.edges:
+        lag = largest_lag(edge, schedule.max_staleness, schedule.sync_every)
+        found.setdefault(edge.dst, []).append((str(edge.kind), describe_edge(edge) + _lag(lag, edge.at_most)))
+    for turn in plan.order:
+        found.setdefault(turn.dst, []).append((str(EdgeKind.ORDER), f"after {turn.src}" + _lag(turn.lag)))
+    return found
+
+
+def describe_edge(edge: Edge) -> str:
+    """An edge as its reader sees it, without kind and lag."""
+    if edge.kind is EdgeKind.DATA:
+        return f"{edge.src} ({', '.join(edge.fields)})" if edge.fields else edge.src
+    if edge.kind is EdgeKind.OVERWRITE:
+        return f"{edge.model} after {edge.src}"
+    return f"{edge.model} from {edge.src}"
+
+
+def _lag(lag: int, at_most: bool = False) -> str:
+    return f", lag {'≤ ' if at_most else ''}{lag}" if lag else ""
+
+
+def _waits(node: Node, edges: list[tuple[str, str]]) -> Iterator[Text]:
+    """One line for each kind of edge."""
+    columns = [read.field for read in node.reads if read.producer == node.name and node.spec.opens_stream]
+    if columns:
+        yield Text.assemble(dim("dataset "), ", ".join(columns))
+    for kind, colour in COLOURS.items():
+        words = [word for found, word in edges if found == kind]
+        if words:
+            yield Text.assemble((kind, colour), f" {'; '.join(words)}")

@@ -1,0 +1,135 @@
+"""The head of the report: what was planned for what, and the verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from hflow.plan.forecast import CycleStep, Period, PhaseMemory
+from hflow.plan.ir import ClusterSpec, Plan
+from hflow.plan.workload import expected_max
+from hflow.report.plan_text.section import NO_FIGURES
+from hflow.report.words import bytes_text, count_text, plural, range_text, seconds_text, share_text
+
+LEAST_SHARE = 0.01
+"""Nodes with less than this share of the critical cycle are counted, not named, in the one line."""
+
+
+def header(plan: Plan) -> Panel:
+    """A frame with one line for each thing that a reader asks first."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
+    for label, value in _rows(plan):
+        grid.add_row(label, value)
+    return Panel(grid, title=Text(f"{plan.recipe} on {plan.cluster.name}", style="bold"), box=box.ROUNDED)
+
+
+def staleness_line(plan: Plan) -> str:
+    """The staleness certificate in one line."""
+    if plan.staleness_bound is None:
+        return "unbounded: no rule limits how old a trained token may be"
+    schedule = plan.schedule
+    return (
+        f"the version lag of a trained token is at most {plan.staleness_bound} "
+        f"(max_staleness {schedule.max_staleness}, sync_every {schedule.sync_every})"
+    )
+
+
+def cluster_line(plan: Plan) -> str:
+    """Machines, devices and links."""
+    cluster, hardware = plan.cluster, plan.hardware
+    kind = f"{hardware.device.name if hardware else cluster.device} device"
+    devices = f"{plural(cluster.devices_per_node, kind)} of {bytes_text(cluster.memory_bytes)}"
+    line = f"{plural(cluster.num_nodes, 'machine')} with {devices}"
+    if hardware is None:
+        return line
+    links = [(hardware.intra, "within a machine", cluster.devices_per_node > 1)]
+    links.append((hardware.inter, "between machines", cluster.num_nodes > 1))
+    used = [
+        f"{link.name} {count_text(link.gb_per_s)} GB/s {where}" for link, where, is_used in links if is_used
+    ]
+    return "; ".join((line, *used))
+
+
+def peak_phase(plan: Plan) -> PhaseMemory | None:
+    """The phase in which some devices hold most; None where no memory is known."""
+    rows = plan.forecast.memory if plan.forecast else ()
+    return max(rows, key=lambda row: row.total, default=None)
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
+    schedule = plan.schedule
+    yield "cluster", Text(cluster_line(plan))
+    yield (
+        "run",
+        Text(
+            f"{plural(schedule.num_steps, 'step')} of {_batch(plan)}; at most "
+            f"{plural(schedule.max_concurrent, 'sample')} in flight"
+        ),
+    )
+    yield "digest", Text(plan.digest)
+    yield "fits", _fits(plan)
+    yield from _speed(plan)
+    yield "staleness", Text(staleness_line(plan))
+
+
+def _batch(plan: Plan) -> str:
+    stream = plan.schedule.streams[0]
+    size = plural(stream.batch or 0, "prompt")
+    return f"{size} x {plural(stream.group_size, 'sample')}" if stream.group_size > 1 else size
+
+
+def _fits(plan: Plan) -> Text:
+    peak = peak_phase(plan)
+    if peak is None:
+        return Text("unknown: no memory is estimated", style="yellow")
+    capacity = plan.cluster.memory_bytes
+    where = f"on {_devices(plan.cluster, peak.devices)} in {peak.phase}"
+    size = f"{bytes_text(peak.total)} of {bytes_text(capacity)} ({share_text(peak.total / capacity)})"
+    if peak.total > capacity:
+        return Text.assemble(("no", "bold red"), f": {size} needed {where}")
+    if plan.forecast is not None and plan.forecast.missing:
+        return Text.assemble(("partly known", "yellow"), f": what is known takes {size} at most, {where}")
+    return Text.assemble(("yes", "bold green"), f": at most {size}, {where}")
+
+
+def _devices(cluster: ClusterSpec, devices: tuple[int, ...]) -> str:
+    if len(devices) == cluster.num_devices and len(devices) > 1:
+        return "every device"
+    return f"device{'s' if len(devices) > 1 else ''} {range_text(devices)}"
+
+
+def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
+    period = plan.forecast.period if plan.forecast else None
+    if period is None or not period.seconds:
+        why = NO_FIGURES if plan.forecast is None else "the seconds of some nodes are not known"
+        yield "period", Text(f"unknown: {why}", style="yellow")
+        return
+    yield "period", Text.assemble((seconds_text(period.seconds), "bold"), f" a step: {_rate(plan, period)}")
+    yield "bound by", Text(cycle_line(period.cycle))
+
+
+def _rate(plan: Plan, period: Period) -> str:
+    assert plan.forecast is not None
+    stream, lengths = plan.schedule.streams[0], dict(plan.forecast.workload)
+    per_second = (stream.batch or 0) * stream.group_size / period.seconds
+    rate = f"{count_text(per_second)} samples/s"
+    if stream.name not in lengths:
+        return rate
+    tokens = lengths[stream.name].prompt + expected_max(lengths[stream.name], 1)
+    return f"{rate}, {count_text(per_second * tokens)} tokens/s"
+
+
+def cycle_line(cycle: tuple[CycleStep, ...]) -> str:
+    """The critical cycle in one line: the nodes that matter, with their seconds."""
+    whole = sum(step.seconds for step in cycle)
+    long = [step for step in cycle if step.seconds >= LEAST_SHARE * whole]
+    named = " → ".join(f"{step.node} {seconds_text(step.seconds)}" for step in long)
+    short = len(cycle) - len(long)
+    left_out = f" ({plural(short, 'short node')} left out)" if short else ""
+    return f"{named} → again{left_out}"

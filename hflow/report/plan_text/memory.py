@@ -1,0 +1,114 @@
+"""Memory of devices that are alike: a bar for each phase against the capacity, the fullest one marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hflow.plan.ir import Plan
+from hflow.report.memory_classes import DeviceClass, device_classes
+from hflow.report.plan_text.bar import legend, memory_bar
+from hflow.report.plan_text.section import GAP, NO_FIGURES, Section, dim, number, table, text
+from hflow.report.words import bytes_text, plural, range_text, share_text
+
+BUDGET = 22
+"""Lines of the classes that are shown with bars; the others have one line each, then a count."""
+MOST_PHASES = 10
+MOST_WITHOUT_BARS = 4
+WIDEST_BAR = 60
+NOTE = (
+    "What one device holds at the peak of each phase of a step. Capital letters stay through all phases, "
+    "small ones are that phase's own, dots are free. * marks the fullest."
+)
+
+
+def memory_section(plan: Plan, width: int) -> Section:
+    """The fullest class of each group in full, as long as there is room; a line for each other one."""
+    if plan.forecast is None:
+        return Section("Memory", absent=NO_FIGURES)
+    if not plan.forecast.memory:
+        return Section("Memory", absent="the sizes of the models are not known")
+    capacity = plan.cluster.memory_bytes
+    full, brief = _within_budget(device_classes(plan.forecast.memory))
+    body: list[RenderableType] = []
+    for shown in full:
+        body += [_title(shown, capacity), _bars(shown, capacity, width), _items(shown), Text()]
+    body += [dim(line) for line in _brief(brief, capacity)]
+    used = [name for row in plan.forecast.memory for name, _ in (*row.resident, *row.transient)]
+    return Section("Memory", NOTE, (legend(used), Text(), *(body if brief else body[:-1])))
+
+
+def _within_budget(classes: Sequence[DeviceClass]) -> tuple[list[DeviceClass], list[DeviceClass]]:
+    """The fullest class of each group as far as there is room, and the rest; both by their peaks."""
+    full: dict[str, DeviceClass] = {}
+    rest, used = [], 0
+    for one in sorted(classes, key=lambda one: -one.peak.total):
+        fits = not full or used + _num_lines(one) <= BUDGET
+        if one.peak.group not in full and fits:
+            full[one.peak.group] = one
+            used += _num_lines(one)
+        else:
+            rest.append(one)
+    return list(full.values()), rest
+
+
+def _num_lines(shown: DeviceClass) -> int:
+    """Title, the table's head and its line, phases, items, a gap."""
+    return 5 + min(MOST_PHASES, len(shown.phases))
+
+
+def _title(shown: DeviceClass, capacity: int) -> Text:
+    return Text.assemble(
+        (f"group {shown.peak.group}", "bold"),
+        f", {_devices(shown.devices)}: at most {bytes_text(shown.peak.total)} each, "
+        f"{share_text(shown.peak.total / capacity)}",
+    )
+
+
+def _devices(devices: Sequence[int]) -> str:
+    number = f" ({len(devices):,})" if len(devices) > 1 else ""
+    return f"device{'s' if len(devices) > 1 else ''} {range_text(devices)}{number}"
+
+
+def _bars(shown: DeviceClass, capacity: int, width: int) -> Table:
+    fullest = sorted(shown.phases, key=lambda phase: -phase.total)[:MOST_PHASES]
+    of_all = f"of {bytes_text(capacity)}"
+    rows = table(text(""), text("phase"), number("bytes"), number(of_all), text(""))
+    names, sizes = zip(*((phase.phase, bytes_text(phase.total)) for phase in fullest), strict=True)
+    beside = 1 + max(map(len, names)) + max(map(len, sizes)) + len(of_all) + 4 * GAP
+    columns = max(1, min(WIDEST_BAR, width - beside))
+    for phase in (phase for phase in shown.phases if phase in fullest):
+        is_peak = phase is shown.peak
+        style = ("bold red" if phase.total > capacity else "bold") if is_peak else ""
+        rows.add_row(
+            Text("*" if is_peak else "", style),
+            Text(phase.phase, style),
+            Text(bytes_text(phase.total), style),
+            Text(share_text(phase.total / capacity), style),
+            memory_bar(phase, max(capacity, shown.peak.total), capacity, columns),
+        )
+    more = len(shown.phases) - len(fullest)
+    if more:
+        rows.add_row("", dim(f"and {plural(more, 'smaller phase')}"))
+    return rows
+
+
+def _items(shown: DeviceClass) -> Text:
+    """What the fullest phase consists of, the largest first."""
+    items = sorted((*shown.peak.resident, *shown.peak.transient), key=lambda item: -item[1])
+    words = ", ".join(f"{name} {bytes_text(size)}" for name, size in items if size)
+    return Text.assemble(dim(f"* {shown.peak.phase}: "), words)
+
+
+def _brief(classes: Sequence[DeviceClass], capacity: int) -> Iterator[str]:
+    for one in classes[:MOST_WITHOUT_BARS]:
+        peak, share = bytes_text(one.peak.total), share_text(one.peak.total / capacity)
+        yield f"group {one.peak.group}, {_devices(one.devices)}: at most {peak}, {share}, in {one.peak.phase}"
+    rest = classes[MOST_WITHOUT_BARS:]
+    if rest:
+        most = max(one.peak.total for one in rest)
+        number = sum(len(one.devices) for one in rest)
+        yield f"{plural(number, 'other device')}: at most {bytes_text(most)}, {share_text(most / capacity)}"

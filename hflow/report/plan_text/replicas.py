@@ -1,0 +1,61 @@
+"""The replicas: each copy of a model, how it is cut, and where it lies."""
+
+from __future__ import annotations
+
+from string import ascii_uppercase
+
+from rich.text import Text
+
+from hflow.plan.ir import Plan
+from hflow.plan.routing import rank_order
+from hflow.plan.shape import num_parameters
+from hflow.report.plan_text.section import Section, add_row, table, text
+from hflow.report.words import parameters_text, range_text
+
+NOTE = (
+    "A replica is one copy of a model. Its layout cuts it: d ways over data, t ways inside tensors, p ways "
+    "into pipeline stages. A dp-head takes in the samples of its data rank and gives out the results."
+)
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+def replicas_section(plan: Plan, width: int) -> Section:
+    """A row for each replica, with the letter that stands for it in the device grid."""
+    names = ("", "replica", "parameters", "backend", "layout", "group", "devices", "dp-heads")
+    shown = table(*map(text, names))
+    shapes, marks, colours = dict(plan.shapes), marks_of(plan), group_colours(plan)
+    for replica in plan.replicas:
+        colour = colours[replica.group]
+        size = num_parameters(shapes[replica.model]) if replica.model in shapes else None
+        add_row(
+            shown,
+            Text(marks[replica.name], f"bold {colour}"),
+            Text(replica.name, "bold"),
+            "unknown" if size is None else parameters_text(size),
+            replica.backend,
+            str(replica.layout),
+            Text(replica.group, colour),
+            range_text(replica.workers),
+            range_text(replica.heads),
+        )
+    return Section("Replicas", NOTE, (shown,))
+
+
+def marks_of(plan: Plan) -> dict[str, str]:
+    """Replica -> letter; replicas that are cut alike on the same devices share one."""
+    marks: dict[tuple[object, ...], str] = {}
+    found = {}
+    for replica in plan.replicas:
+        key = (replica.layout, rank_order(replica.role), replica.workers)
+        found[replica.name] = marks.setdefault(key, _mark(len(marks)))
+    return found
+
+
+def group_colours(plan: Plan) -> dict[str, str]:
+    """Device group -> colour."""
+    return {group.name: COLOURS[i % len(COLOURS)] for i, group in enumerate(plan.groups)}
+
+
+def _mark(i: int) -> str:
+    turn, letter = divmod(i, len(ascii_uppercase))
+    return ascii_uppercase[letter] + (str(turn) if turn else "")

@@ -1,0 +1,81 @@
+"""The whole report: a head with the verdicts, then the sections, each as wide as the terminal allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.rule import Rule
+from rich.text import Text
+
+from hflow.plan.ir import Plan
+from hflow.report.plan_text.assumptions import assumptions_section
+from hflow.report.plan_text.data import data_section
+from hflow.report.plan_text.devices import devices_section
+from hflow.report.plan_text.graph import graph_section
+from hflow.report.plan_text.header import header
+from hflow.report.plan_text.memory import memory_section
+from hflow.report.plan_text.period import period_section
+from hflow.report.plan_text.replicas import replicas_section
+from hflow.report.plan_text.routing import routing_section
+from hflow.report.plan_text.samples import samples_section
+from hflow.report.plan_text.section import WIDEST, Section, dim
+from hflow.report.plan_text.times import times_section
+from hflow.report.plan_text.turns import turns_section
+from hflow.report.plan_text.weights import weights_section
+
+SECTIONS: Sequence[Callable[[Plan, int], Section]] = (
+    graph_section,
+    replicas_section,
+    devices_section,
+    turns_section,
+    routing_section,
+    data_section,
+    weights_section,
+    memory_section,
+    times_section,
+    period_section,
+    samples_section,
+    assumptions_section,
+)
+"""In the order of the questions: what, where, which bytes, how full, how fast, how stale, on what grounds."""
+
+
+class PlanReport:
+    """A plan as something that rich can print at any width."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The parts, for the width that the console has."""
+        width = min(options.max_width, WIDEST)
+        for part in self._parts(width):
+            yield from console.render(part, options.update(width=width))
+
+    def _parts(self, width: int) -> Iterator[RenderableType]:
+        yield header(self._plan)
+        sections = [make(self._plan, width) for make in SECTIONS]
+        for absent, same in groupby(sections, key=lambda section: section.absent):
+            if absent:
+                yield Text()
+                yield dim(f"{', '.join(section.title for section in same)}: left out, as {absent}.")
+            else:
+                for section in same:
+                    yield from _shown(section)
+        for warning in self._plan.warnings:
+            yield Text(f"\nwarning: {warning}", style="yellow")
+
+
+def render_plan(plan: Plan) -> RenderableType:
+    """The report of a plan, as wide as the console on which it is printed and at most `WIDEST`."""
+    return PlanReport(plan)
+
+
+def _shown(section: Section) -> Iterator[RenderableType]:
+    yield Text()
+    yield Rule(Text(section.title, style="bold"), align="left", characters="━", style="dim")
+    if section.note:
+        yield dim(section.note)
+    yield from section.body

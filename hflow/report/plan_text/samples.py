@@ -1,0 +1,63 @@
+"""Where samples come from, and how old the weights may be that made them."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from hflow.plan.ir import Plan, ScheduledStream
+from hflow.report.plan_text.section import Section, add_row, number, table, text
+from hflow.report.words import plural
+
+NOTE = (
+    "A stream is a flow of samples: a prompt with several answers is a group. Staleness is how many updates "
+    "the weights that made a token lie behind those that it trains."
+)
+
+
+def samples_section(plan: Plan, width: int) -> Section:
+    """A row for each stream, then the staleness bound in words."""
+    words = f"{staleness_sentence(plan)} {_stop(plan.schedule.max_refused_per_step)}"
+    return Section("Samples", NOTE, (_streams(plan), Text(), Text(words)))
+
+
+def _stop(most: int) -> str:
+    return f"The run stops when more than {plural(most, 'group')} are refused before a batch is full."
+
+
+def _streams(plan: Plan) -> Table:
+    shown = table(text("stream"), number("groups"), number("samples a group"), text("made by"), text("when"))
+    for stream in plan.schedule.streams:
+        groups = f"{stream.batch:,}" if stream.batch is not None else "all rows"
+        least = f" (at least {stream.min_group})" if stream.min_group > 1 else ""
+        size = f"{stream.group_size}{least}"
+        made = ", ".join(stream.replicas) or stream.source
+        add_row(shown, Text(stream.name, "bold"), groups, size, made, _when(stream))
+    return shown
+
+
+def _when(stream: ScheduledStream) -> str:
+    if stream.batch is not None:
+        return "every step"
+    after = f", from version {stream.after} on" if stream.after else ""
+    return f"every {plural(stream.every, 'step')}{after}, and at the end"
+
+
+def staleness_sentence(plan: Plan) -> str:
+    """What the bound means for the tokens that are trained."""
+    bound, schedule = plan.staleness_bound, plan.schedule
+    if bound is None:
+        return "Staleness is unbounded: no rule drops a sample whose tokens are old."
+    if not schedule.streams[0].models:
+        return "Staleness is 0: no model makes the samples that are trained."
+    if bound == 0:
+        return (
+            "Staleness is 0: every token is made by the weights from which its training step starts. "
+            "max_staleness=1 would let generation and training overlap on devices of their own."
+        )
+    eta, sync = schedule.max_staleness, schedule.sync_every
+    return (
+        f"Staleness is at most {bound}: a token may be made by weights {plural(bound, 'update')} older than "
+        f"those from which its training step starts, as (max_staleness {eta} + 1) x sync_every {sync} - 1 = "
+        f"{bound}; samples that would become older are dropped and counted."
+    )

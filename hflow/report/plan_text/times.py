@@ -1,0 +1,58 @@
+"""Seconds of each node, what they are spent on, and what would have to be faster."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from hflow.plan.forecast import NodeTime
+from hflow.plan.ir import Plan, ScheduledNode
+from hflow.report.plan_text.graph import cadence
+from hflow.report.plan_text.section import NO_FIGURES, Section, add_row, dim, number, table, text
+from hflow.report.words import plural, seconds_text
+
+MOST_NODES = 20
+LEAST_PART = 0.005
+"""Parts with a smaller share of a node's seconds are not named."""
+NEW_WEIGHTS = "new weights"
+"""What an engine's row stands for: it takes the weights that were trained."""
+NOTE = (
+    "Seconds of one firing (of a stream's source: of a whole batch), what they consist of, and what bounds "
+    "the largest part."
+)
+
+
+def times_section(plan: Plan, width: int) -> Section:
+    """A row for each node in the order in which they fire; of very many, the slowest."""
+    if plan.forecast is None:
+        return Section("Time", absent=NO_FIGURES)
+    if not plan.forecast.times:
+        return Section("Time", absent="the seconds of no node are known")
+    shown = table(text("node"), text("per"), number("seconds"), text("of which"), text("limited by"))
+    fires = _fires(plan)
+    rank = {name: i for i, name in enumerate(fires)}
+    slowest = sorted(plan.forecast.times, key=lambda row: -row.seconds)[:MOST_NODES]
+    for row in sorted(slowest, key=lambda row: rank.get(row.node, len(rank))):
+        per, limit = fires.get(row.node, NEW_WEIGHTS), row.limit if row.seconds else ""
+        add_row(shown, Text(row.node, "bold"), per, seconds_text(row.seconds), _parts(row), limit)
+    more = len(plan.forecast.times) - len(slowest)
+    rest = (dim(f"and {plural(more, 'faster node')}"),) if more else ()
+    return Section("Time", NOTE, (shown, *rest))
+
+
+def _fires(plan: Plan) -> dict[str, str]:
+    """Node -> what it fires for, in the order of the schedule."""
+    batches = {s.source: "batch" if s.batch else "evaluation" for s in plan.schedule.streams}
+    return batches | {node.name: _per(node, plan.schedule.num_steps) for node in plan.schedule.nodes}
+
+
+def _per(node: ScheduledNode, num_steps: int) -> str:
+    if node.at_end and node.every >= num_steps:
+        return f"{node.level}, at the end"
+    return f"{node.level}{cadence(node.every, node.after)}"
+
+
+def _parts(row: NodeTime) -> str:
+    named = [(name, spent) for name, spent in row.parts if spent >= LEAST_PART * row.seconds and spent > 0]
+    if len(named) == 1:
+        return named[0][0]
+    return ", ".join(f"{name} {seconds_text(spent)}" for name, spent in named)

@@ -1,0 +1,41 @@
+"""Weight routes: how new weights reach the other copies of a model, and how many bytes that moves."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from hflow.plan.ir import Plan, Replica, WeightRoute
+from hflow.report.plan_text.section import Section, add_row, lines, number, table, text
+from hflow.report.words import bytes_text, range_text
+
+NOTE = (
+    "How new weights reach another copy of the model. shared: both use the same memory; gather: put together "
+    "bucket by bucket on the same devices; pull: put together, then fetched by other devices. The bytes "
+    "moved are the fewest possible, as what a device holds already is never sent."
+)
+
+
+def weights_section(plan: Plan, width: int) -> Section:
+    """A row for each route."""
+    if not plan.weights:
+        return Section("Weights", absent="no model that changes has a second copy")
+    is_sized = any(route.rows or route.moved_bytes or route.held_bytes for route in plan.weights)
+    columns = [text("from → to"), text("how")]
+    if is_sized:
+        columns += [number("rows"), number("moved"), number("between machines"), number("in place")]
+    shown = table(*columns)
+    for route in plan.weights:
+        ends = lines((_end(plan.replica(route.src)), Text("→ ") + _end(plan.replica(route.dst))))
+        add_row(shown, ends, route.how, *(_bytes(route) if is_sized else ()))
+    return Section("Weights", NOTE, (shown,))
+
+
+def _end(replica: Replica) -> Text:
+    return Text.assemble((replica.name, "bold"), f" {replica.layout} on {range_text(replica.workers)}")
+
+
+def _bytes(route: WeightRoute) -> tuple[str, ...]:
+    if not (route.rows or route.moved_bytes or route.held_bytes):
+        return "?", "?", "?", "?"
+    sizes = (route.moved_bytes, route.node_bytes, route.held_bytes)
+    return f"{len(route.rows):,}", *map(bytes_text, sizes)

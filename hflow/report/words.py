@@ -1,0 +1,75 @@
+"""Numbers as a person reads them: bytes, seconds, counts, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+SECOND_UNITS = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
+MINUTE = 60.0
+TIMES, MINUS, DASH = "\u00d7", "\u2212", "\u2013"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """`61.3 GiB`: three digits in the largest unit that fits."""
+    size, unit = float(num_bytes), 0
+    while size >= 999.5 and unit < len(BYTE_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{_digits(size) if unit else round(size)} {BYTE_UNITS[unit]}"
+
+
+def seconds_text(seconds: float) -> str:
+    """`41.2 s`, `830 ms`, `12 µs`, `0 s`; from ten minutes on `12.4 min`."""
+    if not seconds:
+        return "0 s"
+    if not seconds:
+        return "0 s"
+    if seconds >= 10 * MINUTE:
+        return f"{_digits(seconds / MINUTE)} min"
+    for scale, unit in SECOND_UNITS:
+        if seconds < 999.5 * scale or unit == "s":
+            return f"{_digits(seconds / scale)} {unit}"
+    raise AssertionError("the last unit takes everything")
+
+
+def count_text(number: float) -> str:
+    """`1,024`; small fractions keep three digits."""
+    return f"{number:,.0f}" if number >= 100 else _digits(number)
+
+
+def parameters_text(number: int) -> str:
+    """`7.62 billion`, `530 million`."""
+    return f"{_digits(number / 1e9)} billion" if number >= 1e9 else f"{_digits(number / 1e6)} million"
+
+
+def share_text(share: float) -> str:
+    """`12 %`."""
+    return f"{100 * share:.0f} %"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 device`, `1,024 devices`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def range_text(numbers: Sequence[int]) -> str:
+    """Runs of neighbours: `0-7`, `0-3, 8-11`; from five runs on the first two and the last."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    if len(shown) > 4:
+        return f"{shown[0]}, {shown[1]}, … {shown[-1]} ({len(numbers):,})"
+    return ", ".join(shown)
+
+
+def _digits(number: float) -> str:
+    """Three digits at least, without zeros behind the point."""
+    if number < 0.995:
+        return f"{number:.2g}"
+    places = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
+    text = f"{number:.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,73 @@
+"""Models, devices and replicas in round figures for the tests of the cost model."""
+
+from dataclasses import replace
+
+import plan_graphs as graphs
+
+from hflow.plan.cost.flops import Work
+from hflow.plan.cost.generation import Rollout
+from hflow.plan.cost.side import Side
+from hflow.plan.hardware import Device, Efficiency, Hardware, Link
+from hflow.plan.ir import Replica
+from hflow.plan.layout import Layout
+from hflow.plan.request import ModelRequest
+from hflow.plan.shape import ModelShape
+from hflow.plan.traits import traits
+
+LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)
+LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 32000, is_tied=False)
+LLAMA_405B = ModelShape("llama", 126, 16384, 53248, 128, 8, 128, 128256, is_tied=False)
+SMALL = ModelShape("llama", 4, 64, 128, 4, 2, 16, 100, is_tied=False)
+"""A layer has 2 x 64 x (4 + 2) x 16 + 3 x 64 x 128 = 36,864 weights, the output matrix 6,400."""
+TINY = ModelShape("qwen2", 2, 128, 512, 4, 4, 32, 32, is_tied=True, has_qkv_bias=True)
+"""`configs/model/tiny-qwen2.yaml`."""
+
+NO_LOSS = Efficiency(1.0, 1.0, 1.0)
+TOY = Hardware(
+    Device("toy", "cuda", 16.0, {"fp32": 1.0, "bf16": 2.0}, 100.0, "near", "far", efficiency=NO_LOSS),
+    Link("near", 10.0, 1.0),
+    Link("far", 1.0, 10.0),
+)
+"""1e12 FLOP/s in fp32, memory of 1e11 bytes/s, links of 1e10 and 1e9 bytes/s, 1 and 10 us."""
+A100 = Hardware(
+    Device("a100", "cuda", 80.0, {"fp32": 19.5, "bf16": 312.0}, 2039.0, "nvlink", "ib"),
+    Link("nvlink", 300.0, 4.0),
+    Link("ib", 25.0, 6.0),
+)
+H100 = Hardware(
+    Device("h100", "cuda", 80.0, {"fp32": 67.0, "bf16": 989.0}, 3350.0, "nvlink", "ib"),
+    Link("nvlink", 450.0, 4.0),
+    Link("ib", 50.0, 6.0),
+)
+"""Figures of NVIDIA's data sheets, dense."""
+BARE = replace(traits("torch"), layer_host_ms=0.0)
+"""A backend whose host takes no time."""
+
+
+def side(shape=SMALL, layout="d1", hardware=TOY, backend="torch", per_machine=8, **asked):
+    """A replica on neighbouring devices, in the rank order of its role."""
+    made = traits(backend) if isinstance(backend, str) else backend
+    role = "train" if made.kind == "train" else "gen"
+    axes = Layout.parse(layout)
+    replica = Replica("m", "m", role, made.name, axes, "all", tuple(range(axes.world)), (0,))
+    cluster = replace(graphs.cluster_of("cpu-1x1"), num_nodes=9999, devices_per_node=per_machine)
+    return replace(Side.of(replica, shape, ModelRequest(**asked), hardware, cluster), backend=made)
+
+
+def named(parts):
+    """Name -> seconds, without what takes no time."""
+    return {part.name: part.seconds for part in parts if part.seconds}
+
+
+def total(parts):
+    return sum(part.seconds for part in parts)
+
+
+def work(tokens, sequences=1.0, **changes):
+    """Samples without prompts or attention."""
+    return replace(Work(1.0, sequences, tokens, tokens, tokens, 0.0), **changes)
+
+
+def rollout(groups, group_size=1, **changes):
+    numbers = {"max_concurrent": groups * group_size, "ahead": 0, "seed": 0}
+    return Rollout(groups, group_size, **(numbers | changes))

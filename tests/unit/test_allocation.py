@@ -1,0 +1,295 @@
+"""Placement by short strings: every colocation of the contract, and one line for every contradiction."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_graphs import ema, grpo, infer, ppo, request
+
+from hflow.config import load_config
+from hflow.errors import PlanError
+from hflow.graph.ir import Graph, ModelSpec, Node
+from hflow.launch.compiled import compile_recipe
+from hflow.plan.allocation import allocate
+from hflow.plan.compile import compile_plan
+from hflow.plan.groups import device_ranges
+from hflow.plan.ir import Plan
+from hflow.plan.request import ModelRequest
+
+ROOT = Path(__file__).parents[2]
+
+
+def rlhf() -> Graph:
+    """PPO with a reward model: five replicas of four models."""
+    graph = ppo()
+    rew_inf = Node(infer("rew_inf", "rm", "rm_score"), "actor_gen")
+    return replace(graph, nodes=(*graph.nodes, rew_inf), models=(*graph.models, ModelSpec("rm", "score")))
+
+
+def plan(placement: str, cluster: str = "h100-1x8", graph: Graph | None = None, **changes: object) -> Plan:
+    return compile_plan(graph or rlhf(), request(cluster, batch=64, placement=placement, **changes))
+
+
+def groups(plan: Plan) -> dict[str, tuple[int, ...]]:
+    return {group.name: group.devices for group in plan.groups}
+
+
+def placed(plan: Plan) -> dict[str, tuple[str, str, tuple[int, ...]]]:
+    return {r.name: (r.group, str(r.layout), r.workers) for r in plan.replicas}
+
+
+def refused(message: str, placement: str, cluster: str = "h100-1x8", **changes: object) -> None:
+    with pytest.raises(PlanError) as refusal:
+        plan(placement, cluster, **changes)
+    assert str(refusal.value) == message
+
+
+LOW, HIGH = (0, 1, 2, 3), (4, 5, 6, 7)
+
+
+def test_nothing_colocated():
+    made = plan("actor=0-1:d2 critic=2 ref=3 rm=4 actor.gen=5-7:d3")
+    assert placed(made) == {
+        "actor@train": ("actor", "d2t1p1", (0, 1)),
+        "actor@gen": ("actor.gen", "d3t1p1", (5, 6, 7)),
+        "critic@train": ("critic", "d1t1p1", (2,)),
+        "ref@infer": ("ref", "d1t1p1", (3,)),
+        "rm@infer": ("rm", "d1t1p1", (4,)),
+    }
+    assert made.schedule.shared == ()  # no engine takes turns with a batch node
+
+
+def test_actor_and_ref_colocated():
+    made = plan("actor,ref=0-1:d1t2 critic=2-3 rm=4 actor.gen=5-6:d2")
+    assert placed(made)["ref@infer"] == placed(made)["actor@train"] == ("actor", "d1t2p1", (0, 1))
+    assert dict(made.schedule.orders)["actor"] == ("actor_inf", "ref_inf", "actor_train", "save.actor")
+    assert made.warnings == ("placement puts nothing on devices 7 of cluster h100-1x8",)
+
+
+def test_critic_and_reward_model_colocated():
+    made = plan("actor,ref=0-3 critic,rm=4-7 actor.gen=0-3:d4")
+    assert groups(made) == {"actor": LOW, "critic": HIGH}
+    orders = dict(made.schedule.orders)
+    assert set(orders["critic"]) == {"critic_inf", "rew_inf", "gae", "critic_train", "save.critic"}
+    assert dict(made.schedule.shared) == {"actor": ("actor@gen",)}
+
+
+def test_all_colocated():
+    everywhere = plan("actor,critic,ref,rm,actor.gen=all")
+    assert groups(everywhere) == {"all": (*LOW, *HIGH)}
+    assert everywhere == compile_plan(rlhf(), request("h100-1x8", batch=64))  # which is the default
+
+
+def test_the_example_of_the_manual():
+    made = plan("actor=0-3:d2t2p1 actor.gen=4-7:d4", graph=grpo())
+    assert placed(made)["actor@train"] == ("actor", "d2t2p1", LOW)
+    assert placed(made)["actor@gen"] == ("actor.gen", "d4t1p1", HIGH)
+    assert placed(made)["ref@infer"] == ("actor", "d4t1p1", LOW)  # left out: where the trained model is
+
+
+def test_devices_in_every_form():
+    made = plan("actor=0-2,6:t4 critic=actor:d2 ref=critic rm=5,3,4 actor.gen=7")
+    assert groups(made) == {"actor": (0, 1, 2, 6), "rm": (3, 4, 5), "actor.gen": (7,)}
+    assert placed(made)["actor@train"][1:] == ("d1t4p1", (0, 1, 2, 6))
+    assert placed(made)["critic@train"] == ("actor", "d2t1p1", (0, 1))
+    assert placed(made)["ref@infer"] == ("actor", "d4t1p1", (0, 1, 2, 6))
+
+
+def test_equal_sets_are_one_group_however_they_are_written():
+    made = plan("actor=0-3 critic=3,2,1,0 actor.gen=0,1,2-3")
+    assert groups(made) == {"actor": LOW}
+
+
+def test_a_layout_smaller_than_its_devices_is_warned_of():
+    made = plan("actor=0-3:d2 critic=4-7", graph=rlhf())
+    assert made.warnings == ("actor@train uses 2 of the 4 devices of group 'actor'; 2 idle during its turn",)
+
+
+def test_what_is_left_out_follows_the_first_trained_model_that_is_placed():
+    made = plan("critic=4-7")
+    assert {group for group, _, _ in placed(made).values()} == {"critic"}
+
+
+def test_layouts_of_what_is_left_out_are_the_models_own():
+    made = plan("actor=0-3", models={"ref": ModelRequest(layout="d2t2")})
+    assert placed(made)["ref@infer"] == ("actor", "d2t2p1", LOW)
+
+
+def test_layouts_on_all_devices():
+    made = plan("actor.gen=all:d4t2")
+    assert groups(made) == {"all": (*LOW, *HIGH)}
+    assert (placed(made)["actor@gen"][1], placed(made)["actor@train"][1]) == ("d4t2p1", "d8t1p1")
+
+
+def test_a_model_that_generates_and_infers_without_being_trained():
+    made = plan("actor=0 ref=1 ref.gen=1", "cpu-1x2", graph=ema())
+    assert placed(made)["ref@gen"] == ("ref", "d1t1p1", (1,))
+
+
+def test_a_request_without_placement_stays_as_it_is():
+    asked = request("h100-1x8")
+    assert allocate(rlhf(), asked) is asked
+
+
+NAMES = "(known: actor, actor.gen, critic, ref, rm)"
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ("", "placement is empty; write items such as actor=0-3:d2t2p1, or set it to null"),
+        *(
+            (
+                item,
+                f"placement: {item!r} is not understood; write NAMES=DEVICES or NAMES=DEVICES:LAYOUT, as in "
+                "actor,ref=0-3:d2t2p1",
+            )
+            for item in ("actor", "actor=", "=0-3", "actor,=0", "actor=0=1", "actor=0:d1:d1", "actor:d1=0")
+        ),
+        (
+            "acter=0",
+            "placement: 'acter=0' names 'acter', which this recipe does not have; did you mean 'actor'? "
+            f"{NAMES}",
+        ),
+        (
+            "critic.gen=0",
+            "placement: 'critic.gen=0' names 'critic.gen', which this recipe does not have; did you mean "
+            f"'critic'? {NAMES}",
+        ),
+        (
+            "actor=0-1 critic,actor=2",
+            "placement: 'actor' is placed by 'actor=0-1' and by 'critic,actor=2'; keep one",
+        ),
+        ("actor=0-3,2", "placement: 'actor=0-3,2' lists device 2 twice; list it once"),
+        ("actor=3-0", "placement: '3-0' in 'actor=3-0' runs backwards; write 0-3"),
+        ("actor=6-8", "placement: 'actor=6-8' names device 8, but cluster h100-1x8 has 0-7"),
+        (
+            "actor=0-3 ref=actr",
+            "placement: 'actr' in 'ref=actr' is no device, no range such as 0-3, and no other item's name; "
+            "did you mean 'actor'?",
+        ),
+        (
+            "actor=0,x",
+            "placement: 'x' in 'actor=0,x' is no device, no range such as 0-3, and no other item's name",
+        ),
+        (
+            "actor=ref ref=actor",
+            "placement: 'actor=ref' leads back to itself; write devices, as in actor=0-3",
+        ),
+        ("actor=actor", "placement: 'actor=actor' leads back to itself; write devices, as in actor=0-3"),
+        (
+            "actor=0-3 critic=2-5",
+            "placement: 'actor=0-3' and 'critic=2-5' share 2-3, but not all devices; give both the same, so "
+            "that they take turns, or disjoint ones",
+        ),
+        (
+            "ref=4-7",
+            "placement leaves out 'actor', which then has all devices, and 'ref=4-7' would share some of "
+            "them; place it too, as in actor=0-3",
+        ),
+        (
+            "ref=0-3 rm=4-7",
+            "placement leaves out 'actor', which then has all devices, and 'ref=0-3' would share some of "
+            "them; place it too, as in actor=ref",
+        ),
+        ("actor=0-3:d8", "actor@train: layout d8t1p1 needs 8 devices, but group 'actor' has 4; d4t1p1 fits"),
+        (
+            "actor=0-1:t4",
+            "actor@train: layout d1t4p1 needs 4 devices, but group 'actor' has 2; give it 4 devices or more, "
+            "or a smaller t or p",
+        ),
+        (
+            "actor=0-3:2d",
+            "layout '2d' is not understood; write data, tensor and pipeline sizes in that order, as in "
+            "d2t2p1 or d4",
+        ),
+    ],
+)
+def test_contradictions_are_refused_in_one_line(placement: str, message: str):
+    refused(message, placement)
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("groups.a", {"groups": {"a": (0,)}}),
+        ("models.actor.group", {"models": {"actor": ModelRequest(group="a")}}),
+        ("models.actor.gen.group", {"models": {"actor": ModelRequest(gen_group="a")}}),
+        ("models.actor.layout", {"models": {"actor": ModelRequest(layout="d2")}}),
+        ("models.actor.gen.layout", {"models": {"actor": ModelRequest(gen_layout="d2")}}),
+    ],
+)
+def test_a_placement_is_the_only_one(key: str, changes: dict[str, object]):
+    refused(
+        f"placement and {key} are both given; keep one, and leave the other out",
+        "actor=0-3 actor.gen=4-7",
+        **changes,
+    )
+
+
+def test_a_range_that_is_too_long_is_refused_at_once():
+    message = "placement: 'actor=0-999999999999' names device 999999999999, but cluster h100-1x8 has 0-7"
+    refused(message, "actor=0-999999999999")
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_devices_read_back_from_their_ranges(devices: set[int]):
+    held = tuple(sorted(devices))
+    made = compile_plan(grpo(), request("h100-6x8", batch=64, placement=f"actor={device_ranges(held)}"))
+    assert {group.devices for group in made.groups} == {held}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "placement=actor=0-3:d2t2p1 actor.gen=4-7:d4",
+        "placement='actor=0-3:d2t2p1 actor.gen=4-7:d4'",
+        'placement="actor=0-3:d2t2p1 actor.gen=4-7:d4"',
+        "++placement=actor=0-3:d2t2p1 actor.gen=4-7:d4",
+    ],
+)
+def test_the_command_line_needs_no_quotes_of_hydra(override: str):
+    config = load_config(ROOT / "recipes" / "grpo.py", [override])
+    assert config.placement == "actor=0-3:d2t2p1 actor.gen=4-7:d4"
+
+
+def test_odd_placements_reach_the_planner_as_they_are_written():
+    for value, read in [("actor,ref=0-3", "actor,ref=0-3"), ("it's", "it's"), ("7", "7"), ("null", None)]:
+        assert load_config(ROOT / "recipes" / "grpo.py", [f"placement={value}"]).placement == read
+
+
+def test_a_placement_in_a_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text("placement: actor=0-3:d2t2p1 actor.gen=4-7:d4\n")
+    assert load_config(tmp_path / "mine.py").placement == "actor=0-3:d2t2p1 actor.gen=4-7:d4"
+
+
+MANUAL = (ROOT / "docs" / "placement.md").read_text()
+COMMANDS = [
+    line.removeprefix("hflow plan ")
+    for block in re.findall(r"```sh\n(.*?)```", MANUAL, re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines()
+    if line.startswith("hflow plan ")
+]
+assert COMMANDS, "the manual has no examples"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_example_of_the_manual_can_be_planned(command: str, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe, *overrides = shlex.split(command)
+    made = compile_recipe(recipe, overrides).plan
+    assert made.replicas
+
+
+def test_every_contradiction_of_the_manual_is_what_the_planner_says(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    rows = re.findall(r"^\| `(placement='[^`]*)` \| `([^`]*)` \|$", MANUAL, re.MULTILINE)
+    assert rows
+    for overrides, message in rows:
+        with pytest.raises(PlanError) as refusal:
+            compile_recipe("recipes/ppo.py", ["cluster=h100-1x8", *shlex.split(overrides)])
+        assert str(refusal.value) == message

@@ -1,0 +1,373 @@
+"""Devices, links and models by name: every shipped file is right, and a user's own come first."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hflow.config import RunConfig, load_config
+from hflow.config.compose import config_dir
+from hflow.dsl.load import load_recipe
+from hflow.errors import ConfigError, HflowError, NotYetError, PlanError
+from hflow.graph.build import build_graph
+from hflow.launch.compiled import compile_recipe
+from hflow.launch.hardware import cluster_hardware, known_devices, known_links
+from hflow.launch.limits import refuse_unrunnable
+from hflow.launch.models import model_settings
+from hflow.launch.planning import plan_request
+from hflow.plan.request import PlanRequest
+from hflow.plan.shape import num_parameters, read_shape
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GRPO, PPO = RECIPES / "grpo.py", RECIPES / "ppo.py"
+
+PUBLISHED = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+"""Parameters as their safetensors files count them. The files of Qwen3-0.6B and 1.7B repeat the tied output
+matrix (751,632,384 and 2,031,739,904 with it); it counts once here."""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe's path in a directory of its own; nothing reads the file."""
+    return tmp_path / "mine.py"
+
+
+def write(recipe: Path, name: str, text: str) -> None:
+    """One of the user's own files, `devices/NAME` or `links/NAME`."""
+    file = recipe.parent / "hardware" / f"{name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def requested(recipe: Path, *overrides: str) -> PlanRequest:
+    graph = build_graph(load_recipe(recipe).spec())
+    return plan_request(load_config(recipe, overrides), graph, recipe)
+
+
+def refused(message: str, recipe: Path, **keys: object) -> None:
+    with pytest.raises(HflowError) as refusal:
+        cluster_hardware(RunConfig(name="mine", **keys), recipe)
+    assert str(refusal.value) == message
+
+
+def test_every_device_and_link_that_is_asked_for_is_there(recipe):
+    devices, links = known_devices(recipe), known_links(recipe)
+    assert set(devices) == {"a100-40g", "a100-80g", "b200", "cpu", "h100", "h20", "h200", "l40s"}
+    for name, device in devices.items():
+        assert device.name == name
+        assert {device.link, device.network} <= set(links)
+        assert device.tflops["bf16"] > device.tflops["fp32"]
+    assert {name for name in links if name.startswith(("nvlink", "pcie", "ib"))} == {
+        *("nvlink-3", "nvlink-4", "nvlink-5", "pcie-4", "pcie-5", "ib-hdr", "ib-ndr", "ib-xdr")
+    }
+    assert links["nvlink-4"].gb_per_s > links["pcie-5"].gb_per_s > links["ethernet-100g"].gb_per_s
+
+
+def test_one_direction_of_one_device(recipe):
+    links = known_links(recipe)
+    assert links["nvlink-4"].gb_per_s == 900 / 2  # the sheet gives both directions
+    assert links["ib-ndr"].gb_per_s == 400 / 8  # 400 Gb/s
+    assert links["ethernet-25g"].gb_per_s == 25 / 8
+
+
+def test_a_cluster_has_the_figures_of_its_device(recipe):
+    cluster, hardware = cluster_hardware(RunConfig(name="mine", cluster="a100-80g-2x8"), recipe)
+    assert (cluster.device, cluster.num_nodes, cluster.devices_per_node) == ("cuda", 2, 8)
+    assert cluster.memory_bytes == 80 * 2**30
+    assert (hardware.device.name, hardware.intra.name, hardware.inter.name) == (
+        "a100-80g",
+        "nvlink-3",
+        "ib-hdr",
+    )
+
+
+def test_network_and_memory_are_the_users(recipe):
+    config = RunConfig(name="mine", cluster="h100-8x8", network="ethernet-400g", device_memory_gib=40.0)
+    cluster, hardware = cluster_hardware(config, recipe)
+    assert hardware.inter.name == "ethernet-400g"
+    assert hardware.intra.name == "nvlink-4"
+    assert cluster.memory_bytes == hardware.device.memory_bytes == 40 * 2**30
+
+
+MINE = """
+type: cuda
+memory_gib: 24
+tflops: {fp32: 30, bf16: 120}
+memory_gb_per_s: 900
+link: my-bus
+network: ethernet-100g
+efficiency: {compute: 0.5}
+"""
+
+
+def test_the_users_own_files_extend_and_replace(recipe):
+    write(recipe, "devices/rtx-x.1", MINE)
+    write(recipe, "devices/h100", MINE.replace("24", "94"))
+    write(recipe, "links/my-bus", "gb_per_s: 12\nlatency_us: 9\n")
+    cluster, hardware = cluster_hardware(RunConfig(name="mine", cluster="rtx-x.1-1x4"), recipe)
+    assert (cluster.num_devices, cluster.memory_bytes) == (4, 24 * 2**30)
+    assert (hardware.device.efficiency.compute, hardware.device.efficiency.memory) == (0.5, 0.7)
+    assert hardware.intra.gb_per_s == 12
+    cluster, _ = cluster_hardware(RunConfig(name="mine", cluster="h100-1x4"), recipe)
+    assert cluster.memory_bytes == 94 * 2**30
+
+
+LINKS = (
+    "ethernet-100g, ethernet-25g, ethernet-400g, ib-hdr, ib-ndr, ib-xdr, nvlink-3, nvlink-4, nvlink-5, "
+    "pcie-4, pcie-5, shared-memory"
+)
+
+
+def test_unknown_names(recipe):
+    known = "a100-40g, a100-80g, b200, cpu, h100, h20, h200, l40s"
+    refused(
+        f"cluster 'a100-1x8': unknown device 'a100'; did you mean 'a100-80g'? (known: {known})",
+        recipe,
+        cluster="a100-1x8",
+    )
+    refused(
+        f"network: unknown link 'ib-nrd'; did you mean 'ib-ndr'? (known: {LINKS})", recipe, network="ib-nrd"
+    )
+    write(recipe, "devices/odd", MINE)
+    refused(f"hardware.devices.odd.link: unknown link 'my-bus' (known: {LINKS})", recipe, cluster="odd-1x1")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("memory_gib: 24", ""), "hardware.devices.odd.memory_gib is missing, and has no default"),
+        (
+            ("memory_gib: 24", "memory_gib: lots"),
+            "hardware.devices.odd.memory_gib is 'lots'; it must be a number",
+        ),
+        (("memory_gib: 24", "memory_gib: 0"), "hardware.devices.odd.memory_gib is 0.0; it must be above 0"),
+        (
+            ("memory_gib: 24", "memory_gib: .inf"),
+            "hardware.devices.odd.memory_gib is inf; it must be above 0",
+        ),
+        (("fp32: 30, ", ""), "hardware.devices.odd.tflops.fp32 is missing; it must be above 0"),
+        (("cuda", "gpu"), "hardware.devices.odd.type is 'gpu'; choose cpu or cuda"),
+        (("0.5", "1.5"), "hardware.devices.odd.efficiency.compute is 1.5; it must be above 0 and at most 1"),
+        (
+            ("network:", "overhead_gib: 30\nnetwork:"),
+            "hardware.devices.odd.overhead_gib is 30.0; it must be at least 0 and below memory_gib, 24",
+        ),
+        (("link:", "lnik:"), "unknown key 'hardware.devices.odd.lnik'; did you mean 'link'?"),
+    ],
+)
+def test_a_device_that_cannot_be(change: tuple[str, str], message: str, recipe):
+    write(recipe, "devices/odd", MINE.replace(*change))
+    refused(message, recipe)
+
+
+def test_files_that_are_none(recipe):
+    write(recipe, "links/slow", "gb_per_s: 1\nlatency_us: -3\n")
+    refused("hardware.links.slow.latency_us is -3.0; it must be at least 0", recipe)
+    write(recipe, "links/slow", "[1")
+    with pytest.raises(ConfigError, match=r"slow.yaml:1: this is not YAML: "):
+        known_links(recipe)
+    write(recipe, "links/slow", "3")
+    with pytest.raises(ConfigError, match=r"slow.yaml: it must be a mapping of figures"):
+        known_links(recipe)
+
+
+def test_memory_below_what_the_runtime_takes(recipe):
+    refused(
+        "device_memory_gib is 0.25, but a cpu needs 0.4 for its runtime alone; set it to more than 0.4",
+        recipe,
+        device_memory_gib=0.25,
+    )
+
+
+def test_every_model_size_is_tested():
+    assert {file.stem for file in (config_dir() / "model").glob("*.yaml")} == {*PUBLISHED, "tiny-qwen2"}
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_a_model_by_name_has_the_published_number_of_parameters(name: str, count: int):
+    request = requested(GRPO, f"model@models.actor={name}", "models.actor.path=null")
+    actor = request.models["actor"]
+    assert actor.dtype == "bf16"
+    assert actor.shape is not None
+    assert num_parameters(actor.shape) == count
+
+
+def test_a_model_by_name_is_one_that_transformers_builds():
+    from hflow.backends.architecture import read_config
+    from hflow.backends.base import ModelSettings
+
+    for name in PUBLISHED:
+        architecture = yaml.safe_load((config_dir() / "model" / f"{name}.yaml").read_text())["architecture"]
+        config = read_config(ModelSettings(name=name, architecture=architecture))
+        found = config.to_dict()
+        assert {key: found[key] for key in architecture if key in found} == {
+            key: value for key, value in architecture.items() if key in found
+        }
+
+
+def test_models_that_start_from_another_share_its_sizes_and_precision():
+    request = requested(PPO, "model@models.actor=qwen2.5-7b", "models.actor.path=null")
+    actor, critic, ref = (request.models[name] for name in ("actor", "critic", "ref"))
+    assert actor.shape == ref.shape
+    assert critic.shape is not None
+    assert (critic.shape.head, critic.shape.hidden, critic.dtype, ref.dtype) == (
+        "value",
+        3584,
+        "bf16",
+        "bf16",
+    )
+    run = model_settings(compile_recipe(PPO, ["model@models.actor=qwen2.5-7b", "models.actor.path=null"]))
+    assert {name: settings.dtype for name, settings in run.items()} == dict.fromkeys(run, "bf16")
+    mixed = requested(PPO, "+model@models.critic=qwen2.5-0.5b", "models.critic.dtype=fp32")
+    assert mixed.models["critic"].dtype == "fp32"
+    assert mixed.models["critic"].shape.hidden == 896
+
+
+def test_a_models_other_numbers_reach_the_planner():
+    keys = (
+        "models.actor.tokens_per_microbatch=4096",
+        "models.actor.activation_checkpointing=true",
+        "models.actor.gen.max_running=64",
+        "models.actor.gen.max_model_len=1024",
+        "models.actor.backend=megatron",
+        "models.actor.gen.engine=vllm",
+    )
+    actor = requested(GRPO, *keys).models["actor"]
+    assert (actor.tokens_per_microbatch, actor.recompute) == (4096, True)
+    assert (actor.max_running, actor.max_model_len) == (64, 1024)
+    assert (actor.backend, actor.engine) == ("megatron", "vllm")
+
+
+def test_the_workload_reaches_the_planner():
+    workload = requested(GRPO, "workload.prompt=128", "workload.response_cv=null").workload
+    assert (workload.prompt, workload.response_mean, workload.response_cv) == (128, 4.0, None)
+
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 32,
+}
+
+
+def checkpoint(directory: Path, text: str) -> str:
+    (directory / "config.json").write_text(text)
+    return f"models.actor.path={directory}"
+
+
+def test_a_checkpoint_goes_before_the_architecture(tmp_path):
+    request = requested(GRPO, checkpoint(tmp_path, json.dumps(TINY)))
+    assert request.models["actor"].shape == read_shape(TINY)
+    assert request.warnings == (
+        f"models.actor: the plan is that of the checkpoint {tmp_path} (hidden_size 64), not of the "
+        "architecture (hidden_size 128); set models.actor.path=null to plan the latter",
+    )
+    same = requested(GRPO, checkpoint(tmp_path, json.dumps(TINY)), "models.actor.architecture=null")
+    assert same.warnings == ()
+
+
+def test_a_checkpoint_that_does_not_exist_yet(tmp_path):
+    shape = requested(GRPO, f"models.actor.path={tmp_path}/later").models["actor"].shape
+    assert shape is not None
+    assert (shape.family, shape.hidden) == ("qwen2", 128)
+
+
+def test_a_family_that_the_planner_does_not_know(tmp_path):
+    unknown = checkpoint(tmp_path, json.dumps(TINY | {"model_type": "mamba"}))
+    assert requested(GRPO, unknown, "models.actor.architecture=null").models["actor"].shape is None
+    assert (
+        requested(GRPO, "models.actor.path=null", "models.actor.architecture=null").models["actor"].shape
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"hidden_size": "many"},
+            "architecture 'llama': hidden_size is 'many'; it must be a whole number of at least 1",
+        ),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads 8 is not a multiple of num_key_value_heads 3; set num_key_value_heads to 4",
+        ),
+        (
+            {"hidden_size": 68},
+            "hidden_size 68 is not a multiple of num_attention_heads 8; set num_attention_heads to 4, or "
+            "say head_dim",
+        ),
+    ],
+)
+def test_a_checkpoint_that_cannot_be(change: dict[str, object], message: str, tmp_path):
+    override = checkpoint(tmp_path, json.dumps(TINY | change))
+    with pytest.raises(ConfigError) as refusal:
+        requested(GRPO, override)
+    assert str(refusal.value) == f"{tmp_path}/config.json: {message}"
+
+
+def test_a_checkpoint_that_is_not_json(tmp_path):
+    with pytest.raises(ConfigError, match=r"config.json: this is not JSON: "):
+        requested(GRPO, checkpoint(tmp_path, "{"))
+    with pytest.raises(ConfigError, match=r"config.json: it must be a mapping"):
+        requested(GRPO, checkpoint(tmp_path, "[]"))
+
+
+def test_an_architecture_that_cannot_be():
+    with pytest.raises(ConfigError) as refusal:
+        requested(GRPO, "models.actor.path=null", "models.actor.architecture.vocab_size=-1")
+    assert str(refusal.value) == (
+        "models.actor: architecture 'qwen2': vocab_size is -1; it must be a whole number of at least 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "models.actor.backend=megatron",
+            "actor@train is planned for megatron, which is not executed yet; look at it with `hflow plan`, "
+            "or run it with models.actor.backend=torch",
+        ),
+        (
+            "models.actor.gen.engine=vllm",
+            "actor@gen is planned for vllm, which is not executed yet; look at it with `hflow plan`, or run "
+            "it with models.actor.gen.engine=embedded",
+        ),
+    ],
+)
+def test_backends_that_are_planned_but_not_run(override: str, message: str):
+    with pytest.raises(NotYetError) as refusal:
+        refuse_unrunnable(compile_recipe(GRPO, [override]))
+    assert str(refusal.value) == message
+
+
+def test_an_unknown_device_is_refused_when_planning():
+    with pytest.raises(PlanError, match=r"unknown device 'h10'; did you mean 'h100'\?"):
+        compile_recipe(GRPO, ["cluster=h10-1x8"])

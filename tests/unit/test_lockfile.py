@@ -1,0 +1,255 @@
+"""A plan file runs exactly its plan, or says in one line what no longer fits."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hflow import launch
+from hflow.errors import ConfigError, HflowError, PlanError, RecipeError
+from hflow.plan.diff import Effect
+
+RECIPE = '''"""GRPO, as small as it gets."""
+
+from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, compute, generate, nodes, use
+
+train = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@generate(actor, group=4)
+async def actor_gen(engine: Engine, prompt: str) -> Trajectory:
+    return await engine.complete(prompt)
+
+
+@compute(per="sample", returns="reward")
+def score(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer)
+
+
+recipe = Recipe("small", train, [actor_gen, score, nodes.group_advantage, use(nodes.actor_train, actor)])
+'''
+NUMBERS = "steps: 7\nbatch: 8\nmodels:\n  actor:\n    path: checkpoint\n"
+SIZES = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 32,
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a recipe, its numbers and a checkpoint's sizes, in which the test works."""
+    directory = tmp_path / "checkout"
+    (directory / "recipes").mkdir(parents=True)
+    (directory / "checkpoint").mkdir()
+    (directory / "recipes" / "small.py").write_text(RECIPE)
+    (directory / "recipes" / "small.yaml").write_text(NUMBERS)
+    (directory / "checkpoint" / "config.json").write_text(json.dumps(SIZES))
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def lock(*overrides: str) -> Path:
+    """Write the recipe's plan file."""
+    file = Path("lock.json")
+    file.write_text(launch.document(launch.compile_recipe("recipes/small.py", overrides)))
+    return file
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+
+
+def misfit(file: Path, *overrides: str) -> str:
+    """The line that says what no longer fits."""
+    with pytest.raises(PlanError) as refused:
+        launch.compile_locked(file, None, overrides)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert message.startswith("lock.json no longer fits: ")
+    return message.removeprefix("lock.json no longer fits: ")
+
+
+def test_a_plan_file_holds_recipe_configuration_and_plan(checkout: Path):
+    values = json.loads(lock("seed=3").read_text())
+    assert (values["format"], values["recipe"]) == (1, "recipes/small.py")
+    assert (values["config"]["steps"], values["config"]["seed"]) == (7, 3)
+    assert values["plan"]["digest"] == launch.plan("recipes/small.py", ["seed=3"]).digest
+
+
+def test_it_compiles_to_its_plan(checkout: Path):
+    file = lock("cluster=cpu-1x2", "models.actor.optim.lr=3e-4", "nodes.actor_train.clip=0.1")
+    compiled = launch.compile_locked(file)
+    assert compiled.plan.digest == json.loads(file.read_text())["plan"]["digest"]
+    assert compiled.config.models["actor"].optim.lr == 3e-4
+
+
+def test_the_yaml_beside_the_recipe_has_no_say(checkout: Path):
+    file = lock()
+    Path("recipes/small.yaml").write_text("steps: 99\n")
+    assert launch.compile_locked(file).config.steps == 7
+
+
+def test_it_moves_with_its_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch):
+    lock()
+    moved = checkout.with_name("moved")
+    checkout.rename(moved)
+    monkeypatch.chdir(moved)
+    assert launch.compile_locked("lock.json").recipe == Path("recipes/small.py")
+
+
+def test_a_recipe_outside_the_working_directory_is_absolute(checkout: Path, monkeypatch: pytest.MonkeyPatch):
+    elsewhere = checkout / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    text = launch.document(launch.compile_recipe(checkout / "recipes" / "small.py"))
+    assert json.loads(text)["recipe"] == str(checkout / "recipes" / "small.py")
+
+
+def test_a_recipe_that_went_elsewhere_is_named(checkout: Path):
+    file = lock()
+    shutil.move("recipes/small.py", "small.py")
+    with pytest.raises(
+        RecipeError, match=r"lock\.json is a plan of 'recipes/small\.py', which is not here; run"
+    ):
+        launch.compile_locked(file)
+    assert launch.compile_locked(file, "small.py").plan.recipe == "small"
+    with pytest.raises(RecipeError, match=r"^there is no recipe file 'other\.py'$"):
+        launch.compile_locked(file, "other.py")
+
+
+def test_overrides_that_leave_the_plan_alone(checkout: Path):
+    compiled = launch.compile_locked(lock(), None, ["out=elsewhere", "name=again"])
+    assert (compiled.config.out, compiled.config.name, compiled.config.steps) == ("elsewhere", "again", 7)
+
+
+def test_a_configuration_with_quotes_colons_and_nulls_survives_overrides(checkout: Path):
+    Path("recipes/small.yaml").write_text(
+        NUMBERS + "    chat_template: \"{% for m in messages %}{{ m['content'] }}: 'x'\\n{% endfor %}\"\n"
+    )
+    file = lock()
+    assert launch.compile_locked(file, None, ["out=elsewhere"]).config.models == (
+        launch.compile_locked(file).config.models
+    )
+
+
+def test_an_override_that_changes_the_plan(checkout: Path):
+    file = lock("save_every=2")
+    assert misfit(file, "steps=9") == (
+        "schedule num_steps: 7 -> 9; see `hflow plan --diff lock.json recipes/small.py steps=9`"
+    )
+    assert misfit(lock(), "steps=9").startswith("schedule num_steps: 7 -> 9, and 2 more; see ")
+
+
+def test_another_body(checkout: Path):
+    file = lock()
+    Path("recipes/small.py").write_text(RECIPE.replace("== answer", "== answer.strip()"))
+    message = misfit(file)
+    assert message.startswith("node score body: source ")
+    assert message.endswith("; see `hflow plan --diff lock.json recipes/small.py`")
+
+
+def test_a_checkpoint_of_other_sizes(checkout: Path):
+    file = lock()
+    Path("checkpoint/config.json").write_text(json.dumps({**SIZES, "num_hidden_layers": 3}))
+    assert misfit(file).startswith("shape actor num_layers: 2 -> 3")
+
+
+def test_a_recipe_that_its_configuration_does_not_fit_any_more(checkout: Path):
+    file = lock("nodes.score.timeout=3")
+    Path("recipes/small.py").write_text(RECIPE.replace("def score", "def mark").replace(" score,", " mark,"))
+    assert misfit(file).startswith("unknown key 'nodes.score'; ")
+
+
+def test_rows_that_another_planner_made(checkout: Path):
+    file = lock("cluster=cpu-1x2")
+    edit(file, lambda values: values["plan"]["rules"][1].update(policy="single"))
+    assert misfit(file).startswith("data actor_inf: all to one -> samples, balanced; see ")
+    file = lock()
+    edit(file, lambda values: values["plan"]["schedule"]["nodes"][0].update(keep=True))
+    assert misfit(file).startswith("rest schedule.nodes[0].keep: true -> false; see ")
+
+
+def test_the_digest_in_a_file_is_not_what_counts(checkout: Path):
+    file = lock()
+    edit(file, lambda values: values["plan"].update(digest="0" * 64, warnings=["mind the gap"]))
+    assert launch.compile_locked(file).plan.digest != "0" * 64
+
+
+def test_an_unknown_key_in_a_file_or_an_override(checkout: Path):
+    file = lock()
+    with pytest.raises(ConfigError, match=r"^unknown key 'stps'; did you mean 'steps'\?$"):
+        launch.compile_locked(file, None, ["stps=1"])
+    edit(file, lambda values: values["config"].update(stps=1))
+    with pytest.raises(
+        ConfigError, match=r"^lock\.json: its configuration does not fit this version: unknown"
+    ):
+        launch.compile_locked(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hello", "lock.json is no plan file: it is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("[1]", "lock.json is no plan file; `hflow plan RECIPE --json` prints one"),
+        ('{"digest": "0"}', "lock.json is no plan file; `hflow plan RECIPE --json` prints one"),
+        ('{"format": 2}', "lock.json has format 2, but this version of hflow reads format 1; make it again"),
+        ('{"format": 1, "recipe": "a.py"}', "lock.json is no plan file: its 'config' is missing"),
+        (
+            '{"format": 1, "recipe": "a.py", "config": {}, "plan": {}}',
+            "lock.json: the rows of a plan are not such as this version of hflow makes (KeyError: ",
+        ),
+    ],
+)
+def test_a_file_that_is_no_plan(text: str, message: str, checkout: Path):
+    Path("lock.json").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        launch.compile_locked("lock.json")
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_cannot_be_read(checkout: Path):
+    with pytest.raises(ConfigError, match=r"'none\.json' cannot be read: No such file"):
+        launch.compile_locked("none.json")
+    Path("lock.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"lock\.json is no plan file: it is not JSON"):
+        launch.compile_locked("lock.json")
+
+
+def test_the_directory_of_a_run(checkout: Path):
+    run = Path("runs/small/20260131-142500")
+    run.mkdir(parents=True)
+    lock().rename(run / "plan.json")
+    assert launch.compile_locked(run).config.steps == 7
+    with pytest.raises(ConfigError, match=r"^runs/small is no run's directory: it has no plan\.json$"):
+        launch.compile_locked("runs/small")
+    Path("runs/small/latest").symlink_to(run.name)
+    with pytest.raises(ConfigError, match=r"; the newest run in it is runs/small/latest$"):
+        launch.compile_locked("runs/small")
+
+
+def test_files_runs_and_recipes_are_compared(checkout: Path):
+    file = str(lock())
+    assert launch.compare(file, "recipes/small.py").changes == ()
+    changed = launch.compare(file, "recipes/small.py", ["cluster=cpu-1x2"])
+    assert changed.effect is Effect.RESHARD
+    assert launch.compare("recipes/small.py", file, ["cluster=cpu-1x2"]).effect is Effect.RESHARD
+    assert launch.compare("recipes/small.py", "recipes/small.py", ["cluster=cpu-1x2"]).changes == ()
+
+
+def test_overrides_need_a_recipe_to_change(checkout: Path):
+    file = str(lock())
+    with pytest.raises(
+        HflowError, match=r"^steps=3 changes nothing: neither 'lock\.json' nor 'lock\.json' is a"
+    ):
+        launch.compare(file, file, ["steps=3"])

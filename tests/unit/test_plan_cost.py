@@ -1,0 +1,451 @@
+"""Formulas of the cost model, with answers worked out by hand."""
+
+import math
+from dataclasses import replace
+
+import plan_graphs as graphs
+import pytest
+from cost_kit import (
+    A100,
+    BARE,
+    LLAMA_7B,
+    LLAMA_70B,
+    SMALL,
+    TOY,
+    named,
+    rollout,
+    side,
+    total,
+    work,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hflow.backends.common.chunks import LOGITS_PER_CHUNK
+from hflow.backends.torch_model.placement import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
+from hflow.data.prefixes import LEAST_SAVED as BACKEND_LEAST_SAVED
+from hflow.plan.cost import sync as syncing
+from hflow.plan.cost.collectives import Ranks, all_gather, all_reduce, axis_ranks, reduce_scatter, send
+from hflow.plan.cost.flops import (
+    LEAST_SAVED,
+    attention_flops,
+    head_parameters,
+    kv_entries,
+    layer_flops,
+    layer_parameters,
+    stage_flops,
+    stage_parameters,
+    token_flops,
+    work_of,
+)
+from hflow.plan.cost.generation import Phase, decode_step, generate, replay
+from hflow.plan.cost.roofline import COMPUTE, LATENCY, MEMORY, NETWORK, Part, Rates, bound, node_time
+from hflow.plan.cost.sync import redistribution, saving, sync
+from hflow.plan.cost.training import (
+    LOGITS_AT_ONCE,
+    MIN_UNIT_BYTES,
+    bubble,
+    forward,
+    local_weights,
+    num_microbatches,
+    train,
+    update,
+)
+from hflow.plan.forecast import EdgeTraffic
+from hflow.plan.ir import Replica, WeightRoute
+from hflow.plan.layout import Layout
+from hflow.plan.routing import rank_order
+from hflow.plan.shape import num_parameters
+from hflow.plan.traits import traits
+from hflow.plan.workload import Workload
+from hflow.workers.weights import BUCKET_BYTES
+
+
+# ------------------------------------------------------------------------------ FLOPs and weights
+def test_one_token_of_llama_2_7b():
+    # A layer: four 4096 x 4096 matrices of attention, three of 4096 x 11008.
+    assert layer_parameters(LLAMA_7B) == 4 * 4096**2 + 3 * 4096 * 11008 == 202_375_168
+    assert head_parameters(LLAMA_7B) == 4096 * 32000 == 131_072_000
+    # 32 layers and the output matrix: 6,607,077,376 weights, two FLOPs each.
+    assert token_flops(LLAMA_7B, 1, 0) == 2 * 6_607_077_376
+    # A context of 1000 adds 4 x 1000 x 32 heads x 128 in each of 32 layers.
+    assert token_flops(LLAMA_7B, 1, 1000) == 2 * 6_607_077_376 + 32 * 4 * 1000 * 4096
+
+
+def test_grouped_queries_have_smaller_key_and_value_matrices():
+    # Llama 2 70B: Q and O are 8192 x 8192, K and V 8192 x 1024.
+    assert layer_parameters(LLAMA_70B) == 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672
+
+
+def test_causal_attention_is_half_of_all_pairs():
+    # One sample of 10 tokens: 100 pairs, of which 50 are seen; 4 FLOPs x 4 heads x 16 for each.
+    assert attention_flops(SMALL, 50) == 4 * 50 * 64
+    one = work_of([10], 0, 1)
+    assert layer_flops(SMALL, one) == 2 * 36_864 * 10 + 4 * 50 * 64
+
+
+@pytest.mark.parametrize("shape", [LLAMA_7B, LLAMA_70B, SMALL, replace(SMALL, is_tied=True)])
+def test_one_stage_has_all_matrices(shape):
+    norms = (2 * shape.num_layers + 1) * shape.hidden
+    assert stage_parameters(shape, 1) == num_parameters(shape) - norms
+
+
+def test_stages_have_their_layers_and_one_end():
+    assert stage_parameters(LLAMA_7B, 2) == 16 * 202_375_168 + 131_072_000
+    # Of three stages of 2 + 1 + 1 layers the first is the heaviest, with the embedding.
+    assert stage_parameters(SMALL, 3) == 2 * 36_864 + 6_400
+    # A tied output matrix is on the last of several stages too.
+    assert stage_parameters(replace(SMALL, is_tied=True), 4) == 36_864 + 6_400
+
+
+def test_the_heaviest_stage_counts():
+    amount = work(10.0)
+    layer, head = 2 * 36_864 * 10, 2 * 6_400 * 10
+    assert stage_flops(SMALL, amount, 1, 3, 3) == 3 * (4 * layer + head)
+    assert stage_flops(SMALL, amount, 2, 3, 4) == 3 * 2 * layer + 4 * head
+    assert stage_flops(SMALL, amount, 3, 1, 1) == 2 * layer
+
+
+def test_prompts_of_a_group_are_computed_once_where_that_pays():
+    lengths = [15, 16, 17, 15, 16, 17]  # two groups of three, prompts of 10
+    shared = work_of(lengths, 10, 3, budget=48)
+    assert (shared.groups, shared.sequences, shared.tokens, shared.learned) == (2, 6, 96, 36)
+    assert shared.rows == 96 - 4 * 10
+    assert shared.squares == 2 * (15**2 + 16**2 + 17**2)
+    assert work_of(lengths, 10, 3, budget=47).rows == 96  # a group does not fit into a micro-batch
+    assert work_of(lengths, 10, 3).rows == 96  # another backend
+    assert work_of(lengths, 2, 3, budget=48).rows == 96  # 8 of 96 tokens are too few
+    assert shared.share(0.5).rows == 28
+
+
+def test_keys_and_values_are_repeated_beyond_their_heads():
+    assert kv_entries(LLAMA_7B, 1) == 2 * 32 * 32 * 128
+    assert kv_entries(LLAMA_70B, 8) == kv_entries(LLAMA_70B, 16) == 2 * 80 * 128
+
+
+def test_what_the_planner_says_of_the_torch_backend_is_so():
+    assert LOGITS_AT_ONCE == LOGITS_PER_CHUNK
+    assert MIN_UNIT_BYTES == BACKEND_UNIT_BYTES
+    assert LEAST_SAVED == BACKEND_LEAST_SAVED
+    assert syncing.BUCKET_BYTES == BUCKET_BYTES
+
+
+# -------------------------------------------------------------------------------------- roofline
+def test_the_slowest_of_three_bounds():
+    rates = Rates.of(TOY, "fp32")
+    assert (rates.flops, rates.memory) == (1e12, 1e11)
+    assert bound("x", 2e12, 1e11, rates) == Part("x", 2.0, COMPUTE)
+    assert bound("x", 1e12, 3e11, rates) == Part("x", 3.0, MEMORY)
+    assert bound("x", 1e12, 3e11, rates, issuing=4.0) == Part("x", 4.0, LATENCY)
+
+
+def test_efficiencies_scale_the_data_sheet():
+    rates = Rates.of(A100, "bf16")
+    assert rates.flops == pytest.approx(0.45 * 312e12)
+    assert rates.memory == pytest.approx(0.7 * 2039e9)
+
+
+def test_parts_add_up_to_a_node():
+    row = node_time("n", [Part("a", 1.0, COMPUTE), Part("b", 0.0, LATENCY), Part("c", 2.0, NETWORK)])
+    assert (row.seconds, row.parts, row.limit) == (3.0, (("a", 1.0), ("c", 2.0)), NETWORK)
+
+
+def test_decoding_turns_from_memory_to_compute():
+    # fp32 without context: 2 b FLOPs and 4 bytes a weight, so b = 4 x 1e12 / (2 x 1e11) = 20.
+    one = side(backend=BARE)
+    assert decode_step(one, 19, 0).limit == MEMORY
+    assert decode_step(one, 21, 0).limit == COMPUTE
+    assert decode_step(one, 19, 0).seconds == decode_step(one, 1, 0).seconds == 4 * 153_856 / 1e11
+    assert decode_step(one, 40, 0).seconds == pytest.approx(2 * decode_step(one, 20, 0).seconds)
+
+
+def test_a_context_is_read_once_a_step():
+    # 2 x 4 layers x 2 key-value heads x 16 x 4 bytes = 1024 a token.
+    one = side(backend=BARE)
+    more = decode_step(one, 1, 1000).seconds - decode_step(one, 1, 0).seconds
+    assert more == pytest.approx(1000 * 1024 / 1e11)
+
+
+def test_stages_share_the_cache_but_each_part_of_a_batch_reads_all_weights():
+    whole, halves = side(backend=BARE), side(layout="p2", backend=BARE)
+    assert decode_step(halves, 4, 0).seconds == decode_step(whole, 4, 0).seconds
+    cache = [decode_step(s, 4, 1e6).seconds - decode_step(s, 4, 0).seconds for s in (whole, halves)]
+    assert cache[0] == pytest.approx(2 * cache[1])
+
+
+# ----------------------------------------------------------------------------------- collectives
+def test_a_ring_on_one_machine():
+    # 2 x 3/4 of 1 GB over 10 GB/s, and two doublings of 1 us.
+    wire = all_reduce(1e9, Ranks(4, 1), TOY)
+    assert (wire.transfer, wire.latency) == pytest.approx((0.15, 2e-6))
+    assert all_gather(1e9, Ranks(4, 1), TOY).transfer == pytest.approx(0.075)
+
+
+def test_a_ring_over_machines():
+    # Within: 2 x 3/4 of 1 GB over 10 GB/s. Between: each of four ports carries 2 x 1/2 of a quarter over
+    # 1 GB/s. One rank a machine has nothing within.
+    wire = all_reduce(1e9, Ranks(4, 2), TOY)
+    assert (wire.transfer, wire.latency) == pytest.approx((0.15 + 0.25, 12e-6))
+    assert all_reduce(1e9, Ranks(1, 8), TOY).transfer == pytest.approx(2 * 7 / 8)
+
+
+def test_one_rank_sends_nothing():
+    assert all_reduce(1e9, Ranks(), TOY).seconds == 0
+
+
+@given(st.floats(1, 1e12), st.integers(1, 8), st.integers(1, 16))
+def test_an_all_reduce_is_a_scatter_and_a_gather(size, per_machine, machines):
+    ranks = Ranks(per_machine, machines)
+    parts = reduce_scatter(size, ranks, TOY).transfer + all_gather(size, ranks, TOY).transfer
+    assert all_reduce(size, ranks, TOY).transfer == pytest.approx(parts)
+
+
+def test_what_bounds_a_message():
+    assert send(1e9, TOY.intra, TOY).part("x") == Part("x", 0.1 + 1e-6, NETWORK)
+    assert send(10, TOY.intra, TOY).part("x").limit == LATENCY
+
+
+def test_where_the_ranks_of_each_axis_lie():
+    cluster = graphs.cluster_of("cpu-2x4")
+    eight = tuple(range(8))
+
+    def axes(role, text):
+        layout = Layout.parse(text)
+        heads = tuple(layout.heads(rank_order(role)))
+        replica = Replica("m", "m", role, "torch", layout, "all", eight, heads)
+        return [axis_ranks(replica, axis, cluster) for axis in range(3)]
+
+    assert axes("train", "d2t4") == [Ranks(1, 2), Ranks(4, 1), Ranks(1, 1)]
+    # Training puts stages outermost, generation data shards.
+    assert axes("train", "d2t2p2") == [Ranks(2, 1), Ranks(2, 1), Ranks(1, 2)]
+    assert axes("gen", "d2t2p2") == [Ranks(1, 2), Ranks(2, 1), Ranks(2, 1)]
+    assert Ranks.of([0, 1, 2, 4], cluster) == Ranks(1, 2)
+
+
+# -------------------------------------------------------------------------------------- training
+def test_a_minibatch_by_hand():
+    # 1000 tokens in one micro-batch: 2 x (4 x 36,864 + 6,400) x 1000 FLOPs forward, three times that in all.
+    amount = work(1000.0)
+    parts = named(train(side(backend=BARE), amount, num_updates=2))
+    flops = 2 * 153_856 * 1000
+    assert parts["forward and backward"] == pytest.approx(2 * 3 * flops / 1e12)
+    # AdamW: 40 bytes for each of the weights, with the embedding.
+    assert parts["optimizer"] == pytest.approx(2 * 40 * (153_856 + 6_400) / 1e11)
+    assert set(parts) == {"forward and backward", "optimizer"}
+    assert named(forward(side(backend=BARE), amount)) == {"forward": pytest.approx(flops / 1e12)}
+
+
+def test_recomputing_costs_a_forward_of_the_layers():
+    amount = work(1000.0)
+    kept, again = (
+        named(train(side(backend=BARE, recompute=flag), amount, 1))["forward and backward"]
+        for flag in (False, True)
+    )
+    assert again - kept == pytest.approx(2 * 4 * 36_864 * 1000 / 1e12)
+
+
+def test_logits_that_do_not_fit_are_made_twice():
+    # 2^26 logits of a vocabulary of 100 are 671,088 rows.
+    fits, large = work(671_000.0), work(672_000.0)
+    one = side(backend=BARE, tokens_per_microbatch=10**6)
+    seconds = [named(train(one, amount, 1))["forward and backward"] for amount in (fits, large)]
+    assert seconds[0] == pytest.approx(3 * 2 * 153_856 * 671_000 / 1e12)
+    assert seconds[1] == pytest.approx((3 * 153_856 + 6_400) * 2 * 672_000 / 1e12)
+
+
+def test_few_tokens_are_bound_by_reading_the_weights_for_every_micro_batch():
+    one = side(backend=BARE, tokens_per_microbatch=2)
+    parts = forward(one, work(10.0))
+    assert num_microbatches(one, work(10.0)) == 5
+    assert parts[0] == Part("forward", 5 * 4 * 160_256 / 1e11, MEMORY)
+
+
+def test_a_host_that_issues_every_operation_bounds_small_passes():
+    one = side(backend="torch")
+    assert forward(one, work(10.0))[0] == Part("forward", 4 * 0.85e-3, LATENCY)
+    assert train(one, work(10.0), 1)[0] == Part("forward and backward", 2 * 4 * 0.85e-3, LATENCY)
+
+
+def test_small_layers_are_gathered_at_once_and_seen_whole():
+    # One unit of 160,256 weights in fp32 over two ranks: half of 641,024 bytes over 10 GB/s, and 1 us; twice
+    # for the gathers, once for the gradients.
+    parts = named(train(side(layout="d2", backend=BARE), work(1000.0), 1))
+    gather = 0.5 * 4 * 160_256 / 1e10 + 1e-6
+    assert parts["all-gather"] == pytest.approx(2 * gather)
+    assert parts["reduce-scatter"] == pytest.approx(gather)
+    assert parts["gradient norm"] == pytest.approx(1e-6, rel=1e-2)
+    assert parts["optimizer"] == pytest.approx(40 * 160_256 / 2 / 1e11)
+    assert named(forward(side(layout="d2", backend=BARE), work(1000.0)))["all-gather"] == pytest.approx(
+        gather
+    )
+
+
+def test_large_layers_are_gathered_while_others_compute():
+    # 33 units, of which 32 hide behind the computation. 6,738,149,376 weights in bf16 over eight ranks:
+    # 7/8 of 13.5 GB over 10 GB/s is 1.18 s, twice; 2.36 s of gradients; 4.72 s together.
+    one = side(LLAMA_7B, "d8", backend=BARE, dtype="bf16")
+    weights = 6_738_149_376
+    gather, scatter = (7 / 8 * weights * size / 1e10 for size in (2, 4))
+    messages = 33 * 3e-6
+    long = named(train(one, work(16_000.0), 1))
+    assert long["forward and backward"] > 2 * gather + scatter
+    assert long["all-gather"] == pytest.approx((2 * gather + 2 * messages) / 33)
+    assert long["reduce-scatter"] == pytest.approx((scatter + messages) / 33)
+    short = named(train(one, work(100.0), 1))
+    seen = 2 * gather + scatter + 3 * messages - short["forward and backward"] * 32 / 33
+    assert short["all-gather"] + short["reduce-scatter"] == pytest.approx(seen)
+
+
+def test_a_distributed_optimizer_exchanges_gradients_and_weights():
+    backend = replace(traits("megatron"), layer_host_ms=0.0)
+    parts = named(train(side(layout="d4", backend=backend, dtype="bf16"), work(1000.0), 1))
+    assert parts["reduce-scatter"] == pytest.approx(0.75 * 4 * 160_256 / 1e10 + 2e-6)
+    assert parts["all-gather"] == pytest.approx(0.75 * 2 * 160_256 / 1e10 + 2e-6)
+
+
+def test_tensor_ranks_share_the_work_and_sum_hidden_states():
+    # Two micro-batches of 500 tokens; 4 all-reduces in each of 4 layers of 500 x 64 x 4 bytes.
+    one = side(layout="t2", backend="megatron", tokens_per_microbatch=500)
+    parts = named(train(one, work(1000.0), 1))
+    assert parts["forward and backward"] == pytest.approx(3 * 2 * 153_856 * 1000 / 2 / 1e12)
+    message = 500 * 64 * 4
+    assert parts["tensor all-reduce"] == pytest.approx(2 * 4 * 4 * (message / 1e10 + 1e-6))
+    recomputing = replace(one, asked=replace(one.asked, recompute=True))
+    assert named(train(recomputing, work(1000.0), 1))["tensor all-reduce"] == pytest.approx(
+        1.5 * parts["tensor all-reduce"]
+    )
+    assert named(forward(one, work(1000.0)))["tensor all-reduce"] == pytest.approx(
+        0.5 * parts["tensor all-reduce"]
+    )
+
+
+def test_the_bubble_of_a_pipeline():
+    assert bubble(4, 8) == 3 / 8
+    assert bubble(1, 8) == 0
+    one = side(layout="p2", backend="megatron", tokens_per_microbatch=100)
+    parts = named(train(one, work(800.0), 1))
+    # Eight micro-batches: the last stage has two layers and the head, and sends 100 x 64 x 4 bytes 16 times.
+    assert parts["forward and backward"] == pytest.approx(3 * 2 * (2 * 36_864 + 6_400) * 800 / 1e12)
+    assert parts["between stages"] == pytest.approx(16 * (100 * 64 * 4 / 1e10 + 1e-6))
+    busy = parts["forward and backward"] + parts["between stages"]
+    assert parts["pipeline bubble"] == pytest.approx(busy / 8)
+
+
+def test_an_update_reads_two_weights_and_writes_one():
+    assert update(side(layout="d2")) == [Part("update", 12 * 160_256 / 2 / 1e11, MEMORY)]
+    assert local_weights(side(LLAMA_7B, "d2t2p2")) == (16 * 202_375_168 + 131_072_000) / 4
+
+
+# ------------------------------------------------------------------------------------ generation
+def test_continuous_batching_by_hand():
+    # Two slots, prompts of 10. The response of one token leaves with its prompt; the one of five enters.
+    # Steps 1 and 2: contexts 11 + 11, then 12 + 12. Steps 3 and 4: one sequence with 13, then 14.
+    assert list(replay([3, 1, 5], 10, 2)) == [Phase(2, 2, 23.0), Phase(2, 1, 13.5)]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 8), st.integers(0, 20))
+def test_every_token_after_the_first_is_one_step_of_one_sequence(responses, slots, prompt):
+    phases = list(replay(responses, prompt, slots))
+    assert sum(p.num_steps * p.sequences for p in phases) == sum(n - 1 for n in responses)
+    assert all(1 <= phase.sequences <= slots for phase in phases)
+    # Token i of a response attends to its prompt and i tokens.
+    seen = sum(prompt + i for n in responses for i in range(1, n))
+    assert sum(p.num_steps * p.context for p in phases) == pytest.approx(seen)
+    num_steps = sum(phase.num_steps for phase in phases)
+    assert num_steps >= max(responses) - 1
+    if slots >= len(responses):
+        assert num_steps == max(responses) - 1
+
+
+def test_responses_that_are_all_alike_by_hand():
+    # Two engines with two groups of two each: prompts of 50 tokens once a group, then 9 steps of 4
+    # sequences at contexts 51 to 59. All is bound by reading the weights: 4 x 153,856 bytes a step.
+    one = side(layout="d2", backend=replace(traits("embedded"), layer_host_ms=0.0))
+    parts = named(generate(one, Workload(50, 10.0, 0.0, 20), rollout(4, 2)))
+    pairs = 2 * 50 * 50 / 2
+    prefill = 4 * (2 * 36_864 * 100 + 4 * pairs * 64) / 1e12
+    assert parts["prefill"] == pytest.approx(prefill)
+    assert parts["decode"] == pytest.approx(9 * (4 * 153_856 + 4 * 55 * 1024) / 1e11)
+    assert set(parts) == {"prefill", "decode"}
+
+
+def test_a_step_waits_for_the_longest_of_the_whole_batch():
+    # An engine's own 16 responses stay the same, whatever other engines have.
+    workload = Workload(100, 200.0, 0.8, 5000)
+    alone, among_many = (
+        named(generate(side(LLAMA_7B, layout, dtype="bf16"), workload, rollout(groups)))
+        for layout, groups in (("d1", 16), ("d64", 1024))
+    )
+    assert among_many["decode"] == pytest.approx(alone["decode"])
+    assert among_many["tail"] > 1.5 * alone["tail"]
+
+
+def test_further_batches_fill_the_free_slots():
+    workload = Workload(100, 200.0, 0.8, 5000)
+    one = side(LLAMA_7B, "d2", dtype="bf16")
+    waiting, ahead = (generate(one, workload, rollout(16, 8, max_concurrent=256, ahead=n)) for n in (0, 1))
+    assert "tail" in named(waiting)
+    assert "tail" not in named(ahead)
+    assert total(ahead) < total(waiting)
+
+
+def test_steady_decoding_by_hand():
+    # Four sequences of 3 steps on one engine with all 8 slots of two batches full: 12 / 8 steps. A token of a
+    # 4-token response attends to 11, 12, 13: on average 12.
+    one = side(backend=replace(traits("embedded"), layer_host_ms=0.0))
+    parts = named(generate(one, Workload(10, 4.0, 0.0, 4), rollout(4, ahead=1, max_concurrent=8)))
+    assert parts["decode"] == pytest.approx(12 / 8 * decode_step(one, 8, 8 * 12).seconds)
+
+
+def test_fewer_samples_in_flight_than_engines_leave_engines_idle():
+    workload = Workload(10, 20.0, 0.0, 20)
+    few = generate(side(layout="d8", backend=BARE), workload, rollout(8, 2, max_concurrent=4))
+    two = generate(side(layout="d2", backend=BARE), workload, rollout(8, 2, max_concurrent=4))
+    assert total(few) == total(two)
+
+
+def test_tensor_ranks_sum_hidden_states_in_every_step():
+    # Nine steps of one sequence: 2 all-reduces in 4 layers of 64 x 4 bytes on two ranks.
+    one = side(layout="t2", backend="vllm")
+    parts = named(generate(one, Workload(10, 10.0, 0.0, 10), rollout(1)))
+    assert parts["decode collectives"] == pytest.approx(9 * 8 * (256 / 1e10 + 1e-6))
+    # The prompt's are of 10 tokens.
+    assert parts["prefill collectives"] == pytest.approx(8 * (2560 / 1e10 + 1e-6))
+
+
+def test_what_the_host_does_between_steps_comes_on_top():
+    one = side(backend="vllm")
+    step = decode_step(one, 1, 0)
+    assert step == Part("decode", 4 * 153_856 / 1e11 + 2.5e-3, LATENCY)
+
+
+# -------------------------------------------------------------------------- what lies in between
+def test_inputs_take_as_long_as_the_busiest_worker():
+    edge = EdgeTraffic("n", 4000, 0, 0, 1.0, (), 1, num_node_bytes=1000, busiest_bytes=2000)
+    # A quarter of the busiest one's 2000 bytes goes to another machine.
+    part = redistribution(edge, TOY)
+    assert part.seconds == pytest.approx(1500 / 1e10 + 500 / 1e9 + 11e-6)
+    local = replace(edge, num_node_bytes=0)
+    assert redistribution(local, TOY).seconds == pytest.approx(2000 / 1e10 + 2e-6)
+    assert redistribution(replace(edge, num_bytes=0), TOY).seconds == 0
+
+
+def test_new_weights_by_hand():
+    # Four engines on two machines need 1.28 GB each, hold an eighth, and take half of it from elsewhere;
+    # the two on a machine need the same slices, and fetch them once.
+    need = 1_280_000_000
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), need * 7 // 2, need * 2, need // 2)
+    weights, copy = sync(route, side(layout="d4", per_machine=2), Ranks(2, 2))
+    between = need // 4
+    within = need * 7 // 8 - between
+    num_buckets = math.ceil(need / 2**26)
+    assert num_buckets == 20
+    assert weights.seconds == pytest.approx(within / 1e10 + between / 1e9 + 20 * 11e-6)
+    assert copy == Part("copy", 2 * need / 1e11, MEMORY)
+    assert sync(replace(route, how="shared"), side(), Ranks()) == []
+
+
+def test_saving_gathers_and_writes_fp32():
+    gather, disk = saving(side(layout="d2"))
+    assert gather.seconds == pytest.approx(0.5 * 4 * 160_256 / 1e10 + 1e-6)
+    assert disk == Part("disk", 4 * 160_256 / 1e9, "disk")

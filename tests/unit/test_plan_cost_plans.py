@@ -1,0 +1,245 @@
+"""Seconds of whole plans: what must be monotonic, which nodes have them, and published measurements."""
+
+from dataclasses import replace
+
+import plan_graphs as graphs
+import pytest
+from cost_kit import A100, H100, LLAMA_7B, LLAMA_405B, SMALL, TINY, TOY, rollout, side, total
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hflow.graph.ir import Level
+from hflow.launch.hardware import known_devices, known_links
+from hflow.plan.compile import compile_plan
+from hflow.plan.cost import node_times
+from hflow.plan.cost.flops import work_of
+from hflow.plan.cost.generation import generate
+from hflow.plan.cost.training import forward, train
+from hflow.plan.hardware import Hardware, Link
+from hflow.plan.preview import preview_traffic
+from hflow.plan.request import ModelRequest
+from hflow.plan.shape import ModelShape
+from hflow.plan.workload import Workload, WorkloadRequest, workloads
+
+# ------------------------------------------------------------------------------------- monotonic
+devices = st.builds(
+    lambda tflops, memory: replace(
+        TOY.device, tflops={"fp32": tflops, "bf16": tflops}, memory_gb_per_s=memory
+    ),
+    st.floats(0.1, 1000),
+    st.floats(10, 10_000),
+)
+layouts = st.sampled_from(["d1", "d2", "d4t2", "d2p2", "d2t2p2"])
+backends = st.sampled_from(["torch", "megatron", "embedded", "vllm"])
+some_workloads = st.builds(
+    Workload, st.integers(1, 500), st.floats(2, 400), st.sampled_from([0.0, 0.3, 1.0]), st.integers(2, 900)
+)
+
+
+def all_seconds(one, workload, groups=32, ahead=0):
+    """Generation, a forward pass and training of the same batch."""
+    lengths = [workload.prompt + round(min(workload.response_mean, workload.max_response))] * groups * 4
+    share = work_of(lengths, workload.prompt, 4).share(1 / one.layout.data)
+    return [
+        total(generate(one, workload, rollout(groups, 4, ahead=ahead))),
+        total(forward(one, share)),
+        total(train(one, share, 2)),
+    ]
+
+
+@given(
+    devices,
+    layouts,
+    backends,
+    some_workloads,
+    st.floats(1, 10),
+    st.sampled_from(["tflops", "memory", "links"]),
+)
+def test_faster_hardware_is_never_slower(device, layout, backend, workload, factor, what):
+    slow = replace(TOY, device=device)
+    if what == "links":
+        fast = replace(slow, intra=replace(TOY.intra, gb_per_s=10 * factor))
+    elif what == "memory":
+        fast = replace(slow, device=replace(device, memory_gb_per_s=device.memory_gb_per_s * factor))
+    else:
+        flops = {name: figure * factor for name, figure in device.tflops.items()}
+        fast = replace(slow, device=replace(device, tflops=flops))
+    seconds = [all_seconds(side(LLAMA_7B, layout, hardware, backend), workload) for hardware in (slow, fast)]
+    assert all(after <= before * (1 + 1e-9) for before, after in zip(*seconds, strict=True))
+
+
+@given(st.sampled_from(["d1", "d2", "d4t2"]), backends, some_workloads, st.floats(1, 3), st.integers(0, 1))
+def test_longer_responses_are_never_faster(layout, backend, workload, factor, ahead):
+    # Without stages: these may gain from longer responses, as more micro-batches have a smaller bubble.
+    one = side(LLAMA_7B, layout, backend=backend)
+    longer = replace(workload, response_mean=workload.response_mean * factor)
+    seconds = [all_seconds(one, lengths, ahead=ahead) for lengths in (workload, longer)]
+    assert all(after >= before * (1 - 1e-9) for before, after in zip(*seconds, strict=True))
+
+
+@given(backends, some_workloads, st.integers(0, 2), st.integers(0, 1))
+def test_more_devices_are_never_slower_where_links_cost_nothing(backend, workload, power, ahead):
+    free = Link("free", 1e12, 0.0)
+    hardware = replace(TOY, intra=free, inter=free)
+    seconds = [
+        all_seconds(side(LLAMA_7B, f"d{2 ** (power + i)}", hardware, backend), workload, ahead=ahead)
+        for i in (0, 1)
+    ]
+    assert all(after <= before * (1 + 1e-6) for before, after in zip(*seconds, strict=True))
+
+
+# ------------------------------------------------------------------------------------ whole plans
+def timed(graph, models=None, cluster="cpu-1x2", hardware=TOY, **changes):
+    shapes = {model.name: SMALL for model in graph.models} if models is None else models
+    models = {name: ModelRequest(shape=shape) for name, shape in shapes.items()}
+    request = graphs.request(cluster, models=models, hardware=hardware, **changes)
+    plan = compile_plan(graph, request)
+    lengths = dict(workloads(plan, request))
+    traffic = preview_traffic(plan, request, lengths[plan.schedule.streams[0].name])
+    return {row.node: row for row in node_times(plan, request, lengths, traffic)}
+
+
+def test_every_node_of_the_trained_stream_has_its_seconds():
+    rows = timed(graphs.grpo(minibatches=2))
+    assert list(rows) == [
+        "actor_gen", "score", "ref_inf", "group_advantage", "actor_train", "save.actor", "actor@gen"
+    ]  # fmt: skip
+    for row in rows.values():
+        assert row.seconds == pytest.approx(sum(seconds for _, seconds in row.parts))
+    assert rows["score"].seconds == 0
+    assert [name for name, _ in rows["group_advantage"].parts] == ["redistribution"]
+    assert rows["actor_train"].seconds > rows["ref_inf"].seconds > 0
+
+
+def test_a_written_stream_is_ready_in_no_time():
+    rows = timed(graphs.sft())
+    assert rows["sft_view"].seconds == 0
+    assert rows["sft_train"].seconds > 0
+
+
+def test_an_update_and_the_engines_of_an_evaluation():
+    rows = timed(graphs.ema())
+    assert (
+        list(rows) == ["sft_view", "sft_train", "ema", "save.actor", "save.ref", "ref@gen"] or "ema" in rows
+    )
+    assert [name for name, _ in rows["ema"].parts] == ["update"]
+
+
+def test_a_reward_model_that_runs_by_group_takes_a_group_at_a_time():
+    rows = timed(graphs.agent())
+    assert 0 < rows["rew_inf"].seconds < rows["actor_train"].seconds / 8
+
+
+def test_models_of_unknown_sizes_have_no_seconds():
+    rows = timed(graphs.grpo(), models={"ref": SMALL})
+    assert set(rows) == {"score", "ref_inf", "group_advantage"}
+
+
+def test_without_figures_of_the_hardware_there_are_none():
+    assert timed(graphs.grpo(), hardware=None) == {}
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    # 8 groups of 4 samples of 30 tokens; 0.5 + 0.1 a token + 2 a sequence + 3 a group.
+    [
+        (Level.SAMPLE, 0.5 + 3 + 2 + 3),
+        (Level.GROUP, 0.5 + 12 + 8 + 3),
+        (Level.BATCH, 0.5 + 96 + 64 + 24),
+    ],
+)
+def test_a_type_that_states_its_cost_is_believed(level, expected):
+    cost = (("constant", 0.5), ("tokens", 0.1), ("sequences", 2.0), ("groups", 3.0))
+    node = {Level.SAMPLE: "score", Level.GROUP: "has_spread", Level.BATCH: "group_advantage"}[level]
+    graph = graphs.agent() if level is Level.GROUP else graphs.grpo()
+    graph = graphs.changed(graph, "score" if node == "score" else node, cost=cost)
+    source = graph.streams[0].source
+    graph = graphs.changed(graph, source, group=4)
+    graph = replace(graph, streams=tuple(replace(s, group=4 if s.group > 1 else 1) for s in graph.streams))
+    rows = timed(graph, workload=WorkloadRequest(prompt=20, response_mean=10.0, response_cv=0.0))
+    assert dict(rows[node].parts)["body"] == pytest.approx(expected)
+
+
+def test_staleness_and_rare_syncs_let_batches_overlap():
+    lengths = WorkloadRequest(prompt=20, response_mean=100.0, response_cv=1.0)
+    together = {"batch": 64, "max_concurrent": 512, "workload": lengths}
+    synchronous = timed(graphs.grpo(), **together)["actor_gen"]
+    for change in ({"max_staleness": 1}, {"sync_every": 2}):
+        overlapping = timed(graphs.grpo(), **together, **change)["actor_gen"]
+        assert overlapping.seconds < synchronous.seconds
+        assert "tail" not in dict(overlapping.parts)
+
+
+# ------------------------------------------------------------------------------ published numbers
+@pytest.mark.parametrize(
+    ("batch", "prompt", "response", "tokens_per_s"),
+    [(64, 128, 128, 3486), (32, 128, 2048, 1459), (32, 2048, 128, 529), (16, 2048, 2048, 592)],
+)
+def test_llama_7b_on_an_a100_as_nvidia_measured_it(batch, prompt, response, tokens_per_s):
+    # TensorRT-LLM 0.5.0, docs/source/performance.md, A100 in FP16: output tokens a second of a whole batch.
+    one = side(LLAMA_7B, hardware=A100, backend="vllm", dtype="bf16")
+    seconds = total(generate(one, Workload(prompt, float(response), 0.0, response), rollout(batch)))
+    assert 0.5 < batch * response / seconds / tokens_per_s < 2
+
+
+@pytest.mark.parametrize(
+    ("axes", "engine", "tokens_per_s"),
+    [
+        ((24, 896, 4864, 14, 2, 64, 151936, True), "vllm", 311.55),
+        ((28, 1536, 8960, 12, 2, 128, 151936, True), "vllm", 183.33),
+        ((28, 3584, 18944, 28, 4, 128, 152064, False), "vllm", 84.28),
+        ((48, 5120, 13824, 40, 8, 128, 152064, False), "vllm", 46.30),
+        ((24, 896, 4864, 14, 2, 64, 151936, True), "embedded", 47.40),
+        ((28, 1536, 8960, 12, 2, 128, 151936, True), "embedded", 39.68),
+        ((48, 5120, 13824, 40, 8, 128, 152064, False), "embedded", 24.74),
+    ],
+)
+def test_qwen_2_5_on_an_a100_as_its_authors_measured_it(axes, engine, tokens_per_s):
+    # Qwen2.5 speed benchmark (0.5B, 1.5B, 7B, 14B in BF16, one sequence of 2048 tokens from one), vLLM 0.6.3
+    # and transformers 4.46, which issues operations as the embedded engine does.
+    one = side(ModelShape("qwen2", *axes), hardware=A100, backend=engine, dtype="bf16")
+    seconds = total(generate(one, Workload(1, 2048.0, 0.0, 2048), rollout(1)))
+    assert 0.5 < 2048 / seconds / tokens_per_s < 2
+
+
+def test_llama_2_7b_is_trained_as_fast_as_its_authors_did():
+    # Touvron et al. 2023, "Llama 2", table 2: 184,320 A100 hours for 2e12 tokens are 3,014 tokens a second on
+    # each. Batches of 4M tokens, sequences of 4096 (section 2.2); the number of devices is not published.
+    one = side(LLAMA_7B, "d1024", A100, dtype="bf16")
+    seconds = total(train(one, work_of([4096] * 1024, 0, 1).share(1 / 1024), 1))
+    assert 0.5 < 4096 / seconds / 3014 < 2
+
+
+def test_llama_3_405b_is_trained_as_fast_as_its_authors_did():
+    # Grattafiori et al. 2024, "The Llama 3 herd of models", table 4: 8,192 H100, TP 8, PP 16, DP 64, 32
+    # sequences of 8192 tokens for each DP rank: 430 TFLOP/s on each. Interleaved stages make their bubble
+    # smaller than the one assumed here.
+    one = side(LLAMA_405B, "d64t8p16", H100, "megatron", dtype="bf16", tokens_per_microbatch=8192)
+    seconds = total(train(one, work_of([8192] * 32, 0, 1), 1))
+    flops = 6 * 405e9 * 8192 * 32 / (8 * 16)
+    assert 0.5 < flops / seconds / 430e12 < 2
+
+
+def test_the_step_of_the_addition_recipe():
+    # benchmarks/results/2026-11-20-grpo-step-profile.md: 178 ms on two cores, of which 63 are generation and
+    # 84 are two updates. The model gets to 512 answers of 4 tokens, to prompts of 7.
+    devices_known, links = known_devices(__file__), known_links(__file__)
+    cpu = devices_known["cpu"]
+    hardware = Hardware(cpu, links[cpu.link], links[cpu.network])
+    lengths = WorkloadRequest(prompt=7, response_mean=4.0, response_cv=0.0)
+    graph = graphs.without(graphs.grpo(8, minibatches=2), "ref_inf")
+    reads = tuple(read for read in graph.node("actor_train").reads if read.field != "ref_logprobs")
+    nodes = tuple(replace(n, reads=reads) if n.name == "actor_train" else n for n in graph.nodes)
+    rows = timed(
+        replace(graph, nodes=nodes),
+        models={"actor": TINY},
+        hardware=hardware,
+        batch=64,
+        max_concurrent=512,
+        workload=lengths,
+    )
+    measured = {"actor_gen": 0.063, "actor_train": 0.084}
+    for node, seconds in measured.items():
+        assert 1 / 3 < rows[node].seconds / seconds < 3
+    step = sum(row.seconds for row in rows.values() if row.node != "save.actor")
+    assert 0.5 < step / 0.178 < 2

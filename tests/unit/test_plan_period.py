@@ -1,0 +1,269 @@
+"""The steady state of a schedule: periods against the simulated run and by hand, and what people read."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from period_schedules import Timed, settled_period, timed_schedules
+from state_script import ENGINE, batch, encoded, generated, grpo, schedule
+
+from hflow.plan.forecast import Period, Slot
+from hflow.plan.ir import Schedule, ScheduledStream
+from hflow.plan.period import steady_period
+from hflow.runtime.simulate import simulate
+
+SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+SECONDS = {"values": 3.0, "advantage": 1.0, "train": 5.0}
+
+
+def period(what: Schedule, seconds: dict[str, float], **more: dict[tuple[str, str], str]) -> Period:
+    found = steady_period(what, seconds, **more)
+    assert found is not None
+    return found
+
+
+def rows(found: Period) -> list[tuple[str, float, str, int]]:
+    return [(row.node, row.seconds, row.why, row.lag) for row in found.cycle]
+
+
+def chain(*groups: str, **more: int) -> Schedule:
+    """values -> advantage -> train, each on the group that is named."""
+    nodes = [
+        batch("values", groups[0], reads=("critic",)),
+        batch("advantage", groups[1], "values"),
+        batch("train", groups[2], "advantage", writes=("actor",)),
+    ]
+    return schedule([encoded()], nodes, **{"num_steps": 96, **more})
+
+
+def rollout(*, shared: bool, **more: int) -> Schedule:
+    """Generation and training; two samples a batch, and no more in flight."""
+    nodes = [batch("train", "g", writes=("actor",))]
+    return schedule(
+        [generated(size=1)], nodes, shared="g" if shared else "", num_steps=96, max_concurrent=2, **more
+    )
+
+
+# ------------------------------------------------------------------- against the state machine
+def check(timed: Timed) -> None:
+    found = steady_period(timed.schedule, timed.seconds)
+    if found is None:
+        return
+    assert settled_period(timed, found.seconds) == pytest.approx(found.seconds, rel=1e-6)
+    spent, crossed = sum(row.seconds for row in found.cycle), sum(row.lag for row in found.cycle)
+    assert spent == pytest.approx(found.seconds * crossed)
+    assert all(row.lag >= 0 for row in found.cycle)
+
+
+@settings(max_examples=300, **SLOW)
+@given(timed_schedules("written"))
+def test_the_period_of_batch_nodes_is_that_of_the_run(timed: Timed):
+    check(timed)
+
+
+@settings(max_examples=200, **SLOW)
+@given(timed_schedules("actor", "game", "teacher"))
+def test_the_period_of_synchronous_generation_is_that_of_the_run(timed: Timed):
+    check(timed)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 3])
+@pytest.mark.parametrize("sync_every", [1, 2, 3])
+def test_the_period_of_stale_generation_is_that_of_the_run(shared: bool, max_staleness: int, sync_every: int):
+    what = rollout(shared=shared, max_staleness=max_staleness, sync_every=sync_every)
+    for gen, train, load in product((1.0, 4.0, 7.0), (2.0, 5.0), (0.0, 0.5, 3.0)):
+        seconds = {"gen": gen, "train": train, ENGINE: load}
+        assert period(what, seconds).seconds == pytest.approx(simulate(what, seconds).period())
+
+
+@settings(max_examples=100, **SLOW)
+@given(timed_schedules("written", "actor"))
+def test_bars_of_a_lane_do_not_overlap(timed: Timed):
+    found = steady_period(timed.schedule, timed.seconds)
+    if found is None:
+        return
+    around = found.seconds * found.num_steps
+    assert min(slot.start for slot in found.slots) == 0.0
+    for lane, idle in found.idle:
+        busy = sum(slot.seconds for slot in found.slots if slot.lane == lane)
+        assert idle == pytest.approx(1 - busy / around, abs=1e-9)
+
+
+# ----------------------------------------------------------------------------------- by hand
+def test_a_chain_on_one_group_takes_the_sum():
+    assert period(chain("g", "g", "g"), SECONDS).seconds == 3 + 1 + 5
+
+
+def test_a_chain_on_two_groups_takes_the_slower_one():
+    assert period(chain("a", "a", "b"), SECONDS).seconds == 5
+
+
+def test_a_written_stream_is_one_batch_ahead():
+    """No device holds it back, but two batches are under way at most: (4 + 4 + 4) / 2."""
+    found = period(chain("a", "b", "c"), dict.fromkeys(SECONDS, 4.0))
+    assert found.seconds == 6
+    assert rows(found) == [
+        ("gen", 0.0, "batch formed", 0),
+        ("values", 4.0, "data", 0),
+        ("advantage", 4.0, "data", 0),
+        ("train", 4.0, "one batch ahead", 2),
+    ]
+
+
+def test_colocated_grpo_takes_the_sum():
+    """40 to generate + 3 to score + 5 + 20 + 2 to give the engine its weights."""
+    seconds = {"gen": 40.0, "score": 3.0, "ref": 5.0, "actor_train": 20.0, ENGINE: 2.0}
+    what = grpo(shared=True, num_steps=12)
+    found = period(what, seconds)
+    assert found.seconds == 70 == pytest.approx(simulate(what, seconds).period())
+    assert rows(found) == [
+        ("gen", 40.0, "data", 0),
+        ("score", 3.0, "data", 0),
+        ("advantage", 0.0, "batch formed", 0),
+        ("ref", 5.0, "data", 0),
+        ("actor_train", 20.0, "weights of actor, 1 step later", 1),
+        (ENGINE, 2.0, "weights loaded", 0),
+    ]
+    assert dict(found.idle) == {"train": pytest.approx(3 / 70)}  # while the last samples are scored
+
+
+def test_synchronous_generation_on_other_devices_takes_the_sum_too():
+    found = period(rollout(shared=False), {"gen": 4.0, "train": 5.0, ENGINE: 0.5})
+    assert found.seconds == 9.5
+    assert found.slots == (
+        Slot(ENGINE, ENGINE, 0.0, 0.5),
+        Slot("gen", ENGINE, 0.5, 4.0),
+        Slot("train", "g", 4.5, 5.0),
+    )
+    assert dict(found.idle) == {"g": pytest.approx(4.5 / 9.5), ENGINE: pytest.approx(5 / 9.5)}
+
+
+def test_stale_generation_hides_behind_training():
+    """The writer waits for the engine to take the weights: 5 + 0.5, not 4 + 5 + 0.5."""
+    found = period(rollout(shared=False, max_staleness=1), {"gen": 4.0, "train": 5.0, ENGINE: 0.5})
+    assert rows(found) == [
+        ("train", 5.0, "weights of actor, 1 step later", 1),
+        (ENGINE, 0.5, f"{ENGINE} has the weights before they change", 0),
+    ]
+
+
+def test_training_hides_behind_stale_generation():
+    """Two steps behind: the edge that would lead back is counted with the next one."""
+    found = period(rollout(shared=False, max_staleness=2), {"gen": 7.0, "train": 5.0, ENGINE: 0.5})
+    assert rows(found) == [
+        ("gen", 7.0, "next batch of gen", 0),
+        (ENGINE, 0.5, "weights loaded, 1 step later", 1),
+    ]
+
+
+def test_weights_every_second_step_are_shared_by_both():
+    """(4 + 5) + (4 + 5) + 0.5 in two steps."""
+    found = period(rollout(shared=True, sync_every=2), {"gen": 4.0, "train": 5.0, ENGINE: 0.5})
+    assert found.seconds == 18.5 / 2
+    assert found.num_steps == 2
+    assert [slot.node for slot in found.slots] == [ENGINE, "gen", "train", "gen", "train"]
+
+
+# ------------------------------------------------------------------------------- not every step
+def with_save(every: int, **more: int) -> Schedule:
+    save = batch("save.actor", "g", "train", every=every, after=every - 1, at_end=True)
+    nodes = [batch("train", "g", writes=("actor",)), save]
+    return schedule([encoded()], nodes, **{"num_steps": 1000, **more})
+
+
+def test_a_node_of_every_third_step_is_unrolled():
+    """5 + 5 + 5 + 6 in three steps."""
+    found = period(with_save(3), {"train": 5.0, "save.actor": 6.0})
+    assert found.seconds == 7
+    assert found.num_steps == 3
+    assert [slot.start for slot in found.slots] == [0.0, 5.0, 10.0, 15.0]
+
+
+def test_a_rare_node_counts_with_its_mean():
+    """5 + 6 / 50 a step."""
+    found = period(with_save(50), {"train": 5.0, "save.actor": 6.0})
+    assert found.seconds == pytest.approx(5.12)
+    assert found.slots[1] == Slot("save.actor", "g", 5.0, pytest.approx(0.12))
+
+
+def test_what_fires_once_is_no_part_of_the_steady_state():
+    assert period(with_save(1000), {"train": 5.0, "save.actor": 6.0}).seconds == 5
+    assert steady_period(with_save(1000), {"save.actor": 6.0}) is None
+
+
+def test_laps_that_are_alike_stand_once():
+    """Two steps are unrolled for `log`, which the critical cycle does not see."""
+    nodes = [batch("train", "g", writes=("actor",)), batch("log", "h", every=2)]
+    found = period(schedule([encoded()], nodes, num_steps=96), {"train": 5.0, "log": 1.0})
+    assert rows(found) == [("train", 5.0, "weights of actor, 1 step later", 1)]
+
+
+def test_side_streams_are_left_out():
+    seconds = {"gen": 4.0, "train": 5.0, "eval": 100.0, "accuracy": 100.0}
+    side = ScheduledStream("eval", "eval", 1, None, (ENGINE,), ("actor",), every=2)
+    nodes = [batch("train", "g", writes=("actor",)), batch("accuracy", "g", stream="eval")]
+    what = schedule([generated(size=1), side], nodes, shared="g", num_steps=96)
+    assert period(what, seconds).seconds == 9
+
+
+def test_without_seconds_there_is_no_period():
+    assert steady_period(chain("a", "a", "b"), {}) is None
+    assert steady_period(chain("a", "a", "b"), {"train": 0.0}) is None
+
+
+def test_what_has_no_seconds_takes_no_time():
+    assert period(chain("g", "g", "g"), {"train": 5.0}).seconds == 5
+
+
+# ------------------------------------------------------------------------------------ what people read
+def test_the_cycle_starts_with_what_the_schedule_names_first():
+    assert rows(period(chain("g", "g", "g"), SECONDS)) == [
+        ("values", 3.0, "data", 0),
+        ("advantage", 1.0, "data", 0),
+        ("train", 5.0, "next step on group g", 1),
+    ]
+
+
+def test_edges_are_named_by_their_fields():
+    found = period(chain("g", "g", "g"), SECONDS, fields={("advantage", "train"): "advantages"})
+    assert [row.why for row in found.cycle] == ["data", "advantages", "next step on group g"]
+
+
+def test_edges_within_a_step_say_what_they_are():
+    nodes = [
+        batch("prox", "g", reads=("actor",)),
+        batch("log", "g"),
+        batch("train", "g", "prox", writes=("actor",)),
+        batch("save.actor", "h", "train"),
+        batch("after", "h"),
+    ]
+    what = schedule([encoded()], nodes, num_steps=96)
+    on_g = period(what, {"prox": 1.0, "log": 1.0, "train": 1.0})
+    assert [row.why for row in on_g.cycle] == [
+        "order of group g",
+        "order of group g",
+        "weights of actor, 1 step later",
+    ]
+    through = period(what, {"prox": 9.0, "train": 9.0, "save.actor": 9.0, "after": 9.0})
+    assert through.seconds == 18
+    assert [row.why for row in through.cycle] in (
+        ["actor is read before it changes", "weights of actor, 1 step later"],
+        ["order of group h", "next step on group h"],
+    )
+    ahead = period(what, {"train": 9.0, "save.actor": 9.0, "after": 9.5})
+    assert rows(ahead) == [
+        ("save.actor", 9.0, "order of group h", 0),
+        ("after", 9.5, "next step on group h", 1),
+    ]
+
+
+def test_a_turn_is_named_by_its_group():
+    """A frozen model generates: no weights come between its turns."""
+    stream = ScheduledStream("gen", "gen", 1, 2, ("teacher@gen",), ("teacher",))
+    what = schedule([stream], [batch("train", "g", writes=("actor",))], shared="g")
+    found = period(what, {"gen": 4.0, "train": 5.0})
+    assert rows(found) == [("gen", 4.0, "batch formed", 0), ("train", 5.0, "turn of group g", 1)]
+    assert dict(found.idle) == {"g": 0.0}

@@ -1,0 +1,463 @@
+"""`hflow plan` on a terminal: every part is named, at any width, and says what the plan says."""
+
+import cProfile
+import io
+import pstats
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from forecast_samples import GIB, sample_hardware, with_forecast
+from plan_graphs import agent, ema, grpo, ppo, request, sft
+from rich.cells import cell_len
+from rich.console import Console
+
+from hflow.dsl.load import load_recipe
+from hflow.graph.build import build_graph
+from hflow.graph.ir import Edge, EdgeKind
+from hflow.plan.compile import compile_plan
+from hflow.plan.forecast import CycleStep, Period, PhaseMemory, Slot
+from hflow.plan.ir import Plan
+from hflow.plan.request import ModelRequest
+from hflow.plan.workload import Workload
+from hflow.report.memory_classes import device_classes
+from hflow.report.plan_text import render_plan
+from hflow.report.plan_text.assumptions import lengths_text
+from hflow.report.plan_text.bar import memory_bar
+from hflow.report.plan_text.devices import devices_section
+from hflow.report.plan_text.gantt import gantt
+from hflow.report.plan_text.graph import cadence, describe_edge
+from hflow.report.plan_text.header import cluster_line, cycle_line
+from hflow.report.plan_text.replicas import marks_of
+
+ROOT = Path(__file__).parents[2]
+GOOD = sorted((ROOT / "tests" / "graphs" / "good").glob("*.py"))
+CLUSTERS = ("cpu-1x2", "h100-8x8", "h100-128x8")
+GRAPHS = (grpo, ppo, agent, sft, ema)
+TITLES = (
+    *("Graph", "Replicas", "Devices", "Device groups", "Routing", "Data", "Weights", "Memory", "Time"),
+    *("Period", "Samples", "Assumptions"),
+)
+
+
+def plan_of(graph=None, cluster: str = "cpu-1x2", **changes) -> Plan:
+    batch = 8 if cluster == "cpu-1x2" else 1024
+    return compile_plan(graph or grpo(), request(cluster, **({"batch": batch} | changes)))
+
+
+def apart(cluster: str, train: str, gen: str, **changes) -> Plan:
+    """The actor trains on one group and generates on another."""
+    actor = ModelRequest(layout=train, gen_layout=gen, group="train", gen_group="gen")
+    return plan_of(grpo(), cluster, models={"actor": actor}, **changes)
+
+
+def printed(renderable, width: int = 100) -> str:
+    """What a pipe receives: no colours."""
+    file = io.StringIO()
+    Console(width=width, file=file).print(renderable)
+    return file.getvalue()
+
+
+def page(plan: Plan, width: int = 100) -> str:
+    return printed(render_plan(plan), width)
+
+
+def words(plan: Plan, width: int = 100) -> str:
+    """The page without frames and line breaks, so that folded sentences can be found."""
+    return " ".join(page(plan, width).replace("│", " ").split())
+
+
+def sections(plan: Plan, width: int = 100) -> dict[str, list[str]]:
+    """Title -> its lines."""
+    found: dict[str, list[str]] = {}
+    title = "head"
+    for line in page(plan, width).splitlines():
+        if line.endswith("━━━"):
+            title = line.rstrip("━").strip()
+        found.setdefault(title, []).append(line.rstrip())
+    return found
+
+
+@pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_no_line_is_wider_than_the_terminal(make, cluster, width):
+    text = page(with_forecast(plan_of(make(), cluster, max_staleness=1)), width)
+    assert max(map(cell_len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_no_line_is_wider_where_replicas_are_apart(width):
+    for plan in (apart("h100-8x8", "d4t4p2", "d4t8"), apart("h100-128x8", "d64t4p2", "d64t8")):
+        assert max(map(cell_len, page(with_forecast(plan), width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)
+def test_every_part_of_a_good_recipe_is_named(path):
+    graph = build_graph(load_recipe(path).spec())
+    plan = with_forecast(plan_of(graph, batch=64))
+    text = words(plan, 120)
+    fields = [field.rpartition("/")[2] for rule in plan.rules for field in rule.fields]
+    names = [
+        *(node.name for node in graph.nodes),
+        *(replica.name for replica in plan.replicas),
+        *(str(replica.layout) for replica in plan.replicas),
+        *(group.name for group in plan.groups),
+        *(stream.name for stream in plan.schedule.streams),
+        *(field for edge in graph.edges for field in edge.fields),
+        *fields,
+        plan.digest,
+        plan.cluster.name,
+    ]
+    assert [name for name in names if name not in text] == []
+    assert [
+        title for title in TITLES if title not in sections(plan) and f"{title}: left out" not in text
+    ] == []
+
+
+@pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
+def test_sections_stay_short_on_1024_devices(make):
+    plan = with_forecast(plan_of(make(), "h100-128x8"))
+    lengths = {title: len(lines) for title, lines in sections(plan).items()}
+    # The title, three lines that explain it, two of the table's head, a gap; and what is left.
+    assert {title: length for title, length in lengths.items() if length - 7 > 23} == {}
+    assert set(TITLES) - {"Weights"} <= set(lengths)
+
+
+def test_1024_devices_take_hardly_more_work_than_64():
+    def num_calls(cluster: str) -> int:
+        plan = with_forecast(plan_of(ppo(), cluster))
+        profile = cProfile.Profile()
+        profile.runcall(page, plan)
+        return pstats.Stats(profile).total_calls
+
+    page(plan_of())  # what rich makes once and keeps
+    assert num_calls("h100-128x8") < 1.5 * num_calls("h100-8x8")
+
+
+# The head
+
+
+def test_the_head_gives_the_verdicts():
+    # On cpu-1x2 the fullest phase holds 84 % of 8 GiB, as the samples say: 6.72 GiB. A step takes
+    # 60 + 4 + 0.05 + 30 s; 8 x 4 samples in 94.05 s are 0.34 a second.
+    text = words(with_forecast(plan_of()))
+    assert "1 machine with 2 cpu devices of 8 GiB; shared-memory 5 GB/s within a machine" in text
+    assert "10 steps of 8 prompts x 4 samples; at most 256 samples in flight" in text
+    assert "fits yes: at most 6.72 GiB of 8 GiB (84 %), on device 0 in actor_train" in text
+    assert "period 94 s a step: 0.34 samples/s" in text
+    assert "actor_gen 60 s → ref_inf 4 s → actor_train 30 s → again (1 short node left out)" in text
+    assert "lag of a trained token is at most 0 (max_staleness 0, sync_every 1)" in text
+
+
+def test_a_plan_that_does_not_fit_says_where():
+    text = words(with_forecast(plan_of(), shrink=2))
+    assert "fits no: 13.4 GiB of 8 GiB (168 %) needed on device 0 in actor_train" in text
+
+
+def test_links_between_machines_are_named_where_there_are_several():
+    plan = with_forecast(plan_of(cluster="h100-8x8"))
+    assert cluster_line(plan).endswith("nvlink4 450 GB/s within a machine; ib-ndr 50 GB/s between machines")
+    one = with_forecast(plan_of(cluster="h100-1x1"))
+    assert cluster_line(one).startswith("1 machine with 1 h100 device of ")
+    assert "GB/s" not in cluster_line(one)
+
+
+def test_one_line_of_the_cycle_leaves_out_what_does_not_matter():
+    long, short = CycleStep("a", 99.5, "data", 0), CycleStep("b", 0.5, "data", 1)
+    assert cycle_line((long, short)) == "a 99.5 s → again (1 short node left out)"
+    assert cycle_line((long, replace(short, seconds=2.0))) == "a 99.5 s → b 2 s → again"
+
+
+def test_without_figures_the_rest_is_shown_and_says_why():
+    text = words(plan_of())
+    assert "Memory, Time, Period: left out, as the plan has no figures of its devices." in text
+    assert "fits unknown" in text
+    assert "period unknown: the plan has no figures of its devices" in text
+    assert "Bytes are not estimated" in text
+    assert "nothing has a second copy" not in text
+
+
+def test_what_could_not_be_estimated_is_said():
+    plan = with_forecast(plan_of(), missing=("actor: its sizes are unknown to the planner",))
+    assert plan.forecast is not None
+    assert "fits partly known: what is known takes 6.72 GiB of 8 GiB (84 %) at most" in words(plan)
+    plan = replace(plan, forecast=replace(plan.forecast, memory=(), period=None))
+    text = words(plan)
+    assert "period unknown: the seconds of some nodes are not known" in text
+    assert "not estimated actor: its sizes are unknown to the planner" in text
+    assert "Memory: left out, as the sizes of the models are not known." in text
+    assert "Period: left out, as the seconds of some nodes are not known." in text
+
+
+def test_warnings_close_the_page():
+    plan = replace(plan_of(), warnings=("layout [d1] leaves devices idle",))
+    assert page(plan).rstrip().endswith("warning: layout [d1] leaves devices idle")
+
+
+# The graph
+
+
+def test_edges_are_told_by_kind_with_their_lags():
+    text = "\n".join(sections(plan_of(ppo(), max_staleness=2, sync_every=3))["Graph"])
+    # (2 + 1) * 3 steps for generation, one step for a batch reader.
+    assert "weights actor from actor_train, lag ≤ 9\n" in text
+    assert "weights critic from critic_train, lag 1\n" in text
+    assert "overwrite critic after critic_inf\n" in text
+    assert "order after gae\n" in text
+    assert "order after save.actor, lag 1\n" in text
+    assert "generate a sample on actor@gen" in text
+
+
+def test_edges_and_cadences_in_words():
+    fields = ("advantages", "input_ids")
+    assert describe_edge(Edge(EdgeKind.DATA, "a", "b", fields=fields)) == "a (advantages, input_ids)"
+    assert describe_edge(Edge(EdgeKind.DATA, "a", "b")) == "a"
+    assert describe_edge(Edge(EdgeKind.WEIGHTS, "a", "b", 1, model="m")) == "m from a"
+    assert describe_edge(Edge(EdgeKind.OVERWRITE, "a", "b", model="m")) == "m after a"
+    assert [cadence(1, 0), cadence(20, 0), cadence(20, 19)] == ["", ", every 20 steps", ", every 20 steps"]
+    assert [cadence(20, 5), cadence(1, 5)] == [", every 20 steps, from step 5 on", ", from step 5 on"]
+
+
+# Replicas, devices, turns, routing
+
+
+def test_replicas_that_are_cut_alike_share_a_letter():
+    # Of the same layout, but generation ranks have another order, so that it is another cut.
+    assert marks_of(plan_of(ppo())) == {
+        "actor@train": "A",
+        "actor@gen": "B",
+        "critic@train": "A",
+        "ref@infer": "A",
+    }
+
+
+def test_a_small_grid_shows_the_coordinates_of_each_device():
+    # Training ranks are [pipe, data, tensor]; generation, on the second machine, has one stage.
+    plan = apart("h100-2x8", "d2t2p2", "d4t2")
+    lines = [line.split() for line in sections(plan)["Devices"]]
+    first = next(line for line in lines if line[:2] == ["machine", "0"])
+    cells = "A d0t0p0 A d0t1p0 A d1t0p0 A d1t1p0 A d0t0p1 A d0t1p1 A d1t0p1 A d1t1p1"
+    assert " ".join(first[2:]) == cells
+    second = next(" ".join(line[2:]) for line in lines if line[:2] == ["machine", "1"])
+    assert second == "B d0t0 B d0t1 B d1t0 B d1t1 B d2t0 B d2t1 B d3t0 B d3t1"
+
+
+def test_a_device_without_a_group_is_a_dot():
+    plan = plan_of(cluster="cpu-1x4", groups={"all": (0, 1)})
+    assert printed(devices_section(plan, 100).body[0]).splitlines()[0].split()[-2:] == ["·", "·"]
+
+
+def test_machines_that_look_alike_share_a_row():
+    # 512 devices train in two stages of 256, which are 32 machines each; the other 64 machines generate.
+    plan = apart("h100-128x8", "d64t4p2", "d64t8")
+    lines = [" ".join(line.split()) for line in sections(plan)["Devices"]]
+    assert "machines 0-31 AC AC AC AC AC AC AC AC A d0-63 t0-3 p0" in lines
+    assert "machines 32-63 AC AC AC AC AC AC AC AC A d0-63 t0-3 p1" in lines
+    assert "machines 64-127 B B B B B B B B B d0-63 t0-7" in lines
+
+
+def test_stages_that_alternate_are_folded_too():
+    # Generation ranks are [data, pipe, tensor]: with t8p2 every second machine holds the other stage.
+    plan = apart("h100-128x8", "d64t4p2", "d32t8p2")
+    lines = [" ".join(line.split()) for line in sections(plan)["Devices"]]
+    assert "machines 64-127 B B B B B B B B B d0-31 t0-7 p0-1" in lines
+
+
+def test_a_machine_of_many_devices_is_folded_into_lines_that_fit():
+    text = sections(plan_of(sft(), cluster="cpu-1x64", batch=64), 80)["Devices"]
+    cells = [line[16:].split() for line in text if "A d" in line and "is the part" not in line]
+    assert [len(row) // 2 for row in cells] == [8] * 8
+    assert cells[-1][-2:] == ["A", "d63"]
+
+
+def test_turns_name_engines_in_brackets():
+    shown = " ".join(" ".join(sections(plan_of())["Device groups"]).split())
+    assert (
+        "all 0-1 [actor@gen] → ref_inf → group_advantage → actor_train → save.actor → again (lag 1)" in shown
+    )
+    assert "gen 512-1023 [actor@gen] all the time" in words(apart("h100-128x8", "d64t4p2", "d64t8"))
+
+
+def test_many_keys_are_counted():
+    text = words(plan_of(cluster="h100-8x8"))
+    assert "actor_gen 64 __data0__ → 0, __data1__ → 1, …, __data63__ → 63" in text
+    assert "(actor@gen, 63, 0, 0) → 63" in text
+    assert "(actor@gen, 62, 0, 0)" not in text
+
+
+# Bytes
+
+
+def test_data_are_shown_with_their_bytes():
+    # 8 x 4 samples of 12 KiB. The second of two heads receives a tenth of its 16: one sample.
+    text = words(with_forecast(plan_of(grpo(minibatches=2))))
+    assert "samples, evenly by tokens, to 0-1; 2 minibatches scatter 0 → 1: 12 KiB" in text
+    assert "input_ids, loss_mask 12 KiB 372 KiB 1.03 samples, evenly by tokens, to 0-1 ≥ 10.8 KiB" in text
+    assert "all to worker 0 ≥ 0 B nothing moves" in text
+
+
+def test_many_steps_are_counted():
+    # 63 neighbours pass on a tenth of 64 samples each, 12 KiB a sample; half of that to another machine.
+    text = words(with_forecast(plan_of(cluster="h100-8x8")))
+    assert "input_ids, loss_mask 4.43 MiB 2.21 MiB 43.6 MiB 1.03" in text
+    assert "63 steps, as scatter 0 → 1: 72 KiB" in text
+
+
+def test_weight_routes_say_what_they_move():
+    text = words(with_forecast(apart("h100-2x8", "d2t2p2", "d4t2")))
+    assert "actor@train d2t2p2 on 0-7 pull 0 14 GiB 7 GiB 14 GiB → actor@gen d4t2p1 on 8-15" in text
+
+
+# Memory
+
+
+def phase(name: str, *devices: int, held: int = GIB, group: str = "all", **transient: int) -> PhaseMemory:
+    return PhaseMemory(group, devices, name, (("actor@train weights", held),), tuple(transient.items()))
+
+
+def test_a_bar_rounds_from_the_left():
+    # 2.5 of 10 columns for weights, 3.5 more for activations: they end at round(2.5) = 2 and at 6.
+    row = phase("train", 0, held=25, activations=35)
+    assert memory_bar(row, scale=100, capacity=100, width=10).plain == "WWaaaa····"
+
+
+def test_a_bar_beyond_the_capacity_marks_it():
+    row = phase("train", 0, held=100, logits=100)
+    assert memory_bar(row, scale=200, capacity=150, width=8).plain == "WWWWll|l"
+
+
+def test_devices_with_the_same_rows_are_one_class():
+    rows = (phase("generate", 0, 1, 2, 3), phase("train", 0, 1), phase("train", 2, 3, held=2 * GIB))
+    classes = device_classes(rows)
+    assert [(one.devices, one.peak.total) for one in classes] == [((0, 1), GIB), ((2, 3), 2 * GIB)]
+    assert classes[1].phases == (rows[0], rows[2])
+
+
+def test_memory_marks_the_fullest_phase_and_tells_what_it_holds():
+    lines = sections(with_forecast(plan_of()))["Memory"]
+    marked = [line.split()[:5] for line in lines if line.startswith("*   ")]
+    assert marked == [["*", "actor_train", "6.72", "GiB", "84"]]
+    text = " ".join(" ".join(lines).split())
+    assert "* actor_train: activations 2.4 GiB, actor@train optimizer 1.6 GiB" in text
+    assert "group all, device 1: at most 6.16 GiB, 77 %, in generate" in text
+
+
+def test_the_smallest_of_many_phases_are_counted():
+    plan = with_forecast(plan_of(cluster="h100-1x1"))
+    assert plan.forecast is not None
+    rows = tuple(phase(f"node{i}", 0, held=(i + 1) * GIB) for i in range(12))
+    lines = sections(replace(plan, forecast=replace(plan.forecast, memory=rows)))["Memory"]
+    assert [line.split()[0] for line in lines if "GiB" in line and "node" in line][0] == "node2"
+    assert "and 2 smaller phases" in " ".join(lines)
+
+
+def test_many_classes_take_a_line_each_and_then_are_counted():
+    plan = with_forecast(plan_of(cluster="h100-1x8"))
+    assert plan.forecast is not None
+    rows = tuple(phase("train", device, held=(8 - device) * GIB) for device in range(8))
+    text = words(replace(plan, forecast=replace(plan.forecast, memory=rows)))
+    assert "group all, device 0: at most 8 GiB each, 10 %" in text
+    assert "group all, device 4: at most 4 GiB, 5 %, in train" in text
+    assert "3 other devices: at most 3 GiB, 4 %" in text
+    assert "device 5:" not in text
+
+
+# Time, period, samples, assumptions
+
+
+def test_times_tell_parts_and_limits():
+    text = words(with_forecast(plan_of()), 120)
+    assert "actor_gen batch 60 s prefill 6 s, decode 45 s, wait for the longest 9 s memory bandwidth" in text
+    assert "score sample 50 ms body latency" in text
+    assert "save.actor batch, at the end 200 ms save latency" in text
+
+
+def test_the_cycle_is_spelled_out():
+    lines = [" ".join(line.split()) for line in sections(with_forecast(plan_of()))["Period"]]
+    start = lines.index("actor_gen 60 s data")
+    assert lines[start : start + 5] == [
+        "actor_gen 60 s data",
+        "ref_inf 4 s data",
+        "group_advantage 50 ms data",
+        "actor_train 30 s weights of actor",
+        "together 94 s around the cycle, once a step",
+    ]
+
+
+def test_a_cycle_over_several_steps_tells_what_one_takes():
+    plan = with_forecast(plan_of())
+    assert plan.forecast is not None
+    assert plan.forecast.period is not None
+    cycle = (CycleStep("actor_gen", 60, "data", 1), CycleStep("actor_train", 30, "weights of actor", 1))
+    period = replace(plan.forecast.period, seconds=45.0, cycle=cycle)
+    text = words(replace(plan, forecast=replace(plan.forecast, period=period)))
+    assert "together 90 s around the cycle, once in 2 steps: 45 s a step" in text
+
+
+def chart(period: Period, width: int) -> list[str]:
+    (drawn, *_) = gantt(period, width)
+    return [line.rstrip() for line in printed(drawn, width).splitlines()]
+
+
+def test_the_chart_draws_two_periods():
+    # 20 columns for 20 s: 6 s of a, 3 s of b, 1 s of waiting, twice.
+    slots = (Slot("a", "all", 0, 6), Slot("b", "all", 6, 3))
+    period = Period(10, (CycleStep("a", 10, "", 1),), slots, (("all", 0.1),))
+    assert chart(period, len("all ") + 20 + len(" idle 100 %")) == [
+        "all ██████▓▓▓·██████▓▓▓· idle 10 %",
+        "    a     b   a     b",
+        "    |0        |10 s",
+    ]
+
+
+def test_what_leads_out_of_the_chart_comes_in_again():
+    # b begins 8 s after the start and takes 4 s, so that it ends 2 s into the next period.
+    slots = (Slot("b", "all", 8, 4),)
+    period = Period(10, (CycleStep("b", 10, "", 1),), slots, (("all", 0.6),))
+    assert chart(period, len("all ") + 20 + len(" idle 100 %"))[0] == "all ██······████······██ idle 60 %"
+
+
+def test_slots_of_several_steps_repeat_together():
+    # Slots cover two steps of 5 s: a runs in the first only, so it comes back after 10 s.
+    slots = (Slot("a", "all", 0, 5),)
+    period = Period(5, (CycleStep("a", 10, "", 2),), slots, (("all", 0.5),), num_steps=2)
+    assert chart(period, len("all ") + 20 + len(" idle 100 %"))[0] == "all ██████████·········· idle 50 %"
+
+
+def test_a_short_firing_takes_a_column_where_its_lane_waits():
+    # 20 columns for 20 s: 0.2 s round to nothing, but it would look as if nobody worked.
+    period = Period(10, (CycleStep("a", 10, "", 1),), (Slot("a", "all", 5, 0.2),), (("all", 0.98),))
+    assert chart(period, len("all ") + 20 + len(" idle 100 %"))[0] == "all ·····█·········█···· idle 98 %"
+
+
+def test_names_that_find_no_room_are_listed():
+    slots = (Slot("actor_gen", "all", 0, 40), Slot("gae", "all", 40, 0.1), Slot("train", "all", 40.1, 59.9))
+    period = Period(100, (CycleStep("actor_gen", 100, "", 1),), slots, (("all", 0.0),))
+    (_, rest) = gantt(period, 100)
+    assert str(rest) == "not named above: gae 100 ms"
+
+
+def test_staleness_in_words():
+    assert "Staleness is 0: every token is made by the weights from which its training step" in words(
+        plan_of()
+    )
+    stale = words(plan_of(max_staleness=2, sync_every=3))
+    assert "Staleness is at most 8: a token may be made by weights 8 updates older" in stale
+    assert "(max_staleness 2 + 1) x sync_every 3 - 1 = 8" in stale
+    assert "no model makes the samples" in words(plan_of(sft()))
+    assert "unbounded" in words(replace(plan_of(), staleness_bound=None))
+
+
+def test_lengths_say_whose_numbers_they_are():
+    given = Workload(512, 1024.0, 0.6, 4096, is_assumed=False)
+    told = "prompts of 512 tokens, responses of 1,024 on average (deviation 60 %), at most 4,096; "
+    assert lengths_text(given) == told + "as given"
+    assert lengths_text(replace(given, is_assumed=True)).startswith(told + "assumed; set workload.prompt")
+
+
+def test_figures_of_devices_and_links_are_told():
+    text = words(with_forecast(plan_of(cluster="h100-8x8")))
+    assert "h100 TFLOP/s 989 in bf16, 67 in fp32, of which 45 % are reached; memory 3,350 GB/s, 70 %" in text
+    assert "ib-ndr 50 GB/s a device, 70 % reached; 5 µs for the smallest message" in text
+    assert sample_hardware(plan_of()).inter.name not in words(with_forecast(plan_of()))

@@ -1,0 +1,141 @@
+"""Lengths that a plan assumes: where they come from, and what follows from their distribution."""
+
+import math
+from statistics import NormalDist
+
+import plan_graphs as graphs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hflow.errors import PlanError
+from hflow.plan.compile import compile_plan
+from hflow.plan.request import ModelRequest
+from hflow.plan.workload import (
+    Workload,
+    WorkloadRequest,
+    cdf,
+    expected_max,
+    quantile,
+    sample_lengths,
+    workloads,
+)
+
+some = st.builds(
+    Workload,
+    prompt=st.integers(1, 50),
+    response_mean=st.floats(1.0, 200.0),
+    response_cv=st.one_of(st.just(0.0), st.floats(0.05, 2.0)),
+    max_response=st.integers(1, 300),
+)
+
+
+# ------------------------------------------------------------------------- where they come from
+def lengths_of(graph, **changes):
+    request = graphs.request(**changes)
+    return dict(workloads(compile_plan(graph, request), request))
+
+
+def limited(graph, node, max_tokens):
+    return graphs.changed(graph, node, options=(("max_tokens", max_tokens),))
+
+
+def test_what_the_user_does_not_say_is_assumed_from_max_tokens_and_the_engine():
+    graph = limited(limited(graphs.grpo(), "actor_gen", 1500), "eval_gen", 300)
+    models = {"actor": ModelRequest(max_model_len=2000)}
+    # The prompt is what 1500 tokens leave of 2000, and for evaluation no more than 512.
+    assert lengths_of(graph, models=models) == {
+        "actor_gen": Workload(500, 750.0, 0.6, 1500),
+        "eval_gen": Workload(512, 150.0, 0.6, 300),
+    }
+
+
+def test_the_users_numbers_count_and_the_engine_cuts_responses():
+    graph = limited(graphs.grpo(), "actor_gen", 1500)
+    said = WorkloadRequest(prompt=900, response_mean=700.0, response_cv=0.0)
+    found = lengths_of(graph, workload=said, models={"actor": ModelRequest(max_model_len=2000)})
+    assert found["actor_gen"] == Workload(900, 700.0, 0.0, 1100, is_assumed=False)
+
+
+def test_one_number_that_is_missing_is_an_assumption():
+    assert lengths_of(graphs.grpo(), workload=WorkloadRequest(prompt=9, response_mean=9.0))[
+        "actor_gen"
+    ].is_assumed
+
+
+def test_written_samples_fill_half_of_what_their_prompt_leaves():
+    assert lengths_of(graphs.sft()) == {"sft_view": Workload(512, 768.0, 0.6, 1536)}
+    small = {"actor": ModelRequest(max_model_len=64)}
+    assert lengths_of(graphs.sft(), models=small) == {"sft_view": Workload(32, 16.0, 0.6, 32)}
+
+
+def test_a_prompt_without_room_for_a_response_is_refused():
+    with pytest.raises(PlanError, match=r"2048 tokens leave no room .* set workload.prompt to 2047 or less"):
+        lengths_of(graphs.grpo(), workload=WorkloadRequest(prompt=2048))
+
+
+# ------------------------------------------------------------------------------ the distribution
+def test_half_of_all_responses_are_below_the_median():
+    # With cv 1 the variance of the logarithm is ln 2, and the median exp(mu) = mean / sqrt(2).
+    workload = Workload(1, 1000.5 * math.sqrt(2), 1.0, 100_000)
+    assert cdf(workload, 1000) == pytest.approx(0.5)
+    assert quantile(workload, 0.5) == 1000
+
+
+def test_responses_that_are_all_alike():
+    workload = Workload(10, 20.0, 0.0, 50)
+    assert [cdf(workload, t) for t in (0, 19, 20, 50)] == [0.0, 0.0, 1.0, 1.0]
+    assert expected_max(workload, 1) == expected_max(workload, 1000) == 20.0
+    assert sample_lengths(workload, 3, seed=0) == [30, 30, 30]
+
+
+def test_longer_means_than_max_response_are_cut():
+    assert expected_max(Workload(10, 80.0, 0.0, 50), 7) == 50.0
+
+
+def test_the_longer_of_two_lognormal_responses():
+    # Of two lognormal variables: 2 mean Phi(sigma / sqrt(2)). With cv 1, sigma = sqrt(ln 2) = 0.83255 and
+    # Phi(0.58871) = 0.72197, so 1.44394 of the mean. The cut at 40 means is felt by nobody.
+    expected = 2 * NormalDist().cdf(math.sqrt(math.log(2) / 2))
+    assert expected == pytest.approx(1.44394, abs=2e-5)
+    workload = Workload(1, 1000.0, 1.0, 40_000)
+    assert expected_max(workload, 2) == pytest.approx(1000 * expected, rel=1e-3)
+    assert expected_max(workload, 1) == pytest.approx(1000, rel=1e-3)
+
+
+@given(some, st.integers(1, 64))
+def test_the_expected_longest_is_the_sum_over_all_lengths(workload, num):
+    lengths = range(1, workload.max_response + 1)
+    by_definition = sum(t * (cdf(workload, t) ** num - cdf(workload, t - 1) ** num) for t in lengths)
+    assert expected_max(workload, num) == pytest.approx(by_definition)
+
+
+@given(some, st.integers(1, 64))
+def test_more_responses_never_have_a_shorter_longest(workload, num):
+    assert 1 <= expected_max(workload, num) <= expected_max(workload, num + 1) + 1e-9
+    assert expected_max(workload, num) <= workload.max_response
+
+
+@given(some, st.floats(0.001, 0.999))
+def test_a_quantile_is_where_the_cdf_reaches_its_share(workload, share):
+    tokens = quantile(workload, share)
+    assert cdf(workload, tokens) >= share - 1e-9
+    assert cdf(workload, tokens - 1) < share + 1e-9
+
+
+# ---------------------------------------------------------------------------------------- samples
+@given(some, st.integers(1, 200), st.integers(0, 5))
+def test_samples_are_distributed_as_the_workload_says(workload, num, seed):
+    responses = [total - workload.prompt for total in sample_lengths(workload, num, seed)]
+    assert len(responses) == num
+    for tokens in range(0, workload.max_response + 1, 7):
+        share = sum(response <= tokens for response in responses) / num
+        assert abs(share - cdf(workload, tokens)) <= 0.5 / num + 1e-9
+
+
+def test_the_seed_decides_the_order_and_nothing_else():
+    workload = Workload(7, 100.0, 0.6, 400)
+    one, other = (sample_lengths(workload, 64, seed) for seed in (0, 1))
+    assert one == sample_lengths(workload, 64, 0)
+    assert one != other
+    assert sorted(one) == sorted(other)
