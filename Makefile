@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: env test lint unit demo gpu-check clean
+.PHONY: env test lint unit browser demo gpu-check clean
 
 env: $(STAMP)
 
@@ -23,8 +23,12 @@ lint: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-unit: env
+unit: env browser
 	$(BIN)/python -m pytest
+
+# The test of the plan's page opens it in a browser.
+browser:
+	@sh requirements/browser.sh
 
 demo: env
 	$(BIN)/hflow run recipes/sft.py

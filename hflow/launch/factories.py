@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hflow.backends.base import ModelSettings, Seat
 
 
 def torch_model(*args: Any) -> Any:
@@ -13,6 +16,16 @@ def torch_model(*args: Any) -> Any:
     return TorchModel(*args)
 
 
+def megatron_model(settings: ModelSettings, seat: Seat) -> Any:
+    """The megatron training backend."""
+    from hflow.backends.megatron.device import prepare
+
+    prepare(settings.device)  # before anything imports megatron
+    from hflow.backends.megatron.backend import MegatronModel
+
+    return MegatronModel(settings, seat)
+
+
 def embedded_engine(*args: Any) -> Any:
     """The embedded generation engine."""
     from hflow.backends.embedded_engine import EmbeddedEngine
@@ -20,4 +33,8 @@ def embedded_engine(*args: Any) -> Any:
     return EmbeddedEngine(*args)
 
 
-FACTORIES: Mapping[str, Callable[..., Any]] = {"torch": torch_model, "embedded": embedded_engine}
+FACTORIES: Mapping[str, Callable[..., Any]] = {
+    "torch": torch_model,
+    "megatron": megatron_model,
+    "embedded": embedded_engine,
+}

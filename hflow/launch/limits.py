@@ -29,12 +29,7 @@ def _reasons(compiled: Compiled) -> Iterator[str]:
             yield from _update_reasons(node, compiled)
     for replica in compiled.plan.replicas:
         yield from _backend_reasons(replica)
-        if replica.layout.world > replica.layout.data:
-            yield (
-                f"{replica.name} has layout {replica.layout}: the {replica.backend} backend executes data "
-                f"parallelism only; plan it with `hflow plan`, or run it with a layout of "
-                f"d{replica.layout.world}"
-            )
+        yield from _layout_reasons(replica, compiled.config.workers)
     if compiled.config.max_staleness > 0:
         yield "max_staleness above 0 is planned but not executed yet; set max_staleness=0"
     if compiled.plan.cluster.num_nodes > 1 and compiled.config.workers == "inproc":
@@ -47,6 +42,26 @@ def _backend_reasons(replica: Replica) -> Iterator[str]:
         yield (
             f"{replica.name} is planned for {replica.backend}, which is not executed yet; look at it with "
             f"`hflow plan`, or run it with models.{replica.model}.{instead}"
+        )
+
+
+def _layout_reasons(replica: Replica, workers: str) -> Iterator[str]:
+    """Which layouts a backend executes."""
+    if replica.backend == "megatron":
+        if workers == "inproc" and replica.layout.world > 1:
+            yield (
+                f"{replica.name} has layout {replica.layout}: megatron needs a process for each rank; "
+                f"take workers=ray, or a layout of d1"
+            )
+    elif replica.layout.world > replica.layout.data:
+        remedy = (
+            f"set models.{replica.model}.backend=megatron"
+            if replica.role != "gen"
+            else f"set models.{replica.model}.gen.layout=d{replica.layout.world}"
+        )
+        yield (
+            f"{replica.name} has layout {replica.layout}: the {replica.backend} backend executes data "
+            f"parallelism only; {remedy}"
         )
 
 

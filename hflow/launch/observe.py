@@ -65,14 +65,16 @@ class RunObserver:
 
 
 def _labels(graph: Graph) -> dict[str, str]:
-    """Metric -> label: losses, what sample-level bodies score, and the same on held-out streams."""
+    """Metric -> label: losses, what sample-level bodies score, and on held-out streams groups' scores too."""
     labels = {}
     for node in graph.nodes:
         if node.spec.verb == "train":
             labels[f"{node.name}/loss"] = "loss" if _is_only(graph, "train") else f"{node.name} loss"
-        if node.spec.runs_as_compute and node.spec.level is Level.SAMPLE:
+        trained = graph.stream(node.stream).trained
+        shown = (Level.SAMPLE,) if trained else (Level.SAMPLE, Level.GROUP)
+        if node.spec.runs_as_compute and node.spec.level in shown:
             for returned in node.spec.returns:
-                held_out = "" if graph.stream(node.stream).trained else "held-out "
+                held_out = "" if trained else "held-out "
                 labels[f"{node.stream}/{returned.field}"] = held_out + returned.field
     return labels
 

@@ -9,6 +9,7 @@ from hflow.plan.allocation import allocate
 from hflow.plan.divide import check_layouts
 from hflow.plan.estimate import forecast
 from hflow.plan.ir import Placement, Plan
+from hflow.plan.memory.check import check_memory
 from hflow.plan.order import firing_levels, group_orders, order_edges, root_streams, topological_order
 from hflow.plan.placement import SAVE_PREFIX, Placer
 from hflow.plan.replicas import place_replicas, saved_models
@@ -29,12 +30,16 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
         request: the cluster, a place for every model, and the numbers of the run.
 
     Raises:
-        PlanError: when the numbers, layouts or groups do not fit, naming a change that does.
+        PlanError: when the numbers, layouts or groups do not fit, or the devices' memory does not hold what
+            they are estimated to need, naming a change that fits.
         NotYetError: when two streams are trained on.
     """
     request = allocate(graph, request)
     plan = _lay_out(graph, request)
-    plan = dataclasses.replace(plan, hardware=request.hardware, forecast=forecast(plan, request))
+    estimates = forecast(plan, request)
+    if estimates is not None:
+        check_memory(plan, request, estimates.memory)
+    plan = dataclasses.replace(plan, hardware=request.hardware, forecast=estimates)
     return dataclasses.replace(plan, digest=plan_digest(plan))
 
 

@@ -8,6 +8,7 @@ from hflow.graph.ir import EdgeKind
 from hflow.plan.cost import node_times
 from hflow.plan.forecast import Forecast, NodeTime, Period
 from hflow.plan.ir import Plan
+from hflow.plan.memory import memory_phases, unknown_models
 from hflow.plan.period import steady_period
 from hflow.plan.preview import preview_traffic
 from hflow.plan.request import PlanRequest
@@ -24,7 +25,7 @@ def forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
     missing = tuple(_missing(plan))
     return Forecast(
         workload=lengths,
-        memory=(),
+        memory=memory_phases(plan, request),
         times=times,
         period=None if missing else _period(plan, times),
         traffic=traffic,
@@ -39,10 +40,8 @@ def _period(plan: Plan, times: Iterable[NodeTime]) -> Period | None:
 
 
 def _missing(plan: Plan) -> Iterator[str]:
-    known = dict(plan.shapes)
-    for model in dict.fromkeys(replica.model for replica in plan.replicas):
-        if model not in known:
-            yield (
-                f"{model}: its sizes are unknown to the planner, so its memory, routes and seconds are left "
-                f"out, and with them the period"
-            )
+    for model in unknown_models(plan):
+        yield (
+            f"{model}: its sizes are unknown to the planner, so its memory, routes and seconds are left "
+            f"out, and with them the period"
+        )

@@ -15,6 +15,7 @@ from hflow.errors import PlanError
 from hflow.plan.ir import Plan
 from hflow.plan.layout import Layout
 
+_AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
 _UNDECIDING = ("digest", "warnings", "hardware", "forecast")
 
 
@@ -31,16 +32,19 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """A frozen row as plain JSON values: tuples become lists, layouts and enums their names."""
+    kind = type(value)
+    if kind in _AS_THEY_ARE:  # most values of a large plan
+        return value
+    if kind is tuple or kind is list:
+        return [plain(item) for item in value]
     if isinstance(value, Layout | enum.Enum):
         return str(value)
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, int | float | str):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(plain(item) for item in value)
     raise PlanError(

@@ -32,6 +32,8 @@ class BackendTraits:
     weights are in the compute dtype)."""
     keeps_cast: bool = False
     """Whether weights in the compute dtype stay beside the fp32 ones (megatron in bf16)."""
+    cuts_layers: bool = False
+    """Whether it has a tensor and a pipeline axis; without, replicas grow along the data axis only."""
     shares_prompts: bool = False
     """Whether a forward computes a prompt once that the members of a group share (`data/prefixes.py`)."""
     layer_host_ms: float = 0.0
@@ -45,10 +47,19 @@ class BackendTraits:
 
 TRAITS: Mapping[str, BackendTraits] = {
     "torch": BackendTraits("torch", "train", "everything", shares_prompts=True, layer_host_ms=0.85),
-    "megatron": BackendTraits("megatron", "train", "optimizer", vocab_multiple=128, keeps_cast=True),
+    "megatron": BackendTraits(
+        "megatron", "train", "optimizer", vocab_multiple=128, keeps_cast=True, cuts_layers=True
+    ),
     "embedded": BackendTraits("embedded", "generate", "whole", master_bytes=0, layer_host_ms=0.85),
     "vllm": BackendTraits(
-        "vllm", "generate", "whole", vocab_multiple=64, pads_whole=True, master_bytes=0, step_host_ms=2.5
+        "vllm",
+        "generate",
+        "whole",
+        vocab_multiple=64,
+        pads_whole=True,
+        master_bytes=0,
+        cuts_layers=True,
+        step_host_ms=2.5,
     ),
 }
 

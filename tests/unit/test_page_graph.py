@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -146,6 +147,15 @@ def test_rows_stay_in_their_card_and_name_every_field_that_arrives(path):
         baselines = [y for row in node.rows for _, y in row.lines]
         assert baselines == sorted(set(baselines))
         assert all(46 < y < node.height for y in baselines)
+
+
+def test_state_returns_right_below_its_card():
+    view = drawing(ROOT / "recipes" / "ppo.py")
+    node = next(node for node in view.nodes if node.name == "kl_reward")
+    loop = next(edge for edge in view.edges if edge.src == edge.dst == "kl_reward" and edge.kind == "data")
+    heights = [float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", loop.path)]
+    assert max(heights) == pytest.approx(node.y + node.height + 11, abs=0.1)
+    assert "state" not in [label.text for label in view.labels]
 
 
 def test_lags_stand_beside_what_they_delay():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from period_schedules import Timed, settled_period, timed_schedules
 from state_script import ENGINE, batch, encoded, generated, grpo, schedule
 
@@ -14,7 +14,11 @@ from hflow.plan.ir import Schedule, ScheduledStream
 from hflow.plan.period import steady_period
 from hflow.runtime.simulate import simulate
 
-SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+SLOW = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": (Phase.explicit, Phase.reuse, Phase.generate),  # a run that disagrees is long: no shrinking
+}
 SECONDS = {"values": 3.0, "advantage": 1.0, "train": 5.0}
 
 
@@ -180,6 +184,22 @@ def test_a_node_of_every_third_step_is_unrolled():
     assert found.seconds == 7
     assert found.num_steps == 3
     assert [slot.start for slot in found.slots] == [0.0, 5.0, 10.0, 15.0]
+
+
+def test_nobody_waits_for_a_node_that_does_not_fire():
+    """`train` waits for `check` on the other group, and so for `slow`, in every second step only.
+
+    In the step after, both go on side by side: 8 + 6 in the first step, 1 + 8 in the second.
+    """
+    nodes = [
+        batch("first", "b"),
+        batch("slow", "a", "first"),
+        batch("check", "a", every=2),
+        batch("train", "b", "check", writes=("actor",)),
+    ]
+    what = schedule([encoded()], nodes, num_steps=96)
+    seconds = {"first": 1.0, "slow": 8.0, "train": 6.0}
+    assert period(what, seconds).seconds == 23 / 2 == simulate(what, seconds).period()
 
 
 def test_a_rare_node_counts_with_its_mean():

@@ -165,8 +165,13 @@ def test_links_between_machines_are_named_where_there_are_several():
 
 def test_one_line_of_the_cycle_leaves_out_what_does_not_matter():
     long, short = CycleStep("a", 99.5, "data", 0), CycleStep("b", 0.5, "data", 1)
-    assert cycle_line((long, short)) == "a 99.5 s → again (1 short node left out)"
-    assert cycle_line((long, replace(short, seconds=2.0))) == "a 99.5 s → b 2 s → again"
+    assert cycle_line(plan_of(), (long, short)) == "a 99.5 s → again (1 short node left out)"
+    assert cycle_line(plan_of(), (long, replace(short, seconds=2.0))) == "a 99.5 s → b 2 s → again"
+
+
+def test_an_engine_on_the_cycle_takes_new_weights():
+    line = cycle_line(plan_of(), (CycleStep("actor_gen", 9, "", 0), CycleStep("actor@gen", 1, "", 1)))
+    assert line == "actor_gen 9 s → actor@gen (new weights) 1 s → again"
 
 
 def test_without_figures_the_rest_is_shown_and_says_why():
@@ -279,11 +284,13 @@ def test_turns_name_engines_in_brackets():
     assert "gen 512-1023 [actor@gen] all the time" in words(apart("h100-128x8", "d64t4p2", "d64t8"))
 
 
-def test_many_keys_are_counted():
-    text = words(plan_of(cluster="h100-8x8"))
-    assert "actor_gen 64 __data0__ → 0, __data1__ → 1, …, __data63__ → 63" in text
-    assert "(actor@gen, 63, 0, 0) → 63" in text
-    assert "(actor@gen, 62, 0, 0)" not in text
+def test_of_many_keys_the_first_and_the_last_are_shown():
+    plan = plan_of(cluster="h100-8x8")
+    narrow, wide = (sections(plan, width)["Routing"] for width in (80, 120))
+    assert "actor_gen       64   __data0__ → 0, __data1__ → 1, …, __data63__ → 63" in wide
+    assert "actor@gen       64   (actor@gen, 0, 0, 0) → 0, …, (actor@gen, 63, 0, 0) → 63" in narrow
+    two = "(actor@gen, 0, 0, 0) → 0, (actor@gen, 1, 0, 0) → 1, …, (actor@gen, 63, 0, 0) → 63"
+    assert f"actor@gen       64   {two}" in wide
 
 
 # Bytes
@@ -343,12 +350,22 @@ def test_memory_marks_the_fullest_phase_and_tells_what_it_holds():
     assert "group all, device 1: at most 6.16 GiB, 77 %, in generate" in text
 
 
+def test_short_bars_are_drawn_larger():
+    # Of 8 GiB the fullest phase holds 1.5 GiB; a quarter of 8 GiB is the shortest half that it fits into.
+    plan = with_forecast(plan_of())
+    assert plan.forecast is not None
+    rows = (phase("generate", 0, 1, held=GIB), phase("train", 0, 1, held=GIB * 3 // 2))
+    lines = sections(replace(plan, forecast=replace(plan.forecast, memory=rows)))["Memory"]
+    assert any(line.endswith("0 to 2 GiB") for line in lines)
+    assert [line.count("W") for line in lines if "GiB " in line and "W" in line] == [30, 45]
+
+
 def test_the_smallest_of_many_phases_are_counted():
     plan = with_forecast(plan_of(cluster="h100-1x1"))
     assert plan.forecast is not None
     rows = tuple(phase(f"node{i}", 0, held=(i + 1) * GIB) for i in range(12))
     lines = sections(replace(plan, forecast=replace(plan.forecast, memory=rows)))["Memory"]
-    assert [line.split()[0] for line in lines if "GiB" in line and "node" in line][0] == "node2"
+    assert next(line.split()[0] for line in lines if "GiB" in line and "node" in line) == "node2"
     assert "and 2 smaller phases" in " ".join(lines)
 
 

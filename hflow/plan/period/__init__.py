@@ -1,7 +1,8 @@
 """The steady state of a schedule: seconds a step, the cycle that they come from, and who waits.
 
-Pure arithmetic on a `Schedule` and the seconds of its parts. It equals what `RunState` does on a
-virtual clock, where batch nodes take fixed times; the tests hold it to that.
+Pure arithmetic on a `Schedule` and the seconds of its parts. The period of batch nodes and of synchronous
+generation with fixed times is exactly the one that `RunState` settles to on a virtual clock; the tests
+hold it to that. That of stale generation is an estimate, for which see `rollout_arcs`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """How generation follows the weights: turns, staleness, and engines that take new weights.
 
 An engine's devices go through turns: it takes new weights where a sync is due, then generates one
-batch; on a shared group, the group's batch nodes come next. In a run new weights interrupt what is
-generating and its samples go on afterwards; here they come before the first batch that has to have
-them. The engine's work in a round is the same, and so is the pace.
+batch; on a shared group, the group's batch nodes come next. Synchronous generation does just that. With
+staleness, new weights interrupt what is generating, and its samples go on afterwards; here they come
+before the first batch that has to have them. The engine does the same work in a round, so the pace is
+the same too as long as taking weights is short; the tests show where.
 
 A source's seconds are those that its engines need for a whole batch, so they make one batch after
-another. A run that has samples of two batches in flight is faster than that where engines have room.
+another. A run with samples of two batches in flight is faster than that where its engines have room.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -
         shape=known_verb(node.spec.verb),
         note=" · ".join(part for part in parts if part),
         group=placement.group or "",
-        rows=tuple(_rows(plan, node, arriving)),
+        rows=tuple(_rows(node, arriving)),
     )
 
 
@@ -133,7 +133,7 @@ def shorten(text: str, num_chars: int) -> str:
     return f"{text[: num_chars - 1 - tail]}…{text[-tail:]}"
 
 
-def _rows(plan: Plan, node: Node, arriving: Sequence[Arrow]) -> Iterator[CardRow]:
+def _rows(node: Node, arriving: Sequence[Arrow]) -> Iterator[CardRow]:
     columns = tuple(shorten(read.field, 24) for read in node.reads if read.producer == node.name)
     if node.spec.opens_stream and columns:
         yield CardRow("in", "column", columns)
@@ -142,10 +142,10 @@ def _rows(plan: Plan, node: Node, arriving: Sequence[Arrow]) -> Iterator[CardRow
             if arrow.kind is kind:
                 lines = tuple(shorten(line, 24) for line in arrow.label)
                 yield CardRow("in", name, lines, note=arrow.lag_text, arrow=arrow.id)
-    yield from _out_rows(plan, node)
+    yield from _out_rows(node)
 
 
-def _out_rows(plan: Plan, node: Node) -> Iterator[CardRow]:
+def _out_rows(node: Node) -> Iterator[CardRow]:
     if node.spec.opens_stream:
         yield CardRow("out", "data", ("samples",))
     elif node.spec.returns and node.spec.verb != "train":

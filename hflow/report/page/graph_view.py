@@ -1,7 +1,7 @@
 """The graph as a drawing: cards by stage from left to right, edges between them, ways back around.
 
-What is read in the same step flows to the right. What crosses steps (weights, a node's own state)
-returns below the cards; an order that leads back returns above them.
+What is read in the same step flows to the right. Weights return below the cards, an order that leads back
+above them; a node's own state returns right below its card.
 """
 
 from __future__ import annotations

@@ -58,6 +58,11 @@ def leads_back(arrow: Arrow, layers: Mapping[str, int]) -> bool:
     return src > dst or (src == dst and bool(arrow.lag))
 
 
+def is_loop(arrow: Arrow) -> bool:
+    """Whether an arrow is a node's own state, which returns right below its card."""
+    return arrow.kind is EdgeKind.DATA and arrow.src == arrow.dst
+
+
 def find_places(
     cards: Mapping[str, Card],
     arrows: Sequence[Arrow],
@@ -115,6 +120,7 @@ def _pulls(arrow: Arrow, cards: Mapping[str, Card], chains: Chains) -> list[Pull
 
 
 def _lanes(arrows: Sequence[Arrow], layers: Mapping[str, int], above: bool) -> list[str]:
-    """Keys of the ways back on one side, the innermost first: orders above, weights and state below."""
-    back = [a for a in arrows if leads_back(a, layers) and (a.kind is EdgeKind.ORDER) is above]
+    """Keys of the ways back on one side, the innermost first: orders above, weights below."""
+    back = [arrow for arrow in arrows if leads_back(arrow, layers) and not is_loop(arrow)]
+    back = [arrow for arrow in back if (arrow.kind is EdgeKind.ORDER) is above]
     return list(dict.fromkeys(arrow.key for arrow in back))

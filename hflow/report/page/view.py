@@ -62,6 +62,8 @@ def page_view(plan: Plan) -> PageView:
 
 
 def _slowest(plan: Plan) -> str:
-    """The node of the graph that takes longest; the first one where times are unknown."""
-    seconds = {row.node: row.seconds for row in plan.forecast.times} if plan.forecast else {}
+    """The node that takes longest, on the critical cycle where there is one; the first without times."""
+    forecast = plan.forecast
+    rows = (forecast.period.cycle if forecast.period else forecast.times) if forecast else ()
+    seconds = {row.node: row.seconds for row in rows}
     return max((node.name for node in plan.graph.nodes), key=lambda name: seconds.get(name, 0.0))

@@ -9,7 +9,7 @@ from hflow.report.page.cards import Card
 from hflow.report.page.edges import Arrow
 from hflow.report.page.layered import Chain
 from hflow.report.page.paths import curve, hook, rounded
-from hflow.report.page.places import DUMMY, Chains, Places, leads_back
+from hflow.report.page.places import DUMMY, GAP_Y, Chains, Places, is_loop, leads_back
 
 ELBOW, STEP, NUM_STEPS = 16, 6, 4
 """Ways back turn so far beside the cards: the first, and each next one, of so many."""
@@ -27,11 +27,17 @@ def wire(arrow: Arrow, places: Places, cards: Mapping[str, Card], chains: Chains
         return curve(_stops(arrow, places, chain, start, stop))
     if not leads_back(arrow, places.layers):
         return hook(places.left(arrow.dst), start, stop, REACH)
-    lane = places.lanes[arrow.key]
-    elbow = ELBOW + STEP * (list(places.lanes).index(arrow.key) % NUM_STEPS)
+    lane, elbow = _way_back(arrow, places, cards)
     right, left = places.right(arrow.src), places.left(arrow.dst)
     out, back = right + elbow, left - elbow
     return rounded([(right, start), (out, start), (out, lane), (back, lane), (back, stop), (left, stop)])
+
+
+def _way_back(arrow: Arrow, places: Places, cards: Mapping[str, Card]) -> tuple[float, float]:
+    """The height at which an arrow returns, and how far beside the cards it turns."""
+    if is_loop(arrow):
+        return places.tops[arrow.src] + cards[arrow.src].height + GAP_Y / 2, ELBOW
+    return places.lanes[arrow.key], ELBOW + STEP * (list(places.lanes).index(arrow.key) % NUM_STEPS)
 
 
 def _stops(

@@ -16,7 +16,17 @@ from hflow.report.memory_classes import KINDS, kind_of
 LETTERS = "wgoalkbrx"
 """The letter of each kind in `KINDS`, and `x` for any other."""
 NAMES = (*(name for name, _ in KINDS), "other")
-COLOURS = ("cyan", "magenta", "blue", "green", "yellow", "red", "bright_magenta", "white", "white")
+COLOURS = (
+    "cyan",
+    "magenta",
+    "blue",
+    "green",
+    "yellow",
+    "red",
+    "dark_orange3",
+    "bright_black",
+    "bright_black",
+)
 FREE, LIMIT = "·", "|"
 
 

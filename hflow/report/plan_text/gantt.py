@@ -26,7 +26,7 @@ LEAST_SHARE = 0.01
 """A lane that is neither a group nor an engine is drawn when it is busy for more than this share."""
 FILLS = "█▓▒░"
 """Neighbours differ without colours too."""
-COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "dark_orange3", "steel_blue")
 WAITS = "·"
 
 

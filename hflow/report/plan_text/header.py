@@ -111,7 +111,7 @@ def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
         yield "period", Text(f"unknown: {why}", style="yellow")
         return
     yield "period", Text.assemble((seconds_text(period.seconds), "bold"), f" a step: {_rate(plan, period)}")
-    yield "bound by", Text(cycle_line(period.cycle))
+    yield "bound by", Text(cycle_line(plan, period.cycle))
 
 
 def _rate(plan: Plan, period: Period) -> str:
@@ -125,11 +125,16 @@ def _rate(plan: Plan, period: Period) -> str:
     return f"{rate}, {count_text(per_second * tokens)} tokens/s"
 
 
-def cycle_line(cycle: tuple[CycleStep, ...]) -> str:
+def cycle_line(plan: Plan, cycle: tuple[CycleStep, ...]) -> str:
     """The critical cycle in one line: the nodes that matter, with their seconds."""
     whole = sum(step.seconds for step in cycle)
     long = [step for step in cycle if step.seconds >= LEAST_SHARE * whole]
-    named = " → ".join(f"{step.node} {seconds_text(step.seconds)}" for step in long)
+    named = " → ".join(f"{step_name(plan, step.node)} {seconds_text(step.seconds)}" for step in long)
     short = len(cycle) - len(long)
     left_out = f" ({plural(short, 'short node')} left out)" if short else ""
     return f"{named} → again{left_out}"
+
+
+def step_name(plan: Plan, name: str) -> str:
+    """A node of the cycle; where an engine stands in its place, what the engine does."""
+    return f"{name} (new weights)" if any(replica.name == name for replica in plan.replicas) else name

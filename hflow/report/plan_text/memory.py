@@ -76,7 +76,8 @@ def _devices(devices: Sequence[int]) -> str:
 def _bars(shown: DeviceClass, capacity: int, width: int) -> Table:
     fullest = sorted(shown.phases, key=lambda phase: -phase.total)[:MOST_PHASES]
     of_all = f"of {bytes_text(capacity)}"
-    rows = table(text(""), text("phase"), number("bytes"), number(of_all), text(""))
+    scale = _scale(shown.peak.total, capacity)
+    rows = table(text(""), text("phase"), number("bytes"), number(of_all), text(f"0 to {bytes_text(scale)}"))
     names, sizes = zip(*((phase.phase, bytes_text(phase.total)) for phase in fullest), strict=True)
     beside = 1 + max(map(len, names)) + max(map(len, sizes)) + len(of_all) + 4 * GAP
     columns = max(1, min(WIDEST_BAR, width - beside))
@@ -88,12 +89,20 @@ def _bars(shown: DeviceClass, capacity: int, width: int) -> Table:
             Text(phase.phase, style),
             Text(bytes_text(phase.total), style),
             Text(share_text(phase.total / capacity), style),
-            memory_bar(phase, max(capacity, shown.peak.total), capacity, columns),
+            memory_bar(phase, scale, capacity, columns),
         )
     more = len(shown.phases) - len(fullest)
     if more:
         rows.add_row("", dim(f"and {plural(more, 'smaller phase')}"))
     return rows
+
+
+def _scale(peak: int, capacity: int) -> int:
+    """Bytes of a whole bar: the capacity or the peak beyond it; halved as long as all bars would be short."""
+    scale = max(peak, capacity)
+    while scale > 2 * peak > 0:
+        scale //= 2
+    return scale
 
 
 def _items(shown: DeviceClass) -> Text:

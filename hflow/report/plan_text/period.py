@@ -10,6 +10,7 @@ from rich.text import Text
 from hflow.plan.forecast import Period
 from hflow.plan.ir import Plan
 from hflow.report.plan_text.gantt import gantt
+from hflow.report.plan_text.header import step_name
 from hflow.report.plan_text.section import NO_FIGURES, Section, add_row, number, table, text
 from hflow.report.words import plural, seconds_text
 
@@ -27,21 +28,21 @@ def period_section(plan: Plan, width: int) -> Section:
     period = plan.forecast.period
     if period is None:
         return Section("Period", absent="the seconds of some nodes are not known")
-    return Section("Period", NOTE, (_cycle(period), Text(), *gantt(period, width)))
+    return Section("Period", NOTE, (_cycle(plan, period), Text(), *gantt(period, width)))
 
 
-def _cycle(period: Period) -> Table:
+def _cycle(plan: Plan, period: Period) -> Table:
     shown = table(text("slowest cycle"), number("seconds"), text("leads to the next by"))
-    for name, seconds, why in _rows(period):
+    for name, seconds, why in _rows(plan, period):
         add_row(shown, Text(name, "bold"), seconds, why)
     add_row(shown, "together", *_sum(period))
     return shown
 
 
-def _rows(period: Period) -> Iterator[tuple[str, str, str]]:
+def _rows(plan: Plan, period: Period) -> Iterator[tuple[str, str, str]]:
     cycle = period.cycle
     for step in cycle[:MOST_CYCLE_ROWS]:
-        yield step.node, seconds_text(step.seconds), step.why
+        yield step_name(plan, step.node), seconds_text(step.seconds), step.why
     rest = cycle[MOST_CYCLE_ROWS:]
     if rest:
         seconds = seconds_text(sum(step.seconds for step in rest))

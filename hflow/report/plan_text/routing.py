@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hflow.plan.ir import Plan, RoutingRow
-from hflow.report.plan_text.section import Section, add_row, number, table, text
+from hflow.report.plan_text.section import GAP, Section, add_row, number, table, text
 
-NUM_SHOWN = 2
-"""Keys of one replica before the dots; one more stands behind them."""
+FIRST_KEYS = (2, 1)
+"""Keys before the dots: the most that fit into a line with the last one."""
 NOTE = (
     "How a part is found. A key is (replica, d, t, p), or __data0__ for data rank 0 of the node that opens "
     "the stream, or a worker's number; there is one worker to a device."
@@ -17,9 +17,10 @@ NOTE = (
 
 def routing_section(plan: Plan, width: int) -> Section:
     """A row for each replica, the samples' source and the bare workers."""
-    shown = table(text("of"), number("keys"), text("key → worker"))
-    for name, rows in _parts(plan):
-        add_row(shown, name, f"{len(rows):,}", _keys(rows))
+    shown, parts = table(text("of"), number("keys"), text("key → worker")), list(_parts(plan))
+    room = width - max(len(name) for name, _ in parts) - len("1,024") - 2 * GAP
+    for name, rows in parts:
+        add_row(shown, name, f"{len(rows):,}", _keys(rows, room))
     return Section("Routing", NOTE, (shown,))
 
 
@@ -34,8 +35,10 @@ def _parts(plan: Plan) -> Iterator[tuple[str, Sequence[RoutingRow]]]:
     yield "workers", rest[num_data:]
 
 
-def _keys(rows: Sequence[RoutingRow]) -> str:
-    shown = [f"{row.key} → {row.worker}" for row in rows]
-    if len(shown) > NUM_SHOWN + 1:
-        shown[NUM_SHOWN:-1] = ["…"]
-    return ", ".join(shown)
+def _keys(rows: Sequence[RoutingRow], room: int) -> str:
+    """All keys where there are few; else the first ones and the last, in one line if possible."""
+    pairs = [f"{row.key} → {row.worker}" for row in rows]
+    if len(pairs) <= FIRST_KEYS[0] + 1:
+        return ", ".join(pairs)
+    folded = [", ".join((*pairs[:first], "…", pairs[-1])) for first in FIRST_KEYS]
+    return next((words for words in folded if len(words) <= room), folded[-1])

@@ -1,0 +1,208 @@
+"""Changes that may make a plan fit, the mildest first; whether one does is found by trying it.
+
+First come smaller micro-batches and recomputation, which change no result; then fewer sequences at once,
+another layout on the same devices, bf16, and more devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hflow.errors import PlanError
+from hflow.plan.divide import check_layouts
+from hflow.plan.forecast import PhaseMemory
+from hflow.plan.ir import DeviceGroup, Plan, Replica
+from hflow.plan.layout import Layout
+from hflow.plan.request import ModelRequest, PlanRequest
+from hflow.plan.routing import rank_order
+from hflow.plan.traits import traits
+from hflow.plan.workload import workloads
+
+MOST_TENSOR_RANKS = 8
+"""Tensor ranks on more than one machine would cost more time than they save memory."""
+MOST_DEVICES = 4096
+_KEYS = {
+    "tokens_per_microbatch": "models.{}.tokens_per_microbatch={}",
+    "recompute": "models.{}.activation_checkpointing=true",
+    "max_running": "models.{}.gen.max_running={}",
+    "dtype": "models.{}.dtype={}",
+}
+"""How a user sets what a model's request holds."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A changed plan, and the change in words that a user can type."""
+
+    text: str
+    plan: Plan
+    request: PlanRequest
+
+
+def remedies(plan: Plan, request: PlanRequest, over: Sequence[PhaseMemory]) -> Iterator[Remedy]:
+    """Changes on the devices at hand: of each model that runs where too much is needed, then of all."""
+    used = _used(plan, over)
+    engines, trained = _models(used, "gen"), _models(used, "train")
+    tokens = _fewer_tokens(plan, request)
+    batched = [*trained, *_models(used, "infer")]
+    yield from _settings(plan, request, batched, "tokens_per_microbatch", tokens)
+    yield from _settings(plan, request, trained, "recompute", _recomputing)
+    for remedy in _settings(plan, request, trained, "recompute", _recomputing):
+        yield from _and(remedy, _settings(plan, remedy.request, trained, "tokens_per_microbatch", tokens))
+    yield from _settings(plan, request, engines, "max_running", lambda asked: _halves(asked.max_running, 1))
+    groups = {phase.group for phase in over}
+    there = [replica for replica in plan.replicas if replica.group in groups]
+    for replica in there:
+        yield from _layouts(plan, request, replica)
+    yield from _settings(plan, request, _models(there), "dtype", _narrower)
+
+
+def more_devices(plan: Plan, request: PlanRequest, over: Sequence[PhaseMemory]) -> Iterator[Remedy]:
+    """Twice, four times ... the devices of the group that needs most, its replicas growing by one axis."""
+    name = max(over, key=lambda phase: phase.total).group
+    replicas = [replica for replica in plan.replicas if replica.group == name]
+    num_devices = len(_devices(plan, name))
+    factor = 2
+    while num_devices * factor <= MOST_DEVICES:
+        for grown in (_more_data, _more_cuts):
+            layouts = [grown(replica, factor) for replica in replicas]
+            changed = _with_layouts(plan, request, replicas, layouts, num_devices * factor)
+            if changed is not None:
+                names = ", ".join(f"{r.name} as {to}" for r, to in zip(replicas, layouts, strict=True))
+                yield Remedy(f"a group of {num_devices * factor} devices ({names})", changed, request)
+        factor *= 2
+
+
+def _used(plan: Plan, over: Iterable[PhaseMemory]) -> list[Replica]:
+    """Replicas that run in these phases: those of nodes, and the engines of groups that generate."""
+    placed = {placement.node: placement.replicas[:1] for placement in plan.placements}
+    nodes = {name for phase in over for name in placed.get(phase.phase, ())}
+    generating = {phase.group for phase in over if phase.phase not in placed}
+    return [r for r in plan.replicas if r.name in nodes or (r.role == "gen" and r.group in generating)]
+
+
+def _devices(plan: Plan, group: str) -> tuple[int, ...]:
+    return next(g.devices for g in plan.groups if g.name == group)
+
+
+def _models(replicas: Iterable[Replica], *roles: str) -> list[str]:
+    """Models with a replica of one of these roles; of any, without roles."""
+    return list(dict.fromkeys(r.model for r in replicas if not roles or r.role in roles))
+
+
+Values = Callable[[ModelRequest], Sequence[Any]]
+"""From what is asked for a model to values of one setting, the mildest first."""
+
+
+def _settings(
+    plan: Plan, request: PlanRequest, models: Sequence[str], setting: str, values: Values
+) -> Iterator[Remedy]:
+    """One setting of each model, then of all of them together."""
+    together = [tuple(models)] if len(models) > 1 else []
+    for names in [*((name,) for name in models), *together]:
+        tried = [value for name in names for value in values(request.model(name))]
+        for value in dict.fromkeys(tried):
+            changed = {name: replace(request.model(name), **{setting: value}) for name in names}
+            text = " ".join(_KEYS[setting].format(name, value) for name in names)
+            yield Remedy(text, plan, replace(request, models={**request.models, **changed}))
+
+
+def _and(first: Remedy, others: Iterable[Remedy]) -> Iterator[Remedy]:
+    """Each of the others on top of the first."""
+    for other in others:
+        yield Remedy(f"{first.text} {other.text}", other.plan, other.request)
+
+
+def _fewer_tokens(plan: Plan, request: PlanRequest) -> Values:
+    """Half the tokens of a micro-batch and so on, down to the longest sequence."""
+    longest = max(lengths.prompt + lengths.max_response for _, lengths in workloads(plan, request))
+    return lambda asked: _halves(asked.tokens_per_microbatch, longest)
+
+
+def _halves(number: int, least: int) -> list[int]:
+    """Half of it, a quarter, ... and the least."""
+    found = []
+    while number // 2 > least:
+        number //= 2
+        found.append(number)
+    return [*found, least] if number > least else []
+
+
+def _recomputing(asked: ModelRequest) -> list[bool]:
+    return [] if asked.recompute else [True]
+
+
+def _narrower(asked: ModelRequest) -> list[str]:
+    return ["bf16"] if asked.dtype == "fp32" else []
+
+
+def _layouts(plan: Plan, request: PlanRequest, replica: Replica) -> Iterator[Remedy]:
+    """Other layouts of a replica on its group's devices: more data ranks, tensor ranks or stages."""
+    num_devices, layout = len(_devices(plan, replica.group)), replica.layout
+    found = [Layout(num_devices // (layout.tensor * layout.pipe), layout.tensor, layout.pipe)]
+    if traits(replica.backend).cuts_layers:
+        factors = [f for f in (2, 4, 8, 16, 32, 64) if layout.data % f == 0]
+        found += [Layout(layout.data // f, layout.tensor * f, layout.pipe) for f in factors]
+        found += [Layout(layout.data // f, layout.tensor, layout.pipe * f) for f in factors]
+    for other in found:
+        if other != layout and other.tensor <= MOST_TENSOR_RANKS:
+            changed = _with_layouts(plan, request, [replica], [other], num_devices)
+            if changed is not None:
+                yield Remedy(f"{replica.name} as {other}", changed, request)
+
+
+def _more_data(replica: Replica, factor: int) -> Layout:
+    return replace(replica.layout, data=replica.layout.data * factor)
+
+
+def _more_cuts(replica: Replica, factor: int) -> Layout:
+    """More tensor ranks up to a machine's, then more stages, where the backend can."""
+    layout = replica.layout
+    if not traits(replica.backend).cuts_layers:
+        return _more_data(replica, factor)
+    tensor = min(layout.tensor * factor, max(MOST_TENSOR_RANKS, layout.tensor))
+    return replace(layout, tensor=tensor, pipe=layout.pipe * layout.tensor * factor // tensor)
+
+
+def _with_layouts(
+    plan: Plan,
+    request: PlanRequest,
+    replicas: Sequence[Replica],
+    layouts: Sequence[Layout],
+    num_devices: int,
+) -> Plan | None:
+    """The plan with other layouts in a group of that many devices; None where one cannot be."""
+    name = replicas[0].group
+    at_hand = _devices(plan, name)
+    devices = at_hand if len(at_hand) == num_devices else tuple(range(num_devices))
+    changed = {
+        replica.name: replace(
+            replica,
+            layout=layout,
+            workers=devices[: layout.world],
+            heads=tuple(devices[rank] for rank in layout.heads(rank_order(replica.role))),
+        )
+        for replica, layout in zip(replicas, layouts, strict=True)
+        if layout.world <= num_devices
+    }
+    if len(changed) < len(replicas) or not _can_be(plan, request, changed.values()):
+        return None
+    groups = [DeviceGroup(name, devices) if g.name == name else g for g in plan.groups]
+    found = tuple(changed.get(replica.name, replica) for replica in plan.replicas)
+    return replace(plan, groups=tuple(groups), replicas=found)
+
+
+def _can_be(plan: Plan, request: PlanRequest, replicas: Iterable[Replica]) -> bool:
+    """Whether layouts divide their models, and every dp rank has a sample of every minibatch."""
+    stream = plan.schedule.streams[0]
+    most_cuts = max((cut.minibatches for _, cut in plan.cuts), default=1)
+    num_samples = (stream.batch or 1) // most_cuts * stream.group_size
+    if any(r.role != "gen" and r.layout.data > num_samples for r in replicas):
+        return False
+    try:
+        check_layouts(replicas, request)
+    except PlanError:
+        return False
+    return True

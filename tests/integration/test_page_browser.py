@@ -1,0 +1,243 @@
+"""The plan's page in a real browser: what can be chosen shows something, and nothing is fetched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
+
+from hflow.plan.compile import compile_plan
+from hflow.plan.request import ModelRequest
+from hflow.plan.shape import ModelShape
+from hflow.report.page import render_page
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "unit"))
+from forecast_samples import with_forecast  # noqa: E402
+from plan_graphs import ppo, request  # noqa: E402
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ARGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+SHAPE = ModelShape("qwen2", 4, 128, 256, 8, 4, 16, 512, is_tied=True, has_qkv_bias=True)
+
+
+def find_browser(playwright: Playwright) -> str:
+    """A browser's program; without one the test is skipped, or fails where CI=true."""
+    found = next(filter(None, map(shutil.which, NAMES)), None) or playwright.chromium.executable_path
+    if not Path(found).exists():
+        reason = f"no browser: install {' or '.join(NAMES)}, or run `playwright install chromium`"
+        if os.environ.get("CI", "").lower() == "true":
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    return found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=find_browser(playwright), args=list(ARGS))
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """PPO with training, reference and engines apart, so that all kinds of edges and ways occur."""
+    models = {
+        "actor": ModelRequest("d2t2p1", "d2t2", "train", "gen", shape=SHAPE),
+        "critic": ModelRequest("d4", group="train", shape=SHAPE),
+        "ref": ModelRequest("d4", group="ref", shape=SHAPE),
+    }
+    groups = {"train": (0, 1, 2, 3), "gen": (8, 9, 10, 11), "ref": (4, 5, 6, 7)}
+    asked = request("h100-2x8", batch=256, models=models, groups=groups, max_staleness=1)
+    made = tmp_path_factory.mktemp("page") / "plan.html"
+    made.write_text(render_page(with_forecast(compile_plan(ppo(), asked))), encoding="utf-8")
+    return made
+
+
+@pytest.fixture
+def page(browser: Browser, file: Path) -> Iterator[Page]:
+    """The opened page. At the end: no error on its console, and nothing fetched but the file itself."""
+    errors: list[str] = []
+    fetched: list[str] = []
+    opened = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="light")
+    opened.on("console", lambda message: errors.append(message.text))
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("request", lambda asked: fetched.append(asked.url))
+    opened.goto(file.as_uri())
+    yield opened
+    opened.close()
+    assert errors == []
+    assert [url for url in fetched if not url.startswith("data:")] == [file.as_uri()]
+
+
+def end_of(page: Page, edge: str) -> tuple[float, float]:
+    """A point on an edge's line shortly before its arrow, where no other edge runs; in the window."""
+    x, y = page.locator(edge).evaluate(
+        """edge => {
+            const path = edge.querySelector("path:not(.reach)");
+            edge.scrollIntoView({block: "center", behavior: "instant"});
+            const before = path.getPointAtLength(path.getTotalLength() - 9);
+            const at = before.matrixTransform(path.getScreenCTM());
+            return [at.x, at.y];
+        }"""
+    )
+    return x, y
+
+
+def colour(page: Page) -> str:
+    return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+def test_the_theme_is_the_system_s_until_it_is_chosen(page: Page, tmp_path: Path) -> None:
+    light = colour(page)
+    page.get_by_role("button", name="Use the dark theme").click()
+    dark = colour(page)
+    assert light != dark
+    page.get_by_role("button", name="Use the light theme").click()
+    assert colour(page) == light
+    page.emulate_media(color_scheme="dark")
+    assert colour(page) == light
+    shot = page.screenshot(path=tmp_path / "plan.png", full_page=True)
+    assert shot.startswith(b"\x89PNG")
+    assert (tmp_path / "plan.png").stat().st_size > 100_000
+
+
+def test_a_node_shows_what_it_reads_and_where_it_runs(page: Page) -> None:
+    panel = page.locator("#panel")
+    bound_by = page.locator(".tile", has_text="Bound by").locator(".value").inner_text()
+    assert panel.locator("h3").inner_text().strip() == bound_by, "what to make faster is shown at first"
+    page.locator('.node[data-ref="node:gae"]').hover()
+    assert panel.locator("h3").inner_text().strip() == "gae"
+    page.locator('.node[data-ref="node:actor_train"] .card-name').click()
+    page.mouse.move(2, 2)
+    text = panel.inner_text()
+    assert "actor@train, d2t2p1 on devices 0-3" in text
+    assert "prox_logprobs" in text
+    assert "backward" in text
+    assert "15 s" in text
+    faded = page.locator('.node[data-ref="node:score"]').evaluate("node => getComputedStyle(node).opacity")
+    assert float(faded) < 0.5
+    page.keyboard.press("Escape")
+    assert panel.locator("h3").inner_text().strip() == bound_by
+
+
+def test_the_graph_can_be_used_by_keyboard(page: Page) -> None:
+    node = page.locator('.node[data-ref="node:critic_train"]')
+    node.focus()
+    page.keyboard.press("Enter")
+    assert node.get_attribute("aria-pressed") == "true"
+    link = page.locator('#panel button[data-ref^="edge:"]').first
+    link.focus()
+    page.keyboard.press("Enter")
+    assert "→" in page.locator("#panel h3").inner_text()
+
+
+def test_an_edge_shows_its_bytes_and_its_ways(page: Page) -> None:
+    edge = '.edge.kind-data[data-src="gae"][data-dst="actor_train"]'
+    page.mouse.click(*end_of(page, edge))
+    page.mouse.move(2, 2)
+    text = page.locator("#panel").inner_text()
+    assert "by any split" in text
+    assert "scatter" in text
+    page.get_by_role("button", name="Show on the devices").click()
+    assert page.locator("#arcs path").count() > 0
+    assert page.locator(".device.sends").count() > 0
+
+
+def test_weights_go_from_training_to_engines(page: Page) -> None:
+    edge = '.edge.kind-weights[data-src="actor_train"][data-dst="actor_gen"]'
+    page.mouse.click(*end_of(page, edge))
+    page.mouse.move(2, 2)
+    text = page.locator("#panel").inner_text()
+    assert "model.embed_tokens.weight" in text
+    assert "at most 2 steps before" in text
+    receivers = page.locator(".device.receives").evaluate_all("all => all.map(one => one.dataset.ref)")
+    assert receivers == [f"device:{i}" for i in (8, 9, 10, 11)]
+    senders = page.locator(".device.sends").evaluate_all("all => all.map(one => one.dataset.ref)")
+    assert senders == [f"device:{i}" for i in (0, 1, 2, 3)]
+    page.keyboard.press("Escape")
+    page.locator("#devices .chip").last.click()
+    page.locator('.device[data-ref="device:9"]').hover()
+    assert "device 9" in page.locator("#readout").inner_text()
+    assert page.locator(".device.receives").count() == 1
+
+
+def test_kinds_of_edges_can_be_hidden(page: Page) -> None:
+    order = page.locator(".edge.kind-order").first
+    assert not order.is_visible()
+    page.locator('[data-edges="order"].toggle').click()
+    assert order.is_visible()
+    page.locator('[data-edges="data"].toggle').click()
+    assert not page.locator(".edge.kind-data").first.is_visible()
+
+
+def test_a_replica_lights_up_its_devices_and_heads(page: Page) -> None:
+    page.locator('.pick[data-ref="replica:actor@train"]').hover()
+    lit = page.locator(".device.is-in").evaluate_all("all => all.map(one => one.dataset.ref)")
+    assert lit == [f"device:{i}" for i in range(4)]
+    heads = page.locator(".device.is-head").evaluate_all("all => all.map(one => one.dataset.ref)")
+    assert heads == ["device:0", "device:2"], "contract: DP2 TP2 has its heads on 0 and 2"
+    assert "d1 t0 p0" in page.locator('.device[data-ref="device:2"]').inner_text()
+    page.locator('.device[data-ref="device:3"]').hover()
+    text = page.locator("#readout").inner_text()
+    assert "d1 t1 p0" in text
+    assert "in critic_train" in text or "in actor_train" in text
+    page.locator('.device[data-ref="device:0"]').focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.ref") == "device:1"
+
+
+def test_the_schedule_and_its_words(page: Page) -> None:
+    bar = page.locator(".bar.critical").first
+    bar.hover()
+    assert "on the critical cycle" in page.locator("#tip").inner_text()
+    page.get_by_role("button", name="What is critical cycle?").first.focus()
+    assert "sets the period" in page.locator("#tip").inner_text()
+
+
+def test_a_phase_opens_its_values(page: Page) -> None:
+    phase = page.locator(".phase.peak").first
+    assert not phase.locator(".items").is_visible()
+    phase.locator("summary").click()
+    items = phase.locator(".items").inner_text()
+    assert "activations" in items
+    assert "GiB" in items
+
+
+def test_the_routing_table_is_found_by_key(page: Page) -> None:
+    page.locator("#routing summary").click()
+    page.locator("#routing-find").fill("actor@train, 1, 1, 0")
+    rows = page.locator("#routing-rows li")
+    assert rows.count() == 1
+    assert rows.inner_text().split() == ["(actor@train,", "1,", "1,", "0)", "→", "3"]
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_narrow_windows_do_not_scroll_sideways(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    tops = "[...document.querySelectorAll('section')].map(one => one.getBoundingClientRect().top)"
+    before = page.evaluate(tops)
+    page.locator('.node[data-ref="node:actor_gen"]').dispatch_event("click")
+    page.locator('.pick[data-ref="replica:ref@infer"]').dispatch_event("click")
+    assert page.evaluate(tops) == before, "choosing something moves nothing"
+
+
+def test_without_a_browser_ci_fails_and_others_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nothing:
+        class chromium:
+            executable_path = "nowhere/chrome"
+
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("CI", "")
+    with pytest.raises(pytest.skip.Exception, match="install chromium"):
+        find_browser(Nothing)  # type: ignore[arg-type]
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="install chromium"):
+        find_browser(Nothing)  # type: ignore[arg-type]
