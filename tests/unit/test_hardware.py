@@ -238,7 +238,8 @@ def test_models_that_start_from_another_share_its_sizes_and_precision():
         "bf16",
         "bf16",
     )
-    run = model_settings(compile_recipe(PPO, ["model@models.actor=qwen2.5-7b", "models.actor.path=null"]))
+    large = ["model@models.actor=qwen2.5-7b", "models.actor.path=null", "cluster=h100-8x8"]
+    run = model_settings(compile_recipe(PPO, large))
     assert {name: settings.dtype for name, settings in run.items()} == dict.fromkeys(run, "bf16")
     mixed = requested(PPO, "+model@models.critic=qwen2.5-0.5b", "models.critic.dtype=fp32")
     assert mixed.models["critic"].dtype == "fp32"

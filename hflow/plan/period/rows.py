@@ -14,6 +14,10 @@ ALREADY_TOLD = ("next ", "turn of ", "one batch ahead")
 """Reasons that say themselves that they lead to a later step."""
 
 
+NUM_DIGITS = 9
+"""Digits of a share: below them is what floating-point sums leave."""
+
+
 def cycle_rows(schedule: Schedule, graph: TimedGraph, state: SteadyState) -> tuple[CycleStep, ...]:
     """The critical cycle from the node that the schedule names first; laps that are alike stand once."""
     names = [schedule.streams[0].source, *(node.name for node in schedule.nodes)]
@@ -46,7 +50,7 @@ def slots(graph: TimedGraph, state: SteadyState) -> tuple[Slot, ...]:
 def idle_shares(lanes: Sequence[str], bars: Sequence[Slot], seconds: float) -> tuple[tuple[str, float], ...]:
     """Lane -> share of a round of `seconds` in which no bar lies on it; bars go around."""
     covered = ((lane, _covered(_folded(lane, bars, seconds))) for lane in lanes)
-    return tuple((lane, max(0.0, 1 - busy / seconds)) for lane, busy in covered)
+    return tuple((lane, round(max(0.0, 1 - busy / seconds), NUM_DIGITS)) for lane, busy in covered)
 
 
 def _lead_on(row: CycleStep, why: str, lag: int) -> CycleStep:
