@@ -1,6 +1,7 @@
-"""Three seeds of the demo: supervised steps, then GRPO; accuracy curves and times.
+"""Three seeds of the demo: supervised steps, then GRPO or another recipe; accuracy curves and times.
 
 python benchmarks/grpo_seeds.py
+python benchmarks/grpo_seeds.py --recipe ppo
 """
 
 from __future__ import annotations
@@ -33,37 +34,38 @@ def curve(directory: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["eval_gen/accuracy"]) for row in rows if "eval_gen/accuracy" in row]
 
 
-def measure(seed: int, *overrides: str) -> dict[str, Any]:
+def measure(recipe: str, seed: int, *overrides: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as out:
         sft, sft_seconds = run("sft", out, f"seed={seed}", *overrides)
         actor = f"models.actor.path={sft / 'checkpoints' / 'latest' / 'actor'}"
-        grpo, grpo_seconds = run("grpo", out, f"seed={seed}", actor, *overrides)
+        learned, seconds = run(recipe, out, f"seed={seed}", actor, *overrides)
         return {
             "seed": seed,
             "sft_seconds": sft_seconds,
-            "grpo_seconds": grpo_seconds,
+            f"{recipe}_seconds": seconds,
             "sft_accuracy": curve(sft),
-            "grpo_accuracy": curve(grpo),
+            f"{recipe}_accuracy": curve(learned),
         }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", default="grpo", help="what follows the supervised steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    rows = [measure(seed, *args.overrides) for seed in args.seeds]
+    rows = [measure(args.recipe, seed, *args.overrides) for seed in args.seeds]
     summary = [
         {
             "seed": row["seed"],
-            "start": row["grpo_accuracy"][0][1],
-            "end": row["grpo_accuracy"][-1][1],
-            "minutes": round((row["sft_seconds"] + row["grpo_seconds"]) / 60, 2),
+            "start": row[f"{args.recipe}_accuracy"][0][1],
+            "end": row[f"{args.recipe}_accuracy"][-1][1],
+            "minutes": round((row["sft_seconds"] + row[f"{args.recipe}_seconds"]) / 60, 2),
         }
         for row in rows
     ]
     config = {"seeds": args.seeds, "overrides": args.overrides}
-    path = harness.write("grpo-seeds", {"summary": summary, "config": config, "rows": rows})
+    path = harness.write(f"{args.recipe}-seeds", {"summary": summary, "config": config, "rows": rows})
     print(json.dumps(summary, indent=2), path, sep="\n")
 
 

@@ -1,4 +1,4 @@
-"""Advantages: group-relative, generalised advantage estimation, whitening.
+"""Advantages: relative to a group, by generalised estimation, whitened.
 
 Shapes: T packed tokens, S sequences, P groups. PerToken results are 0 where `loss_mask` is 0.
 """
@@ -38,6 +38,27 @@ def group_advantage(reward: Tensor, seqs: Sequences, std: bool = True, eps: floa
         return centred
     variance = seqs.group_sum(centred.square()) / (count - 1).clamp(min=1)
     return centred / (variance.sqrt() + eps)[seqs.group]
+
+
+def leave_one_out(reward: Tensor, seqs: Sequences) -> Tensor:
+    """Reward of each sample less the mean of the others of its group: RLOO.
+
+    `A_i = r_i - sum_(j != i) r_j / (G - 1)`, which is `G / (G - 1)` times `r_i - mean(r)`. A sample
+    alone in its group has advantage 0.
+
+    Args:
+        reward: `[S]`.
+        seqs: whose `group` says which samples belong together.
+
+    Returns:
+        `[S]`.
+
+    Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; Ahmadian et al.
+    2024, "Back to basics", the RLOO estimator.
+    """
+    others = (seqs.group_count() - 1).to(reward.dtype)
+    mean = (seqs.group_sum(reward)[seqs.group] - reward) / others.clamp(min=1)[seqs.group]
+    return (reward - mean).masked_fill(others[seqs.group] == 0, 0)
 
 
 def gae(
@@ -84,16 +105,40 @@ def gae(
     return torch.zeros_like(values).masked_scatter(seqs.loss_mask, advantages[learned])
 
 
-def whiten(x: Tensor, seqs: Sequences, eps: float = 1e-8) -> Tensor:
-    """Shift and scale a PerToken to mean 0 and variance 1 over the batch's learned tokens.
+def whiten(x: Tensor, seqs: Sequences, eps: float = 1e-8, by_group: bool = False) -> Tensor:
+    """Shift and scale a PerToken to mean 0 and variance 1 over the learned tokens.
 
     `(x - mean) / sqrt(var + eps)` with the unbiased variance; 0 where `loss_mask` is 0.
+
+    Args:
+        x: `[T]`.
+        seqs: learned tokens and groups.
+        eps: added to the variance.
+        by_group: whether each group has a mean and a variance of its own, instead of the batch.
     """
-    learned = x[seqs.loss_mask]
-    count = max(learned.numel(), 1)
-    mean = learned.sum() / count
-    variance = (learned - mean).square().sum() / max(count - 1, 1)
-    return ((x - mean) * torch.rsqrt(variance + eps)).masked_fill(~seqs.loss_mask, 0)
+    part = seqs.group[seqs.index] if by_group else torch.zeros_like(seqs.index)
+    num_parts = seqs.num_groups if by_group else 1
+
+    def sums(values: Tensor) -> Tensor:
+        learned = values.masked_fill(~seqs.loss_mask, 0)
+        return learned.new_zeros(num_parts).index_add(0, part, learned)
+
+    count = sums(torch.ones_like(x))
+    centred = x - (sums(x) / count.clamp(min=1))[part]
+    variance = sums(centred.square()) / (count - 1).clamp(min=1)
+    return (centred * torch.rsqrt(variance + eps)[part]).masked_fill(~seqs.loss_mask, 0)
+
+
+def explained_variance(values: Tensor, targets: Tensor, seqs: Sequences) -> Tensor:
+    """How much of the returns a critic foretells: `1 - var(R - V) / var(R)` over the learned tokens.
+
+    1 is a perfect critic, 0 one that knows nothing but a constant; 0 too where all returns are equal.
+    """
+    learned = targets[seqs.loss_mask]
+    missed = learned - values[seqs.loss_mask]
+    if len(learned) < 2 or not learned.var() > 0:
+        return learned.new_zeros(())
+    return 1 - missed.var() / learned.var()
 
 
 def _learned_grid(seqs: Sequences) -> tuple[Tensor, Tensor, int]:

@@ -94,16 +94,32 @@ def cross_entropy(logprobs: Tensor) -> Tensor:
     return -logprobs
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float) -> Tensor:
+def clipped_value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> Tensor:
     """`max((V - R)^2, (V_clip - R)^2) / 2`, where `V_clip` is V kept within `clip` of the old one.
 
     Args:
         values: predictions with gradient.
         old_values: predictions at the step's start.
         targets: returns R.
-        clip: how far a prediction may move in one step before its gradient stops.
+        clip: how far a prediction may move in one step before its gradient stops; None: any distance,
+            so that the loss is `(V - R)^2 / 2`.
 
     Source: the value loss of OpenAI's PPO2 (baselines), see Engstrom et al. 2020, section 2.
     """
-    clipped = old_values + (values - old_values).clamp(-clip, clip)
-    return torch.maximum((values - targets).square(), (clipped - targets).square()) / 2
+    error = (values - targets).square()
+    if clip is not None:
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (clipped - targets).square())
+    return error / 2
+
+
+def pairwise_loss(margin: Tensor) -> Tensor:
+    """`-log sigmoid(margin)`: the chosen of two is preferred with probability `sigmoid(margin)`.
+
+    A margin of scores trains a reward model, one of log-ratios to a reference a policy (DPO).
+
+    Source: Bradley and Terry 1952; Ouyang et al. 2022, "Training language models to follow
+    instructions with human feedback", equation 1; Rafailov et al. 2023, "Direct preference
+    optimization", equation 7.
+    """
+    return -torch.nn.functional.logsigmoid(margin)

@@ -134,14 +134,20 @@ def packed_attention(
     if packed_layout is None:
         raise BackendError(f"{type(module).__name__} is not told where the packed sequences lie")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    shared = packed_layout.shared
+    return attend(q, k, v, packed_layout, scaling)[None], None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
+    """Causal attention within each sequence: `[T, H, d]`, k and v with as many heads or a divisor of them.
+
+    With shared rows it is U instead of T on both sides.
+    """
+    shared = layout.shared
     if shared is not None:
         q, k, v = (x.index_select(0, shared.row_of_token) for x in (q, k, v))
-    attend = _flash if _has_varlen_kernel(q.device, q.dtype) else _padded
-    out = attend(q, k, v, packed_layout, scaling)
-    if shared is not None:
-        out = out.index_select(0, shared.token_of_row)
-    return out[None], None
+    kernel = _flash if _has_varlen_kernel(q.device, q.dtype) else _padded
+    out = kernel(q, k, v, layout, scaling)
+    return out if shared is None else out.index_select(0, shared.token_of_row)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -54,6 +54,9 @@ class ModelSettings:
     dtype: str = "fp32"
     device: str = "cpu"
     activation_checkpointing: bool = False
+    sequence_parallel: bool | None = None
+    """Whether tensor ranks also share the tokens of what lies between their matrices (megatron). None: on
+    CUDA, where it costs nothing and saves memory; over gloo it costs time."""
     tokens_per_microbatch: int = 16384
     optim: OptimSettings = field(default_factory=OptimSettings)
 

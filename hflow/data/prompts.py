@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hflow.data.arithmetic import Addition
+from hflow.data.arithmetic import Addition, AdditionPairs
 from hflow.data.columns import Columns
 from hflow.data.jsonl import JsonLines
 from hflow.data.parquet import Parquet
@@ -21,7 +21,7 @@ class DataSettings:
     path: str | None = None
     """A `.jsonl` or `.parquet` file."""
     generator: str | None = None
-    """`addition`."""
+    """`addition` or `addition-pairs`."""
     split: str = "train"
     """Which part of a generator's rows."""
     shuffle: bool = True
@@ -48,7 +48,10 @@ _FILES: Mapping[str, Callable[[Path, Columns], PromptSource]] = {
     ".jsonl": JsonLines,
     ".parquet": Parquet,
 }
-_GENERATORS: Mapping[str, Callable[[str, Columns], PromptSource]] = {"addition": Addition}
+_GENERATORS: Mapping[str, Callable[[str, Columns], PromptSource]] = {
+    "addition": Addition,
+    "addition-pairs": AdditionPairs,
+}
 
 
 def open_dataset(settings: DataSettings, columns: Columns) -> PromptSource:

@@ -10,10 +10,12 @@ from hflow.dsl.recipe import Recipe
 from hflow.dsl.sandbox import sandbox
 from hflow.dsl.use import use
 from hflow.dsl.verbs import compute, encode, generate, infer, train, update
+from hflow.graph.ir import Level
 
 __all__ = [
     "Context",
     "Dataset",
+    "Level",
     "Model",
     "NodeType",
     "Option",

@@ -9,6 +9,7 @@ from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.launch.compiled import Compiled
 from hflow.launch.factories import FACTORIES
 from hflow.plan.ir import Replica
+from hflow.runtime.dispatch import root_of
 
 
 def refuse_unrunnable(compiled: Compiled) -> None:
@@ -27,6 +28,8 @@ def _reasons(compiled: Compiled) -> Iterator[str]:
         yield from _node_reasons(node, levels.get(node.name, Level.SAMPLE))
         if node.spec.verb == "update":
             yield from _update_reasons(node, compiled)
+        if node.spec.verb == "generate" and compiled.graph.stream(node.stream).parent is not None:
+            yield from _derived_reasons(node, compiled)
     for replica in compiled.plan.replicas:
         yield from _backend_reasons(replica)
         yield from _layout_reasons(replica, compiled.config.workers)
@@ -92,6 +95,18 @@ def _update_reasons(node: Node, compiled: Compiled) -> Iterator[str]:
             f"{source.layout} on {_listed(source)}; an update needs both alike: give models.{target.model} "
             f"the layout and group of models.{source.model}"
         )
+
+
+def _derived_reasons(node: Node, compiled: Compiled) -> Iterator[str]:
+    """Generation beside a sample that exists happens where that is; only the root's tokens have an age."""
+    spec, at = node.spec, f"{node.spec.name} ({node.spec.where})"
+    root = root_of(compiled.plan, node.stream)
+    source = compiled.graph.stream(root).source
+    if compiled.plan.placement(spec.name).replicas != compiled.plan.placement(source).replicas:
+        yield f"{at}: it derives from {root!r}, so for now it can only use the engines of {source}"
+    for other in compiled.graph.nodes:
+        if other.spec.verb == "train" and other.stream in spec.streams:
+            yield f"{at}: {other.name} trains on it, but samples of a derived stream have no age yet"
 
 
 def _listed(replica: Replica) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hflow.plan.cut import shards
 from hflow.plan.ir import TRAJECTORY_FIELDS, Level, Plan
@@ -39,6 +39,7 @@ class BatchRunner:
         self._rules = {rule.consumer: rule for rule in plan.rules}
         self._cuts = dict(plan.cuts)
         self._roots = {name: root_of(plan, rule.stream) for name, rule in self._rules.items()}
+        self._side = frozenset(stream.name for stream in plan.schedule.streams if stream.batch is None)
         self._readers = _readers(plan)
         self._late = _late_fields(plan)
         self._batches: dict[tuple[str, int], StepBatch] = {}
@@ -105,7 +106,7 @@ class BatchRunner:
         if not moves:
             return
         num_bytes = await self._workers.transfer(moves)
-        self._scores.add(step, {f"{node}/moved_bytes": float(num_bytes)})
+        self._report(node, step, {f"{node}/moved_bytes": float(num_bytes)})
         for move in moves:
             holdings.moved(move.fields, move.samples, move.dst)
 
@@ -113,7 +114,7 @@ class BatchRunner:
         fields = _outputs(self._plan, node)
         for result in results:
             holdings.made(fields, result.samples, result.worker)
-            self._scores.add(step, {f"{node}/{name}": value for name, value in result.metrics.items()})
+            self._report(node, step, {f"{node}/{name}": value for name, value in result.metrics.items()})
             self._observer.on_span(result.worker, result.span)
 
     async def _summarize_late(self, node: str, step: int, results: Sequence[NodeResult]) -> None:
@@ -126,7 +127,14 @@ class BatchRunner:
         )
         own = self._late[node]
         values = {name: x for name, x in means(list(parts)).items() if name.partition(".")[0] in own}
-        self._scores.add(step, values)
+        self._report(node, step, values)
+
+    def _report(self, node: str, step: int, values: Mapping[str, float]) -> None:
+        """Hand on what a node measured: a step's numbers, or those of the version that is evaluated."""
+        if self._roots[node] not in self._side:
+            self._scores.add(step, values)
+        elif values:
+            self._observer.on_evaluation(step, values)
 
     async def free_read(self, node: str, step: int) -> None:
         """Free the fields of tokens that nobody reads after this node in its step.

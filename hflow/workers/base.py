@@ -258,7 +258,7 @@ class Workers(abc.ABC):
     async def summarize(
         self, worker: int, stream: str, samples: Sequence[int]
     ) -> dict[str, tuple[float, int]]:
-        """Sum and count of every numeric PerSequence field of these samples, by `stream/field`."""
+        """Sum and count of every numeric field of these samples (not per token), by `stream/field`."""
 
     @abc.abstractmethod
     async def save(self, model: str, directory: str) -> None:

@@ -12,10 +12,12 @@ from hflow.data.binding import bind, sequences_of, unpack
 from hflow.data.returned import metric_tensor
 from hflow.errors import NotYetError
 from hflow.plan.ir import Plan
-from hflow.types import Sequences, State
+from hflow.types import Sequences
 from hflow.workers.base import NodeProgram, NodeTask, ShardInput
 from hflow.workers.compute import Computes
+from hflow.workers.states import States
 from hflow.workers.store import Store
+from hflow.workers.updates import update_weights
 
 Metrics = dict[str, float]
 
@@ -44,11 +46,12 @@ class BatchNodes:
         self._store = store
         self._backends = backends
         self._computes = computes
-        self._states: dict[str, State] = {}
+        self._states = States()
         self._actions: Mapping[str, Callable[[NodeProgram, NodeTask], Metrics]] = {
             "infer": self._infer,
             "train": self._train,
             "compute": self._compute,
+            "update": self._update,
         }
 
     def run(self, task: NodeTask) -> Metrics:
@@ -79,13 +82,19 @@ class BatchNodes:
         batch = self._gather(program, samples)
         seqs = sequences_of(batch)
         arguments = bind(self.call(program), batch, seqs)
-        for name, kind in program.provided:
-            if kind == "state":
-                arguments[name] = self._states.setdefault(program.name, State())
-        columns, metrics = unpack(program.name, self.call(program), program.body(**arguments), batch, seqs)
+        states = {name: self._states.of(program.name) for name, kind in program.provided if kind == "state"}
+        result = program.body(**arguments, **states)
+        for state in states.values():
+            self._states.keep(program.name, state)
+        columns, metrics = unpack(program.name, self.call(program), result, batch, seqs)
         self._store.put(program.stream, batch.select(()).with_columns(columns))
         numbers = {name: metric_tensor(program.name, name, value) for name, value in metrics.items()}
         return {name: reduce_metric(name, value, seqs) for name, value in numbers.items()}
+
+    def _update(self, program: NodeProgram, task: NodeTask) -> Metrics:
+        target, source = self._plan.placement(program.name).replicas
+        update_weights(program, self._backends[target], self._backends[source])
+        return {}
 
     def _gather(self, program: NodeProgram, samples: tuple[int, ...]) -> Batch:
         return self._store.gather(program.stream, self._plan.rule(program.name).fields, samples)

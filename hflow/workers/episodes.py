@@ -1,27 +1,30 @@
-"""`Episodes`: generate bodies, all on one event loop in a thread beside the engines."""
+"""`Episodes`: generate bodies, all on one event loop in a thread beside the engines.
+
+A sample starts from a row of the dataset; that of a derived stream, beside a sample that exists.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from hflow.backends.base import SamplingParams
+from hflow.data.row_binding import bind_rows
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import BackendError, DataError, HflowError
 from hflow.plan.ir import Plan
-from hflow.workers.base import Failed, GroupOrder, NodeProgram, WorkerEvent
+from hflow.workers.base import ComputeOrder, ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
 from hflow.workers.blame import blame
-from hflow.workers.compute import RELEASED, Sink
+from hflow.workers.compute import RELEASED, Sink, read_fields
 from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.episode import EpisodeEngine, sample_seed
 from hflow.workers.opened import Opener, Row
 from hflow.workers.patience import Patience
 from hflow.workers.pool_child import too_long
 from hflow.workers.rows import bad_row
+from hflow.workers.starts import Start, limit_of, params_of
 from hflow.workers.store import Store
 
 
@@ -61,8 +64,8 @@ class Episodes:
         self._seed = seed
         self._on_error = on_error
         self._patience = {replica: Patience() for replica in drivers}
-        self._limits = {name: _limit(program) for name, program in programs.items()}
-        self._params = {name: _params(program) for name, program in programs.items()}
+        self._limits = {name: limit_of(program) for name, program in programs.items()}
+        self._params = {name: params_of(program) for name, program in programs.items()}
         self._running: dict[tuple[str, int], asyncio.Task[WorkerEvent]] = {}
         self._answers: dict[Sink, list[WorkerEvent]] = {}
         self._loop = asyncio.new_event_loop()
@@ -73,6 +76,10 @@ class Episodes:
     def open_groups(self, orders: Sequence[tuple[GroupOrder, Row]], sink: Sink) -> None:
         """Start the episodes of groups."""
         self._loop.call_soon_threadsafe(self._open, orders, sink)
+
+    def view(self, orders: Sequence[ComputeOrder], sink: Sink) -> None:
+        """Start episodes beside samples that exist, in streams that derive from theirs."""
+        self._loop.call_soon_threadsafe(self._view, orders, sink)
 
     def cancel(self, stream: str, samples: Sequence[int]) -> None:
         """Stop what runs for released samples, and free what they left meanwhile."""
@@ -94,15 +101,33 @@ class Episodes:
     # -------------------------------------------------------------------------- on the loop
     def _open(self, orders: Sequence[tuple[GroupOrder, Row]], sink: Sink) -> None:
         for order, row in orders:
+            program = self._programs[order.stream]
+            inputs = {read.parameter: row[read.field][1] for read in program.reads}
             for sample in order.samples:
-                task = self._loop.create_task(self._attempts(order, sample, row))
-                self._running[order.stream, sample] = task
-                task.add_done_callback(partial(self._ended, order.stream, sample, sink))
+                self._start(Start(program, sample, order.group, inputs, row, order), sink)
 
-    def _ended(self, stream: str, sample: int, sink: Sink, task: asyncio.Task[WorkerEvent]) -> None:
-        del self._running[stream, sample]
+    def _view(self, orders: Sequence[ComputeOrder], sink: Sink) -> None:
+        for order in orders:
+            program = self._programs[order.node]
+            parent = self._plan.graph.stream(program.stream).parent
+            assert parent is not None, f"{program.name} does not derive from a stream"
+            held = self._store.gather_held(parent, read_fields(program, parent), order.samples)
+            if held is None:
+                self._answer(sink, Failed(order.node, order.key, "failed", RELEASED))
+                continue
+            (inputs,) = bind_rows(program, held, [1], "sample")
+            self._start(Start(program, order.key, int(held.groups[0]), inputs, parent=parent), sink)
+
+    def _start(self, start: Start, sink: Sink) -> None:
+        name, sample = start.program.name, start.sample
+        task = self._loop.create_task(self._attempts(start))
+        self._running[name, sample] = task
+        task.add_done_callback(partial(self._ended, name, sample, sink))
+
+    def _ended(self, node: str, sample: int, sink: Sink, task: asyncio.Task[WorkerEvent]) -> None:
+        del self._running[node, sample]
         if task.cancelled():
-            self._answer(sink, Failed(stream, sample, "failed", RELEASED))
+            self._answer(sink, Failed(node, sample, "failed", RELEASED))
         elif error := task.exception():
             self._on_error(error)
         else:
@@ -131,34 +156,36 @@ class Episodes:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _attempts(self, order: GroupOrder, sample: int, row: Row) -> WorkerEvent:
-        program = self._programs[order.stream]
-        for tries_left in reversed(range(1 + program.options.get("retries", 0))):
-            async with self._limits[order.stream]:
-                answer = await self._episode(program, order, sample, row)
+    async def _attempts(self, start: Start) -> WorkerEvent:
+        for tries_left in reversed(range(1 + start.program.options.get("retries", 0))):
+            async with self._limits[start.program.name]:
+                answer = await self._episode(start)
             if not (tries_left and isinstance(answer, Failed)):
                 break
         return answer
 
-    async def _episode(self, program: NodeProgram, order: GroupOrder, sample: int, row: Row) -> WorkerEvent:
+    async def _episode(self, start: Start) -> WorkerEvent:
+        program, sample = start.program, start.sample
         timeout = program.options.get("timeout")
-        arguments = self._arguments(program, sample, row)
+        arguments = self._arguments(start)
         try:
             async with self._patience[self._replica[program.name]].limit(timeout) as clock:
                 result = await program.body(**arguments)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if isinstance(error, TimeoutError) and clock.expired():
-                return Failed(order.stream, sample, "timeout", too_long(timeout))
+                return Failed(program.name, sample, "timeout", too_long(timeout))
             self._drivers[self._replica[program.name]].check()
-            if isinstance(error, DataError):
-                raise bad_row(self._plan, order, error) from error
-            if isinstance(error, HflowError) and not isinstance(error, BackendError):
+            if isinstance(error, DataError) and start.order is not None:
+                raise bad_row(self._plan, start.order, error) from error
+            if isinstance(error, HflowError) and not isinstance(error, BackendError | DataError):
                 raise
-            return Failed(order.stream, sample, "failed", blame(error, program.body))
-        return self._openers[program.name].put(sample, order.group, result, row)
+            return Failed(program.name, sample, "failed", blame(error, program.body))
+        made = self._openers[program.name].put(sample, start.group, result, start.row, start.parent)
+        return made if start.order is not None else ComputeReady(program.name, sample)
 
-    def _arguments(self, program: NodeProgram, sample: int, row: Row) -> dict[str, Any]:
-        arguments = {**program.knobs, **{read.parameter: row[read.field][1] for read in program.reads}}
+    def _arguments(self, start: Start) -> dict[str, Any]:
+        program, sample = start.program, start.sample
+        arguments = {**program.knobs, **start.inputs}
         (model,) = program.models
         for name, kind in program.provided:
             if kind == "tokenizer":
@@ -174,15 +201,3 @@ class Episodes:
             self._params[program.name],
             sample_seed(self._seed, program.stream, sample, model),
         )
-
-
-def _params(program: NodeProgram) -> SamplingParams:
-    """How a node draws."""
-    names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
-    return SamplingParams(**{name: program.options[name] for name in names if name in program.options})
-
-
-def _limit(program: NodeProgram) -> AbstractAsyncContextManager[Any]:
-    """Bounds how many of a node's episodes run at once."""
-    concurrency = program.options.get("concurrency")
-    return asyncio.Semaphore(concurrency) if concurrency else nullcontext()

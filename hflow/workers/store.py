@@ -157,13 +157,13 @@ class Store:
         return self._shelves[stream][field]
 
     def summarize(self, streams: Iterable[str], samples: Sequence[int]) -> dict[str, tuple[float, int]]:
-        """Sum and count of the numeric PerSequence fields of those samples that have them."""
+        """Sum and count of the numeric PerSequence and PerGroup fields of those samples that have them."""
         with self._lock:
             shelves = [
                 (f"{stream}/{field}", shelf)
                 for stream in streams
                 for field, shelf in self._shelves.get(stream, {}).items()
-                if shelf.unit is Unit.SEQUENCE and field != "group"
+                if shelf.unit in (Unit.SEQUENCE, Unit.GROUP) and field != "group"
             ]
         sums: dict[str, tuple[float, int]] = {}
         for name, shelf in shelves:

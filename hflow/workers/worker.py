@@ -133,10 +133,11 @@ class Worker:
         """Queue sample- and group-level bodies."""
         sink = self._mailboxes[worker].put
         self._mailboxes[worker].expect(len(orders))
-        by_verb: dict[str, list[ComputeOrder]] = {"encode": [], "compute": []}
+        by_verb: dict[str, list[ComputeOrder]] = {"encode": [], "generate": [], "compute": []}
         for order in orders:
             by_verb[self._verb(order.node)].append(order)
         self._encoder.view(by_verb["encode"], sink)
+        self._episodes.view(by_verb["generate"], sink)
         self._computes.submit(by_verb["compute"], sink)
 
     def poll(self, worker: int) -> Report:
@@ -157,11 +158,13 @@ class Worker:
         if fields is not None:
             self._store.release_fields(samples, fields)
             return
-        self._store.release(samples, self._family(stream))
-        self._episodes.cancel(stream, samples)
+        family = self._family(stream)
+        self._store.release(samples, family)
+        for member in family:
+            self._episodes.cancel(member, samples)
 
     def summarize(self, stream: str, samples: Sequence[int]) -> dict[str, tuple[float, int]]:
-        """Sums and counts of the numeric PerSequence fields of a root stream's samples."""
+        """Sums and counts of the numeric fields of a root stream's samples."""
         return self._store.summarize(self._family(stream), samples)
 
     # ---------------------------------------------------------------------- one at a time

@@ -80,3 +80,53 @@ def test_whiten():
 
 def test_whiten_of_one_token_is_zero():
     assert algo.whiten(torch.tensor([3.0]), Sequences.of([1])).tolist() == [pytest.approx(0)]
+
+
+def test_leave_one_out():
+    seqs = Sequences.of([1, 1, 1, 1, 1, 1], group=[0, 1, 0, 1, 0, 2])
+    reward = torch.tensor([1.0, 4.0, 2.0, 6.0, 6.0, 9.0])
+    # Group 0 has 1, 2, 6: 1 - 8/2, 2 - 7/2, 6 - 3/2; group 1 has 4, 6: 4 - 6, 6 - 4; one alone has none.
+    torch.testing.assert_close(
+        algo.leave_one_out(reward, seqs), torch.tensor([-3.0, -2.0, -1.5, 2.0, 4.5, 0.0])
+    )
+
+
+@given(
+    rewards=st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=8),
+)
+def test_leave_one_out_is_the_centred_reward_times_g_over_g_minus_1(rewards):
+    seqs = Sequences.of([1] * len(rewards), group=[0] * len(rewards))
+    reward = torch.tensor(rewards, dtype=torch.float64)
+    size = len(rewards)
+    centred = algo.group_advantage(reward, seqs, std=False)
+    torch.testing.assert_close(algo.leave_one_out(reward, seqs), size / (size - 1) * centred)
+
+
+def test_whiten_each_group():
+    seqs = Sequences.of([1, 2, 2], loss_mask=[True, True, False, True, True], group=[0, 0, 1])
+    got = algo.whiten(torch.tensor([1.0, 3.0, 9.0, 10.0, 30.0]), seqs, eps=0.0, by_group=True)
+    # Group 0 holds 1 and 3: mean 2, deviation sqrt(2). Group 1 holds 10 and 30: mean 20, 10 sqrt(2).
+    half = 2**-0.5
+    torch.testing.assert_close(got, torch.tensor([-half, half, 0.0, -half, half]))
+
+
+@given(values=st.lists(st.floats(-3, 3, width=32), min_size=3, max_size=12), seed=st.integers(0, 100))
+def test_whitened_tokens_have_mean_0_and_variance_1(values, seed):
+    x = torch.tensor(values, dtype=torch.float64) + torch.arange(len(values))
+    mask = torch.rand(len(values), generator=torch.Generator().manual_seed(seed)) < 0.8
+    mask[:2] = True
+    seqs = Sequences.of([len(values)], loss_mask=mask.tolist())
+    learned = algo.whiten(x, seqs)[mask]
+    assert learned.mean().item() == pytest.approx(0, abs=1e-6)
+    assert x[mask].var() < 1e-3 or learned.var().item() == pytest.approx(1, abs=1e-4)
+
+
+def test_explained_variance():
+    seqs = Sequences.of([4], loss_mask=[True, True, True, False])
+    targets = torch.tensor([1.0, 2.0, 3.0, 50.0])
+    assert algo.explained_variance(targets, targets, seqs).item() == 1
+    # Errors -1, 0, 1 have the variance of the targets: nothing is explained. Half of them: a quarter is left.
+    assert algo.explained_variance(torch.full((4,), 2.0), targets, seqs).item() == pytest.approx(0)
+    half = torch.tensor([1.5, 2.0, 2.5, 0.0])
+    assert algo.explained_variance(half, targets, seqs).item() == pytest.approx(0.75)
+    assert algo.explained_variance(half, torch.ones(4), seqs).item() == 0

@@ -116,3 +116,50 @@ def test_clipped_value_loss():
     # Clipped to 0.2, 0.2 and 0.1: max(1, 3.24), max(1, 0.04), max(0.81, 0.81), halved.
     got = algo.clipped_value_loss(values, old, targets, 0.2)
     torch.testing.assert_close(got, torch.tensor([1.62, 0.5, 0.405]))
+
+
+def test_value_loss_without_clipping_is_half_the_squared_error():
+    values, old, targets = torch.tensor([1.0, 3.0]), torch.tensor([0.0, 0.0]), torch.tensor([2.0, 0.0])
+    torch.testing.assert_close(algo.clipped_value_loss(values, old, targets, None), torch.tensor([0.5, 4.5]))
+
+
+def test_a_clipped_value_has_no_gradient_beyond_its_clip_towards_the_target():
+    values = torch.tensor([0.5, 0.1], requires_grad=True)
+    # 0.5 is further than 0.2 from the old 0 and moves towards 1: the clipped branch, constant, is larger.
+    algo.clipped_value_loss(values, torch.zeros(2), torch.ones(2), 0.2).sum().backward()
+    torch.testing.assert_close(values.grad, torch.tensor([0.0, -0.9]))
+
+
+def test_pairwise_loss():
+    # Bradley-Terry: the chosen wins with probability sigmoid(log 3) = 3/4, then 1/2, then 1/4.
+    margin = torch.tensor([math.log(3), 0.0, -math.log(3)])
+    expected = torch.tensor([math.log(4 / 3), math.log(2), math.log(4)])
+    torch.testing.assert_close(algo.pairwise_loss(margin), expected)
+
+
+def test_kl_estimate_by_name():
+    p, ref = logs(0.5), logs(0.25)
+    assert [algo.kl_estimate(p, ref, name).item() for name in ("k1", "k2", "k3")] == pytest.approx(
+        [math.log(2), math.log(2) ** 2 / 2, math.log(2) - 0.5]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (6.0, 0.1),  # on target
+        (6.6, 0.1 * (1 + 0.1 * 0.1)),  # 10 % above: e = 0.1
+        (5.4, 0.1 * (1 - 0.1 * 0.1)),
+        (60.0, 0.1 * (1 + 0.1 * 0.2)),  # the error is clipped at 0.2
+        (0.0, 0.1 * (1 - 0.1 * 0.2)),
+    ],
+)
+def test_the_kl_controller_is_proportional_and_clipped(kl, expected):
+    assert algo.adapted_kl_weight(0.1, kl, target=6.0, gain=0.1) == pytest.approx(expected)
+
+
+def test_the_kl_controller_settles_where_kl_meets_its_target():
+    weight = 1.0
+    for _ in range(2000):
+        weight = algo.adapted_kl_weight(weight, 2.0 / weight, target=4.0, gain=0.1)  # more weight, less KL
+    assert weight == pytest.approx(0.5, rel=1e-6)

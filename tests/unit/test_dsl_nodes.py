@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from hflow import Output, Sequences, algo, nodes
+from hflow import Output, Sequences, State, algo, nodes
 from hflow.errors import RecipeError
 from hflow.lazy import LazyModule
 
@@ -20,9 +20,8 @@ def tensor(*values: float) -> torch.Tensor:
 
 def test_kl_reward_pays_at_the_last_learned_token():
     seqs = Sequences.of([3, 2], loss_mask=[False, True, True, True, True])
-    reward, metrics = nodes.kl_reward(
-        tensor(1.0, 2.0), tensor(0, -1.0, -1.0, -2.0, -2.0), tensor(0, -2.0, -1.0, -2.0, -1.0), seqs, beta=0.1
-    )
+    behav, ref = tensor(0, -1.0, -1.0, -2.0, -2.0), tensor(0, -2.0, -1.0, -2.0, -1.0)
+    reward, metrics = nodes.kl_reward(tensor(1.0, 2.0), behav, ref, seqs, State(), beta=0.1)
     assert_close(reward, tensor(0, -0.1, 1.0, 0.0, 2.1))
     assert_close(metrics["kl"], tensor(0, 1.0, 0, 0, -1.0))
 
@@ -30,9 +29,9 @@ def test_kl_reward_pays_at_the_last_learned_token():
 def test_gae_bootstraps_only_what_was_cut_off():
     seqs = Sequences.of([1, 1])
     zero = tensor(0.0, 0.0)
-    _, targets = nodes.gae(zero, zero, ["length", "stop"], seqs, tensor(3.0, 3.0))
+    _, targets, _ = nodes.gae(zero, zero, ["length", "stop"], seqs, tensor(3.0, 3.0))
     assert_close(targets, tensor(3.0, 0.0))
-    advantages, targets = nodes.gae(tensor(1.0, 3.0), zero, ["stop", "stop"], seqs)
+    advantages, targets, _ = nodes.gae(tensor(1.0, 3.0), zero, ["stop", "stop"], seqs)
     assert_close(targets, tensor(1.0, 3.0))
     assert_close(advantages, tensor(-1.0, 1.0) / math.sqrt(2), rtol=1e-5, atol=1e-6)
 
@@ -81,7 +80,7 @@ def test_dpo_of_equal_policies_is_log_two():
 
 def test_critic_and_sft_losses():
     out = Output(values=tensor(1.0), logprobs=tensor(-0.25))
-    assert_close(nodes.critic_train(out, tensor(0.0), tensor(1.0), clip=0.2), tensor(0.32))
+    assert_close(nodes.critic_train(out, tensor(0.0), tensor(1.0), clip=0.2)[0], tensor(0.32))
     assert_close(nodes.sft_train(out), tensor(0.25))
 
 

@@ -14,7 +14,8 @@ from hflow.plan.request import ModelRequest
 from hflow.plan.serialise import to_json
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted(ROOT.glob("recipes/*.py")) + sorted(ROOT.glob("tests/graphs/good/*.py"))
+CUSTOM = [path for path in sorted(ROOT.glob("recipes/custom/*.py")) if "\nrecipe = " in path.read_text()]
+RECIPES = [*sorted(ROOT.glob("recipes/*.py")), *CUSTOM, *sorted(ROOT.glob("tests/graphs/good/*.py"))]
 assert RECIPES, "no recipe found"
 
 

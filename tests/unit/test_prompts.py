@@ -127,6 +127,23 @@ def test_additions_are_all_pairs_and_500_are_held_out() -> None:
         open_dataset(DataSettings(generator="addition"), {"solution": Unit.TEXT})
 
 
+def test_pairs_of_additions_differ_in_one_digit() -> None:
+    columns = {"prompt": Unit.TEXT, "chosen": Unit.TEXT, "rejected": Unit.TEXT}
+    right = {"prompt": Unit.TEXT, "answer": Unit.TEXT}
+    for split in ("train", "heldout"):
+        pairs = open_dataset(DataSettings(generator="addition-pairs", split=split), columns)
+        answers = open_dataset(DataSettings(generator="addition", split=split), right)
+        assert len(pairs) == len(answers)
+        places = set()
+        for i in range(len(pairs)):
+            pair = pairs.row(i)
+            assert {"prompt": pair["prompt"], "answer": pair["chosen"]} == answers.row(i)
+            wrong = [place for place in range(3) if pair["chosen"][place] != pair["rejected"][place]]
+            assert (len(wrong), len(pair["rejected"])) == (1, 3)
+            places.update(wrong)
+        assert places == {0, 1, 2}
+
+
 @given(st.integers(1, 50), st.integers(0, 2**31), st.integers(0, 4))
 def test_every_epoch_is_a_permutation(num_rows: int, seed: int, epoch: int) -> None:
     order = RowOrder(num_rows, seed)

@@ -7,7 +7,8 @@ import torch_kit as kit
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.backends.attention import PackedLayout, packed_attention
-from hflow.backends.torch_model import TorchModel, logits
+from hflow.backends.common import chunks
+from hflow.backends.torch_model import TorchModel
 from hflow.errors import BackendError, RunError
 from hflow.types import Unit
 
@@ -85,7 +86,7 @@ def test_topk_and_logprobs_of():
 def test_chunks_of_logits_change_nothing(monkeypatch, body):
     backend = kit.model()
     wanted = infer(backend, body)
-    monkeypatch.setattr(logits, "LOGITS_PER_CHUNK", 3 * kit.VOCAB)
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 3 * kit.VOCAB)
     np.testing.assert_allclose(infer(backend, body), wanted, atol=1e-6)
 
 
@@ -93,7 +94,7 @@ def test_chunks_of_logits_change_no_gradient(monkeypatch):
     shards = kit.whole(kit.make_batch(kit.LENGTHS))
     one, other = kit.model(), kit.model()
     wanted = one.train(kit.CALLS["token-mean"], shards, 0)
-    monkeypatch.setattr(logits, "LOGITS_PER_CHUNK", 4 * kit.VOCAB)
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 4 * kit.VOCAB)
     assert other.train(kit.CALLS["token-mean"], shards, 0) == pytest.approx(wanted, abs=1e-5)
     for name, tensor in kit.weights(one).items():
         torch.testing.assert_close(kit.weights(other)[name], tensor, atol=1e-5, rtol=0)

@@ -9,7 +9,7 @@ import torch
 import torch_kit as kit
 
 from hflow.backends.base import OptimSettings, TrainShard
-from hflow.backends.torch_model.optim import learning_rate
+from hflow.backends.common.learning_rate import learning_rate
 from hflow.data.batch import Column
 from hflow.errors import BackendError, RecipeError, RunError
 from hflow.types import Unit

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hflow.backends.architecture import max_length
 from hflow.backends.base import Call, ModelBackend, ModelSettings, Seat, TrainShard
+from hflow.backends.common.checks import check_sequences
 from hflow.backends.common.cutting import Cutting
 from hflow.backends.device import local_device
 from hflow.backends.torch_model import weights
@@ -25,7 +22,6 @@ from hflow.backends.torch_model.placement import place
 from hflow.backends.torch_model.runner import Runner
 from hflow.backends.torch_model.training import train
 from hflow.data.batch import Batch
-from hflow.data.binding import column
 from hflow.errors import BackendError
 
 
@@ -70,7 +66,7 @@ class TorchModel(ModelBackend):
         Raises:
             BackendError: for a sequence that is too long for the model, or holds unknown tokens.
         """
-        self._check_sequences(shards)
+        check_sequences(self.settings.name, self._model.config, shards)
         return infer(self._runner, call, shards)
 
     def train(self, call: Call, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
@@ -84,25 +80,9 @@ class TorchModel(ModelBackend):
         """
         if self._optimizer is None:
             raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
-        self._check_sequences(minibatch for shard in shards for minibatch in shard.minibatches)
+        batches = (minibatch for shard in shards for minibatch in shard.minibatches)
+        check_sequences(self.settings.name, self._model.config, batches)
         return train(self._runner, self._optimizer, call, shards, step)
-
-    def _check_sequences(self, batches: Iterable[Batch]) -> None:
-        config: Any = self._model.config
-        longest, name = max_length(config), f"model {self.settings.name!r}"
-        for batch in batches:
-            num_tokens = int(batch.lengths.max(initial=0))
-            if longest is not None and num_tokens > longest:
-                raise BackendError(
-                    f"a sequence has {num_tokens} tokens, but {name} has positions for {longest} "
-                    "(max_position_embeddings); leave out or shorten such rows"
-                )
-            token = int(np.max(column(batch, "input_ids").values, initial=0))
-            if token >= config.vocab_size:
-                raise BackendError(
-                    f"a sequence holds token {token}, but {name} has a vocabulary of {config.vocab_size}; "
-                    "encode with the tokenizer that belongs to the model"
-                )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield HF-named full tensors one by one, in the model's dtype; a collective."""

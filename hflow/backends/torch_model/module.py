@@ -43,13 +43,11 @@ class PackedModel(nn.Module):
             use_cache=False,
             packed_layout=packed.layout,
         ).last_hidden_state[0]
-        if packed.layout.shared is not None:
-            hidden = hidden.index_select(0, packed.layout.shared.row_of_token)
         if consume is None:
             nothing: Tensor = self.head(hidden[:0]).sum()
             return nothing
         if self.kind == "lm":
-            rows = hidden.index_select(0, packed.targets - 1)
+            rows = hidden.index_select(0, packed.computed(packed.targets - 1))
             logits = WholeLogits(rows, self.head, temperature)
             return consume(LmOutput(logits, packed, wanted()))
-        return consume(ScalarOutput(self.head(hidden), packed, self.kind))
+        return consume(ScalarOutput(packed.widen(self.head(hidden)), packed, self.kind))

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.backends.base import Call
+from hflow.backends.common.checks import check_temperature
 from hflow.backends.common.cutting import Cutting
 from hflow.backends.common.inputs import Packed, empty_shard, to_device
 from hflow.backends.torch_model.module import PackedModel
 from hflow.data.batch import Batch
-from hflow.errors import RunError
 from hflow.types import Output
 
 Result = TypeVar("Result")
@@ -40,8 +40,7 @@ class Runner:
         Raises:
             RunError: when the policy's temperature is 0, under which nothing has a log-prob.
         """
-        if call.temperature <= 0:
-            raise RunError(f"node {call.node!r}: log-probs need a generation temperature above 0")
+        check_temperature(call)
         packed = to_device(batch, self.device, self.dtype)
         touched = self.touched.setdefault(call.node, set())
         result: Result = self.module(

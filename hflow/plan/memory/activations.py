@@ -98,7 +98,12 @@ def logits(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> int:
         return FP32 * shape.hidden * batch.tokens
     vocab = -(-shape.vocab // rank.tensor)
     num_rows = min(batch.num_learned, max(LOGITS_PER_CHUNK // vocab, 1))
-    return (4 if with_gradient else 2) * FP32 * num_rows * vocab
+    return (4 if with_gradient else 2) * FP32 * num_rows * vocab + reordered_output(rank)
+
+
+def reordered_output(rank: Rank) -> int:
+    """Bytes of the output matrix in oneDNN's own order, which a CPU computes bf16 products with."""
+    return rank.width * rank.sizes.output if rank.on_cpu and rank.width < FP32 else 0
 
 
 def _norm(size: int, width: int) -> int:

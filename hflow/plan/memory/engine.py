@@ -90,7 +90,8 @@ def step(rank: Rank, load: Load) -> Items:
             moments.append(Items(activations=scores))
     if rank.is_last_stage:
         rows = load.num_running * -(-rank.shape.vocab // rank.tensor)
-        moments.append(Items(logits=(rank.width + (SAMPLING_BYTES if is_embedded else 2 * FP32)) * rows))
+        sampled = rank.width + (SAMPLING_BYTES if is_embedded else 2 * FP32)
+        moments.append(Items(logits=sampled * rows + activations.reordered_output(rank)))
     return largest(moments)
 
 

@@ -22,7 +22,7 @@ def model_state(rank: Rank) -> Items:
     is_trained = rank.replica.role == "train"
     if facts.over_data == "everything":
         moments = NUM_MOMENTS * FP32 * sizes.shard if is_trained else 0
-        return Items(weights=FP32 * sizes.shard, optimizer=moments)
+        return Items(weights=FP32 * sizes.shard) + Items(optimizer=moments)
     weights = Items(weights=rank.width * sizes.whole)
     if not is_trained:
         return weights

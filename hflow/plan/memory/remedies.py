@@ -56,6 +56,7 @@ def remedies(plan: Plan, request: PlanRequest, over: Sequence[PhaseMemory]) -> I
     there = [replica for replica in plan.replicas if replica.group in groups]
     for replica in there:
         yield from _layouts(plan, request, replica)
+    yield from _all_devices(plan, request, there)
     yield from _settings(plan, request, _models(there), "dtype", _narrower)
 
 
@@ -151,6 +152,20 @@ def _layouts(plan: Plan, request: PlanRequest, replica: Replica) -> Iterator[Rem
             changed = _with_layouts(plan, request, [replica], [other], num_devices)
             if changed is not None:
                 yield Remedy(f"{replica.name} as {other}", changed, request)
+
+
+def _all_devices(plan: Plan, request: PlanRequest, replicas: Sequence[Replica]) -> Iterator[Remedy]:
+    """Data ranks on all devices of its group for every replica that leaves some out."""
+    changed: Plan | None = plan
+    texts = []
+    for replica in replicas:
+        layout, at_hand = replica.layout, len(_devices(plan, replica.group))
+        wider = replace(layout, data=at_hand // (layout.tensor * layout.pipe))
+        if wider != layout and changed is not None:
+            changed = _with_layouts(changed, request, [replica], [wider], at_hand)
+            texts.append(f"{replica.name} as {wider}")
+    if changed is not None and len(texts) > 1:
+        yield Remedy(", ".join(texts), changed, request)
 
 
 def _more_data(replica: Replica, factor: int) -> Layout:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from hflow.plan.memory.items import Items
@@ -15,7 +16,10 @@ from hflow.plan.memory.rank import Rank
 from hflow.plan.shape import ModelShape, num_parameters, tensors
 
 BUCKET_BYTES = 64 << 20
-"""A bucket is closed when it is at least this large (`torch_model/gather.py`, `workers/weights.py`)."""
+"""A bucket is closed when it is at least this large (`torch_model/gather.py`, `workers/weights.py`); with
+megatron, when a tensor rank's part of it is (`megatron/weights.py`)."""
+FILE_BYTES = 2 << 30
+"""What megatron's writer collects at most, unless a tensor is larger (`megatron/save.py`)."""
 FP32 = 4
 
 
@@ -37,23 +41,38 @@ def taking(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
 
 
 def saving(rank: Rank) -> Items:
-    """What a rank needs while its model is saved in fp32; on the host the writer collects it whole."""
+    """What a rank needs while its model is saved in fp32; on the host the writer collects it."""
     needed = _gathering(rank, FP32)
     if not (rank.is_first and rank.on_cpu) or rank.replica.layout.world == 1:
         return needed
-    return needed + Items({"whole weights": FP32 * num_parameters(rank.shape)})
+    whole = FP32 * num_parameters(rank.shape)
+    if not _shards_all(rank):
+        return needed + Items(
+            {"whole weights": min(whole, max(FILE_BYTES, FP32 * largest_tensor(rank.shape)))}
+        )
+    # The last buckets are gathered when most is collected; gloo's copy is gone when a bucket is cut up.
+    sizes = _buckets((FP32 * spec.numel for spec in tensors(rank.shape)), BUCKET_BYTES)
+    collected = accumulate(sizes)
+    peak = max(sum_ + size + 2 * (size // rank.data) for sum_, size in zip(collected, sizes, strict=True))
+    return Items({"whole weights": whole, "buckets": peak - whole})
 
 
 def _gathering(rank: Rank, width: int) -> Items:
-    """One bucket whole, this rank's part of it twice, gloo's copy, and the tensor that is cut out of it."""
+    """One bucket whole, this rank's part of it twice, gloo's copy or the tensor that is cut out of it.
+
+    torch casts its shards first; alone, it casts tensor by tensor.
+    """
+    casts = width < FP32 and _shards_all(rank)
     if rank.replica.layout.world == 1:
-        cast = width < FP32 and rank.facts.over_data == "everything"
-        return Items(buckets=width * largest_tensor(rank.shape)) if cast else Items()
-    bucket = largest_bucket(rank.shape, width)
-    parts = bucket // max(rank.data if rank.facts.over_data == "everything" else rank.tensor, 1)
-    casts = parts if width < FP32 and rank.facts.over_data == "everything" else 0
-    whole = bucket if rank.on_cpu else width * largest_tensor(rank.shape)
-    return Items(buckets=bucket + 2 * parts + casts + whole)
+        return Items(buckets=width * largest_tensor(rank.shape)) if casts else Items()
+    num_parts = rank.data if _shards_all(rank) else rank.tensor
+    bucket = largest_bucket(rank.shape, width, BUCKET_BYTES * (1 if _shards_all(rank) else num_parts))
+    cut = bucket if rank.on_cpu else width * largest_tensor(rank.shape)
+    return Items(buckets=bucket + (3 if casts else 2) * (bucket // num_parts) + cut)
+
+
+def _shards_all(rank: Rank) -> bool:
+    return rank.facts.over_data == "everything"
 
 
 @lru_cache
@@ -63,9 +82,9 @@ def largest_tensor(shape: ModelShape) -> int:
 
 
 @lru_cache
-def largest_bucket(shape: ModelShape, width: int) -> int:
+def largest_bucket(shape: ModelShape, width: int, least: int = BUCKET_BYTES) -> int:
     """Bytes of the largest bucket, tensors taken in the checkpoint's order."""
-    return max(_buckets((width * spec.numel for spec in tensors(shape)), BUCKET_BYTES))
+    return max(_buckets((width * spec.numel for spec in tensors(shape)), least))
 
 
 def _buckets(sizes: Iterable[int], least: int) -> list[int]:

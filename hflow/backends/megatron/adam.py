@@ -1,0 +1,55 @@
+"""AdamW with the state of fused kernels: one step count for each group of parameters.
+
+Megatron's distributed checkpoints expect this layout. With torch's own AdamW, which counts steps for each
+parameter, loading them leaves all parameters with one shared count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GroupAdamW(torch.optim.AdamW):
+    """Computes what torch's AdamW does, with multi-tensor operations, for fp32 parameters.
+
+    It is an AdamW because megatron's optimizer takes no other.
+    """
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state as it is; AdamW would look for its own step counts."""
+        torch.optim.Optimizer.__setstate__(self, state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step every parameter that has a gradient."""
+        assert closure is None, "closures are not called"
+        for group in self.param_groups:
+            pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
+            if pairs:
+                group["step"] = group.get("step", 0) + 1
+                weights, gradients = map(list, zip(*pairs, strict=True))
+                self._step(group, weights, gradients)
+
+    def _step(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
+        means, squares = self._moments(weights)
+        beta1, beta2 = group["betas"]
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        scale1, scale2 = (1 - beta ** group["step"] for beta in (beta1, beta2))
+        sizes = torch._foreach_sqrt(squares)
+        torch._foreach_div_(sizes, scale2**0.5)
+        torch._foreach_add_(sizes, group["eps"])
+        torch._foreach_addcdiv_(weights, means, sizes, -group["lr"] / scale1)
+
+    def _moments(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        for p in weights:
+            if not self.state[p]:
+                self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        states = [self.state[p] for p in weights]
+        return [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]

@@ -1,0 +1,87 @@
+"""Core attention for packed sequences: rotates q and k, then attends within each sequence.
+
+Megatron's own attention takes no packed sequences without Transformer Engine, and its rotary embedding
+computes sines in every layer, sequence by sequence. Here they are computed once for each forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hflow.backends.attention import PackedLayout, attend
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """What every layer of a forward knows of its U tokens; megatron hands it on as `packed_seq_params`."""
+
+    layout: PackedLayout
+    cos: Tensor
+    """`[U, 1, E]`, in the dtype that the model computes in."""
+    sin: Tensor
+    qkv_format: str = "thd"
+    """Tells megatron that the batch axis is none."""
+
+    @classmethod
+    def of(
+        cls, layout: PackedLayout, position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype
+    ) -> PackedInputs:
+        """Rotations for positions `[U]`, with `rotary_frequencies` on their device."""
+        angles = position_ids[:, None].float() * frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return cls(layout, angles.cos().to(dtype), angles.sin().to(dtype))
+
+    @property
+    def num_tokens(self) -> int:
+        """U, without what is appended for sequence parallelism."""
+        return len(self.cos)
+
+
+class PackedAttention(nn.Module):
+    """Built and called as megatron's core attention; it has no weights."""
+
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+        """As megatron's layer specs build it; what else they pass speaks of kernels it has not."""
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        packed_seq_params: PackedInputs,
+        **_: Any,
+    ) -> Tensor:
+        """`[U', H, E]` -> `[U', H, E]`; tokens after the first U are padding, and get zeros."""
+        inputs, num_tokens = packed_seq_params, packed_seq_params.num_tokens
+        q, k, v = (x[:num_tokens] for x in (query, key, value))
+        q, k = (rotate(x, inputs.cos, inputs.sin) for x in (q, k))
+        out = attend(q, k, v, inputs.layout, self.scale)
+        padded: Tensor = pad(out, (0, 0, 0, 0, 0, len(query) - num_tokens))
+        return padded
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of `[U, H, E]`, whose halves are the two coordinates of E / 2 planes."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def rotary_frequencies(config: PreTrainedConfig, head_dim: int) -> Tensor:
+    """Angle by which each plane turns from one position to the next: fp32 `[E / 2]`."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        inverse: Tensor = rope["rope_theta"] ** powers
+        return 1.0 / inverse
+    frequencies: Tensor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)[0]
+    return frequencies

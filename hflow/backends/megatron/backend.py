@@ -1,0 +1,87 @@
+"""`MegatronModel`: a model divided over data, tensor and pipeline ranks by megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hflow.backends.base import Call, ModelBackend, ModelSettings, Seat, TrainShard
+from hflow.backends.common.checks import check_sequences, check_temperature
+from hflow.backends.common.cutting import Cutting
+from hflow.backends.megatron.grid import Grid
+from hflow.backends.megatron.inference import infer
+from hflow.backends.megatron.masters import gather
+from hflow.backends.megatron.model import build
+from hflow.backends.megatron.optim import Optimizer
+from hflow.backends.megatron.runner import Runner
+from hflow.backends.megatron.save import save
+from hflow.backends.megatron.schedule import Schedule
+from hflow.backends.megatron.training import train
+from hflow.backends.megatron.weights import named_weights
+from hflow.data.batch import Batch
+from hflow.errors import BackendError
+
+
+class MegatronModel(ModelBackend):
+    """One rank of a replica.
+
+    The head of each data index, its tensor rank 0 on the last stage, is given the shards and returns the
+    outputs and metrics; the other ranks are given no shards and return nothing. All ranks of a replica make
+    the same calls. Results do not depend on the layout, as every denominator is global.
+    """
+
+    def __init__(self, settings: ModelSettings, seat: Seat) -> None:
+        """Build this rank's part of the model; a collective over the seat's group.
+
+        Raises:
+            BackendError: when the settings, the architecture, the layout or the checkpoint do not fit.
+        """
+        self.settings = settings
+        self._stage = stage = build(settings, Grid.of(seat))
+        self._optimizer = Optimizer(stage, settings) if settings.trainable else None
+        module = stage.module if self._optimizer is None else self._optimizer.module
+        heads = stage.grid.groups.dp if stage.grid.data > 1 else None
+        cutting = Cutting(settings.tokens_per_microbatch, settings.head, heads, stage.device)
+        self._runner = Runner(stage, Schedule(stage, module), cutting)
+
+    def infer(self, call: Call, shards: Sequence[Batch]) -> list[Batch]:
+        """Run a no-grad forward and the body; on heads, a batch of the returned fields per shard.
+
+        Raises:
+            BackendError: for a sequence that is too long for the model, or holds unknown tokens.
+            RunError: when the policy's temperature is 0, under which nothing has a log-prob.
+        """
+        check_temperature(call)
+        check_sequences(self.settings.name, self._stage.hf_config, shards)
+        return infer(self._runner, call, shards)
+
+    def train(self, call: Call, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
+        """Run all minibatches and epochs of one step; on heads, globally averaged metrics.
+
+        Besides the body's: `loss` and `grad_norm` (means over the updates), `lr` (of the last one)
+        and `num_tokens` (learned tokens of the batch).
+
+        Raises:
+            BackendError: when the model is frozen, or as `infer`.
+            RunError: as `infer`, or when the gradient is not finite.
+        """
+        if self._optimizer is None:
+            raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
+        check_temperature(call)
+        batches = (minibatch for shard in shards for minibatch in shard.minibatches)
+        check_sequences(self.settings.name, self._stage.hf_config, batches)
+        return train(self._runner, self._optimizer, call, shards, step)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield HF-named full tensors one by one, in the model's dtype, on every rank; a collective."""
+        return named_weights(self._stage)
+
+    def save(self, directory: str) -> None:
+        """Write the fp32 weights in HF layout (`config.json`, safetensors); a collective."""
+        values = None
+        if self._optimizer is not None and self._stage.dtype != torch.float32:
+            values = gather(self._stage, self._optimizer.masters)
+        save(self._stage, Path(directory), values)

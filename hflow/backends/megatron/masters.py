@@ -1,0 +1,73 @@
+"""The fp32 weights that are stepped where the model computes in half precision.
+
+Each data rank has a range of each of its stage's parameters; rounded to half precision and gathered they
+are the model's. Checkpoints are read into them and written from them, so that nothing is lost on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hflow.backends.base import ModelSettings
+from hflow.backends.megatron.model import Stage
+from hflow.backends.megatron.source import fill, open_source
+
+
+@dataclass(frozen=True)
+class Master:
+    """The range that a data rank has of one parameter in half precision."""
+
+    shard: Tensor
+    """fp32 `[stop - start]`."""
+    start: int
+    stop: int
+
+
+def masters_of(stage: Stage, optimizer: Any) -> dict[str, Master]:
+    """By parameter name; empty where the model computes in fp32, which is then what is stepped.
+
+    Args:
+        stage: this rank's.
+        optimizer: megatron's distributed optimizer of it.
+    """
+    found = {}
+    for name, weight in stage.module.named_parameters():
+        shard: Tensor | None = getattr(weight, "main_param", None)
+        if shard is not None:
+            span = optimizer._get_model_param_range_map(weight)["param"]
+            found[name] = Master(shard, span.start, span.end)
+    return found
+
+
+@torch.no_grad()
+def load(stage: Stage, settings: ModelSettings, masters: dict[str, Master]) -> None:
+    """Read them from the model's checkpoint, which the model has rounded; one parameter at a time."""
+    if not masters:
+        return
+    with open_source(settings, stage.sizes) as read:
+        for row in stage.parameters:
+            if row.name in masters:
+                master, whole = masters[row.name], torch.empty(row.shape, dtype=torch.float32)
+                fill([row], {row.name: whole}, read)
+                master.shard.copy_(whole.view(-1)[master.start : master.stop])
+
+
+def gather(stage: Stage, masters: dict[str, Master]) -> dict[str, Tensor]:
+    """Every parameter of the stage in fp32, by name; a collective over data parallelism.
+
+    As large as the stage itself, twice over where that computes in half precision.
+    """
+    weights = {name: weight.detach() for name, weight in stage.module.named_parameters()}
+    halves = {name: weight for name, weight in weights.items() if weight.dtype != torch.float32}
+    flat = torch.zeros(sum(x.numel() for x in halves.values()), device=stage.device)
+    parts = dict(zip(halves, flat.split([x.numel() for x in halves.values()]), strict=True))
+    for name, master in masters.items():
+        parts[name][master.start : master.stop] = master.shard
+    if stage.grid.data > 1 and len(flat):
+        dist.all_reduce(flat, group=stage.grid.groups.dp)
+    return weights | {name: part.view(weights[name].shape) for name, part in parts.items()}

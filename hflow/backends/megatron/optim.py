@@ -1,0 +1,131 @@
+"""The distributed optimizer: AdamW on this rank's share of its stage's weights, clipped over all axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import nn
+
+from hflow.backends.base import ModelSettings, OptimSettings
+from hflow.backends.common.learning_rate import check_schedule, learning_rate
+from hflow.backends.megatron.adam import GroupAdamW
+from hflow.backends.megatron.masters import load, masters_of
+from hflow.backends.megatron.model import Stage
+
+
+class Optimizer:
+    """Sums gradients over data parallelism and steps; vectors (norms, biases) are not decayed.
+
+    Every rank keeps fp32 weights and moments of its part only; the stepped weights are gathered.
+    """
+
+    def __init__(self, stage: Stage, model: ModelSettings) -> None:
+        """Take the stage's weights into contiguous buffers, where gradients are in fp32."""
+        settings = model.optim
+        check_schedule(settings)
+        self._settings = settings
+        self.module = _summing(stage)
+        """The stage's module with its gradients' buffers: what forward and backward passes go through."""
+        self._inner = _distributed(stage, self.module, settings)
+        self.masters = masters_of(stage, self._inner)
+        """What is stepped in place of this rank's parameters in half precision."""
+        load(stage, model, self.masters)
+        self.num_steps = 0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return learning_rate(self._settings, self.num_steps)
+
+    def forget(self) -> None:
+        """Make all gradients zero, before the first backward pass of a minibatch."""
+        self.module.zero_grad_buffer()
+        self._inner.zero_grad()
+
+    def gradient_norm(self) -> float:
+        """Norm of the whole gradient, copies counted once (a collective over the replica)."""
+        self._inner.prepare_grads()
+        norm: float = self._inner.get_grad_norm()
+        return norm
+
+    def step(self, norm: float) -> None:
+        """Clip by the norm that `gradient_norm` returned, step, and gather the weights (a collective)."""
+        if self._settings.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(self._inner.get_parameters(), self._settings.clip_grad, norm)
+        for group in self._inner.param_groups:
+            group["lr"] = self.lr
+        self._inner.step_with_ready_grads()
+        self.num_steps += 1
+
+
+def _summing(stage: Stage) -> Any:
+    """The module within megatron's data parallelism, which sums gradients and averages nothing."""
+    config = stage.config
+    assert config.calculate_per_token_loss, "megatron would divide gradients by the number of ranks"
+    config.finalize_model_grads_func = _finalize
+    buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    return DistributedDataParallel(config, buffers, stage.module, pg_collection=stage.grid.groups)
+
+
+def _finalize(
+    model: Sequence[nn.Module], num_tokens: object, pg_collection: object, force_all_reduce: bool
+) -> None:
+    """Sum over data parallelism, and what stages and tensor ranks share; divide by no number of tokens."""
+    finalize_model_grads(list(model), None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+
+
+@torch.no_grad()  # it steps views of the weights, which would not be leaves
+def _distributed(stage: Stage, module: Any, settings: OptimSettings) -> Any:
+    groups = stage.grid.groups
+    adam = GroupAdamW(
+        _parts(stage.module, settings.weight_decay), lr=settings.lr, betas=settings.betas, eps=settings.eps
+    )
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        bf16=stage.dtype == torch.bfloat16,
+        params_dtype=stage.dtype,
+        use_distributed_optimizer=True,
+        clip_grad=settings.clip_grad,
+    )
+    # It asks its modules, not the optimizer, in which layout states are kept.
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+    optimizer = DistributedOptimizer(
+        adam,
+        config,
+        grad_scaler=None,
+        init_state_fn=None,
+        model_chunks=[module],
+        per_model_buffers={0: module.buffers},
+        data_parallel_group=groups.intra_dp_cp,
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=groups.mp.rank(),
+        distributed_optimizer_instance_id=0,
+    )
+    optimizer.grad_stats_parallel_group = groups.intra_dist_opt
+    optimizer.tp_group = groups.tp
+    return optimizer
+
+
+def _parts(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters with and without weight decay; the other keys are those that megatron tells groups by."""
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for weight in module.parameters():
+        if weight.requires_grad:
+            (matrices if weight.dim() >= 2 else vectors).append(weight)
+    common = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    return [
+        {"params": matrices, "weight_decay": weight_decay, "wd_mult": 1.0, **common},
+        {"params": vectors, "weight_decay": 0.0, "wd_mult": 0.0, **common},
+    ]

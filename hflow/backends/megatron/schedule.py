@@ -1,0 +1,105 @@
+"""Megatron's pipeline schedule over the micro-batches of a data index.
+
+The schedule is megatron's own: one forward, one backward in turn, or a plain loop where there is one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor, nn
+
+from hflow.backends.common.inputs import Tokens
+from hflow.backends.megatron.model import Stage
+
+Finish = Callable[[Tokens, Tensor], Any]
+"""From a micro-batch and its hidden states `[U, D]` to what the last stage makes of them."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Runs micro-batches through the stages of a replica; all its ranks run it together."""
+
+    stage: Stage
+    module: nn.Module
+    """The stage's module, or what wraps it to sum gradients."""
+
+    def backward(self, microbatches: Sequence[Tokens], share: Callable[[Tokens, Tensor], Tensor]) -> None:
+        """Sum the gradients of all micro-batches, over data parallelism too.
+
+        Args:
+            microbatches: this rank's, as many as every other rank has.
+            share: on the last stage, a micro-batch's part of the loss.
+        """
+
+        def finish(tokens: Tokens, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+            # Losses are weighed already, so there is no number of tokens for megatron to divide by.
+            return share(tokens, hidden), torch.zeros((), dtype=torch.int, device=hidden.device), None
+
+        self._run(microbatches, finish, forward_only=False)
+
+    @torch.no_grad()
+    def forward(self, microbatches: Sequence[Tokens], finish: Finish) -> list[Any]:
+        """Run forward passes; on the last stage, what `finish` returned for each micro-batch."""
+
+        def collect(tokens: Tokens, hidden: Tensor, non_loss_data: bool) -> Any:
+            return finish(tokens, hidden)
+
+        return self._run(microbatches, collect, forward_only=True)
+
+    def _run(
+        self, microbatches: Sequence[Tokens], finish: Callable[..., Any], forward_only: bool
+    ) -> list[Any]:
+        if not microbatches:
+            return []
+        stage, groups = self.stage, self.stage.grid.groups
+        lengths = [self._rows_between(tokens) for tokens in microbatches]
+        run = get_forward_backward_func(pp_size=stage.grid.pipe, vp_size=None)
+
+        def forward_step(rest: Iterator[Tokens], module: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            tokens = next(rest)
+            hidden = module(**stage.inputs(tokens.computed_ids, tokens.position_ids, tokens.layout))
+            return hidden, partial(finish, tokens)
+
+        results: list[Any] = run(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=self.module,
+            num_microbatches=len(microbatches),
+            seq_length=0,  # micro-batches differ in length
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            pg_collection=groups,
+            p2p_communicator=_KnownShapes(stage, lengths) if stage.grid.pipe > 1 else None,
+        )
+        return results
+
+    def _rows_between(self, tokens: Tokens) -> int:
+        """Rows that a tensor rank passes on to the next stage."""
+        num_rows = len(tokens.computed_ids)
+        return -(-num_rows // self.stage.grid.tensor) if self.stage.config.sequence_parallel else num_rows
+
+
+class _KnownShapes(P2PCommunicator):  # type: ignore[misc]  # megatron has no types
+    """Exchanges activations and gradients between stages, whose shapes need no exchange of their own.
+
+    Every stage knows the lengths of all micro-batches, which come and go in order in both directions.
+    """
+
+    def __init__(self, stage: Stage, lengths: Sequence[int]) -> None:
+        super().__init__(stage.grid.groups.pp, stage.config)
+        shapes = [(length, 1, stage.config.hidden_size) for length in lengths]
+        self._forward, self._backward = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(
+        self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Shapes of what comes next from the previous and from the next stage."""
+        return next(self._forward) if recv_prev else None, next(self._backward) if recv_next else None

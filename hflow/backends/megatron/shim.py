@@ -1,0 +1,185 @@
+"""megatron-core on a CPU: its source is rewritten while it is imported.
+
+`torch.cuda` becomes a namespace that stands for the CPU, `"cuda"` becomes `"cpu"`, `.cuda()` and pinned
+memory go. Nothing outside megatron changes, and nothing is looked up at run time. Machines with CUDA never
+import this module.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+from hflow.errors import BackendError
+
+_PACKAGE = "megatron.core"
+_NAME = "__cpu_as_cuda__"
+"""What rewritten modules call the namespace."""
+_TOUCHED = re.compile(rb"cuda|pin_memory")
+_TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w+Tensor)")
+
+
+def install() -> None:
+    """Rewrite megatron-core from its first import on; safe to call again.
+
+    Raises:
+        BackendError: when it was imported before, as it is.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if _PACKAGE in sys.modules:
+        raise BackendError(
+            "megatron.core was imported before the CPU was made ready for it; "
+            "call hflow.backends.megatron.device.prepare('cpu') first"
+        )
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Nothing:
+    """A stream, an event or a context that does nothing."""
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., _Nothing]:
+        return lambda *args, **options: self
+
+
+class _CpuAsCuda:
+    """What megatron uses of `torch.cuda`, for the one CPU; everything else is torch's."""
+
+    Stream = Event = stream = device = _Nothing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    @property
+    def random(self) -> _CpuAsCuda:
+        return self
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device: object) -> None: ...
+
+    def synchronize(self, device: object = None) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def current_stream(self, device: object = None) -> _Nothing:
+        return _Nothing()
+
+    default_stream = current_stream
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        torch.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def memory_allocated(self, device: object = None) -> int:
+        return 0
+
+    max_memory_allocated = memory_reserved = memory_allocated
+
+
+class _Rewrite(ast.NodeTransformer):
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        if not isinstance(node.value, str):
+            return node
+        text = "cpu" if node.value == "cuda" else _TENSOR_TYPE.sub(r"torch.\1", node.value)
+        return ast.copy_location(ast.Constant(text), node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return ast.copy_location(ast.Name(_NAME, ast.Load()), node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            return node.func.value
+        for keyword in node.keywords:
+            if keyword.arg == "pin_memory" and isinstance(keyword.value, ast.Constant):
+                keyword.value = ast.copy_location(ast.Constant(False), keyword.value)
+        return node
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles the rewritten source; byte code is not kept, as it would be taken for the original's."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        tree = _Rewrite().visit(ast.parse(self.get_data(path)))
+        code: CodeType = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+        return code
+
+    def exec_module(self, module: ModuleType) -> None:
+        setattr(module, _NAME, _CpuAsCuda())
+        super().exec_module(module)
+        if module.__name__ in _AFTER:
+            _AFTER[module.__name__](module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(_PACKAGE):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        loader = spec.loader if spec else None
+        if not isinstance(loader, importlib.machinery.SourceFileLoader):
+            return spec
+        if fullname in _AFTER or _TOUCHED.search(Path(loader.path).read_bytes()):
+            assert spec is not None
+            spec.loader = _Loader(fullname, loader.path)
+        return spec
+
+
+def _run_eagerly(module: ModuleType) -> None:
+    """No torch.compile: it takes seconds to import and gains nothing on small models."""
+    module.disable_jit_fuser()
+
+
+def _keep_cpu_states(module: ModuleType) -> None:
+    """Random states of the CPU; these two reach into CUDA's C++ themselves."""
+    namespace: Any = module
+    namespace._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    namespace._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _need_no_streams(module: ModuleType) -> None:
+    """No advice on the number of CUDA's connections."""
+    module.linear_with_grad_accumulation_and_async_allreduce.warned = True
+
+
+_AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.jit": _run_eagerly,
+    "megatron.core.tensor_parallel.random": _keep_cpu_states,
+    "megatron.core.tensor_parallel.layers": _need_no_streams,
+}
+"""What is done with a module once it is loaded."""

@@ -1,0 +1,54 @@
+"""`update_weights`: an update body on every weight that this rank holds of two models."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hflow.backends.base import ModelBackend
+from hflow.errors import RunError
+from hflow.workers.base import NodeProgram
+
+
+@torch.no_grad()
+def update_weights(program: NodeProgram, target: ModelBackend, source: ModelBackend) -> None:
+    """Replace each of the target's weights by what the body makes of it and the source's.
+
+    Both replicas hold the same shards on a rank, so nothing is sent, and the result does not depend on how
+    many ranks there are.
+
+    Raises:
+        RunError: when the models differ, or the body does not return a weight; nothing is changed then
+            but, in the second case, the weights before it.
+    """
+    weights, others = dict(target.shards()), dict(source.shards())
+    _check_alike(program, weights, others)
+    parameter = {kind: name for name, kind in program.provided}
+    for name, weight in weights.items():
+        tensors = {parameter["target"]: weight, parameter["source"]: others[name]}
+        weight.copy_(_checked(program, name, weight, program.body(**tensors, **program.knobs)))
+
+
+def _check_alike(program: NodeProgram, weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    target, source = program.models
+    shapes, found = ({name: tuple(x.shape) for name, x in held.items()} for held in (weights, others))
+    for name in [*shapes, *found]:
+        if shapes.get(name) != found.get(name):
+            raise RunError(
+                f"node {program.name!r}: model {target!r} has {name} {_shape(shapes.get(name))}, but "
+                f"{source!r} has it {_shape(found.get(name))}; an update needs two models of one architecture"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not at all" if shape is None else f"of shape {list(shape)}"
+
+
+def _checked(program: NodeProgram, name: str, weight: Tensor, result: object) -> Tensor:
+    if isinstance(result, Tensor) and result.shape == weight.shape:
+        return result
+    got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+    raise RunError(
+        f"node {program.name!r}: for {name} the body must return a tensor of shape {list(weight.shape)}, "
+        f"not {got}"
+    )

@@ -1,0 +1,69 @@
+"""A server that speaks OpenAI's chat completions and knows how to add: a stand-in for a judge.
+
+    python recipes/custom/judge_server.py --port 8000
+
+It looks for a sum such as `07+45=052` in the last message, and replies 10 if it is right and 0 if not.
+"""
+
+import argparse
+import json
+import re
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+def grade(question: str) -> str:
+    """What the judge says."""
+    found = re.search(r"(\d+)\+(\d+)=(\d+)\s*$", question)
+    is_right = found is not None and int(found[1]) + int(found[2]) == int(found[3]) and len(found[3]) == 3
+    return "10" if is_right else "0"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers `POST /v1/chat/completions`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        """Reply to the last message."""
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v1/chat/completions":
+            self.send_error(404)
+            return
+        self.reply(grade(request["messages"][-1]["content"]), request["model"])
+
+    def reply(self, text: str, model: str) -> None:
+        """Send one completion."""
+        message = {"role": "assistant", "content": text}
+        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+        sent = json.dumps({"object": "chat.completion", "model": model, "choices": choices}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(sent)))
+        self.end_headers()
+        self.wfile.write(sent)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing of each request."""
+
+
+class JudgeServer(ThreadingHTTPServer):
+    """One thread a connection; many may arrive at once."""
+
+    request_queue_size = 512
+    daemon_threads = True
+
+
+def main() -> None:
+    """Serve until interrupted."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=8000)
+    port = parser.parse_args().port
+    with JudgeServer(("127.0.0.1", port), Handler) as server:
+        sys.stdout.write(f"judging at http://127.0.0.1:{port}/v1\n")
+        sys.stdout.flush()
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

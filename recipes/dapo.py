@@ -1,0 +1,51 @@
+"""DAPO: groups without a spread are refused and replaced, likelier tokens are clipped later.
+
+    hflow run recipes/dapo.py
+
+Starts from the checkpoint of `recipes/sft.py`, as `recipes/grpo.py` does. The four changes to GRPO: dynamic
+sampling (`has_spread` refuses a group whose answers are all right or all wrong, and rollout goes on until the
+batch is full), clip-higher, a mean over tokens, and overlong shaping (nothing up to `limit - buffer` tokens,
+then down to -1 at `limit`; what is cut off is not learned).
+
+Source: Yu et al. 2025, "DAPO: an open-source LLM reinforcement learning system at scale", equations 8 to 13.
+"""
+
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset("train", prompt=Text, answer=Text)
+heldout = Dataset("heldout", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample")
+def right(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+@compute(per="sample", returns=("reward", "train_mask"))
+def shaped(
+    right: float, num_tokens: int, stop_reason: str, *, limit: int = 8, buffer: int = 4
+) -> tuple[float, bool]:
+    overlong = max(-1.0, min(0.0, (limit - buffer - num_tokens) / buffer))
+    return 2 * right - 1 + overlong, stop_reason != "length"
+
+
+@compute(per="group", returns="keep")
+def has_spread(right: list[float]) -> bool:
+    return 0 < sum(right) < len(right)
+
+
+recipe = Recipe(
+    "dapo",
+    data,
+    [
+        use(nodes.actor_gen, actor, group=8, max_tokens=8),
+        right,
+        shaped,
+        has_spread,
+        nodes.group_advantage,
+        use(nodes.actor_train, actor, minibatches=2, prox="none", clip_high=0.28, mask="train_mask"),
+        use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
+        use(right, name="accuracy", on="eval_gen", returns="accuracy"),
+    ],
+)

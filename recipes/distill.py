@@ -1,0 +1,43 @@
+"""On-policy distillation: the student samples, the teacher judges every token of it.
+
+    hflow run recipes/distill.py models.teacher.path=runs/grpo/latest/checkpoints/latest/actor
+
+The advantage of a token is minus the student's reverse KL from the teacher there, estimated from the
+token that was drawn, with nothing of the future (a discount of 0): no reward, no critic. The student
+starts from the checkpoint of `recipes/sft.py`.
+
+Source: Agarwal et al. 2023, "On-policy distillation of language models" (the reverse KL on the student's
+own samples); Lu and Thinking Machines Lab 2025, "On-policy distillation" (as an advantage).
+"""
+
+from hflow import Dataset, Metrics, Model, PerToken, Recipe, Text, algo, compute, nodes, use
+
+data = Dataset("train", prompt=Text)
+heldout = Dataset("heldout", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+teacher = Model("teacher")
+
+
+@compute(returns="advantages")
+def nearer_to_teacher(behav_logprobs: PerToken, teacher_logprobs: PerToken) -> tuple[PerToken, Metrics]:
+    reverse_kl = algo.kl_k1(behav_logprobs, teacher_logprobs)
+    return -reverse_kl, {"reverse_kl": reverse_kl}
+
+
+@compute(per="sample", on="eval_gen")
+def accuracy(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+recipe = Recipe(
+    "distill",
+    data,
+    [
+        use(nodes.actor_gen, actor),
+        use(nodes.ref_inf, teacher, name="teacher_inf", returns="teacher_logprobs"),
+        nearer_to_teacher,
+        use(nodes.actor_train, actor, minibatches=2, prox="none"),
+        use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
+        accuracy,
+    ],
+)

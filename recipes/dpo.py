@@ -1,0 +1,32 @@
+"""DPO: a policy from preferences, without a reward model and without sampling.
+
+    hflow run recipes/dpo.py
+
+A pair is a group of two, the chosen first. Starts from the checkpoint of `recipes/sft.py`, which is the
+reference too; watch the held-out accuracy of greedy answers (`eval_gen/accuracy`, every 50 steps).
+"""
+
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset("train", prompt=Text, chosen=Text, rejected=Text)
+heldout = Dataset("heldout", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+ref = Model("ref", init_from=actor)
+
+
+@compute(per="sample", on="eval_gen")
+def accuracy(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+recipe = Recipe(
+    "dpo",
+    data,
+    [
+        use(nodes.pair, actor),
+        use(nodes.ref_inf, ref),
+        use(nodes.dpo, actor, beta=1.0),
+        use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=50, temperature=0.0),
+        accuracy,
+    ],
+)

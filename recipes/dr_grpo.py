@@ -1,0 +1,35 @@
+"""Dr. GRPO: GRPO without the two biases, of the group's spread and of an answer's length.
+
+    hflow run recipes/dr_grpo.py
+
+Starts from the checkpoint of `recipes/sft.py`, as `recipes/grpo.py` does. Advantages are not divided by the
+group's standard deviation, and the loss is a sum over tokens by a constant: 256 answers a minibatch
+times the most tokens that one may have, 4.
+
+Source: Liu et al. 2025, "Understanding R1-Zero-like training: a critical perspective", section 3.
+"""
+
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset("train", prompt=Text, answer=Text)
+heldout = Dataset("heldout", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", timeout=5.0, returns="reward")
+def score(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+recipe = Recipe(
+    "dr_grpo",
+    data,
+    [
+        use(nodes.actor_gen, actor, group=8),
+        score,
+        use(nodes.group_advantage, std=False),
+        use(nodes.actor_train, actor, minibatches=2, prox="none", reduce="token-sum/1024"),
+        use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
+        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+    ],
+)

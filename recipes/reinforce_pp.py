@@ -1,0 +1,38 @@
+"""REINFORCE++: one answer a prompt, token-level KL in the reward, advantages whitened over the batch.
+
+    hflow run recipes/reinforce_pp.py
+
+No critic and no groups: the advantage of a token is the reward less the KL that is still to come,
+whitened over all tokens of the batch, in PPO's clipped loss. Starts from the checkpoint of `recipes/sft.py`.
+
+Source: Hu et al. 2025, "REINFORCE++: stabilizing critic-free policy optimization with global advantage
+normalization".
+"""
+
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset("train", prompt=Text, answer=Text)
+heldout = Dataset("heldout", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+ref = Model("ref", init_from=actor)
+
+
+@compute(per="sample", timeout=5.0, returns="reward")
+def score(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+recipe = Recipe(
+    "reinforce_pp",
+    data,
+    [
+        use(nodes.actor_gen, actor),
+        score,
+        use(nodes.ref_inf, ref),
+        use(nodes.kl_reward, beta=0.01),
+        nodes.returns_to_go,
+        use(nodes.actor_train, actor, minibatches=2, prox="none"),
+        use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
+        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+    ],
+)

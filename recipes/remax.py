@@ -1,0 +1,44 @@
+"""ReMax: the reward of the greedy answer to the same prompt is the baseline; no critic, no groups.
+
+    hflow run recipes/remax.py
+
+A second generation derives from the first (`on="actor_gen"`): for each sample it answers the same prompt at
+temperature 0. Streams join by sample, so its score is there as `baseline` beside the sample's `reward`.
+The log-probs of an answer are summed (`seq-mean-token-sum`), as it is one action. Starts from the
+checkpoint of `recipes/sft.py`.
+
+Source: Li et al. 2023, "ReMax: a simple, effective, and efficient reinforcement learning method for aligning
+large language models".
+"""
+
+from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
+
+data = Dataset("train", prompt=Text, answer=Text)
+heldout = Dataset("heldout", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", timeout=5.0, returns="reward")
+def score(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+@compute(returns="advantages")
+def above_greedy(reward: PerSequence, baseline: PerSequence) -> PerSequence:
+    return reward - baseline
+
+
+recipe = Recipe(
+    "remax",
+    data,
+    [
+        use(nodes.actor_gen, actor),
+        score,
+        use(nodes.actor_gen, actor, name="greedy", on="actor_gen", temperature=0.0),
+        use(score, name="greedy_score", on="greedy", returns="baseline"),
+        above_greedy,
+        use(nodes.actor_train, actor, prox="none", reduce="seq-mean-token-sum"),
+        use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
+        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+    ],
+)

@@ -1,0 +1,36 @@
+"""RLOO: each answer against the mean of the others to its prompt, without clipping or a spread.
+
+    hflow run recipes/rloo.py
+
+Starts from the checkpoint of `recipes/sft.py`, as `recipes/grpo.py` does. One update a step on the samples
+of its own policy: the ratio is 1, and the loss's gradient is that of REINFORCE. The log-probs are summed
+over a sequence (`seq-mean-token-sum`), as the whole answer is one action.
+
+Source: Ahmadian et al. 2024, "Back to basics: revisiting REINFORCE-style optimization for learning from
+human feedback in LLMs"; Kool et al. 2019.
+"""
+
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset("train", prompt=Text, answer=Text)
+heldout = Dataset("heldout", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", timeout=5.0, returns="reward")
+def score(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+recipe = Recipe(
+    "rloo",
+    data,
+    [
+        use(nodes.actor_gen, actor, group=8),
+        score,
+        nodes.leave_one_out,
+        use(nodes.actor_train, actor, prox="none", reduce="seq-mean-token-sum"),
+        use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
+        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+    ],
+)

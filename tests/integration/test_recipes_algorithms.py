@@ -1,0 +1,163 @@
+"""Every shipped recipe but sft and grpo runs, and what each promises of its first steps holds."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from runs import ROOT, largest_difference, run, steps_of, weights_of
+from safetensors.torch import load_file
+
+from hflow.errors import NotYetError
+
+ALONE = ["workers=inproc", "cluster=cpu-1x1"]
+HERE = ROOT / "tests" / "integration" / "recipes"
+ACTOR = ["models.actor.path=null", "models.actor.optim.warmup_steps=0", "models.actor.optim.lr=1e-3"]
+SMALL = ["steps=2", "batch=8", "data.heldout.limit=6", "save_every=1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Additions whose right answer is none at all, which random weights give now and then."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{a:02d}+{a:02d}=", "answer": ""}) for a in range(40)))
+    return ["data.train.generator=null", f"data.train.path={path}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("dapo", []),
+        ("distill", ["models.teacher.path=null", "models.teacher.dtype=bf16"]),
+        ("dr_grpo", []),
+        ("gspo", []),
+        ("reinforce_pp", ["batch=64"]),
+        ("remax", ["batch=64"]),
+        ("rloo", []),
+    ],
+)
+def test_a_recipe_of_answers_learns(name: str, changes: list[str], rows: list[str], tmp_path: Path) -> None:
+    summary = run(f"recipes/{name}.py", tmp_path, *ALONE, *ACTOR, *SMALL, *rows, *changes)
+    assert (summary.reason, summary.steps) == ("done", 2)
+    for row in steps_of(summary):
+        assert [key for key, value in row.items() if not math.isfinite(value)] == []
+    first, second = (
+        load_file(summary.directory / "checkpoints" / f"step-{k}" / "actor" / "model.safetensors")
+        for k in (1, 2)
+    )
+    assert largest_difference(first, second) > 1e-5
+
+
+def test_dapo_trains_on_groups_with_a_spread_only(rows: list[str], tmp_path: Path) -> None:
+    summary = run("recipes/dapo.py", tmp_path, *ALONE, *ACTOR, *SMALL, *rows)
+    for row in steps_of(summary):
+        assert row["batch/samples"] == 64
+        # Every group of eight has at least one right and one wrong answer; the reward is 2 right - 1.
+        assert 1 / 8 <= row["actor_gen/right"] <= 7 / 8
+        assert row["actor_gen/keep"] == 1
+        assert row["refused/keep"] > 0
+
+
+def test_preferences_are_learned(tmp_path: Path) -> None:
+    common = [*ALONE, "steps=20", "batch=32", "data.heldout.limit=20"]
+    rm = ["models.rm.path=null", "models.rm.optim.warmup_steps=0", "nodes.eval_pair.every=20"]
+    scored = run("recipes/reward_model.py", tmp_path, *common, *rm)
+    dpo = run("recipes/dpo.py", tmp_path, *common, *ACTOR, "nodes.eval_gen.after=1000")
+    for summary, node in ((scored, "reward_train"), (dpo, "dpo")):
+        rows = steps_of(summary)
+        # Indifferent at first (log 2), then the chosen are told from the rejected.
+        assert rows[0][f"{node}/loss"] == pytest.approx(math.log(2), abs=0.1)
+        assert rows[-1][f"{node}/loss"] < rows[0][f"{node}/loss"] - 0.01
+        assert sum(row[f"{node}/accuracy"] for row in rows[-5:]) / 5 > 0.5
+    held = [json.loads(line) for line in (scored.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in held if "eval_pair/accuracy" in row] == [0, 20]
+
+
+def test_ppo_with_the_reward_of_a_model(tmp_path: Path) -> None:
+    options = ["models.rm.path=null", "steps=2", "batch=16"]
+    scored = run("recipes/reward_model.py", tmp_path, *ALONE, *options, "nodes.eval_pair.after=1000")
+    rm = (scored.directory / "checkpoints" / "latest" / "rm").resolve()
+    models = [f"+model@models.{name}=tiny-qwen2" for name in ("actor", "rm")]
+    ppo = run(
+        HERE / "ppo_of_a_reward_model.py",
+        tmp_path,
+        *ALONE,
+        *models,
+        f"models.rm.path={rm}",
+        "+data@data.train=addition",
+        "models.actor.optim.lr=1e-3",
+        "models.critic.optim.lr=1e-3",
+        "steps=3",
+        "batch=8",
+    )
+    for row in steps_of(ppo):
+        assert [key for key, value in row.items() if not math.isfinite(value)] == []
+        assert row["actor_train/grad_norm"] > 0
+        assert row["critic_train/grad_norm"] > 0
+
+
+def test_the_kl_moves_from_the_reward_into_the_loss(tmp_path: Path) -> None:
+    common = [*ALONE, *ACTOR, *SMALL, "nodes.actor_train.after=0", "models.critic.optim.warmup_steps=0"]
+    paid = run("recipes/ppo.py", tmp_path / "paid", *common)
+    moved = ["nodes.kl_reward.beta=0", "nodes.actor_train.kl_coef=0.05", "nodes.actor_train.kl_estimator=k2"]
+    lost = run("recipes/ppo.py", tmp_path / "lost", *common, *moved)
+    assert all("actor_train/ref_kl" not in row for row in steps_of(paid))
+    assert [row["kl_reward/beta"] for row in steps_of(lost)] == [0, 0]
+    kls = [row["actor_train/ref_kl"] for row in steps_of(lost)]
+    assert 0 <= kls[0] < kls[1]
+    assert largest_difference(weights_of(paid), weights_of(lost)) > 1e-5
+
+
+def test_a_critic_may_learn_alone_first(tmp_path: Path) -> None:
+    options = [*ALONE, *ACTOR, "steps=3", "batch=8", "data.heldout.limit=6", "save_every=1"]
+    summary = run("recipes/ppo.py", tmp_path, *options, "nodes.actor_train.after=2")
+    rows = steps_of(summary)
+    assert ["actor_train/loss" in row for row in rows] == [False, False, True]
+    assert all("critic_train/loss" in row for row in rows)
+    first, second, third = (
+        load_file(summary.directory / "checkpoints" / f"step-{k}" / "actor" / "model.safetensors")
+        for k in (1, 2, 3)
+    )
+    assert largest_difference(first, second) == 0 < largest_difference(second, third)
+
+
+BESIDE = ["+model@models.actor=tiny-qwen2", "+data@data.train=addition", "models.actor.optim.lr=1e-3"]
+BESIDE += ["steps=3", "batch=8", "max_concurrent=64"]
+
+
+@pytest.mark.ray
+def test_a_greedy_answer_beside_each_sample(tmp_path: Path) -> None:
+    """Refused groups release what is drawn beside them; two workers compute what one process does."""
+    alone = run(HERE / "greedy_beside.py", tmp_path / "alone", *ALONE, *BESIDE)
+    apart = run(HERE / "greedy_beside.py", tmp_path / "apart", *BESIDE, "cluster=cpu-1x2")
+    for ours, theirs in zip(steps_of(alone), steps_of(apart), strict=True):
+        assert ours["greedy/baseline"] == theirs["greedy/baseline"]
+        assert ours["actor_gen/reward"] == theirs["actor_gen/reward"]
+    assert largest_difference(weights_of(alone), weights_of(apart)) < 1e-5
+
+
+def test_what_derived_samples_cannot_do_yet(tmp_path: Path) -> None:
+    source = (HERE / "greedy_beside.py").read_text()
+    recipe = tmp_path / "other.py"
+    recipe.write_text(
+        source.replace("temperature=0.0, ", "").replace('prox="none"', 'prox="none", on="greedy"')
+    )
+    with pytest.raises(NotYetError, match=r"greedy .*: actor_train trains on it, but samples of a derived"):
+        run(recipe, tmp_path / "runs", *ALONE, *BESIDE)
+    recipe.write_text(
+        source.replace("recipe = Recipe", 'other = Model("other")\nrecipe = Recipe').replace(
+            'use(nodes.actor_gen, actor, name="greedy"', 'use(nodes.actor_gen, other, name="greedy"'
+        )
+    )
+    with pytest.raises(
+        NotYetError, match=r"greedy .*: it derives from 'actor_gen', so for now it can only use"
+    ):
+        run(recipe, tmp_path / "runs", *ALONE, *BESIDE, "+model@models.other=tiny-qwen2")

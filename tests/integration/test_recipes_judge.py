@@ -1,0 +1,128 @@
+"""A language model as the judge, over real HTTP: what it says is the reward, what it fails at is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from runs import ROOT, run, steps_of
+
+from hflow.dsl import load_recipe
+from hflow.errors import RecipeError
+
+RECIPE = ROOT / "recipes" / "custom" / "llm_judge.py"
+SERVER = ROOT / "recipes" / "custom" / "judge_server.py"
+SMALL = ["workers=inproc", "cluster=cpu-1x1", "models.actor.path=null", "steps=2", "batch=4"]
+SMALL += ["nodes.eval_gen.after=1000", "nodes.actor_gen.group=2"]
+
+
+def module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+class Judging:
+    """The shipped server, with what to do instead of answering, request by request."""
+
+    def __init__(self) -> None:
+        shipped = module(SERVER)
+        self.num_asked = 0
+        self.replies: list[str | int] = []
+        """Texts to say, or statuses to fail with, before it answers as shipped."""
+        lock, judging = threading.Lock(), self
+
+        class Handler(shipped.Handler):
+            def reply(self, text: str, model: str) -> None:
+                with lock:
+                    judging.num_asked += 1
+                    scripted = judging.replies.pop(0) if judging.replies else text
+                if isinstance(scripted, int):
+                    self.send_error(scripted)
+                else:
+                    super().reply(scripted, model)
+
+        self.server = shipped.JudgeServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+
+@pytest.fixture
+def judging() -> Iterator[Judging]:
+    made = Judging()
+    thread = threading.Thread(target=made.server.serve_forever)
+    thread.start()
+    yield made
+    made.server.shutdown()
+    thread.join()
+    made.server.server_close()
+
+
+def ask(url: str, completion: str, **options: Any) -> float:
+    """One call of the node's body, as a worker makes it."""
+    body = load_recipe(RECIPE).bodies({"judge": {"url": url, "patience": 0.01, **options}})["judge"]
+    score: float = asyncio.run(body(prompt="17+25=", completion=completion))
+    return score
+
+
+@pytest.mark.parametrize(("completion", "score"), [("042", 1.0), ("043", 0.0), ("42", 0.0), ("", 0.0)])
+def test_a_score_is_read_from_the_reply(judging: Judging, completion: str, score: float) -> None:
+    assert ask(judging.url, completion) == score
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"), [("I'd say 7.5 of 10.", 0.75), ("Score: -3", 0.0), ("12", 1.0), ("about 1", 0.1)]
+)
+def test_replies_in_words(judging: Judging, reply: str, score: float) -> None:
+    judging.replies = [reply]
+    assert ask(judging.url, "042") == score
+
+
+def test_a_busy_judge_is_asked_again(judging: Judging) -> None:
+    judging.replies = [503, 429, 500]
+    assert ask(judging.url, "042") == 1.0
+    assert judging.num_asked == 4
+
+
+def test_a_judge_that_stays_busy_or_refuses_fails_the_sample(judging: Judging) -> None:
+    judging.replies = [503, 503]
+    with pytest.raises(httpx.HTTPStatusError, match="503"):
+        ask(judging.url, "042", attempts=2)
+    judging.replies = [401]
+    with pytest.raises(httpx.HTTPStatusError, match="401"):
+        ask(judging.url, "042")
+    assert judging.num_asked == 3
+    judging.replies = ["no idea"]
+    with pytest.raises(ValueError, match="the judge gave no number: 'no idea'"):
+        ask(judging.url, "042")
+    with pytest.raises(httpx.ConnectError):
+        ask("http://127.0.0.1:9/v1", "042", attempts=2)
+
+
+def test_a_run_is_rewarded_by_the_judge_and_refuses_what_it_cannot_judge(
+    judging: Judging, tmp_path: Path
+) -> None:
+    judging.replies = ["9", "no idea", "10", "7", 404]
+    options = [f"nodes.judge.url={judging.url}", "nodes.judge.patience=0.01"]
+    summary = run(RECIPE, tmp_path, *SMALL, *options)
+    rows = steps_of(summary)
+    # Two of the first samples have no score; each takes its group of two along, as pairs are compared.
+    assert sum(row.get("refused/failed", 0) for row in rows) >= 2
+    assert judging.num_asked >= sum(row["batch/samples"] for row in rows)
+    assert rows[0]["actor_gen/reward"] > 0
+    assert rows[1]["actor_gen/reward"] == 0  # random weights are never right
+
+
+def test_a_question_must_be_a_text(tmp_path: Path) -> None:
+    wrong = tmp_path / RECIPE.name
+    wrong.write_text(RECIPE.read_text().replace("completion: str) -> str:", "completion: str) -> float:"))
+    with pytest.raises(RecipeError, match=r"judge: a Judge's body returns its question, a str"):
+        load_recipe(wrong)

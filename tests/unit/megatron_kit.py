@@ -1,0 +1,227 @@
+"""Tiny HF models, packed sequences, and what transformers makes of them, for the tests of the megatron
+backend. Nothing here imports megatron.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hflow.backends.attention import PackedLayout
+from hflow.backends.base import ModelSettings
+from hflow.backends.torch_model.heads import ScalarHead, save_head
+
+VOCAB = 300
+"""Padded to 384 rows for one rank and to 512 for two or four, of which the last then has none."""
+QWEN2: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+UNTIED = {"tie_word_embeddings": False}
+QWEN3 = QWEN2 | {"model_type": "qwen3", "head_dim": 16}
+ONE_KV = QWEN3 | {"num_key_value_heads": 1}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LLAMA = QWEN2 | {"model_type": "llama", "attention_bias": True, "rope_parameters": LLAMA3_ROPE}
+MISTRAL = QWEN2 | {"model_type": "mistral", "sliding_window": None}
+
+LENGTHS = ((5, 9, 3, 1), (12, 2, 5))
+"""Sequences of each micro-batch: 18 and 19 tokens, which two ranks cannot share equally."""
+
+RECOMPUTED = {"activation_checkpointing": True}
+NO_SP = {"sequence_parallel": False}
+SP = {"sequence_parallel": True}
+FIRST, SECOND, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout."""
+
+    name: str
+    layout: tuple[int, int, int] = (1, 1, 1)
+    """Data, tensor, pipe."""
+    architecture: dict[str, Any] = field(default_factory=lambda: QWEN2)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def head(self) -> str:
+        return self.settings.get("head", "lm")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.settings.get("dtype") == "bf16" else torch.float32
+
+
+ROUNDS: list[list[tuple[tuple[int, ...], Case]]] = [
+    [
+        (FIRST, Case("qwen2 t2", (1, 2, 1), QWEN2, SP)),
+        (SECOND, Case("qwen2 p2", (1, 1, 2))),
+    ],
+    [
+        (FIRST, Case("qwen2 untied t2 without sp", (1, 2, 1), QWEN2 | UNTIED, NO_SP)),
+        (SECOND, Case("llama untied p2 recomputed", (1, 1, 2), LLAMA | UNTIED, RECOMPUTED)),
+    ],
+    [
+        (FIRST, Case("qwen3 t2 recomputed", (1, 2, 1), QWEN3, SP | RECOMPUTED)),
+        (SECOND, Case("mistral p2", (1, 1, 2), MISTRAL)),
+    ],
+    [
+        (FIRST, Case("value t2", (1, 2, 1), QWEN2, {"head": "value"} | SP)),
+        (SECOND, Case("score p2", (1, 1, 2), QWEN2 | UNTIED, {"head": "score"})),
+    ],
+    [
+        (FIRST, Case("bf16 t2", (1, 2, 1), QWEN2, {"dtype": "bf16"} | SP)),
+        (SECOND, Case("value t2 without sp", (1, 2, 1), QWEN2, {"head": "value"} | NO_SP)),
+    ],
+    [(ALL, Case("qwen2 t2p2", (1, 2, 2), QWEN2, SP))],
+    [
+        (
+            ALL,
+            Case(
+                "llama with all biases t2p2 recomputed",
+                (1, 2, 2),
+                LLAMA | {"mlp_bias": True},
+                SP | RECOMPUTED,
+            ),
+        )
+    ],
+    [(ALL, Case("qwen3 untied t2p2 without sp", (1, 2, 2), QWEN3 | UNTIED, NO_SP))],
+    [(ALL, Case("two key-value heads t4", (1, 4, 1), QWEN2, SP))],
+    [
+        (
+            ALL,
+            Case("one key-value head t4 without sp", (1, 4, 1), ONE_KV, NO_SP),
+        )
+    ],
+    [(ALL, Case("five layers p4", (1, 1, 4), QWEN2 | {"num_hidden_layers": 5}))],
+]
+"""What the ranks of the first column compute, one round after the other."""
+GRIDS = [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1), (1, 1, 4)]
+"""Layouts of all four ranks."""
+CASES = {case.name: case for turn in ROUNDS for _, case in turn}
+
+
+def settings(case: Case, directory: Path, **changes: Any) -> ModelSettings:
+    """Settings that read the checkpoint which `write_checkpoint` wrote."""
+    return ModelSettings(
+        "actor", **({"trainable": True, "path": str(directory / case.name)} | case.settings | changes)
+    )
+
+
+def model(case: Case) -> tuple[PreTrainedModel, ScalarHead | None]:
+    """The case's model and scalar head by transformers alone, without a weight that is 0 or 1."""
+    options = {key: value for key, value in case.architecture.items() if key != "model_type"}
+    config = AutoConfig.for_model(case.architecture["model_type"], **options)
+    torch.manual_seed(3)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    head = None if case.head == "lm" else ScalarHead(config.hidden_size, seed=7)
+    with torch.no_grad():
+        for weight in (*made.parameters(), *(head.parameters() if head else ())):
+            weight.add_(torch.randn(weight.shape), alpha=0.1)
+    return made, head
+
+
+def write_checkpoint(case: Case, path: Path, shard: str = "1GB") -> None:
+    """The case's model in HF layout, under its name."""
+    made, head = model(case)
+    made.save_pretrained(path / case.name, max_shard_size=shard)
+    if head:
+        save_head(path / case.name, case.head, head.state_dict())
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One micro-batch of token ids."""
+
+    lengths: tuple[int, ...]
+    ids: Tensor
+    positions: Tensor
+
+    def layout(self, dtype: torch.dtype) -> PackedLayout:
+        return PackedLayout.of(np.array(self.lengths), "cpu", dtype)
+
+
+def packs() -> list[Pack]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Pack(
+            lengths,
+            torch.randint(0, VOCAB, (sum(lengths),), generator=generator),
+            torch.cat([torch.arange(length) for length in lengths]),
+        )
+        for lengths in LENGTHS
+    ]
+
+
+def with_other_tokens(pack: Pack, sequence: int) -> Pack:
+    """The same micro-batch with other tokens in one of its sequences."""
+    parts = list(pack.ids.split(pack.lengths))
+    parts[sequence] = (parts[sequence] + 1) % VOCAB
+    return replace(pack, ids=torch.cat(parts))
+
+
+def output_weights(pack: Pack, head: str) -> Tensor:
+    """The loss is the sum of these times the logits `[T, V]`, or times the scalars `[T]`."""
+    shape = (len(pack.ids), VOCAB) if head == "lm" else (len(pack.ids),)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(pack.ids))) / 10
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a model computes; gradients and weights by HF name."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+@functools.cache
+def expected(name: str) -> Expected:
+    """What transformers computes for a case, sequence by sequence, in the case's dtype."""
+    case = CASES[name]
+    made, head = model(case)
+    made.to(case.dtype)
+    named = dict(made.named_parameters())
+    if head:
+        named.pop("lm_head.weight", None)
+        named |= {f"{case.head}_head.{n}": weight for n, weight in head.named_parameters()}
+    outputs, loss = [], torch.zeros(())
+    for pack in packs():
+        results = [made(ids[None], output_hidden_states=True) for ids in pack.ids.split(pack.lengths)]
+        parts = [head(x.hidden_states[-1][0]) if head else x.logits[0].float() for x in results]
+        outputs.append(torch.cat(parts))
+        loss = loss + (outputs[-1] * output_weights(pack, case.head)).sum()
+    loss.backward()
+    return Expected(
+        [output.detach() for output in outputs],
+        {n: weight.grad.float() for n, weight in named.items()},
+        {n: weight.detach() for n, weight in named.items()},
+    )
+
+
+def run(rank: int, directory: str) -> None:
+    """Entry point of a rank."""
+    import megatron_ranks
+
+    megatron_ranks.run(rank, Path(directory))

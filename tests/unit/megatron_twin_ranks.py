@@ -1,0 +1,167 @@
+"""What four real ranks (gloo) compute with `MegatronModel`, each rank leaving its results in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import megatron_twins as twins
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch_kit as kit
+
+from hflow.backends.base import Seat, TrainShard
+from hflow.backends.common.cutting import Minibatch
+from hflow.backends.common.inputs import prepare as prepare_batch
+from hflow.backends.megatron.device import prepare
+from hflow.data.batch import Column
+from hflow.errors import HflowError
+from hflow.types import Unit
+
+prepare("cpu")
+
+from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
+from hflow.backends.megatron.grid import Grid  # noqa: E402
+from hflow.backends.megatron.inputs import share_out  # noqa: E402
+
+Groups = dict[tuple[int, ...], Any]
+
+
+def run(rank: int, path: Path, act: Callable[[int, Path, Groups], None]) -> None:
+    """Join the world, act in it, leave it."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(path / "store"), 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
+    groups = {ranks: dist.new_group(ranks) for ranks in (twins.FIRST, twins.SECOND)}
+    act(rank, path, groups | {twins.ALL: dist.group.WORLD})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def model(twin: twins.Twin, path: Path, group: Any, **changes: Any) -> MegatronModel:
+    settings = dataclasses.replace(kit.SETTINGS, **twins.settings(twin, path / "checkpoint") | changes)
+    return MegatronModel(settings, Seat(group, twin.data, twin.tensor, twin.pipe))
+
+
+def place(twin: twins.Twin, group: Any) -> tuple[int, bool]:
+    """Data index, and whether this rank is its head, by the rule of the training order."""
+    p, rest = divmod(group.rank(), twin.data * twin.tensor)
+    d, t = divmod(rest, twin.tensor)
+    return d, t == 0 and p == twin.pipe - 1
+
+
+def train(rank: int, path: Path, groups: Groups) -> None:
+    for turn in twins.ROUNDS:
+        for ranks, twin in turn.items():
+            if rank in ranks:
+                train_twin(twin, groups[ranks], path)
+    if rank in twins.FIRST:
+        train_on_nan(groups[twins.FIRST], path)
+        start_in_bf16(groups[twins.FIRST], path)
+    if rank == 0:
+        train_alone(path)
+
+
+def train_twin(twin: twins.Twin, group: Any, path: Path) -> None:
+    """Metrics of three steps, and the weights after them."""
+    call, _ = twins.NODES[twin.node]
+    backend = model(twin, path, group)
+    d, is_head = place(twin, group)
+    shards = twins.shards(twin.data, d) if is_head else []
+    metrics = [backend.train(call, shards, step) for step in range(twins.NUM_STEPS)]
+    weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    torch.save((metrics, weights), path / f"{twin.name}.{group.rank()}.pt")
+    if twin.dtype == "bf16":
+        backend.save(str(path / f"{twin.name} saved"))
+
+
+def train_on_nan(group: Any, path: Path) -> None:
+    """One of two data ranks has an input that is not finite: what each of them says."""
+    twin = twins.Twin("ppo", data=2)
+    (shard,) = twins.shards(2, group.rank())
+    first = shard.minibatches[0]
+    if group.rank() == 1:
+        nan = np.full(len(first), np.nan, np.float32)
+        first = first.with_columns({"advantages": Column(Unit.SEQUENCE, nan)})
+    shards = [TrainShard((first, *shard.minibatches[1:]))]
+    message = refusal(lambda: model(twin, path, group).train(twins.NODES["ppo"][0], shards, 7))
+    (path / f"nan.{group.rank()}").write_text(message)
+
+
+def refusal(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except HflowError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def start_in_bf16(group: Any, path: Path) -> None:
+    """What is saved before any step."""
+    twin = twins.Twin("sft", data=2, settings=twins.BF16)
+    model(twin, path, group).save(str(path / "untouched"))
+
+
+def train_alone(path: Path) -> None:
+    """One process that is given the shards of all data indices."""
+    call, _ = twins.NODES["ppo"]
+    backend = model(twins.Twin("ppo"), path, None)
+    shards = [*twins.shards(2, 0), *twins.shards(2, 1)]
+    metrics = [backend.train(call, shards, step) for step in range(twins.NUM_STEPS)]
+    weights = {name: x.clone() for name, x in backend.weights()}
+    torch.save((metrics, weights), path / "alone.pt")
+    mask = Column(Unit.TOKEN, np.zeros(twins.batch().num_tokens, bool))
+    nothing = twins.batch().with_columns({"loss_mask": mask})
+    metrics = backend.train(call, [TrainShard((nothing, nothing.take([])))], 3)
+    assert backend._optimizer is not None
+    first, _ = backend._optimizer._inner.state_dict()["optimizer"]["param_groups"]
+    is_same = all(torch.equal(weights[name], x) for name, x in backend.weights())
+    torch.save((metrics, first["step"], is_same), path / "nothing.pt")
+
+
+def infer(rank: int, path: Path, groups: Groups) -> None:
+    for turn in twins.INFER_ROUNDS:
+        for ranks, twin in turn.items():
+            if rank in ranks:
+                infer_twin(twin, groups[ranks], path)
+    receive(groups[twins.ALL], path)
+    if rank in twins.FIRST:
+        fail(twins.Twin("sft", tensor=2), groups[twins.FIRST], path)
+    patience = timedelta(seconds=3)
+    pair = dist.new_group(list(twins.SECOND), timeout=patience)
+    if rank in twins.SECOND:
+        fail(twins.Twin("sft", pipe=2), pair, path)
+
+
+def infer_twin(twin: twins.Twin, group: Any, path: Path) -> None:
+    """What each call returns, for every rank."""
+    d, is_head = place(twin, group)
+    shards = twins.infer_shards(twin.data, d) if is_head else []
+    _, head = twins.NODES[twin.node]
+    backend = model(twin, path, group, trainable=False)
+    calls = twins.CALLS[head.get("head", "lm")]
+    results = {name: backend.infer(call, shards) for name, call in calls.items()}
+    torch.save(results, path / f"{twin.name}.{group.rank()}.pt")
+
+
+def receive(group: Any, path: Path) -> None:
+    """What each of four ranks gets of its head's minibatches."""
+    grid = Grid.of(Seat(group, data=1, tensor=2, pipe=2))
+    whole = prepare_batch(twins.batch(), "lm")
+    mine = [Minibatch((whole.take([0, 1]), whole.take([2])), 3, {Unit.TOKEN: 7})] if grid.is_head else None
+    torch.save(share_out(grid, mine, torch.device("cpu")), path / f"received.{group.rank()}.pt")
+
+
+def fail(twin: twins.Twin, group: Any, path: Path) -> None:
+    """The body raises where it runs; what each rank says."""
+    d, is_head = place(twin, group)
+    shards = twins.shards(twin.data, d) if is_head else []
+    backend = model(twin, path, group)
+    try:
+        backend.train(twins.FAILING, shards, 0)
+    except (HflowError, RuntimeError, ZeroDivisionError) as error:
+        (path / f"failed {twin.name}.{group.rank()}").write_text(f"{type(error).__name__}: {error}")

@@ -1,0 +1,230 @@
+"""Nodes in layouts of ranks, and what `TorchModel` makes of them in one process. Imports no megatron."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch_kit as kit
+
+from hflow.backends.base import Call, TrainShard
+from hflow.data.batch import Batch, Column
+from hflow.types import Unit
+
+NUM_STEPS = 3
+FIRST, SECOND, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
+LENGTHS = [10, 14, 8, 8, 16, 9, 12, 7, 11, 6, 13, 5]
+MINIBATCHES = [[0, 1, 4, 5, 6, 7], [2, 3, 8, 9, 10, 11]]
+HALVES = (([0, 1], [4, 5, 6, 7]), ([2, 3, 8, 9, 10, 11], []))
+"""Rows of each minibatch on two data ranks, the second of which has nothing of the second."""
+
+
+def sft(out: Any) -> torch.Tensor:
+    return -out.logprobs
+
+
+def pairs(out: Any, seqs: Any) -> torch.Tensor:
+    chosen, rejected = seqs.members(out.scores)
+    return -torch.nn.functional.logsigmoid(chosen - rejected)
+
+
+NODES: dict[str, tuple[Call, dict[str, Any]]] = {
+    "sft": (kit.call(sft, "token", [], reduce="token-mean"), {}),
+    "ppo": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2), {}),
+    "critic": (kit.VALUE, {"head": "value"}),
+    "score": (kit.call(pairs, "group", [], reduce="group-mean"), {"head": "score"}),
+}
+"""A call, and the settings of its model. PPO makes four updates a step and looks at the entropy."""
+
+SP, NO_SP = {"sequence_parallel": True}, {"sequence_parallel": False}
+RECOMPUTED = {"activation_checkpointing": True}
+BF16 = {"dtype": "bf16"}
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A node on a replica."""
+
+    node: str
+    data: int = 1
+    tensor: int = 1
+    pipe: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    budget: int = 30
+    """Tokens of a micro-batch."""
+
+    @property
+    def name(self) -> str:
+        layout = f"{self.node} d{self.data}t{self.tensor}p{self.pipe} of {self.budget} tokens"
+        return " ".join([layout, *(f"{key}={value}" for key, value in self.settings.items())])
+
+    @property
+    def dtype(self) -> str:
+        return self.settings.get("dtype", "fp32")
+
+
+ROUNDS: list[dict[tuple[int, ...], Twin]] = [
+    {
+        FIRST: Twin("ppo", tensor=2, settings=SP),
+        SECOND: Twin("ppo", pipe=2, budget=1),
+    },
+    {
+        FIRST: Twin("ppo", data=2, budget=20),
+        SECOND: Twin("critic", tensor=2, settings=SP),
+    },
+    {
+        FIRST: Twin("critic", pipe=2),
+        SECOND: Twin("critic", data=2),
+    },
+    {
+        FIRST: Twin("sft", tensor=2, settings=NO_SP, budget=1000),
+        SECOND: Twin("sft", pipe=2, settings=RECOMPUTED, budget=1000),
+    },
+    {
+        FIRST: Twin("sft", data=2),
+        SECOND: Twin("ppo", tensor=2, settings=SP | RECOMPUTED, budget=20),
+    },
+    {
+        FIRST: Twin("ppo", tensor=2, settings=SP | BF16),
+        SECOND: Twin("ppo", data=2, settings=BF16),
+    },
+    {ALL: Twin("sft", data=2, tensor=2, settings=NO_SP)},
+    {ALL: Twin("sft", tensor=2, pipe=2, settings=SP)},
+    {ALL: Twin("ppo", data=2, tensor=2, settings=SP)},
+    {ALL: Twin("ppo", tensor=2, pipe=2, settings=SP | RECOMPUTED, budget=20)},
+    {ALL: Twin("ppo", data=2, pipe=2)},
+    {ALL: Twin("critic", data=2, tensor=2, settings=SP)},
+    {ALL: Twin("critic", tensor=2, pipe=2, settings=NO_SP)},
+    {ALL: Twin("score", data=2, tensor=2, settings=SP)},
+    {ALL: Twin("ppo", tensor=4, settings=SP)},  # each of two key-value heads on two ranks
+]
+"""What the ranks compute, one round after the other."""
+TWINS = {twin.name: twin for turn in ROUNDS for twin in turn.values()}
+
+
+@functools.cache
+def batch() -> Batch:
+    """Members of a group begin with the same tokens, which are computed once."""
+    made = kit.make_batch(LENGTHS)
+    ids, offsets = np.array(made.columns["input_ids"].values), made.offsets
+    for leader in range(0, len(made), 2):
+        shared = min(made.lengths[leader], made.lengths[leader + 1]) // 2
+        start, other = offsets[leader], offsets[leader + 1]
+        ids[other : other + shared] = ids[start : start + shared]
+    return made.with_columns({"input_ids": Column(Unit.TOKEN, ids)})
+
+
+def shards(data: int, d: int) -> list[TrainShard]:
+    """What the head of data index `d` is given."""
+    if data == 1:
+        return [TrainShard(tuple(batch().take(rows) for rows in MINIBATCHES))]
+    return [TrainShard(tuple(batch().take(parts[d]) for parts in HALVES))]
+
+
+def settings(twin: Twin, checkpoint: Path) -> dict[str, Any]:
+    """How the twin's model differs from the kit's."""
+    _, head = NODES[twin.node]
+    source = {"path": str(checkpoint), "architecture": None}
+    return source | head | {"tokens_per_microbatch": twin.budget} | twin.settings
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Metrics of each step and weights after the last."""
+
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+
+@functools.cache
+def expected(node: str, dtype: str, checkpoint: Path) -> Trained:
+    """What one process makes of all samples."""
+    call, head = NODES[node]
+    backend = kit.model(path=str(checkpoint), architecture=None, dtype=dtype, **head)
+    metrics = [backend.train(call, shards(1, 0), step) for step in range(NUM_STEPS)]
+    return Trained(metrics, kit.weights(backend))
+
+
+# ------------------------------------------------------------------------------------ inference
+def several(out: Any) -> tuple[torch.Tensor, ...]:
+    return out.logprobs, out.entropy, out.logprobs_of(torch.arange(4).expand(len(out.logprobs), 4))
+
+
+def likeliest(out: Any) -> tuple[torch.Tensor, ...]:
+    return out.topk(3)
+
+
+def returning(body: Any, **units: str) -> Call:
+    """A call whose results have these names and units, at a temperature of 0.7."""
+    made = kit.call(body, "token", [], temperature=0.7)
+    return dataclasses.replace(made, returns=tuple(units.items()))
+
+
+CALLS: dict[str, dict[str, Call]] = {
+    "lm": {
+        "several": returning(several, logprobs="token", entropy="token", of="token"),
+        "topk": returning(likeliest, ids="token", likeliest="token"),
+        "text": returning(lambda seqs: [f"{n}" for n in seqs.lengths.tolist()], length="text"),
+    },
+    "value": {
+        "values": returning(lambda out: out.values, values="token"),
+        "bootstrap": returning(lambda out: out.bootstrap, bootstrap="sequence"),
+    },
+    "score": {"scores": returning(lambda out: out.scores, scores="sequence")},
+}
+"""By head, the calls of an infer node."""
+
+
+def fail(out: Any) -> torch.Tensor:
+    return out.logprobs * (1 / 0)
+
+
+FAILING = kit.call(fail, "token", [], reduce="token-mean")
+
+INFER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
+    {
+        FIRST: Twin("sft", tensor=2, settings=SP, budget=20),
+        SECOND: Twin("sft", pipe=2, budget=20),
+    },
+    {
+        FIRST: Twin("sft", data=2, budget=20),
+        SECOND: Twin("critic", tensor=2, settings=SP, budget=1),
+    },
+    {ALL: Twin("sft", data=2, tensor=2, settings=NO_SP, budget=1000)},
+    {ALL: Twin("sft", tensor=2, pipe=2, settings=SP, budget=20)},
+    {ALL: Twin("critic", data=2, pipe=2, budget=20)},
+    {ALL: Twin("score", data=2, tensor=2, settings=SP)},
+]
+INFER_TWINS = {twin.name: twin for turn in INFER_ROUNDS for twin in turn.values()}
+
+
+def infer_shards(data: int, d: int) -> list[Batch]:
+    """Samples of data index `d`, out of order; the second of two has three short ones only."""
+    rows = [[9, 0, 5, 2, 8, 1, 3, 4, 6], [11, 7, 10]]
+    return [batch().take(rows[d] if data == 2 else [*rows[0], *rows[1]])]
+
+
+@functools.cache
+def inferred(head: str, checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """What one process returns for all samples, by call and field."""
+    backend = kit.model(path=str(checkpoint), architecture=None, head=head, trainable=False)
+    return {name: backend.infer(call, [batch()])[0] for name, call in CALLS[head].items()}
+
+
+def train(rank: int, directory: str) -> None:
+    """Entry point of a rank that trains."""
+    import megatron_twin_ranks
+
+    megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.train)
+
+
+def infer(rank: int, directory: str) -> None:
+    """Entry point of a rank that infers."""
+    import megatron_twin_ranks
+
+    megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.infer)

@@ -1,0 +1,134 @@
+"""What megatron cannot build is refused in one line; the CPU shim touches megatron only; grids."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import megatron_kit as kit
+import pytest
+import torch
+from transformers import AutoConfig
+
+from hflow.backends.base import ModelSettings, Seat
+from hflow.backends.megatron.device import prepare
+from hflow.backends.megatron.mapping import Place
+from hflow.backends.megatron.sizes import check_split, read_sizes
+from hflow.errors import BackendError
+
+prepare("cpu")
+
+from hflow.backends.megatron.grid import Grid  # noqa: E402
+from hflow.backends.megatron.model import build  # noqa: E402
+
+
+def refused(message: str, architecture: dict[str, Any], **changes: Any) -> None:
+    with pytest.raises(BackendError, match=message) as error:
+        build(ModelSettings("actor", architecture=architecture, **changes), Grid.of(Seat()))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, r"'actor': model_type 'gpt2' is not one that .* builds \(llama, mistral, "),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not silu"),
+        ({"model_type": "mistral"}, "mistral uses a sliding window of 4096"),
+        ({"rope_parameters": kit.LLAMA3_ROPE | {"rope_type": "yarn"}}, "rope_type 'yarn' is not one of"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "qwen2 uses sliding_attention"),
+    ],
+)
+def test_other_architectures_are_refused(changes, message):
+    refused(message, kit.QWEN2 | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head": "values"}, "head 'values' is not one of lm, value, score; did you mean 'value'"),
+        ({"dtype": "fp16"}, "dtype 'fp16' is not one of fp32, bf16"),
+        ({"device": "tpu"}, "device 'tpu' is not one of cpu, cuda"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, message):
+    refused(message, kit.QWEN2, **changes)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipe", "message"),
+    [
+        (1, 4, "3 layers cannot fill 4 pipeline stages; use at most 3"),
+        (3, 1, "3 tensor ranks cannot share 4 heads, 2 key-value heads and 48 MLP rows; use 2"),
+        (8, 1, "8 tensor ranks cannot share 4 heads, 2 key-value heads and 48 MLP rows; use 4"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(tensor, pipe, message):
+    options = {key: value for key, value in kit.QWEN2.items() if key != "model_type"}
+    sizes = read_sizes(AutoConfig.for_model("qwen2", **options), "lm")
+    check_split(sizes, 4, 3)
+    with pytest.raises(BackendError, match=message):
+        check_split(sizes, tensor, pipe)
+
+
+def test_key_value_heads_that_cannot_be_shared_nor_repeated_are_refused():
+    """6 heads by 3 key-value heads: 2 ranks would have 1.5 of the latter, 6 have each twice."""
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "model_type": "qwen3"}
+    options = {key: value for key, value in (kit.QWEN2 | changes).items() if key != "model_type"}
+    sizes = read_sizes(AutoConfig.for_model("qwen3", **options), "lm")
+    check_split(sizes, 6, 1)
+    with pytest.raises(BackendError, match="use 1"):
+        check_split(sizes, 2, 1)
+
+
+def test_a_process_alone_is_a_grid_of_one():
+    """Also for a replica whose ranks it hosts all."""
+    one, all_of_four = Grid.of(Seat()), Grid.of(Seat(None, data=2, tensor=2))
+    for grid in (one, all_of_four):
+        assert (grid.data, grid.tensor, grid.pipe, grid.d, grid.t, grid.p) == (1, 1, 1, 0, 0, 0)
+        assert grid.is_first_stage
+        assert grid.is_last_stage
+        assert grid.is_head
+        assert grid.place == Place()
+        assert grid.groups.tp.size() == grid.group.size() == 1
+
+
+def test_building_leaves_the_random_state_alone():
+    state = torch.get_rng_state()
+    build(ModelSettings("actor", architecture=kit.QWEN2, sequence_parallel=True), Grid.of(Seat()))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_shim_touches_nothing_but_megatron():
+    layers = sys.modules["megatron.core.tensor_parallel.layers"]
+    assert layers.torch is torch
+    assert not any(hasattr(torch, name) or hasattr(torch.cuda, name) for name in ("__cpu_as_cuda__",))
+    assert torch.cuda.current_device.__module__ == "torch.cuda"
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1).cuda()
+
+
+ON_CUDA = """
+import sys
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.current_device = lambda: 0
+from hflow.backends.megatron.device import prepare
+print(prepare("cuda"), "hflow.backends.megatron.shim" in sys.modules)
+linear = sys.modules["megatron.core.tensor_parallel.layers"].ColumnParallelLinear
+print("__cpu_as_cuda__" in linear.__init__.__code__.co_names, "cuda" in linear.__init__.__code__.co_names)
+try:
+    prepare("cpu")
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is pretended")
+def test_cuda_never_sees_the_shim():
+    """Neither in memory nor in byte code on disk, which processes share; nor may both be mixed."""
+    done = subprocess.run([sys.executable, "-c", ON_CUDA], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    device, names, error = done.stdout.splitlines()
+    assert (device, names) == ("cuda:0 False", "False True")
+    assert error.startswith("BackendError: megatron.core was imported before the CPU was made ready for it")

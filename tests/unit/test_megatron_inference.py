@@ -1,0 +1,86 @@
+"""Inference by megatron is that of the torch backend in one process, and data goes where it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megatron_twins as twins
+import numpy as np
+import pytest
+import ranks
+import torch
+import torch_kit as kit
+from torch.testing import assert_close
+
+from hflow.types import Unit
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("infer")
+    # The checkpoint is a critic's and a reward model's as well.
+    for head in ("value", "score", "lm"):
+        kit.model(head=head).save(str(path / "checkpoint"))
+    ranks.start(twins.infer, (str(path),), 4, preload="megatron_twin_ranks")
+    return path
+
+
+@pytest.mark.parametrize("name", twins.INFER_TWINS)
+def test_equals_one_process(directory, name):
+    twin = twins.INFER_TWINS[name]
+    _, settings = twins.NODES[twin.node]
+    wanted = twins.inferred(settings.get("head", "lm"), directory / "checkpoint")
+    first = (twin.pipe - 1) * twin.data * twin.tensor
+    heads = [first + d * twin.tensor for d in range(twin.data)]
+    for rank in range(twin.data * twin.tensor * twin.pipe):
+        results = torch.load(directory / f"{name}.{rank}.pt", weights_only=False)
+        assert results.keys() == wanted.keys()
+        for call, returned in results.items():
+            if rank not in heads:
+                assert returned == []
+                continue
+            ((result,), (shard,)) = returned, twins.infer_shards(twin.data, heads.index(rank))
+            assert result.samples.tolist() == shard.samples.tolist()
+            assert_same(result, wanted[call].take(shard.samples))
+
+
+def assert_same(result, wanted) -> None:
+    assert result.columns.keys() == wanted.columns.keys()
+    for field, column in wanted.columns.items():
+        got = result.columns[field]
+        assert got.unit is column.unit
+        if isinstance(column.values, list):
+            assert got.values == column.values
+            continue
+        assert got.values.dtype == column.values.dtype
+        assert_close(torch.from_numpy(got.values), torch.from_numpy(column.values), atol=1e-5, rtol=0)
+
+
+def test_stages_receive_what_they_read(directory):
+    """Layers read token ids, on both stages; other columns reach the last stage, where rank 2 is the head."""
+    received = [torch.load(directory / f"received.{rank}.pt", weights_only=False) for rank in range(4)]
+    batch = twins.batch()
+    for rank, minibatches in enumerate(received):
+        (minibatch,) = minibatches
+        assert minibatch.num_microbatches == 3
+        assert minibatch.totals == {Unit.TOKEN: 7}
+        for part, rows in zip(minibatch.microbatches, ([0, 1], [2]), strict=True):
+            whole = batch.take(rows)
+            names = {"input_ids"} if rank < 2 else {*whole.columns, "is_learned"}
+            assert part.columns.keys() == names
+            for name in names - {"is_learned", "loss_mask"}:
+                values = part.columns[name].values
+                assert values.dtype == whole.columns[name].values.dtype
+                assert np.array_equal(values, whole.columns[name].values)
+            assert part.lengths.tolist() == whole.lengths.tolist()
+            assert part.groups.tolist() == whole.groups.tolist()
+
+
+def test_a_body_that_fails_is_reported(directory):
+    """By all tensor ranks, which all run it; a stage before them ends when its patience does."""
+    for rank in (0, 1):
+        text = (directory / f"failed {twins.Twin('sft', tensor=2).name}.{rank}").read_text()
+        assert text == "ZeroDivisionError: division by zero"
+    first, last = ((directory / f"failed {twins.Twin('sft', pipe=2).name}.{r}").read_text() for r in (0, 1))
+    assert last == "ZeroDivisionError: division by zero"
+    assert first.startswith("RuntimeError: ")

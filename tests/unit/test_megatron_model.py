@@ -1,0 +1,146 @@
+"""Megatron computes what transformers computes: outputs and gradients, in every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import megatron_kit as kit
+import pytest
+import ranks
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hflow.plan.layout import Layout, RankOrder
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ranks")
+    for case in kit.CASES.values():
+        kit.write_checkpoint(case, path)
+    ranks.start(kit.run, (str(path),), 4, preload="megatron_ranks")
+    return path
+
+
+def load(directory: Path, name: str, rank: int) -> dict[str, Any]:
+    return torch.load(directory / f"{name}.{rank}.pt")
+
+
+@pytest.mark.parametrize("name", kit.CASES)
+def test_outputs(directory, name):
+    case, wanted = kit.CASES[name], kit.expected(name)
+    outputs = torch.load(directory / f"{name}.outputs.pt")
+    for got, output in zip(outputs, wanted.outputs, strict=True):
+        if case.head == "lm":
+            assert (got[:, kit.VOCAB :] < -1e29).all()
+            got = got[:, : kit.VOCAB]
+        torch.testing.assert_close(got, output, atol=1e-5 if case.dtype == torch.float32 else 0.05, rtol=0)
+
+
+@pytest.mark.parametrize("name", kit.CASES)
+def test_gradients(directory, name):
+    """On every rank, to a part of each tensor's largest entry."""
+    case, wanted = kit.CASES[name], kit.expected(name)
+    part = 1e-5 if case.dtype == torch.float32 else 0.1
+    for rank in range(case.layout[1] * case.layout[2]):
+        gradients = load(directory, name, rank)["gradients"]
+        assert gradients.keys() == wanted.gradients.keys()
+        for tensor, gradient in wanted.gradients.items():
+            atol = part * gradient.abs().max()
+            torch.testing.assert_close(gradients[tensor], gradient, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("name", kit.CASES)
+def test_weights_come_out_as_they_went_in(directory, name):
+    case, wanted = kit.CASES[name], kit.expected(name)
+    for rank in range(case.layout[1] * case.layout[2]):
+        pairs = load(directory, name, rank)["weights"]
+        weights = dict(pairs)
+        assert len(weights) == len(pairs)
+        assert weights.keys() == wanted.weights.keys()
+        assert {x.dtype for x in weights.values()} == {case.dtype}
+        assert all(torch.equal(x, wanted.weights[tensor].to(x.dtype)) for tensor, x in weights.items())
+
+
+@pytest.mark.parametrize("name", kit.CASES)
+def test_megatron_counts_every_weight_once_in_norms(directory, name):
+    """Copies are marked: of tied matrices, of key-value heads, and of what tensor ranks have whole."""
+    case, wanted = kit.CASES[name], kit.expected(name)
+    norm = torch.cat([gradient.flatten() for gradient in wanted.gradients.values()]).norm()
+    part = 1e-5 if case.dtype == torch.float32 else 0.02
+    for rank in range(case.layout[1] * case.layout[2]):
+        torch.testing.assert_close(load(directory, name, rank)["norm"], norm, rtol=part, atol=0)
+
+
+@pytest.mark.parametrize("name", kit.CASES)
+def test_saved_models_load_in_transformers(directory, name):
+    """In files of 20 kB at most; the embedding alone has 300 x 32 x 4 = 38,400 bytes."""
+    case, path = kit.CASES[name], directory / "saved" / name
+    wanted = kit.expected(name).weights
+    loaded, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    spare = {"lm_head.weight"} if case.head != "lm" else set()
+    assert set(report["missing_keys"]) <= spare
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    found = loaded.state_dict() | saved_head(case, path)
+    assert all(torch.equal(found[tensor], x.float()) for tensor, x in wanted.items())
+    files = sorted(path.glob("model-*.safetensors"))
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
+    assert len(files) > 1
+    assert loaded.config.architectures == [type(loaded).__name__]
+
+
+@pytest.mark.parametrize("rank", kit.ALL)
+def test_ranks_are_where_the_plan_puts_them(directory, rank):
+    """Each axis's group has the ranks whose other coordinates are the same."""
+    order = RankOrder.TRAIN
+    for sizes, found in zip(kit.GRIDS, torch.load(directory / f"{rank}.pt"), strict=True):
+        layout = Layout(*sizes)
+        d, t, p = layout.coords(order, rank)
+        assert found["at"] == (d, t, p)
+        everyone = {other: layout.coords(order, other) for other in kit.ALL}
+        assert found["tp"] == [r for r, (i, _, k) in everyone.items() if (i, k) == (d, p)]
+        assert found["dp"] == [r for r, (_, j, k) in everyone.items() if (j, k) == (t, p)]
+        assert found["pp"] == [r for r, (i, j, _) in everyone.items() if (i, j) == (d, t)]
+        assert found["mp"] == [r for r, (i, _, _) in everyone.items() if i == d]
+        assert found["tp_dp_cp"] == [r for r, (_, _, k) in everyone.items() if k == p]
+        assert found["intra_dist_opt"] == list(kit.ALL)
+        ends = sorted({found["pp"][0], found["pp"][-1]})
+        assert found["embd"] == (ends if rank in ends else None)
+
+
+def test_ranks_have_made_equally_many_groups(directory):
+    """Of the ends of a pipeline too, which the stages between them are not in: new groups depend on it."""
+    grids = zip(*(torch.load(directory / f"{rank}.pt") for rank in kit.ALL), strict=True)
+    assert [len({found["num_groups"] for found in ranks}) for ranks in grids] == [1] * len(kit.GRIDS)
+
+
+def saved_head(case: kit.Case, path: Path) -> dict[str, torch.Tensor]:
+    """The scalar head that was saved beside its backbone."""
+    if case.head == "lm":
+        return {}
+    return {f"{case.head}_head.{n}": x for n, x in load_file(path / f"{case.head}_head.safetensors").items()}
+
+
+@pytest.mark.parametrize(
+    ("saved", "name"),
+    [("actor", "qwen2 t2"), ("critic", "value t2"), ("actor again", "qwen2 t2")],
+)
+def test_two_layouts_in_one_process(directory, saved, name):
+    """The actor is t2, the critic p2, both on the same two ranks."""
+    outputs = torch.load(directory / f"{saved}.pt")
+    for got, output in zip(outputs, kit.expected(name).outputs, strict=True):
+        got = got[:, : kit.VOCAB] if name == "qwen2 t2" else got
+        torch.testing.assert_close(got, output, atol=1e-5, rtol=0)
+
+
+def test_packed_sequences_do_not_see_each_other(directory):
+    """Other tokens in the second sequence of each micro-batch change its outputs only."""
+    before, after = (torch.load(directory / f"{name}.pt") for name in ("actor", "other tokens"))
+    for pack, one, other in zip(kit.packs(), before, after, strict=True):
+        for i, (x, y) in enumerate(zip(one.split(pack.lengths), other.split(pack.lengths), strict=True)):
+            assert torch.equal(x, y) is (i != 1)

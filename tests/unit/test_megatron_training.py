@@ -1,0 +1,146 @@
+"""Training by megatron is that of the torch backend in one process: metrics of three steps, and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megatron_twins as twins
+import pytest
+import ranks
+import torch
+import torch_kit as kit
+from safetensors.torch import load_file
+
+from hflow.backends.megatron.adam import GroupAdamW
+
+FP32 = [name for name, twin in twins.TWINS.items() if twin.dtype == "fp32"]
+BF16 = [name for name, twin in twins.TWINS.items() if twin.dtype == "bf16"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("twins")
+    kit.model().save(str(path / "checkpoint"))
+    ranks.start(twins.train, (str(path),), 4, preload="megatron_twin_ranks")
+    return path
+
+
+def results(directory: Path, name: str) -> list[tuple[list[dict], dict]]:
+    """Metrics and weights of each rank."""
+    twin = twins.TWINS[name]
+    num_ranks = twin.data * twin.tensor * twin.pipe
+    return [torch.load(directory / f"{name}.{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def heads(twin: twins.Twin) -> list[int]:
+    """Tensor rank 0 of the last stage, of each data index: d2t2p1 0 and 2, d1t2p2 2, d2t1p2 2 and 3."""
+    first = (twin.pipe - 1) * twin.data * twin.tensor
+    return [first + d * twin.tensor for d in range(twin.data)]
+
+
+@pytest.mark.parametrize("name", FP32)
+def test_equals_one_process(directory, name):
+    twin = twins.TWINS[name]
+    wanted = twins.expected(twin.node, twin.dtype, directory / "checkpoint")
+    for rank, (metrics, weights) in enumerate(results(directory, name)):
+        if rank in heads(twin):
+            for got, expected in zip(metrics, wanted.metrics, strict=True):
+                assert got == pytest.approx(expected, rel=2e-5, abs=1e-6)
+        else:
+            assert metrics == [{}] * twins.NUM_STEPS
+        assert weights.keys() == wanted.weights.keys()
+        for key, tensor in wanted.weights.items():
+            torch.testing.assert_close(weights[key], tensor, atol=5e-6, rtol=1e-5)
+
+
+def test_weights_move(directory):
+    """By far more than they may differ from each other."""
+    for node in twins.NODES:
+        wanted = twins.expected(node, "fp32", directory / "checkpoint").weights
+        start = kit.weights(kit.model(path=str(directory / "checkpoint"), architecture=None))
+        moves = [(wanted[name] - tensor).abs().max() for name, tensor in start.items() if name in wanted]
+        assert sorted(moves)[len(moves) // 2] > 1e-3
+
+
+def test_group_adamw_is_adamw():
+    """The same steps as torch's AdamW, with one step count a group and moments of what was stepped only."""
+    torch.manual_seed(0)
+    start = [torch.randn(3, 4), torch.randn(5), torch.randn(2)]
+    mine, wanted = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    options = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
+    optimizers = [
+        kind([{"params": w[:1], "weight_decay": 0.3}, {"params": w[1:], "weight_decay": 0.0}], **options)
+        for kind, w in ((GroupAdamW, mine), (torch.optim.AdamW, wanted))
+    ]
+    for _ in range(4):
+        for one, other in zip(mine[:2], wanted[:2], strict=True):
+            one.grad = other.grad = torch.randn_like(one)
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+    state = optimizers[0].state_dict()
+    assert [group["step"] for group in state["param_groups"]] == [4, 4]
+    assert {number: set(moments) for number, moments in state["state"].items()} == {
+        0: {"exp_avg", "exp_avg_sq"},
+        1: {"exp_avg", "exp_avg_sq"},
+    }
+    again = GroupAdamW([{"params": mine[:1]}, {"params": mine[1:]}])
+    again.load_state_dict(state)
+    assert again.param_groups[1]["step"] == 4
+    assert torch.equal(again.state[mine[1]]["exp_avg"], optimizers[0].state[mine[1]]["exp_avg"])
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bf16_equals_one_process_up_to_its_precision(directory, name):
+    twin = twins.TWINS[name]
+    wanted = twins.expected(twin.node, "bf16", directory / "checkpoint")
+    start = load_file(directory / "checkpoint" / "model.safetensors")
+    for rank, (metrics, weights) in enumerate(results(directory, name)):
+        if rank in heads(twin):
+            assert metrics[-1]["loss"] == pytest.approx(wanted.metrics[-1]["loss"], abs=5e-3)
+            assert metrics[0]["grad_norm"] == pytest.approx(wanted.metrics[0]["grad_norm"], rel=0.05)
+        assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+        there, here = (
+            torch.cat([(x[n].float() - start[n]).flatten() for n in start]) for x in (weights, wanted.weights)
+        )
+        assert torch.cosine_similarity(there, here, dim=0) > 0.95
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bf16_is_saved_as_it_is_stepped(directory, name):
+    """In fp32, of which the weights in use are the rounding."""
+    saved = load_file(directory / f"{name} saved" / "model.safetensors")
+    for _, weights in results(directory, name):
+        assert all(torch.equal(saved[key].bfloat16(), tensor) for key, tensor in weights.items())
+    assert any(not torch.equal(x.bfloat16().float(), x) for x in saved.values())
+
+
+def test_a_checkpoint_goes_through_bf16_unchanged(directory):
+    start = load_file(directory / "checkpoint" / "model.safetensors")
+    saved = load_file(directory / "untouched" / "model.safetensors")
+    assert saved.keys() == start.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in start.items())
+
+
+def test_one_process_takes_all_shards(directory):
+    wanted = twins.expected("ppo", "fp32", directory / "checkpoint")
+    metrics, weights = torch.load(directory / "alone.pt", weights_only=False)
+    assert metrics[-1] == pytest.approx(wanted.metrics[-1], rel=2e-5, abs=1e-6)
+    for key, tensor in wanted.weights.items():
+        torch.testing.assert_close(weights[key], tensor, atol=5e-6, rtol=1e-5)
+
+
+def test_minibatches_of_which_nothing_is_learned_are_skipped(directory):
+    """Three steps of four updates came before; megatron finds their number where fused kernels keep it."""
+    metrics, num_updates, is_same = torch.load(directory / "nothing.pt", weights_only=False)
+    assert metrics == {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "num_tokens": 0.0}
+    assert num_updates == 12
+    assert is_same
+
+
+def test_every_rank_names_the_input_that_is_not_finite(directory):
+    for rank in (0, 1):
+        message = (directory / f"nan.{rank}").read_text()
+        assert "the gradient's norm is nan at update 0 of step 7" in message
+        assert "its input 'advantages' is not finite" in message

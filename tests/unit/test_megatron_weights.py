@@ -1,0 +1,268 @@
+"""Which blocks of a checkpoint a rank holds, and how they are read: the plan's boxes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import megatron_kit as kit
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from hflow.backends.base import ModelSettings, Seat
+from hflow.backends.megatron.device import prepare
+from hflow.backends.megatron.mapping import Place, backbone_shapes, padded_vocabulary, parameters
+from hflow.backends.megatron.sizes import Sizes, check_split, read_sizes
+from hflow.backends.torch_model import TorchModel
+from hflow.errors import BackendError
+from hflow.plan.layout import Layout
+from hflow.plan.shape import read_shape, tensors
+from hflow.plan.sharding import Box, held
+from hflow.plan.traits import traits
+
+prepare("cpu")
+
+from hflow.backends.megatron.grid import Grid  # noqa: E402
+from hflow.backends.megatron.model import Stage, build  # noqa: E402
+from hflow.backends.megatron.save import save  # noqa: E402
+from hflow.backends.megatron.source import fill  # noqa: E402
+from hflow.backends.megatron.weights import named_weights  # noqa: E402
+
+MEGATRON = traits("megatron")
+CASE = kit.Case("model", architecture=kit.QWEN2 | kit.UNTIED)
+
+
+def sizes_of(architecture: Mapping[str, Any], head: str = "lm") -> Sizes:
+    options = {key: value for key, value in architecture.items() if key != "model_type"}
+    return read_sizes(AutoConfig.for_model(architecture["model_type"], **options), head)
+
+
+# ------------------------------------------------------------------------------- the plan's boxes
+def boxes(sizes: Sizes, place: Place) -> dict[str, Box]:
+    """The smallest box around what a rank holds of each tensor."""
+    found: dict[str, Box] = {}
+    for row in parameters(sizes, place):
+        for part in row.parts:
+            if part.length:
+                found[part.tensor] = around(found.get(part.tensor, part.box), part.box)
+    return found
+
+
+def around(one: Box, other: Box) -> Box:
+    return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        kit.QWEN2 | {"num_hidden_layers": 5},
+        kit.QWEN2 | kit.UNTIED | {"num_hidden_layers": 5, "num_key_value_heads": 1},
+        kit.QWEN3 | {"num_hidden_layers": 7, "num_key_value_heads": 4},
+        kit.LLAMA | {"num_hidden_layers": 5, "mlp_bias": True, "vocab_size": 1000},
+        kit.MISTRAL | {"num_hidden_layers": 6},
+    ],
+)
+def test_a_rank_holds_what_the_plan_says(architecture, head, layout):
+    """Remainders of layers, repeated key-value heads, a vocabulary that is padded."""
+    sizes, shape, grid = sizes_of(architecture, head), read_shape(architecture, head), Layout.parse(layout)
+    for t in range(grid.tensor):
+        for p in range(grid.pipe):
+            planned = {spec.name: box for spec, box in held(shape, MEGATRON, grid, (0, t, p))}
+            assert boxes(sizes, Place(t, grid.tensor, p, grid.pipe)) == planned
+
+
+def test_the_vocabulary_is_padded_as_planned():
+    """300 tokens on 2 ranks: a multiple of 2 x 128, so 512, of which rank 1 has 300 - 256 = 44."""
+    assert padded_vocabulary(300, 2) == 512
+    sizes = sizes_of(kit.QWEN2)
+    (embedding,) = [r for r in parameters(sizes, Place(1, 2)) if r.name.startswith("embedding")]
+    assert embedding.shape == (256, 32)
+    assert embedding.parts[0].span == (256, 300)
+    assert padded_vocabulary(151936, 8) == 152576  # 149 x 1024
+
+
+def test_layers_go_to_the_first_stages():
+    names = [{r.name for r in parameters(sizes_of(kit.QWEN2), Place(stage=p, num_stages=2))} for p in (0, 1)]
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in names[0]
+    assert "decoder.layers.1.mlp.linear_fc2.weight" not in names[1]
+    assert "decoder.layers.0.mlp.linear_fc2.weight" in names[1]
+
+
+def test_tensors_are_those_of_the_plan():
+    for architecture in (kit.QWEN2, kit.QWEN3 | kit.UNTIED, kit.LLAMA | {"mlp_bias": True}, kit.MISTRAL):
+        planned = {spec.name: spec.shape for spec in tensors(read_shape(architecture))}
+        assert backbone_shapes(sizes_of(architecture)) == planned
+
+
+@st.composite
+def divided(draw: st.DrawFn) -> tuple[Sizes, int, int]:
+    """Sizes with numbers of tensor ranks and stages that divide them."""
+    tensor = draw(st.sampled_from([1, 2, 3, 4]))
+    kv = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if n % tensor == 0 or tensor % n == 0]))
+    queries = draw(st.integers(1, 3)) * (tensor if kv < tensor else 1)
+    head = draw(st.sampled_from(["lm", "value", "score"]))
+    sizes = Sizes(
+        num_layers=draw(st.integers(1, 5)),
+        hidden=6,
+        intermediate=tensor * draw(st.integers(1, 4)),
+        num_heads=kv * queries,
+        num_kv_heads=kv,
+        head_dim=4,
+        vocab=draw(st.integers(1, 700)),
+        is_tied=draw(st.booleans()) and head == "lm",
+        has_qkv_bias=draw(st.booleans()),
+        has_out_bias=draw(st.booleans()),
+        has_mlp_bias=draw(st.booleans()),
+        has_qk_norm=draw(st.booleans()),
+        head=head,
+    )
+    return sizes, tensor, draw(st.integers(1, sizes.num_layers))
+
+
+@given(divided())
+def test_ranks_read_every_entry_and_only_their_own(drawn):
+    """Entry by entry, copies apart: each tensor is read once, and parameters are filled but for padding."""
+    sizes, tensor, pipe = drawn
+    check_split(sizes, tensor, pipe)
+    counts = {name: torch.zeros(shape) for name, shape in backbone_shapes(sizes).items()}
+    for t in range(tensor):
+        for p in range(pipe):
+            for row in parameters(sizes, Place(t, tensor, p, pipe)):
+                spare = math.prod(row.shape) - sum(math.prod(b - a for a, b in x.box) for x in row.parts)
+                assert spare == 0 or "embedding" in row.name or "output_layer" in row.name
+                for part in row.parts:
+                    is_whole = part.length == part.shape[part.axis]
+                    if part.tensor in counts and not row.is_copy and not (is_whole and t > 0):
+                        counts[part.tensor][tuple(slice(*span) for span in part.box)] += 1
+    assert all((count == 1).all() for count in counts.values())
+
+
+def test_padding_is_zero_and_the_rest_is_where_megatron_looks_for_it():
+    """One key-value head has two query heads: rows are q0 q1 k v of the rank's head, 8 rows each."""
+    sizes = sizes_of(kit.QWEN2)
+    rows = parameters(sizes, Place(1, 2))
+    values = {row.name: torch.full(row.shape, 7.0) for row in rows}
+    whole = {name: torch.randn(shape) for name, shape in backbone_shapes(sizes).items()}
+    fill(rows, values, lambda part: whole[part.tensor][tuple(slice(*span) for span in part.box)])
+    embedding = values["embedding.word_embeddings.weight"]
+    assert torch.equal(embedding[:44], whole["model.embed_tokens.weight"][256:])
+    assert not embedding[44:].any()
+    qkv = values["decoder.layers.0.self_attention.linear_qkv.bias"]
+    q, k, v = (whole[f"model.layers.0.self_attn.{x}_proj.bias"] for x in "qkv")
+    assert torch.equal(qkv, torch.cat([q[16:32], k[8:16], v[8:16]]))
+    gate, up = (whole[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    assert torch.equal(values["decoder.layers.0.mlp.linear_fc1.weight"], torch.cat([gate[24:], up[24:]]))
+
+
+# ------------------------------------------------------------------------------- reading and writing
+def alone(settings: ModelSettings) -> Stage:
+    return build(settings, Grid.of(Seat()))
+
+
+def weights(stage: Stage) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in named_weights(stage)}
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("file_bytes", [1 << 30, 20_000])
+def test_one_file_or_many(tmp_path, shard, file_bytes):
+    kit.write_checkpoint(CASE, tmp_path, shard)
+    assert (tmp_path / "model" / "model.safetensors").exists() is (shard == "1GB")
+    read = weights(alone(kit.settings(CASE, tmp_path)))
+    wanted = {name: x.detach() for name, x in kit.model(CASE)[0].named_parameters()}
+    assert read.keys() == wanted.keys()
+    assert all(torch.equal(read[name], wanted[name]) for name in wanted)
+    save(alone(kit.settings(CASE, tmp_path)), tmp_path / "again", file_bytes=file_bytes)
+    assert (tmp_path / "again" / "model.safetensors").exists() is (file_bytes == 1 << 30)
+    again = weights(alone(kit.settings(CASE, tmp_path, path=str(tmp_path / "again"))))
+    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("head", ["lm", "value", "score"])
+def test_both_backends_draw_and_save_alike(tmp_path, head):
+    """Without a checkpoint; megatron reads what torch saved, and torch what megatron saved."""
+    drawn = ModelSettings("actor", architecture=kit.QWEN3 | kit.UNTIED, seed=9, head=head)
+    wanted = dict(TorchModel(drawn, Seat()).weights())
+    ours = alone(drawn)
+    assert_equal(weights(ours), wanted)
+    save(ours, tmp_path / "ours")
+    saved = ModelSettings("actor", path=str(tmp_path / "ours"), head=head)
+    theirs = TorchModel(saved, Seat())
+    assert_equal(dict(theirs.weights()), wanted)
+    theirs.save(str(tmp_path / "theirs"))
+    assert_equal(weights(alone(ModelSettings("actor", path=str(tmp_path / "theirs"), head=head))), wanted)
+
+
+def assert_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_critic_starts_from_a_language_model(tmp_path):
+    kit.write_checkpoint(CASE, tmp_path)
+    critic = weights(alone(kit.settings(CASE, tmp_path, head="value")))
+    assert "lm_head.weight" not in critic
+    torch_critic = TorchModel(kit.settings(CASE, tmp_path, head="value"), Seat())
+    assert_equal(critic, dict(torch_critic.weights()))
+    with pytest.raises(BackendError, match=r"has no score_head.safetensors: it is not the checkpoint of a"):
+        alone(kit.settings(CASE, tmp_path, head="score", trainable=False))
+
+
+def rewrite(path: Path, change: Any) -> None:
+    found = load_file(path / "model" / "model.safetensors")
+    change(found)
+    save_file(found, path / "model" / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(path: Path, message: str, **changes: Any) -> None:
+    with pytest.raises(BackendError, match=message) as error:
+        alone(kit.settings(CASE, path, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):
+    kit.write_checkpoint(CASE, tmp_path)
+    rewrite(tmp_path, lambda found: found.pop("lm_head.weight"))
+    refused(tmp_path, r"model 'actor': checkpoint .* lacks lm_head.weight")
+    rewrite(tmp_path, lambda found: found.update({"lm_head.weight": torch.zeros(3, 32)}))
+    refused(tmp_path, "has tensors of other shapes than its config says: lm_head.weight")
+    good = {"lm_head.weight": torch.zeros(kit.VOCAB, 32), "model.extra": torch.zeros(1)}
+    rewrite(tmp_path, lambda found: found.update(good))
+    refused(tmp_path, "has tensors that the model does not know: model.extra")
+    rewrite(tmp_path, lambda found: [found.pop(name) for name in list(found)[:7]])
+    refused(tmp_path, r"lacks .*, .*, .* and \d more")
+
+
+def test_an_output_matrix_without_use_is_passed_over(tmp_path):
+    """A tied model may have one in its file, and old Llama files have frequencies."""
+    tied = kit.Case("model")
+    kit.write_checkpoint(tied, tmp_path)
+    spare = {
+        "lm_head.weight": torch.zeros(kit.VOCAB, 32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+    }
+    rewrite(tmp_path, lambda found: found.update(spare))
+    assert "lm_head.weight" not in weights(alone(kit.settings(tied, tmp_path)))
+
+
+def test_what_has_no_weights_is_refused(tmp_path):
+    kit.write_checkpoint(CASE, tmp_path, "20KB")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    next((tmp_path / "model").glob("model-*.safetensors")).unlink()
+    refused(tmp_path, "has no readable weights")
+    index.write_text(json.dumps({"metadata": {}}))
+    refused(tmp_path, "has no readable weights")
+    index.unlink()
+    refused(tmp_path, "has no readable weights")

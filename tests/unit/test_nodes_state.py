@@ -1,0 +1,43 @@
+"""The memory of nodes is JSON, and a firing that fails leaves none."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from hflow.errors import RunError
+from hflow.types import State
+from hflow.workers.states import States
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4))
+def test_what_is_kept_comes_back(memory):
+    states = States()
+    states.keep("controller", State(memory))
+    assert states.of("controller") == memory
+    assert states.of("another") == {}
+
+
+def test_a_state_that_is_not_kept_is_forgotten():
+    states = States()
+    states.keep("controller", State(beta=0.5, seen=[1]))
+    state = states.of("controller")
+    state["beta"] = 7.0
+    state["seen"].append(2)
+    assert states.of("controller") == {"beta": 0.5, "seen": [1]}
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), float("nan"), float("inf"), {1, 2}, object()])
+def test_what_is_no_json_is_refused(value):
+    states = States()
+    with pytest.raises(
+        RunError, match=r"node 'controller': its state must be JSON.* such as float\(tensor\)"
+    ):
+        states.keep("controller", State(beta=value))
+    assert states.of("controller") == {}

@@ -1,0 +1,72 @@
+"""Update bodies on the weights of two small models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch_kit as kit
+
+from hflow.errors import RunError
+from hflow.workers.base import NodeProgram
+from hflow.workers.updates import update_weights
+
+
+def program(body: Callable[..., Any], **knobs: Any) -> NodeProgram:
+    return NodeProgram(
+        name="follow",
+        verb="update",
+        level="batch",
+        stream="gen",
+        root="gen",
+        body=body,
+        reads=(),
+        provided=(("teacher", "target"), ("student", "source")),
+        returns=(),
+        metrics=False,
+        opens_stream=False,
+        models=("teacher", "student"),
+        knobs=knobs,
+        options={},
+    )
+
+
+def follow(teacher, student, *, decay):
+    return teacher.lerp(student, 1 - decay)
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bf16"}, {"head": "value"}])
+def test_every_weight_is_updated_and_the_source_is_not(changes):
+    teacher, student = kit.model(seed=1, **changes), kit.model(seed=2, **changes)
+    old, other = (dict(model.shards()) for model in (teacher, student))
+    old, other = ({name: x.clone() for name, x in held.items()} for held in (old, other))
+    update_weights(program(follow, decay=0.75), teacher, student)
+    for name, weight in teacher.shards():
+        assert weight.dtype == torch.float32
+        torch.testing.assert_close(weight, 0.75 * old[name] + 0.25 * other[name])
+    assert all(torch.equal(weight, other[name]) for name, weight in student.shards())
+    assert {name for name, _ in teacher.shards()} == {name for name, _ in teacher.weights()}
+
+
+def test_what_is_trained_afterwards_starts_from_the_update():
+    teacher, student = kit.model(seed=1), kit.model(seed=2)
+    update_weights(program(follow, decay=0.0), teacher, student)
+    batch = kit.make_batch(kit.LENGTHS)
+    metrics = [model.train(kit.CALLS["token-mean"], kit.whole(batch), 0) for model in (teacher, student)]
+    assert metrics[0] == metrics[1]
+
+
+def test_a_value_head_has_no_part_in_a_policy():
+    teacher, student = kit.model(head="value"), kit.model()
+    before = kit.weights(teacher)
+    reason = r"'teacher' has value_head.weight of shape \[1, 32\], but 'student' has it not at all"
+    with pytest.raises(RunError, match=reason):
+        update_weights(program(follow, decay=0.5), teacher, student)
+    assert all(torch.equal(weight, before[name]) for name, weight in teacher.weights())
+
+
+@pytest.mark.parametrize(("result", "got"), [(torch.zeros(2), r"\[2\]"), (0.5, "float"), (None, "NoneType")])
+def test_a_body_must_return_a_weight(result, got):
+    node = program(lambda teacher, student: result)
+    with pytest.raises(RunError, match=f"must return a tensor of shape .*, not {got}"):
+        update_weights(node, kit.model(), kit.model())

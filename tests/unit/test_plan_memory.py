@@ -1,0 +1,556 @@
+"""The memory model: formulas worked out by hand, whole plans, refusals, and torch's own peaks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import memory_kit as kit
+import memory_ranks
+import plan_graphs as graphs
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_kit import LLAMA_7B, SMALL, microbatch, rank
+
+from hflow.backends.base import ModelSettings, SamplingParams
+from hflow.backends.common.chunks import LOGITS_PER_CHUNK
+from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.embedded_engine.cache import KVCache, padded_length
+from hflow.backends.embedded_engine.options import EngineOptions
+from hflow.backends.torch_model import gather, placement
+from hflow.errors import PlanError
+from hflow.plan.compile import compile_plan
+from hflow.plan.layout import Layout
+from hflow.plan.memory import (
+    activations,
+    check_memory,
+    engine,
+    megatron_steps,
+    memory_phases,
+    torch_steps,
+    transfer,
+    unknown_models,
+)
+from hflow.plan.memory.microbatch import largest_microbatch
+from hflow.plan.memory.model_state import model_state
+from hflow.plan.memory.sizes import stage_sizes
+from hflow.plan.request import ModelRequest
+from hflow.plan.shape import num_parameters
+from hflow.plan.traits import traits
+from hflow.plan.workload import Workload, WorkloadRequest
+from hflow.workers import weights as worker_weights
+
+NUM_7B = 6_738_415_616
+MIB = 2**20
+
+
+# ---------------------------------------------------------------------- entries and model state
+def test_what_is_known_of_backends_is_what_they_say():
+    assert activations.LOGITS_PER_CHUNK == LOGITS_PER_CHUNK
+    assert torch_steps.MIN_UNIT_BYTES == placement.MIN_UNIT_BYTES
+    assert transfer.BUCKET_BYTES == gather.BUCKET_BYTES == worker_weights.BUCKET_BYTES
+    assert EngineOptions().max_tokens_per_step == engine.TOKENS_PER_STEP
+
+
+def test_entries_of_a_whole_model():
+    sizes = stage_sizes(SMALL, traits("torch"), Layout(), 0)
+    assert (sizes.layer, sizes.num_layers, sizes.rest) == (36_992, 4, 12_864)
+    assert sizes.embedding == sizes.output == 6_400
+    assert sizes.whole == sizes.shard == num_parameters(SMALL) == 160_832
+
+
+def test_fsdp_shards_by_rows_rounded_up():
+    # Over 3 ranks the first has 22 of 64 rows, 43 of 128 and 11 of 32 (k, v): q, o 2 x 22 x 64 = 2,816;
+    # k, v 2 x 11 x 64 = 1,408; gate, up 2 x 43 x 64 = 5,504; down 22 x 128 = 2,816; norms 2 x 22.
+    sizes = stage_sizes(SMALL, traits("torch"), Layout(3), 0)
+    assert sizes.layer_shard == 2_816 + 1_408 + 5_504 + 2_816 + 44
+    # Embedding and head: 34 of 100 rows each, final norm 22 of 64.
+    assert sizes.rest_shard == 2 * 34 * 64 + 22
+    assert sizes.layer == 36_992
+
+
+def test_tensor_ranks_share_matrices_but_no_norms_and_stages_share_layers():
+    # Half of 36,864 and both norms. The vocabulary of 100 is padded to 256: the first rank's part of 128 rows
+    # has all the real ones.
+    first = stage_sizes(SMALL, traits("megatron"), Layout(1, 2, 2), 0)
+    last = stage_sizes(SMALL, traits("megatron"), Layout(1, 2, 2), 1)
+    assert first.layer == last.layer == 36_864 // 2 + 128
+    assert (first.num_layers, last.num_layers) == (2, 2)
+    assert (first.rest, first.output) == (6_400, 0)
+    assert (last.rest, last.embedding) == (6_400 + 64, 0)
+
+
+def test_a_tied_matrix_is_on_both_end_stages():
+    tied = replace(SMALL, is_tied=True)
+    first, middle, last = (stage_sizes(tied, traits("megatron"), Layout(1, 1, 3), p) for p in range(3))
+    assert (first.embedding, first.output) == (6_400, 0)
+    assert (middle.rest, middle.num_layers) == (0, 1)
+    assert (last.rest, last.output, last.embedding) == (6_464, 6_400, 0)
+
+
+def test_7b_adamw_in_mixed_precision_takes_16_bytes_a_parameter_over_all_ranks():
+    # fp32 weights 4, two moments 8; gradients of 4 come and go. All of its sizes divide by 8.
+    state = model_state(rank(LLAMA_7B, "d8", dtype="bf16"))
+    assert state == {"weights": 4 * NUM_7B // 8, "optimizer": 8 * NUM_7B // 8}
+    step = torch_steps.training(rank(LLAMA_7B, "d8", dtype="bf16", on_cpu=False), microbatch(1, 1))
+    assert step["gradients"] >= 4 * (NUM_7B - 262_148_096) // 8
+    assert num_parameters(LLAMA_7B) == NUM_7B
+
+
+@pytest.mark.parametrize(("data", "bytes_each"), [(1, 18), (4, 9), (64, 6.1875)])
+def test_7b_on_megatron_takes_6_and_12_over_d_bytes_a_parameter(data, bytes_each):
+    state = model_state(rank(LLAMA_7B, f"d{data}", "megatron", dtype="bf16"))
+    assert state["weights"] == 2 * NUM_7B
+    assert state["gradients"] == 4 * NUM_7B
+    assert state.total() == pytest.approx(bytes_each * NUM_7B, rel=1e-6)
+
+
+def test_megatron_in_fp32_steps_the_weights_themselves():
+    # 4 weights + 4 gradients + two moments of 4 over d = 2.
+    assert model_state(rank(SMALL, "d2", "megatron")).total() == (4 + 4 + 8 // 2) * 160_832
+
+
+@pytest.mark.parametrize(("backend", "dtype", "expected"), [("torch", "bf16", 4), ("megatron", "bf16", 2)])
+def test_an_inference_replica_has_weights_alone(backend, dtype, expected):
+    state = model_state(rank(SMALL, "d1", backend, role="infer", dtype=dtype))
+    assert state == {"weights": expected * 160_832}
+
+
+# ---------------------------------------------------------------------------------- activations
+def test_what_a_layer_keeps_of_a_token_in_fp32():
+    # D = 64, HE = 64, KE = 32, F = 128, H = 4. Two norms of three rows of D and one number each:
+    # 2 x (3 x 64 + 1) x 4 = 1,544. q, k, v, out: (2 x 64 + 2 x 32) x 4 = 768, and a number a head, 16.
+    # MLP: 4 x 128 x 4 = 2,048.
+    assert activations.kept_per_token(rank(), pads=False) == (1_544, 768 + 16 + 2_048)
+    assert activations.kept_by_layer(rank(), microbatch(10)) == 43_760
+
+
+def test_what_a_layer_keeps_of_a_token_in_bf16():
+    # A norm: its input in fp32, normed rows and output in bf16: (4 + 2 + 2) x 64 + 4 = 516.
+    # q, k, v, out: 192 x 2 = 384, and 16 for the heads; MLP 4 x 128 x 2 = 1,024.
+    assert activations.kept_per_token(rank(dtype="bf16"), pads=False) == (2 * 516, 384 + 16 + 1_024)
+
+
+def test_sequences_of_different_lengths_are_padded_where_no_kernel_takes_them():
+    # 8/7 of q, k, v, out and heads, and the output without padding (64 x 4).
+    _, shared = activations.kept_per_token(rank(), pads=True)
+    assert shared == pytest.approx(8 / 7 * (768 + 16) + 256 + 2_048)
+    _, on_gpu = activations.kept_per_token(rank(dtype="bf16", on_cpu=False), pads=True)
+    assert on_gpu == 384 + 16 + 1_024
+
+
+def test_activations_split_over_tensor_ranks_as_in_korthikanti_2022():
+    # GPT: h = D, F = 4h, as many key-value heads as heads. Their layer takes sbh (10 + 24 / t + 5as / (ht))
+    # bytes in 16 bit, of which 5as/h are scores, that flash attention does not keep. What is not divided:
+    # two norms' inputs and two linear inputs (2h each) and two dropout masks (h each), 10h. What is: q, k,
+    # v, attention's output (2h each) and two rows of 4h (8h each), 24h.
+    h, t = 64, 4
+    gpt = replace(SMALL, num_kv_heads=4, intermediate=4 * h)
+    whole, shared = activations.kept_per_token(rank(gpt, f"t{t}", "megatron", dtype="bf16"), pads=False)
+    # Here norms take fp32 inputs (2h more each) and keep their normed rows (2h each), there is no dropout:
+    # 10h + 4h + 4h - 2h. A gated MLP has two rows of 4h more (8h each); a head has the log of a sum.
+    assert whole == 10 * h + 4 * h + 4 * h - 2 * h + 2 * 4
+    assert shared == 24 * h + 16 * h + 4 * 4
+    batch = microbatch(1_000)
+    on_cpu = rank(gpt, f"t{t}", "megatron", dtype="bf16")
+    assert activations.kept_by_layer(on_cpu, batch) == 1_000 * (whole + shared / t)
+    # With sequence parallelism everything is divided: sbh / t (34 + ...).
+    on_gpu = rank(gpt, f"t{t}", "megatron", dtype="bf16", on_cpu=False)
+    assert activations.kept_by_layer(on_gpu, batch) == 1_000 * (whole + shared) / t
+
+
+def test_recomputation_keeps_inputs_and_one_layer():
+    # 7B, one micro-batch of 4,096 tokens in bf16: an input is 2 x 4,096 x 4,096 = 32 MiB.
+    asked = rank(LLAMA_7B, "d64", dtype="bf16", recompute=True, on_cpu=False)
+    batch = microbatch(4_096, 1_000)
+    layer = activations.kept_by_layer(asked, batch)
+    assert activations.layer_input(asked, batch) == 32 * MIB
+    assert torch_steps.training(asked, batch)["activations"] <= 32 * 32 * MIB + layer
+    kept = torch_steps.training(replace(asked, asked=replace(asked.asked, recompute=False)), batch)
+    # At its peak the backward pass is in the last layer but one.
+    assert kept["activations"] == 31 * layer
+
+
+def test_logits_exist_in_chunks():
+    # 2^26 / 32,000 = 2,097 rows; logits, log-probs, exponents, products; only the first two without gradient.
+    asked = rank(LLAMA_7B)
+    assert activations.logits(asked, microbatch(9_000, 8_000), with_gradient=True) == 16 * 2_097 * 32_000
+    assert activations.logits(asked, microbatch(900, 800), with_gradient=False) == 8 * 800 * 32_000
+
+
+def test_a_stage_of_a_pipeline_has_as_many_micro_batches_as_stages_from_it_on():
+    # Four stages of one layer, eight micro-batches; the embedding's and the head's parts aside.
+    batch = microbatch(1_000, 0, num=8)
+    layer = activations.kept_by_layer(rank(SMALL, "p4", "megatron"), batch)
+    held = [
+        megatron_steps.training(rank(SMALL, "p4", "megatron", stage=p), batch)["activations"]
+        for p in range(4)
+    ]
+    assert held[:3] == [4 * layer, 3 * layer, 2 * layer]
+    assert held[3] >= layer
+    assert (
+        megatron_steps.training(rank(SMALL, "p4", "megatron"), replace(batch, num=2))["activations"]
+        == 2 * layer
+    )
+
+
+# --------------------------------------------------------------------------------- micro-batches
+def batch_of(plan, node, lengths, data, **asked):
+    return largest_microbatch(plan, plan.graph.node(node), lengths, ModelRequest(**asked), data)
+
+
+def test_micro_batches_are_bounded_by_budget_longest_sequence_and_share():
+    # 8 groups of 4 samples of at most 300 + 100 tokens, in 2 minibatches: 16 samples each, 8 on a rank.
+    plan = compile_plan(graphs.grpo(minibatches=2), graphs.request())
+    lengths = Workload(300, 50, 0.6, 100)
+    found = batch_of(plan, "actor_train", lengths, 2, tokens_per_microbatch=1_000)
+    assert (found.tokens, found.num, found.num_learned, found.pads) == (1_000, 4, 250, True)
+    assert batch_of(plan, "actor_train", lengths, 2, tokens_per_microbatch=100).tokens == 400
+    everything = batch_of(plan, "actor_train", lengths, 2)
+    assert (everything.tokens, everything.num) == (3_200, 1)
+    # Inference sees the batch whole: 32 samples over 2 ranks.
+    assert batch_of(plan, "ref_inf", lengths, 2).tokens == 6_400
+
+
+# --------------------------------------------------------------------------------------- engines
+def test_the_cache_of_a_7b_model():
+    # 2 x 32 layers x 4,096 x 2 bytes = 512 KiB a token; half of it on each of two tensor ranks.
+    assert engine.cache_per_token(rank(LLAMA_7B, "d1", "vllm", dtype="bf16")) == 512 * 1024
+    assert engine.cache_per_token(rank(LLAMA_7B, "t2", "vllm", dtype="bf16")) == 256 * 1024
+
+
+def test_more_tensor_ranks_than_key_value_heads_repeat_them():
+    # 2 heads of 16 on 4 ranks: each has one. 2 x 4 layers x 16 x 4 bytes.
+    wide = replace(SMALL, num_heads=8)
+    assert engine.cache_per_token(rank(wide, "t4", "vllm")) == 2 * 4 * 16 * 4
+
+
+def test_vllm_takes_what_is_left_up_to_the_demand_and_one_sequence_at_least():
+    asked = rank(LLAMA_7B, "d1", "vllm", dtype="bf16")
+    load = engine.Load(num_running=100, prompt=10, longest=1_000, entering=10)
+    token = 512 * 1024
+    assert engine.cache(asked, load, room=2**60) == 100 * 1_000 * token
+    assert engine.cache(asked, load, room=5_000 * token) == 5_000 * token
+    assert engine.cache(asked, load, room=-1) == 1_000 * token
+
+
+@given(st.integers(1, 300), st.integers(2, 600))
+def test_the_embedded_cache_grows_as_the_engine_does(prompt, response):
+    real = KVCache(max_slots=8)
+    real.reserve(1, max(padded_length(1), prompt))
+    for length in range(prompt + 1, prompt + response):
+        real.reserve(1, padded_length(length))
+    assert engine.reserved_length(prompt, prompt + response) == real._length
+
+
+# ------------------------------------------------------------------------------------- transfers
+def test_a_bucket_is_closed_when_it_is_large_enough():
+    assert transfer._buckets([3, 3, 3, 10, 1], 5) == [6, 13, 1]
+
+
+def test_weights_of_a_small_model_travel_in_one_bucket():
+    # fp32 over two ranks on a CPU: the whole, this rank's half twice, and gloo's copy: 3 x 4 x 160,832.
+    assert transfer.giving(rank(SMALL, "d2"), "gather") == {"buckets": 3 * 4 * 160_832}
+    assert transfer.giving(rank(), "shared") == {}
+
+
+def test_on_the_host_the_writer_collects_the_model():
+    # One bucket and this rank's half twice; gloo's copy is gone when it is cut up.
+    needed = transfer.saving(rank(SMALL, "d2"))
+    assert needed == {"buckets": 2 * 4 * 160_832, "whole weights": 4 * 160_832}
+    other = replace(rank(SMALL, "d2"), is_first=False)
+    assert transfer.saving(other) == {"buckets": 3 * 4 * 160_832}
+    assert transfer.saving(rank()) == {}
+
+
+# ------------------------------------------------------------------------------------ whole plans
+def compiled(graph, cluster="cpu-1x2", models=("actor", "ref", "critic"), **changes):
+    """A plan whose models are SMALL (the critic with a value head), without hardware: nothing is refused."""
+    asked = changes.pop("asked", {})
+    heads = {"critic": replace(SMALL, head="value")}
+    known = [model.name for model in graph.models if model.name in models]
+    requests = {name: ModelRequest(shape=heads.get(name, SMALL), **asked) for name in known}
+    request = graphs.request(cluster, models=requests, **changes)
+    return compile_plan(graph, request), request
+
+
+def phase(rows, name, device=0):
+    return next(row for row in rows if row.phase == name and device in row.devices)
+
+
+def test_phases_follow_the_order_of_the_group():
+    plan, request = compiled(graphs.grpo())
+    names = list(dict.fromkeys(row.phase for row in memory_phases(plan, request)))
+    assert names == ["generate", "wake", "ref_inf", "group_advantage", "actor_train", "save.actor"]
+
+
+def test_colocated_replicas_add_up_and_engines_sleep_on_the_host():
+    plan, request = compiled(graphs.grpo())
+    rows = memory_phases(plan, request)
+    held = dict(phase(rows, "group_advantage").resident)
+    assert held["actor@train weights"] == held["ref@infer weights"] == 2 * 160_832
+    assert held["actor@train optimizer"] == 4 * 160_832
+    assert held["actor@gen weights (asleep)"] == 4 * 160_832
+    assert held["actor@gen KV cache (asleep)"] == dict(phase(rows, "generate").transient)["KV cache"]
+    assert phase(rows, "group_advantage").transient == ()
+
+
+def test_engines_leave_an_accelerator_to_others():
+    plan, request = compiled(graphs.grpo(), "h100-1x2")
+    rows = memory_phases(plan, request)
+    assert "actor@gen weights" in dict(phase(rows, "generate").resident)
+    assert not [name for name, _ in phase(rows, "actor_train").resident if "@gen" in name]
+
+
+def test_an_engine_that_shares_its_trainers_storage_has_no_weights():
+    plan, request = compiled(graphs.grpo(), "cpu-1x1")
+    held = dict(phase(memory_phases(plan, request), "generate").resident)
+    assert "actor@gen weights" not in held
+    plan, request = compiled(graphs.grpo(), "cpu-1x1", asked={"dtype": "bf16"})
+    held = dict(phase(memory_phases(plan, request), "generate").resident)
+    assert held["actor@gen weights"] == 2 * 160_832
+
+
+def test_what_an_inference_leaves_gathered_stays_until_the_model_is_trained():
+    plan, request = compiled(graphs.ppo())
+    rows = memory_phases(plan, request)
+    kept = {row.phase: [n.split("@")[0] for n, _ in row.resident if "gathered" in n] for row in rows}
+    assert kept["critic_inf"] == ["actor", "ref"]
+    assert kept["critic_train"] == ["actor", "ref"]
+    assert kept["save.actor"] == ["ref"]
+    assert kept["generate"] == ["ref"]
+
+
+def test_a_model_of_unknown_sizes_is_left_out_and_named():
+    plan, request = compiled(graphs.ppo(), models=("critic", "ref"))
+    rows = memory_phases(plan, request)
+    assert unknown_models(plan) == ("actor",)
+    assert {row.phase for row in rows} == {"ref_inf", "critic_inf", "gae", "critic_train", "save.critic"}
+    assert not [name for row in rows for name, _ in row.resident if name.startswith("actor")]
+
+
+def test_groups_of_their_own_have_their_own_phases():
+    asked = ModelRequest(shape=SMALL, group="train", gen_group="gen")
+    models = {"actor": asked, "ref": ModelRequest(shape=SMALL, group="train")}
+    request = graphs.request("cpu-1x4", models=models, groups={"train": (0, 1), "gen": (2, 3)})
+    plan = compile_plan(graphs.grpo(), request)
+    rows = memory_phases(plan, request)
+    assert {row.phase for row in rows if row.group == "gen"} == {"generate", "wake"}
+    # Weights are pulled: rank 0 packs a bucket, twice 4 x 160,832 bytes, which an engine unpacks.
+    sent = (
+        dict(phase(rows, "wake", 0).transient)["buckets"] - dict(phase(rows, "wake", 1).transient)["buckets"]
+    )
+    assert sent == 2 * 4 * 160_832
+    assert dict(phase(rows, "wake", 2).transient) == {"buckets": 4 * 160_832}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["torch", "megatron"]),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_every_device_has_every_phase_once(backend, data, tensor, pipe, on_cpu):
+    layout = Layout(data, tensor, pipe) if backend == "megatron" else Layout(data)
+    cluster = f"{'cpu' if on_cpu else 'h100'}-1x{layout.world + 1}"
+    models = {
+        "actor": ModelRequest(shape=SMALL, layout=str(layout), backend=backend, gen_layout="d1"),
+        "ref": ModelRequest(shape=SMALL, layout="d1"),
+    }
+    request = graphs.request(cluster, models=models)
+    rows = memory_phases(compile_plan(graphs.grpo(), request), request)
+    for name in {row.phase for row in rows}:
+        devices = [device for row in rows if row.phase == name for device in row.devices]
+        assert sorted(devices) == list(range(layout.world + 1))
+    assert all(size > 0 for row in rows for _, size in (*row.resident, *row.transient))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.booleans(),
+    st.sampled_from(["fp32", "bf16"]),
+    st.integers(1, 3_000),
+    st.sampled_from([1, 2, 4]),
+    st.booleans(),
+)
+def test_recomputation_smaller_batches_and_more_ranks_never_need_more(recompute, dtype, tokens, num, on_cpu):
+    batch = microbatch(tokens, tokens // 2, num)
+    asked = rank(LLAMA_7B, "d8", dtype=dtype, recompute=recompute, on_cpu=on_cpu)
+    needed = torch_steps.training(asked, batch).total()
+    again = replace(asked, asked=replace(asked.asked, recompute=True))
+    assert torch_steps.training(again, batch).total() <= needed
+    assert torch_steps.training(asked, replace(batch, tokens=tokens + 1)).total() >= needed
+    wider = rank(LLAMA_7B, "d16", dtype=dtype, recompute=recompute, on_cpu=on_cpu)
+    assert torch_steps.training(wider, batch).total() <= needed
+    assert model_state(wider).total() < model_state(asked).total()
+
+
+# -------------------------------------------------------------------------------------- refusals
+def refused(capacity, cluster="h100-1x2", graph=None, request=None, **asked):
+    """What a plan is refused with on devices of so many bytes, having had enough of them."""
+    known = {"shape": SMALL, "gen_layout": "d1", "max_running": 8, "max_model_len": 400} | asked
+    models = {name: ModelRequest(**known) for name in ("actor", "ref")}
+    numbers = {"workload": WorkloadRequest(300, 50, 0.6), "max_concurrent": 8} | (request or {})
+    wanted = graphs.request(cluster, models=models, **numbers)
+    plan = compile_plan(graph or graphs.grpo(), wanted)
+    phases = memory_phases(plan, wanted)
+    small = replace(plan, cluster=replace(plan.cluster, memory_bytes=capacity))
+    check_memory(replace(plan, cluster=replace(plan.cluster, memory_bytes=2**60)), wanted, phases)
+    with pytest.raises(PlanError) as error:
+        check_memory(small, wanted, phases)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def peak_of(cluster="h100-1x2", **asked):
+    known = {"shape": SMALL, "gen_layout": "d1", "max_running": 8, "max_model_len": 400} | asked
+    models = {name: ModelRequest(**known) for name in ("actor", "ref")}
+    wanted = graphs.request(cluster, models=models, workload=WorkloadRequest(300, 50, 0.6), max_concurrent=8)
+    return max(row.total for row in memory_phases(compile_plan(graphs.grpo(), wanted), wanted))
+
+
+def test_smaller_micro_batches_are_advised_first():
+    # 8 x 4 samples of 400 tokens on 2 ranks: 6,400 tokens in one micro-batch. At most 2,048 fit.
+    capacity = peak_of(tokens_per_microbatch=2_048)
+    message = refused(capacity)
+    assert message.startswith("actor_train needs ")
+    assert "on each of devices 0-1, which has" in message
+    assert "most of it is for activations" in message
+    assert "; models.actor.tokens_per_microbatch=2048 fits (" in message
+
+
+def test_recomputation_is_advised_where_one_sequence_is_too_large():
+    capacity = peak_of(tokens_per_microbatch=400, recompute=True)
+    message = refused(capacity, tokens_per_microbatch=400)
+    assert "; models.actor.activation_checkpointing=true fits (" in message
+
+
+def test_recomputation_and_smaller_micro_batches_together():
+    # Inference has the smaller micro-batches already.
+    capacity = peak_of(tokens_per_microbatch=400, recompute=True)
+    message = refused(capacity, tokens_per_microbatch=800)
+    assert "models.actor.activation_checkpointing=true models.actor.tokens_per_microbatch=400 fits" in message
+
+
+def test_fewer_sequences_at_once_are_advised_where_the_cache_is_too_large():
+    # A token's cache is 2 x 4 x 32 x 4 = 1,024 bytes: 64 sequences of 400 tokens take 25 MiB and more.
+    capacity = peak_of(tokens_per_microbatch=400, recompute=True) + 8 * 500 * 1_024
+    message = refused(
+        capacity,
+        tokens_per_microbatch=400,
+        recompute=True,
+        max_running=64,
+        request={"max_concurrent": 64},
+    )
+    assert message.startswith("generate needs ")
+    assert "for KV cache (" in message
+    assert "; models.actor.gen.max_running=" in message
+
+
+LARGE = {
+    "shape": LLAMA_7B,
+    "engine": "vllm",
+    "tokens_per_microbatch": 400,
+    "recompute": True,
+    "dtype": "bf16",
+}
+
+
+def test_more_data_ranks_on_the_same_devices():
+    # Weights, moments and gradients of actor: 16 bytes a parameter on one rank, 8 on each of two; ref: 4.
+    message = refused(NUM_7B * 16, layout="d1", **LARGE | {"gen_layout": "t2"})
+    assert "; actor@train as d2t1p1 fits (" in message
+    message = refused(NUM_7B * 12, layout="d1", **LARGE | {"gen_layout": "t2"})
+    assert "; actor@train as d2t1p1, ref@infer as d2t1p1 fits (" in message
+
+
+def test_more_tensor_ranks_on_the_same_devices():
+    # Bytes a parameter of megatron as d4t1: 6 + 12 / 4, as d2t2: (6 + 12 / 2) / 2; of ref 2.
+    message = refused(
+        NUM_7B * 10, "h100-1x4", layout="d4", backend="megatron", **LARGE | {"gen_layout": "t4"}
+    )
+    assert "; actor@train as d2t2p1 fits (" in message
+
+
+def test_more_devices_where_nothing_else_helps():
+    # 16 + 4 bytes a parameter: 10 on each of two devices, 2.5 on each of eight.
+    message = refused(NUM_7B * 5, layout="d2", **LARGE | {"gen_layout": "t2"})
+    assert "; a group of 8 devices (" in message
+    assert "actor@train as d8t1p1" in message
+
+
+def test_a_model_whose_engine_fits_nowhere():
+    # The embedded engine holds the whole model: 13.5 GB in bf16.
+    message = refused(10 * 10**9, shape=LLAMA_7B, dtype="bf16", tokens_per_microbatch=400, recompute=True)
+    assert "no single change fits: even with a group of" in message
+    assert "generate needs 1" in message
+
+
+def test_what_fits_is_not_refused():
+    plan, request = compiled(graphs.grpo())
+    check_memory(plan, request, memory_phases(plan, request))
+    check_memory(plan, request, ())
+
+
+# ----------------------------------------------------------------------- beside the real thing
+def transient(architecture, work, batch, data=1, **asked):
+    found = rank(kit.shape_of(architecture), f"d{data}", **asked)
+    return (torch_steps.training if work == "train" else torch_steps.inference)(found, batch).total()
+
+
+def close_to(measured):
+    return pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("architecture", [kit.ARCHITECTURE, kit.WIDE], ids=["tied", "wide"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_real_training_step_and_inference(architecture, dtype, recompute):
+    trained, inferred = kit.real_peaks(architecture, 8, 64, dtype=dtype, activation_checkpointing=recompute)
+    batch, asked = microbatch(512, 384), {"dtype": dtype, "recompute": recompute}
+    assert transient(architecture, "train", batch, **asked) == close_to(trained)
+    assert transient(architecture, "infer", batch, **asked) == close_to(inferred)
+
+
+def test_a_real_training_step_in_several_micro_batches():
+    trained, inferred = kit.real_peaks(kit.ARCHITECTURE, 8, 64, tokens_per_microbatch=128)
+    batch = microbatch(128, 96, num=4)
+    assert transient(kit.ARCHITECTURE, "train", batch) == close_to(trained)
+    assert transient(kit.ARCHITECTURE, "infer", batch) == close_to(inferred)
+
+
+def test_two_real_ranks(tmp_path: Path):
+    mp.spawn(memory_ranks.run, (str(tmp_path),), nprocs=2)
+    peaks = torch.load(tmp_path / "peaks.pt")
+    for name, changes in memory_ranks.CASES.items():
+        budget = changes.get("tokens_per_microbatch", 512)
+        asked = {"dtype": changes.get("dtype", "fp32"), "recompute": "activation_checkpointing" in changes}
+        batch = microbatch(budget, budget * 3 // 4, 512 // budget)
+        state = model_state(rank(kit.shape_of(memory_ranks.ARCHITECTURE), "d2", **asked))
+        trained = transient(memory_ranks.ARCHITECTURE, "train", batch, 2, **asked)
+        # Which collectives overlap depends on timing, so the step is taken with what it runs on.
+        assert state.total() + trained == close_to(state.total() + peaks[name][0]), name
+        assert transient(memory_ranks.ARCHITECTURE, "infer", batch, 2, **asked) == close_to(peaks[name][1]), (
+            name
+        )
+
+
+def test_a_real_engine_in_its_second_turn():
+    num_sequences, prompt, response = 16, 64, 64
+    made = EmbeddedEngine(ModelSettings("m", architecture=kit.ARCHITECTURE), {"max_running": num_sequences})
+
+    def turn():
+        for i in range(num_sequences):
+            made.add(i, [i + 1] * prompt, SamplingParams(max_tokens=response, seed=i))
+        while made.num_unfinished:
+            made.step()
+
+    turn()
+    measured = made.cache_bytes + kit.peak(turn)
+    found = rank(kit.shape_of(kit.ARCHITECTURE), backend="embedded")
+    load = engine.Load(num_sequences, prompt, prompt + response, num_sequences * prompt)
+    assert engine.cache(found, load, room=0) == made.cache_bytes
+    assert made.cache_bytes + engine.step(found, load).total() == close_to(measured)

@@ -1,0 +1,90 @@
+"""Two real ranks (gloo) that share a vocabulary, for a test to compare with whole logits."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hflow.backends.common import chunks
+from hflow.backends.megatron.vocab import VocabParallelLogits, measured
+
+NUM_ROWS, HIDDEN, VOCAB, PART = 11, 6, 13, 8
+"""The second rank has 5 of the 13 tokens and 3 rows of padding."""
+PADDED = -1e30
+TEMPERATURES = (1.0, 0.3)
+CHUNKS = (PART * NUM_ROWS, PART * 4)
+"""Logits that may exist at once: those of all rows, and those of four."""
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states `[N, D]`, output matrix `[V, D]`, drawn tokens `[N]` and others `[N, 3]`."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(NUM_ROWS, HIDDEN, generator=generator) * 3
+    matrix = torch.randn(VOCAB, HIDDEN, generator=generator)
+    drawn = torch.randint(0, VOCAB, (NUM_ROWS,), generator=generator)
+    others = torch.randint(0, VOCAB, (NUM_ROWS, 3), generator=generator)
+    return rows, matrix, drawn, others
+
+
+def combine(found: dict[str, Tensor]) -> Tensor:
+    """One number that every entry of every measure goes into with another weight."""
+    parts = [(x * torch.linspace(0.5, 2, x.numel()).view(x.shape)).sum() for x in found.values()]
+    return torch.stack(parts).sum()
+
+
+def measures(logits: Any, drawn: Tensor, others: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Everything that is asked of logits; the ids of `topk` apart, as they have no gradient."""
+    entropy, logprobs = logits.measure(["entropy", "logprobs"], drawn)
+    ids, likeliest = logits.topk(3)
+    found = {"entropy": entropy, "logprobs": logprobs, "topk": likeliest, "of": logits.logprobs_of(others)}
+    return found, ids
+
+
+def run(rank: int, directory: str) -> None:
+    """Entry point of a spawned rank, which leaves its results in `<rank>.pt`."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    results = {(t, size): compute(rank, t, size) for t in TEMPERATURES for size in CHUNKS}
+    results["by hand"] = by_hand(rank)
+    results["nothing"] = [x.shape for x in compute(rank, 1.0, CHUNKS[0], num_rows=0)[0].values()]
+    torch.save(results, Path(directory) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compute(rank: int, temperature: float, size: int, num_rows: int = NUM_ROWS) -> Any:
+    """Measures, the likeliest tokens, gradients of the hidden states (summed) and of this rank's matrix."""
+    chunks.LOGITS_PER_CHUNK = size
+    rows, matrix, drawn, others = (x[:num_rows] if len(x) == NUM_ROWS else x for x in inputs())
+    part = torch.zeros(PART, HIDDEN)
+    mine = matrix[rank * PART : (rank + 1) * PART]
+    part[: len(mine)] = mine
+    rows.requires_grad_()
+    part.requires_grad_()
+
+    def logits(hidden: Tensor) -> Tensor:
+        found = hidden @ part.T
+        found[:, len(mine) :] = PADDED
+        return found
+
+    parallel = VocabParallelLogits(rows, logits, rank * PART, PART, dist.group.WORLD, temperature)
+    found, ids = measures(parallel, drawn, others)
+    combine(found).backward()
+    assert rows.grad is not None
+    dist.all_reduce(rows.grad) if num_rows else None
+    return {name: x.detach() for name, x in found.items()}, ids, rows.grad, part.grad
+
+
+def by_hand(rank: int) -> tuple[float, ...]:
+    """Log-prob of token 0 and entropy of logits 0 and ln 3, a rank having one each; then their slopes."""
+    logit = torch.tensor([[0.0, math.log(3)][rank : rank + 1]], requires_grad=True)
+    logprobs, entropy = measured(logit, torch.tensor([[0]]), rank, dist.group.WORLD, True)
+    slopes = [torch.autograd.grad(x.sum(), logit, retain_graph=True)[0].item() for x in (logprobs, entropy)]
+    return logprobs.item(), entropy.item(), *slopes
