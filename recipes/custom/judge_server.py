@@ -30,7 +30,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/chat/completions":
             self.send_error(404)
             return
-        self.reply(grade(request["messages"][-1]["content"]), request["model"])
+        self.reply(self.grade(request["messages"][-1]["content"]), request["model"])
+
+    def grade(self, question: str) -> str:
+        """What this judge says."""
+        return grade(question)
 
     def reply(self, text: str, model: str) -> None:
         """Send one completion."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,21 @@ class Judging:
         shipped = module(SERVER)
         self.num_asked = 0
         self.replies: list[str | int] = []
-        """Texts to say, or statuses to fail with, before it answers as shipped."""
+        """Texts to say, or statuses to fail with, before it grades."""
+        self.grade: Callable[[str], str | int] = shipped.grade
         lock, judging = threading.Lock(), self
 
         class Handler(shipped.Handler):
-            def reply(self, text: str, model: str) -> None:
+            def grade(self, question: str) -> str | int:
                 with lock:
                     judging.num_asked += 1
-                    scripted = judging.replies.pop(0) if judging.replies else text
-                if isinstance(scripted, int):
-                    self.send_error(scripted)
+                    return judging.replies.pop(0) if judging.replies else judging.grade(question)
+
+            def reply(self, text: str | int, model: str) -> None:
+                if isinstance(text, int):
+                    self.send_error(text)
                 else:
-                    super().reply(scripted, model)
+                    super().reply(text, model)
 
         self.server = shipped.JudgeServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
@@ -110,15 +113,18 @@ def test_a_judge_that_stays_busy_or_refuses_fails_the_sample(judging: Judging) -
 def test_a_run_is_rewarded_by_the_judge_and_refuses_what_it_cannot_judge(
     judging: Judging, tmp_path: Path
 ) -> None:
-    judging.replies = ["9", "no idea", "10", "7", 404]
+    def grade(question: str) -> str | int:
+        """By the second number's last digit: a mark, words, or an error."""
+        digit = int(question[question.index("=") - 1])
+        return "about 9" if digit > 4 else ("no idea", 404)[digit % 2]
+
+    judging.grade = grade
     options = [f"nodes.judge.url={judging.url}", "nodes.judge.patience=0.01"]
-    summary = run(RECIPE, tmp_path, *SMALL, *options)
-    rows = steps_of(summary)
-    # Two of the first samples have no score; each takes its group of two along, as pairs are compared.
-    assert sum(row.get("refused/failed", 0) for row in rows) >= 2
-    assert judging.num_asked >= sum(row["batch/samples"] for row in rows)
-    assert rows[0]["actor_gen/reward"] > 0
-    assert rows[1]["actor_gen/reward"] == 0  # random weights are never right
+    rows = steps_of(run(RECIPE, tmp_path, *SMALL, *options))
+    assert [row["batch/samples"] for row in rows] == [8, 8]
+    assert [row["actor_gen/reward"] for row in rows] == pytest.approx([0.9, 0.9])
+    assert sum(row.get("refused/failed", 0) for row in rows) > 0
+    assert judging.num_asked >= 16
 
 
 def test_a_question_must_be_a_text(tmp_path: Path) -> None:

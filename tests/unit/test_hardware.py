@@ -349,23 +349,28 @@ def test_an_architecture_that_cannot_be():
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
         (
-            "models.actor.backend=megatron",
-            "actor@train is planned for megatron, which is not executed yet; look at it with `hflow plan`, "
-            "or run it with models.actor.backend=torch",
-        ),
-        (
-            "models.actor.gen.engine=vllm",
+            ["models.actor.gen.engine=vllm"],
             "actor@gen is planned for vllm, which is not executed yet; look at it with `hflow plan`, or run "
             "it with models.actor.gen.engine=embedded",
         ),
+        (
+            ["models.actor.layout=t2"],
+            "actor@train has layout d1t2p1: the torch backend executes data parallelism only; set "
+            "models.actor.backend=megatron",
+        ),
+        (
+            ["models.actor.backend=megatron", "models.actor.layout=t2", "workers=inproc"],
+            "actor@train has layout d1t2p1: megatron needs a process for each rank; take workers=ray, or a "
+            "layout of d1",
+        ),
     ],
 )
-def test_backends_that_are_planned_but_not_run(override: str, message: str):
+def test_what_is_planned_but_not_run(overrides: list[str], message: str):
     with pytest.raises(NotYetError) as refusal:
-        refuse_unrunnable(compile_recipe(GRPO, [override]))
+        refuse_unrunnable(compile_recipe(GRPO, overrides))
     assert str(refusal.value) == message
 
 

@@ -1,14 +1,10 @@
 """The memory model: formulas worked out by hand, whole plans, refusals, and torch's own peaks."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import memory_kit as kit
-import memory_ranks
 import plan_graphs as graphs
 import pytest
-import torch
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_kit import LLAMA_7B, SMALL, microbatch, rank
@@ -520,22 +516,6 @@ def test_a_real_training_step_in_several_micro_batches():
     batch = microbatch(128, 96, num=4)
     assert transient(kit.ARCHITECTURE, "train", batch) == close_to(trained)
     assert transient(kit.ARCHITECTURE, "infer", batch) == close_to(inferred)
-
-
-def test_two_real_ranks(tmp_path: Path):
-    mp.spawn(memory_ranks.run, (str(tmp_path),), nprocs=2)
-    peaks = torch.load(tmp_path / "peaks.pt")
-    for name, changes in memory_ranks.CASES.items():
-        budget = changes.get("tokens_per_microbatch", 512)
-        asked = {"dtype": changes.get("dtype", "fp32"), "recompute": "activation_checkpointing" in changes}
-        batch = microbatch(budget, budget * 3 // 4, 512 // budget)
-        state = model_state(rank(kit.shape_of(memory_ranks.ARCHITECTURE), "d2", **asked))
-        trained = transient(memory_ranks.ARCHITECTURE, "train", batch, 2, **asked)
-        # Which collectives overlap depends on timing, so the step is taken with what it runs on.
-        assert state.total() + trained == close_to(state.total() + peaks[name][0]), name
-        assert transient(memory_ranks.ARCHITECTURE, "infer", batch, 2, **asked) == close_to(peaks[name][1]), (
-            name
-        )
 
 
 def test_a_real_engine_in_its_second_turn():

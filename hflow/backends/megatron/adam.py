@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class GroupAdamW(torch.optim.AdamW):
-    """Computes what torch's AdamW does, with multi-tensor operations, for fp32 parameters.
+    """Computes what torch's fused AdamW does, by the same kernel.
 
     It is an AdamW because megatron's optimizer takes no other.
     """
@@ -37,15 +37,22 @@ class GroupAdamW(torch.optim.AdamW):
     def _step(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
         means, squares = self._moments(weights)
         beta1, beta2 = group["betas"]
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_lerp_(means, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        scale1, scale2 = (1 - beta ** group["step"] for beta in (beta1, beta2))
-        sizes = torch._foreach_sqrt(squares)
-        torch._foreach_div_(sizes, scale2**0.5)
-        torch._foreach_add_(sizes, group["eps"])
-        torch._foreach_addcdiv_(weights, means, sizes, -group["lr"] / scale1)
+        count = torch.tensor(float(group["step"]), device=weights[0].device)
+        torch._fused_adamw_(
+            weights,
+            gradients,
+            means,
+            squares,
+            max_exp_avg_sqs=[],
+            state_steps=[count] * len(weights),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
 
     def _moments(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         for p in weights:

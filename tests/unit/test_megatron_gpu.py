@@ -1,0 +1,24 @@
+"""The CUDA path of megatron, on one device: the same numbers as the torch backend on the CPU."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch_kit as kit
+
+from hflow.backends.base import Seat
+from hflow.launch.factories import FACTORIES
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 5e-2)])
+def test_a_step_equals_the_cpu(dtype, tolerance):
+    batch = kit.make_batch(kit.LENGTHS)
+    settings = dataclasses.replace(kit.SETTINGS, device="cuda", dtype=dtype, tokens_per_microbatch=13)
+    here, there = kit.model(), FACTORIES["megatron"](settings, Seat())
+    first, other = (b.infer(kit.LOGPROBS, [batch])[0].columns["result"].values for b in (here, there))
+    np.testing.assert_allclose(other, first, atol=tolerance)
+    wanted, got = (b.train(kit.CALLS["token-mean"], kit.whole(batch), 0) for b in (here, there))
+    assert got["loss"] == pytest.approx(wanted["loss"], abs=tolerance)
+    assert got["entropy"] == pytest.approx(wanted["entropy"], abs=tolerance)
