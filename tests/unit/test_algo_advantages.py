@@ -85,6 +85,7 @@ def test_whiten_of_one_token_is_zero():
 def test_leave_one_out():
     seqs = Sequences.of([1, 1, 1, 1, 1, 1], group=[0, 1, 0, 1, 0, 2])
     reward = torch.tensor([1.0, 4.0, 2.0, 6.0, 6.0, 9.0])
+    # Ahmadian et al. 2024, RLOO: r_i less the mean of the k - 1 others.
     # Group 0 has 1, 2, 6: 1 - 8/2, 2 - 7/2, 6 - 3/2; group 1 has 4, 6: 4 - 6, 6 - 4; one alone has none.
     torch.testing.assert_close(
         algo.leave_one_out(reward, seqs), torch.tensor([-3.0, -2.0, -1.5, 2.0, 4.5, 0.0])

@@ -131,7 +131,7 @@ def test_a_clipped_value_has_no_gradient_beyond_its_clip_towards_the_target():
 
 
 def test_pairwise_loss():
-    # Bradley-Terry: the chosen wins with probability sigmoid(log 3) = 3/4, then 1/2, then 1/4.
+    # Ouyang et al. 2022, equation 1: the chosen wins with probability sigmoid(log 3) = 3/4, 1/2, 1/4.
     margin = torch.tensor([math.log(3), 0.0, -math.log(3)])
     expected = torch.tensor([math.log(4 / 3), math.log(2), math.log(4)])
     torch.testing.assert_close(algo.pairwise_loss(margin), expected)
@@ -155,6 +155,7 @@ def test_kl_estimate_by_name():
     ],
 )
 def test_the_kl_controller_is_proportional_and_clipped(kl, expected):
+    # Ziegler et al. 2019, section 2.2, with K = 0.1: beta (1 + K clip((KL - target) / target, -0.2, 0.2)).
     assert algo.adapted_kl_weight(0.1, kl, target=6.0, gain=0.1) == pytest.approx(expected)
 
 

@@ -36,6 +36,7 @@ def test_clip_higher_clips_likelier_tokens_later():
 def test_gspo_takes_the_ratio_of_sequences():
     seqs = Sequences.of([3, 2], loss_mask=[False, True, True, True, True])
     behav = tensor(0, -1.0, -1.0, -2.0, -2.0)
+    # GSPO, equations 5 and 7.
     # Products of the ratios 1.1 * 1.3 and 0.5 * 0.8; geometric means sqrt(1.43) = 1.196, sqrt(0.4) = 0.632.
     theta = behav + torch.log(tensor(1.0, 1.1, 1.3, 0.5, 0.8))
     out = Output(logprobs=theta, entropy=behav)
@@ -51,13 +52,14 @@ def test_a_reward_model_prefers_the_chosen():
     seqs = Sequences.of([1, 1, 1, 1], group=[0, 0, 1, 1])
     out = Output(scores=tensor(math.log(3), 0.0, 1.0, 1.0))
     loss, metrics = nodes.reward_train(out, seqs)
-    # -log sigmoid(log 3) = log(4/3), -log sigmoid(0) = log 2.
+    # Ouyang et al. 2022, equation 1: -log sigmoid(log 3) = log(4/3), -log sigmoid(0) = log 2.
     assert_close(loss, tensor(math.log(4 / 3), math.log(2)))
     assert metrics["accuracy"].tolist() == [True, False]
     assert_close(metrics["margin"], tensor(math.log(3), 0.0))
 
 
 def test_dpo_by_hand():
+    # Rafailov et al. 2023, equation 7.
     # Chosen: theta - ref = 0.5 + 0.5, rejected: -1; beta 0.1: margin 0.1 (1 + 1) = 0.2.
     seqs = Sequences.of([2, 1], group=[0, 0])
     loss, metrics = nodes.dpo(Output(logprobs=tensor(-0.5, -0.5, -3.0)), tensor(-1.0, -1.0, -2.0), seqs)

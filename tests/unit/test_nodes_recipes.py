@@ -1,0 +1,65 @@
+"""Bodies of the shipped recipes, called as functions, against the papers' formulas."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from hflow.dsl import load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def body(recipe: str, node: str) -> Any:
+    return load_recipe(RECIPES / f"{recipe}.py").bodies()[node]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "punishment"),
+    # DAPO, equation 13 with L_max = 20 and L_cache = 8: 0 up to 12 tokens, (12 - |y|) / 8 up to 20, then -1.
+    [(1, 0.0), (12, 0.0), (13, -0.125), (16, -0.5), (20, -1.0), (30, -1.0)],
+)
+def test_dapo_punishes_overlong_answers_softly(num_tokens, punishment):
+    shaped = body("dapo", "shaped")
+    assert shaped(1.0, num_tokens, "stop", limit=20, buffer=8) == (1.0 + punishment, True)
+    assert shaped(0.0, num_tokens, "length", limit=20, buffer=8) == (-1.0 + punishment, False)
+
+
+@pytest.mark.parametrize(
+    ("right", "keep"), [([1.0, 0.0], True), ([0.0, 0.0], False), ([1.0, 1.0, 1.0], False)]
+)
+def test_dapo_keeps_groups_that_are_neither_all_right_nor_all_wrong(right, keep):
+    # DAPO, equation 11: 0 < number of right answers < G.
+    assert body("dapo", "has_spread")(right) is keep
+
+
+def test_remax_subtracts_the_greedy_reward():
+    reward, greedy = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 0.0])
+    assert body("remax", "above_greedy")(reward, greedy).tolist() == [0.0, -1.0, 1.0]
+
+
+def test_distillation_prefers_what_the_teacher_finds_likelier():
+    # The student gives the tokens 0.5 and 0.25, the teacher 0.25 and 0.5: reverse KL log 2 and -log 2.
+    student, teacher = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.5]).log()
+    advantages, metrics = body("distill", "nearer_to_teacher")(student, teacher)
+    log2 = torch.log(torch.tensor(2.0))
+    assert_close(advantages, torch.stack([-log2, log2]))
+    assert_close(metrics["reverse_kl"], -advantages)
+
+
+def test_an_answer_without_an_end_earns_nothing_in_ppo():
+    score = body("ppo", "score")
+    assert score("042", "042", "stop") == 1.0
+    assert score("042", "042", "length") == score("043", "042", "stop") == 0.0
+
+
+def test_a_reward_model_is_right_where_the_chosen_scores_higher():
+    accuracy = body("reward_model", "prefers_chosen")
+    assert [accuracy([2.0, 1.0]), accuracy([1.0, 2.0]), accuracy([1.0, 1.0])] == [1.0, 0.0, 0.0]
+
+
+def test_a_teacher_moves_by_one_minus_its_decay():
+    follow = body("custom/ema_teacher", "follow")
+    assert_close(follow(torch.tensor([1.0]), torch.tensor([3.0]), decay=0.75), torch.tensor([1.5]))
