@@ -21,9 +21,10 @@ from hflow.report.graph_text import render_graph
 from hflow.report.plan_drawing import plan_dot, plan_mermaid
 from hflow.report.plan_text import render_plan
 from hflow.report.summary import RunSummary
+from hflow.report.twin_text import render_twin
 
 DIFFERENT = 1
-"""Plans that were compared differ."""
+"""Plans that were compared differ, or a twin."""
 USER_ERROR = 2
 INTERRUPTED = 130
 STOPPED = "stopped"
@@ -40,6 +41,11 @@ DIFF = (
 LOCKED = (
     "Run exactly the plan of a plan file or of a run's directory, or say what no longer fits. RECIPE: where "
     "it lies now."
+)
+
+LAYOUT = (
+    "Every model in this layout, on megatron-core; may be given several times. Without: all pairs of axes, "
+    "and all three."
 )
 
 PRINTED: Mapping[str, Callable[[launch.Compiled], str]] = {
@@ -158,6 +164,34 @@ def run(
         raise ConfigError("name a recipe, as in `hflow run recipes/grpo.py`, or a plan with --plan FILE")
 
 
+@app.command(
+    epilog=_examples(
+        "twin recipes/ppo.py batch=32",
+        "twin recipes/grpo.py batch=8 --layout d2t2p2",
+        "twin recipes/grpo.py batch=8 --as-configured placement='actor=0:d1 actor.gen=1:d1'",
+    )
+)
+def twin(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    layout: Annotated[
+        list[str] | None, typer.Option("--layout", metavar="LAYOUT", help=LAYOUT, show_default=False)
+    ] = None,
+    as_configured: Annotated[
+        bool, typer.Option("--as-configured", help="Compare the layouts and backends of the configuration.")
+    ] = False,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Training steps.")] = 3,
+) -> None:
+    """Run a recipe in one process and divided over many; losses, gradients and weights must be equal."""
+    if as_configured and layout:
+        raise ConfigError("--as-configured compares the configuration's layouts; leave out --layout")
+    layouts = None if as_configured else layout or []
+    found = launch.twin(recipe, overrides or [], layouts, steps, _tell)
+    _show(render_twin(Path(recipe).stem, steps, found.results, found.notes))
+    if not all(result.is_equal for result in found.results):
+        raise typer.Exit(DIFFERENT)
+
+
 @app.command(epilog=_examples("doctor"))
 def doctor() -> None:
     """Say what this machine can run, and the one command that mends what it cannot."""
@@ -241,6 +275,11 @@ def _finish(summary: RunSummary) -> None:
 def _print(text: str) -> None:
     """Print as it is, whatever the terminal's width."""
     sys.stdout.write(text.rstrip() + "\n")
+
+
+def _tell(line: str) -> None:
+    """Say what goes on, apart from the report."""
+    Console(stderr=True).print(Text(line, style="dim"))
 
 
 def _show(report: RenderableType) -> None:

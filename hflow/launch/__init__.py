@@ -5,12 +5,16 @@ What `check` and `plan` need imports neither torch nor ray; `run` imports the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hflow.launch.compiled import Compiled, check, compile_recipe, compose, plan
 from hflow.launch.lockfile import compare, compile_locked, compose_locked, document
 from hflow.report.summary import RunSummary
+
+if TYPE_CHECKING:
+    from hflow.launch.twin import Twin
 
 __all__ = [
     "Compiled",
@@ -24,6 +28,7 @@ __all__ = [
     "plan",
     "run",
     "run_plan",
+    "twin",
 ]
 
 
@@ -63,3 +68,30 @@ def run_plan(
     from hflow.launch.running import run_compiled
 
     return run_compiled(compile_locked(file, recipe, overrides), live)
+
+
+def twin(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    layouts: Sequence[str] | None = (),
+    steps: int = 3,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Twin:
+    """Whether a recipe divided over many ranks computes what one process computes.
+
+    Args:
+        recipe: path of the recipe's file.
+        overrides: configuration as `key=value`.
+        layouts: layouts of all models, on megatron; empty: those that this machine can hold of
+            `launch.twin.LAYOUTS`; None: as configured.
+        steps: training steps.
+        tell: takes a line when a run begins.
+
+    Raises:
+        HflowError: as `run`.
+    """
+    from hflow.launch.twin import default_layouts, run_twin
+
+    if layouts is not None and not layouts:
+        layouts = default_layouts(recipe, overrides, tell)
+    return run_twin(recipe, overrides, layouts, steps, tell)

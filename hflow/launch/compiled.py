@@ -36,7 +36,7 @@ def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
         RecipeError: for a recipe that cannot be right.
         ConfigError: for a key or value that does not exist or fit.
     """
-    return _read(recipe, overrides)[1]
+    return read_recipe(recipe, overrides)[1]
 
 
 def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
@@ -52,7 +52,7 @@ def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
 
 def compose(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
     """The composed configuration as YAML."""
-    return to_yaml(_read(recipe, overrides)[0])
+    return to_yaml(read_recipe(recipe, overrides)[0])
 
 
 def compile_recipe(
@@ -68,14 +68,25 @@ def compile_recipe(
     Raises:
         HflowError: as `plan`.
     """
-    config, graph, bodies = _read(recipe, overrides, config)
+    config, graph, bodies = read_recipe(recipe, overrides, config)
     made = compile_plan(graph, plan_request(config, graph, recipe))
     return Compiled(config, graph, bodies, made, Path(recipe))
 
 
-def _read(
-    recipe: str | Path, overrides: Sequence[str], config: RunConfig | None = None
+def read_recipe(
+    recipe: str | Path, overrides: Sequence[str] = (), config: RunConfig | None = None
 ) -> tuple[RunConfig, Graph, Mapping[str, Callable[..., Any]]]:
+    """A recipe's configuration, its graph, and its bodies by node.
+
+    Args:
+        recipe: path of the recipe's file.
+        overrides: configuration as `key=value`.
+        config: a whole configuration, in the place of the recipe's YAML and overrides.
+
+    Raises:
+        RecipeError: for a recipe that cannot be right.
+        ConfigError: for a key or value that does not exist or fit.
+    """
     loaded = load_recipe(recipe)
     config = config or load_config(recipe, overrides)
     spec = loaded.spec()

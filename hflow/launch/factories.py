@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hflow.backends.base import ModelSettings, Seat
+    from hflow.backends.embedded_engine.replay import Draws
 
 
 def torch_model(*args: Any) -> Any:
@@ -31,6 +32,20 @@ def embedded_engine(*args: Any) -> Any:
     from hflow.backends.embedded_engine import EmbeddedEngine
 
     return EmbeddedEngine(*args)
+
+
+def recording_engine(draws: Draws, *args: Any) -> Any:
+    """The embedded engine, noting what it draws."""
+    from hflow.backends.embedded_engine.replay import RecordingEngine
+
+    return RecordingEngine(draws, *args)
+
+
+def replaying_engine(draws: Draws, *args: Any) -> Any:
+    """The embedded engine, drawing what was noted."""
+    from hflow.backends.embedded_engine.replay import ReplayingEngine
+
+    return ReplayingEngine(draws, *args)
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from hflow.config import to_yaml
 from hflow.launch.agreement import check_agreement
 from hflow.launch.compiled import Compiled
+from hflow.launch.factories import FACTORIES
 from hflow.launch.limits import refuse_unrunnable
 from hflow.launch.lockfile import document
 from hflow.launch.observe import RunObserver
@@ -27,27 +32,46 @@ from hflow.runtime.trace import Trace
 from hflow.workers.base import Workers, WorkerSetup
 from hflow.workers.steady import forget_garbage
 
+if TYPE_CHECKING:
+    from hflow.workers.ray_processes import RayProcesses
 
-def run_compiled(compiled: Compiled, live: bool | None) -> RunSummary:
+
+@dataclass(frozen=True)
+class Means:
+    """What a run is carried out with; the defaults are those of `hflow run`."""
+
+    factories: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: FACTORIES)
+    """Backend name -> what builds it."""
+    processes: RayProcesses | None = None
+    """Worker processes of several runs; None: the run starts its own."""
+    is_quiet: bool = False
+    """Whether nothing is shown while it runs."""
+
+
+def run_compiled(compiled: Compiled, live: bool | None, means: Means | None = None) -> RunSummary:
     """Run a compiled recipe to its end.
 
     Args:
         compiled: graph, bodies, configuration and plan.
         live: a live panel (True), plain lines (False), or what fits the terminal (None).
+        means: what to carry it out with.
 
     Raises:
         HflowError: for anything that a user can mend, before or during the run.
     """
     refuse_unrunnable(compiled)
-    return asyncio.run(_run(compiled, live))
+    return asyncio.run(_run(compiled, live, means or Means()))
 
 
-async def _run(compiled: Compiled, live: bool | None) -> RunSummary:
+async def _run(compiled: Compiled, live: bool | None, means: Means) -> RunSummary:
     """Check the data and the models, then begin: what fails early leaves no run directory."""
-    rows, setup, workers = open_rows(compiled), make_setup(compiled), make_workers(compiled)
+    rows, setup = open_rows(compiled), make_setup(compiled, means.factories)
+    workers = make_workers(compiled, means.processes)
     check_agreement(compiled, setup)
     directory = _begin(compiled)
-    with open_display(compiled.config.name, live) as display, _observer(compiled, directory, display) as seen:
+    console = Console(quiet=True) if means.is_quiet else None
+    opened = open_display(compiled.config.name, live, console)
+    with opened as display, _observer(compiled, directory, display) as seen:
         display.note(f"{compiled.config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")
         async with _started(workers, setup):
             summary = await _execute(compiled, workers, rows, directory, seen, display)

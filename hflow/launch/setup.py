@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hflow.config import DataConfig, ModelConfig
 from hflow.data.order import RowOrder
@@ -17,9 +17,16 @@ from hflow.launch.models import model_settings, tokenizer_settings
 from hflow.runtime.dispatch import Rows, root_of
 from hflow.workers.base import NodeProgram, Workers, WorkerSetup
 
+if TYPE_CHECKING:
+    from hflow.workers.ray_processes import RayProcesses
 
-def make_setup(compiled: Compiled) -> WorkerSetup:
+
+def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] = FACTORIES) -> WorkerSetup:
     """What each worker is built from.
+
+    Args:
+        compiled: the recipe.
+        factories: backend name -> what builds it on the workers.
 
     Raises:
         ConfigError: when a model or dataset is not configured.
@@ -36,19 +43,19 @@ def make_setup(compiled: Compiled) -> WorkerSetup:
         datasets={dataset.name: _data_settings(compiled, dataset) for dataset in compiled.graph.datasets},
         tokenizers=tokenizer_settings(compiled),
         seed=compiled.config.seed,
-        factories=FACTORIES,
+        factories=factories,
     )
 
 
-def make_workers(compiled: Compiled) -> Workers:
-    """Workers on Ray, or all in this process, as configured."""
+def make_workers(compiled: Compiled, processes: RayProcesses | None = None) -> Workers:
+    """Workers on Ray (in these processes, or in some of their own), or all in this process, as configured."""
     if compiled.config.workers == "inproc":
         from hflow.workers.inproc import InprocWorkers
 
         return InprocWorkers()
     from hflow.workers.ray_group import RayWorkers
 
-    return RayWorkers()
+    return RayWorkers(processes)
 
 
 def open_rows(compiled: Compiled) -> dict[str, Rows]:

@@ -54,7 +54,10 @@ class WorkerProcess:
 
     @ray.method(concurrency_group="device")
     def build(self, shipped: bytes, member: Membership | None, peers: Sequence[Any]) -> None:
-        """Build the worker from a shipped `WorkerSetup`; a collective. `peers` are all its actors."""
+        """Build the worker from a shipped `WorkerSetup`; a collective. `peers` are all its actors.
+
+        A process may serve several runs, one after the other, each closed before the next is built.
+        """
         setup: WorkerSetup = cloudpickle.loads(shipped)
         self._peers = peers
         self._worker = self._module.Worker(setup, (self._index,), member)

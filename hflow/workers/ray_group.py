@@ -25,14 +25,10 @@ from hflow.workers.base import (
     Workers,
     WorkerSetup,
 )
-from hflow.workers.ray_actor import RayWorker
-from hflow.workers.ray_cluster import Reservation, reserve
+from hflow.workers.ray_processes import RayProcesses, end_work
 from hflow.workers.ship import ship
 from hflow.workers.transfer import by_ends
 from hflow.workers.world import Membership
-
-CLOSE_SECONDS = 10.0
-"""Longest wait for workers to end their processes before they are killed."""
 
 
 class RayWorkers(Workers):
@@ -42,9 +38,15 @@ class RayWorkers(Workers):
     see them in the order of the calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: RayProcesses | None = None) -> None:
+        """Prepare a run.
+
+        Args:
+            processes: those of several runs, which are left as they are; None: this run starts its own.
+        """
         self._actors: list[Any] = []
-        self._reservation: Reservation | None = None
+        self._processes = processes
+        self._owns_processes = processes is None
         self._plan: Plan
         self._doing: dict[int, list[str]] = {}
         """worker -> what it was asked to do on its device and has not answered."""
@@ -55,12 +57,11 @@ class RayWorkers(Workers):
     async def start(self, setup: WorkerSetup) -> None:
         """Start actors at the same time, then build worlds and models in them."""
         self._plan = setup.plan
-        self._reservation = await asyncio.to_thread(reserve, setup.plan.cluster)
+        self._processes = self._processes or RayProcesses(setup.plan.cluster)
+        self._processes.start()
         everyone = range(setup.plan.cluster.num_devices)
         self._doing = {worker: [] for worker in everyone}
-        self._actors = [
-            RayWorker.options(**self._reservation.options(worker)).remote(worker) for worker in everyone
-        ]
+        self._actors = self._processes.actors(len(everyone))
         bodies = [program.body for program in setup.programs.values()]
         shared = ray.put(ship(setup, bodies))
         address = await self._call(0, "rendezvous") if len(everyone) > 1 else ""
@@ -135,16 +136,11 @@ class RayWorkers(Workers):
         await self._on_devices(f"saving model {model!r}", "save", arguments)
 
     async def close(self) -> None:
-        """End workers and what this run reserved or started."""
+        """End the work, and what this run reserved or started. Safe to call twice."""
         actors, self._actors = self._actors, []
-        if actors:
-            closing = [actor.close.remote() for actor in actors]
-            await asyncio.to_thread(ray.wait, closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
-        for actor in actors:
-            ray.kill(actor)
-        if self._reservation is not None:
-            await asyncio.to_thread(self._reservation.free)
-            self._reservation = None
+        await end_work(actors)
+        if self._owns_processes and self._processes is not None:
+            await self._processes.close()
 
     # ---------------------------------------------------------------------------- messages
     def _send(self, worker: int, method: str, *arguments: Any) -> Any:

@@ -9,5 +9,6 @@ def forget_garbage() -> None:
     Episodes allocate enough for several full collections a step, each of which would visit the half
     a million objects of torch and transformers: more time than the episodes themselves take.
     """
+    gc.unfreeze()  # what an earlier run in this process left
     gc.collect()
     gc.freeze()

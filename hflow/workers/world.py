@@ -24,7 +24,7 @@ class Membership:
 
 
 class World:
-    """Joined once per process, left when the process ends.
+    """Joined once per run. A process that serves another run leaves it then, else when it ends.
 
     Every process creates the same groups in the same order, which torch.distributed needs.
     Replicas on the same workers share a group: the plan lets them take turns.
@@ -42,6 +42,8 @@ class World:
         patience = datetime.timedelta(seconds=timeout)
         if device == "cuda":
             torch.cuda.set_device(0)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             init_method=f"tcp://{member.address}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from runs import ROOT, run, steps_of
+from runs import ROOT, module, run, steps_of
 
 from hflow.dsl import load_recipe
 from hflow.errors import RecipeError
@@ -20,15 +19,6 @@ RECIPE = ROOT / "recipes" / "custom" / "llm_judge.py"
 SERVER = ROOT / "recipes" / "custom" / "judge_server.py"
 SMALL = ["workers=inproc", "cluster=cpu-1x1", "models.actor.path=null", "steps=2", "batch=4"]
 SMALL += ["nodes.eval_gen.after=1000", "nodes.actor_gen.group=2"]
-
-
-def module(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 class Judging:

@@ -66,6 +66,21 @@ def test_reductions_by_hand():
     assert by_group[0]["loss"] == pytest.approx(sum(sums) / 3, rel=1e-5)
 
 
+def test_a_token_that_the_model_pads_with_is_learned_like_any_other():
+    """Nothing is padded here, so one that was read is a token. Untied, only its embedding reads it."""
+    architecture = kit.ARCHITECTURE | {"pad_token_id": 5, "tie_word_embeddings": False}
+    batch = kit.make_batch([8])
+    ids = np.array(batch.columns["input_ids"].values)
+    ids[3] = 5
+    shards = [TrainShard((batch.with_columns({"input_ids": Column(Unit.TOKEN, ids)}),))]
+    changes = {"architecture": architecture, "optim": OptimSettings(lr=1e-3)}
+    before = kit.weights(kit.model(**changes))["model.embed_tokens.weight"]
+    _, after = trained(
+        kit.call(lambda out: -out.logprobs, "token", [], reduce="token-mean"), shards, **changes
+    )
+    assert (after["model.embed_tokens.weight"][5] - before[5]).abs().max() > 1e-4
+
+
 def test_masked_sequences_count_nowhere():
     kept = [row for row in range(len(BATCH)) if BATCH.columns["keep"].values[row]]
     call = kit.CALLS["mask"]

@@ -213,7 +213,7 @@ class EmbeddedEngine(GenerationEngine):
             params = [request.params for request in self._running]
             self._rows = SamplingRows.of(params, logits.shape[1], self._device)
         positions = np.fromiter((len(r.ids) for r in self._running), np.int64, len(self._running))
-        tokens, logprobs = draw(logits, self._rows, positions).tolist()
+        tokens, logprobs = draw(logits, self._rows, positions, self._forced()).tolist()
         for request, token, logprob in zip(self._running, tokens, logprobs, strict=True):
             if logprob != logprob:
                 raise BackendError(
@@ -222,6 +222,10 @@ class EmbeddedEngine(GenerationEngine):
             request.ids.append(int(token))
             request.logprobs.append(logprob)
             request.versions.append(self.version)
+
+    def _forced(self) -> Tensor | None:
+        """The tokens that the running requests go on with, `[S]`; None: they are drawn."""
+        return None
 
     def _finish(self) -> list[tuple[int, Generated]]:
         """Take finished sequences out of their slots."""

@@ -49,25 +49,36 @@ class SamplingRows:
         )
 
 
-def draw(logits: Tensor, rows: SamplingRows, positions: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+def draw(
+    logits: Tensor,
+    rows: SamplingRows,
+    positions: np.ndarray[tuple[int], np.dtype[np.int64]],
+    forced: Tensor | None = None,
+) -> Tensor:
     """Draw a token for each row.
 
     Args:
         logits: `[S, V]`, any float dtype.
         rows: parameters of the S sequences.
         positions: int64 `[S]`, index in its sequence of the token to draw.
+        forced: int64 `[S]`, the tokens to take; None: they are drawn.
 
     Returns:
         float64 `[2, S]`: token ids, and their log-probs under
         `log_softmax(logits / temperature)` over the whole vocabulary (temperature 1 where greedy).
     """
     logprobs = torch.log_softmax(logits.float() / rows.temperature, dim=-1)
-    uniform = torch.from_numpy(uniforms(rows.words, positions)).to(logits.device, non_blocking=True)
-    tokens = _inverse_cdf(_support(logprobs, rows), uniform)
-    if rows.greedy is not None:
-        tokens = torch.where(rows.greedy, logprobs.argmax(-1), tokens)
+    tokens = _drawn(logprobs, rows, positions) if forced is None else forced
     drawn = logprobs.gather(1, tokens[:, None])[:, 0]
     return torch.stack((tokens.double(), drawn.double()))
+
+
+def _drawn(
+    logprobs: Tensor, rows: SamplingRows, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> Tensor:
+    uniform = torch.from_numpy(uniforms(rows.words, positions)).to(logprobs.device, non_blocking=True)
+    tokens = _inverse_cdf(_support(logprobs, rows), uniform)
+    return tokens if rows.greedy is None else torch.where(rows.greedy, logprobs.argmax(-1), tokens)
 
 
 def _inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:

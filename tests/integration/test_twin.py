@@ -1,0 +1,218 @@
+"""The CPU twin: every shipped recipe divided over data, tensor and pipeline ranks, against one process.
+
+Real megatron-core, Ray and gloo. All runs share their worker processes, as those of `hflow twin` do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import ROOT, module, run
+
+from hflow.errors import ConfigError, PlanError
+from hflow.launch.compiled import compile_recipe
+from hflow.launch.twin import Twin, run_twin
+from hflow.report.twin_text import (
+    CHANGE_TOLERANCE,
+    LEAST_SCALE,
+    TOLERANCE,
+    MetricPair,
+    TwinResult,
+    WeightPair,
+)
+from hflow.workers.ray_processes import RayProcesses
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+NUM_WORKERS = 8
+SMALL = ["batch=8", "max_concurrent=64"]
+PPO = ["models.critic.optim.warmup_steps=0", "batch=32"]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RayProcesses]:
+    cluster = compile_recipe(ROOT / "recipes/sft.py", [f"cluster=cpu-1x{NUM_WORKERS}"]).plan.cluster
+    made = RayProcesses(cluster)
+    made.start()
+    yield made
+    asyncio.run(made.close())
+
+
+def taught(out: Path, seed: int) -> Path:
+    """A checkpoint in HF layout, one step from random weights."""
+    alone = ["workers=inproc", "cluster=cpu-1x1", "nodes.eval_gen.after=9"]
+    summary = run("recipes/sft.py", out, "steps=1", "batch=8", f"seed={seed}", *alone)
+    return (summary.directory / "checkpoints" / "latest" / "actor").resolve()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught(tmp_path_factory.mktemp("actor"), 0)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Another model than the checkpoint: from an equal one there is nothing but rounding to learn."""
+    return [f"models.teacher.path={taught(tmp_path_factory.mktemp('teacher'), 1)}"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Additions whose right answer is none at all, which such weights give now and then."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{a:02d}+{a:02d}=", "answer": ""}) for a in range(40)))
+    return ["data.train.generator=null", f"data.train.path={path}"]
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[list[str]]:
+    """The shipped judge, but with marks that depend on every character."""
+    shipped = module(ROOT / "recipes/custom/judge_server.py")
+
+    class Handler(shipped.Handler):
+        def grade(self, question: str) -> str:
+            return str(sum(map(ord, question)) % 11)
+
+    server = shipped.JudgeServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield [f"nodes.judge.url=http://127.0.0.1:{server.server_port}/v1"]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def twin(recipe: str, overrides: list[str], layouts: list[str] | None, processes: RayProcesses) -> Twin:
+    return run_twin(ROOT / recipe, overrides, layouts, 3, lambda line: None, processes)
+
+
+RECIPES: list[tuple[str, str, list[str]]] = [
+    ("sft", "d2t2", []),
+    ("grpo", "d2t2p2", []),
+    ("ppo", "t2p2", PPO),
+    ("ppo", "d2t2p2", PPO),
+    ("rloo", "d2p2", []),
+    ("remax", "d2t2", ["batch=32"]),
+    ("reinforce_pp", "t2p2", ["batch=32"]),
+    ("dr_grpo", "d2p2", []),
+    ("dapo", "d2t2", []),
+    ("gspo", "t2p2", []),
+    ("dpo", "d2p2", []),
+    ("reward_model", "t2p2", []),
+    ("distill", "d2t2", []),
+    ("custom/ema_teacher", "d2p2", []),
+    ("custom/llm_judge", "t2p2", []),
+]
+
+
+def test_every_recipe_has_a_twin() -> None:
+    shipped = {str(p.relative_to(ROOT / "recipes").with_suffix("")) for p in (ROOT / "recipes").rglob("*.py")}
+    assert {name for name, _, _ in RECIPES} == shipped - {"custom/judge_server"}
+
+
+@pytest.mark.parametrize(("name", "layout", "changes"), RECIPES)
+def test_a_divided_recipe_computes_what_one_process_does(
+    name: str,
+    layout: str,
+    changes: list[str],
+    checkpoint: Path,
+    rows: list[str],
+    judge: list[str],
+    teacher: list[str],
+    processes: RayProcesses,
+) -> None:
+    first = "rm" if name == "reward_model" else "actor"
+    overrides = [
+        *SMALL,
+        f"models.{first}.path={checkpoint}",
+        f"models.{first}.optim.warmup_steps=0",
+        *changes,
+    ]
+    if name not in ("sft", "dpo", "reward_model"):
+        overrides += rows
+    overrides += {"custom/llm_judge": judge, "distill": teacher}.get(name, [])
+    (result,) = twin(f"recipes/{name}.py", overrides, [layout], processes).results
+    assert result.failed_metrics == ()
+    assert result.failed_weights == ()
+    sizes = {pair.name: pair.scale for pair in result.metrics}
+    assert all(scale > 0 for name, scale in sizes.items() if name.endswith("/grad_norm")), sizes
+
+
+def test_layouts_and_backends_as_configured(
+    checkpoint: Path, rows: list[str], processes: RayProcesses
+) -> None:
+    """An actor cut in two, and a critic on both of its workers that is not."""
+    overrides = [*SMALL, *PPO, *rows, f"models.actor.path={checkpoint}", "cluster=cpu-1x2"]
+    overrides += ["models.actor.backend=megatron", "models.actor.layout=t2", "models.critic.layout=d2"]
+    found = twin("recipes/ppo.py", overrides, None, processes)
+    assert [result.layout for result in found.results] == ["as configured"]
+    assert found.results[0].is_equal
+    assert found.notes == ("actor_train trains from the first step on (after=10)",)
+
+
+def test_a_body_that_looks_at_its_rank_is_found_out(tmp_path: Path, processes: RayProcesses) -> None:
+    recipe = tmp_path / "ranked.py"
+    recipe.write_text(RANKED)
+    overrides = ["+model@models.actor=tiny-qwen2", "+data@data.train=addition", "batch=8"]
+    found = run_twin(recipe, overrides, ["d2"], 2, lambda line: None, processes)
+    (result,) = found.results
+    assert not result.is_equal
+    assert next(pair.at for pair in result.failed_metrics) == "learn/grad_norm at step 1"
+    assert [pair.model for pair in result.failed_weights] == ["actor"]
+
+
+RANKED = """
+import torch
+from hflow import Dataset, Model, Output, PerToken, Recipe, Text, Tokenizer, Trajectory, encode, train
+
+data = Dataset("train", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@encode(actor)
+def view(tokenizer: Tokenizer, prompt: str, answer: str) -> Trajectory:
+    return tokenizer.join(prompt, answer)
+
+
+@train(actor, reduce="token-mean")
+def learn(out: Output) -> PerToken:
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    return -out.logprobs * (1.0 if is_first else 1.01)
+
+
+recipe = Recipe("ranked", data, [view, learn])
+"""
+
+
+def test_what_cannot_be_compared_is_refused(processes: RayProcesses) -> None:
+    sft = ROOT / "recipes/sft.py"
+    with pytest.raises(ConfigError, match=r"--steps is 1; a twin needs at least 2"):
+        run_twin(sft, [], ["d2"], 1, lambda line: None, processes)
+    with pytest.raises(PlanError, match=r"layout 'x2' is not understood"):
+        run_twin(sft, [], ["x2"], 2, lambda line: None, processes)
+
+
+def test_what_counts_as_equal() -> None:
+    def pair(reference: float, twin: float, scale: float) -> MetricPair:
+        return MetricPair("train/loss", 1, reference, twin, scale)
+
+    def result(metric: MetricPair, change: float = 0.0) -> TwinResult:
+        return TwinResult("d2t1p1", (metric,), (WeightPair("actor", change),))
+
+    near = 1.0 + 0.9 * TOLERANCE
+    assert result(pair(1.0, near, 1.0)).is_equal
+    assert not result(pair(1.0, 1.0 + 1.1 * TOLERANCE, 1.0)).is_equal
+    # Of a metric near zero, what it was relative to.
+    assert result(pair(0.0, 0.9 * TOLERANCE * LEAST_SCALE, 1e-9)).is_equal
+    assert not result(pair(0.0, 1.1 * TOLERANCE * LEAST_SCALE, 1e-9)).is_equal
+    for broken in (float("nan"), float("inf")):
+        assert not result(pair(broken, 1.0, 1.0)).is_equal
+        assert not result(pair(1.0, broken, 1.0)).is_equal
+        assert not result(pair(1.0, 1.0, 1.0), broken).is_equal
+    assert result(pair(1.0, 1.0, 1.0), 0.9 * CHANGE_TOLERANCE).is_equal
+    assert not result(pair(1.0, 1.0, 1.0), 1.1 * CHANGE_TOLERANCE).is_equal
