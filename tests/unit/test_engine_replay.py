@@ -1,0 +1,55 @@
+"""Engines that note what they draw, and engines that draw what was noted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_engine import PROMPTS, full_logprobs, generate, reference, run, settings
+
+from hflow.backends.base import SamplingParams
+from hflow.backends.embedded_engine.replay import Draws, RecordingEngine, ReplayingEngine
+from hflow.errors import RunError
+
+DRAWN = [SamplingParams(max_tokens=6, seed=seed) for seed in range(len(PROMPTS))]
+
+
+def test_other_weights_take_the_same_tokens_with_log_probs_of_their_own() -> None:
+    draws: Draws = {}
+    recorded = generate(RecordingEngine(draws, settings()), PROMPTS, DRAWN)
+    other = ReplayingEngine(draws, settings(initializer_range=0.1))
+    replayed = generate(other, PROMPTS, DRAWN)
+    assert {i: g.ids for i, g in replayed.items()} == {i: g.ids for i, g in recorded.items()}
+    model = reference()
+    for i, prompt in enumerate(PROMPTS):
+        wanted = full_logprobs(model, prompt, recorded[i].ids, 1.0)
+        torch.testing.assert_close(torch.tensor(recorded[i].logprobs), wanted, atol=1e-4, rtol=0)
+        assert (torch.tensor(replayed[i].logprobs) - wanted).abs().max() > 1e-2
+
+
+def test_interruptions_are_part_of_the_record() -> None:
+    draws: Draws = {}
+    engine = RecordingEngine(draws, settings())
+    never = SamplingParams(max_tokens=6, seed=7, stop_ids=())
+    engine.add(0, PROMPTS[0], never)
+    for _ in range(2):
+        engine.step()
+    ((_, begun),) = engine.interrupt()
+    rest = SamplingParams(max_tokens=4, seed=7, num_resumed=2)
+    engine.add(1, [*PROMPTS[0], *begun.ids], rest)
+    ids = begun.ids + run(engine)[1].ids
+    assert draws == {(7, tuple(PROMPTS[0])): list(ids)}
+
+    replaying = ReplayingEngine(draws, settings(initializer_range=0.1))
+    assert generate(replaying, [PROMPTS[0]], [never])[0].ids == ids
+    assert generate(replaying, [[*PROMPTS[0], *ids[:2]]], [rest])[0].ids == ids[2:]
+
+
+def test_what_was_not_noted_is_not_made_up() -> None:
+    draws: Draws = {}
+    generate(RecordingEngine(draws, settings()), PROMPTS[:1], DRAWN[:1])
+    with pytest.raises(
+        RunError, match=r"no token 0 behind the prompt \[7\]: the run that it replays had other"
+    ):
+        generate(ReplayingEngine(draws, settings()), PROMPTS[2:3], DRAWN[:1])
+    with pytest.raises(RunError, match="no token 6"):
+        generate(ReplayingEngine(draws, settings()), PROMPTS[:1], [SamplingParams(max_tokens=9, seed=0)])
