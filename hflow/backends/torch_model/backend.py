@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hflow.backends.base import Call, ModelBackend, ModelSettings, Seat, TrainShard
+from hflow.backends.base import Block, Call, ModelBackend, ModelSettings, Seat, TrainShard
 from hflow.backends.common.checks import check_sequences
 from hflow.backends.common.cutting import Cutting
 from hflow.backends.device import local_device
@@ -84,15 +85,20 @@ class TorchModel(ModelBackend):
         check_sequences(self.settings.name, self._model.config, batches)
         return train(self._runner, self._optimizer, call, shards, step)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self._runner.dtype
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield HF-named full tensors one by one, in the model's dtype; a collective."""
         runner = self._runner
         return weights.named_weights(self._model, runner.module.head, self.settings.head, runner.dtype)
 
-    def shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the fp32 weights that this rank holds, by their HF names; not a collective."""
+    def blocks(self) -> Iterator[Block]:
+        """Yield the rows of each fp32 weight that this rank holds; not a collective."""
         module = self._runner.module
-        return weights.held_weights(self._model, module, module.head, self.settings.head)
+        return weights.held_blocks(self._model, module, module.head, self.settings.head)
 
     def shared_module(self) -> nn.Module | None:
         """The HF model, where it is whole and computes in the precision of its fp32 weights."""
