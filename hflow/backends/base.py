@@ -59,6 +59,10 @@ class ModelSettings:
     CUDA, where it costs nothing and saves memory; over gloo it costs time."""
     tokens_per_microbatch: int = 16384
     optim: OptimSettings = field(default_factory=OptimSettings)
+    save_optimizer: bool = True
+    """Whether what is saved of a trainable model includes the optimizer's state."""
+    resume: bool = False
+    """Whether to start with the optimizer's state that was saved beside `path`."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,23 @@ class ModelBackend(abc.ABC):
     @abc.abstractmethod
     def save(self, directory: str) -> None:
         """Write the model in HF layout (`config.json`, safetensors); a collective."""
+
+    @abc.abstractmethod
+    def save_shards(self, directory: str) -> None:
+        """Write fp32 weights and the optimizer's state, each rank what it holds; a collective.
+
+        The directory appears when all of it is written, and replaces what was there.
+        """
+
+    @abc.abstractmethod
+    def load_shards(self, directory: str) -> None:
+        """Take weights and optimizer's state from what `save_shards` wrote in any layout and backend.
+
+        A frozen model takes the weights. Each rank reads only what it holds.
+
+        Raises:
+            BackendError: when there is none, or it is of another model; keys or tensors are named.
+        """
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from hflow.backends.base import Block, Call, ModelBackend, ModelSettings, Seat, TrainShard
 from hflow.backends.common.checks import check_sequences, check_temperature
 from hflow.backends.common.cutting import Cutting
+from hflow.backends.megatron import shards
 from hflow.backends.megatron.grid import Grid
 from hflow.backends.megatron.inference import infer
 from hflow.backends.megatron.masters import gather
@@ -94,3 +95,11 @@ class MegatronModel(ModelBackend):
         if self._optimizer is not None and self._stage.dtype != torch.float32:
             values = gather(self._stage, self._optimizer.masters)
         save(self._stage, Path(directory), values)
+
+    def save_shards(self, directory: str) -> None:
+        """Write what is trained of the model, each rank the ranges that it steps; a collective."""
+        shards.save(self._stage, self._optimizer, Path(directory))
+
+    def load_shards(self, directory: str) -> None:
+        """Take weights and moments from what any layout or backend wrote; each rank reads its part."""
+        shards.load(self._stage, self._optimizer, Path(directory))
