@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from hflow.types.boxes import Box
 
 
+SHARDS = "shards"
+"""Directory beside a model's HF files that holds what is trained of it (`ModelBackend.save_shards`)."""
+
+
 @dataclass(frozen=True)
 class OptimSettings:
     """AdamW and its learning-rate schedule."""

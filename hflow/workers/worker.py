@@ -17,6 +17,7 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from hflow.backends.base import SHARDS
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
 from hflow.plan.ir import WeightRoute
@@ -237,9 +238,12 @@ class Worker:
         self._engines.sleep(replica)
 
     def save(self, model: str, directory: str) -> None:
-        """Write a model in HF layout, and its tokenizer beside it."""
+        """Write a model in HF layout, and beside it its tokenizer and what its optimizer needs to go on."""
         replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
-        self._backends[replica.name].save(directory)
+        backend, settings = self._backends[replica.name], self._setup.models[model]
+        backend.save(directory)
+        if settings.trainable and settings.save_optimizer:
+            backend.save_shards(f"{directory}/{SHARDS}")
         if replica.workers[0] in self._hosted and model in self._setup.tokenizers:
             TextTokenizer(self._setup.tokenizers[model]).save(directory)
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from hflow.backends.common.shards import INDEX, key
 from hflow.backends.megatron.device import prepare
 from hflow.errors import BackendError
-from hflow.types.boxes import numel, within
+from hflow.types.boxes import within
 
 prepare("cpu")
 
@@ -63,27 +63,25 @@ def test_weights_that_are_stepped_in_fp32_go_through_bf16_unchanged(directory, w
 
 
 @pytest.mark.parametrize("name", cases.PPO)
-def test_every_entry_is_written_once_and_about_equally(directory, name):
+def test_every_entry_is_written_once_and_by_all_ranks(directory, name):
     side = cases.PPO[name]
     path = directory / cases.written(side)
     index = json.loads((path / INDEX).read_text())
-    entries, files = {}, {}
+    files = {}
     for tensor, row in index["tensors"].items():
         count = np.zeros(row["shape"], int)
         for box, file in row["boxes"]:
             count[within(box, [(0, size) for size in row["shape"]])] += 1
             files.setdefault(file, []).extend(key(tensor, box, kind) for kind in ("weight", "mean", "square"))
-            entries[file] = entries.get(file, 0) + numel(box)
         assert (count == 1).all()
     assert sorted(path.iterdir()) == sorted(path / found for found in (INDEX, *files))
     for file, keys in files.items():
         with safe_open(path / file, framework="pt") as opened:
             assert sorted(opened.keys()) == sorted(keys)
-    assert len(entries) == len(side.ranks)
+    assert len(files) == len(side.ranks)
     assert not list(directory.glob(".*"))
-    share = sum(entries.values()) / len(entries)
-    assert 0.7 * share < min(entries.values())  # padding and whole layers of stages are not shared equally
-    assert max(entries.values()) < 1.3 * share
+    norms = {file for tensor, row in index["tensors"].items() if "norm" in tensor for _, file in row["boxes"]}
+    assert len(norms) > len(side.ranks) // 2  # tensor ranks that hold the same take turns
 
 
 @given(st.integers(1, 5), st.integers(1, 7), st.data())
