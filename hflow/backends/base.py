@@ -13,13 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hflow.errors import NotYetError
-
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
     from hflow.data.batch import Batch
+    from hflow.types.boxes import Box
+
+
+SHARDS = "shards"
+"""Directory beside a model's HF files that holds what is trained of it (`ModelBackend.save_shards`)."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,10 @@ class ModelSettings:
     CUDA, where it costs nothing and saves memory; over gloo it costs time."""
     tokens_per_microbatch: int = 16384
     optim: OptimSettings = field(default_factory=OptimSettings)
+    save_optimizer: bool = True
+    """Whether what is saved of a trainable model includes the optimizer's state."""
+    resume: bool = False
+    """Whether to start with the optimizer's state that was saved beside `path`."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,19 @@ class TrainShard:
     minibatches: tuple[Batch, ...]
 
 
+@dataclass(frozen=True)
+class Block:
+    """A box of a checkpoint tensor that a rank holds."""
+
+    tensor: str
+    """Its HF name."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    values: Tensor
+    """Of the box's shape; a view of the model's own storage."""
+
+
 class ModelBackend(abc.ABC):
     """One replica's shard of a model for inference and training."""
 
@@ -123,19 +144,23 @@ class ModelBackend(abc.ABC):
     def train(self, call: Call, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
         """Run all minibatches and epochs of one step; return globally averaged metrics."""
 
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> torch.dtype:
+        """What the model computes in, and `weights` are in."""
+
     @abc.abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield HF-named full tensors one by one; a collective over the replica's ranks."""
+        """Yield HF-named full tensors one by one, in `dtype`; a collective over the replica's ranks."""
 
-    def shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that this rank holds, by name, as they are stepped; not a collective.
+    @abc.abstractmethod
+    def blocks(self) -> Iterator[Block]:
+        """Yield all that this rank holds of the weights, in the dtype that it keeps; not a collective.
 
-        They are the model's own storage. Replicas of one architecture and layout yield alike.
-
-        Raises:
-            NotYetError: where the backend does not give them out.
+        No two blocks of a rank overlap, and those of all ranks together are the model. Tied weights come
+        under their first name, also on a rank that has them for the output only. Replicas of one
+        architecture and layout yield alike.
         """
-        raise NotYetError(f"{type(self).__name__} does not give out its shards yet, which updates need")
 
     def shared_module(self) -> nn.Module | None:
         """The HF module whose storage an engine in this process may share; None: it has its own copy.
@@ -148,6 +173,23 @@ class ModelBackend(abc.ABC):
     @abc.abstractmethod
     def save(self, directory: str) -> None:
         """Write the model in HF layout (`config.json`, safetensors); a collective."""
+
+    @abc.abstractmethod
+    def save_shards(self, directory: str) -> None:
+        """Write fp32 weights and the optimizer's state, each rank what it holds; a collective.
+
+        The directory appears when all of it is written, and replaces what was there.
+        """
+
+    @abc.abstractmethod
+    def load_shards(self, directory: str) -> None:
+        """Take weights and optimizer's state from what `save_shards` wrote in any layout and backend.
+
+        A frozen model takes the weights. Each rank reads only what it holds.
+
+        Raises:
+            BackendError: when there is none, or it is of another model; keys or tensors are named.
+        """
 
 
 @dataclass(frozen=True)

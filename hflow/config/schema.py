@@ -79,6 +79,11 @@ class ModelConfig:
     """Packed tokens of one forward. No result depends on it."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    save_optimizer: bool = True
+    """Whether checkpoints of a trained model hold the optimizer's state too, in `shards/` beside the HF
+    files: twelve bytes a parameter more."""
+    resume: bool = False
+    """Start from the `shards/` in `path`, the optimizer included, whatever layout and backend wrote them."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     gen: GenConfig = field(default_factory=GenConfig)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from hflow.backends.base import ModelSettings, OptimSettings
+from hflow.backends.base import SHARDS, ModelSettings, OptimSettings
 from hflow.config import ModelConfig, OptimConfig
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError
@@ -69,7 +69,35 @@ def _settings(compiled: Compiled, spec: ModelSpec) -> ModelSettings:
         activation_checkpointing=own.activation_checkpointing,
         tokens_per_microbatch=own.tokens_per_microbatch,
         optim=_optim(own.optim, _num_updates(compiled, spec.name)),
+        save_optimizer=own.save_optimizer,
+        resume=_resumes(spec, own),
     )
+
+
+def _resumes(spec: ModelSpec, own: ModelConfig) -> bool:
+    """Whether a model goes on from the optimizer's state that its checkpoint holds.
+
+    Only the model goes on: place in the data, samples and the ledger of the run are a resumed run's matter.
+
+    Raises:
+        ConfigError: when there is no such state, or no use for it.
+    """
+    if not own.resume:
+        return False
+    key = f"models.{spec.name}"
+    if not spec.trainable:
+        raise ConfigError(
+            f"{key}.resume is for models that are trained, and {spec.name} is frozen; leave it out"
+        )
+    if own.path is None:
+        raise ConfigError(f"{key}.resume needs a checkpoint to go on from; set {key}.path")
+    if not (Path(own.path) / SHARDS).is_dir():
+        raise ConfigError(
+            f"{key}.path is {own.path}, which has no {SHARDS}/ with an optimizer's state; set "
+            f"{key}.resume=false to start from its weights alone, or name a checkpoint saved with "
+            f"{key}.save_optimizer=true"
+        )
+    return True
 
 
 def _optim(config: OptimConfig, total_steps: int) -> OptimSettings:

@@ -147,7 +147,7 @@ class RouteRow:
 
     Layers that are cut alike share a row: `tensor` has `{}` for the layer's index then. A receiver that
     is a holder has the slice already. Another takes it from a holder on its own machine, or else from
-    any; `hflow.plan.reshard.sender` says from which.
+    any; `hflow.plan.reshard.senders` says from which.
     """
 
     tensor: str

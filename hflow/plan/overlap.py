@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hflow.plan.sharding import Box, Piece
+from hflow.plan.sharding import Piece
+from hflow.types.boxes import Box
 
 Edges = tuple[int, int]
 """`(start, stop)` on one axis."""

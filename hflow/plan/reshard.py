@@ -7,6 +7,7 @@ slice already takes it from itself: no plan can move fewer bytes. Layers are wor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,9 +15,10 @@ from hflow.plan.ir import ClusterSpec, Replica, RouteRow, WeightRoute
 from hflow.plan.overlap import overlaps
 from hflow.plan.routing import rank_order
 from hflow.plan.shape import ModelShape, TensorSpec, layer_template, other_tensors
-from hflow.plan.sharding import Piece, is_on_stage, numel, pieces, stage_layers
+from hflow.plan.sharding import Piece, is_on_stage, pieces, stage_layers
 from hflow.plan.traits import traits
 from hflow.plan.worker_sets import WorkerSets
+from hflow.types.boxes import numel
 
 
 def with_rows(
@@ -57,8 +59,8 @@ def with_rows(
     )
 
 
-def sender(route: WeightRoute, index: int, receiver: int, cluster: ClusterSpec, layer: int = 0) -> int:
-    """The worker from which a receiver takes one layer's slice of row `index`.
+def senders(route: WeightRoute, index: int, cluster: ClusterSpec, layer: int = 0) -> dict[int, int]:
+    """Receiver -> the worker from which it takes one layer's slice of row `index`.
 
     That is the receiver itself if it is a holder, else a holder on its machine, else any. Receivers with
     the same choice take turns, and the turns go on from row to row and from layer to layer, so that holders
@@ -66,17 +68,21 @@ def sender(route: WeightRoute, index: int, receiver: int, cluster: ClusterSpec, 
     """
     row = route.rows[index]
     holders, receivers = route.worker_sets[row.holders], route.worker_sets[row.receivers]
-    if receiver in holders:
-        return receiver
-    node = cluster.node_of(receiver)
-    nodes = {cluster.node_of(worker) for worker in holders}
-    takers = [worker for worker in receivers if worker not in holders]
-    if node in nodes:
-        holders = tuple(worker for worker in holders if cluster.node_of(worker) == node)
-        takers = [worker for worker in takers if cluster.node_of(worker) == node]
-    else:
-        takers = [worker for worker in takers if cluster.node_of(worker) not in nodes]
-    return holders[(takers.index(receiver) + index + layer) % len(holders)]
+    near: dict[int, list[int]] = {}
+    for holder in holders:
+        near.setdefault(cluster.node_of(holder), []).append(holder)
+    found: dict[int, int] = {}
+    num_takers: Counter[int | None] = Counter()
+    for receiver in receivers:
+        if receiver in holders:
+            found[receiver] = receiver
+            continue
+        node = cluster.node_of(receiver)
+        choice = near.get(node, holders)
+        turn = node if node in near else None
+        found[receiver] = choice[(num_takers[turn] + index + layer) % len(choice)]
+        num_takers[turn] += 1
+    return found
 
 
 @dataclass(frozen=True)

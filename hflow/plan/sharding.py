@@ -16,9 +16,7 @@ from hflow.plan.layout import Layout
 from hflow.plan.routing import grouping
 from hflow.plan.shape import ModelShape, TensorSpec, tensors
 from hflow.plan.traits import BackendTraits
-
-Box = tuple[tuple[int, int], ...]
-"""`(start, stop)` of each axis."""
+from hflow.types.boxes import Box, numel, whole
 
 
 @dataclass(frozen=True)
@@ -28,14 +26,6 @@ class Piece:
     box: Box
     places: tuple[int, ...]
     """`d * T + t` of the holders, ascending."""
-
-
-def numel(box: Box) -> int:
-    """Entries in a box."""
-    count = 1
-    for start, stop in box:
-        count *= stop - start
-    return count
 
 
 @lru_cache
@@ -95,7 +85,7 @@ def box_of(
     """
     _check_shares(spec, traits, layout.tensor)
     d, t, _ = coords
-    box = tuple((0, size) for size in spec.shape)
+    box = whole(spec.shape)
     if layout.tensor > 1 and spec.cut_axis is not None:
         box = _with_edges(box, spec.cut_axis, _tensor_cut(spec, traits, layout.tensor, t))
     if traits.over_data == "everything" and layout.data > 1:

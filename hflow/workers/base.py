@@ -238,8 +238,11 @@ class Workers(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def wake(self, replica: str, version: int) -> None:
-        """Bring a generation replica to `version` (by the plan's weight route) and start it."""
+    async def wake(self, replica: str, version: int) -> int:
+        """Bring a generation replica to `version` (by the plan's weight route) and start it.
+
+        Returns the bytes of weights that its workers pulled from others.
+        """
 
     @abc.abstractmethod
     async def sleep(self, replica: str) -> None:

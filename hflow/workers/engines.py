@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-
-from torch import Tensor
+from collections.abc import Callable, Mapping
 
 from hflow.backends.base import ModelBackend
 from hflow.plan.ir import Plan, WeightRoute
 from hflow.workers.base import Span
 from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.episodes import Episodes
-from hflow.workers.weights import Bucket, unpack_bucket
+from hflow.workers.transfer import Arriving
 
 
 class Engines:
@@ -51,20 +49,20 @@ class Engines:
             driver.interrupt()
             driver.sleep()
 
-    def wake(self, replica: str, version: int, buckets: Iterable[Bucket] | None) -> None:
+    def wake(self, replica: str, version: int, arriving: Arriving | None) -> None:
         """Give an engine the weights of a version, unless it has them, and let it run.
 
         Args:
             replica: of the engine.
             version: of the weights.
-            buckets: weights that another worker published; None: a replica here has them.
+            arriving: weights that other workers sent; None: a replica here has them.
         """
         driver = self._drivers[replica]
         is_asleep = replica not in self._awake_since
         if is_asleep:
             driver.wake()
         if self._versions.get(replica) != version:
-            self._take(replica, version, buckets)
+            self._take(replica, version, arriving)
         if is_asleep:
             driver.resume()
             self._awake_since[replica] = time.time()
@@ -91,19 +89,15 @@ class Engines:
         for driver in self._drivers.values():
             driver.close()
 
-    def _take(self, replica: str, version: int, buckets: Iterable[Bucket] | None) -> None:
+    def _take(self, replica: str, version: int, arriving: Arriving | None) -> None:
         start = time.time()
         driver, route = self._drivers[replica], self._routes.get(replica)
         if route is None or replica in self._sharing:
             driver.set_version(version)
-        elif buckets is None:
+        elif arriving is None:
             driver.load(self._backends[route.src].weights(), version)
         else:
-            driver.load(_tensors(buckets), version)
+            driver.load(iter(arriving), version)
         self._versions[replica] = version
-        self._on_span(Span(f"weights {replica}", "weights", start, time.time(), {"version": version}))
-
-
-def _tensors(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
-    for bucket in buckets:
-        yield from unpack_bucket(bucket)
+        note = {"version": version, "pulled_bytes": arriving.num_bytes if arriving else 0}
+        self._on_span(Span(f"weights {replica}", "weights", start, time.time(), note))

@@ -62,9 +62,9 @@ class InprocWorkers(Workers):
         """Run a batch node on the shards of all tasks together."""
         return await self._on_device(lambda: self._worker.run(tasks))
 
-    async def wake(self, replica: str, version: int) -> None:
+    async def wake(self, replica: str, version: int) -> int:
         """Bring a generation replica to a version and start it."""
-        await self._on_device(lambda: self._worker.wake(replica, version))
+        return await self._on_device(lambda: self._worker.wake(replica, version))
 
     async def sleep(self, replica: str) -> None:
         """Interrupt a generation replica."""

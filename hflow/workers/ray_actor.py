@@ -29,9 +29,12 @@ from hflow.workers.steady import forget_garbage
 from hflow.workers.transfer import Parcel, Wanted
 
 if TYPE_CHECKING:
+    from hflow.plan.slices import Receivers
     from hflow.workers.weights import Bucket
     from hflow.workers.world import Membership
 
+Published = list[tuple["Receivers", list[Any]]]
+"""Who takes which buckets: references to them, in order."""
 LANES = {"device": 1, "poll": 1, "data": 2, "export": 1}
 """Lane -> messages that it runs at once."""
 
@@ -112,15 +115,23 @@ class WorkerProcess:
         return self._worker.run({self._index: task})[0]
 
     @ray.method(concurrency_group="device")
-    def publish(self, replica: str) -> list[Any]:
-        """Gather a replica's weights and put them into the object store, bucket by bucket."""
-        return [ray.put(bucket) for bucket in self._worker.publish(replica)]
+    def publish(self, replica: str) -> Published:
+        """Put what a generation replica needs of this worker's weights into the object store."""
+        published: dict[Receivers, list[Any]] = {}
+        for receivers, bucket in self._worker.publish(replica):
+            published.setdefault(receivers, []).append(ray.put(bucket))
+        return list(published.items())
 
     @ray.method(concurrency_group="device")
-    def wake(self, replica: str, version: int, references: list[Any] | None = None) -> None:
-        """Bring an engine to a version; `references` are published buckets."""
-        buckets = None if references is None else _fetched(references)
-        self._worker.wake(replica, version, buckets)
+    def wake(self, replica: str, version: int, *published: Published) -> int:
+        """Bring an engine to a version, by what each source published; returns the bytes that it pulled."""
+        streams = [
+            _fetched(references)
+            for by_one in published
+            for receivers, references in by_one
+            if self._index in receivers
+        ]
+        return self._worker.wake(replica, version, streams if published else None)
 
     @ray.method(concurrency_group="device")
     def sleep(self, replica: str) -> None:

@@ -96,20 +96,22 @@ class RayWorkers(Workers):
         doing = f"running node {first.node!r} of step {first.step}"
         return await self._on_devices(doing, "run", {worker: (task,) for worker, task in tasks.items()})
 
-    async def wake(self, replica: str, version: int) -> None:
-        """Publish weights where the route says so, and bring engines to the version."""
+    async def wake(self, replica: str, version: int) -> int:
+        """Let sources publish weights where the route says so, and bring engines to the version."""
         route = next((route for route in self._plan.weights if route.dst == replica), None)
-        waiting, published = [], None
+        sending: list[Any] = []
+        published: list[Any] = []
         if route is not None and route.how == "pull" and self._versions.get(replica) != version:
             sources = self._plan.replica(route.src).workers
-            sent = self._send_all("publish", dict.fromkeys(sources, (route.src,)))
-            published = sent[sources[0]]
-            waiting.append(self._wait_all(f"sending weights {version} of {route.src}", sent))
+            sent = self._send_all("publish", dict.fromkeys(sources, (replica,)))
+            published = list(sent.values())
+            sending.append(self._wait_all(f"sending weights {version} of {route.src}", sent))
         self._versions[replica] = version
         workers = self._plan.replica(replica).workers
-        sent = self._send_all("wake", dict.fromkeys(workers, (replica, version, published)))
-        waiting.append(self._wait_all(f"loading weights {version} into {replica}", sent))
-        await asyncio.gather(*waiting)
+        sent = self._send_all("wake", dict.fromkeys(workers, (replica, version, *published)))
+        loading = self._wait_all(f"loading weights {version} into {replica}", sent)
+        pulled, *_ = await asyncio.gather(loading, *sending)
+        return sum(pulled)
 
     async def sleep(self, replica: str) -> None:
         """Interrupt engines."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hflow.backends.base import ModelBackend, Seat
+from hflow.backends.base import SHARDS, ModelBackend, Seat
 from hflow.data.tokenizer import TextTokenizer
 from hflow.plan.ir import Replica
 from hflow.workers.base import WorkerSetup
@@ -20,20 +20,17 @@ def hosted_replicas(setup: WorkerSetup, hosted: Sequence[int]) -> list[Replica]:
 def build_backends(
     setup: WorkerSetup, replicas: Sequence[Replica], world: World | None
 ) -> dict[str, ModelBackend]:
-    """Training and inference replicas; building them may be a collective."""
-    return {
-        replica.name: setup.factories[replica.backend](
-            setup.models[replica.model],
-            Seat(
-                world.group(replica) if world else None,
-                replica.layout.data,
-                replica.layout.tensor,
-                replica.layout.pipe,
-            ),
-        )
-        for replica in replicas
-        if replica.role != "gen"
-    }
+    """Training and inference replicas, with the optimizer's state where they go on; may be a collective."""
+    backends: dict[str, ModelBackend] = {}
+    for replica in replicas:
+        if replica.role != "gen":
+            settings, layout = setup.models[replica.model], replica.layout
+            group = world.group(replica) if world else None
+            seat = Seat(group, layout.data, layout.tensor, layout.pipe)
+            backend = backends[replica.name] = setup.factories[replica.backend](settings, seat)
+            if settings.resume:
+                backend.load_shards(f"{settings.path}/{SHARDS}")
+    return backends
 
 
 def build_engines(

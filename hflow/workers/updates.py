@@ -1,11 +1,11 @@
-"""`update_weights`: an update body on every weight that this rank holds of two models."""
+"""`update_weights`: an update body on every block of weights that this rank holds of two models."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hflow.backends.base import ModelBackend
+from hflow.backends.base import Block, ModelBackend
 from hflow.errors import RunError
 from hflow.workers.base import NodeProgram
 
@@ -21,23 +21,27 @@ def update_weights(program: NodeProgram, target: ModelBackend, source: ModelBack
         RunError: when the models differ, or the body does not return a weight; nothing is changed then
             but, in the second case, the weights before it.
     """
-    weights, others = dict(target.shards()), dict(source.shards())
-    _check_alike(program, weights, others)
+    blocks, others = list(target.blocks()), list(source.blocks())
+    _check_alike(program, blocks, others)
     parameter = {kind: name for name, kind in program.provided}
-    for name, weight in weights.items():
-        tensors = {parameter["target"]: weight, parameter["source"]: others[name]}
-        weight.copy_(_checked(program, name, weight, program.body(**tensors, **program.knobs)))
+    for block, other in zip(blocks, others, strict=True):
+        weight = block.values
+        tensors = {parameter["target"]: weight, parameter["source"]: other.values}
+        weight.copy_(_checked(program, block.tensor, weight, program.body(**tensors, **program.knobs)))
 
 
-def _check_alike(program: NodeProgram, weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+def _check_alike(program: NodeProgram, blocks: list[Block], others: list[Block]) -> None:
     target, source = program.models
-    shapes, found = ({name: tuple(x.shape) for name, x in held.items()} for held in (weights, others))
+    shapes, found = ({block.tensor: block.shape for block in held} for held in (blocks, others))
     for name in [*shapes, *found]:
         if shapes.get(name) != found.get(name):
             raise RunError(
                 f"node {program.name!r}: model {target!r} has {name} {_shape(shapes.get(name))}, but "
                 f"{source!r} has it {_shape(found.get(name))}; an update needs two models of one architecture"
             )
+    assert [(one.tensor, one.box) for one in blocks] == [(one.tensor, one.box) for one in others], (
+        "replicas of one layout hold different blocks"
+    )
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -5,7 +5,7 @@ compute             the pool of body processes; encode bodies for views
 poll                the mailbox
 run                 batch nodes
 export, receive     the store, packed
-publish, wake       weights out of a training replica, into an engine
+publish, wake       slices of weights out of a training replica, into an engine
 sleep               engines stop, unfinished samples stay
 release, summarize  the store
 save                a model and its tokenizer
@@ -17,8 +17,11 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from hflow.backends.base import SHARDS
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
+from hflow.plan.ir import WeightRoute
+from hflow.plan.slices import Receivers
 from hflow.workers.base import (
     ComputeOrder,
     GroupOrder,
@@ -41,8 +44,16 @@ from hflow.workers.opened import Row
 from hflow.workers.replicas import build_backends, build_engines, build_tokenizers, hosted_replicas
 from hflow.workers.rows import DatasetRows
 from hflow.workers.store import Store
-from hflow.workers.transfer import Parcel, pack, unpack
-from hflow.workers.weights import Bucket, pack_buckets
+from hflow.workers.transfer import (
+    Arriving,
+    Parcel,
+    own_slices,
+    pack,
+    sent_slices,
+    sent_whole,
+    unpack,
+)
+from hflow.workers.weights import Bucket
 from hflow.workers.world import Membership, World
 
 
@@ -190,27 +201,49 @@ class Worker:
             for worker, held in tasks.items()
         ]
 
-    def publish(self, replica: str) -> Iterator[Bucket]:
-        """A replica's weights, on the worker of its rank 0; the others take part and yield nothing."""
-        weights = self._backends[replica].weights()
-        if self._plan.replica(replica).workers[0] in self._hosted:
-            yield from pack_buckets(weights)
-        else:
-            for _ in weights:
-                pass
+    def publish(self, replica: str) -> Iterator[tuple[Receivers, Bucket]]:
+        """What this worker sends of the weights that a generation replica pulls, and to whom.
 
-    def wake(self, replica: str, version: int, buckets: Iterable[Bucket] | None = None) -> None:
-        """Bring an engine to a version of the weights and let it run."""
-        self._engines.wake(replica, version, buckets)
+        By the rows of its route, and not a collective; where the route has none, the worker of the source's
+        rank 0 sends all and the others take part.
+        """
+        route, backend = self._route(replica), self._backends[self._route(replica).src]
+        if route.rows:
+            return sent_slices(route, self._plan.cluster, self._hosted[0], backend)
+        is_sender = self._plan.replica(route.src).workers[0] in self._hosted
+        return sent_whole(self._plan.replica(replica).workers, backend, is_sender)
+
+    def wake(self, replica: str, version: int, sent: Sequence[Iterable[Bucket]] | None = None) -> int:
+        """Bring an engine to a version of the weights and let it run.
+
+        Args:
+            replica: of the engine.
+            version: of the weights.
+            sent: streams of buckets that other workers published for this one; None: nothing was published.
+
+        Returns:
+            Bytes of the weights that came from other workers.
+        """
+        arriving = None
+        if sent is not None:
+            route = self._route(replica)
+            backend = self._backends.get(route.src)
+            own = own_slices(route, self._hosted[0], backend) if backend is not None else ()
+            arriving = Arriving(sent, own)
+        self._engines.wake(replica, version, arriving)
+        return 0 if arriving is None else arriving.num_bytes
 
     def sleep(self, replica: str) -> None:
         """Interrupt an engine and free its memory."""
         self._engines.sleep(replica)
 
     def save(self, model: str, directory: str) -> None:
-        """Write a model in HF layout, and its tokenizer beside it."""
+        """Write a model in HF layout, and beside it its tokenizer and what its optimizer needs to go on."""
         replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
-        self._backends[replica.name].save(directory)
+        backend, settings = self._backends[replica.name], self._setup.models[model]
+        backend.save(directory)
+        if settings.trainable and settings.save_optimizer:
+            backend.save_shards(f"{directory}/{SHARDS}")
         if replica.workers[0] in self._hosted and model in self._setup.tokenizers:
             TextTokenizer(self._setup.tokenizers[model]).save(directory)
 
@@ -224,6 +257,9 @@ class Worker:
         self._engines.close()
 
     # ----------------------------------------------------------------------------- within
+    def _route(self, replica: str) -> WeightRoute:
+        return next(route for route in self._plan.weights if route.dst == replica)
+
     def _family(self, stream: str) -> list[str]:
         """A root stream, those opened with it, and those that derive from them."""
         streams = self._plan.graph.streams

@@ -29,7 +29,7 @@ from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 from hflow.backends.megatron.grid import Grid  # noqa: E402
 from hflow.backends.megatron.model import Stage, build  # noqa: E402
 from hflow.backends.megatron.save import save  # noqa: E402
-from hflow.backends.megatron.weights import named_weights  # noqa: E402
+from hflow.backends.megatron.weights import held_blocks, named_weights  # noqa: E402
 
 
 def run(rank: int, path: Path) -> None:
@@ -68,6 +68,7 @@ def compute(case: kit.Case, group: Any, path: Path) -> None:
         "norm": norm(stage),
         "gradients": {n: x.clone() for n, x in named_weights(stage, torch.float32, gradients)},
         "weights": [(n, x.clone()) for n, x in named_weights(stage)],
+        "blocks": [(block.tensor, block.box, block.values.clone()) for block in held_blocks(stage)],
     }
     save(stage, path / "saved" / case.name, file_bytes=20_000)
     if stage.grid.is_head:

@@ -66,6 +66,22 @@ def test_weights_come_out_as_they_went_in(directory, name):
 
 
 @pytest.mark.parametrize("name", kit.CASES)
+def test_ranks_hold_blocks_of_the_weights(directory, name):
+    """No two blocks of a rank overlap, and those of all ranks together are the model."""
+    case, wanted = kit.CASES[name], kit.expected(name)
+    missing = {tensor: torch.ones(x.shape, dtype=torch.bool) for tensor, x in wanted.weights.items()}
+    for rank in range(case.layout[1] * case.layout[2]):
+        mine = {tensor: torch.zeros(x.shape, dtype=torch.int) for tensor, x in wanted.weights.items()}
+        for tensor, box, values in load(directory, name, rank)["blocks"]:
+            at = tuple(slice(*edges) for edges in box)
+            assert torch.equal(values, wanted.weights[tensor][at].to(values.dtype))
+            mine[tensor][at] += 1
+            missing[tensor][at] = False
+        assert max(int(count.max()) for count in mine.values()) == 1
+    assert not any(left.any() for left in missing.values())
+
+
+@pytest.mark.parametrize("name", kit.CASES)
 def test_megatron_counts_every_weight_once_in_norms(directory, name):
     """Copies are marked: of tied matrices, of key-value heads, and of what tensor ranks have whole."""
     case, wanted = kit.CASES[name], kit.expected(name)

@@ -24,8 +24,9 @@ from hflow.backends.torch_model import TorchModel
 from hflow.errors import BackendError
 from hflow.plan.layout import Layout
 from hflow.plan.shape import read_shape, tensors
-from hflow.plan.sharding import Box, held
+from hflow.plan.sharding import held
 from hflow.plan.traits import traits
+from hflow.types.boxes import Box
 
 prepare("cpu")
 

@@ -38,14 +38,16 @@ def follow(teacher, student, *, decay):
 @pytest.mark.parametrize("changes", [{}, {"dtype": "bf16"}, {"head": "value"}])
 def test_every_weight_is_updated_and_the_source_is_not(changes):
     teacher, student = kit.model(seed=1, **changes), kit.model(seed=2, **changes)
-    old, other = (dict(model.shards()) for model in (teacher, student))
-    old, other = ({name: x.clone() for name, x in held.items()} for held in (old, other))
+    old, other = (
+        {block.tensor: block.values.clone() for block in model.blocks()} for model in (teacher, student)
+    )
     update_weights(program(follow, decay=0.75), teacher, student)
-    for name, weight in teacher.shards():
-        assert weight.dtype == torch.float32
-        torch.testing.assert_close(weight, 0.75 * old[name] + 0.25 * other[name])
-    assert all(torch.equal(weight, other[name]) for name, weight in student.shards())
-    assert {name for name, _ in teacher.shards()} == {name for name, _ in teacher.weights()}
+    for block in teacher.blocks():
+        assert block.values.dtype == torch.float32
+        name = block.tensor
+        torch.testing.assert_close(block.values, 0.75 * old[name] + 0.25 * other[name])
+    assert all(torch.equal(block.values, other[block.tensor]) for block in student.blocks())
+    assert old.keys() == {name for name, _ in teacher.weights()}
 
 
 def test_what_is_trained_afterwards_starts_from_the_update():

@@ -182,6 +182,7 @@ def test_how_often_a_model_is_saved_changes_nothing():
         ("models.actor.dtype", Effect.NEW),
         ("models.actor.tokens_per_microbatch", Effect.SAME),
         ("models.actor.activation_checkpointing", Effect.SAME),
+        ("models.actor.save_optimizer", Effect.SAME),
         ("models.actor.layout", Effect.SAME),
         ("models.actor.gen.layout", Effect.SAME),
         ("models.actor.gen.max_running", Effect.SAME),

@@ -15,7 +15,7 @@ from hflow.plan.ir import ClusterSpec, Replica, RouteRow, WeightRoute
 from hflow.plan.layout import Layout
 from hflow.plan.overlap import Overlap, overlaps
 from hflow.plan.request import ModelRequest, PlanRequest
-from hflow.plan.reshard import sender, with_rows
+from hflow.plan.reshard import senders, with_rows
 from hflow.plan.routing import rank_order
 from hflow.plan.shape import ModelShape, tensors
 from hflow.plan.sharding import Piece, held
@@ -156,19 +156,20 @@ def test_bytes_cross_machines_only_where_no_holder_is_near():
     assert route.moved_bytes == 4 * 2220
     assert route.node_bytes == 2 * 2220
     assert route.held_bytes == 2 * 2220
-    assert [sender(route, 0, receiver, cluster(3, 2)) for receiver in range(4)] == [0, 0, 2, 2]
-    assert {sender(route, 0, receiver, cluster(3, 2)) for receiver in (4, 5)} == {0, 2}
+    found = senders(route, 0, cluster(3, 2))
+    assert [found[receiver] for receiver in range(4)] == [0, 0, 2, 2]
+    assert {found[receiver] for receiver in (4, 5)} == {0, 2}
 
 
 def test_holders_send_about_equally():
     # Worker 4 takes ten layers of one tensor from holders on another machine, in turns.
     row = RouteRow("x.{}", (0, 10), ((0, 1),), 0, 1)
     far = WeightRoute("actor", "a", "b", "pull", ((0, 1), (4,)), (row,))
-    turns = Counter(sender(far, 0, 4, cluster(2, 4), layer) for layer in range(10))
+    turns = Counter(senders(far, 0, cluster(2, 4), layer)[4] for layer in range(10))
     assert turns == {0: 5, 1: 5}
     # Six receivers in one row: two for each of three holders.
     one = WeightRoute("actor", "a", "b", "pull", ((0, 1, 2), tuple(range(4, 10))), (row,))
-    assert Counter(sender(one, 0, worker, cluster(), 0) for worker in range(4, 10)) == {0: 2, 1: 2, 2: 2}
+    assert Counter(senders(one, 0, cluster()).values()) == {0: 2, 1: 2, 2: 2}
 
 
 def test_overlaps_of_a_grid_with_rows():
@@ -346,8 +347,9 @@ def replay(case, route, source):
         at = slices(row.box)
         for layer in range(*row.layers) if row.layers else (0,):
             name = row.tensor.format(layer)
-            for receiver in route.worker_sets[row.receivers]:
-                giver = sender(route, index, receiver, case.machines, layer)
+            givers = senders(route, index, case.machines, layer)
+            assert sorted(givers) == sorted(route.worker_sets[row.receivers])
+            for receiver, giver in givers.items():
                 assert giver in route.worker_sets[row.holders]
                 values = source[giver][name][at]
                 assert (values != NOTHING).all(), "sent by a worker that did not hold it"

@@ -24,8 +24,9 @@ from hflow.plan.shape import (
     read_shape,
     tensors,
 )
-from hflow.plan.sharding import box_of, held, is_on_stage, numel, pieces, stage_layers
+from hflow.plan.sharding import box_of, held, is_on_stage, pieces, stage_layers
 from hflow.plan.traits import TRAITS
+from hflow.types.boxes import numel
 
 SMALL = {
     "vocab_size": 96,

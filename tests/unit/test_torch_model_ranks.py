@@ -72,6 +72,17 @@ def test_infer(ranks):
     np.testing.assert_allclose(np.concatenate(ranks["infer"]), wanted.columns["result"].values, atol=1e-5)
 
 
+def test_each_rank_holds_rows_of_every_weight(ranks):
+    """Of 37 token rows 19 and 18, of biases and norms too, as the plan cuts them."""
+    held, weights = ranks["blocks"]
+    for name, whole in weights.items():
+        parts = [[(box, x) for tensor, box, x in blocks if tensor == name] for blocks in held]
+        edges = [box[0] for ((box, _),) in parts]
+        half = -(-len(whole) // 2)
+        assert edges == [(0, half), (half, len(whole))]
+        assert torch.equal(torch.cat([x for ((_, x),) in parts]), whole)
+
+
 @pytest.mark.parametrize("name", ["untied", "recomputed"])
 def test_saved_from_ranks_loads_in_transformers(directory, ranks, name):
     loaded = AutoModelForCausalLM.from_pretrained(directory / name).state_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 from hflow.errors import RunError
+from hflow.plan.slices import Slice
 from hflow.types import Sequences
 from hflow.workers.base import ComputeReady, Report, Span
 from hflow.workers.batch_nodes import reduce_metric
 from hflow.workers.blame import blame
 from hflow.workers.mailbox import Mailbox
 from hflow.workers.patience import Patience
-from hflow.workers.weights import pack_buckets, unpack_bucket
+from hflow.workers.weights import Content, pack_buckets, put_together, unpack_bucket
 
 
 def some_weights() -> dict[str, torch.Tensor]:
@@ -33,14 +35,32 @@ def some_weights() -> dict[str, torch.Tensor]:
     }
 
 
+def contents(weights: dict[str, torch.Tensor], cuts: tuple[int, ...] = (0, 100)) -> list[Content]:
+    """Rows between two cuts of every tensor; scalars belong to the first two."""
+    found = []
+    for place, (name, x) in enumerate(weights.items()):
+        if x.dim() == 0 and cuts[0] == 0:
+            found.append(Content.of(Slice(place, name, (), ()), x))
+        elif x.dim() and cuts[0] < len(x):
+            rows = (cuts[0], min(len(x), cuts[1]))
+            box = (rows, *((0, size) for size in x.shape[1:]))
+            found.append(Content.of(Slice(place, name, tuple(x.shape), box), x[slice(*rows)]))
+    return found
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
 def test_weights_arrive_bit_by_bit(bucket_bytes: int) -> None:
     sent = some_weights()
-    buckets = list(pack_buckets(sent.items(), bucket_bytes))
+    buckets = list(pack_buckets(contents(sent), bucket_bytes))
     assert len(buckets) == {1: 6, 100: 3, 1 << 20: 1}[bucket_bytes]
+    assert sum(bucket.num_bytes for bucket in buckets) == sum(x.nbytes for x in sent.values())
     for bucket in buckets:
         bucket.payload.flags.writeable = False
-    arrived = dict(row for bucket in buckets for row in unpack_bucket(bucket))
+    arrived = dict(put_together([(row for bucket in buckets for row in unpack_bucket(bucket))]))
+    assert_same(arrived, sent)
+
+
+def assert_same(arrived: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
     assert list(arrived) == list(sent)
     for name, tensor in sent.items():
         assert arrived[name].dtype is tensor.dtype
@@ -48,11 +68,34 @@ def test_weights_arrive_bit_by_bit(bucket_bytes: int) -> None:
 
 
 def test_changed_weights_are_noticed() -> None:
-    (bucket,) = pack_buckets(some_weights().items())
+    (bucket,) = pack_buckets(contents(some_weights()))
     payload = bucket.payload.copy()
     payload[40] ^= 1
     with pytest.raises(RunError, match="the bucket of 'flags' has another checksum"):
         list(unpack_bucket(dataclasses.replace(bucket, payload=payload)))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_slices_of_several_senders_make_tensors(bucket_bytes: int) -> None:
+    """And of each sender a bucket is opened only when a tensor in it is next."""
+    sent, opened = some_weights(), [0, 0]
+    cuts = [(0, 2), (2, 100)]
+
+    def stream(index: int) -> Iterator[Content]:
+        for bucket in pack_buckets(contents(sent, cuts[index]), bucket_bytes):
+            opened[index] += 1
+            yield from unpack_bucket(bucket)
+
+    arriving = put_together([stream(0), stream(1)])
+    first = next(arriving)
+    assert opened == [2 if bucket_bytes == 1 else 1] * 2
+    assert_same(dict([first, *arriving]), sent)
+
+
+def test_a_tensor_that_lacks_a_slice_is_refused() -> None:
+    sent = some_weights()
+    with pytest.raises(RunError, match="arrived incomplete: 15 of the 35 entries of 'embed'"):
+        list(put_together([contents({"embed": sent["embed"]}, (4, 7))]))
 
 
 def test_time_stands_still_while_the_engine_sleeps() -> None:

@@ -39,6 +39,10 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
         results[name] = (backend.train(call, shard, 5), kit.weights(backend))
         backend.save(str(directory / name))
     results["infer"] = infer(rank, group, batch)
+    backend = kit.model(2, group)
+    backend.infer(kit.LOGPROBS, [batch])  # leaves weights whole on every rank
+    held = [(block.tensor, block.box, block.values.clone()) for block in backend.blocks()]
+    results["blocks"] = everywhere(held, group), kit.weights(backend)
     return results
 
 
@@ -55,6 +59,11 @@ def infer(rank: int, group: Any, batch: Batch) -> Any:
     share = batch.take(list(range(9)) if rank == 0 else [9, 10, 11])
     backend = kit.model(2, group, tokens_per_microbatch=13, trainable=False)
     (result,) = backend.infer(kit.LOGPROBS, [share])
+    return everywhere(result.columns["result"].values, group)
+
+
+def everywhere(mine: Any, group: Any) -> list[Any]:
+    """What each of the two ranks has."""
     parts: list[Any] = [None, None]
-    dist.all_gather_object(parts, result.columns["result"].values, group=group)
+    dist.all_gather_object(parts, mine, group=group)
     return parts

@@ -1,8 +1,9 @@
-"""What is refused before a forward."""
+"""What is refused before a forward, and when a checkpoint is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -44,3 +45,26 @@ def check_temperature(call: Call) -> None:
     """
     if call.temperature <= 0:
         raise RunError(f"node {call.node!r}: log-probs need a generation temperature above 0")
+
+
+def refuse_tensors(
+    path: Path, missing: Iterable[str], unknown: Iterable[str], misshapen: Iterable[str]
+) -> None:
+    """Refuse a checkpoint by the names of tensors that are not as the model needs them.
+
+    Raises:
+        BackendError: when there is any such tensor.
+    """
+    for problem, names in (
+        ("lacks", missing),
+        ("has tensors that the model does not know:", unknown),
+        ("has tensors of other shapes than its config says:", misshapen),
+    ):
+        if listed := sorted(names):
+            raise BackendError(f"checkpoint {path} {problem} {_some(listed)}")
+
+
+def _some(names: Sequence[str], limit: int = 3) -> str:
+    """The first few names, and how many more."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -35,7 +35,7 @@ class GroupAdamW(torch.optim.AdamW):
                 self._step(group, weights, gradients)
 
     def _step(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        means, squares = self._moments(weights)
+        means, squares = self.moments(weights)
         beta1, beta2 = group["betas"]
         count = torch.tensor(float(group["step"]), device=weights[0].device)
         torch._fused_adamw_(
@@ -54,7 +54,8 @@ class GroupAdamW(torch.optim.AdamW):
             maximize=False,
         )
 
-    def _moments(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def moments(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The averages of each weight's gradient, and of the gradient's square."""
         for p in weights:
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hflow.backends.base import Call, ModelBackend, ModelSettings, Seat, TrainShard
+from hflow.backends.base import Block, Call, ModelBackend, ModelSettings, Seat, TrainShard
 from hflow.backends.common.checks import check_sequences, check_temperature
 from hflow.backends.common.cutting import Cutting
+from hflow.backends.megatron import shards
 from hflow.backends.megatron.grid import Grid
 from hflow.backends.megatron.inference import infer
 from hflow.backends.megatron.masters import gather
@@ -20,7 +21,7 @@ from hflow.backends.megatron.runner import Runner
 from hflow.backends.megatron.save import save
 from hflow.backends.megatron.schedule import Schedule
 from hflow.backends.megatron.training import train
-from hflow.backends.megatron.weights import named_weights
+from hflow.backends.megatron.weights import held_blocks, named_weights
 from hflow.data.batch import Batch
 from hflow.errors import BackendError
 
@@ -75,9 +76,18 @@ class MegatronModel(ModelBackend):
         check_sequences(self.settings.name, self._stage.hf_config, batches)
         return train(self._runner, self._optimizer, call, shards, step)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self._stage.dtype
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield HF-named full tensors one by one, in the model's dtype, on every rank; a collective."""
         return named_weights(self._stage)
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the blocks of each parameter of this rank, copies too; not a collective."""
+        return held_blocks(self._stage)
 
     def save(self, directory: str) -> None:
         """Write the fp32 weights in HF layout (`config.json`, safetensors); a collective."""
@@ -85,3 +95,11 @@ class MegatronModel(ModelBackend):
         if self._optimizer is not None and self._stage.dtype != torch.float32:
             values = gather(self._stage, self._optimizer.masters)
         save(self._stage, Path(directory), values)
+
+    def save_shards(self, directory: str) -> None:
+        """Write what is trained of the model, each rank the ranges that it steps; a collective."""
+        shards.save(self._stage, self._optimizer, Path(directory))
+
+    def load_shards(self, directory: str) -> None:
+        """Take weights and moments from what any layout or backend wrote; each rank reads its part."""
+        shards.load(self._stage, self._optimizer, Path(directory))

@@ -1,7 +1,7 @@
-"""The fp32 weights that are stepped where the model computes in half precision.
+"""The fp32 weights that are stepped: of each of its stage's parameters a data rank has a range.
 
-Each data rank has a range of each of its stage's parameters; rounded to half precision and gathered they
-are the model's. Checkpoints are read into them and written from them, so that nothing is lost on the way.
+Where the model computes in half precision they are apart from it: rounded and gathered they are the model's.
+Checkpoints are read into them and written from them, so that nothing is lost on the way.
 """
 
 from __future__ import annotations
@@ -20,28 +20,39 @@ from hflow.backends.megatron.source import fill, open_source
 
 @dataclass(frozen=True)
 class Master:
-    """The range that a data rank has of one parameter in half precision."""
+    """The range that a data rank steps of one parameter, flattened."""
 
     shard: Tensor
-    """fp32 `[stop - start]`."""
+    """fp32 `[stop - start]`: the parameter's own storage where that is in fp32."""
     start: int
     stop: int
 
 
-def masters_of(stage: Stage, optimizer: Any) -> dict[str, Master]:
-    """By parameter name; empty where the model computes in fp32, which is then what is stepped.
+def ranges_of(stage: Stage, optimizer: Any) -> dict[str, Master]:
+    """What this rank steps, by parameter name; a parameter of which it steps nothing is not there.
 
     Args:
         stage: this rank's.
         optimizer: megatron's distributed optimizer of it.
     """
+    own = {
+        weight: shard
+        for weights, shards in zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True)
+        for weight, shard in zip(weights, shards, strict=True)
+    }
     found = {}
     for name, weight in stage.module.named_parameters():
-        shard: Tensor | None = getattr(weight, "main_param", None)
+        shard: Tensor | None = own.get(weight, getattr(weight, "main_param", None))
         if shard is not None:
             span = optimizer._get_model_param_range_map(weight)["param"]
             found[name] = Master(shard, span.start, span.end)
     return found
+
+
+def masters_of(stage: Stage, ranges: dict[str, Master]) -> dict[str, Master]:
+    """Those of the ranges that are apart from the model; none where it computes in fp32."""
+    halves = {n for n, weight in stage.module.named_parameters() if weight.dtype != torch.float32}
+    return {name: master for name, master in ranges.items() if name in halves}
 
 
 @torch.no_grad()

@@ -14,12 +14,12 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import nn
+from torch import Tensor, nn
 
 from hflow.backends.base import ModelSettings, OptimSettings
 from hflow.backends.common.learning_rate import check_schedule, learning_rate
 from hflow.backends.megatron.adam import GroupAdamW
-from hflow.backends.megatron.masters import load, masters_of
+from hflow.backends.megatron.masters import load, masters_of, ranges_of
 from hflow.backends.megatron.model import Stage
 
 
@@ -37,7 +37,9 @@ class Optimizer:
         self.module = _summing(stage)
         """The stage's module with its gradients' buffers: what forward and backward passes go through."""
         self._inner = _distributed(stage, self.module, settings)
-        self.masters = masters_of(stage, self._inner)
+        self.ranges = ranges_of(stage, self._inner)
+        """What this rank steps of each parameter."""
+        self.masters = masters_of(stage, self.ranges)
         """What is stepped in place of this rank's parameters in half precision."""
         load(stage, model, self.masters)
         self.num_steps = 0
@@ -66,6 +68,17 @@ class Optimizer:
             group["lr"] = self.lr
         self._inner.step_with_ready_grads()
         self.num_steps += 1
+
+    def moments(self, name: str) -> tuple[Tensor, Tensor]:
+        """Adam's averages of what this rank steps of a parameter, flat as the range of it."""
+        (mean,), (square,) = self._inner.optimizer.moments([self.ranges[name].shard])
+        return mean, square
+
+    def resume(self, num_steps: int) -> None:
+        """Count steps from here on, once the moments are those after so many."""
+        self.num_steps = num_steps
+        for group in self._inner.param_groups:
+            group["step"] = num_steps
 
 
 def _summing(stage: Stage) -> Any:

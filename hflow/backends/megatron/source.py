@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hflow.backends.base import ModelSettings
+from hflow.backends.common.checks import refuse_tensors
 from hflow.backends.megatron.mapping import Parameter, Part, backbone_shapes
 from hflow.backends.megatron.sizes import Sizes
 from hflow.backends.torch_model import weights
-from hflow.backends.torch_model.build import build, refuse_tensors, scalar_head
+from hflow.backends.torch_model.build import build, scalar_head
 from hflow.errors import BackendError
 
 Read = Callable[[Part], Tensor]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hflow.backends.base import Block
 from hflow.backends.megatron.mapping import Parameter, Place, parameters
 from hflow.backends.megatron.model import Stage
 
@@ -22,6 +23,21 @@ BUCKET_BYTES = 64 << 20
 Named = tuple[str, Tensor]
 Rows = tuple[Parameter, ...]
 """One parameter as each tensor rank holds it."""
+
+
+def held_blocks(stage: Stage, values: Mapping[str, Tensor] | None = None) -> Iterator[Block]:
+    """Yield the parts of checkpoint tensors that this rank's parameters consist of, as views of them.
+
+    Args:
+        stage: this rank's.
+        values: other tensors in place of the parameters, by parameter name and in their shapes.
+    """
+    values = dict(stage.module.named_parameters()) if values is None else values
+    for row in stage.parameters:
+        tensor = values[row.name].detach()
+        for part in row.parts:
+            if part.length:
+                yield Block(part.tensor, part.shape, part.box, tensor.narrow(part.axis, part.at, part.length))
 
 
 def named_weights(

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hflow.backends.base import Call, ModelBackend, ModelSettings, Seat, TrainShard
+from hflow.backends.base import Block, Call, ModelBackend, ModelSettings, Seat, TrainShard
 from hflow.backends.common.checks import check_sequences
 from hflow.backends.common.cutting import Cutting
 from hflow.backends.device import local_device
-from hflow.backends.torch_model import weights
+from hflow.backends.torch_model import shards, weights
 from hflow.backends.torch_model.build import DTYPES, build
 from hflow.backends.torch_model.inference import infer
 from hflow.backends.torch_model.module import PackedModel
@@ -84,15 +85,21 @@ class TorchModel(ModelBackend):
         check_sequences(self.settings.name, self._model.config, batches)
         return train(self._runner, self._optimizer, call, shards, step)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self._runner.dtype
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield HF-named full tensors one by one, in the model's dtype; a collective."""
         runner = self._runner
         return weights.named_weights(self._model, runner.module.head, self.settings.head, runner.dtype)
 
-    def shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the fp32 weights that this rank holds, by their HF names; not a collective."""
+    def blocks(self) -> Iterator[Block]:
+        """Yield the rows of each fp32 weight that this rank holds; not a collective."""
         module = self._runner.module
-        return weights.held_weights(self._model, module, module.head, self.settings.head)
+        pairs = weights.held_blocks(self._model, module, module.head, self.settings.head)
+        return (block for _, block in pairs)
 
     def shared_module(self) -> nn.Module | None:
         """The HF model, where it is whole and computes in the precision of its fp32 weights."""
@@ -106,6 +113,18 @@ class TorchModel(ModelBackend):
         weights.save(self._model, head, kind, Path(directory), is_writer)
         if self.group is not None:
             dist.barrier(self.group)
+
+    def save_shards(self, directory: str) -> None:
+        """Write what is trained of the model, each rank its rows; a collective."""
+        shards.save(self._trained(), Path(directory), self.group)
+
+    def load_shards(self, directory: str) -> None:
+        """Take weights and moments from what any layout or backend wrote; each rank reads its rows."""
+        shards.load(self._trained(), Path(directory))
+
+    def _trained(self) -> shards.Trained:
+        module = self._runner.module
+        return shards.Trained(self._model, module, self.settings.head, self._optimizer)
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from hflow.backends.architecture import read_config, refusals
 from hflow.backends.attention import PACKED, check_supported
 from hflow.backends.base import ModelSettings
+from hflow.backends.common.checks import refuse_tensors
 from hflow.backends.torch_model.heads import ScalarHead, head_file
 from hflow.errors import BackendError, nearest
 
@@ -115,23 +116,6 @@ def _check_loaded(path: Path, model: PreTrainedModel, report: Mapping[str, Any],
     refuse_tensors(path, set(report["missing_keys"]) - spare, report["unexpected_keys"], mismatched - spare)
 
 
-def refuse_tensors(
-    path: Path, missing: Iterable[str], unknown: Iterable[str], misshapen: Iterable[str]
-) -> None:
-    """Refuse a checkpoint by the names of tensors that are not as the model needs them.
-
-    Raises:
-        BackendError: when there is any such tensor.
-    """
-    for problem, names in (
-        ("lacks", missing),
-        ("has tensors that the model does not know:", unknown),
-        ("has tensors of other shapes than its config says:", misshapen),
-    ):
-        if listed := sorted(names):
-            raise BackendError(f"checkpoint {path} {problem} {_some(listed)}")
-
-
 def _check_architecture(model: PreTrainedModel) -> None:
     """Refuse what would make packed results differ from those of the HF model."""
     check_supported(model)
@@ -166,9 +150,3 @@ def check_choice(what: str, value: str, known: Iterable[str]) -> None:
     """
     if value not in known:
         raise BackendError(f"{what} {value!r} is not one of {', '.join(known)}{nearest(value, known)}")
-
-
-def _some(names: Sequence[str], limit: int = 3) -> str:
-    """The first few names, and how many more."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from hflow.types.boxes import Box, numel, whole
+
 BUCKET_BYTES = 64 << 20
 """A bucket is gathered when its whole tensors are at least this large; this bounds the extra memory."""
 
@@ -54,9 +56,22 @@ def _gather(bucket: list[tuple[str, DTensor]]) -> Iterator[Named]:
         yield name, torch.cat(pieces).view(x.shape)
 
 
+def held_box(tensor: Tensor) -> Box:
+    """The part of a tensor that this rank holds: all of one that is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return whole(tuple(tensor.shape))
+    group: ProcessGroup = tensor.device_mesh.get_group()
+    return _rows(tensor, group.rank(), group.size())
+
+
 def _num_held(x: DTensor, rank: int, num_ranks: int) -> int:
-    """Entries of a tensor that a rank holds: FSDP2 cuts the first axis into equal blocks of rows."""
-    num_rows = x.shape[0]
+    """Entries of a tensor that a rank holds."""
+    return numel(_rows(x, rank, num_ranks))
+
+
+def _rows(x: DTensor, rank: int, num_ranks: int) -> Box:
+    """What a rank holds of a tensor: FSDP2 cuts the first axis into equal blocks of rows."""
+    num_rows, *others = x.shape
     block = -(-num_rows // num_ranks)
-    rows = min(block, max(0, num_rows - rank * block))
-    return rows * (x.numel() // num_rows)
+    edges = min(num_rows, rank * block), min(num_rows, (rank + 1) * block)
+    return (edges, *whole(tuple(others)))

@@ -28,6 +28,7 @@ class Optimizer:
         self._group = group
         self._weights = list(parameters)
         self._shards = [nn.Parameter(local(weight.detach())) for weight in self._weights]
+        self._shard_of = dict(zip(self._weights, self._shards, strict=True))
         filled = [shard for shard in self._shards if shard.numel()]
         parts: list[dict[str, Any]] = [
             {"params": [shard for shard in filled if shard.dim() >= 2]},
@@ -68,6 +69,21 @@ class Optimizer:
         self._adamw.step()
         self.num_steps += 1
         self.forget()
+
+    def moments(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
+        """Adam's averages of a weight's gradient and of its square, of this rank's shard of it."""
+        shard = self._shard_of[weight]
+        state = self._adamw.state[shard]
+        if not state:  # as AdamW begins
+            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(shard), torch.zeros_like(shard)
+        return state["exp_avg"].detach(), state["exp_avg_sq"].detach()
+
+    def resume(self, num_steps: int) -> None:
+        """Count steps from here on, once the moments are those after so many."""
+        self.num_steps = num_steps
+        for state in self._adamw.state.values():
+            state["step"].fill_(num_steps)
 
     def forget(self) -> None:
         """Drop all gradients."""

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from hflow.backends.torch_model.gather import whole_tensors
+from hflow.backends.base import Block
+from hflow.backends.torch_model.gather import held_box, whole_tensors
 from hflow.backends.torch_model.heads import save_head
 from hflow.backends.torch_model.optim import local
+from hflow.types.boxes import numel
 
 
 def named_weights(
@@ -29,10 +31,10 @@ def named_weights(
     yield from whole_tensors(((name, tensor.detach()) for name, tensor in named), dtype)
 
 
-def held_weights(
+def held_blocks(
     model: PreTrainedModel, root: nn.Module, head: nn.Module, kind: str
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield what this rank holds of every weight, under its HF name; the storage is the model's.
+) -> Iterator[tuple[nn.Parameter, Block]]:
+    """Yield every weight of which this rank holds something, and that; the storage is the model's.
 
     FSDP leaves weights whole after a forward without gradient, for the next one. They are given up
     first, as they would outlive a change of the shards.
@@ -40,11 +42,18 @@ def held_weights(
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    for name, weight in (*model.named_parameters(), *_scalar_weights(head, kind)):
-        yield name, local(weight.detach())
+    for name, weight in named_parameters(model, head, kind):
+        box = held_box(weight)
+        if numel(box):
+            yield weight, Block(name, tuple(weight.shape), box, local(weight.detach()))
 
 
-def _scalar_weights(head: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
+def named_parameters(model: PreTrainedModel, head: nn.Module, kind: str) -> list[tuple[str, nn.Parameter]]:
+    """Every weight once, by its HF name."""
+    return [*model.named_parameters(), *_scalar_weights(head, kind)]
+
+
+def _scalar_weights(head: nn.Module, kind: str) -> list[tuple[str, nn.Parameter]]:
     return [] if kind == "lm" else [(scalar_prefix(kind) + name, x) for name, x in head.named_parameters()]
 
 

@@ -62,6 +62,7 @@ SETTINGS: tuple[tuple[str, Effect], ...] = (
     ("models.TRAINED.alphabet", Effect.REFUSE),
     ("models.*.tokens_per_microbatch", Effect.SAME),
     ("models.*.activation_checkpointing", Effect.SAME),
+    ("models.*.save_optimizer", Effect.SAME),
     ("models.*.gen.max_running", Effect.SAME),
     ("models.*.layout", Effect.SAME),
     ("models.*.group", Effect.SAME),

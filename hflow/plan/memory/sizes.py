@@ -12,8 +12,9 @@ from functools import lru_cache
 
 from hflow.plan.layout import Layout
 from hflow.plan.shape import ModelShape, TensorSpec, layer_template, other_tensors
-from hflow.plan.sharding import box_of, is_on_stage, numel, stage_layers
+from hflow.plan.sharding import box_of, is_on_stage, stage_layers
 from hflow.plan.traits import BackendTraits
+from hflow.types.boxes import numel
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""What is trained of an HF model, as sharded checkpoints hold it: the rows of each weight on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from hflow.backends.common.shard_source import open_shards
+from hflow.backends.common.shards import MEAN, SQUARE, WEIGHT, About, State, write_shards
+from hflow.backends.torch_model.module import PackedModel
+from hflow.backends.torch_model.optim import Optimizer
+from hflow.backends.torch_model.weights import held_blocks, named_parameters
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with its head, and what steps it."""
+
+    model: PreTrainedModel
+    module: PackedModel
+    head: str
+    optimizer: Optimizer | None
+    """None of a frozen model."""
+
+    @property
+    def about(self) -> About:
+        """Which model it is."""
+        num_steps = 0 if self.optimizer is None else self.optimizer.num_steps
+        return About.of(self.model.config, self.head, num_steps)
+
+    def states(self) -> Iterator[State]:
+        """Yield this rank's rows of every weight; those of no two ranks overlap."""
+        for weight, block in held_blocks(self.model, self.module, self.module.head, self.head):
+            values = {WEIGHT: block.values}
+            if self.optimizer is not None:
+                values[MEAN], values[SQUARE] = self.optimizer.moments(weight)
+            yield State(block.tensor, block.shape, block.box, values)
+
+
+def save(trained: Trained, directory: Path, group: ProcessGroup | None) -> None:
+    """Write a sharded checkpoint; a collective over the group."""
+    write_shards(directory, trained.states(), trained.about, group)
+
+
+def load(trained: Trained, directory: Path) -> None:
+    """Take a sharded checkpoint."""
+    named = named_parameters(trained.model, trained.module.head, trained.head)
+    shapes = {name: tuple(weight.shape) for name, weight in named}
+    with open_shards(directory, trained.about, shapes) as source:
+        for state in trained.states():
+            for kind in source.about.kinds:
+                if kind in state.values:
+                    source.fill(state.tensor, state.box, state.values[kind], kind)
+        if trained.optimizer is not None:
+            trained.optimizer.resume(source.about.num_steps)

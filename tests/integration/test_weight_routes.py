@@ -1,0 +1,124 @@
+"""Weight routes over real processes: what engines hold is what was trained, and only planned bytes move."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from hflow.data.batch import Batch, Column
+from hflow.types import Unit
+from hflow.workers.base import NodeTask, ShardInput
+from hflow.workers.ray_group import RayWorkers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import worker_kit as kit
+
+pytestmark = pytest.mark.ray
+
+GEN = "actor_gen"
+APART = ("cluster=cpu-1x4", "groups.train=[0,1]", "groups.rollout=[2,3]")
+PLACES = ("models.actor.group=train", "models.actor.gen.group=rollout")
+LAYOUTS = {
+    "torch d2 in bf16": (("models.actor.layout=d2", "models.actor.dtype=bf16"), (0, 1)),
+    "megatron t2": (("models.actor.backend=megatron", "models.actor.layout=t2"), (0,)),
+}
+"""Configuration, and the dp-heads."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray cluster that the workers find and leave running."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def go(work: Awaitable[None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(240):
+            await work
+
+    asyncio.run(limited())
+
+
+def batch() -> Batch:
+    """What the train node reads, for 8 samples of 6 tokens."""
+    rng = np.random.default_rng(0)
+    samples, lengths = np.arange(8), np.full(8, 6, np.int64)
+    tokens = int(lengths.sum())
+    columns = {
+        "input_ids": Column(Unit.TOKEN, rng.integers(3, 15, tokens)),
+        "loss_mask": Column(Unit.TOKEN, np.arange(tokens) % 6 > 1),
+        "advantages": Column(Unit.TOKEN, rng.normal(0, 1, tokens).astype(np.float32)),
+        "shifted": Column(Unit.SEQUENCE, np.ones(8, np.float32)),
+    }
+    return Batch(samples, samples // 2, lengths, columns)
+
+
+async def train(workers: RayWorkers, heads: tuple[int, ...], step: int) -> None:
+    """One step of the node on samples that are put into the heads' stores."""
+    shares = np.array_split(np.arange(8), len(heads))
+    for head, share in zip(heads, shares, strict=True):
+        sent = {GEN: batch().take(share.tolist())}
+        await workers._actors[head].__ray_call__.remote(lambda actor, x: actor._worker.receive(x), sent)
+    tasks = {worker: NodeTask("learn", step, ()) for worker in (0, 1)}
+    for d, (head, share) in enumerate(zip(heads, shares, strict=True)):
+        tasks[head] = NodeTask("learn", step, (ShardInput(d, (tuple(share.tolist()),)),))
+    results = await workers.run(tasks)
+    assert any(result.metrics.get("grad_norm", 0) > 0 for result in results)
+
+
+async def engine_weights(workers: RayWorkers, worker: int) -> dict[str, torch.Tensor]:
+    def read(actor: Any) -> dict[str, torch.Tensor]:
+        module = actor._worker._engines._drivers["actor@gen"]._engine._module
+        return {name: tensor.clone() for name, tensor in module.named_parameters()}
+
+    return await workers._actors[worker].__ray_call__.remote(read)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_engines_pull_what_was_trained(cluster: None, name: str, tmp_path: Path) -> None:
+    overrides, heads = LAYOUTS[name]
+    setup = kit.setup_of(*APART, *PLACES, *overrides)
+    (route,) = setup.plan.weights
+    assert (route.how, bool(route.rows)) == ("pull", True)
+    assert (setup.plan.replica(route.src).heads, setup.plan.replica(route.dst).workers) == (heads, (2, 3))
+
+    async def work() -> None:
+        workers = RayWorkers()
+        try:
+            await workers.start(setup)
+            assert await workers.wake("actor@gen", 0) == route.moved_bytes
+            start = await engine_weights(workers, 2)
+            for step in range(2):
+                await train(workers, heads, step)
+            await workers.save("actor", str(tmp_path))
+            assert await workers.wake("actor@gen", 1) == route.moved_bytes
+            assert await workers.wake("actor@gen", 1) == 0
+            compare(start, [await engine_weights(workers, worker) for worker in (2, 3)])
+        finally:
+            await workers.close()
+
+    def compare(start: dict[str, torch.Tensor], held: list[dict[str, torch.Tensor]]) -> None:
+        saved = load_file(tmp_path / "model.safetensors")
+        for weights in held:
+            assert weights.keys() == saved.keys() == start.keys()
+            assert all(torch.equal(x, saved[key].to(x.dtype)) for key, x in weights.items())
+        assert any(not torch.equal(x, start[key]) for key, x in held[0].items())
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in saved.values())
+        item = 2 if "bf16" in name else 4
+        assert route.moved_bytes == 2 * size * item // 4
+
+    go(work())

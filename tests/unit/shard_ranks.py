@@ -1,0 +1,73 @@
+"""Ranks that train, write sharded checkpoints, and go on from those of other layouts and backends."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import megatron_twin_ranks as twin_ranks
+import megatron_twins as twins
+import shard_cases as cases
+import torch
+import torch.distributed as dist
+import torch_kit as kit
+
+from hflow.backends.base import ModelBackend
+
+
+def exchange(rank: int, path: Path, groups: twin_ranks.Groups) -> None:
+    for sides, pairs in cases.EXCHANGES:
+        for name in {writer: None for writer, _ in pairs}:
+            if rank in sides[name].ranks:
+                write(sides[name], groups, path)
+        dist.barrier()
+        for writer, reader in pairs:
+            if rank in sides[reader].ranks:
+                read(sides[writer], sides[reader], groups, path)
+        dist.barrier()
+
+
+def build(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> ModelBackend:
+    """A model as it is before any step."""
+    group = groups.get(side.ranks)
+    if side.backend == "megatron":
+        return twin_ranks.model(side.twin, path, group)
+    changes = twins.settings(dataclasses.replace(side.twin, settings={}), path / "checkpoint")
+    half = {"dtype": side.twin.dtype}
+    return kit.model(side.twin.data, group, **changes | half)
+
+
+def train(backend: ModelBackend, side: cases.Side, groups: twin_ranks.Groups, steps: range) -> list[Any]:
+    """Metrics of some steps."""
+    call, _ = twins.NODES[side.twin.node]
+    d, is_head = 0, True
+    if len(side.ranks) > 1:
+        group = groups[side.ranks]
+        d, is_head = (group.rank(), True) if side.backend == "torch" else twin_ranks.place(side.twin, group)
+    shards = twins.shards(side.twin.data, d) if is_head else []
+    return [backend.train(call, shards, step) for step in steps]
+
+
+def write(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> None:
+    backend = build(side, groups, path)
+    train(backend, side, groups, range(cases.NUM_WRITTEN))
+    backend.save_shards(str(path / cases.written(side)))
+    if side.twin.dtype == "bf16":
+        backend.save(str(path / f"{cases.written(side)} as HF"))
+
+
+def read(writer: cases.Side, reader: cases.Side, groups: twin_ranks.Groups, path: Path) -> None:
+    """One more step: its metrics and the weights after it; in bf16, what was read."""
+    backend = build(reader, groups, path)
+    backend.load_shards(str(path / cases.written(writer)))
+    name = cases.read(writer, reader)
+    if reader.twin.dtype == "bf16":
+        backend.save(str(path / f"{name} as HF"))
+        return
+    metrics = train(backend, reader, groups, range(cases.NUM_WRITTEN, cases.NUM_WRITTEN + 1))
+    weights = {key: tensor.clone() for key, tensor in backend.weights()}
+    if dist.get_rank() == reader.ranks[0]:
+        torch.save(weights, path / f"{name}.weights.pt")
+    if metrics[0]:
+        torch.save(metrics[0], path / f"{name}.metrics.pt")

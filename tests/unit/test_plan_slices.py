@@ -1,0 +1,70 @@
+"""Who sends which slices to whom: every receiver gets every entry of every tensor exactly once."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from test_plan_reshard import NOTHING, assert_same, cases, cluster, memories, replica, route_of, shape_of
+
+from hflow.plan.slices import Slice, kept, outgoing
+from hflow.types.boxes import within
+
+
+def at(piece: Slice):
+    return within(piece.box, tuple((0, size) for size in piece.shape))
+
+
+@given(cases())
+@settings(deadline=None, max_examples=200)
+def test_every_receiver_gets_every_entry_once(case):
+    route = route_of(case.src, case.dst, case.shape, 2, case.machines)
+    source, target = memories(case.shape, case.src), memories(case.shape, case.dst)
+    arrived = {worker: {} for worker in target}
+    moved = 0
+
+    def take(worker, giver, piece):
+        values = source[giver][piece.tensor][at(piece)]
+        assert values.size > 0
+        assert (values != NOTHING).all(), "sent by a worker that did not hold it"
+        whole = arrived[worker].setdefault(piece.tensor, np.full(piece.shape, NOTHING))
+        assert (whole[at(piece)] == NOTHING).all(), "sent twice"
+        whole[at(piece)] = values
+        return values.size
+
+    for sender in source:
+        for receivers, slices in outgoing(route, case.machines, sender).items():
+            assert sorted(set(receivers)) == list(receivers)
+            assert sender not in receivers
+            assert [piece.place for piece in slices] == sorted(piece.place for piece in slices)
+            moved += sum(take(worker, sender, piece) for worker in receivers for piece in slices)
+    for worker in target:
+        mine = kept(route, worker)
+        assert [piece.place for piece in mine] == sorted(piece.place for piece in mine)
+        for piece in mine:
+            take(worker, worker, piece)
+    for worker, memory in target.items():
+        assert_same(arrived[worker], memory)
+    assert route.moved_bytes == 2 * moved
+
+
+@given(cases())
+@settings(deadline=None, max_examples=50)
+def test_all_workers_number_the_tensors_alike(case):
+    route = route_of(case.src, case.dst, case.shape, 2, case.machines)
+    places = {}
+    for worker in (*case.src.workers, *case.dst.workers):
+        sent = outgoing(route, case.machines, worker)
+        for piece in (*kept(route, worker), *(piece for slices in sent.values() for piece in slices)):
+            assert places.setdefault(piece.tensor, (piece.place, piece.shape)) == (piece.place, piece.shape)
+    assert len({place for place, _ in places.values()}) == len(places)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_what_several_engines_take_is_packed_once(num_engines):
+    """Two FSDP ranks hold halves: each sends its half once, to all engines together."""
+    src = replica("train", "torch", "d2", (0, 1))
+    dst = replica("gen", "embedded", f"d{num_engines}", range(2, 2 + num_engines))
+    route = route_of(src, dst, shape_of())
+    for worker in (0, 1):
+        assert list(outgoing(route, cluster(), worker)) == [tuple(range(2, 2 + num_engines))]
+    assert outgoing(route, cluster(), 2) == {}
+    assert kept(route, 0) == []

@@ -1,0 +1,173 @@
+"""Sharded checkpoints: training goes on in any other layout and backend as if nothing had been between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import megatron_twins as twins
+import numpy as np
+import pytest
+import ranks
+import shard_cases as cases
+import torch
+import torch_kit as kit
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from hflow.backends.common.shards import INDEX, key
+from hflow.backends.megatron.device import prepare
+from hflow.errors import BackendError
+from hflow.types.boxes import within
+
+prepare("cpu")
+
+from hflow.backends.megatron.shards import boxes_of_range  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shards")
+    kit.model().save(str(path / "checkpoint"))
+    ranks.start(cases.exchange, (str(path),), 4, preload="shard_ranks")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("sides", "writer", "reader"),
+    [(sides, *pair) for sides, pairs in cases.EXCHANGES[:2] for pair in pairs],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value.values())).twin.node,
+)
+def test_training_goes_on(directory, sides, writer, reader):
+    """Loss, gradient norm, learning rate and weights of the third step are those of an uninterrupted run."""
+    name = cases.read(sides[writer], sides[reader])
+    wanted = twins.expected(sides[reader].twin.node, "fp32", directory / "checkpoint")
+    metrics = torch.load(directory / f"{name}.metrics.pt", weights_only=False)
+    assert metrics == pytest.approx(wanted.metrics[cases.NUM_WRITTEN], rel=2e-5, abs=1e-6)
+    weights = torch.load(directory / f"{name}.weights.pt")
+    assert weights.keys() == wanted.weights.keys()
+    for tensor, values in wanted.weights.items():
+        torch.testing.assert_close(weights[tensor], values, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("writer", "reader"), cases.HALF_PAIRS)
+def test_weights_that_are_stepped_in_fp32_go_through_bf16_unchanged(directory, writer, reader):
+    name = f"{cases.read(cases.HALF[writer], cases.HALF[reader])} as HF"
+    before = load_file(directory / f"{cases.written(cases.HALF[writer])} as HF" / "model.safetensors")
+    after = load_file(directory / name / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[tensor], values) for tensor, values in before.items())
+    assert any(not torch.equal(values, values.bfloat16().float()) for values in before.values())
+
+
+@pytest.mark.parametrize("name", cases.PPO)
+def test_every_entry_is_written_once_and_by_all_ranks(directory, name):
+    side = cases.PPO[name]
+    path = directory / cases.written(side)
+    index = json.loads((path / INDEX).read_text())
+    files = {}
+    for tensor, row in index["tensors"].items():
+        count = np.zeros(row["shape"], int)
+        for box, file in row["boxes"]:
+            count[within(box, [(0, size) for size in row["shape"]])] += 1
+            files.setdefault(file, []).extend(key(tensor, box, kind) for kind in ("weight", "mean", "square"))
+        assert (count == 1).all()
+    assert sorted(path.iterdir()) == sorted(path / found for found in (INDEX, *files))
+    for file, keys in files.items():
+        with safe_open(path / file, framework="pt") as opened:
+            assert sorted(opened.keys()) == sorted(keys)
+    assert len(files) == len(side.ranks)
+    assert not list(directory.glob(".*"))
+    norms = {file for tensor, row in index["tensors"].items() if "norm" in tensor for _, file in row["boxes"]}
+    assert len(norms) > len(side.ranks) // 2  # tensor ranks that hold the same take turns
+
+
+@given(st.integers(1, 5), st.integers(1, 7), st.data())
+def test_a_range_is_boxes(rows, width, data):
+    start = data.draw(st.integers(0, rows * width))
+    stop = data.draw(st.integers(start, rows * width))
+    whole = np.arange(rows * width).reshape(rows, width)
+    boxes = list(boxes_of_range(whole.shape, start, stop))
+    parts = [whole[within(box, ((0, rows), (0, width)))].reshape(-1) for box in boxes]
+    assert len(boxes) <= 3
+    assert np.array_equal(np.concatenate([*parts, np.arange(0)]), np.arange(start, stop))
+
+
+# ------------------------------------------------------------------------------------ bad input
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    backend = kit.model()
+    backend.train(kit.CALLS["token-mean"], kit.whole(kit.make_batch(kit.LENGTHS)), 0)
+    backend.save_shards(str(tmp_path / "shards"))
+    return tmp_path / "shards"
+
+
+def refused(path: Path, message: str, **changes) -> None:
+    with pytest.raises(BackendError, match=message) as error:
+        kit.model(**changes).load_shards(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_checkpoint_of_this_model_is_refused(written, tmp_path):
+    refused(tmp_path, r"holds no sharded checkpoint \(shards.json\)")
+    wide = kit.ARCHITECTURE | {"num_attention_heads": 2}
+    refused(written, "is of another model: num_attention_heads is 4 there and 2 here", architecture=wide)
+    refused(written, "is of another model: head is 'lm' there and 'value' here", head="value")
+
+
+def rewrite(path: Path, change) -> None:
+    index = json.loads((path / INDEX).read_text())
+    change(index)
+    (path / INDEX).write_text(json.dumps(index))
+
+
+def test_tensors_that_do_not_fit_are_named(written):
+    norm = "model.norm.weight"
+    rewrite(written, lambda index: index["tensors"][norm].update(shape=[31]))
+    refused(written, f"has tensors of other shapes than its config says: {norm}")
+    rewrite(written, lambda index: index["tensors"].update({norm: {"shape": [32], "boxes": []}}))
+    refused(written, rf"has 0 of the 32 entries of {norm}")
+    rewrite(written, lambda index: index["tensors"].pop(norm))
+    refused(written, f"lacks {norm}")
+    rewrite(
+        written,
+        lambda index: index["tensors"].update({norm: {"shape": [32], "boxes": []}, "extra": {"shape": [1]}}),
+    )
+    refused(written, "has tensors that the model does not know: extra")
+    rewrite(written, lambda index: index.update(format=2))
+    refused(written, "has format 2, this version reads format 1")
+
+
+def test_a_file_that_is_not_there_is_named(written):
+    next(written.glob("*.safetensors")).unlink()
+    refused(written, "rank-00000-000.safetensors cannot be read")
+
+
+def test_entries_that_a_file_lacks_are_named(written):
+    (path,) = written.glob("*.safetensors")
+    save_file({"nothing": torch.zeros(1)}, path)
+    refused(written, "rank-00000-000.safetensors cannot be read: .*weight")
+
+
+def test_a_frozen_model_takes_the_weights(written):
+    backend = kit.model(trainable=False)
+    backend.load_shards(str(written))
+    trained = kit.model()
+    trained.load_shards(str(written))
+    for (_, mine), (_, theirs) in zip(backend.weights(), trained.weights(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_before_the_first_step_there_are_weights_only(tmp_path):
+    kit.model(seed=8).save_shards(str(tmp_path / "shards"))
+    backend = kit.model()
+    backend.load_shards(str(tmp_path / "shards"))
+    call, shards = kit.CALLS["token-mean"], kit.whole(kit.make_batch(kit.LENGTHS))
+    assert backend.train(call, shards, 0) == kit.model(seed=8).train(call, shards, 0)
+
+
+def test_a_later_checkpoint_replaces_the_earlier(written):
+    kit.model(seed=8).save_shards(str(written))
+    assert json.loads((written / INDEX).read_text())["num_steps"] == 0
