@@ -37,6 +37,17 @@ def test_cuts_change_nothing(name):
     assert_same(trained(kit.CALLS[name], kit.whole(BATCH), **checkpointed), wanted)
 
 
+def test_the_token_that_hf_pads_with_is_one_like_others():
+    """HF gives its embedding no gradient; here nothing is padded, so wherever it stands it was drawn."""
+    token = int(BATCH.columns["input_ids"].values[0])
+    padding = {"architecture": kit.ARCHITECTURE | {"pad_token_id": token, "tie_word_embeddings": False}}
+    backend = kit.model(**padding)
+    before = kit.weights(backend)["model.embed_tokens.weight"][token]
+    backend.train(kit.CALLS[next(iter(kit.CALLS))], kit.whole(BATCH), 5)
+    after = kit.weights(backend)["model.embed_tokens.weight"][token]
+    assert (after - before).abs().max() > 1e-4  # decay moves it by less
+
+
 def one_update(reduce, body=None, unit="token", **options):
     """Loss of one update on the first six sequences, and the entries it was made of."""
     seen = {}

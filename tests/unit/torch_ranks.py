@@ -39,6 +39,8 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
         results[name] = (backend.train(call, shard, 5), kit.weights(backend))
         backend.save(str(directory / name))
     results["infer"] = infer(rank, group, batch)
+    if rank == 1:
+        kit.model().save(str(directory / "on the second rank alone"))
     return results
 
 
