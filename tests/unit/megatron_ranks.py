@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate  # noqa: E402
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
+from hflow.backends.megatron import weights  # noqa: E402
 from hflow.backends.megatron.grid import Grid  # noqa: E402
 from hflow.backends.megatron.model import Stage, build  # noqa: E402
 from hflow.backends.megatron.save import save  # noqa: E402
@@ -35,6 +36,7 @@ from hflow.backends.megatron.weights import held_blocks, named_weights  # noqa: 
 def run(rank: int, path: Path) -> None:
     """What each of four ranks does; results lie in the directory, a file for each case."""
     torch.set_num_threads(1)
+    weights.BUCKET_BYTES = 10_000  # several buckets for a model, and several pieces for its embedding
     store = dist.FileStore(str(path / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
     groups = {ranks: dist.new_group(ranks) for ranks in (kit.FIRST, kit.SECOND)} | {kit.ALL: dist.group.WORLD}

@@ -88,3 +88,9 @@ def test_saved_from_ranks_loads_in_transformers(directory, ranks, name):
     loaded = AutoModelForCausalLM.from_pretrained(directory / name).state_dict()
     for key, tensor in ranks[name][1].items():
         torch.testing.assert_close(loaded[key], tensor, atol=0, rtol=0)
+
+
+def test_a_model_that_is_not_on_the_first_rank_is_saved(directory, ranks):
+    loaded = AutoModelForCausalLM.from_pretrained(directory / "on the second rank alone").state_dict()
+    for key, tensor in kit.weights(kit.model()).items():
+        torch.testing.assert_close(loaded[key], tensor, atol=0, rtol=0)

@@ -43,6 +43,8 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
     backend.infer(kit.LOGPROBS, [batch])  # leaves weights whole on every rank
     held = [(block.tensor, block.box, block.values.clone()) for block in backend.blocks()]
     results["blocks"] = everywhere(held, group), kit.weights(backend)
+    if rank == 1:
+        kit.model().save(str(directory / "on the second rank alone"))
     return results
 
 

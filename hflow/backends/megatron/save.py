@@ -1,4 +1,4 @@
-"""Writes a stage's model in HF layout, file by file: no rank holds the whole model."""
+"""Writes a stage's model in HF layout, tensor by tensor: no rank holds the whole model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from hflow.backends.common.safetensors_file import write_fp32
 from hflow.backends.megatron.mapping import backbone_shapes
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.source import INDEX, SINGLE
@@ -62,12 +62,12 @@ def _write(stage: Stage, directory: Path, weights: Iterable[Named], file_bytes: 
     shapes = backbone_shapes(stage.sizes)
     files = _files({name: math.prod(shape) * _DTYPE.itemsize for name, shape in shapes.items()}, file_bytes)
     for file, named in groupby(weights, key=lambda pair: files.get(pair[0])):
-        tensors = {name: x.cpu().contiguous() for name, x in named}
         if file is None:
             prefix = scalar_prefix(stage.head)
-            save_head(directory, stage.head, {name.removeprefix(prefix): x for name, x in tensors.items()})
+            save_head(directory, stage.head, {n.removeprefix(prefix): x.cpu().contiguous() for n, x in named})
         else:
-            save_file(tensors, directory / file, metadata={"format": "pt"})
+            inside = {name: shape for name, shape in shapes.items() if files[name] == file}
+            write_fp32(directory / file, inside, named)
     if len(set(files.values())) > 1:
         total = sum(math.prod(shape) for shape in shapes.values()) * _DTYPE.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": files}

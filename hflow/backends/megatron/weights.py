@@ -1,7 +1,8 @@
 """A stage's weights as whole tensors under their HF names, a bucket at a time.
 
 A bucket of parameters goes from its stage to all stages, and is then gathered over the tensor ranks; every
-rank puts the same tensors together. The whole model is in no rank's memory at once.
+taker puts the same tensors together. The whole model is in no rank's memory at once: what a taker has beside
+its shard is a bucket, or one tensor where that is larger.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hflow.backends.megatron.mapping import Parameter, Place, parameters
 from hflow.backends.megatron.model import Stage
 
 BUCKET_BYTES = 64 << 20
-"""A bucket is closed when a rank's part of it is at least this large."""
+"""The most that a rank's part of a bucket has, unless a single parameter has more; that goes in pieces."""
 
 Named = tuple[str, Tensor]
 Rows = tuple[Parameter, ...]
@@ -61,14 +62,14 @@ def named_weights(
     values = dict(stage.module.named_parameters()) if values is None else values
     for p in range(stage.grid.pipe):
         for bucket in _buckets(stage, p, dtype):
-            parts = _everywhere(stage, p, bucket, values, dtype)
-            for rows, tensors in zip(bucket, parts, strict=True):
-                if is_taker:
-                    yield from _put_together(rows, tensors)
+            columns = _everywhere(stage, p, bucket, values, dtype, is_taker)
+            if is_taker:
+                for rows, column in zip(bucket, columns, strict=True):
+                    yield from _put_together(rows, column)
 
 
 def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[Rows]]:
-    """The parameters of a pipeline stage that are not copies of another stage's."""
+    """The parameters of a pipeline stage that are not copies of another stage's; a large one is alone."""
     grid = stage.grid
     held = [parameters(stage.sizes, Place(t, grid.tensor, p, grid.pipe)) for t in range(grid.tensor)]
     bucket: list[Rows] = []
@@ -76,49 +77,77 @@ def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[Rows]]:
     for rows in zip(*held, strict=True):
         if all(row.is_copy for row in rows):
             continue
-        bucket.append(rows)
-        num_bytes += math.prod(rows[0].shape) * dtype.itemsize
-        if num_bytes >= BUCKET_BYTES:
+        size = math.prod(rows[0].shape) * dtype.itemsize
+        if bucket and num_bytes + size > BUCKET_BYTES:
             yield bucket
             bucket, num_bytes = [], 0
+        bucket.append(rows)
+        num_bytes += size
     if bucket:
         yield bucket
 
 
 def _everywhere(
-    stage: Stage, p: int, bucket: Sequence[Rows], values: Mapping[str, Tensor], dtype: torch.dtype
-) -> list[list[Tensor]]:
-    """For each parameter of the bucket, what every tensor rank of stage `p` holds of it."""
+    stage: Stage,
+    p: int,
+    bucket: Sequence[Rows],
+    values: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    is_taker: bool,
+) -> list[Tensor]:
+    """For each parameter of the bucket, what the tensor ranks of stage `p` hold of it: `[tensor, *shape]`.
+
+    Piece by piece, so that only takers ever have more than a bucket. Nothing for the others.
+    """
     grid, shapes = stage.grid, [rows[0].shape for rows in bucket]
-    mine = [values[rows[0].name].detach().to(dtype) for rows in bucket] if grid.p == p else []
-    if grid.tensor * grid.pipe == 1:
-        return [[x] for x in mine]
     lengths = [math.prod(shape) for shape in shapes]
-    if mine:
-        flat = torch.cat([x.reshape(-1) for x in mine])
-    else:
-        flat = torch.empty(sum(lengths), dtype=dtype, device=stage.device)
-    if grid.pipe > 1:
-        dist.broadcast(flat, group=grid.groups.pp, group_src=p)
-    received = flat[None]
-    if grid.tensor > 1:
-        received = flat.new_empty(grid.tensor, len(flat))
-        dist.all_gather(list(received), flat, group=grid.groups.tp)
+    total, size = sum(lengths), BUCKET_BYTES // dtype.itemsize
+    mine = [values[rows[0].name].detach().reshape(-1) for rows in bucket] if grid.p == p else []
+    if grid.tensor * grid.pipe == 1:
+        return [flat.to(dtype).view(1, *shape) for flat, shape in zip(mine, shapes, strict=True)]
+    flat = mine[0] if len(mine) == 1 else torch.cat(mine) if mine else None
+    received = torch.empty(grid.tensor, total if is_taker else 0, dtype=dtype, device=stage.device)
+    for start in range(0, total, size):
+        stop = min(start + size, total)
+        slots = received[:, start:stop] if is_taker else received.new_empty(grid.tensor, stop - start)
+        own = slots[grid.t]
+        if flat is not None:
+            own.copy_(flat[start:stop])
+        if grid.pipe > 1:
+            dist.broadcast(own, group=grid.groups.pp, group_src=p)
+        if grid.tensor > 1:
+            dist.all_gather(list(slots), own, group=grid.groups.tp)
+    if not is_taker:
+        return []
     columns = received.split(lengths, dim=1)
-    return [[x.view(shape) for x in column] for column, shape in zip(columns, shapes, strict=True)]
+    return [x.unflatten(1, shape) for x, shape in zip(columns, shapes, strict=True)]
 
 
-def _put_together(rows: Rows, tensors: Sequence[Tensor]) -> Iterator[Named]:
-    """The checkpoint tensors that one parameter consists of on all tensor ranks together."""
+def _put_together(rows: Rows, column: Tensor) -> Iterator[Named]:
+    """The checkpoint tensors that one parameter `[tensor, *shape]` consists of on all tensor ranks."""
     (first, *others) = rows[0].parts
     if not others and first.shape == rows[0].shape:
-        yield first.tensor, tensors[0]
+        yield first.tensor, column[0]
+        return
+    if _follow_each_other(rows):
+        yield first.tensor, column.flatten(0, 1)[: first.shape[0]]
         return
     whole: dict[str, Tensor] = {}
-    for row, tensor in zip(rows, tensors, strict=True):
+    for row, tensor in zip(rows, column, strict=True):
         for part in row.parts:
             if part.tensor not in whole:
                 whole[part.tensor] = tensor.new_empty(part.shape)
             block = tensor.narrow(part.axis, part.at, part.length)
             whole[part.tensor].narrow(part.axis, part.span[0], part.length).copy_(block)
     yield from whole.items()
+
+
+def _follow_each_other(rows: Rows) -> bool:
+    """Whether one rank's rows come after another's, as they are; padding is then at the end."""
+    size = rows[0].shape[0]
+    return all(
+        len(row.parts) == 1
+        and (part := row.parts[0]).axis == 0
+        and part.span[0] == min(t * size, part.shape[0])
+        for t, row in enumerate(rows)
+    )

@@ -49,7 +49,7 @@ def build(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
             model = _from_scratch(config, settings.seed)
         _check_architecture(model)
     _turn_off_dropout(model)
-    _train_every_token(model)
+    _learn_every_token(model)
     if settings.head == "lm":
         return model, _output_matrix(model)
     _drop_output_matrix(model)
@@ -135,11 +135,10 @@ def _turn_off_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def _train_every_token(model: nn.Module) -> None:
-    """Nothing is padded here: a token that the model calls padding was really read, and has a gradient."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None
+def _learn_every_token(model: PreTrainedModel) -> None:
+    """Nothing is padded here: the token that HF pads with is one like others, and its embedding learns."""
+    embeddings: Any = model.get_input_embeddings  # untyped in transformers
+    embeddings().padding_idx = None
 
 
 def check_choice(what: str, value: str, known: Iterable[str]) -> None:

@@ -72,6 +72,8 @@ def save(model: PreTrainedModel, head: nn.Module, kind: str, directory: Path, is
     directory.mkdir(parents=True, exist_ok=True)
     if kind != "lm":
         save_head(directory, kind, _take_prefixed(tensors, scalar_prefix(kind)))
+    # transformers would write on rank 0 of the world only, which another model may have.
+    setattr(model, "should_save_on_this_rank", lambda is_main_process: is_main_process)  # noqa: B010
     model.save_pretrained(directory, state_dict=tensors)
 
 
