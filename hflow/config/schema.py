@@ -137,6 +137,8 @@ class RunConfig:
     """Steps from one checkpoint to the next; 0 keeps only the one at the end."""
     workers: Literal["ray", "inproc"] = "ray"
     """Where workers live: in processes that Ray starts, or all in this one."""
+    collective_timeout: float = _least(1, 600.0)
+    """Seconds that a rank waits for the others of a collective; then the run ends, saying who is missing."""
     cluster: str = "cpu-1x1"
     """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process."""
     network: str | None = None

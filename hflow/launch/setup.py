@@ -37,6 +37,7 @@ def make_setup(compiled: Compiled) -> WorkerSetup:
         tokenizers=tokenizer_settings(compiled),
         seed=compiled.config.seed,
         factories=FACTORIES,
+        collective_timeout=compiled.config.collective_timeout,
     )
 
 
