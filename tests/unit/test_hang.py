@@ -10,6 +10,7 @@ import pytest
 
 from hflow.plan.ir import Replica
 from hflow.plan.layout import Layout
+from hflow.workers.blame import shown
 from hflow.workers.hang import Call, report, waiting
 from hflow.workers.standing import Standing, StrandedError, Watch, awaited
 
@@ -39,9 +40,10 @@ def test_a_rank_at_another_node_is_missing() -> None:
 def test_several_ranks_are_missing() -> None:
     standings = {4: None, 5: at("f (x.py:1)", "barrier"), 6: Standing()}
     assert report(CALL, 0.5, standings) == (
-        "node 'learn', step 2: worker 4 (rank 0 of actor@train) did not join within 0.5 s: it does not answer, "
-        "as its process is stopped or its interpreter is held; nor did worker 6 (rank 2 of actor@train): it has "
-        "nothing to do: it was not asked, or has finished; worker 5 waits for them in barrier"
+        "node 'learn', step 2: worker 4 (rank 0 of actor@train) did not join within 0.5 s: it does not "
+        "answer, as its process is stopped or its interpreter is held; nor did worker 6 (rank 2 of "
+        "actor@train): it has nothing to do: it was not asked, or has finished; worker 5 waits for them in "
+        "barrier"
     )
 
 
@@ -105,7 +107,7 @@ def test_a_thread_is_placed_in_the_file_of_its_body() -> None:
     leave.set()
     thread.join()
     line = body.__code__.co_firstlineno + 2
-    assert standing == Standing(TITLE, f"body (tests/unit/test_hang.py:{line})", "", {})
+    assert standing == Standing(TITLE, f"body ({shown(__file__)}:{line})", "", {})
     assert watch.standing() == Standing()
 
 
