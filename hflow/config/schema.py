@@ -68,7 +68,8 @@ class ModelConfig:
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
     backend: Literal["torch", "megatron"] = "torch"
-    """The engine that trains and infers. `megatron` is planned, but not run yet."""
+    """The engine that trains and infers: `torch` (transformers, data parallelism by FSDP2) or `megatron`
+    (megatron-core: tensor, pipeline and data parallelism)."""
     layout: str | None = None
     """Axes of the replica that trains (or infers), such as `d2t2p1`; null: as planned."""
     group: str | None = None
@@ -79,6 +80,9 @@ class ModelConfig:
     """Packed tokens of one forward. No result depends on it."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    sequence_parallel: bool | None = None
+    """Whether `megatron`'s tensor ranks share the tokens between their matrices too; null: on CUDA, where it
+    saves memory at no cost."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     gen: GenConfig = field(default_factory=GenConfig)
 

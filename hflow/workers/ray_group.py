@@ -25,6 +25,7 @@ from hflow.workers.base import (
     Workers,
     WorkerSetup,
 )
+from hflow.workers.environment import environment
 from hflow.workers.hang import Call
 from hflow.workers.inquiry import Inquiry, WorkerDiedError
 from hflow.workers.ray_actor import RayWorker
@@ -67,7 +68,10 @@ class RayWorkers(Workers):
         everyone = range(setup.plan.cluster.num_devices)
         self._doing = {worker: [] for worker in everyone}
         self._actors = [
-            RayWorker.options(**self._reservation.options(worker)).remote(worker) for worker in everyone
+            RayWorker.options(**self._reservation.options(worker, environment(setup.plan, worker))).remote(
+                worker
+            )
+            for worker in everyone
         ]
         bodies = [program.body for program in setup.programs.values()]
         shared = ray.put(ship(setup, bodies))
