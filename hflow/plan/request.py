@@ -17,7 +17,8 @@ class ModelRequest:
     """Where one model runs. What is None is decided by the planner."""
 
     layout: str | None = None
-    """Layout of the replica that trains or infers, as `d2t2p1`; None: `d{devices of its group}`."""
+    """Layout of the replica that trains or infers, as `d2t2p1`; None: `d{devices of its group}`, and where
+    that does not fit, with the fewest tensor ranks and stages that do, if the backend has them."""
     gen_layout: str | None = None
     """Layout of the replica that generates; None: `d{devices of its group}`."""
     group: str | None = None
