@@ -68,7 +68,8 @@ class ModelConfig:
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
     backend: Literal["torch", "megatron"] = "torch"
-    """The engine that trains and infers. `megatron` is planned, but not run yet."""
+    """The engine that trains and infers: `torch` (transformers, data parallelism by FSDP2) or `megatron`
+    (megatron-core: tensor, pipeline and data parallelism)."""
     layout: str | None = None
     """Axes of the replica that trains (or infers), such as `d2t2p1`; null: as planned."""
     group: str | None = None
@@ -84,6 +85,9 @@ class ModelConfig:
     files: twelve bytes a parameter more."""
     resume: bool = False
     """Start from the `shards/` in `path`, the optimizer included, whatever layout and backend wrote them."""
+    sequence_parallel: bool | None = None
+    """Whether `megatron`'s tensor ranks share the tokens between their matrices too; null: on CUDA, where it
+    saves memory at no cost."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     gen: GenConfig = field(default_factory=GenConfig)
 
@@ -142,6 +146,8 @@ class RunConfig:
     """Steps from one checkpoint to the next; 0 keeps only the one at the end."""
     workers: Literal["ray", "inproc"] = "ray"
     """Where workers live: in processes that Ray starts, or all in this one."""
+    collective_timeout: float = _least(1, 600.0)
+    """Seconds that a rank waits for the others of a collective; then the run ends, saying who is missing."""
     cluster: str = "cpu-1x1"
     """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process."""
     network: str | None = None

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hflow.backends.architecture import max_length, read_config
+from hflow.backends.architecture import max_length, read_config, refusals
+from hflow.backends.base import ModelSettings
+from hflow.backends.megatron.sizes import read_sizes
+from hflow.backends.megatron.source import open_source
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import ConfigError
 from hflow.graph.ir import NodeSpec
@@ -17,17 +20,29 @@ def check_agreement(compiled: Compiled, setup: WorkerSetup) -> None:
     """Refuse what would fail, or be cut off, at every sample.
 
     Raises:
-        BackendError: for a model that cannot be built.
+        BackendError: for a model that cannot be built, or a checkpoint that is not the model's.
         DataError: for a tokenizer that is not there.
         ConfigError: for numbers that do not fit each other, with those that do.
     """
     configs = {name: read_config(settings) for name, settings in setup.models.items()}
+    for replica in compiled.plan.replicas:
+        if replica.backend == "megatron":
+            _check_megatron(setup.models[replica.model], configs[replica.model])
     sources = [node.spec for node in compiled.graph.nodes if node.spec.opens_stream]
     for model in dict.fromkeys(model for source in sources for model in source.models):
         _check_vocabulary(model, setup, configs[model])
     for source in sources:
         if source.verb == "generate":
             _check_max_tokens(source, setup, configs)
+
+
+def _check_megatron(settings: ModelSettings, config: Any) -> None:
+    """Read a checkpoint's table of tensors here: ranks would each find a fault of their own in it."""
+    with refusals(settings.name):
+        sizes = read_sizes(config, settings.head)
+        if settings.path is not None:
+            with open_source(settings, sizes):
+                pass
 
 
 def _check_vocabulary(model: str, setup: WorkerSetup, config: Any) -> None:

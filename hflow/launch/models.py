@@ -67,6 +67,7 @@ def _settings(compiled: Compiled, spec: ModelSpec) -> ModelSettings:
         dtype=model_dtype(compiled.config, compiled.graph, spec),
         device=compiled.plan.cluster.device,
         activation_checkpointing=own.activation_checkpointing,
+        sequence_parallel=own.sequence_parallel,
         tokens_per_microbatch=own.tokens_per_microbatch,
         optim=_optim(own.optim, _num_updates(compiled, spec.name)),
         save_optimizer=own.save_optimizer,

@@ -44,6 +44,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] =
         tokenizers=tokenizer_settings(compiled),
         seed=compiled.config.seed,
         factories=factories,
+        collective_timeout=compiled.config.collective_timeout,
     )
 
 

@@ -15,6 +15,7 @@ from hflow.config import ModelConfig, RunConfig
 from hflow.errors import ConfigError, PlanError
 from hflow.graph.ir import Graph, ModelSpec
 from hflow.plan.shape import ModelShape, read_shape
+from hflow.plan.traits import traits
 
 SIZES = (
     "hidden_size",
@@ -32,12 +33,14 @@ def model_shape(config: RunConfig, graph: Graph, spec: ModelSpec) -> ModelShape 
     """The sizes of a model with the head that the recipe gives it; None where they cannot be known.
 
     Raises:
-        ConfigError: for a `config.json` that cannot be read, or sizes that cannot be.
+        ConfigError: for a `config.json` that cannot be read, sizes that cannot be, or a family that the
+            model's backend does not build.
     """
     found = _architecture(config, graph, spec)
     if found is None:
         return None
     where, architecture = found
+    _check_family(config, spec.name, where, architecture)
     try:
         shape = read_shape(architecture, spec.head)
         if shape is not None:
@@ -111,6 +114,17 @@ def _check_heads(shape: ModelShape) -> None:
         raise PlanError(
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; set "
             f"num_key_value_heads to {_nearest_divisor(heads, kv_heads)}"
+        )
+
+
+def _check_family(config: RunConfig, name: str, where: str, architecture: Mapping[str, Any]) -> None:
+    """Refuse a family that the backend does not build."""
+    backend, family = config.models.get(name, ModelConfig()).backend, architecture.get("model_type")
+    built = traits(backend).families
+    if built is not None and isinstance(family, str) and family not in built:
+        raise ConfigError(
+            f"{where}: model_type {family!r} is not one that the {backend} backend builds "
+            f"({', '.join(built)}); set models.{name}.backend=torch"
         )
 
 

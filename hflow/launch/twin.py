@@ -137,11 +137,19 @@ def _with(engine: Callable[..., Any], draws: dict[Any, Any]) -> Mapping[str, Cal
 
 
 def _processes(others: Sequence[tuple[str, Compiled]]) -> RayProcesses | None:
-    """Processes for the largest of the runs that use Ray."""
+    """Processes for the largest of the runs that use Ray, with what any of them needs set."""
+    from hflow.workers.environment import environment
     from hflow.workers.ray_processes import RayProcesses
 
-    clusters = [other.plan.cluster for _, other in others if other.config.workers == "ray"]
-    return RayProcesses(max(clusters, key=lambda cluster: cluster.num_devices)) if clusters else None
+    plans = [other.plan for _, other in others if other.config.workers == "ray"]
+    if not plans:
+        return None
+    cluster = max((plan.cluster for plan in plans), key=lambda cluster: cluster.num_devices)
+    environments = [
+        {name: value for plan in plans for name, value in environment(plan, worker).items()}
+        for worker in range(cluster.num_devices)
+    ]
+    return RayProcesses(cluster, environments)
 
 
 def _usable(compiled: Compiled, processes: RayProcesses | None) -> RayProcesses | None:

@@ -9,7 +9,7 @@ from hflow.plan.allocation import allocate
 from hflow.plan.divide import check_layouts
 from hflow.plan.estimate import forecast
 from hflow.plan.ir import Placement, Plan
-from hflow.plan.memory.check import check_memory
+from hflow.plan.memory import check_memory, default_layouts
 from hflow.plan.order import firing_levels, group_orders, order_edges, root_streams, topological_order
 from hflow.plan.placement import SAVE_PREFIX, Placer
 from hflow.plan.replicas import place_replicas, saved_models
@@ -36,8 +36,15 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
     """
     request = allocate(graph, request)
     plan = _lay_out(graph, request)
+    chosen = default_layouts(plan, request)
+    if any(plan.replica(choice.replica).layout != choice.layout for choice in chosen):
+        models = {c.model: dataclasses.replace(request.model(c.model), layout=str(c.layout)) for c in chosen}
+        request = dataclasses.replace(request, models={**request.models, **models})
+        plan = _lay_out(graph, request)
     estimates = forecast(plan, request)
     if estimates is not None:
+        whys = tuple((choice.replica, choice.why) for choice in chosen)
+        estimates = dataclasses.replace(estimates, layouts=whys)
         check_memory(plan, request, estimates.memory)
     plan = dataclasses.replace(plan, hardware=request.hardware, forecast=estimates)
     return dataclasses.replace(plan, digest=plan_digest(plan))

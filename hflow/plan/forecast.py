@@ -137,6 +137,8 @@ class Forecast:
     traffic: tuple[EdgeTraffic, ...]
     missing: tuple[str, ...] = ()
     """What could not be estimated, and why, a line each."""
+    layouts: tuple[tuple[str, str], ...] = ()
+    """Replica whose layout nobody asked for -> why it has the one that it has."""
 
     def peak(self, device: int) -> PhaseMemory | None:
         """The phase in which a device holds most."""

@@ -17,7 +17,8 @@ class ModelRequest:
     """Where one model runs. What is None is decided by the planner."""
 
     layout: str | None = None
-    """Layout of the replica that trains or infers, as `d2t2p1`; None: `d{devices of its group}`."""
+    """Layout of the replica that trains or infers, as `d2t2p1`; None: `d{devices of its group}`, and where
+    that does not fit, with the fewest tensor ranks and stages that do, if the backend has them."""
     gen_layout: str | None = None
     """Layout of the replica that generates; None: `d{devices of its group}`."""
     group: str | None = None
@@ -33,10 +34,16 @@ class ModelRequest:
     tokens_per_microbatch: int = 16384
     recompute: bool = False
     """Activations are recomputed in the backward pass (`activation_checkpointing`)."""
+    sequence_parallel: bool | None = None
+    """Whether tensor ranks share the tokens between their matrices; None: on CUDA."""
     max_running: int = 256
     """Sequences that one engine decodes at once."""
     max_model_len: int = 2048
     """Tokens of prompt and completion together."""
+
+    def shares_tokens(self, on_cpu: bool) -> bool:
+        """Whether tensor ranks of a training backend share the tokens between their matrices."""
+        return not on_cpu if self.sequence_parallel is None else self.sequence_parallel
 
 
 @dataclass(frozen=True)

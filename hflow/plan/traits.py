@@ -36,6 +36,8 @@ class BackendTraits:
     """Whether it has a tensor and a pipeline axis; without, replicas grow along the data axis only."""
     shares_prompts: bool = False
     """Whether a forward computes a prompt once that the members of a group share (`data/prefixes.py`)."""
+    families: tuple[str, ...] | None = None
+    """`model_type`s that it builds; None: whatever transformers has a causal language model for."""
     layer_host_ms: float = 0.0
     """Milliseconds in which the host issues one layer's operations, where no captured graph spares it: what a
     layer takes at least. Qwen2.5 of 0.5B to 14B in Hugging Face's transformers: 24 to 48 layers of 0.8 to
@@ -48,7 +50,14 @@ class BackendTraits:
 TRAITS: Mapping[str, BackendTraits] = {
     "torch": BackendTraits("torch", "train", "everything", shares_prompts=True, layer_host_ms=0.85),
     "megatron": BackendTraits(
-        "megatron", "train", "optimizer", vocab_multiple=128, keeps_cast=True, cuts_layers=True
+        "megatron",
+        "train",
+        "optimizer",
+        vocab_multiple=128,
+        keeps_cast=True,
+        cuts_layers=True,
+        shares_prompts=True,
+        families=("llama", "mistral", "qwen2", "qwen3"),
     ),
     "embedded": BackendTraits("embedded", "generate", "whole", master_bytes=0, layer_host_ms=0.85),
     "vllm": BackendTraits(

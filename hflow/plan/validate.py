@@ -10,6 +10,7 @@ from hflow.plan.ir import BatchCut, EdgeRule, Replica
 from hflow.plan.order import root_stream, root_streams
 from hflow.plan.replicas import is_source
 from hflow.plan.request import PlanRequest
+from hflow.plan.traits import traits
 
 LEAST = {
     "batch": 1,
@@ -26,11 +27,18 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
     """Refuse numbers that are too small for any run of this graph.
 
     Raises:
-        PlanError: naming the number and its least value.
+        PlanError: naming the number and its least value, or a setting that the model's backend has not.
     """
     for name, least in LEAST.items():
         if getattr(request, name) < least:
             raise PlanError(f"{name} is {getattr(request, name)}; it must be at least {least}")
+    for name, asked in request.models.items():
+        if asked.sequence_parallel is not None and not traits(asked.backend).cuts_layers:
+            raise PlanError(
+                f"models.{name}.sequence_parallel is {str(asked.sequence_parallel).lower()}, but the "
+                f"{asked.backend} backend has no tensor ranks that could share tokens; leave it out, or set "
+                f"models.{name}.backend=megatron"
+            )
     for stream in root_streams(graph):
         if stream.group > request.max_concurrent:
             raise PlanError(

@@ -27,9 +27,9 @@ def _place(error: BaseException, body: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(body), "__code__", None)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
     last = (own or frames)[-1:]
-    return f" ({_shown(last[0].filename)}:{last[0].lineno})" if last else ""
+    return f" ({shown(last[0].filename)}:{last[0].lineno})" if last else ""
 
 
-def _shown(path: str) -> str:
+def shown(path: str) -> str:
     """A path as messages show it: relative where it lies below the working directory."""
     return path.removeprefix(os.getcwd() + os.sep)

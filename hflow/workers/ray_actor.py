@@ -2,8 +2,8 @@
 
 `device` runs one message at a time, in the order in which the controller sent them, so that all
 ranks issue their collectives in one order and a node finds what it was sent before; `poll` blocks
-until something happens; `export` serves other workers and waits for nobody; everything else is
-short and goes through `data`.
+until something happens; `export` serves other workers and waits for nobody; `probe` says what the
+device is doing while it does it; everything else is short and goes through `data`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hflow.workers.base import (
     Report,
     WorkerSetup,
 )
+from hflow.workers.standing import Standing, Watch
 from hflow.workers.steady import forget_garbage
 from hflow.workers.transfer import Parcel, Wanted
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 Published = list[tuple["Receivers", list[Any]]]
 """Who takes which buckets: references to them, in order."""
-LANES = {"device": 1, "poll": 1, "data": 2, "export": 1}
+LANES = {"device": 1, "poll": 1, "data": 2, "export": 1, "probe": 1}
 """Lane -> messages that it runs at once."""
 
 
@@ -44,9 +45,11 @@ class WorkerProcess:
 
     def __init__(self, index: int) -> None:
         import hflow.workers.worker
+        from hflow.workers.world import collective_counts
 
         self._module = hflow.workers.worker
         self._index = index
+        self._watch = Watch(collective_counts)
 
     def rendezvous(self) -> str:
         """`host:port` of a free port on this worker's machine."""
@@ -63,8 +66,15 @@ class WorkerProcess:
         """
         setup: WorkerSetup = cloudpickle.loads(shipped)
         self._peers = peers
-        self._worker = self._module.Worker(setup, (self._index,), member)
+        self._bodies = {name: program.body for name, program in setup.programs.items()}
+        with self._watch.at("building its models"):
+            self._worker = self._module.Worker(setup, (self._index,), member)
         forget_garbage()
+
+    @ray.method(concurrency_group="probe")
+    def probe(self) -> Standing:
+        """Where the device's thread stands."""
+        return self._watch.standing()
 
     @ray.method(concurrency_group="data")
     def open_groups(self, orders: Sequence[GroupOrder]) -> None:
@@ -94,11 +104,12 @@ class WorkerProcess:
             RunError: when one of them died.
         """
         asked = {source: self._peers[source].export.remote(parcels) for source, parcels in wanted.items()}
-        return sum(
-            self._worker.receive(parcel)
-            for source, sent in asked.items()
-            for parcel in self._get(source, sent)
-        )
+        with self._watch.at("pulling samples"):
+            return sum(
+                self._worker.receive(parcel)
+                for source, sent in asked.items()
+                for parcel in self._get(source, sent)
+            )
 
     def _get(self, source: int, sent: Any) -> list[Parcel]:
         try:
@@ -112,14 +123,16 @@ class WorkerProcess:
     @ray.method(concurrency_group="device")
     def run(self, task: NodeTask) -> NodeResult:
         """Run a batch node."""
-        return self._worker.run({self._index: task})[0]
+        with self._watch.at(f"node {task.node!r}, step {task.step}", self._bodies[task.node]):
+            return self._worker.run({self._index: task})[0]
 
     @ray.method(concurrency_group="device")
     def publish(self, replica: str) -> Published:
         """Put what a generation replica needs of this worker's weights into the object store."""
         published: dict[Receivers, list[Any]] = {}
-        for receivers, bucket in self._worker.publish(replica):
-            published.setdefault(receivers, []).append(ray.put(bucket))
+        with self._watch.at(f"sending weights to {replica}"):
+            for receivers, bucket in self._worker.publish(replica):
+                published.setdefault(receivers, []).append(ray.put(bucket))
         return list(published.items())
 
     @ray.method(concurrency_group="device")
@@ -131,12 +144,14 @@ class WorkerProcess:
             for receivers, references in by_one
             if self._index in receivers
         ]
-        return self._worker.wake(replica, version, streams if published else None)
+        with self._watch.at(f"loading weights {version} into {replica}"):
+            return self._worker.wake(replica, version, streams if published else None)
 
     @ray.method(concurrency_group="device")
     def sleep(self, replica: str) -> None:
         """Interrupt an engine."""
-        self._worker.sleep(replica)
+        with self._watch.at(f"interrupting {replica}"):
+            self._worker.sleep(replica)
 
     @ray.method(concurrency_group="data")
     def release(self, samples: Sequence[int], stream: str, fields: Sequence[str] | None) -> None:
@@ -151,7 +166,8 @@ class WorkerProcess:
     @ray.method(concurrency_group="device")
     def save(self, model: str, directory: str) -> None:
         """Write a model; a collective."""
-        self._worker.save(model, directory)
+        with self._watch.at(f"saving model {model!r}"):
+            self._worker.save(model, directory)
 
     @ray.method(concurrency_group="data")
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
@@ -28,10 +29,15 @@ class Reservation:
     owns_ray: bool
     """Whether this run started Ray."""
 
-    def options(self, worker: int) -> dict[str, object]:
-        """Actor options that put a worker onto its bundle."""
+    def options(self, worker: int, environment: Mapping[str, str]) -> dict[str, object]:
+        """Actor options that put a worker onto its bundle, with environment variables of its own."""
         strategy = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=worker)
-        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "scheduling_strategy": strategy}
+        return {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "scheduling_strategy": strategy,
+            **({"runtime_env": {"env_vars": dict(environment)}} if environment else {}),
+        }
 
     def free(self) -> None:
         """Give the resources back, and stop Ray if this run started it."""

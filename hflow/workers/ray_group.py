@@ -7,14 +7,14 @@ process handles ids and references only (contract 7).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from hflow.errors import HflowError, RunError
-from hflow.plan.ir import Plan
+from hflow.errors import HflowError
+from hflow.plan.ir import Plan, Replica
 from hflow.workers.base import (
     ComputeOrder,
     GroupOrder,
@@ -25,10 +25,17 @@ from hflow.workers.base import (
     Workers,
     WorkerSetup,
 )
+from hflow.workers.environment import environment
+from hflow.workers.hang import Call
+from hflow.workers.inquiry import Inquiry, WorkerDiedError
 from hflow.workers.ray_processes import RayProcesses, end_work
 from hflow.workers.ship import ship
+from hflow.workers.standing import Standing
 from hflow.workers.transfer import by_ends
 from hflow.workers.world import Membership
+
+PROBE_SECONDS = 10.0
+"""Longest wait for a worker to say where it stands."""
 
 
 class RayWorkers(Workers):
@@ -52,14 +59,19 @@ class RayWorkers(Workers):
         """worker -> what it was asked to do on its device and has not answered."""
         self._died: dict[int, str] = {}
         """worker -> what it did when it died."""
+        self._silent: set[int] = set()
+        """Workers that did not say where they stand."""
         self._versions: dict[str, int] = {}
+        self._timeout: float
 
     async def start(self, setup: WorkerSetup) -> None:
         """Start actors at the same time, then build worlds and models in them."""
-        self._plan = setup.plan
-        self._processes = self._processes or RayProcesses(setup.plan.cluster)
-        self._processes.start()
+        self._plan, self._timeout = setup.plan, setup.collective_timeout
         everyone = range(setup.plan.cluster.num_devices)
+        if self._processes is None:
+            environments = [environment(setup.plan, worker) for worker in everyone]
+            self._processes = RayProcesses(setup.plan.cluster, environments)
+        self._processes.start()
         self._doing = {worker: [] for worker in everyone}
         self._actors = self._processes.actors(len(everyone))
         bodies = [program.body for program in setup.programs.values()]
@@ -67,7 +79,7 @@ class RayWorkers(Workers):
         address = await self._call(0, "rendezvous") if len(everyone) > 1 else ""
         members = [Membership(worker, len(everyone), address) if address else None for worker in everyone]
         await self._on_devices(
-            "building its models",
+            self._together("building its models", everyone),
             "build",
             {worker: (shared, members[worker], self._actors) for worker in everyone},
         )
@@ -87,36 +99,52 @@ class RayWorkers(Workers):
 
     async def transfer(self, moves: Sequence[Move]) -> int:
         """Let destinations pull from sources, behind what their devices were asked to do before."""
-        sent = {dst: self._send(dst, "pull", wanted) for dst, wanted in by_ends(moves).items()}
-        return sum(await asyncio.gather(*(self._answer(dst, pulled) for dst, pulled in sent.items())))
+        pulls = by_ends(moves)
+        sent = self._send_all("pull", {dst: (wanted,) for dst, wanted in pulls.items()})
+        ends = {*pulls, *(source for wanted in pulls.values() for source in wanted)}
+        return sum(await self._wait_all(self._together("pulling samples", ends), sent))
 
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
         """Run a batch node on all its workers at once; results in the order of `tasks`."""
         first = next(iter(tasks.values()))
-        doing = f"running node {first.node!r} of step {first.step}"
-        return await self._on_devices(doing, "run", {worker: (task,) for worker, task in tasks.items()})
+        replicas = self._plan.placement(first.node).replicas
+        call = self._together(
+            f"running node {first.node!r} of step {first.step}",
+            tasks,
+            self._plan.replica(replicas[0]) if replicas else None,
+            title=f"node {first.node!r}, step {first.step}",
+        )
+        return await self._on_devices(call, "run", {worker: (task,) for worker, task in tasks.items()})
 
     async def wake(self, replica: str, version: int) -> int:
         """Let sources publish weights where the route says so, and bring engines to the version."""
         route = next((route for route in self._plan.weights if route.dst == replica), None)
-        sending: list[Any] = []
+        waiting: list[asyncio.Future[list[Any]]] = []
         published: list[Any] = []
         if route is not None and route.how == "pull" and self._versions.get(replica) != version:
-            sources = self._plan.replica(route.src).workers
-            sent = self._send_all("publish", dict.fromkeys(sources, (replica,)))
+            source = self._plan.replica(route.src)
+            sent = self._send_all("publish", dict.fromkeys(source.workers, (replica,)))
             published = list(sent.values())
-            sending.append(self._wait_all(f"sending weights {version} of {route.src}", sent))
+            doing = f"sending weights {version} of {route.src}"
+            call = self._together(doing, source.workers, source, title=f"sending weights to {replica}")
+            waiting.append(asyncio.ensure_future(self._wait_all(call, sent)))
         self._versions[replica] = version
-        workers = self._plan.replica(replica).workers
-        sent = self._send_all("wake", dict.fromkeys(workers, (replica, version, *published)))
-        loading = self._wait_all(f"loading weights {version} into {replica}", sent)
-        pulled, *_ = await asyncio.gather(loading, *sending)
+        engine = self._plan.replica(replica)
+        sent = self._send_all("wake", dict.fromkeys(engine.workers, (replica, version, *published)))
+        call = self._together(f"loading weights {version} into {replica}", engine.workers, engine)
+        waiting.append(asyncio.ensure_future(self._wait_all(call, sent)))
+        try:
+            *_, pulled = await asyncio.gather(*waiting)
+        finally:
+            for left in waiting:
+                left.cancel()
         return sum(pulled)
 
     async def sleep(self, replica: str) -> None:
         """Interrupt engines."""
-        workers = self._plan.replica(replica).workers
-        await self._on_devices(f"interrupting {replica}", "sleep", dict.fromkeys(workers, (replica,)))
+        engine = self._plan.replica(replica)
+        call = self._together(f"interrupting {replica}", engine.workers, engine)
+        await self._on_devices(call, "sleep", dict.fromkeys(engine.workers, (replica,)))
 
     async def release(
         self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None
@@ -135,12 +163,13 @@ class RayWorkers(Workers):
         """Write a model; a collective over its replica."""
         replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
         arguments = dict.fromkeys(replica.workers, (model, directory))
-        await self._on_devices(f"saving model {model!r}", "save", arguments)
+        call = self._together(f"saving model {model!r}", replica.workers, replica)
+        await self._on_devices(call, "save", arguments)
 
     async def close(self) -> None:
         """End the work, and what this run reserved or started. Safe to call twice."""
         actors, self._actors = self._actors, []
-        await end_work(actors)
+        await end_work([actor for worker, actor in enumerate(actors) if worker not in self._silent])
         if self._owns_processes and self._processes is not None:
             await self._processes.close()
 
@@ -153,16 +182,35 @@ class RayWorkers(Workers):
         return await self._answer(worker, self._send(worker, method, *arguments))
 
     async def _on_devices(
-        self, doing: str, method: str, arguments: Mapping[int, tuple[Any, ...]]
+        self, call: Call, method: str, arguments: Mapping[int, tuple[Any, ...]]
     ) -> list[Any]:
-        """Send a message to several devices and wait for all; the first error ends the wait."""
-        return await self._wait_all(doing, self._send_all(method, arguments))
+        """Send a message to several devices and wait for all; an error ends the wait."""
+        return await self._wait_all(call, self._send_all(method, arguments))
 
     def _send_all(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         return {worker: self._send(worker, method, *given) for worker, given in arguments.items()}
 
-    def _wait_all(self, doing: str, sent: Mapping[int, Any]) -> asyncio.Future[list[Any]]:
-        return asyncio.gather(*(self._on_device(worker, doing, ref) for worker, ref in sent.items()))
+    def _together(
+        self, doing: str, workers: Iterable[int], replica: Replica | None = None, title: str = ""
+    ) -> Call:
+        """What these workers, and the others of the replica, do together."""
+        everyone = {*workers, *(replica.workers if replica else ())}
+        return Call(title or doing, doing, tuple(sorted(everyone)), replica)
+
+    async def _wait_all(self, call: Call, sent: Mapping[int, Any]) -> list[Any]:
+        answers = {worker: self._on_device(worker, call.doing, ref) for worker, ref in sent.items()}
+        return await Inquiry(call, self._probe, self._timeout).collect(answers)
+
+    async def _probe(self, worker: int) -> Standing | None:
+        """Where a worker's device stands; None: it does not say."""
+        patience = min(PROBE_SECONDS, self._timeout)
+        try:
+            standing: Standing = await asyncio.wait_for(self._call(worker, "probe"), patience)
+        except TimeoutError:
+            self._silent.add(worker)
+            return None
+        self._silent.discard(worker)
+        return standing
 
     async def _on_device(self, worker: int, doing: str, reference: Any) -> Any:
         self._doing[worker].append(doing)
@@ -186,4 +234,4 @@ class RayWorkers(Workers):
         except RayActorError as error:
             doing = self._died.setdefault(worker, (*self._doing[worker], "between two nodes")[0])
             reason = str(error).strip().splitlines()[-1]
-            raise RunError(f"worker {worker} died while {doing}: {reason}") from None
+            raise WorkerDiedError(f"worker {worker} died while {doing}: {reason}") from None

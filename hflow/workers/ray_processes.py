@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -21,8 +22,15 @@ class RayProcesses:
     Starting them is most of what a short run takes: they import torch.
     """
 
-    def __init__(self, cluster: ClusterSpec) -> None:
+    def __init__(self, cluster: ClusterSpec, environments: Sequence[Mapping[str, str]] = ()) -> None:
+        """Prepare.
+
+        Args:
+            cluster: the devices.
+            environments: environment variables of each process, where there are any.
+        """
         self._cluster = cluster
+        self._environments = environments or [{}] * cluster.num_devices
         self._reservation: Reservation | None = None
         self._actors: list[Any] = []
 
@@ -37,8 +45,8 @@ class RayProcesses:
         if self._reservation is None:
             self._reservation = reserve(self._cluster)
             self._actors = [
-                RayWorker.options(**self._reservation.options(worker)).remote(worker)
-                for worker in range(self._cluster.num_devices)
+                RayWorker.options(**self._reservation.options(worker, variables)).remote(worker)
+                for worker, variables in enumerate(self._environments)
             ]
 
     def actors(self, num_devices: int) -> list[Any]:

@@ -23,6 +23,13 @@ class Membership:
     """`host:port` where rank 0 listens."""
 
 
+def collective_counts() -> dict[str, int]:
+    """Process group -> collectives that this process has issued in it."""
+    known = dist.distributed_c10d._world.pg_names.copy() if dist.is_initialized() else {}
+    numbers = {name: getattr(group, "_get_sequence_number_for_group") for group, name in known.items()}  # noqa: B009 - untyped
+    return {name: number() for name, number in numbers.items()}
+
+
 class World:
     """Joined once per run. A process that serves another run leaves it then, else when it ends.
 

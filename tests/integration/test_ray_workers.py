@@ -247,7 +247,12 @@ def test_an_error_crosses_with_its_line(pair: MeasuredWorkers) -> None:
 def test_a_rank_that_does_not_come_is_noticed(pair: MeasuredWorkers) -> None:
     async def work() -> None:
         await generate(pair, version=1, groups=range(300, 304))
-        with pytest.raises(RunError, match=r"node 'recheck', step 9, worker 0: "):
+        missing = (
+            r"node 'recheck', step 9: worker 1 \(rank 1 of actor@train\) did not join within 10 s: it has "
+        )
+        with pytest.raises(
+            RunError, match=missing + "nothing to do: it was not asked, or has finished; worker 0"
+        ):
             await pair.run({0: kit.task("recheck", (600, 601), step=9)})
 
     go(work())

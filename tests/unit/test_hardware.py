@@ -1,6 +1,7 @@
 """Devices, links and models by name: every shipped file is right, and a user's own come first."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,19 @@ def test_a_models_other_numbers_reach_the_planner():
     assert (actor.backend, actor.engine) == ("megatron", "vllm")
 
 
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("null", None)])
+def test_sequence_parallelism_reaches_planner_plan_and_backend(text, value):
+    keys = (
+        "models.actor.backend=megatron",
+        f"models.actor.sequence_parallel={text}",
+        "models.actor.path=null",
+    )
+    compiled = compile_recipe(GRPO, keys)
+    assert requested(GRPO, *keys).models["actor"].sequence_parallel is value
+    assert dict(compiled.plan.settings)["models.actor.sequence_parallel"] is value
+    assert model_settings(compiled)["actor"].sequence_parallel is value
+
+
 def test_the_workload_reaches_the_planner():
     workload = requested(GRPO, "workload.prompt=128", "workload.response_cv=null").workload
     assert (workload.prompt, workload.response_mean, workload.response_cv) == (128, 4.0, None)
@@ -291,6 +305,17 @@ def test_a_checkpoint_goes_before_the_architecture(tmp_path):
     )
     same = requested(GRPO, checkpoint(tmp_path, json.dumps(TINY)), "models.actor.architecture=null")
     assert same.warnings == ()
+
+
+def test_a_family_that_the_backend_does_not_build(tmp_path):
+    gpt2 = checkpoint(tmp_path, json.dumps({"model_type": "gpt2"}))
+    assert requested(GRPO, gpt2).models["actor"].shape is None
+    message = (
+        f"{tmp_path}/config.json: model_type 'gpt2' is not one that the megatron backend builds (llama, "
+        "mistral, qwen2, qwen3); set models.actor.backend=torch"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        requested(GRPO, gpt2, "models.actor.backend=megatron")
 
 
 def test_a_checkpoint_that_does_not_exist_yet(tmp_path):

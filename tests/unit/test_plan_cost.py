@@ -331,6 +331,14 @@ def test_the_bubble_of_a_pipeline():
     assert parts["pipeline bubble"] == pytest.approx(busy / 8)
 
 
+def test_ranks_that_share_tokens_hand_on_their_part():
+    apart = side(layout="t2p2", backend="megatron", sequence_parallel=False)
+    together = side(layout="t2p2", backend="megatron", sequence_parallel=True)
+    whole, part = (named(train(one, work(800.0), 1))["between stages"] for one in (apart, together))
+    assert whole == pytest.approx(2 * (800 * 64 * 4 / 1e10 + 1e-6))
+    assert part == pytest.approx(2 * (400 * 64 * 4 / 1e10 + 1e-6))
+
+
 def test_an_update_reads_two_weights_and_writes_one():
     assert update(side(layout="d2")) == [Part("update", 12 * 160_256 / 2 / 1e11, MEMORY)]
     assert local_weights(side(LLAMA_7B, "d2t2p2")) == (16 * 202_375_168 + 131_072_000) / 4

@@ -26,6 +26,15 @@ def test_a_layout_larger_than_its_group():
     refused(grpo(), r"actor@gen: layout d2t2p1 needs 4", models=actor(gen_layout="d2t2"))
 
 
+def test_tokens_are_not_shared_by_a_backend_without_tensor_ranks():
+    for value in (True, False):
+        message = (
+            rf"models.actor.sequence_parallel is {str(value).lower()}, but the torch backend has no tensor"
+        )
+        refused(grpo(), message, models=actor(sequence_parallel=value))
+    compile_plan(grpo(), request(models=actor(sequence_parallel=True, backend="megatron")))
+
+
 def test_a_layout_that_is_none():
     refused(grpo(), "d2t2p1 or d4", models=actor(layout="two"))
 

@@ -154,6 +154,14 @@ def test_activations_split_over_tensor_ranks_as_in_korthikanti_2022():
     # With sequence parallelism everything is divided: sbh / t (34 + ...).
     on_gpu = rank(gpt, f"t{t}", "megatron", dtype="bf16", on_cpu=False)
     assert activations.kept_by_layer(on_gpu, batch) == 1_000 * (whole + shared) / t
+    # Whether it is there can be asked for.
+    for is_on, device in ((True, on_gpu), (False, on_cpu)):
+        asked = rank(
+            gpt, f"t{t}", "megatron", dtype="bf16", on_cpu=not device.on_cpu, sequence_parallel=is_on
+        )
+        assert activations.kept_by_layer(asked, batch) == activations.kept_by_layer(device, batch)
+    engine = rank(gpt, f"t{t}", "vllm", on_cpu=False, sequence_parallel=False)
+    assert engine.token_share == t
 
 
 def test_recomputation_keeps_inputs_and_one_layer():

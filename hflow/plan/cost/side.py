@@ -52,6 +52,12 @@ class Side:
         return DTYPE_BYTES[self.asked.dtype]
 
     @property
+    def token_share(self) -> int:
+        """By how many ranks the tokens between the matrices are shared (sequence parallelism)."""
+        on_cpu = self.hardware.device.type == "cpu"
+        return self.layout.tensor if self.asked.shares_tokens(on_cpu) else 1
+
+    @property
     def stage_link(self) -> Link:
         """Between two pipeline stages."""
         return self.hardware.inter if self.pipe.machines > 1 else self.hardware.intra

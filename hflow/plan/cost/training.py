@@ -115,7 +115,7 @@ def _stage_wire(side: Side, work: Work, num: int, walks: int) -> Wire:
     """Hidden states to the next stage, and their gradients back."""
     if side.layout.pipe == 1:
         return Wire()
-    message = work.rows / num * side.shape.hidden * side.itemsize / side.layout.tensor
+    message = work.rows / num * side.shape.hidden * side.itemsize / side.token_share
     return send(message, side.stage_link, side.hardware).times(num * min(walks, 2))
 
 

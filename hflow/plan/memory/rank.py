@@ -52,8 +52,10 @@ class Rank:
 
     @property
     def token_share(self) -> int:
-        """By how many ranks the tokens between the matrices are shared (sequence parallelism, on CUDA)."""
-        return 1 if self.on_cpu else self.tensor
+        """By how many ranks the tokens between the matrices are shared (sequence parallelism)."""
+        if self.facts.kind == "generate":
+            return 1 if self.on_cpu else self.tensor
+        return self.tensor if self.asked.shares_tokens(self.on_cpu) else 1
 
     @property
     def query_size(self) -> int:

@@ -10,18 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hflow.errors import PlanError
-from hflow.plan.divide import check_layouts
 from hflow.plan.forecast import PhaseMemory
-from hflow.plan.ir import DeviceGroup, Plan, Replica
+from hflow.plan.ir import Plan, Replica
 from hflow.plan.layout import Layout
+from hflow.plan.memory.relaid import MOST_TENSOR_RANKS, devices_of, with_layouts
 from hflow.plan.request import ModelRequest, PlanRequest
-from hflow.plan.routing import rank_order
 from hflow.plan.traits import traits
 from hflow.plan.workload import workloads
 
-MOST_TENSOR_RANKS = 8
-"""Tensor ranks on more than one machine would cost more time than they save memory."""
 MOST_DEVICES = 4096
 _KEYS = {
     "tokens_per_microbatch": "models.{}.tokens_per_microbatch={}",
@@ -64,12 +60,12 @@ def more_devices(plan: Plan, request: PlanRequest, over: Sequence[PhaseMemory]) 
     """Twice, four times ... the devices of the group that needs most, its replicas growing by one axis."""
     name = max(over, key=lambda phase: phase.total).group
     replicas = [replica for replica in plan.replicas if replica.group == name]
-    num_devices = len(_devices(plan, name))
+    num_devices = len(devices_of(plan, name))
     factor = 2
     while num_devices * factor <= MOST_DEVICES:
         for grown in (_more_data, _more_cuts):
             layouts = [grown(replica, factor) for replica in replicas]
-            changed = _with_layouts(plan, request, replicas, layouts, num_devices * factor)
+            changed = with_layouts(plan, request, replicas, layouts, num_devices * factor)
             if changed is not None:
                 names = ", ".join(f"{r.name} as {to}" for r, to in zip(replicas, layouts, strict=True))
                 yield Remedy(f"a group of {num_devices * factor} devices ({names})", changed, request)
@@ -82,10 +78,6 @@ def _used(plan: Plan, over: Iterable[PhaseMemory]) -> list[Replica]:
     nodes = {name for phase in over for name in placed.get(phase.phase, ())}
     generating = {phase.group for phase in over if phase.phase not in placed}
     return [r for r in plan.replicas if r.name in nodes or (r.role == "gen" and r.group in generating)]
-
-
-def _devices(plan: Plan, group: str) -> tuple[int, ...]:
-    return next(g.devices for g in plan.groups if g.name == group)
 
 
 def _models(replicas: Iterable[Replica], *roles: str) -> list[str]:
@@ -141,7 +133,7 @@ def _narrower(asked: ModelRequest) -> list[str]:
 
 def _layouts(plan: Plan, request: PlanRequest, replica: Replica) -> Iterator[Remedy]:
     """Other layouts of a replica on its group's devices: more data ranks, tensor ranks or stages."""
-    num_devices, layout = len(_devices(plan, replica.group)), replica.layout
+    num_devices, layout = len(devices_of(plan, replica.group)), replica.layout
     found = [Layout(num_devices // (layout.tensor * layout.pipe), layout.tensor, layout.pipe)]
     if traits(replica.backend).cuts_layers:
         factors = [f for f in (2, 4, 8, 16, 32, 64) if layout.data % f == 0]
@@ -149,7 +141,7 @@ def _layouts(plan: Plan, request: PlanRequest, replica: Replica) -> Iterator[Rem
         found += [Layout(layout.data // f, layout.tensor, layout.pipe * f) for f in factors]
     for other in found:
         if other != layout and other.tensor <= MOST_TENSOR_RANKS:
-            changed = _with_layouts(plan, request, [replica], [other], num_devices)
+            changed = with_layouts(plan, request, [replica], [other], num_devices)
             if changed is not None:
                 yield Remedy(f"{replica.name} as {other}", changed, request)
 
@@ -159,10 +151,10 @@ def _all_devices(plan: Plan, request: PlanRequest, replicas: Sequence[Replica]) 
     changed: Plan | None = plan
     texts = []
     for replica in replicas:
-        layout, at_hand = replica.layout, len(_devices(plan, replica.group))
+        layout, at_hand = replica.layout, len(devices_of(plan, replica.group))
         wider = replace(layout, data=at_hand // (layout.tensor * layout.pipe))
         if wider != layout and changed is not None:
-            changed = _with_layouts(changed, request, [replica], [wider], at_hand)
+            changed = with_layouts(changed, request, [replica], [wider], at_hand)
             texts.append(f"{replica.name} as {wider}")
     if changed is not None and len(texts) > 1:
         yield Remedy(", ".join(texts), changed, request)
@@ -179,45 +171,3 @@ def _more_cuts(replica: Replica, factor: int) -> Layout:
         return _more_data(replica, factor)
     tensor = min(layout.tensor * factor, max(MOST_TENSOR_RANKS, layout.tensor))
     return replace(layout, tensor=tensor, pipe=layout.pipe * layout.tensor * factor // tensor)
-
-
-def _with_layouts(
-    plan: Plan,
-    request: PlanRequest,
-    replicas: Sequence[Replica],
-    layouts: Sequence[Layout],
-    num_devices: int,
-) -> Plan | None:
-    """The plan with other layouts in a group of that many devices; None where one cannot be."""
-    name = replicas[0].group
-    at_hand = _devices(plan, name)
-    devices = at_hand if len(at_hand) == num_devices else tuple(range(num_devices))
-    changed = {
-        replica.name: replace(
-            replica,
-            layout=layout,
-            workers=devices[: layout.world],
-            heads=tuple(devices[rank] for rank in layout.heads(rank_order(replica.role))),
-        )
-        for replica, layout in zip(replicas, layouts, strict=True)
-        if layout.world <= num_devices
-    }
-    if len(changed) < len(replicas) or not _can_be(plan, request, changed.values()):
-        return None
-    groups = [DeviceGroup(name, devices) if g.name == name else g for g in plan.groups]
-    found = tuple(changed.get(replica.name, replica) for replica in plan.replicas)
-    return replace(plan, groups=tuple(groups), replicas=found)
-
-
-def _can_be(plan: Plan, request: PlanRequest, replicas: Iterable[Replica]) -> bool:
-    """Whether layouts divide their models, and every dp rank has a sample of every minibatch."""
-    stream = plan.schedule.streams[0]
-    most_cuts = max((cut.minibatches for _, cut in plan.cuts), default=1)
-    num_samples = (stream.batch or 1) // most_cuts * stream.group_size
-    if any(r.role != "gen" and r.layout.data > num_samples for r in replicas):
-        return False
-    try:
-        check_layouts(replicas, request)
-    except PlanError:
-        return False
-    return True

@@ -9,7 +9,7 @@ from rich.text import Text
 from hflow.plan.ir import Plan
 from hflow.plan.routing import rank_order
 from hflow.plan.shape import num_parameters
-from hflow.report.plan_text.section import Section, add_row, table, text
+from hflow.report.plan_text.section import Section, add_row, dim, table, text
 from hflow.report.words import parameters_text, range_text
 
 NOTE = (
@@ -38,7 +38,13 @@ def replicas_section(plan: Plan, width: int) -> Section:
             range_text(replica.workers),
             range_text(replica.heads),
         )
-    return Section("Replicas", NOTE, (shown,))
+    return Section("Replicas", NOTE, (shown, *_chosen(plan)))
+
+
+def _chosen(plan: Plan) -> list[Text]:
+    """Why replicas have layouts that nobody asked for."""
+    whys = plan.forecast.layouts if plan.forecast is not None else ()
+    return [dim(f"{name} is {plan.replica(name).layout}: {why}.") for name, why in whys]
 
 
 def marks_of(plan: Plan) -> dict[str, str]:

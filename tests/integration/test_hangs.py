@@ -1,0 +1,195 @@
+"""Ranks that do not come to a collective, on real workers: the error says who, where it is, and who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import ray
+import torch.distributed as dist
+
+from hflow.errors import RunError
+from hflow.launch.compiled import compile_recipe
+from hflow.launch.setup import make_setup
+from hflow.workers.base import NodeTask, WorkerSetup
+from hflow.workers.ray_group import RayWorkers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import worker_kit as kit
+
+pytestmark = pytest.mark.ray
+RECIPE = Path(__file__).parent / "recipes" / "hanging.py"
+TIMEOUT = 5
+SECONDS = 90
+"""Within which everything ends, far from the hour that a body sleeps."""
+
+AtWork = Callable[[RayWorkers], None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def setup_of() -> WorkerSetup:
+    overrides = [key for key in kit.TINY if "actor_gen" not in key]
+    timeout = f"collective_timeout={TIMEOUT}"
+    return make_setup(compile_recipe(RECIPE, (*overrides, "cluster=cpu-1x2", timeout)))
+
+
+def tasks(node: str) -> dict[int, NodeTask]:
+    return {0: kit.task(node, (0, 1), step=3), 1: kit.task(node, (2, 3), step=3, dp=1)}
+
+
+async def encoded(workers: RayWorkers) -> None:
+    """Give each worker two samples."""
+    for worker, groups in ((0, range(2)), (1, range(2, 4))):
+        await workers.open_groups(worker, kit.group_orders("sft_view", groups, size=1))
+        await kit.collect(workers, worker, 2)
+
+
+def run(node: str, at_work: AtWork | None = None) -> list[Any]:
+    """Run a node on two started workers, and end them whatever happens; all of that in time."""
+    workers = RayWorkers()
+
+    async def work() -> list[Any]:
+        async with asyncio.timeout(SECONDS):
+            try:
+                await workers.start(setup_of())
+                await encoded(workers)
+                running = asyncio.ensure_future(workers.run(tasks(node)))
+                if at_work is not None:
+                    await asyncio.to_thread(at_work, workers)
+                return await running
+            finally:
+                await workers.close()
+
+    return asyncio.run(work())
+
+
+def failure(node: str, at_work: AtWork | None = None) -> str:
+    with pytest.raises(RunError) as error:
+        run(node, at_work)
+    return str(error.value)
+
+
+def pid(workers: RayWorkers, worker: int) -> int:
+    found: int = ray.get(workers._actors[worker].__ray_call__.remote(lambda _: os.getpid()))
+    return found
+
+
+def place(function: str, text: str) -> str:
+    """`function (file:line)` of the line in the recipe that holds a text."""
+    lines = RECIPE.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"def {function}("))
+    number = next(i for i in range(start, len(lines)) if text in lines[i]) + 1
+    return f"{function} ({RECIPE.relative_to(Path.cwd())}:{number})"
+
+
+MISSING = "node '{}', step 3: worker 1 (rank 1 of actor@train) did not join within 5 s: it "
+
+
+def test_a_rank_that_sleeps_is_named_with_its_line() -> None:
+    where = place("sleeps", "time.sleep")
+    assert failure("sleeps") == (
+        MISSING.format("sleeps") + f"is in {where}; worker 0 waits for it in all_reduce"
+    )
+
+
+def test_a_stopped_process_is_named() -> None:
+    stopped: list[int] = []
+
+    def stop(workers: RayWorkers) -> None:
+        stopped.append(pid(workers, 1))
+        os.kill(stopped[0], signal.SIGSTOP)
+
+    try:
+        message = failure("slow", stop)
+    finally:
+        wait_for_end(stopped[0])
+    expected = "does not answer, as its process is stopped or its interpreter is held; worker 0 waits for it"
+    assert message.startswith(MISSING.format("slow") + expected)
+
+
+def wait_for_end(process: int) -> None:
+    """Ray kills it; should it not, this test does, and fails."""
+    for _ in range(100):
+        if not Path(f"/proc/{process}").exists() or "Z" in state_of(process):
+            return
+        time.sleep(0.1)
+    os.kill(process, signal.SIGKILL)
+    raise AssertionError(f"process {process} outlived its run")
+
+
+def state_of(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ranks_that_wait_for_each_other_are_both_placed() -> None:
+    reduces, receives = place("together", "all_reduce"), place("disagrees", "recv")
+    assert failure("disagrees") == (
+        "node 'disagrees', step 3: nothing went on for 5 s, as each rank waits for another: "
+        f"worker 0 (rank 0 of actor@train) waits in all_reduce at {reduces}; "
+        f"worker 1 (rank 1 of actor@train) waits in recv at {receives}"
+    )
+
+
+def test_a_waiter_that_is_ended_does_not_hide_the_missing_rank() -> None:
+    """As NCCL does: the process of a rank that waited too long is aborted."""
+
+    def abort(workers: RayWorkers) -> None:
+        waiter = pid(workers, 0)
+        time.sleep(1.5 * TIMEOUT)
+        os.kill(waiter, signal.SIGABRT)
+
+    where = place("patient", "time.sleep")
+    assert failure("patient", abort) == (
+        MISSING.format("patient") + f"is in {where}; worker 0 waits for it in barrier"
+    )
+
+
+def test_a_long_node_goes_on() -> None:
+    assert [result.node for result in run("slow")] == ["slow", "slow"]
+
+
+def late_model(settings: Any, seat: Any) -> Any:
+    """A backend that one rank is late to build."""
+    if dist.get_rank() == 1:
+        time.sleep(3600)
+    dist.barrier(seat.group)
+
+
+def test_a_hang_while_building() -> None:
+    setup = setup_of()
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    setup = dataclasses.replace(setup, factories={**setup.factories, "torch": late_model})
+
+    async def work() -> None:
+        workers = RayWorkers()
+        async with asyncio.timeout(SECONDS):
+            try:
+                await workers.start(setup)
+            finally:
+                await workers.close()
+
+    with pytest.raises(RunError) as error:
+        asyncio.run(work())
+    found = re.fullmatch(
+        r"building its models: worker 1 did not join within 5 s: it is in (.*) \(.*\); "
+        r"worker 0 waits for it in barrier",
+        str(error.value),
+    )
+    assert found

@@ -1,0 +1,81 @@
+"""Layouts that nobody asked for: the fewest cuts with which everything fits, and why."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hflow.errors import PlanError
+from hflow.launch.compiled import compile_recipe
+from hflow.plan.ir import Plan
+from hflow.report.plan_text import render_plan
+
+GRPO = Path(__file__).parents[2] / "recipes" / "grpo.py"
+LARGE = (
+    "models.actor.path=null",
+    "models.actor.gen.engine=vllm",
+    "models.actor.dtype=bf16",
+    "models.actor.activation_checkpointing=true",
+    "models.actor.tokens_per_microbatch=4096",
+)
+
+
+def plan_of(model: str, cluster: str, *keys: str, backend: str = "megatron") -> Plan:
+    chosen = (f"model@models.actor={model}", f"cluster={cluster}", f"models.actor.backend={backend}")
+    return compile_recipe(GRPO, (*LARGE, *chosen, *keys)).plan
+
+
+def layout_of(plan: Plan) -> str:
+    return str(plan.replica("actor@train").layout)
+
+
+def why(plan: Plan) -> dict[str, str]:
+    assert plan.forecast is not None
+    return dict(plan.forecast.layouts)
+
+
+def test_data_ranks_alone_where_they_fit() -> None:
+    plan = plan_of("qwen2.5-7b", "h100-1x8")
+    assert (layout_of(plan), why(plan)) == ("d8t1p1", {"actor@train": "data ranks alone fit"})
+
+
+def test_the_fewest_tensor_ranks_that_fit() -> None:
+    plan = plan_of("qwen2.5-14b", "h100-1x8")
+    assert layout_of(plan) == "d2t4p1"
+    with pytest.raises(PlanError, match=r"wake needs 95\.3 GiB"):
+        plan_of("qwen2.5-14b", "h100-1x8", "models.actor.layout=d4t2")
+    assert why(plan)["actor@train"] == "with fewer cuts wake would need 95.3 GiB of 79.6"
+
+
+def test_stages_where_tensor_ranks_would_span_machines() -> None:
+    assert layout_of(plan_of("qwen2.5-72b", "h100-4x8", "models.actor.gen.layout=d4t8")) == "d2t8p2"
+
+
+def test_what_fits_nowhere_is_refused_with_advice() -> None:
+    with pytest.raises(PlanError, match=r"a group of 32 devices \(actor@train as d1t8p4"):
+        plan_of("llama-3.1-70b", "h100-1x8")
+
+
+def test_what_was_asked_for_stays() -> None:
+    plan = plan_of("qwen2.5-7b", "h100-1x8", "models.actor.layout=d2t4")
+    assert (layout_of(plan), why(plan)) == ("d2t4p1", {})
+
+
+def test_a_backend_without_tensor_ranks_has_its_data_axis() -> None:
+    plan = plan_of("qwen2.5-7b", "h100-1x8", backend="torch")
+    assert (layout_of(plan), why(plan)) == ("d8t1p1", {})
+
+
+def test_unknown_sizes_are_said() -> None:
+    plan = plan_of("qwen2.5-7b", "h100-1x8", "models.actor.architecture=null")
+    assert layout_of(plan) == "d8t1p1"
+    assert why(plan) == {"actor@train": "data ranks alone, as its sizes are unknown"}
+
+
+def test_the_report_says_why() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render_plan(plan_of("qwen2.5-14b", "h100-1x8")))
+    assert "actor@train is d2t4p1: with fewer cuts wake would need 95.3 GiB of 79.6." in console.export_text()

@@ -1,0 +1,45 @@
+"""What a worker's process finds in its environment, and in its actor's options."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import plan_graphs as graphs
+import pytest
+
+from hflow.plan.compile import compile_plan
+from hflow.plan.request import ModelRequest
+from hflow.workers.environment import environment
+from hflow.workers.ray_cluster import Reservation
+
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def environments(cluster: str, layout: str, **asked: str) -> list[dict[str, str]]:
+    """Of the workers of a plan with this actor, and a reference model on the same devices."""
+    models = {"actor": ModelRequest(layout=layout, **asked), "ref": ModelRequest(layout="d1")}
+    plan = compile_plan(graphs.grpo(), graphs.request(cluster, models=models))
+    return [environment(plan, worker) for worker in range(plan.cluster.num_devices)]
+
+
+def test_tensor_ranks_of_megatron_have_one_queue() -> None:
+    assert environments("h100-1x4", "t2", backend="megatron") == [ONE_QUEUE, ONE_QUEUE, {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "layout", "backend"),
+    [
+        ("cpu-1x4", "d2t2", "megatron"),
+        ("h100-1x4", "d2p2", "megatron"),
+        ("h100-1x4", "d4", "torch"),
+    ],
+)
+def test_others_have_as_many_as_usual(cluster: str, layout: str, backend: str) -> None:
+    assert environments(cluster, layout, backend=backend) == [{}] * 4
+
+
+def test_it_is_part_of_the_actors_options() -> None:
+    bundles = SimpleNamespace(id=None)
+    reservation = Reservation(bundles, num_cpus=1, num_gpus=1, owns_ray=False)  # type: ignore[arg-type]
+    assert reservation.options(0, ONE_QUEUE)["runtime_env"] == {"env_vars": ONE_QUEUE}
+    assert "runtime_env" not in reservation.options(0, {})
