@@ -8,6 +8,7 @@ from hflow.errors import NotYetError
 from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.launch.compiled import Compiled
 from hflow.launch.factories import FACTORIES
+from hflow.launch.sources import model_dtype
 from hflow.plan.ir import Replica
 from hflow.runtime.dispatch import root_of
 
@@ -83,11 +84,17 @@ def _update_reasons(node: Node, compiled: Compiled) -> Iterator[str]:
     """An update changes shard by shard, so its two replicas must hold the same ones."""
     at = f"{node.spec.name} ({node.spec.where})"
     target, source = (compiled.plan.replica(name) for name in compiled.plan.placement(node.name).replicas)
-    for replica in (target, source):
-        if replica.backend != "torch":
+    if target.backend != source.backend:
+        yield (
+            f"{at}: {target.name} is on the {target.backend} backend, {source.name} on {source.backend}, "
+            f"which cut weights each in its own way; set models.{target.model}.backend={source.backend}"
+        )
+    for spec in (compiled.graph.model(replica.model) for replica in (target, source)):
+        dtype = model_dtype(compiled.config, compiled.graph, spec)
+        if target.backend == "megatron" and dtype != "fp32":
             yield (
-                f"{at}: weights on the {replica.backend} backend are not updated yet; set "
-                f"models.{replica.model}.backend=torch"
+                f"{at}: megatron keeps the weights of {spec.name} in {dtype}, too coarse for small updates; "
+                f"set models.{spec.name}.dtype=fp32, or backend=torch for both models"
             )
     if (target.layout, target.workers) != (source.layout, source.workers):
         yield (

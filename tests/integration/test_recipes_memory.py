@@ -85,6 +85,16 @@ def test_a_teacher_does_not_depend_on_the_number_of_ranks(ema: RunSummary, tmp_p
             ["models.teacher.group=other", "models.actor.layout=d1", "models.teacher.layout=d1"],
             r"follow .*: teacher@infer lies as d1t1p1 on workers 1, actor@train as d1t1p1 on 0; an",
         ),
+        (
+            ["models.actor.backend=megatron"],
+            r"follow .*: teacher@infer is on the torch backend, actor@train on megatron, which cut weights "
+            r"each in its own way; set models.teacher.backend=megatron",
+        ),
+        (
+            ["models.actor.backend=megatron", "models.teacher.backend=megatron", "models.actor.dtype=bf16"],
+            r"follow .*: megatron keeps the weights of teacher in bf16, too coarse for small updates; set "
+            r"models.teacher.dtype=fp32, or backend=torch for both models",
+        ),
     ],
 )
 def test_an_update_of_replicas_that_lie_apart_is_refused(
