@@ -62,6 +62,7 @@ def _model(config: RunConfig, graph: Graph, spec: ModelSpec) -> ModelRequest:
         dtype=model_dtype(config, graph, spec),
         tokens_per_microbatch=model.tokens_per_microbatch,
         recompute=model.activation_checkpointing,
+        saves_optimizer=model.save_optimizer,
         max_running=model.gen.max_running,
         max_model_len=model.gen.max_model_len,
     )

@@ -33,6 +33,8 @@ class ModelRequest:
     tokens_per_microbatch: int = 16384
     recompute: bool = False
     """Activations are recomputed in the backward pass (`activation_checkpointing`)."""
+    saves_optimizer: bool = True
+    """Whether every rank writes what its optimizer holds into a checkpoint (`save_optimizer`)."""
     max_running: int = 256
     """Sequences that one engine decodes at once."""
     max_model_len: int = 2048
