@@ -97,7 +97,7 @@ def write_shards(directory: Path, states: Iterable[State], about: About, group: 
     _wait(group)
     if not fresh.is_dir():
         raise BackendError(
-            f"rank {rank} does not see {fresh}, which rank 0 made: every rank writes its optimizer's state, so "
+            f"rank {rank} does not see {fresh}, which rank 0 made: every rank writes its optimizer's state; "
             "set out to a directory that all machines share, or save_optimizer=false for the model"
         )
     for number, held in enumerate(_files(states, about.kinds)):

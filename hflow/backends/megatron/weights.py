@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hflow.backends.base import Block
 from hflow.backends.megatron.mapping import Parameter, Place, parameters
 from hflow.backends.megatron.model import Stage
+from hflow.types.boxes import Block
 
 BUCKET_BYTES = 64 << 20
 """A bucket is closed when a rank's part of it is at least this large."""
