@@ -54,6 +54,11 @@ def without_rows(plan: Plan) -> Plan:
     return dataclasses.replace(plan, weights=bare)
 
 
+def follow(actor: Any, plan: Plan) -> None:
+    """Let a worker take its routes from this plan."""
+    actor._worker._routes._plan = plan
+
+
 async def measure(
     workers: RayWorkers, plans: dict[str, Plan], rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
@@ -62,12 +67,7 @@ async def measure(
     version = 0
     for _ in range(rounds + 1):
         for name, plan in plans.items():
-            await asyncio.gather(
-                *(
-                    actor.__ray_call__.remote(lambda x, given: setattr(x._worker, "_plan", given), plan)
-                    for actor in workers._actors
-                )
-            )
+            await asyncio.gather(*(actor.__ray_call__.remote(follow, plan) for actor in workers._actors))
             start = time.perf_counter()
             num_bytes = await workers.wake(ENGINE, version)
             rows[name].append({"seconds": time.perf_counter() - start, "pulled_bytes": num_bytes})

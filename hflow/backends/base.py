@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hflow.data.batch import Batch
-    from hflow.types.boxes import Box
+    from hflow.types.boxes import Block
 
 
 SHARDS = "shards"
@@ -109,19 +109,6 @@ class TrainShard:
     """One dp rank's samples of a step, minibatch by minibatch (each may be empty)."""
 
     minibatches: tuple[Batch, ...]
-
-
-@dataclass(frozen=True)
-class Block:
-    """A box of a checkpoint tensor that a rank holds."""
-
-    tensor: str
-    """Its HF name."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    box: Box
-    values: Tensor
-    """Of the box's shape; a view of the model's own storage."""
 
 
 class ModelBackend(abc.ABC):

@@ -82,7 +82,7 @@ class ModelConfig:
     """Recompute activations in the backward pass instead of keeping them."""
     save_optimizer: bool = True
     """Whether checkpoints of a trained model hold the optimizer's state too, in `shards/` beside the HF
-    files: twelve bytes a parameter more."""
+    files: twelve bytes a parameter more, by every rank, so that all machines must share `out`."""
     resume: bool = False
     """Start from the `shards/` in `path`, the optimizer included, whatever layout and backend wrote them."""
     sequence_parallel: bool | None = None

@@ -63,6 +63,7 @@ def _model(config: RunConfig, graph: Graph, spec: ModelSpec) -> ModelRequest:
         tokens_per_microbatch=model.tokens_per_microbatch,
         recompute=model.activation_checkpointing,
         sequence_parallel=model.sequence_parallel,
+        saves_optimizer=model.save_optimizer,
         max_running=model.gen.max_running,
         max_model_len=model.gen.max_model_len,
     )

@@ -36,6 +36,8 @@ class ModelRequest:
     """Activations are recomputed in the backward pass (`activation_checkpointing`)."""
     sequence_parallel: bool | None = None
     """Whether tensor ranks share the tokens between their matrices; None: on CUDA."""
+    saves_optimizer: bool = True
+    """Whether every rank writes what its optimizer holds into a checkpoint (`save_optimizer`)."""
     max_running: int = 256
     """Sequences that one engine decodes at once."""
     max_model_len: int = 2048

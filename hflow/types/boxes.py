@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Box = tuple[tuple[int, int], ...]
 """`(start, stop)` of each axis."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a checkpoint tensor that a rank holds."""
+
+    tensor: str
+    """Its HF name."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    values: Tensor
+    """Of the box's shape; a view of the model's own storage."""
 
 
 def numel(box: Box) -> int:

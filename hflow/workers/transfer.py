@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from hflow.backends.base import Block, ModelBackend
+from hflow.backends.base import ModelBackend
 from hflow.data.batch import Batch
 from hflow.plan.ir import ClusterSpec, WeightRoute
 from hflow.plan.slices import Receivers, Slice, kept, outgoing
-from hflow.types.boxes import meet, numel, sizes, whole, within
+from hflow.types.boxes import Block, meet, numel, sizes, whole, within
 from hflow.workers.base import Move
 from hflow.workers.store import Store
 from hflow.workers.weights import Bucket, Content, pack_buckets, put_together, unpack_bucket

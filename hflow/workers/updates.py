@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hflow.backends.base import Block, ModelBackend
+from hflow.backends.base import ModelBackend
 from hflow.errors import RunError
+from hflow.types.boxes import Block
 from hflow.workers.base import NodeProgram
 
 

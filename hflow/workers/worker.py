@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hflow.backends.base import SHARDS
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
-from hflow.plan.ir import WeightRoute
 from hflow.plan.slices import Receivers
 from hflow.workers.base import (
     ComputeOrder,
@@ -42,17 +41,10 @@ from hflow.workers.episodes import Episodes
 from hflow.workers.mailbox import Mailbox
 from hflow.workers.opened import Row
 from hflow.workers.replicas import build_backends, build_engines, build_tokenizers, hosted_replicas
+from hflow.workers.routes import Routes
 from hflow.workers.rows import DatasetRows
 from hflow.workers.store import Store
-from hflow.workers.transfer import (
-    Arriving,
-    Parcel,
-    own_slices,
-    pack,
-    sent_slices,
-    sent_whole,
-    unpack,
-)
+from hflow.workers.transfer import Parcel, pack, unpack
 from hflow.workers.weights import Bucket
 from hflow.workers.world import Membership, World
 
@@ -96,6 +88,7 @@ class Worker:
         )
         replicas = hosted_replicas(setup, self._hosted)
         self._backends = build_backends(setup, replicas, world)
+        self._routes = Routes(plan, self._hosted[0], self._backends)
         tokenizers = build_tokenizers(setup, "generate")
         return (*build_engines(setup, replicas, self._backends, tokenizers), tokenizers)
 
@@ -202,34 +195,18 @@ class Worker:
         ]
 
     def publish(self, replica: str) -> Iterator[tuple[Receivers, Bucket]]:
-        """What this worker sends of the weights that a generation replica pulls, and to whom.
-
-        By the rows of its route, and not a collective; where the route has none, the worker of the source's
-        rank 0 sends all and the others take part.
-        """
-        route, backend = self._route(replica), self._backends[self._route(replica).src]
-        if route.rows:
-            return sent_slices(route, self._plan.cluster, self._hosted[0], backend)
-        is_sender = self._plan.replica(route.src).workers[0] in self._hosted
-        return sent_whole(self._plan.replica(replica).workers, backend, is_sender)
+        """What this worker sends of the weights that a generation replica pulls, and to whom."""
+        return self._routes.sent(replica)
 
     def wake(self, replica: str, version: int, sent: Sequence[Iterable[Bucket]] | None = None) -> int:
-        """Bring an engine to a version of the weights and let it run.
+        """Bring an engine to a version of the weights, let it run, and return the bytes that it pulled.
 
         Args:
             replica: of the engine.
             version: of the weights.
             sent: streams of buckets that other workers published for this one; None: nothing was published.
-
-        Returns:
-            Bytes of the weights that came from other workers.
         """
-        arriving = None
-        if sent is not None:
-            route = self._route(replica)
-            backend = self._backends.get(route.src)
-            own = own_slices(route, self._hosted[0], backend) if backend is not None else ()
-            arriving = Arriving(sent, own)
+        arriving = None if sent is None else self._routes.arriving(replica, sent)
         self._engines.wake(replica, version, arriving)
         return 0 if arriving is None else arriving.num_bytes
 
@@ -257,9 +234,6 @@ class Worker:
         self._engines.close()
 
     # ----------------------------------------------------------------------------- within
-    def _route(self, replica: str) -> WeightRoute:
-        return next(route for route in self._plan.weights if route.dst == replica)
-
     def _family(self, stream: str) -> list[str]:
         """A root stream, those opened with it, and those that derive from them."""
         streams = self._plan.graph.streams

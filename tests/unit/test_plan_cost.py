@@ -454,6 +454,8 @@ def test_new_weights_by_hand():
 
 
 def test_saving_gathers_and_writes_fp32():
-    gather, disk = saving(side(layout="d2"))
+    gather, disk, state = saving(side(layout="d2"))
     assert gather.seconds == pytest.approx(0.5 * 4 * 160_256 / 1e10 + 1e-6)
     assert disk == Part("disk", 4 * 160_256 / 1e9, "disk")
+    assert state == Part("optimizer's state", 12 * 160_256 / 2 / 1e9, "disk")
+    assert len(saving(side(layout="d2", saves_optimizer=False))) == 2

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
+from hflow.errors import BackendError
 from hflow.types.boxes import Box
 
 INDEX = "shards.json"
@@ -84,6 +85,9 @@ def write_shards(directory: Path, states: Iterable[State], about: About, group: 
         states: boxes that no other rank writes.
         about: the same on all ranks.
         group: the replica's ranks; None for one.
+
+    Raises:
+        BackendError: when this rank does not see what rank 0 has made.
     """
     rank = 0 if group is None else group.rank()
     fresh = directory.with_name(f".{directory.name}-unfinished")
@@ -91,6 +95,11 @@ def write_shards(directory: Path, states: Iterable[State], about: About, group: 
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
     _wait(group)
+    if not fresh.is_dir():
+        raise BackendError(
+            f"rank {rank} does not see {fresh}, which rank 0 made: every rank writes its optimizer's state; "
+            "set out to a directory that all machines share, or save_optimizer=false for the model"
+        )
     for number, held in enumerate(_files(states, about.kinds)):
         _write(fresh / f"rank-{rank:05d}-{number:03d}.safetensors", held, about.kinds)
     _wait(group)

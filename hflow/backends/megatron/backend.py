@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hflow.backends.base import Block, Call, ModelBackend, ModelSettings, Seat, TrainShard
+from hflow.backends.base import Call, ModelBackend, ModelSettings, Seat, TrainShard
 from hflow.backends.common.checks import check_sequences, check_temperature
 from hflow.backends.common.cutting import Cutting
 from hflow.backends.megatron import shards
@@ -24,6 +24,7 @@ from hflow.backends.megatron.training import train
 from hflow.backends.megatron.weights import held_blocks, named_weights
 from hflow.data.batch import Batch
 from hflow.errors import BackendError
+from hflow.types.boxes import Block
 
 
 class MegatronModel(ModelBackend):

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hflow.backends.base import Block
 from hflow.backends.megatron.mapping import Parameter, Place, parameters
 from hflow.backends.megatron.model import Stage
+from hflow.types.boxes import Block
 
 BUCKET_BYTES = 64 << 20
 """The most that a rank's part of a bucket has, unless a single parameter has more; that goes in pieces."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hflow.backends.base import Block, Call, ModelBackend, ModelSettings, Seat, TrainShard
+from hflow.backends.base import Call, ModelBackend, ModelSettings, Seat, TrainShard
 from hflow.backends.common.checks import check_sequences
 from hflow.backends.common.cutting import Cutting
 from hflow.backends.device import local_device
@@ -24,6 +24,7 @@ from hflow.backends.torch_model.runner import Runner
 from hflow.backends.torch_model.training import train
 from hflow.data.batch import Batch
 from hflow.errors import BackendError
+from hflow.types.boxes import Block
 
 
 class TorchModel(ModelBackend):

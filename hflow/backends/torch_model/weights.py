@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from hflow.backends.base import Block
 from hflow.backends.torch_model.gather import held_box, whole_tensors
 from hflow.backends.torch_model.heads import save_head
 from hflow.backends.torch_model.optim import local
-from hflow.types.boxes import numel
+from hflow.types.boxes import Block, numel
 
 
 def named_weights(

@@ -16,6 +16,8 @@ BUCKET_BYTES = 64 << 20
 """Weights travel in buckets of about this size."""
 MASTER_BYTES = 4
 """Weights are saved in fp32."""
+STATE_BYTES = 12
+"""And once more, with two moments, for the optimizer to go on."""
 DISK_BYTES_PER_S = 1e9
 """What one writer is assumed to reach on the disk of checkpoints."""
 
@@ -59,8 +61,12 @@ def sync(route: WeightRoute, side: Side, ranks: Ranks) -> list[Part]:
 
 
 def saving(side: Side) -> list[Part]:
-    """A checkpoint: weights gathered on one rank of each shard, and written by one process."""
+    """A checkpoint: weights gathered and written by one process; each rank writes its optimizer's state."""
     numel = stage_parameters(side.shape, side.layout.pipe) / side.layout.tensor
     gather = all_gather(numel * MASTER_BYTES, side.data, side.hardware)
     whole = numel * side.layout.tensor * side.layout.pipe
-    return [gather.part("all-gather"), Part("disk", whole * MASTER_BYTES / DISK_BYTES_PER_S, "disk")]
+    parts = [gather.part("all-gather"), Part("disk", whole * MASTER_BYTES / DISK_BYTES_PER_S, "disk")]
+    if side.asked.saves_optimizer:
+        share = whole * STATE_BYTES / side.layout.world
+        parts.append(Part("optimizer's state", share / DISK_BYTES_PER_S, "disk"))
+    return parts

@@ -1,7 +1,7 @@
 """Bytes of weights on their way: to an engine that wakes, and into a checkpoint.
 
-Weights are gathered a bucket at a time; no rank but the one that writes a checkpoint, where it has no other
-memory than the host's, holds a whole model for it.
+Weights that are pulled are cut out of what each rank holds, others are gathered a bucket at a time. No rank
+but the one that writes a checkpoint, where it has no other memory than the host's, holds a whole model.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def giving(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
     """What a training rank needs while engines are given its weights."""
     if how == "shared" and rank.width == FP32:
         return Items()
-    needed = _gathering(rank, rank.width)
-    if how == "pull" and rank.is_first and rank.on_cpu:
-        return needed + Items(buckets=2 * largest_bucket(rank.shape, rank.width))
-    return needed
+    return _cutting(rank) if how == "pull" else _gathering(rank, rank.width)
 
 
 def taking(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
-    """What an engine's rank needs while it takes weights from other workers: a bucket in host memory."""
+    """What an engine's rank needs while it takes weights from other workers: a tensor in host memory.
+
+    Buckets lie in the object store until they are put together.
+    """
     if how != "pull" or not rank.on_cpu:
         return Items()
-    return Items(buckets=largest_bucket(rank.shape, rank.width))
+    return Items(buckets=rank.width * largest_tensor(rank.shape))
 
 
 def saving(rank: Rank) -> Items:
@@ -55,6 +55,19 @@ def saving(rank: Rank) -> Items:
     collected = accumulate(sizes)
     peak = max(sum_ + size + 2 * (size // rank.data) for sum_, size in zip(collected, sizes, strict=True))
     return Items({"whole weights": whole, "buckets": peak - whole})
+
+
+def _cutting(rank: Rank) -> Items:
+    """A bucket of this rank's slices in host memory, beside copies where they are not views of its weights.
+
+    torch casts fp32 shards; megatron's fused matrices are taken apart.
+    """
+    num_parts = rank.data if _shards_all(rank) else rank.tensor
+    sizes = [rank.width * -(-spec.numel // num_parts) for spec in tensors(rank.shape)]
+    copies = rank.width < FP32 or not _shards_all(rank)
+    if rank.on_cpu:
+        return Items(buckets=(2 if copies else 1) * max(_buckets(sizes, BUCKET_BYTES)))
+    return Items(buckets=max(sizes)) if copies else Items()
 
 
 def _gathering(rank: Rank, width: int) -> Items:
