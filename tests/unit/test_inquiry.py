@@ -14,7 +14,7 @@ from hflow.workers.standing import Standing, StrandedError
 
 TITLE = "node 'learn', step 2"
 CALL = Call(TITLE, "running node 'learn' of step 2", (0, 1))
-TIMEOUT = 0.2
+TIMEOUT = 0.5
 DIED = WorkerDiedError("worker 0 died while running node 'learn' of step 2: killed")
 
 
@@ -61,22 +61,22 @@ def error(answers: Mapping[int, Answer], probed: Mapping[int, list[Standing | Ex
     return str(failure.value)
 
 
-LATE = "node 'learn', step 2: worker 1 did not join within 0.2 s: it "
+LATE = "node 'learn', step 2: worker 1 did not join within 0.5 s: it "
 MISSING = LATE + "is in g (x.py:2); worker 0 waits for it in "
 
 
 def test_answers_come_in_order_however_long_they_take() -> None:
-    assert outcome({0: (0.5, "a"), 1: (0.0, "b")}, {0: [waits()], 1: [computes()]}) == ["a", "b"]
+    assert outcome({0: (1.2, "a"), 1: (0.0, "b")}, {0: [waits()], 1: [computes()]}) == ["a", "b"]
 
 
 def test_who_waited_too_long_asks_for_who_is_missing() -> None:
     stranded = StrandedError("timed out", waits())
-    assert error({0: (0.3, stranded), 1: (9, "")}, {0: [waits()], 1: [computes()]}) == MISSING + "all_reduce"
+    assert error({0: (0.7, stranded), 1: (9, "")}, {0: [waits()], 1: [computes()]}) == MISSING + "all_reduce"
 
 
 def test_an_error_of_a_body_goes_before_what_it_causes() -> None:
     stranded, own = StrandedError("connection closed", waits()), RunError("by request")
-    for seconds in (0.0, 0.3):
+    for seconds in (0.0, 0.7):
         answers = {0: (seconds, stranded), 1: (seconds, own)}
         assert error(answers, {0: [waits()], 1: [computes()]}) == "by request"
 
@@ -88,19 +88,19 @@ def test_a_collective_that_fails_at_once_is_no_hang() -> None:
 
 def test_a_waiter_that_is_ended_was_seen_waiting() -> None:
     probed = {0: [waits(), DIED], 1: [computes()]}
-    assert error({0: (0.3, DIED), 1: (9, "")}, probed) == MISSING + "all_reduce"
+    assert error({0: (0.7, DIED), 1: (9, "")}, probed) == MISSING + "all_reduce"
 
 
 def test_a_death_is_no_hang_where_others_went_on() -> None:
     probed = {0: [waits(), DIED], 1: [computes(4), computes(9)]}
-    assert error({0: (0.3, DIED), 1: (9, "")}, probed) == f"{DIED}; worker 1 is in g (x.py:2)"
+    assert error({0: (0.7, DIED), 1: (9, "")}, probed) == f"{DIED}; worker 1 is in g (x.py:2)"
 
 
 def test_a_death_goes_before_the_failure_of_those_that_it_left() -> None:
     stranded = StrandedError("connection closed", waits())
     early, late = {0: [DIED], 1: [waits()]}, {0: [computes(), DIED], 1: [waits()]}
     assert error({0: (9, ""), 1: (0.0, stranded)}, early) == str(DIED)
-    assert error({0: (9, ""), 1: (0.3, stranded)}, late).startswith(str(DIED))
+    assert error({0: (9, ""), 1: (0.7, stranded)}, late).startswith(str(DIED))
 
 
 def test_a_process_that_does_not_answer_twice_is_named() -> None:
@@ -108,4 +108,4 @@ def test_a_process_that_does_not_answer_twice_is_named() -> None:
     assert error({0: (9, ""), 1: (9, "")}, {0: [computes()], 1: [None]}) == LATE + silent
     waited = error({0: (9, ""), 1: (9, "")}, {0: [waits()], 1: [None]})
     assert waited == LATE + silent + "; worker 0 waits for it in all_reduce"
-    assert outcome({0: (0.5, "a"), 1: (0.5, "b")}, {0: [waits()], 1: [None, computes()]}) == ["a", "b"]
+    assert outcome({0: (1.2, "a"), 1: (1.2, "b")}, {0: [waits()], 1: [None, computes()]}) == ["a", "b"]
