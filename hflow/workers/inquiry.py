@@ -43,7 +43,9 @@ class Inquiry:
         self._start = time.monotonic()
         self._tasks: dict[int, asyncio.Future[Any]] = {}
         self._known: dict[int, Standing | None] = {}
-        """Worker -> what it answered last."""
+        """Worker -> what it answered when nothing had been heard for the timeout, at last."""
+        self._dead: dict[int, WorkerDiedError] = {}
+        """Workers that were found dead when they were asked."""
 
     async def collect(self, sent: Mapping[int, Awaitable[Any]]) -> list[Any]:
         """The answers, in the order of `sent`.
@@ -62,6 +64,7 @@ class Inquiry:
                     await self._look()
             return [task.result() for task in self._tasks.values()]
         finally:
+            self._failed()  # or asyncio would complain that nobody asked for their errors
             for task in self._tasks.values():
                 task.cancel()
 
@@ -76,25 +79,44 @@ class Inquiry:
         Raises:
             RunError: when a worker does not answer for the second time.
         """
-        before, self._known = self._known, await self._ask(self._call.workers)
-        if any(self._known[w] is None and before.get(w, Standing()) is None for w in self._known):
-            raise RunError(report(self._call, self._timeout, self._known))
+        before, found = self._known, await self._ask(self._call.workers)
+        self._known = {**before, **found}
+        if any(now is None and before.get(worker, Standing()) is None for worker, now in found.items()):
+            waiters = waiting(self._known)
+            concerned = {w: where for w, where in self._known.items() if where is None or w in waiters}
+            raise RunError(report(self._call, self._timeout, concerned))
 
     async def _blame(self) -> None:
         """Raise the error that explains the others."""
-        if not self._own_errors() and self._seconds < self._timeout:
+        is_late = time.monotonic() - self._start >= self._timeout
+        if not self._own_errors() and not is_late:
             await asyncio.wait(self._tasks.values(), timeout=GRACE_SECONDS)
         standings = {} if self._own_errors() else await self._after_failure()
         for error in self._own_errors():
             raise error
-        failed = self._failed()
-        died = next((error for error in failed.values() if isinstance(error, WorkerDiedError)), None)
-        if self._seconds >= self._timeout:
-            if died is None or set(waiting(standings)) & set(failed):
-                raise RunError(report(self._call, self._timeout, standings))
-            others = {worker: standing for worker, standing in standings.items() if worker not in failed}
-            raise WorkerDiedError("; ".join([str(died), *elsewhere(self._call, others)]))
-        raise died or next(iter(failed.values()))
+        dead = self._gone()
+        if is_late and (not dead or self._waited(dead, standings)):
+            raise RunError(report(self._call, self._timeout, standings))
+        for died in dead.values():
+            others = {worker: where for worker, where in standings.items() if worker not in dead}
+            places = elsewhere(self._call, others) if is_late else []
+            raise WorkerDiedError("; ".join([str(died), *places]))
+        raise next(iter(self._failed().values()))
+
+    def _gone(self) -> dict[int, WorkerDiedError]:
+        """Workers whose processes ended."""
+        failed = self._failed().items()
+        return {**self._dead, **{w: error for w, error in failed if isinstance(error, WorkerDiedError)}}
+
+    def _waited(self, dead: Iterable[int], standings: Mapping[int, Standing | None]) -> bool:
+        """Whether who died waited when it was last asked, and nobody else went on since then."""
+        left = {worker: where for worker, where in standings.items() if worker not in dead}
+        stood = all(
+            where is not None and was is not None and where.counts == was.counts
+            for worker, where in left.items()
+            for was in [self._known.get(worker)]
+        )
+        return stood and not set(dead).isdisjoint(waiting(standings))
 
     def _own_errors(self) -> list[BaseException]:
         """Errors that are not the consequence of what happened to another worker."""
@@ -111,17 +133,22 @@ class Inquiry:
         for worker, error in self._failed().items():
             if isinstance(error, StrandedError):
                 standings[worker] = error.standing
-            elif self._known.get(worker) is not None:
-                standings[worker] = self._known[worker]
-        return dict(sorted(standings.items()))
+        seen = {worker: self._known[worker] for worker in self._gone() if worker in self._known}
+        return dict(sorted({**standings, **seen}.items()))
 
     async def _ask(self, workers: Iterable[int]) -> dict[int, Standing | None]:
+        """Where these workers stand, but for those that turn out to be dead."""
         asked = list(workers)
-        return dict(zip(asked, await asyncio.gather(*map(self._probe, asked)), strict=True))
-
-    @property
-    def _seconds(self) -> float:
-        return time.monotonic() - self._start
+        answers = await asyncio.gather(*map(self._probe, asked), return_exceptions=True)
+        found: dict[int, Standing | None] = {}
+        for worker, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, WorkerDiedError):
+                self._dead[worker] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found[worker] = answer
+        return found
 
 
 def _is_idle(standing: Standing | None) -> bool:

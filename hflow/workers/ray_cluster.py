@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hflow.errors import RunError
@@ -23,6 +28,8 @@ class Reservation:
     """Resources for every device of the plan's cluster."""
 
     bundles: PlacementGroup
+    order: tuple[int, ...]
+    """Worker -> its bundle, so that neighbouring workers share a machine, as the plan assumes."""
     num_cpus: int
     """CPUs of one worker; Ray sets OMP_NUM_THREADS to it."""
     num_gpus: int
@@ -31,7 +38,8 @@ class Reservation:
 
     def options(self, worker: int, environment: Mapping[str, str]) -> dict[str, object]:
         """Actor options that put a worker onto its bundle, with environment variables of its own."""
-        strategy = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=worker)
+        bundle = self.order[worker]
+        strategy = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=bundle)
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
@@ -66,7 +74,14 @@ def reserve(cluster: ClusterSpec) -> Reservation:
             f"Ray cannot hold {cluster.num_devices} workers with {bundle} each, it has {have} in all; "
             "use a smaller cluster, or free what other runs hold"
         )
-    return Reservation(bundles, num_cpus, num_gpus, owns_ray)
+    machines = placement_group_table(bundles)["bundles_to_node_id"]
+    return Reservation(bundles, by_machine(machines), num_cpus, num_gpus, owns_ray)
+
+
+def by_machine(machines: Mapping[int, str]) -> tuple[int, ...]:
+    """Bundles machine after machine, given where Ray put each of them, which it does in any order."""
+    found = list(dict.fromkeys(machines[bundle] for bundle in sorted(machines)))
+    return tuple(sorted(machines, key=lambda bundle: (found.index(machines[bundle]), bundle)))
 
 
 def _start(cluster: ClusterSpec) -> None:

@@ -76,6 +76,8 @@ class RayWorkers(Workers):
         self._actors = self._processes.actors(len(everyone))
         bodies = [program.body for program in setup.programs.values()]
         shared = ray.put(ship(setup, bodies))
+        # Who starts first must not lose patience with who starts last.
+        await asyncio.gather(*(self._call(worker, "probe") for worker in everyone))
         address = await self._call(0, "rendezvous") if len(everyone) > 1 else ""
         members = [Membership(worker, len(everyone), address) if address else None for worker in everyone]
         await self._on_devices(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,22 @@ class Membership:
     """`host:port` where rank 0 listens."""
 
 
+_COUNTING = ("gloo", "nccl")
+"""Backends that count collectives; a group of several (`cpu:gloo,cuda:nccl`) does not."""
+
+
 def collective_counts() -> dict[str, int]:
     """Process group -> collectives that this process has issued in it."""
-    known = dist.distributed_c10d._world.pg_names.copy() if dist.is_initialized() else {}
-    numbers = {name: getattr(group, "_get_sequence_number_for_group") for group, name in known.items()}  # noqa: B009 - untyped
-    return {name: number() for name, number in numbers.items()}
+    if not dist.is_initialized():
+        return {}
+    world = dist.distributed_c10d._world
+    groups = [group for group, (backend, _) in world.pg_map.copy().items() if backend in _COUNTING]
+    return {world.pg_names[group]: _count(group) for group in groups}
+
+
+def _count(group: Any) -> int:
+    number: int = group._get_sequence_number_for_group()  # torch's type stubs lack it
+    return number
 
 
 class World:

@@ -10,7 +10,7 @@ import pytest
 from hflow.plan.compile import compile_plan
 from hflow.plan.request import ModelRequest
 from hflow.workers.environment import environment
-from hflow.workers.ray_cluster import Reservation
+from hflow.workers.ray_cluster import Reservation, by_machine
 
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
@@ -40,6 +40,11 @@ def test_others_have_as_many_as_usual(cluster: str, layout: str, backend: str) -
 
 def test_it_is_part_of_the_actors_options() -> None:
     bundles = SimpleNamespace(id=None)
-    reservation = Reservation(bundles, num_cpus=1, num_gpus=1, owns_ray=False)  # type: ignore[arg-type]
+    reservation = Reservation(bundles, (0,), num_cpus=1, num_gpus=1, owns_ray=False)  # type: ignore[arg-type]
     assert reservation.options(0, ONE_QUEUE)["runtime_env"] == {"env_vars": ONE_QUEUE}
     assert "runtime_env" not in reservation.options(0, {})
+
+
+def test_neighbouring_workers_share_a_machine() -> None:
+    assert by_machine({0: "b", 1: "a", 2: "b", 3: "a"}) == (0, 2, 1, 3)
+    assert by_machine({2: "a", 0: "a", 1: "a"}) == (0, 1, 2)

@@ -56,7 +56,8 @@ class Optimizer:
         norm = get_total_norm([shard.grad for shard in self._shards if shard.grad is not None])
         if self._group is None:
             return norm.item()
-        square = norm.square()
+        # Without any gradient the norm is on the CPU, which NCCL takes nothing from.
+        square = norm.to(self._shards[0].device).square()
         dist.all_reduce(square, group=self._group)
         return square.sqrt().item()
 
