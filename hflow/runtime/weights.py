@@ -46,11 +46,8 @@ def can_begin(evaluation: Evaluation, version: int, data: RunData) -> bool:
 def update_engines(data: RunData) -> None:
     """Put engines to sleep and wake them, as turns and versions ask."""
     for engine in data.engines.values():
-        if engine.state is EngineState.AWAKE and _must_sleep(engine, data):
-            engine.state = EngineState.DRAINING
-        if engine.state is EngineState.DRAINING and (data.schedule.interrupt or _is_idle(engine, data)):
-            engine.state = EngineState.SLEEPING
-            data.emit(Sleep(engine.name))
+        if engine.state in (EngineState.AWAKE, EngineState.DRAINING):
+            _stop(engine, data)
         elif engine.state is EngineState.ASLEEP and _is_wanted(engine, data):
             _wake(engine, data)
 
@@ -96,6 +93,17 @@ def _must_sleep(engine: Engine, data: RunData) -> bool:
         return False
     version = data.progress.common_version(engine.models)
     return version is not None and _lacks(engine, version, data)
+
+
+def _stop(engine: Engine, data: RunData) -> None:
+    """Put an engine to sleep that must, at once or when its samples are finished."""
+    if not _must_sleep(engine, data):
+        engine.state = EngineState.AWAKE
+    elif data.schedule.interrupt or _is_idle(engine, data):
+        engine.state = EngineState.SLEEPING
+        data.emit(Sleep(engine.name))
+    else:
+        engine.state = EngineState.DRAINING
 
 
 def _is_idle(engine: Engine, data: RunData) -> bool:

@@ -5,7 +5,6 @@ It keeps its own account of engines, versions and samples, and asserts what a ru
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from random import Random
@@ -32,7 +31,7 @@ class Generating:
 
 def chance(name: str, key: int, salt: int) -> float:
     """A number in [0, 1) that depends on its arguments only."""
-    return zlib.crc32(f"{name}/{key}/{salt}".encode()) / 2**32
+    return Random(f"{name}/{key}/{salt}").random()
 
 
 class World:
@@ -74,8 +73,8 @@ class World:
         }
         self.bag: list[ev.Event | Generating] = []
         self.trace: list[ev.Instruction] = []
-        self.engine: dict[str, str] = defaultdict(lambda: "asleep")
-        self.version: dict[str, int] = defaultdict(lambda: -1)
+        self.engine = dict.fromkeys((*self.models_of, *self.device_of), "asleep")
+        self.version = dict.fromkeys(self.engine, -1)
         self.waking: dict[str, int] = {}
         self.opened: dict[str, list[int]] = {s: [] for s in self.streams}
         self.base: dict[str, int] = dict.fromkeys(self.streams, 0)
@@ -101,10 +100,10 @@ class World:
             if count == self.stop_after:
                 self.feed(ev.StopRequested())
                 continue
-            ready = [i for i, entry in enumerate(self.bag) if self._can_move(entry)]
+            ready = [i for i, entry in enumerate(self.bag) if self.can_move(entry)]
             assert ready, f"deadlock: {self.bag}, {self.engine}"
             going = [i for i in ready if not self._is_stalled(self.bag[i])]
-            self._move(self.random.choice(going or ready))
+            self.move(self.random.choice(going or ready))
         raise AssertionError("the run does not end")
 
     def feed(self, event: ev.Event) -> None:
@@ -119,7 +118,7 @@ class World:
         assert flying <= max(self.schedule.max_concurrent, sum(s.group_size for s in self.schedule.streams))
 
     # ---------------------------------------------------------------- completions
-    def _can_move(self, entry: ev.Event | Generating) -> bool:
+    def can_move(self, entry: ev.Event | Generating) -> bool:
         if not isinstance(entry, Generating) or entry.aborted:
             return True
         replicas = self.streams[entry.stream].replicas
@@ -130,7 +129,7 @@ class World:
             return chance(f"stall {entry.stream}", entry.sample, self.salt) < self.stall
         return chance(f"stall {entry}", 0, self.salt) < self.stall
 
-    def _move(self, index: int) -> None:
+    def move(self, index: int) -> None:
         entry = self.bag[index]
         if isinstance(entry, Generating):
             self._tick(entry)
