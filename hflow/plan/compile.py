@@ -16,8 +16,9 @@ from hflow.plan.replicas import place_replicas, saved_models
 from hflow.plan.request import PlanRequest
 from hflow.plan.routing import routing_table
 from hflow.plan.rules import batch_cuts, edge_rules, save_rule
-from hflow.plan.schedule import Orders, make_schedule, staleness_bound
+from hflow.plan.schedule import Orders, make_schedule
 from hflow.plan.serialise import plan_digest
+from hflow.plan.staleness import staleness_bound
 from hflow.plan.validate import check_request, check_splits, check_streams, plan_warnings
 from hflow.plan.weights import weight_routes
 

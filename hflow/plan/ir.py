@@ -243,11 +243,22 @@ class Schedule:
     """group -> generation replicas that share it with batch nodes: their turn opens each cycle."""
     num_steps: int
     max_staleness: int = 0
+    """eta: syncs that the weights of a trained token may lag behind."""
     sync_every: int = 1
+    """Steps between two transfers of weights to the engines (s)."""
     max_concurrent: int = 256
     """Samples in flight, over all streams."""
     max_refused_per_step: int = 1000
     """Groups refused since the last batch was formed, above which the run stops."""
+    interrupt: bool = True
+    """Whether engines that stop interrupt their samples, which go on afterwards; else they finish them."""
+    age_rule: bool = True
+    """Whether samples are dropped before they train too old."""
+    drop_older_than: int | None = None
+    """The age rule's limit, in versions; None: the certified lag (eta + 1) s - 1."""
+    queue: int | None = None
+    """Accepted groups that wait for their batch at most; beyond, the oldest is dropped. None: no bound
+    besides admission's."""
 
 
 @dataclass(frozen=True)

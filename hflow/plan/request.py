@@ -74,6 +74,14 @@ class PlanRequest:
     max_concurrent: int = 256
     """Samples in flight."""
     max_refused_per_step: int = 1000
+    interrupt: bool = True
+    """Whether engines that stop interrupt their samples, or finish them first."""
+    age_rule: bool = True
+    """Whether samples are dropped before they train too old."""
+    drop_older_than: int | None = None
+    """The age rule's limit, in versions; None: the certified lag."""
+    queue: int | None = None
+    """Accepted groups that wait for their batch at most; None: no bound besides admission's."""
     save_every: int = 0
     """Steps between two checkpoints; 0 saves at the end only."""
     seed: int = 0

@@ -41,19 +41,11 @@ def make_schedule(
         sync_every=request.sync_every,
         max_concurrent=request.max_concurrent,
         max_refused_per_step=request.max_refused_per_step,
+        interrupt=request.interrupt,
+        age_rule=request.age_rule,
+        drop_older_than=request.drop_older_than,
+        queue=request.queue,
     )
-
-
-def staleness_bound(schedule: Schedule) -> int:
-    """The largest version lag that a trained token can have.
-
-    Weights reach the engines every s = `sync_every` steps and may be eta = `max_staleness` syncs
-    old: a token of step k was drawn with version k - lag, lag <= (eta + 1) s - 1. The age rule
-    drops what would exceed it. A written stream has no versions, so its lag is 0.
-    """
-    if not schedule.streams[0].models:
-        return 0
-    return (schedule.max_staleness + 1) * schedule.sync_every - 1
 
 
 def _stream(graph: Graph, root: Stream, at: Mapping[str, Placement], batch: int) -> ScheduledStream:

@@ -51,8 +51,11 @@ class Admission:
                 if evaluation.exhausted:
                     break
                 evaluation.open_group()
+        rollout = self._data.rollout
+        engines = self._data.engines_of[rollout.stream.name]
+        version = min((engine.version for engine in engines), default=-1)
         for _ in range(self._rollout_capacity()):
-            self._data.rollout.open_group()
+            rollout.open_group_at(version)
 
     def _has_engines(self, evaluation: Evaluation, version: int) -> bool:
         engines = self._data.engines_of[evaluation.stream.name]
@@ -67,7 +70,11 @@ class Admission:
     def _rollout_capacity(self) -> int:
         data, rollout = self._data, self._data.rollout
         engines = data.engines_of[rollout.stream.name]
-        if rollout.exhausted or any(engine.state is not EngineState.AWAKE for engine in engines):
+        if (
+            rollout.exhausted
+            or rollout.is_full
+            or any(engine.state is not EngineState.AWAKE for engine in engines)
+        ):
             return 0
         limit = rollout.limit(*self._progress_of(engines))
         if limit <= rollout.num_admitted:  # as after most events, of which there are many

@@ -15,6 +15,8 @@ class EngineState(enum.Enum):
     ASLEEP = enum.auto()
     WAKING = enum.auto()
     AWAKE = enum.auto()
+    DRAINING = enum.auto()
+    """It is to stop once its samples are finished, and takes no fresh ones."""
     SLEEPING = enum.auto()
 
 
@@ -43,7 +45,7 @@ class Engine:
     @property
     def is_settled(self) -> bool:
         """Whether it has confirmed all that it was told."""
-        return self.state in (EngineState.ASLEEP, EngineState.AWAKE)
+        return self.state in (EngineState.ASLEEP, EngineState.AWAKE, EngineState.DRAINING)
 
     @property
     def is_loading(self) -> bool:

@@ -19,6 +19,13 @@ class Refusal(enum.StrEnum):
     """Too few members of its group were left."""
     STALE = "stale"
     """Its oldest token was older than the certificate allows (age rule)."""
+    QUEUE_FULL = "queue_full"
+    """More groups were accepted than may wait, and it was the oldest."""
+
+    @property
+    def is_drop(self) -> bool:
+        """Whether a rule about time took it, and not what it is."""
+        return self in (Refusal.STALE, Refusal.QUEUE_FULL)
 
 
 # ---------------------------------------------------------------------------------- events
@@ -115,7 +122,10 @@ class RunGroup:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Samples that left the run (all that is left of a group, or one member): free their data."""
+    """Samples that left the run (all that is left of a group, or one member): free their data.
+
+    Those that are still generated are aborted: each reports once more, whatever, and nothing follows.
+    """
 
     stream: str
     group: int
@@ -146,7 +156,10 @@ class RunBatch:
 
 @dataclass(frozen=True)
 class Wake:
-    """Give an engine the weights of `version` (no transfer when it has them) and let it run."""
+    """Give an engine the weights of `version` (no transfer when it has them) and let it run.
+
+    It resumes what it was interrupted in before it takes fresh samples, which come after `Awake`.
+    """
 
     replica: str
     version: int
@@ -154,7 +167,10 @@ class Wake:
 
 @dataclass(frozen=True)
 class Sleep:
-    """Interrupt an engine, keeping unfinished samples, and free its device for others."""
+    """Interrupt an engine, keeping unfinished samples, and free its device for others.
+
+    Where samples are not to be interrupted it comes when there are none.
+    """
 
     replica: str
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from hflow.plan.staleness import age_limit
 from hflow.runtime.devices import DeviceOrder, Engine, EngineState
 from hflow.runtime.groups import Group
-from hflow.runtime.staleness import certified_lag, is_stale
+from hflow.runtime.staleness import is_stale
 from hflow.runtime.state import RunState
 from hflow.runtime.stream_state import StreamState
 
@@ -60,10 +61,13 @@ def _check_rollout(state: RunState) -> None:
     assert unbound == len(rollout.queue), f"{len(rollout.queue)} groups queue, {unbound} are counted"
     assert rollout.queue.keys().isdisjoint(rollout.groups), "a group is open and accepted"
     assert rollout.num_admitted <= schedule.num_steps * rollout.batch, "more groups than the run needs"
-    lag = certified_lag(schedule.max_staleness, schedule.sync_every)
-    for group in rollout.queue.values():
-        ages = [member.oldest for member in group.members.values() if rollout.models]
-        assert not any(is_stale(oldest, progress.formed, lag) for oldest in ages), "a stale sample queues"
+    assert rollout.bound is None or len(rollout.queue) <= rollout.bound, "more groups queue than may"
+    lag = age_limit(schedule)
+    if lag is None or not rollout.models:
+        return
+    for group in (*rollout.queue.values(), *rollout.groups.values()):
+        ages = [member.oldest for member in group.members.values()]
+        assert not any(is_stale(oldest, progress.formed, lag) for oldest in ages), "a stale sample is kept"
 
 
 def _check_progress(state: RunState) -> None:

@@ -22,13 +22,12 @@ bounds volume, not age, and the age rule (`is_stale`) makes L hold for every tra
 
 from __future__ import annotations
 
+from hflow.plan.staleness import certified_lag
+
+__all__ = ["LOOK_AHEAD", "admission_limit", "capacity", "certified_lag", "is_stale", "look_ahead_limit"]
+
 LOOK_AHEAD = 1
 """Batches beyond the current one that a source without trained weights may prepare."""
-
-
-def certified_lag(max_staleness: int, sync_every: int) -> int:
-    """The largest `step - version` that a trained token can have (L above)."""
-    return (max_staleness + 1) * sync_every - 1
 
 
 def admission_limit(version: int, batch: int, max_staleness: int, sync_every: int = 1) -> int:

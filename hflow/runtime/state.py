@@ -6,8 +6,8 @@ they report comes back as events. The pieces, from the inside out:
 - `groups`, `stream_state`: one group, one stream; `rollout` and `evaluation`: what the trained and
   the side streams do with finished groups; `staleness`: the admission formula and the age rule;
 - `progress`: steps and versions; `devices`: engines and the cyclic order of device groups;
-- `weights`, `batch_nodes`, `admission`: the three decisions (who gets weights, which node fires,
-  which group is opened), taken after each event in a fixed order.
+- `binding`, `weights`, `batch_nodes`, `admission`: the four decisions (which groups a step gets, who
+  gets weights, which node fires, which group is opened), taken after each event in a fixed order.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from hflow.plan.ir import Level, Schedule
 from hflow.runtime.admission import Admission
 from hflow.runtime.batch_nodes import finish_node, fire_batch_nodes, settle_batch_nodes
+from hflow.runtime.binding import may_bind
 from hflow.runtime.devices import EngineState
 from hflow.runtime.events import (
     Asleep,
@@ -166,12 +167,15 @@ class RunState:
         if self.stopping:
             self._wind_down()
             return
-        self._close_batches()
-        if self.data.rollout.is_refused_out:
-            self._finish(self.data.rollout.describe_refusals(), error=True)
-            return
-        self.admission.begin_evaluations()
-        fire_batch_nodes(self.data)
+        while True:
+            self._close_batches()
+            if self.data.rollout.is_refused_out:
+                self._finish(self.data.rollout.describe_refusals(), error=True)
+                return
+            self.admission.begin_evaluations()
+            fire_batch_nodes(self.data)
+            if not may_bind(self.data):  # a device group that goes on may ask for the next batch
+                break
         update_engines(self.data)
         self.admission.open_groups()
         if self._is_over():
@@ -181,7 +185,7 @@ class RunState:
     def _close_batches(self) -> None:
         """Form the batches and end the evaluations that are complete."""
         rollout, progress = self.data.rollout, self.data.progress
-        while rollout.is_formable:
+        while may_bind(self.data):
             rollout.form_batch()
         if rollout.is_dry:
             progress.num_steps = progress.formed

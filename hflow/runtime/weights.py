@@ -4,6 +4,11 @@ An engine takes weights while no node changes them, and the writers of a step wa
 engines that want that step's weights have them (not until anything was generated with them). So
 the version on an engine's label is exactly what it holds. While evaluation samples run on an
 engine it keeps its weights; trainers do not wait for that, and the engine catches up afterwards.
+
+A transfer takes four messages, in this order: `Sleep` (no group is opened any more; samples are
+interrupted and kept), `Asleep`, `Wake` (the bytes move), `Awake` (the version is set; what was
+interrupted goes on, and groups are opened again). Where samples are not to be interrupted, `Sleep`
+comes once the last one has finished, and the next writer waits for that too.
 """
 
 from __future__ import annotations
@@ -41,9 +46,8 @@ def can_begin(evaluation: Evaluation, version: int, data: RunData) -> bool:
 def update_engines(data: RunData) -> None:
     """Put engines to sleep and wake them, as turns and versions ask."""
     for engine in data.engines.values():
-        if engine.state is EngineState.AWAKE and _must_sleep(engine, data):
-            engine.state = EngineState.SLEEPING
-            data.emit(Sleep(engine.name))
+        if engine.state in (EngineState.AWAKE, EngineState.DRAINING):
+            _stop(engine, data)
         elif engine.state is EngineState.ASLEEP and _is_wanted(engine, data):
             _wake(engine, data)
 
@@ -89,6 +93,24 @@ def _must_sleep(engine: Engine, data: RunData) -> bool:
         return False
     version = data.progress.common_version(engine.models)
     return version is not None and _lacks(engine, version, data)
+
+
+def _stop(engine: Engine, data: RunData) -> None:
+    """Put an engine to sleep that must, at once or when its samples are finished."""
+    if not _must_sleep(engine, data):
+        engine.state = EngineState.AWAKE
+    elif data.schedule.interrupt or _is_idle(engine, data):
+        engine.state = EngineState.SLEEPING
+        data.emit(Sleep(engine.name))
+    else:
+        engine.state = EngineState.DRAINING
+
+
+def _is_idle(engine: Engine, data: RunData) -> bool:
+    """Whether no sample of any of its streams is in flight."""
+    return not any(
+        stream.num_generating and engine in data.engines_of[stream.stream.name] for stream in data.streams
+    )
 
 
 def _wake(engine: Engine, data: RunData) -> None:

@@ -5,16 +5,15 @@ It keeps its own account of engines, versions and samples, and asserts what a ru
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from random import Random
 
 from hflow.plan.ir import Level, Schedule
+from hflow.plan.staleness import staleness_bound
 from hflow.runtime import events as ev
 from hflow.runtime.cadence import evaluation_due, node_fires
 from hflow.runtime.invariants import check_invariants
-from hflow.runtime.staleness import certified_lag
 from hflow.runtime.state import RunState
 
 
@@ -27,11 +26,12 @@ class Generating:
     ticks: int
     oldest: int = -1
     newest: int = -1
+    aborted: bool = False
 
 
 def chance(name: str, key: int, salt: int) -> float:
     """A number in [0, 1) that depends on its arguments only."""
-    return zlib.crc32(f"{name}/{key}/{salt}".encode()) / 2**32
+    return Random(f"{name}/{key}/{salt}").random()
 
 
 class World:
@@ -43,6 +43,7 @@ class World:
         rows: rows of each side stream's dataset; the trained one has `rows[...]` or no end.
         refusal: chance that a sample or group is refused by a node, by its id.
         stop_after: events after which the user asks to stop.
+        stall: chance that something asked for is not done before everything else has been.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class World:
         refusal: float = 0.0,
         stop_after: int | None = None,
         salt: int = 0,
+        stall: float = 0.0,
     ) -> None:
         self.schedule, self.random, self.rows = schedule, random, rows
         self.refusal, self.stop_after, self.salt = refusal, stop_after, salt
+        self.stall = stall
         self.state = RunState(schedule)
         self.nodes = {node.name: node for node in schedule.nodes}
         self.streams = {stream.name: stream for stream in schedule.streams}
@@ -70,8 +73,8 @@ class World:
         }
         self.bag: list[ev.Event | Generating] = []
         self.trace: list[ev.Instruction] = []
-        self.engine: dict[str, str] = defaultdict(lambda: "asleep")
-        self.version: dict[str, int] = defaultdict(lambda: -1)
+        self.engine = dict.fromkeys((*self.models_of, *self.device_of), "asleep")
+        self.version = dict.fromkeys(self.engine, -1)
         self.waking: dict[str, int] = {}
         self.opened: dict[str, list[int]] = {s: [] for s in self.streams}
         self.base: dict[str, int] = dict.fromkeys(self.streams, 0)
@@ -83,6 +86,9 @@ class World:
         self.at_work: dict[str, str] = {}
         self.in_flight: set[tuple[str, int]] = set()
         self.steps_done: list[int] = []
+        self.refused: set[tuple[str, int]] = set()
+        self.rowless: set[tuple[str, int]] = set()
+        self.lags: Counter[int] = Counter()
         self.finish: ev.Finish | None = None
 
     def run(self, max_events: int = 20_000) -> ev.Finish:
@@ -94,9 +100,10 @@ class World:
             if count == self.stop_after:
                 self.feed(ev.StopRequested())
                 continue
-            ready = [i for i, entry in enumerate(self.bag) if self._can_move(entry)]
+            ready = [i for i, entry in enumerate(self.bag) if self.can_move(entry)]
             assert ready, f"deadlock: {self.bag}, {self.engine}"
-            self._move(self.random.choice(ready))
+            going = [i for i in ready if not self._is_stalled(self.bag[i])]
+            self.move(self.random.choice(going or ready))
         raise AssertionError("the run does not end")
 
     def feed(self, event: ev.Event) -> None:
@@ -111,13 +118,18 @@ class World:
         assert flying <= max(self.schedule.max_concurrent, sum(s.group_size for s in self.schedule.streams))
 
     # ---------------------------------------------------------------- completions
-    def _can_move(self, entry: ev.Event | Generating) -> bool:
-        if not isinstance(entry, Generating):
+    def can_move(self, entry: ev.Event | Generating) -> bool:
+        if not isinstance(entry, Generating) or entry.aborted:
             return True
         replicas = self.streams[entry.stream].replicas
         return all(self.engine[replica] in ("awake", "sleeping") for replica in replicas)
 
-    def _move(self, index: int) -> None:
+    def _is_stalled(self, entry: ev.Event | Generating) -> bool:
+        if isinstance(entry, Generating):
+            return chance(f"stall {entry.stream}", entry.sample, self.salt) < self.stall
+        return chance(f"stall {entry}", 0, self.salt) < self.stall
+
+    def move(self, index: int) -> None:
         entry = self.bag[index]
         if isinstance(entry, Generating):
             self._tick(entry)
@@ -137,7 +149,9 @@ class World:
                 self.feed(entry)
             case ev.Exhausted(stream, group):
                 size = self.streams[stream].group_size
-                self.in_flight -= {(stream, s) for s in range(group * size, (group + 1) * size)}
+                gone = {(stream, s) for s in range(group * size, (group + 1) * size)}
+                self.in_flight -= gone
+                self.rowless |= gone
                 self.feed(entry)
             case ev.NodeDone(node, key) if self.nodes[node].level is Level.BATCH:
                 self.done.add((node, key))
@@ -148,6 +162,9 @@ class World:
 
     def _tick(self, entry: Generating) -> None:
         entry.ticks -= 1
+        if entry.aborted:
+            entry.ticks = 0
+            return
         replicas = self.streams[entry.stream].replicas
         if replicas:
             version = min(self.version[replica] for replica in replicas)
@@ -157,7 +174,7 @@ class World:
     def _finish_sample(self, entry: Generating) -> None:
         self.in_flight.remove((entry.stream, entry.sample))
         source = self.streams[entry.stream].source
-        if chance(source, entry.sample, self.salt) < self.refusal / 2:
+        if entry.aborted or chance(source, entry.sample, self.salt) < self.refusal / 2:
             self.feed(ev.NodeFailed(source, entry.sample, ev.Refusal.FAILED))
         else:
             self.oldest[entry.stream, entry.sample] = (entry.oldest, entry.newest)
@@ -179,6 +196,8 @@ class World:
         assert what.samples == tuple(range(what.group * size, (what.group + 1) * size))
         assert all(self.engine[replica] == "awake" for replica in stream.replicas)
         self.opened[what.stream].append(what.group)
+        if stream is self.trained:
+            self._check_capacity()
         self.in_flight |= {(what.stream, sample) for sample in what.samples}
         row = what.group - self.base[what.stream]
         if row >= self.rows.get(what.stream, 10**9):
@@ -187,6 +206,17 @@ class World:
         for sample in what.samples:
             ticks = 1 + int(chance("ticks", sample, self.salt) * 3)
             self.bag.append(Generating(what.stream, sample, ticks))
+
+    def _check_capacity(self) -> None:
+        """Contract 12, from what was opened and what was lost."""
+        if not self.changes(self.trained.models) or not self.trained.replicas:
+            return
+        size, rules = self.trained.group_size, self.schedule
+        members = Counter(s // size for name, s in self.refused if name == self.trained.name)
+        lost = sum(count == size for count in members.values())
+        syncs = min(self.version[replica] for replica in self.trained.replicas) // rules.sync_every
+        limit = (rules.max_staleness + syncs + 1) * rules.sync_every * (self.trained.batch or 1)
+        assert len(self.opened[self.trained.name]) - lost <= limit
 
     def _do_RunSample(self, what: ev.RunSample) -> None:
         self._fire(what.node, what.sample)
@@ -208,6 +238,10 @@ class World:
         for sample in what.samples:
             assert sample // self.streams[what.stream].group_size == what.group
             self.ends[what.stream, sample] += 1
+            self.refused.add((what.stream, sample))
+        for entry in self.bag:
+            if isinstance(entry, Generating) and entry.stream == what.stream and entry.sample in what.samples:
+                entry.aborted = True
 
     def _do_FormBatch(self, what: ev.FormBatch) -> None:
         assert not self.state.stopping
@@ -236,10 +270,14 @@ class World:
     def _check_ages(self, what: ev.FormBatch) -> None:
         if not self.changes(self.trained.models) or not self.trained.replicas:
             return
-        lag = certified_lag(self.schedule.max_staleness, self.schedule.sync_every)
+        lag = staleness_bound(self.schedule)
         for sample in what.samples:
             oldest, newest = self.oldest[what.stream, sample]
-            assert what.step - lag <= oldest <= newest <= what.step
+            assert lag is None or what.step - lag <= oldest
+            assert oldest <= newest <= what.step
+            if not self.schedule.interrupt:
+                assert oldest == newest or len(self.trained.replicas) > 1
+            self.lags[what.step - oldest] += 1
             if lag == 0:
                 assert oldest == newest == what.step
 
@@ -298,6 +336,8 @@ class World:
         for stream in self.schedule.streams[1:]:
             if what.replica in stream.replicas:
                 assert not any(name == stream.name for name, _ in self.in_flight)
+        if not self.schedule.interrupt and what.replica in self.trained.replicas:
+            assert not any(name == self.trained.name for name, _ in self.in_flight)
         self.engine[what.replica] = "sleeping"
         self.bag.append(ev.Asleep(what.replica))
 
@@ -327,6 +367,8 @@ class World:
             size = self.streams[stream].group_size
             known = {(stream, s) for group in counts for s in range(group * size, (group + 1) * size)}
             assert {key for key in self.ends if key[0] == stream} <= known
+            if self.finish.reason == "done":  # nothing was made for nothing
+                assert {key for key in self.ends if key[0] == stream} == known - self._rowless(stream)
         if self.finish.reason == "stopped":
             return
         num_steps = len(self.batches[self.trained.name])
@@ -338,6 +380,10 @@ class World:
         for stream in self.schedule.streams[1:]:
             assert num_steps in self.batches[stream.name], "no evaluation at the end"
         self._check_fired(num_steps)
+
+    def _rowless(self, stream: str) -> set[tuple[str, int]]:
+        """Samples of groups for which the dataset had no row."""
+        return {key for key in self.rowless if key[0] == stream}
 
     def _check_fired(self, num_steps: int) -> None:
         for node in self.schedule.nodes:

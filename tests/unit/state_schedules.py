@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -142,13 +143,26 @@ def schedules(draw: st.DrawFn) -> Schedule:
         orders=orders,
         shared=tuple(row for row in shared if row[1]),
         num_steps=draw(st.integers(1, 6)),
-        max_staleness=draw(st.integers(0, 3)),
-        sync_every=draw(st.integers(1, 3)),
         max_concurrent=draw(st.integers(1, 12)),
         max_refused_per_step=60,
+        **draw(staleness_rules(streams[0].batch or 1)),
     )
+
+
+@st.composite
+def staleness_rules(draw: st.DrawFn, batch: int) -> dict[str, Any]:
+    """How stale samples may get, and what becomes of those that are too old or too many."""
+    every, age_rule = draw(st.integers(1, 3)), draw(st.sampled_from((True, True, False)))
+    return {
+        "max_staleness": draw(st.integers(0, 3)),
+        "sync_every": every,
+        "interrupt": draw(st.booleans()),
+        "age_rule": age_rule,
+        "drop_older_than": draw(st.none() | st.integers(every - 1, every + 5)) if age_rule else None,
+        "queue": draw(st.none() | st.integers(batch, 3 * batch)),
+    }
 
 
 def synchronous(schedule: Schedule) -> Schedule:
     """The same with eta = 0 and a weight update in every step."""
-    return replace(schedule, max_staleness=0, sync_every=1)
+    return replace(schedule, max_staleness=0, sync_every=1, drop_older_than=None)

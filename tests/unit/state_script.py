@@ -90,6 +90,8 @@ class Script:
         self.next = dict.fromkeys(self.streams, 0)
         self.todo: deque[ev.Event] = deque()
         self.trace: list[str] = []
+        self.oldest: dict[int, int] = {}
+        self.batches: dict[int, tuple[int, ...]] = {}
 
     def run(self) -> list[str]:
         """The whole run; returns the trace."""
@@ -128,10 +130,14 @@ class Script:
                 if number - self.first[stream] >= self.rows.get(stream, 10**6):
                     return [ev.Exhausted(stream, number)]
                 oldest = self.version if self.streams[stream].replicas else -1
+                if self.streams[stream].batch is not None:
+                    self.oldest |= dict.fromkeys(samples, oldest)
                 return [ev.SampleDone(stream, key, oldest) for key in samples]
-            case ev.FormBatch(stream):
+            case ev.FormBatch(stream, step, samples):
                 if self.streams[stream].batch is None:
                     self.first[stream] = self.next[stream]
+                else:
+                    self.batches[step] = samples
                 return []
             case ev.RunSample(node, key) | ev.RunGroup(node, key) | ev.RunBatch(node, key):
                 return [ev.NodeDone(node, key)]

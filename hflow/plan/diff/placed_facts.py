@@ -13,6 +13,8 @@ from hflow.plan.diff.rows import Lone, Rows, Subjects
 from hflow.plan.diff.texts import Fact, devices, fact, layout, size
 
 _NUMBERS = ("num_steps", "max_staleness", "sync_every", "max_concurrent", "max_refused_per_step")
+_RULES = {"interrupt": True, "age_rule": True, "drop_older_than": None, "queue": None}
+"""Rules of staleness, and what holds in plans that do not name them."""
 
 
 def placed_facts(rows: Rows, lone: Lone) -> dict[str, Subjects]:
@@ -41,6 +43,7 @@ def placed_facts(rows: Rows, lone: Lone) -> dict[str, Subjects]:
 
 def _numbers(schedule: Rows) -> Iterator[tuple[str, dict[str, Fact]]]:
     yield from ((key, {"": fact(schedule[key])}) for key in _NUMBERS)
+    yield from ((key, {"": fact(schedule.get(key, held))}) for key, held in _RULES.items())
     for stream in schedule["streams"]:
         if stream["batch"] is not None:
             yield "batch", {"": fact(stream["batch"])}
