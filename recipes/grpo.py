@@ -4,7 +4,7 @@
 
 Starts from the checkpoint of `recipes/sft.py`, which adds two-digit numbers about half the time.
 Expect the held-out accuracy (`eval_gen/accuracy`, every 20 steps) to rise to about 0.8 in 280
-steps, and the share of right samples (`actor_gen/reward`) with it. With `max_staleness=0`,
+steps, and the share of right samples (`actor_gen/reward`) with it. With `schedule.max_staleness=0`,
 `prox="none"` makes the loss plain clipped PPO.
 """
 

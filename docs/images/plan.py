@@ -30,8 +30,8 @@ OVERRIDES = (
     "workload.response_mean=800",
     "workload.response_cv=0.6",
     "batch=1024",
-    "max_concurrent=4096",
-    "max_staleness=1",
+    "schedule.max_concurrent=4096",
+    "schedule.max_staleness=1",
 )
 WIDTH, HEIGHT = 1440, 1542
 

@@ -8,6 +8,8 @@ entries to the caller.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,7 @@ def decoupled_surrogate(
     clip: float,
     behav_weight_cap: float | None = None,
     *,
+    over_cap: Literal["mask", "truncate"] = "mask",
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
@@ -53,19 +56,22 @@ def decoupled_surrogate(
         behav: log-probs of the policy that generated the tokens.
         advantages: positive where the token should become likelier.
         clip: how far the ratio may fall below 1.
-        behav_weight_cap: a token with w above it gets weight 0; it still counts in the mean.
+        behav_weight_cap: the largest w; None: any.
+        over_cap: what becomes of a token with a larger one. `mask`: weight 0, still counted in the mean
+            (masked importance sampling); `truncate`: the cap as its weight (truncated importance sampling).
         clip_high: how far the ratio may rise above 1; `clip` when None.
         dual_clip: c > 1; where A < 0 the surrogate is at least `c A` (Ye et al. 2020, equation 5).
 
     Source: Hilton et al. 2022, "Batch size-invariance for policy optimization", equation 4; the
-    cap is AReaL's (Fu et al. 2025).
+    cap is AReaL's (Fu et al. 2025), truncation that of IMPALA (Espeholt et al. 2018, section 4.1).
     """
     loss = clipped_surrogate(theta, prox, advantages, clip, clip_high=clip_high)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
     weight = torch.exp(prox - behav).detach()
     if behav_weight_cap is not None:
-        weight = weight.masked_fill(weight > behav_weight_cap, 0)
+        capped = 0.0 if over_cap == "mask" else behav_weight_cap
+        weight = weight.masked_fill(weight > behav_weight_cap, capped)
     return weight * loss
 
 

@@ -121,6 +121,30 @@ class WorkloadConfig:
 
 
 @dataclass(frozen=True)
+class ScheduleConfig:
+    """How far generation may run ahead of training, and what happens to samples that get old: `schedule`."""
+
+    max_staleness: int = _least(0, 0)
+    """Syncs that the weights of a trained token may lie behind (eta): 0 is synchronous, 2 to 8 is typical."""
+    sync_every: int = _least(1, 1)
+    """Steps from one sync of the generation engines' weights to the next."""
+    max_concurrent: int = _least(1, 256)
+    """Samples in flight, over all engines."""
+    interrupt: bool = True
+    """Whether a sync interrupts samples, which keep their tokens and go on with the new weights (partial
+    rollout); false: engines finish what runs before they take weights."""
+    age_rule: bool = True
+    """Whether samples are dropped, or aborted, before they would train too old."""
+    drop_older_than: int | None = _least(0, None)
+    """The age rule's limit, in versions; null: the lag that the plan certifies."""
+    queue: int | None = _least(1, None)
+    """Accepted groups that wait for their batch at most, the oldest dropped beyond; null: no bound besides
+    admission's."""
+    max_refused_per_step: int = _least(0, 1000)
+    """Groups refused in one step above which the run stops."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The whole configuration of one run."""
 
@@ -134,14 +158,8 @@ class RunConfig:
     """Training steps."""
     batch: int = _least(1, 32)
     """Groups a step; a group is one prompt with its samples."""
-    max_staleness: int = _least(0, 0)
-    """Versions that a batch may be behind when it starts: 0 is synchronous, 2 to 8 is typical."""
-    sync_every: int = _least(1, 1)
-    """Steps from one sync of the generation engines' weights to the next."""
-    max_concurrent: int = _least(1, 256)
-    """Samples in flight, over all engines."""
-    max_refused_per_step: int = _least(0, 1000)
-    """Groups refused in one step above which the run stops."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """How far generation may run ahead of training."""
     save_every: int = _least(0, 0)
     """Steps from one checkpoint to the next; 0 keeps only the one at the end."""
     workers: Literal["ray", "inproc"] = "ray"

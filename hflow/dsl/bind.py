@@ -10,7 +10,7 @@ from hflow.dsl.nodetype import KINDS
 from hflow.dsl.options import Option
 from hflow.dsl.values import conform
 from hflow.errors import ConfigError, nearest
-from hflow.graph.ir import NodeSpec, RecipeSpec
+from hflow.graph.ir import NodeSpec, RecipeSpec, Where
 
 _FIELDS = ("group", "every", "after")
 """Options that are fields of a `NodeSpec`; names, streams and levels are the recipe's alone."""
@@ -30,8 +30,9 @@ def bind(spec: RecipeSpec, overrides: Mapping[str, Mapping[str, Any]]) -> Recipe
     for name in overrides:
         if name not in known:
             raise ConfigError(f"nodes.{name}: the recipe has no such node{nearest(name, known)}")
-    nodes = tuple(_bind_node(node, overrides.get(node.name, {})) for node in spec.nodes)
-    return replace(spec, nodes=nodes)
+    nodes = [_bind_node(node, overrides.get(node.name, {})) for node in spec.nodes]
+    trains = {(node.models[0], node.where): node for node in nodes if node.verb == "train"}
+    return replace(spec, nodes=tuple(_in_step(node, trains, overrides) for node in nodes))
 
 
 def overridable(node: NodeSpec) -> tuple[str, ...]:
@@ -45,6 +46,20 @@ def _bind_node(node: NodeSpec, values: Mapping[str, Any]) -> NodeSpec:
     for key, value in values.items():
         node = _bind_value(node, key, value)
     return node
+
+
+def _in_step(
+    node: NodeSpec,
+    trains: Mapping[tuple[str, Where], NodeSpec],
+    overrides: Mapping[str, Mapping[str, Any]],
+) -> NodeSpec:
+    """A node that a train node brought along fires when that does, whatever the configuration made of it."""
+    if not node.implicit:
+        return node
+    same = trains[node.models[0], node.where]
+    own = overrides.get(node.name, {})
+    every = node.every if "every" in own else same.every
+    return replace(node, every=every, after=node.after if "after" in own else same.after)
 
 
 def _bind_value(node: NodeSpec, key: str, value: Any) -> NodeSpec:

@@ -34,8 +34,6 @@ def _reasons(compiled: Compiled) -> Iterator[str]:
     for replica in compiled.plan.replicas:
         yield from _backend_reasons(replica)
         yield from _layout_reasons(replica, compiled.config.workers)
-    if compiled.config.max_staleness > 0:
-        yield "max_staleness above 0 is planned but not executed yet; set max_staleness=0"
     if compiled.plan.cluster.num_nodes > 1 and compiled.config.workers == "inproc":
         yield "workers=inproc is one process on one machine; take workers=ray or a cluster of one machine"
 

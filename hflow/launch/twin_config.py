@@ -25,8 +25,7 @@ def common(config: RunConfig, graph: Graph, steps: int, out: str) -> RunConfig:
         config,
         steps=steps,
         out=out,
-        max_staleness=0,
-        sync_every=1,
+        schedule=dataclasses.replace(config.schedule, max_staleness=0, sync_every=1),
         save_every=0,
         models={spec.name: _comparable(config, spec.name) for spec in graph.models},
         nodes=_nodes(config, graph, steps),
@@ -48,8 +47,8 @@ def changes(graph: Graph, config: RunConfig) -> Iterator[str]:
     for node in graph.nodes:
         if node.spec.verb == "train" and node.spec.after:
             yield f"{node.name} trains from the first step on (after={node.spec.after})"
-    if config.max_staleness:
-        yield f"generation and training take turns (max_staleness={config.max_staleness})"
+    if config.schedule.max_staleness:
+        yield f"generation and training take turns (max_staleness={config.schedule.max_staleness})"
     for name, model in config.models.items():
         if model.dtype not in (None, "fp32"):
             yield f"{name} computes in fp32 (dtype={model.dtype})"

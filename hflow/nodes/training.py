@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from hflow.dsl import train
@@ -21,6 +22,7 @@ def actor_train(
     clip: float = 0.2,
     clip_high: float | None = None,
     behav_weight_cap: float | None = 5.0,
+    over_cap: Literal["mask", "truncate"] = "mask",
     dual_clip: float | None = None,
     kl_coef: float = 0.0,
     kl_estimator: Literal["k2", "k3"] = "k3",
@@ -38,12 +40,15 @@ def actor_train(
         advantages,
         clip,
         behav_weight_cap,
+        over_cap=over_cap,
         clip_high=clip_high,
         dual_clip=dual_clip,
     )
     ratio = (theta - prox_logprobs).exp()
     outside = (ratio < 1 - clip) | (ratio > 1 + (clip if clip_high is None else clip_high))
     metrics = {"clip_fraction": outside, "kl": algo.kl_k3(theta, prox_logprobs), "entropy": out.entropy}
+    if behav_weight_cap is not None:
+        metrics["over_cap"] = prox_logprobs - behav_logprobs > math.log(behav_weight_cap)
     if kl_coef:
         if ref_logprobs is None:
             raise RecipeError("actor_train: kl_coef needs ref_logprobs: list use(nodes.ref_inf, REF)")

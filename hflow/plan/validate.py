@@ -43,8 +43,8 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
     for stream in root_streams(graph):
         if stream.group > request.max_concurrent:
             raise PlanError(
-                f"max_concurrent is {request.max_concurrent}, but a group of {stream.name!r} has "
-                f"{stream.group} samples; set max_concurrent to {stream.group} or more"
+                f"schedule.max_concurrent is {request.max_concurrent}, but a group of {stream.name!r} has "
+                f"{stream.group} samples; set schedule.max_concurrent to {stream.group} or more"
             )
 
 
@@ -53,17 +53,18 @@ def _check_ages(request: PlanRequest) -> None:
     least = request.sync_every - 1
     if request.drop_older_than is not None and not request.age_rule:
         raise PlanError(
-            f"drop_older_than is {request.drop_older_than}, but age_rule is off; leave out one of them"
+            f"schedule.drop_older_than is {request.drop_older_than}, but schedule.age_rule is off; leave out "
+            "one of them"
         )
     if request.drop_older_than is not None and request.drop_older_than < least:
         raise PlanError(
-            f"drop_older_than is {request.drop_older_than}, but weights reach the engines every "
-            f"{request.sync_every} steps only; set drop_older_than to {least} or more"
+            f"schedule.drop_older_than is {request.drop_older_than}, but weights reach the engines every "
+            f"{request.sync_every} steps only; set schedule.drop_older_than to {least} or more"
         )
     if request.queue is not None and request.queue < request.batch:
         raise PlanError(
-            f"queue is {request.queue}, but a batch has {request.batch} groups; set queue to {request.batch} "
-            f"or more"
+            f"schedule.queue is {request.queue}, but a batch has {request.batch} groups; set schedule.queue "
+            f"to {request.batch} or more"
         )
 
 

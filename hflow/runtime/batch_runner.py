@@ -116,6 +116,8 @@ class BatchRunner:
             holdings.made(fields, result.samples, result.worker)
             self._report(node, step, {f"{node}/{name}": value for name, value in result.metrics.items()})
             self._observer.on_span(result.worker, result.span)
+            if self._plan.placement(node).replicas:
+                self._scores.ran(result.worker, result.span.end - result.span.start)
 
     async def _summarize_late(self, node: str, step: int, results: Sequence[NodeResult]) -> None:
         """Average what a body of samples or groups made that fires by batch, as `summarize` does."""

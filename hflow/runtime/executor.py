@@ -70,7 +70,7 @@ class Executor:
         }
         self._placer = Placer(plan)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._scores = Scoreboard()
+        self._scores = Scoreboard(*_num_devices(plan))
         self._batches = BatchRunner(plan, workers, observer, self._scores, seed)
         self._steps = 0
         self._reason: str | None = None
@@ -127,7 +127,7 @@ class Executor:
     async def _poll(self, worker: int) -> None:
         while True:
             report: Report = await self._workers.poll(worker)
-            self._scores.generated(report.num_generated)
+            self._scores.drew(report.drawn)
             for span in report.spans:
                 self._observer.on_span(worker, span)
             self._feed(*(self._translate(worker, event) for event in report.events))
@@ -136,6 +136,8 @@ class Executor:
         match event:
             case SampleReady():
                 self._batches.holdings[event.stream].arrive(event.sample, worker, event.length)
+                if self._is_trained(event.stream):
+                    self._scores.ages.arrive(event.sample, event.oldest, event.newest)
                 self._left_source(event.stream, event.sample)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
             case ComputeReady():
@@ -144,6 +146,9 @@ class Executor:
                 if event.node in self._streams:
                     self._left_source(event.node, event.key)
                 return ev.NodeFailed(event.node, event.key, ev.Refusal(event.reason), event.message)
+
+    def _is_trained(self, stream: str) -> bool:
+        return self._streams[stream].batch is not None
 
     def _left_source(self, stream: str, sample: int) -> None:
         self._placer.finished(stream, sample // self._streams[stream].group_size)
@@ -188,8 +193,9 @@ class Executor:
         orders.computes[worker].append(ComputeOrder(node, key, samples))
 
     def _refuse(self, what: ev.Refuse) -> None:
-        for _ in what.samples:
-            self._scores.refused(what.reason)
+        self._scores.refused(what.reason, len(what.samples))
+        if self._is_trained(what.stream):
+            self._scores.ages.forget(what.samples)
         self._observer.on_refusal(what.node, what.reason, what.message)
         worker = self._placer.home(what.stream, what.group)
         self._batches.holdings[what.stream].forget(what.samples)
@@ -198,9 +204,11 @@ class Executor:
     # ----------------------------------------------------------------------------- batches
     def _form(self, what: ev.FormBatch) -> None:
         stream = self._streams[what.stream]
-        is_evaluation = stream.batch is None
+        is_evaluation = not self._is_trained(what.stream)
         if is_evaluation:
             self._cursors[what.stream].restart()
+        else:
+            self._scores.add(what.step, self._scores.ages.bind(what.samples, what.step))
         self._placer.forget(what.stream, what.groups)
         batch = StepBatch(what.stream, what.step, what.samples, what.groups, stream.group_size)
         self._batches.form(batch)
@@ -219,7 +227,7 @@ class Executor:
         await self._batches.close_step(step)
         if step < self._plan.schedule.num_steps:
             self._steps = step + 1
-            self._observer.on_step(step, self._scores.close(step))
+            self._observer.on_step(step, self._scores.close(step, self._state.counts()))
 
     # --------------------------------------------------------------------- engines, saving
     async def _wake(self, replica: str, version: int) -> None:
@@ -239,6 +247,12 @@ class Executor:
         """Save a model as of `steps` completed steps."""
         await self._workers.save(model, str(self._checkpoints.begin(steps, model)))
         self._checkpoints.done(steps, model)
+
+
+def _num_devices(plan: Plan) -> tuple[int, int]:
+    """Engines, and workers that train or infer."""
+    engines = sum(replica.layout.data for replica in plan.replicas if replica.role == "gen")
+    return engines, len({worker for r in plan.replicas if r.role != "gen" for worker in r.workers})
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -97,7 +97,7 @@ class Rollout(StreamState):
         why = f": {message}" if message else ""
         return (
             f"{self.num_refused} groups were refused since the last batch, {times} of them by {node} "
-            f"({reason}){why}; mend {node} or raise max_refused_per_step"
+            f"({reason}){why}; mend {node} or raise schedule.max_refused_per_step"
         )
 
     def limit(self, engine_version: int, steps_trained: int) -> int:

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
+from hflow.runtime.ages import Ages
 from hflow.runtime.events import Refusal
-from hflow.workers.base import Span
+from hflow.workers.base import Drawn, Span
 
 
 class Observer(Protocol):
@@ -34,38 +35,62 @@ class Observer(Protocol):
 class Scoreboard:
     """Metrics of the steps in flight, and the counters between steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_engines: int, num_trainers: int) -> None:
+        """Begin.
+
+        Args:
+            num_engines: engines, of whose time `busy/engines` is a share.
+            num_trainers: workers that run batch nodes with models, of whose time `busy/trainers` is.
+        """
+        self._num_engines, self._num_trainers = num_engines, num_trainers
+        self.ages = Ages()
         self._rows: dict[int, dict[str, float]] = {}
         self._refused: Counter[str] = Counter()
-        self._generated = 0
+        self._drawn = Drawn()
+        self._busy: Counter[int] = Counter()
+        """Worker -> seconds that its device ran batch nodes."""
         self._last = time.monotonic()
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Add values to a step's row."""
         self._rows.setdefault(step, {}).update(values)
 
-    def refused(self, reason: Refusal) -> None:
-        """Count a refusal against the step that completes next."""
-        self._refused[reason.value] += 1
+    def refused(self, reason: Refusal, num_samples: int) -> None:
+        """Count samples that left against the step that completes next."""
+        self._refused[f"{'dropped' if reason.is_drop else 'refused'}/{reason.value}"] += num_samples
 
-    def generated(self, num_tokens: int) -> None:
-        """Count generated tokens."""
-        self._generated += num_tokens
+    def drew(self, drawn: Drawn) -> None:
+        """Count what engines did."""
+        self._drawn += drawn
 
-    def close(self, step: int) -> dict[str, float]:
-        """The finished row of a step, with time and throughput since the step before."""
+    def ran(self, worker: int, seconds: float) -> None:
+        """Count the time of a batch node on a worker's device."""
+        self._busy[worker] += seconds  # type: ignore[assignment]
+
+    def close(self, step: int, counts: Mapping[str, float]) -> dict[str, float]:
+        """The finished row of a step, with time and throughput since the step before.
+
+        Args:
+            step: which.
+            counts: of the rollout as it stands.
+        """
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         row = self._rows.pop(step, {})
         row["time/step_seconds"] = seconds
-        row["time/generated_tokens_per_second"] = self._generated / seconds
+        row["time/generated_tokens_per_second"] = self._drawn.num_tokens / seconds
+        row["busy/engines"] = self._drawn.seconds / seconds / max(1, self._num_engines)
+        row["busy/trainers"] = sum(self._busy.values()) / seconds / max(1, self._num_trainers)
+        if self._drawn.num_interrupted:
+            row["rollout/interrupted"] = self._drawn.num_interrupted
+            row["rollout/kept_tokens"] = self._drawn.num_kept
         if tokens := row.get("batch/tokens"):
             row["time/tokens_per_second"] = tokens / seconds
         if samples := row.get("batch/samples"):
             row["time/samples_per_second"] = samples / seconds
-        for reason in sorted(self._refused):
-            row[f"refused/{reason}"] = self._refused[reason]
-        self._generated = 0
+        row.update({**self._refused, **counts})
+        self._drawn = Drawn()
+        self._busy.clear()
         self._refused.clear()
         return dict(sorted(row.items()))
 

@@ -91,6 +91,20 @@ class RunState:
         self._out.clear()
         return instructions
 
+    def counts(self) -> dict[str, float]:
+        """The rollout as it stands, in groups: running, waiting for their batch, accepted so far.
+
+        And the version of the weights that fresh samples are drawn with, where there is one.
+        """
+        rollout = self.data.rollout
+        versions = [engine.version for engine in self.data.engines_of[rollout.stream.name]]
+        return {
+            "rollout/running": len(rollout.groups),
+            "rollout/queued": len(rollout.queue),
+            "rollout/accepted": rollout.num_accepted,
+            **({"rollout/version": min(versions)} if versions else {}),
+        }
+
     # ------------------------------------------------------------------ events
     def _on_started(self, event: Started) -> None:
         assert not self._started, "the run started twice"

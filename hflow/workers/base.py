@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from hflow.plan.ir import Plan
@@ -17,6 +17,7 @@ from hflow.plan.redistribute import Move
 __all__ = [
     "ComputeOrder",
     "ComputeReady",
+    "Drawn",
     "Failed",
     "GroupOrder",
     "Move",
@@ -194,14 +195,34 @@ WorkerEvent = SampleReady | ComputeReady | Failed
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What engines did in some time."""
+
+    num_tokens: int = 0
+    """Tokens drawn by requests that finished or were interrupted."""
+    seconds: float = 0.0
+    """Time in steps of engines, summed over them."""
+    num_interrupted: int = 0
+    """Requests interrupted before they were finished."""
+    num_kept: int = 0
+    """Tokens that these had and kept."""
+
+    def __add__(self, other: Drawn) -> Drawn:
+        return Drawn(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Drawn) -> Drawn:
+        return Drawn(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that happened on a worker since the last poll."""
 
     worker: int
     events: tuple[WorkerEvent, ...]
     spans: tuple[Span, ...] = ()
-    num_generated: int = 0
-    """Tokens generated since the last poll."""
+    drawn: Drawn = Drawn()
+    """What its engines did since the last poll."""
 
 
 class Workers(abc.ABC):

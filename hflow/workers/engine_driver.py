@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from hflow.backends.base import Generated, GenerationEngine, SamplingParams
 from hflow.errors import HflowError, RunError
+from hflow.workers.base import Drawn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,8 +66,8 @@ class EngineDriver:
     """Owns an engine. `submit` is for one event loop, everything else for any other thread."""
 
     def __init__(self, engine: GenerationEngine) -> None:
-        self.num_drawn = 0
-        """Tokens drawn by finished and interrupted requests."""
+        self.drawn = Drawn()
+        """What the engine did so far."""
         self._engine = engine
         self._ids = itertools.count()
         self._outgoing: list[_Request] = []
@@ -158,7 +160,9 @@ class EngineDriver:
     def _pause(self, engine: GenerationEngine) -> None:
         self._paused = True
         for request_id, part in engine.interrupt():
-            self._record(self._held[request_id], part)
+            request = self._held[request_id]
+            self._record(request, part)
+            self.drawn += Drawn(num_interrupted=1, num_kept=len(request.drawn.ids))
 
     # --------------------------------------------------------------- on the event loop
     def _flush(self) -> None:
@@ -191,7 +195,9 @@ class EngineDriver:
             outcomes = self._take_in(engine)
             num_unfinished = engine.num_unfinished
             if num_unfinished:
+                start = time.perf_counter()
                 outcomes += [self._finished(*result) for result in engine.step()]
+                self.drawn += Drawn(seconds=time.perf_counter() - start)
         _deliver(outcomes)
         return num_unfinished > 0
 
@@ -221,7 +227,7 @@ class EngineDriver:
 
     def _record(self, request: _Request, part: Generated) -> None:
         request.extend(part)
-        self.num_drawn += len(part.ids)
+        self.drawn += Drawn(num_tokens=len(part.ids))
 
     def _fail(self, failure: BaseException) -> None:
         """Answer everybody who waits, and all who come later."""

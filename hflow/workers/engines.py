@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from hflow.backends.base import ModelBackend
 from hflow.plan.ir import Plan, WeightRoute
-from hflow.workers.base import Span
+from hflow.workers.base import Drawn, Span
 from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.episodes import Episodes
 from hflow.workers.transfer import Arriving
@@ -42,7 +42,7 @@ class Engines:
         self._episodes = episodes
         self._on_span = on_span
         self._lock = threading.Lock()
-        self._num_drawn = 0
+        self._drawn = Drawn()
         self._versions: dict[str, int] = {}
         self._awake_since: dict[str, float] = {}
         for driver in drivers.values():
@@ -77,11 +77,11 @@ class Engines:
         version = {"version": self._versions[replica]}
         self._on_span(Span(f"generate {replica}", "generate", start, time.time(), version))
 
-    def take_num_drawn(self) -> int:
-        """Tokens that the engines drew since the last call."""
+    def take_drawn(self) -> Drawn:
+        """What the engines did since the last call."""
         with self._lock:
-            total = sum(driver.num_drawn for driver in self._drivers.values())
-            new, self._num_drawn = total - self._num_drawn, total
+            total = sum((driver.drawn for driver in self._drivers.values()), Drawn())
+            new, self._drawn = total - self._drawn, total
             return new
 
     def close(self) -> None:

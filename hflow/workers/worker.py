@@ -147,7 +147,7 @@ class Worker:
     def poll(self, worker: int) -> Report:
         """Wait for events of one hosted index."""
         report = self._mailboxes[worker].wait()
-        return dataclasses.replace(report, num_generated=self._engines.take_num_drawn())
+        return dataclasses.replace(report, drawn=self._engines.take_drawn())
 
     def export(self, samples: Sequence[int], fields: Iterable[str]) -> Parcel:
         """Pack fields of samples for another worker."""

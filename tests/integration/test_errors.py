@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.cli import main
 
-FAST = ["workers=inproc", "cluster=cpu-1x1", "steps=2", "batch=2", "max_refused_per_step=3"]
+FAST = ["workers=inproc", "cluster=cpu-1x1", "steps=2", "batch=2", "schedule.max_refused_per_step=3"]
 TINY = "+model@models.actor=tiny-qwen2"
 ADDITION = "+data@data.train=addition"
 
@@ -258,7 +258,7 @@ def test_the_first_refusal_of_a_kind_is_noted(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.py").write_text(score("return 1.0 / (answer < '100')"))
     monkeypatch.setattr(
-        sys, "argv", ["hflow", "run", "r.py", *FAST, "max_refused_per_step=50", TINY, ADDITION]
+        sys, "argv", ["hflow", "run", "r.py", *FAST, "schedule.max_refused_per_step=50", TINY, ADDITION]
     )
     with pytest.raises(SystemExit) as stop:
         main()

@@ -82,7 +82,7 @@ def test_what_a_run_writes_loads_with_transformers(checkpoint: Path) -> None:
         ["cluster=cpu-1x2"],
         ["models.actor.tokens_per_microbatch=40"],
         ["models.actor.gen.max_running=3"],
-        ["max_concurrent=16"],
+        ["schedule.max_concurrent=16"],
     ],
     ids=["two dp shards", "tiny micro-batches", "small engine", "few in flight"],
 )

@@ -30,7 +30,7 @@ from hflow.workers.ray_processes import RayProcesses
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 NUM_WORKERS = 8
-SMALL = ["batch=8", "max_concurrent=64"]
+SMALL = ["batch=8", "schedule.max_concurrent=64"]
 PPO = ["models.critic.optim.warmup_steps=0", "batch=32"]
 
 

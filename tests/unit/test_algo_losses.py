@@ -43,6 +43,14 @@ def test_a_weight_above_the_cap_is_zero():
     torch.testing.assert_close(got, torch.tensor([0.0, -2.0]))
 
 
+def test_a_weight_above_the_cap_is_truncated_to_it():
+    prox, behav = logs(0.3, 0.2), logs(0.1, 0.1)
+    got = algo.decoupled_surrogate(
+        prox, prox, behav, torch.ones(2), 0.2, behav_weight_cap=2.5, over_cap="truncate"
+    )
+    torch.testing.assert_close(got, torch.tensor([-2.5, -2.0]))
+
+
 def test_the_weight_has_no_gradient():
     prox = logs(0.3).requires_grad_()
     theta = logs(0.3).requires_grad_()

@@ -53,7 +53,7 @@ def staleness_sentence(plan: Plan) -> str:
     if bound == 0:
         return (
             "Staleness is 0: every token is made by the weights from which its training step starts. "
-            "max_staleness=1 would let generation and training overlap on devices of their own."
+            "schedule.max_staleness=1 would let generation and training overlap on devices of their own."
         )
     eta, sync = schedule.max_staleness, schedule.sync_every
     return (

@@ -1,0 +1,28 @@
+"""Staleness of samples, by hand."""
+
+from hflow.runtime.ages import Ages
+
+
+def test_a_lag_has_a_part_in_flight_and_one_in_the_queue() -> None:
+    ages = Ages()
+    ages.arrive(0, 3, 3)
+    ages.arrive(1, 2, 4)
+    ages.arrive(2, 5, 5)
+    ages.arrive(3, -1, -1)  # nothing of it was generated
+    assert ages.bind((0, 1, 2, 3), 5) == {
+        "staleness/mean": (2 + 3 + 0) / 3,
+        "staleness/in_flight": (0 + 2 + 0) / 3,
+        "staleness/in_queue": (2 + 1 + 0) / 3,
+        "staleness/max": 3.0,
+        "staleness/lag_0": 1 / 3,
+        "staleness/lag_2": 1 / 3,
+        "staleness/lag_3": 1 / 3,
+    }
+    assert ages.bind((0, 1, 2), 6) == {}
+
+
+def test_what_left_is_forgotten() -> None:
+    ages = Ages()
+    ages.arrive(0, 0, 0)
+    ages.forget((0, 7))
+    assert ages.bind((0,), 1) == {}
