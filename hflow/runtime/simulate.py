@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hflow.plan.ir import Level, Schedule
+from hflow.runtime.draws import Durations, seconds_of
 from hflow.runtime.events import (
     Asleep,
     Awake,
@@ -18,6 +19,7 @@ from hflow.runtime.events import (
     Instruction,
     NodeDone,
     OpenGroup,
+    Refuse,
     RunBatch,
     RunGroup,
     RunSample,
@@ -27,31 +29,9 @@ from hflow.runtime.events import (
     StepDone,
     Wake,
 )
+from hflow.runtime.simulated import Books, SimulatedRun, Timeline
 from hflow.runtime.state import RunState
 from hflow.workers.base import Span
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """What a simulated run did, in seconds from its start."""
-
-    spans: tuple[Span, ...]
-    """Batch nodes, on the lane of their device group, and engines' waking times, on their own."""
-    step_ends: tuple[float, ...]
-    """When each step was complete."""
-    finish: Finish
-
-    def period(self) -> float:
-        """Seconds a step in the steady state: the first steps fill the pipeline, the last ones drain it.
-
-        Raises:
-            ValueError: fewer than four steps.
-        """
-        num_steps = len(self.step_ends)
-        if num_steps < 4:
-            raise ValueError(f"a period needs at least four steps, and {num_steps} were simulated")
-        first, last = num_steps // 4, 3 * num_steps // 4
-        return (self.step_ends[last] - self.step_ends[first]) / (last - first)
 
 
 @dataclass(eq=False)
@@ -62,6 +42,8 @@ class _Generating:
     left: float
     oldest: int
     due: float | None = None
+    since: float = 0.0
+    """When it began, or went on after an interruption."""
 
 
 @dataclass
@@ -74,25 +56,37 @@ class _Source:
     next: int = 0
 
 
-def simulate(
-    schedule: Schedule, durations: Mapping[str, float], rows: Mapping[str, int] | None = None
-) -> Timeline:
-    """Run a schedule on a virtual clock.
+def simulate(schedule: Schedule, durations: Durations, rows: Mapping[str, int] | None = None) -> Timeline:
+    """Run a schedule on a virtual clock; see `simulate_run`."""
+    simulation = _Simulation(schedule, durations, rows or {})
+    return simulation.books.timeline(simulation.run())
+
+
+def simulate_run(
+    schedule: Schedule, durations: Durations, rows: Mapping[str, int] | None = None
+) -> SimulatedRun:
+    """Run a schedule on a virtual clock, and account for its devices and samples.
 
     Args:
         schedule: what is run.
         durations: seconds of a node for each sample, group or step; of a source for one sample
-            (samples do not slow each other down); of a replica, to take new weights. What is not
-            named takes no time.
+            (samples do not slow each other down: `max_concurrent` stands for an engine's slots); of a
+            replica, to take new weights. What is not named takes no time.
         rows: groups in each side stream's dataset; 1 where not named. The trained one has no end.
+
+    Raises:
+        ValueError: fewer than four steps.
     """
-    return _Simulation(schedule, durations, rows or {}).run()
+    simulation = _Simulation(schedule, durations, rows or {})
+    stream = schedule.streams[0]
+    lanes = tuple(group for group, _ in schedule.orders)
+    return simulation.books.close(simulation.run(), lanes, (stream.batch or 0) * stream.group_size)
 
 
 class _Simulation:
     """A virtual clock, a heap of what is due, and the engines' versions."""
 
-    def __init__(self, schedule: Schedule, durations: Mapping[str, float], rows: Mapping[str, int]) -> None:
+    def __init__(self, schedule: Schedule, durations: Durations, rows: Mapping[str, int]) -> None:
         self._state = RunState(schedule)
         self._durations = durations
         self._rows = rows
@@ -104,10 +98,10 @@ class _Simulation:
         self._heap: list[tuple[float, int, Event | _Generating, str]] = []
         self._order = itertools.count()
         self._now = 0.0
-        self._spans: list[Span] = []
-        self._step_ends: list[float] = []
+        self._trained = schedule.streams[0].name
+        self.books = Books()
 
-    def run(self) -> Timeline:
+    def run(self) -> Finish:
         """Handle what is due, in order of time, until the end."""
         finish = self._handle(Started())
         while finish is None:
@@ -116,12 +110,10 @@ class _Simulation:
             if not isinstance(due, _Generating):
                 finish = self._handle(due)
             elif due.due == self._now:
-                due.due = None
-                del self._sources[stream].flying[due.sample]
-                finish = self._handle(SampleDone(stream, due.sample, due.oldest))
+                finish = self._handle(self._end_sample(stream, due))
         for replica in tuple(self._awake_since):
             self._close_span(replica)
-        return Timeline(tuple(self._spans), tuple(self._step_ends), finish)
+        return finish
 
     def _handle(self, event: Event) -> Finish | None:
         if isinstance(event, Awake):
@@ -138,11 +130,13 @@ class _Simulation:
         match instruction:
             case OpenGroup():
                 self._open(instruction)
+            case Refuse():
+                self._abort(instruction)
             case RunSample(node, key) | RunGroup(node, key):
-                self._report(node, NodeDone(node, key))
+                self._report(node, NodeDone(node, key), key)
             case RunBatch(node, step):
-                end = self._report(node, NodeDone(node, step))
-                self._spans.append(Span(node, self._lanes[node], self._now, end, {"step": step}))
+                end = self._report(node, NodeDone(node, step), step)
+                self.books.spans.append(Span(node, self._lanes[node], self._now, end, {"step": step}))
             case Wake(replica, version):
                 loads = version != self._versions.get(replica)
                 self._report(replica if loads else "", Awake(replica, version))
@@ -152,12 +146,14 @@ class _Simulation:
                 self._report("", Asleep(replica))
             case FormBatch(stream):
                 self._sources[stream].first = self._sources[stream].next
+                if stream == self._trained:
+                    self.books.formed(instruction)
             case StepDone(step) if step < self._state.data.progress.num_steps:
-                self._step_ends.append(self._now)
+                self.books.step_ends.append(self._now)
 
-    def _report(self, name: str, event: Event) -> float:
+    def _report(self, name: str, event: Event, key: int = 0) -> float:
         """Let an event come after the duration of what is named; returns when."""
-        end = self._now + self._durations.get(name, 0.0)
+        end = self._now + seconds_of(self._durations, name, key)
         heapq.heappush(self._heap, (end, next(self._order), event, ""))
         return end
 
@@ -168,14 +164,14 @@ class _Simulation:
         if stream.batch is None and what.group - source.first >= self._rows.get(stream.name, 1):
             self._report("", Exhausted(stream.name, what.group))
             return
-        oldest = min((self._versions[replica] for replica in stream.replicas), default=-1)
+        oldest = self._version(stream.name)
         for sample in what.samples:
-            generating = _Generating(sample, self._durations.get(stream.source, 0.0), oldest)
+            generating = _Generating(sample, seconds_of(self._durations, stream.source, sample), oldest)
             source.flying[sample] = generating
             self._generate(stream.name, generating)
 
     def _generate(self, stream: str, sample: _Generating) -> None:
-        sample.due = self._now + sample.left
+        sample.since, sample.due = self._now, self._now + sample.left
         heapq.heappush(self._heap, (sample.due, next(self._order), sample, stream))
 
     def _interrupt(self, replica: str) -> None:
@@ -185,7 +181,36 @@ class _Simulation:
                 continue
             for sample in source.flying.values():
                 if sample.due is not None:
-                    sample.left, sample.due = sample.due - self._now, None
+                    self.books.interruptions += sample.due > self._now
+                    self._stop(name, sample)
+
+    def _stop(self, stream: str, sample: _Generating) -> None:
+        """A sample generates no more, for now or for good."""
+        assert sample.due is not None, f"sample {sample.sample} of {stream} does not generate"
+        self.books.generated(self._streams[stream].replicas, sample.since, self._now)
+        sample.left, sample.due = sample.due - self._now, None
+
+    def _end_sample(self, stream: str, sample: _Generating) -> SampleDone:
+        self._stop(stream, sample)
+        del self._sources[stream].flying[sample.sample]
+        if stream == self._trained:
+            self.books.sampled(sample.sample, sample.oldest, self._version(stream))
+        return SampleDone(stream, sample.sample, sample.oldest)
+
+    def _abort(self, what: Refuse) -> None:
+        """What left the run is not generated to its end; its report comes at once."""
+        flying = self._sources[what.stream].flying
+        for number in what.samples:
+            if (sample := flying.pop(number, None)) is not None:
+                if sample.due is not None:
+                    self._stop(what.stream, sample)
+                self._report("", SampleDone(what.stream, number, sample.oldest))
+        if what.stream == self._trained:
+            self.books.refused(what)
+
+    def _version(self, stream: str) -> int:
+        """The version that a stream is generated with; -1 where no engine makes it."""
+        return min((self._versions[replica] for replica in self._streams[stream].replicas), default=-1)
 
     def _resume(self) -> None:
         for name, source in self._sources.items():
@@ -197,4 +222,4 @@ class _Simulation:
     def _close_span(self, replica: str) -> None:
         version = self._versions[replica]
         start = self._awake_since.pop(replica)
-        self._spans.append(Span("generate", replica, start, self._now, {"version": version}))
+        self.books.spans.append(Span("generate", replica, start, self._now, {"version": version}))

@@ -127,3 +127,9 @@ def test_truncated_sampling_is_warned_of():
     assert any("actor_gen samples with top_p=0.9" in warning for warning in plan.warnings)
     evaluation = compile_plan(changed(grpo(), "eval_gen", options=options), request())
     assert evaluation.warnings == ()
+
+
+def test_rules_of_staleness_that_no_batch_could_meet():
+    refused(grpo(), "set drop_older_than to 2 or more", sync_every=3, drop_older_than=1)
+    refused(grpo(), "queue is 1, but a batch has 4 groups; set queue to 4 or more", batch=4, queue=1)
+    refused(grpo(), "age_rule is off; leave out one of them", drop_older_than=3, age_rule=False)

@@ -83,6 +83,23 @@ def test_the_period_of_stale_generation_is_that_of_the_run(shared: bool, max_sta
         assert period(what, seconds).seconds == pytest.approx(simulate(what, seconds).period())
 
 
+@pytest.mark.parametrize(("max_staleness", "error"), [(1, 0.05), (2, 1e-6), (3, 1e-6)])
+def test_the_period_of_nodes_that_work_a_step_ahead_is_that_of_the_run(max_staleness: int, error: float):
+    """Three groups in a row; two batches are formed and not yet trained at most.
+
+    With eta = 1 the run may wait for weights in the midst of a batch, where the estimate has them before.
+    """
+    nodes = [
+        batch("values", "a", reads=("ref",)),
+        batch("advantage", "b", "values"),
+        batch("train", "c", "advantage", writes=("actor",)),
+    ]
+    what = schedule([generated(size=1)], nodes, max_staleness=max_staleness, num_steps=96, max_concurrent=2)
+    for gen, values, train, load in product((1.0, 7.0), (2.0, 6.0), (2.0, 5.0), (0.0, 0.5)):
+        seconds = {"gen": gen, "values": values, "advantage": 3.0, "train": train, ENGINE: load}
+        assert period(what, seconds).seconds == pytest.approx(simulate(what, seconds).period(), rel=error)
+
+
 @settings(max_examples=100, **SLOW)
 @given(timed_schedules("written", "actor"))
 def test_bars_of_a_lane_do_not_overlap(timed: Timed):

@@ -18,7 +18,8 @@ from hflow.plan.period.recurring import Recurring
 from hflow.plan.period.timed_graph import FORMED, Fields, TimedGraph
 
 LOOK_AHEAD = 2
-"""A source whose weights do not change prepares one batch beyond the step that is trained."""
+"""A source whose weights do not change prepares one batch beyond the step that is trained; and batches
+of a stale one are formed one step ahead at most."""
 
 
 def add_rollout(graph: TimedGraph, recurring: Recurring, seconds: Mapping[str, float], step: int) -> None:
@@ -57,6 +58,9 @@ def _link_source(graph: TimedGraph, recurring: Recurring, step: int) -> None:
         if group in last:
             graph.link(last[group], source, step, 1, f"turn of group {group}")
     graph.link(source, source, step, 1, f"next batch of {source}")
+    if recurring.models and recurring.schedule.max_staleness:
+        for writer in recurring.writers_of(recurring.models):
+            graph.link(writer, FORMED, step, LOOK_AHEAD, "one batch ahead")
     if not recurring.models:
         for node in recurring.nodes:
             graph.link(node.name, source, step, LOOK_AHEAD, "one batch ahead")

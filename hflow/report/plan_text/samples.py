@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from hflow.plan.ir import Plan, ScheduledStream
+from hflow.plan.ir import Plan, Schedule, ScheduledStream
 from hflow.report.plan_text.section import Section, add_row, number, table, text
 from hflow.report.words import plural
 
@@ -55,9 +55,16 @@ def staleness_sentence(plan: Plan) -> str:
             "Staleness is 0: every token is made by the weights from which its training step starts. "
             "schedule.max_staleness=1 would let generation and training overlap on devices of their own."
         )
-    eta, sync = schedule.max_staleness, schedule.sync_every
+    drops = "; samples that would become older are dropped and counted" if schedule.age_rule else ""
     return (
         f"Staleness is at most {bound}: a token may be made by weights {plural(bound, 'update')} older than "
-        f"those from which its training step starts, as (max_staleness {eta} + 1) x sync_every {sync} - 1 = "
-        f"{bound}; samples that would become older are dropped and counted."
+        f"those from which its training step starts, as {_why(schedule, bound)}{drops}."
     )
+
+
+def _why(schedule: Schedule, bound: int) -> str:
+    """What the bound follows from."""
+    eta, sync = schedule.max_staleness, schedule.sync_every
+    if bound != (eta + 1) * sync - 1:
+        return f"drop_older_than is {bound}"
+    return f"(max_staleness {eta} + 1) x sync_every {sync} - 1 = {bound}"

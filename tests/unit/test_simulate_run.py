@@ -1,0 +1,94 @@
+"""What a simulated run accounts for: throughput, staleness, idle devices, interruptions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from state_script import ENGINE, batch, encoded, generated, schedule
+
+from hflow.plan.ir import Schedule
+from hflow.plan.staleness import staleness_bound
+from hflow.plan.workload import Workload
+from hflow.runtime.draws import response_seconds
+from hflow.runtime.simulate import simulate_run
+from hflow.runtime.simulated import LagRow
+
+BATCH = 16
+
+
+def rollout(**rules: Any) -> Schedule:
+    """16 samples a step, as many in flight."""
+    nodes = [batch("train", "g", writes=("actor",))]
+    rules = {"max_concurrent": BATCH, "num_steps": 40, **rules}
+    return schedule([generated(size=1, num_groups=BATCH)], nodes, **rules)
+
+
+def responses(cv: float, seed: int = 0) -> Any:
+    return response_seconds(Workload(0, 200, cv, 10_000), 0.01, seed)
+
+
+def test_synchronous_devices_take_turns():
+    run = simulate_run(rollout(), {"gen": 2.0, "train": 6.0})
+    assert run.timeline.period() == pytest.approx(8.0)
+    assert run.samples_per_second == pytest.approx(BATCH / 8)
+    assert dict(run.idle) == {"g": pytest.approx(0.25), ENGINE: pytest.approx(0.75)}
+    assert run.mean_generating == pytest.approx(BATCH * 0.25)
+    assert run.lags == (LagRow(0, 0, BATCH * 40),)
+    assert (run.interruptions, run.refused) == (0, ())
+
+
+def test_balanced_loads_of_even_lengths_hide_behind_each_other():
+    run = simulate_run(rollout(max_staleness=2), {"gen": 2.0, "train": 2.0})
+    assert run.timeline.period() == pytest.approx(2.0)
+    assert dict(run.idle) == {"g": pytest.approx(0.0), ENGINE: pytest.approx(0.0)}
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+def test_staleness_is_within_the_certificate_and_splits_into_flight_and_queue(max_staleness: int):
+    what = rollout(max_staleness=max_staleness)
+    run = simulate_run(what, {"gen": responses(1.0), "train": 2.0, ENGINE: 0.1})
+    bound = staleness_bound(what)
+    assert bound is not None
+    assert 0 < max(run.staleness()) <= bound
+    assert sum(run.staleness().values()) == BATCH * what.num_steps
+    assert run.interruptions >= sum(row.num_samples for row in run.lags if row.in_flight)
+
+
+def test_more_staleness_comes_closer_to_the_limit():
+    """16 slots make 16 samples of 2 s in 2 s, as long as training takes: the limit is 2 s a step."""
+    seconds = {"gen": responses(0.6), "train": 2.0}
+    periods = [simulate_run(rollout(max_staleness=eta), seconds).timeline.period() for eta in (0, 1, 2, 4)]
+    assert periods == sorted(periods, reverse=True)
+    assert periods[0] > 2 * 2.0
+    assert 2.0 / periods[-1] > 0.95
+
+
+def test_long_responses_are_what_interruption_gains_on():
+    seconds = {"gen": responses(1.2), "train": 2.0}
+    interrupted, drained = (
+        simulate_run(rollout(max_staleness=4, interrupt=interrupt), seconds) for interrupt in (True, False)
+    )
+    assert drained.interruptions == 0 < interrupted.interruptions
+    assert all(row.in_flight == 0 for row in drained.lags)
+    assert interrupted.samples_per_second > drained.samples_per_second
+
+
+def test_what_gets_too_old_is_aborted_and_counted():
+    run = simulate_run(rollout(max_staleness=1), {"gen": responses(1.2), "train": 2.0})
+    assert dict(run.refused)["stale"] > 0
+
+
+def test_a_run_is_decided_by_its_seed():
+    what = rollout(max_staleness=2)
+    first, again, other = (
+        simulate_run(what, {"gen": responses(0.6, seed), "train": 2.0}) for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_written_streams_have_no_staleness():
+    run = simulate_run(schedule([encoded()], [batch("train", "g")], num_steps=8), {"train": 1.0})
+    assert run.lags == ()
+    assert run.samples_per_second == pytest.approx(2.0)
