@@ -76,7 +76,7 @@ def test_numbers_below_their_least(name, value, least):
 
 
 def test_a_group_that_can_never_be_admitted():
-    refused(grpo(group=4), "set max_concurrent to 4 or more", max_concurrent=3)
+    refused(grpo(group=4), "set schedule.max_concurrent to 4 or more", max_concurrent=3)
 
 
 def test_a_batch_smaller_than_its_minibatches():

@@ -347,7 +347,7 @@ def test_the_newest_message_of_the_culprit_is_told():
     assert state.finished is not None
     assert state.finished.reason == (
         "2 groups were refused since the last batch, 2 of them by score (failed): KeyError: 'b'; "
-        "mend score or raise max_refused_per_step"
+        "mend score or raise schedule.max_refused_per_step"
     )
 
 
