@@ -168,6 +168,9 @@ class RunConfig:
     """Seconds that a rank waits for the others of a collective; then the run ends, saying who is missing."""
     cluster: str = "cpu-1x1"
     """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process."""
+    cores: tuple[int, ...] | None = None
+    """Processor cores of each device's worker, as in `[6,2]`, or of each alike, `[4]`: a worker is bound to
+    its own, so that trainers and engines on one machine do not take them from each other; null: not bound."""
     network: str | None = None
     """The link between machines, such as `ib-ndr`; null: the usual one of such devices."""
     device_memory_gib: float | None = _least(0, None)

@@ -42,6 +42,8 @@ def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec
     devices, links = known_devices(recipe), known_links(recipe)
     cluster = parse_cluster(config.cluster, devices)
     device = devices[device_of(config.cluster)]
+    if config.cores is not None:
+        cluster = replace(cluster, cores=_cores(config, cluster))
     if config.device_memory_gib is not None:
         device = _with_memory(device, config.device_memory_gib)
         cluster = replace(cluster, memory_bytes=device.memory_bytes)
@@ -62,6 +64,19 @@ def _known(cls: type[T], kind: Kind, recipe: str | Path) -> dict[str, T]:
         except PlanError as error:
             raise PlanError(f"{key}.{error}") from error
     return found
+
+
+def _cores(config: RunConfig, cluster: ClusterSpec) -> tuple[int, ...]:
+    """Cores of each device of a machine."""
+    cores, num_devices = config.cores or (), cluster.devices_per_node
+    if config.workers == "inproc":
+        raise ConfigError("cores binds worker processes, of which workers=inproc has none; leave it out")
+    if not cores or min(cores) < 1 or len(cores) not in (1, num_devices):
+        raise ConfigError(
+            f"cores is {list(cores)}; name the cores of each of a machine's {num_devices} devices, or one "
+            "number for all of them"
+        )
+    return cores if len(cores) == num_devices else cores * num_devices
 
 
 def _with_memory(device: Device, memory_gib: float) -> Device:

@@ -49,6 +49,13 @@ class ClusterSpec:
     devices_per_node: int
     memory_bytes: int
     """Memory of one device."""
+    cores: tuple[int, ...] = ()
+    """Processor cores that the worker of each device of a machine is bound to; empty: none is bound."""
+
+    def cores_of(self, device: int) -> range:
+        """The cores of a device's worker, counted on its machine; empty where it is not bound."""
+        place = device % self.devices_per_node
+        return range(sum(self.cores[:place]), sum(self.cores[: place + 1]))
 
     @property
     def num_devices(self) -> int:

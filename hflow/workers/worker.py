@@ -34,6 +34,7 @@ from hflow.workers.base import (
 from hflow.workers.batch_nodes import BatchNodes, merged
 from hflow.workers.blame import blame
 from hflow.workers.compute import Computes
+from hflow.workers.cores import bind_cores
 from hflow.workers.encoding import Encoder
 from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.engines import Engines
@@ -69,6 +70,7 @@ class Worker:
             hosted: the worker indices that live here.
             member: this process's place among several; None where all indices live here.
         """
+        bind_cores(setup.plan.cluster.cores_of(hosted[0]))
         self._setup = setup
         self._plan = setup.plan
         self._hosted = tuple(hosted)

@@ -131,5 +131,10 @@ def test_truncated_sampling_is_warned_of():
 
 def test_rules_of_staleness_that_no_batch_could_meet():
     refused(grpo(), "set schedule.drop_older_than to 2 or more", sync_every=3, drop_older_than=1)
-    refused(grpo(), "schedule.queue is 1, but a batch has 4 groups; set schedule.queue to 4 or more", batch=4, queue=1)
+    refused(
+        grpo(),
+        "schedule.queue is 1, but a batch has 4 groups; set schedule.queue to 4 or more",
+        batch=4,
+        queue=1,
+    )
     refused(grpo(), "age_rule is off; leave out one of them", drop_older_than=3, age_rule=False)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.plan.forecast import CycleStep, Period, PhaseMemory
+from hflow.plan.groups import device_ranges
 from hflow.plan.ir import ClusterSpec, Plan
 from hflow.plan.workload import expected_max
 from hflow.report.plan_text.section import NO_FIGURES
@@ -45,7 +46,7 @@ def cluster_line(plan: Plan) -> str:
     cluster, hardware = plan.cluster, plan.hardware
     kind = f"{hardware.device.name if hardware else cluster.device} device"
     devices = f"{plural(cluster.devices_per_node, kind)} of {bytes_text(cluster.memory_bytes)}"
-    line = f"{plural(cluster.num_nodes, 'machine')} with {devices}"
+    line = f"{plural(cluster.num_nodes, 'machine')} with {devices}{_bound(cluster)}"
     if hardware is None:
         return line
     links = [(hardware.intra, "within a machine", cluster.devices_per_node > 1)]
@@ -54,6 +55,14 @@ def cluster_line(plan: Plan) -> str:
         f"{link.name} {count_text(link.gb_per_s)} GB/s {where}" for link, where, is_used in links if is_used
     ]
     return "; ".join((line, *used))
+
+
+def _bound(cluster: ClusterSpec) -> str:
+    """Which cores the devices of a machine have."""
+    if not cluster.cores:
+        return ""
+    bound = (cluster.cores_of(device) for device in range(cluster.devices_per_node))
+    return ", bound to cores " + " | ".join(device_ranges(tuple(cores)) for cores in bound)
 
 
 def peak_phase(plan: Plan) -> PhaseMemory | None:

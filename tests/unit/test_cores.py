@@ -1,0 +1,82 @@
+"""Workers bound to processor cores of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hflow.errors import ConfigError, HflowError
+from hflow.launch.compiled import plan
+from hflow.plan.ir import ClusterSpec
+from hflow.report.plan_text.header import cluster_line
+
+RECIPE = "recipes/grpo.py"
+ARGS = ["models.actor.path=null", "cluster=cpu-2x2"]
+
+
+def test_devices_of_a_machine_share_its_cores() -> None:
+    cluster = ClusterSpec("cpu-2x2", "cpu", 2, 2, 1 << 30, cores=(3, 1))
+    assert [list(cluster.cores_of(device)) for device in range(4)] == [[0, 1, 2], [3], [0, 1, 2], [3]]
+    assert list(ClusterSpec("cpu-1x2", "cpu", 1, 2, 1 << 30).cores_of(1)) == []
+
+
+@pytest.mark.parametrize(("cores", "said"), [("[3,1]", "0-2 | 3"), ("[2]", "0-1 | 2-3")])
+def test_the_plan_says_which_cores(cores: str, said: str) -> None:
+    made = plan(RECIPE, [*ARGS, f"cores={cores}"])
+    assert f", bound to cores {said};" in cluster_line(made)
+    assert made.digest != plan(RECIPE, ARGS).digest
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (["cores=[1,2,3]"], r"cores is \[1, 2, 3\]; name the cores of each of a machine's 2 devices, or one"),
+        (["cores=[0]"], r"cores is \[0\]; name"),
+        (["cores=[1]", "workers=inproc"], r"cores binds worker processes, of which workers=inproc has none"),
+    ],
+)
+def test_what_cannot_be_bound_is_refused(change: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
+        plan(RECIPE, [*ARGS, *change])
+    assert isinstance(refused.value, HflowError)
+
+
+CHILD = """
+import os, threading, torch
+from hflow.workers.cores import bind_cores
+begun, bound, seen = threading.Event(), threading.Event(), []
+def look():
+    begun.set()
+    bound.wait()
+    seen.append(os.sched_getaffinity(0))
+early = threading.Thread(target=look, daemon=True)
+early.start()
+begun.wait()
+bind_cores(range({first}, {last}))
+bound.set()
+late = threading.Thread(target=look)
+late.start()
+early.join()
+late.join()
+print([sorted(cores) for cores in seen], torch.get_num_threads())
+"""
+
+
+def child(first: int, last: int) -> subprocess.CompletedProcess[str]:
+    code = CHILD.format(first=first, last=last)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_a_process_keeps_to_its_cores() -> None:
+    lent = sorted(os.sched_getaffinity(0))
+    assert child(0, 1).stdout.strip() == f"[[{lent[0]}], [{lent[0]}]] 1"
+    assert child(0, 0).stdout.startswith(f"[{lent}, {lent}]")
+
+
+def test_more_cores_than_there_are() -> None:
+    lent = len(os.sched_getaffinity(0))
+    said = f"bound to cores {lent} to {lent}, but this machine lends {lent}; name fewer"
+    assert said in child(lent, lent + 1).stderr
