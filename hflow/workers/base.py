@@ -165,6 +165,7 @@ class SampleReady:
     stream: str
     sample: int
     length: int
+    """Tokens of all its trajectories."""
     num_learned: int
     oldest: int
     """Least version among its generated tokens; -1 where none was generated."""
@@ -202,6 +203,8 @@ class Report:
     spans: tuple[Span, ...] = ()
     num_generated: int = 0
     """Tokens generated since the last poll."""
+    episodes: Mapping[str, int] = field(default_factory=dict)
+    """`types.EpisodeState` -> episodes that are in it now; the terminated are all that ever ended."""
 
 
 class Workers(abc.ABC):

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -33,6 +33,8 @@ class _Request:
     params: SamplingParams
     future: asyncio.Future[Generated]
     drawn: Generated = field(default_factory=lambda: Generated((), (), (), "abort"))
+    on_part: Callable[[Generated], None] | None = None
+    """Takes what is drawn when the request is interrupted."""
 
     def extend(self, part: Generated) -> None:
         if not self.drawn.ids:
@@ -81,8 +83,21 @@ class EngineDriver:
         self._thread = threading.Thread(target=self._main, name="hflow-engine", daemon=True)
         self._thread.start()
 
-    async def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generated:
+    async def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        drawn: Generated | None = None,
+        on_part: Callable[[Generated], None] | None = None,
+    ) -> Generated:
         """Generate; cancelling the awaiting task cancels the request.
+
+        Args:
+            prompt_ids: the tokens to go on from.
+            params: how to draw; `max_tokens` counts `drawn` too.
+            drawn: what another engine drew before it was interrupted. It is part of the answer.
+            on_part: called with all that is drawn whenever the engine is interrupted, from the thread
+                that interrupts.
 
         Raises:
             BackendError: when the engine refuses the request.
@@ -90,7 +105,9 @@ class EngineDriver:
         """
         self.check()
         loop = asyncio.get_running_loop()
-        request = _Request(next(self._ids), tuple(prompt_ids), params, loop.create_future())
+        request = _Request(next(self._ids), tuple(prompt_ids), params, loop.create_future(), on_part=on_part)
+        if drawn is not None:
+            request.drawn = drawn
         if not self._outgoing:
             loop.call_soon(self._flush)
         self._outgoing.append(request)
@@ -158,7 +175,10 @@ class EngineDriver:
     def _pause(self, engine: GenerationEngine) -> None:
         self._paused = True
         for request_id, part in engine.interrupt():
-            self._record(self._held[request_id], part)
+            request = self._held[request_id]
+            self._record(request, part)
+            if request.on_part is not None:
+                request.on_part(request.drawn)
 
     # --------------------------------------------------------------- on the event loop
     def _flush(self) -> None:

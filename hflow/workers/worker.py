@@ -97,10 +97,18 @@ class Worker:
         programs = {
             name: program
             for name, program in self._programs("generate").items()
-            if self._plan.placement(name).replicas[0] in drivers
+            if set(self._plan.placement(name).replicas) <= drivers.keys()
         }
-        seed = self._setup.seed
-        self._episodes = Episodes(self._plan, programs, self._store, drivers, tokenizers, seed, self._fail)
+        self._episodes = Episodes(
+            self._plan,
+            programs,
+            self._store,
+            drivers,
+            tokenizers,
+            self._setup.seed,
+            self._fail,
+            self._setup.pool_processes,
+        )
         self._engines = Engines(self._plan, drivers, self._backends, sharing, self._episodes, self._note)
 
     def _build_bodies(self) -> None:
@@ -143,7 +151,8 @@ class Worker:
     def poll(self, worker: int) -> Report:
         """Wait for events of one hosted index."""
         report = self._mailboxes[worker].wait()
-        return dataclasses.replace(report, num_generated=self._engines.take_num_drawn())
+        states = {state.value: num for state, num in self._episodes.states().items()}
+        return dataclasses.replace(report, num_generated=self._engines.take_num_drawn(), episodes=states)
 
     def export(self, samples: Sequence[int], fields: Iterable[str]) -> Parcel:
         """Pack fields of samples for another worker."""

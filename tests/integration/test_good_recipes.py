@@ -91,7 +91,6 @@ def test_ppo_on_two_workers_is_that_of_one_process(rows: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "models", "reason"),
     [
-        ("game", ["alice", "bob"], "game .*: one generate node with several engines"),
         ("tool_agent", ["actor", "rm"], 'rew_inf .*: an infer as groups arrive .* leave out per="group"'),
     ],
 )
