@@ -72,7 +72,7 @@ class Hermes:
 
     def parse(self, text: str, tools: Sequence[Tool]) -> Parsed:
         """Every closed block that names a tool."""
-        names = {tool.__name__ for tool in tools}
+        names = [tool.__name__ for tool in tools]
         blocks = [_json_call(body, names) if end else None for body, end in self._block.findall(text)]
         calls = tuple(call for call in blocks if call is not None)
         return Parsed(calls, len(blocks) - len(calls))
@@ -137,7 +137,7 @@ def tool_format(option: str | None, has_template: bool) -> ToolFormat:
     Raises:
         RecipeError: for an option that is neither, or a tokenizer that cannot offer tools so.
     """
-    if option is not None and len(option) in (2, 3) and len(set(option)) == len(option):
+    if option is not None and _are_marks(option):
         return Marked(*option)
     if option not in (None, "hermes"):
         raise RecipeError(
@@ -151,10 +151,15 @@ def tool_format(option: str | None, has_template: bool) -> ToolFormat:
     return Hermes()
 
 
-def _json_call(text: str, names: set[str]) -> ToolCall | None:
+def _are_marks(option: str) -> bool:
+    """Whether these are two or three different characters, none of them a letter or digit."""
+    return len(option) in (2, 3) and len(set(option)) == len(option) and not any(map(str.isalnum, option))
+
+
+def _json_call(text: str, names: Sequence[str]) -> ToolCall | None:
     try:
         said = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(said, dict) or said.get("name") not in names:
         return None
