@@ -31,7 +31,8 @@ class Effects:
 
     Attributes:
         watch: the episode's state.
-        counts: `tool_calls`, `tool_errors`, `malformed_calls`; empty where no tool was offered or called.
+        counts: `tool_calls`, `tool_errors`, `malformed_calls`, of tools that are sandboxed or were offered
+            to a model; empty where there are none.
     """
 
     def __init__(
@@ -109,8 +110,9 @@ class Effects:
             self._recorder.keep(index, outcome)
         else:
             outcome = effect.outcome
-        self.counts["tool_calls"] += 1
-        self.counts["tool_errors"] += outcome["failed"]
+        if self._answers_a_model(tool):
+            self.counts["tool_calls"] += 1
+            self.counts["tool_errors"] += outcome["failed"]
         return outcome["result"]
 
     def number(self, kind: str, model: str, value: float) -> float:
@@ -120,6 +122,10 @@ class Effects:
             return float(effect.outcome)
         self._recorder.keep(index, value)
         return value
+
+    def _answers_a_model(self, tool: Tool) -> bool:
+        """Whether a model reads what comes of it, errors included."""
+        return tool in self._offered or sandbox_of(tool) is not None
 
     async def _outcome(
         self, tool: Tool, arguments: Mapping[str, Any], failure: Callable[[str], str]
@@ -135,7 +141,7 @@ class Effects:
         except HflowError:
             raise
         except Exception as error:
-            if tool not in self._offered:
+            if not self._answers_a_model(tool):
                 raise
             return {"result": failure(said(error)), "failed": True}
         return {"result": plain(result, f"what {tool.__name__} returned"), "failed": False}

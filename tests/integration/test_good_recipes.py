@@ -52,6 +52,17 @@ RUNNABLE = {
         [*SHORT, *CRITIC, "nodes.eval_gen.max_tokens=2", "data.heldout.limit=6"],
         ["actor", "critic"],
     ),
+    "game": (
+        [
+            "~models.actor",
+            "+model@models.alice=tiny-qwen2",
+            "+model@models.bob=tiny-qwen2",
+            "models.alice.optim.lr=1e-3",
+            "models.bob.optim.lr=1e-3",
+            "nodes.game.max_tokens=4",
+        ],
+        ["alice", "bob"],
+    ),
     "gspo": (SHORT, ["actor"]),
     "own_kind": (SHORT, ["actor"]),
     "ppo": ([*SHORT, *CRITIC], ["actor", "critic"]),
