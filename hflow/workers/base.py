@@ -204,7 +204,8 @@ class Report:
     num_generated: int = 0
     """Tokens generated since the last poll."""
     episodes: Mapping[str, int] = field(default_factory=dict)
-    """`types.EpisodeState` -> episodes that are in it now; the terminated are all that ever ended."""
+    """`types.EpisodeState` -> episodes of the worker's process that are in it now; the terminated are
+    all that ever ended. Empty from all indices of a process but the first."""
 
 
 class Workers(abc.ABC):

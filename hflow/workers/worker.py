@@ -151,7 +151,8 @@ class Worker:
     def poll(self, worker: int) -> Report:
         """Wait for events of one hosted index."""
         report = self._mailboxes[worker].wait()
-        states = {state.value: num for state, num in self._episodes.states().items()}
+        first = worker == self._hosted[0]  # which speaks for all indices that live here
+        states = {state.value: num for state, num in self._episodes.states().items()} if first else {}
         return dataclasses.replace(report, num_generated=self._engines.take_num_drawn(), episodes=states)
 
     def export(self, samples: Sequence[int], fields: Iterable[str]) -> Parcel:

@@ -70,15 +70,20 @@ def test_engines_that_lie_apart_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_agent_with_a_tool_learns(tmp_path: Path) -> None:
-    """Whoever calls is paid here, as a model of random weights is never right."""
+@pytest.fixture
+def paid(tmp_path: Path) -> Path:
+    """The agent; whoever calls is paid, as a model of random weights is never right."""
     source = (ROOT / "recipes" / "tool_agent.py").read_text()
+    paid = source.replace("return talk, num_calls, 0.0", "return talk, num_calls, float(num_calls)")
+    assert paid != source
     recipe = tmp_path / "tool_agent.py"
-    recipe.write_text(
-        source.replace("return talk, num_calls, 0.0", "return talk, num_calls, float(num_calls)")
-    )
+    recipe.write_text(paid)
     (tmp_path / "tool_agent.yaml").write_text((ROOT / "recipes" / "tool_agent.yaml").read_text())
-    summary = run(recipe, tmp_path / "runs", *ALONE, *AGENT)
+    return recipe
+
+
+def test_an_agent_with_a_tool_learns(paid: Path, tmp_path: Path) -> None:
+    summary = run(paid, tmp_path / "runs", *ALONE, *AGENT)
     rows = steps_of(summary)
     assert sum(row["agent/agent.tool_calls"] for row in rows) > 0
     for row in rows:
@@ -90,6 +95,24 @@ def test_an_agent_with_a_tool_learns(tmp_path: Path) -> None:
         for k in (1, 2)
     )
     assert largest_difference(first, second) > 1e-5
+
+
+@pytest.mark.ray
+def test_an_agent_on_two_workers_is_that_of_one_process(paid: Path, tmp_path: Path) -> None:
+    alone = run(paid, tmp_path / "alone", *ALONE, *AGENT)
+    apart = run(paid, tmp_path / "apart", *AGENT, "cluster=cpu-1x2")
+    for ours, theirs in zip(steps_of(alone), steps_of(apart), strict=True):
+        for name in ("num_calls", "reward", "num_turns", "agent.tool_errors", "agent.malformed_calls"):
+            assert ours[f"agent/{name}"] == theirs[f"agent/{name}"]
+    assert largest_difference(weights_of(alone), weights_of(apart)) < 1e-4
+
+
+def test_an_agent_starts_from_written_examples(tmp_path: Path) -> None:
+    taught = run("recipes/tool_sft.py", tmp_path, *ALONE, "steps=2", "batch=8")
+    checkpoint = (taught.directory / "checkpoints" / "latest" / "actor").resolve()
+    summary = run("recipes/tool_agent.py", tmp_path, *ALONE, *SMALL, f"models.actor.path={checkpoint}")
+    assert (summary.reason, summary.steps) == ("done", 2)
+    assert weights_of(taught).keys() == weights_of(summary).keys()
 
 
 def test_what_an_agent_drew_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
