@@ -10,30 +10,21 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from hflow.data.row_binding import bind_rows
 from hflow.data.tokenizer import TextTokenizer
-from hflow.errors import BackendError, DataError, EpisodeError, HflowError
 from hflow.plan.ir import Plan
 from hflow.types import EpisodeState
-from hflow.workers.base import ComputeOrder, ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
-from hflow.workers.blame import blame
+from hflow.workers.base import ComputeOrder, Failed, GroupOrder, NodeProgram, WorkerEvent
 from hflow.workers.compute import RELEASED, Sink, read_fields
 from hflow.workers.effects import Effects
 from hflow.workers.engine_driver import EngineDriver
-from hflow.workers.episode import EpisodeEngine, sample_seed
 from hflow.workers.journal import Journal
-from hflow.workers.opened import Opener, Row
-from hflow.workers.patience import Patience
-from hflow.workers.pool_child import too_long
-from hflow.workers.rows import bad_row
+from hflow.workers.opened import Row
 from hflow.workers.sandboxes import Sandboxes
-from hflow.workers.starts import Start, limit_of, params_of
+from hflow.workers.stage import Stage
+from hflow.workers.starts import Start
 from hflow.workers.store import Store
-
-_REFUSING = (BackendError, DataError, EpisodeError)
-"""Errors of ours that are the sample's own fault."""
 
 
 class Episodes:
@@ -65,21 +56,12 @@ class Episodes:
         num_processes: int = 1,
     ) -> None:
         self._plan = plan
-        self._programs = programs
-        self._openers = {name: Opener.of(program, plan.graph, store) for name, program in programs.items()}
-        self._replicas = {
-            name: {plan.replica(replica).model: replica for replica in plan.placement(name).replicas}
-            for name in programs
+        self._stages = {
+            name: Stage(plan, program, store, drivers, tokenizers, seed) for name, program in programs.items()
         }
         self._store = store
-        self._drivers = drivers
-        self._tokenizers = tokenizers
-        self._seed = seed
         self._on_error = on_error
-        self._patience = {name: Patience() for name in programs}
         self._awake: set[str] = set()
-        self._limits = {name: limit_of(program) for name, program in programs.items()}
-        self._params = {name: params_of(program) for name, program in programs.items()}
         self._running: dict[tuple[str, int], asyncio.Task[WorkerEvent]] = {}
         self._effects: dict[tuple[str, int], Effects] = {}
         """Of the running, by node and sample."""
@@ -140,16 +122,16 @@ class Episodes:
     def _set_awake(self, replica: str, awake: bool) -> None:
         """An episode's time runs while all of its engines are awake."""
         (self._awake.add if awake else self._awake.discard)(replica)
-        for name, patience in self._patience.items():
-            if replica in self._replicas[name].values():
-                all_awake = self._awake.issuperset(self._replicas[name].values())
-                (patience.run if all_awake else patience.stand)()
+        for stage in self._stages.values():
+            replicas = stage.replicas.values()
+            if replica in replicas:
+                (stage.patience.run if self._awake.issuperset(replicas) else stage.patience.stand)()
 
     def _open(
         self, orders: Sequence[tuple[GroupOrder, Row]], sink: Sink, journals: Mapping[int, Journal]
     ) -> None:
         for order, row in orders:
-            program = self._programs[self._plan.graph.stream(order.stream).source]
+            program = self._stages[self._plan.graph.stream(order.stream).source].program
             inputs = {read.parameter: row[read.field][1] for read in program.reads}
             for sample in order.samples:
                 journal = journals.get(sample)
@@ -157,7 +139,7 @@ class Episodes:
 
     def _view(self, orders: Sequence[ComputeOrder], sink: Sink) -> None:
         for order in orders:
-            program = self._programs[order.node]
+            program = self._stages[order.node].program
             parent = self._plan.graph.stream(program.stream).parent
             assert parent is not None, f"{program.name} does not derive from a stream"
             held = self._store.gather_held(parent, read_fields(program, parent), order.samples)
@@ -220,56 +202,10 @@ class Episodes:
         effects = Effects(self._sandboxes, self._census, journal)
         self._effects[start.program.name, start.sample] = effects
         try:
-            async with self._limits[start.program.name]:
+            stage = self._stages[start.program.name]
+            async with stage.limit:
                 effects.watch.begin()
-                return await self._episode(start, effects)
+                return await stage.play(start, effects)
         finally:
             effects.watch.end()
             del self._effects[start.program.name, start.sample]
-
-    async def _episode(self, start: Start, effects: Effects) -> WorkerEvent:
-        program, sample = start.program, start.sample
-        timeout = program.options.get("timeout")
-        arguments = self._arguments(start, effects)
-        try:
-            async with self._patience[program.name].limit(timeout) as clock:
-                result = await program.body(**arguments)
-            effects.finish()
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            if isinstance(error, TimeoutError) and clock.expired():
-                return Failed(program.name, sample, "timeout", too_long(timeout))
-            for replica in self._replicas[program.name].values():
-                self._drivers[replica].check()
-            if isinstance(error, DataError) and start.order is not None:
-                raise bad_row(self._plan, start.order, error) from error
-            if isinstance(error, HflowError) and not isinstance(error, _REFUSING):
-                raise
-            return Failed(program.name, sample, "failed", blame(error, program.body))
-        opener = self._openers[program.name]
-        made = opener.put(sample, start.group, result, start.row, start.parent)
-        opener.report(sample, effects.counts)
-        return made if start.order is not None else ComputeReady(program.name, sample)
-
-    def _arguments(self, start: Start, effects: Effects) -> dict[str, Any]:
-        """The body's fields, knobs, tokenizer, and an engine for each model."""
-        program = start.program
-        arguments = {**program.knobs, **start.inputs}
-        for name, kind in program.provided:
-            kind, _, model = kind.partition(":")
-            if kind == "tokenizer":
-                arguments[name] = self._tokenizers[program.models[0]]
-            elif kind == "engine":
-                arguments[name] = self._engine(start, effects, model or program.models[0])
-        return arguments
-
-    def _engine(self, start: Start, effects: Effects, model: str) -> EpisodeEngine:
-        program = start.program
-        return EpisodeEngine(
-            self._drivers[self._replicas[program.name][model]],
-            self._tokenizers[model],
-            self._params[program.name],
-            sample_seed(self._seed, program.stream, start.sample, model),
-            effects,
-            model,
-            program.options.get("tool_format"),
-        )

@@ -101,6 +101,12 @@ def test_what_cannot_be_run_ends_the_run(setup: WorkerSetup) -> None:
         with_workers(changed, lambda workers: generated(workers, 1))
 
 
+def test_a_wrong_tool_format_is_refused_before_anything_runs(setup: WorkerSetup) -> None:
+    changed = kit.with_program(setup, GEN, options={"tool_format": "xml"})
+    with pytest.raises(RecipeError, match="tool_format is 'xml'; set it to"):
+        with_workers(changed, lambda workers: generated(workers, 1))
+
+
 async def nothing(engine: Engine, prompt: str) -> Any:
     return prompt
 
