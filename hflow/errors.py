@@ -39,6 +39,10 @@ class RunError(HflowError, RuntimeError):
     """A run that cannot go on: a body raised, a worker died, every sample was refused."""
 
 
+class EpisodeError(HflowError, RuntimeError):
+    """An episode that cannot go on, which refuses its sample and nothing else."""
+
+
 class NotYetError(HflowError, NotImplementedError):
     """Valid in the language, checked and planned, but not executable in this version."""
 

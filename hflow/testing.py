@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hflow.types import ToolCall, Trajectory
+from hflow.types.sandbox import sandbox_of
 
 END = 3
 """The end-of-text token of the stand-ins (ASCII "end of text")."""
@@ -83,6 +84,7 @@ class ScriptedEngine:
         self._version = version
         self._random = random.Random(seed)
         self._now = now
+        self._offered: set[Callable[..., Any]] = set()
         self._tokenizer = CharacterTokenizer()
 
     async def complete(
@@ -99,6 +101,9 @@ class ScriptedEngine:
             ValueError: when the script has no reply left.
         """
         before = self._opened(prompt)
+        if tools is not None:
+            before = replace(before, tools=tuple(tools))
+            self._offered.update(tools)
         self.prompts.append(self._tokenizer.decode(before.input_ids))
         if not self._replies:
             raise ValueError(f"the script has no reply for completion {len(self.prompts)}; add one")
@@ -109,11 +114,16 @@ class ScriptedEngine:
         said = self._said(before, " ".join(str(call) for call in calls), None)
         return replace(said, tool_calls=calls, stop_reason="tool_calls")
 
-    async def call(self, tool: Callable[..., Any], **arguments: Any) -> Any:
-        """Run the tool here."""
+    async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
+        """Run the tool here. As in a run, what a sandboxed or an offered tool raises is its result."""
         self.calls.append(ToolCall(tool.__name__, arguments))
-        result = tool(**arguments)
-        return await result if inspect.isawaitable(result) else result
+        try:
+            result = tool(**arguments)
+            return await result if inspect.isawaitable(result) else result
+        except Exception as error:
+            if tool not in self._offered and sandbox_of(tool) is None:
+                raise
+            return f"error: {type(error).__name__}: {error}"
 
     def random(self) -> float:
         """A number in [0, 1), seeded."""

@@ -11,6 +11,8 @@ from jinja2 import TemplateError
 from hflow.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
+Schemas = Sequence[Mapping[str, Any]]
+"""JSON schemas of tools."""
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REPLY = "a-reply-of-the-model"
@@ -23,11 +25,11 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def prompt(self, messages: Messages) -> list[int]:
-        """Ids of messages and the opening of the assistant's turn."""
-        return self._encode(self._render(messages, opening=True))
+    def prompt(self, messages: Messages, tools: Schemas = ()) -> list[int]:
+        """Ids of messages and the opening of the assistant's turn; `tools` are offered in it."""
+        return self._encode(self._render(messages, opening=True, tools=tools))
 
-    def continuation(self, added: Messages, last_id: int | None) -> list[int]:
+    def continuation(self, added: Messages, last_id: int | None, tools: Schemas = ()) -> list[int]:
         """Ids that follow a generated assistant turn: its end, the added messages, the next opening.
 
         Only this text is encoded, so that the tokens before it stay what they are.
@@ -36,9 +38,10 @@ class ChatTemplate:
             added: messages after the assistant's turn.
             last_id: the turn's last token; where it is the template's own end-of-turn token, that is
                 not repeated.
+            tools: schemas of the tools that the conversation offers.
         """
         turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": _REPLY}]
-        _, reply, after = self._render([*turns, *added], opening=True).partition(_REPLY)
+        _, reply, after = self._render([*turns, *added], opening=True, tools=tools).partition(_REPLY)
         if not reply:
             raise DataError(
                 "the chat template does not show what the assistant said, so turns cannot be continued"
@@ -87,10 +90,10 @@ class ChatTemplate:
                 spans.append((len(before), len(behind)))
         return spans
 
-    def _render(self, messages: Messages, opening: bool) -> str:
+    def _render(self, messages: Messages, opening: bool, tools: Schemas = ()) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=opening
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opening
             )
         except (TemplateError, ValueError) as error:
             raise DataError(f"the chat template refuses the messages: {error}") from error

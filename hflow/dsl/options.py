@@ -69,8 +69,10 @@ SAMPLING: Options = {
     "top_k": Option("int", 0, least=0),
     "max_tokens": Option("int", 128, least=1),
     "stop": Option("tuple[str, ...]", ()),
+    "tool_format": Option("None | str"),
 }
-"""How tokens are drawn; `top_k` 0 means all, `max_tokens` is a completion's limit."""
+"""How tokens are drawn; `top_k` 0 means all, `max_tokens` is a completion's limit, `tool_format` how
+calls are written: `hermes` (the default), or the two characters around one."""
 
 GROUPED: Options = {"min_group": Option("None | int", None, least=1)}
 """Nodes that may need several samples of a prompt; a smaller group is refused."""

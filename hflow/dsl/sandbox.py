@@ -23,7 +23,7 @@ def sandbox(*, timeout: float = 10.0, memory_mb: int = 512) -> Callable[[Functio
 
     Args:
         timeout: seconds a call may take.
-        memory_mb: address space of the process.
+        memory_mb: address space that a call may take.
 
     Raises:
         RecipeError: when a limit is not a number in its bounds.

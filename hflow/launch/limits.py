@@ -29,6 +29,8 @@ def _reasons(compiled: Compiled) -> Iterator[str]:
         yield from _node_reasons(node, levels.get(node.name, Level.SAMPLE))
         if node.spec.verb == "update":
             yield from _update_reasons(node, compiled)
+        if node.spec.verb == "generate":
+            yield from _engine_reasons(node, compiled)
         if node.spec.verb == "generate" and compiled.graph.stream(node.stream).parent is not None:
             yield from _derived_reasons(node, compiled)
     for replica in compiled.plan.replicas:
@@ -70,12 +72,23 @@ def _layout_reasons(replica: Replica, workers: str) -> Iterator[str]:
 def _node_reasons(node: Node, level: Level) -> Iterator[str]:
     spec = node.spec
     at = f"{spec.name} ({spec.where})"
-    if spec.verb == "generate" and len(spec.models) > 1:
-        yield f"{at}: one generate node with several engines is not executed yet; use one engine"
     if spec.runs_as_compute:
         yield from _own_kind_reasons(spec, at)
     if spec.verb == "infer" and level is not Level.BATCH:
         yield f'{at}: an infer as groups arrive is not executed yet; leave out per="group"'
+
+
+def _engine_reasons(node: Node, compiled: Compiled) -> Iterator[str]:
+    """An episode runs on one worker, so all of its engines must be there."""
+    first, *others = (compiled.plan.replica(name) for name in compiled.plan.placement(node.name).replicas)
+    for other in others:
+        if other.heads != first.heads:
+            yield (
+                f"{node.spec.name} ({node.spec.where}): its engines lie apart, {first.name} as "
+                f"{first.layout} on workers {_listed(first)}, {other.name} as {other.layout} on "
+                f"{_listed(other)}; give models.{other.model}.gen the layout and group of "
+                f"models.{first.model}.gen"
+            )
 
 
 def _update_reasons(node: Node, compiled: Compiled) -> Iterator[str]:

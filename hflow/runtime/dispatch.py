@@ -106,8 +106,9 @@ def _heads(plan: Plan, stream: ScheduledStream) -> tuple[int, ...]:
 
 
 def root_of(plan: Plan, stream: str) -> str:
-    """The dataset-fed stream whose sample ids a stream shares."""
+    """The dataset-fed stream whose sample ids a stream shares; of several of one source, the first."""
     parents: Mapping[str, str | None] = {s.name: s.parent for s in plan.graph.streams}
     while (parent := parents[stream]) is not None:
         stream = parent
-    return stream
+    source = plan.graph.stream(stream).source
+    return next(s.name for s in plan.graph.streams if s.source == source)

@@ -63,6 +63,7 @@ class Executor:
         self._state = RunState(plan.schedule)
         self._events: asyncio.Queue[tuple[ev.Event, ...]] = asyncio.Queue()
         self._streams = {stream.name: stream for stream in plan.schedule.streams}
+        self._opened_by = {stream.source: stream.name for stream in plan.schedule.streams}
         self._nodes = {node.name: node for node in plan.schedule.nodes}
         self._cursors = {
             name: RowCursor(rows[name], endless=stream.batch is not None)
@@ -143,8 +144,8 @@ class Executor:
             case ComputeReady():
                 return ev.NodeDone(event.node, event.key, event.keep)
             case Failed():
-                if event.node in self._streams:
-                    self._left_source(event.node, event.key)
+                if stream := self._opened_by.get(event.node):
+                    self._left_source(stream, event.key)
                 return ev.NodeFailed(event.node, event.key, ev.Refusal(event.reason), event.message)
 
     def _is_trained(self, stream: str) -> bool:

@@ -1,6 +1,7 @@
 """The vocabulary of recipes and runs. Nothing here imports torch or ray."""
 
 from hflow.types.engine import Engine, State, Tokenizer
+from hflow.types.episode import EpisodeState
 from hflow.types.output import Output
 from hflow.types.sequences import Sequences
 from hflow.types.trajectory import STOP_REASONS, ToolCall, Trajectory
@@ -18,6 +19,7 @@ from hflow.types.units import (
 __all__ = [
     "STOP_REASONS",
     "Engine",
+    "EpisodeState",
     "Json",
     "Metrics",
     "Output",

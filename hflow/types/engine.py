@@ -23,12 +23,17 @@ class Engine(Protocol):
         """Generate until a stop and return the longer trajectory.
 
         A `str` is encoded as it stands, a list of messages by the model's chat template, a
-        `Trajectory` (with its pending messages) is continued token for token.
+        `Trajectory` (with its pending messages) is continued token for token. The `tools` are offered
+        to the model, in this and all later turns of the trajectory.
         """
         ...
 
-    async def call(self, tool: Callable[..., Any], **arguments: Any) -> Any:
-        """Run a tool and return its result."""
+    async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
+        """Run a tool and return its result.
+
+        Where the tool is sandboxed or was offered to the model, its errors are results: one line of
+        text. Those of any other function are raised.
+        """
         ...
 
     def random(self) -> float:

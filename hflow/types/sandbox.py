@@ -16,6 +16,7 @@ class Sandbox:
     timeout: float
     """Seconds a call."""
     memory_mb: int
+    """Address space beyond what the process has once the function is loaded."""
 
 
 def sandbox_of(function: Callable[..., Any]) -> Sandbox | None:

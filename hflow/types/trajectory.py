@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 STOP_REASONS = ("stop", "length", "tool_calls", "abort")
@@ -39,6 +39,8 @@ class Trajectory:
     tool_calls: tuple[ToolCall, ...] = ()
     pending: tuple[Mapping[str, Any], ...] = ()
     """Messages added since the last completion, not yet encoded."""
+    tools: tuple[Callable[..., Any], ...] = field(default=(), compare=False, repr=False)
+    """Tools that were offered; a `complete` that is given none offers these again."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.loss_mask), len(self.behav_logprobs), len(self.versions)}

@@ -166,6 +166,7 @@ class SampleReady:
     stream: str
     sample: int
     length: int
+    """Tokens of all its trajectories."""
     num_learned: int
     oldest: int
     """Least version among its generated tokens; -1 where none was generated."""
@@ -223,6 +224,9 @@ class Report:
     spans: tuple[Span, ...] = ()
     drawn: Drawn = Drawn()
     """What its engines did since the last poll."""
+    episodes: Mapping[str, int] = field(default_factory=dict)
+    """`types.EpisodeState` -> episodes of the worker's process that are in it now; the terminated are
+    all that ever ended. Empty from all indices of a process but the first."""
 
 
 class Workers(abc.ABC):

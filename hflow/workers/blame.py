@@ -14,10 +14,11 @@ def blame(error: BaseException, body: Callable[..., Any]) -> str:
 
     An exception that never passed through that file is placed where it was raised.
     """
-    return f"{_said(error)}{_place(error, body)}"
+    return f"{said(error)}{_place(error, body)}"
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """`ValueError: message`, in one line."""
     text = str(error).strip().replace("\n", " ")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -73,14 +73,15 @@ class Encoder:
             self._on_error(error)
 
     def _opened(self, order: GroupOrder, row: Row) -> Sequence[WorkerEvent]:
-        program, opener = self._programs[order.stream], self._openers[order.stream]
+        source = self._plan.graph.stream(order.stream).source
+        program, opener = self._programs[source], self._openers[source]
         arguments = {read.parameter: row[read.field][1] for read in program.reads}
         try:
             result, failure = self._call(program, {**program.knobs, **arguments})
         except DataError as error:
             raise bad_row(self._plan, order, error) from error
         if failure:
-            return [Failed(order.stream, sample, "failed", failure) for sample in order.samples]
+            return [Failed(source, sample, "failed", failure) for sample in order.samples]
         members = opener.members(result, len(order.samples))
         return [
             opener.put(sample, order.group, member, row)

@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -35,6 +35,8 @@ class _Request:
     params: SamplingParams
     future: asyncio.Future[Generated]
     drawn: Generated = field(default_factory=lambda: Generated((), (), (), "abort"))
+    on_part: Callable[[Generated], None] | None = None
+    """Takes what is drawn when the request is interrupted."""
 
     def extend(self, part: Generated) -> None:
         if not self.drawn.ids:
@@ -83,8 +85,21 @@ class EngineDriver:
         self._thread = threading.Thread(target=self._main, name="hflow-engine", daemon=True)
         self._thread.start()
 
-    async def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generated:
+    async def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        drawn: Generated | None = None,
+        on_part: Callable[[Generated], None] | None = None,
+    ) -> Generated:
         """Generate; cancelling the awaiting task cancels the request.
+
+        Args:
+            prompt_ids: the tokens to go on from.
+            params: how to draw; `max_tokens` counts `drawn` too.
+            drawn: what another engine drew before it was interrupted. It is part of the answer.
+            on_part: called with all that is drawn whenever the engine is interrupted, from the thread
+                that interrupts.
 
         Raises:
             BackendError: when the engine refuses the request.
@@ -92,7 +107,9 @@ class EngineDriver:
         """
         self.check()
         loop = asyncio.get_running_loop()
-        request = _Request(next(self._ids), tuple(prompt_ids), params, loop.create_future())
+        request = _Request(next(self._ids), tuple(prompt_ids), params, loop.create_future(), on_part=on_part)
+        if drawn is not None:
+            request.drawn = drawn
         if not self._outgoing:
             loop.call_soon(self._flush)
         self._outgoing.append(request)
@@ -163,6 +180,8 @@ class EngineDriver:
             request = self._held[request_id]
             self._record(request, part)
             self.drawn += Drawn(num_interrupted=1, num_kept=len(request.drawn.ids))
+            if request.on_part is not None:
+                request.on_part(request.drawn)
 
     # --------------------------------------------------------------- on the event loop
     def _flush(self) -> None:

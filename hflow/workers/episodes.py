@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from hflow.data.row_binding import bind_rows
 from hflow.data.tokenizer import TextTokenizer
-from hflow.errors import BackendError, DataError, HflowError
 from hflow.plan.ir import Plan
-from hflow.workers.base import ComputeOrder, ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
-from hflow.workers.blame import blame
+from hflow.types import EpisodeState
+from hflow.workers.base import ComputeOrder, Failed, GroupOrder, NodeProgram, WorkerEvent
 from hflow.workers.compute import RELEASED, Sink, read_fields
+from hflow.workers.effects import Effects
 from hflow.workers.engine_driver import EngineDriver
-from hflow.workers.episode import EpisodeEngine, sample_seed
-from hflow.workers.opened import Opener, Row
-from hflow.workers.patience import Patience
-from hflow.workers.pool_child import too_long
-from hflow.workers.rows import bad_row
-from hflow.workers.starts import Start, limit_of, params_of
+from hflow.workers.journal import Journal
+from hflow.workers.opened import Row
+from hflow.workers.sandboxes import Sandboxes
+from hflow.workers.stage import Stage
+from hflow.workers.starts import Start
 from hflow.workers.store import Store
 
 
@@ -42,6 +41,7 @@ class Episodes:
         tokenizers: model -> its tokenizer, used by this thread only.
         seed: of the run.
         on_error: takes an exception that ends the run.
+        num_processes: calls of one sandboxed tool that run at once.
     """
 
     def __init__(
@@ -53,29 +53,34 @@ class Episodes:
         tokenizers: Mapping[str, TextTokenizer],
         seed: int,
         on_error: Callable[[BaseException], None],
+        num_processes: int = 1,
     ) -> None:
         self._plan = plan
-        self._programs = programs
-        self._openers = {name: Opener.of(program, plan.graph, store) for name, program in programs.items()}
-        self._replica = {name: plan.placement(name).replicas[0] for name in programs}
+        self._stages = {
+            name: Stage(plan, program, store, drivers, tokenizers, seed) for name, program in programs.items()
+        }
         self._store = store
-        self._drivers = drivers
-        self._tokenizers = tokenizers
-        self._seed = seed
         self._on_error = on_error
-        self._patience = {replica: Patience() for replica in drivers}
-        self._limits = {name: limit_of(program) for name, program in programs.items()}
-        self._params = {name: params_of(program) for name, program in programs.items()}
+        self._awake: set[str] = set()
         self._running: dict[tuple[str, int], asyncio.Task[WorkerEvent]] = {}
+        self._effects: dict[tuple[str, int], Effects] = {}
+        """Of the running, by node and sample."""
+        self._census: Counter[EpisodeState] = Counter()
+        self._sandboxes = Sandboxes(num_processes)
         self._answers: dict[Sink, list[WorkerEvent]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hflow-episodes", daemon=True)
         self._thread.start()
 
     # -------------------------------------------------------------------- from other threads
-    def open_groups(self, orders: Sequence[tuple[GroupOrder, Row]], sink: Sink) -> None:
-        """Start the episodes of groups."""
-        self._loop.call_soon_threadsafe(self._open, orders, sink)
+    def open_groups(
+        self,
+        orders: Sequence[tuple[GroupOrder, Row]],
+        sink: Sink,
+        journals: Mapping[int, Journal] | None = None,
+    ) -> None:
+        """Start the episodes of groups; samples of which there is a journal go on from where it ends."""
+        self._loop.call_soon_threadsafe(self._open, orders, sink, journals or {})
 
     def view(self, orders: Sequence[ComputeOrder], sink: Sink) -> None:
         """Start episodes beside samples that exist, in streams that derive from theirs."""
@@ -87,8 +92,22 @@ class Episodes:
 
     def set_awake(self, replica: str, awake: bool) -> None:
         """Let the time limits on an engine run, or stand still."""
-        patience = self._patience[replica]
-        self._loop.call_soon_threadsafe(patience.run if awake else patience.stand)
+        self._loop.call_soon_threadsafe(self._set_awake, replica, awake)
+
+    def journals(self) -> dict[tuple[str, int], Journal]:
+        """What every unfinished sample did so far, by node and sample.
+
+        Completions have the tokens of their last interruption: interrupt the engines first.
+        """
+
+        async def collect() -> dict[tuple[str, int], Journal]:
+            return {key: effects.journal for key, effects in self._effects.items()}
+
+        return asyncio.run_coroutine_threadsafe(collect(), self._loop).result()
+
+    def states(self) -> dict[EpisodeState, int]:
+        """How many episodes are in each state; the terminated are all that ever ended."""
+        return {state: self._census[state] for state in EpisodeState}
 
     def close(self) -> None:
         """End the loop; what runs is never answered."""
@@ -97,18 +116,30 @@ class Episodes:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+            self._sandboxes.close()
 
     # -------------------------------------------------------------------------- on the loop
-    def _open(self, orders: Sequence[tuple[GroupOrder, Row]], sink: Sink) -> None:
+    def _set_awake(self, replica: str, awake: bool) -> None:
+        """An episode's time runs while all of its engines are awake."""
+        (self._awake.add if awake else self._awake.discard)(replica)
+        for stage in self._stages.values():
+            replicas = stage.replicas.values()
+            if replica in replicas:
+                (stage.patience.run if self._awake.issuperset(replicas) else stage.patience.stand)()
+
+    def _open(
+        self, orders: Sequence[tuple[GroupOrder, Row]], sink: Sink, journals: Mapping[int, Journal]
+    ) -> None:
         for order, row in orders:
-            program = self._programs[order.stream]
+            program = self._stages[self._plan.graph.stream(order.stream).source].program
             inputs = {read.parameter: row[read.field][1] for read in program.reads}
             for sample in order.samples:
-                self._start(Start(program, sample, order.group, inputs, row, order), sink)
+                journal = journals.get(sample)
+                self._start(Start(program, sample, order.group, inputs, row, order, journal=journal), sink)
 
     def _view(self, orders: Sequence[ComputeOrder], sink: Sink) -> None:
         for order in orders:
-            program = self._programs[order.node]
+            program = self._stages[order.node].program
             parent = self._plan.graph.stream(program.stream).parent
             assert parent is not None, f"{program.name} does not derive from a stream"
             held = self._store.gather_held(parent, read_fields(program, parent), order.samples)
@@ -145,8 +176,9 @@ class Episodes:
             sink(events)
 
     def _cancel(self, stream: str, samples: Sequence[int]) -> None:
+        source = self._plan.graph.stream(stream).source
         for sample in samples:
-            if task := self._running.get((stream, sample)):
+            if task := self._running.get((source, sample)):
                 task.cancel()
         self._store.release(samples, (stream,))
 
@@ -157,47 +189,23 @@ class Episodes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _attempts(self, start: Start) -> WorkerEvent:
+        """Try until it ends well; only the first try goes on from a journal."""
+        journal = start.journal
         for tries_left in reversed(range(1 + start.program.options.get("retries", 0))):
-            async with self._limits[start.program.name]:
-                answer = await self._episode(start)
+            answer = await self._attempt(start, journal)
             if not (tries_left and isinstance(answer, Failed)):
                 break
+            journal = None
         return answer
 
-    async def _episode(self, start: Start) -> WorkerEvent:
-        program, sample = start.program, start.sample
-        timeout = program.options.get("timeout")
-        arguments = self._arguments(start)
+    async def _attempt(self, start: Start, journal: Journal | None) -> WorkerEvent:
+        effects = Effects(self._sandboxes, self._census, journal)
+        self._effects[start.program.name, start.sample] = effects
         try:
-            async with self._patience[self._replica[program.name]].limit(timeout) as clock:
-                result = await program.body(**arguments)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            if isinstance(error, TimeoutError) and clock.expired():
-                return Failed(program.name, sample, "timeout", too_long(timeout))
-            self._drivers[self._replica[program.name]].check()
-            if isinstance(error, DataError) and start.order is not None:
-                raise bad_row(self._plan, start.order, error) from error
-            if isinstance(error, HflowError) and not isinstance(error, BackendError | DataError):
-                raise
-            return Failed(program.name, sample, "failed", blame(error, program.body))
-        made = self._openers[program.name].put(sample, start.group, result, start.row, start.parent)
-        return made if start.order is not None else ComputeReady(program.name, sample)
-
-    def _arguments(self, start: Start) -> dict[str, Any]:
-        program, sample = start.program, start.sample
-        arguments = {**program.knobs, **start.inputs}
-        (model,) = program.models
-        for name, kind in program.provided:
-            if kind == "tokenizer":
-                arguments[name] = self._tokenizers[model]
-            elif kind.startswith("engine"):
-                arguments[name] = self._engine(program, model, sample)
-        return arguments
-
-    def _engine(self, program: NodeProgram, model: str, sample: int) -> EpisodeEngine:
-        return EpisodeEngine(
-            self._drivers[self._replica[program.name]],
-            self._tokenizers[model],
-            self._params[program.name],
-            sample_seed(self._seed, program.stream, sample, model),
-        )
+            stage = self._stages[start.program.name]
+            async with stage.limit:
+                effects.watch.begin()
+                return await stage.play(start, effects)
+        finally:
+            effects.watch.end()
+            del self._effects[start.program.name, start.sample]

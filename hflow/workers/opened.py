@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,19 @@ class Opener:
         for stream, trajectory in zip(self.streams, trajectories, strict=True):
             self._check(trajectory)
             self.store.put_trajectory(stream, sample, group, trajectory, row, parent)
-        num_tokens = len(trajectories[0].input_ids)
+            self._put_fields(stream, sample, len(trajectory.input_ids), fields)
+        self.report(sample, metrics)
+        return ready(self.streams[0], sample, trajectories)
+
+    def report(self, sample: int, metrics: Mapping[str, Any]) -> None:
+        """Keep numbers beside a sample, which are averaged over the batch."""
+        put_metrics(self.store, self.streams[0], self.program.name, (sample,), metrics)
+
+    def _put_fields(self, stream: str, sample: int, num_tokens: int, fields: Sequence[Any]) -> None:
+        """Every stream that a source opens has its fields."""
         for (name, unit), value in zip(self.program.returns, fields, strict=True):
             check_value(self.program.name, name, Unit(unit), value, num_tokens)
-            self.store.add_value(self.streams[0], name, Unit(unit), (sample,), value)
-        put_metrics(self.store, self.streams[0], self.program.name, (sample,), metrics)
-        return ready(self.streams[0], sample, trajectories[0])
+            self.store.add_value(stream, name, Unit(unit), (sample,), value)
 
     def members(self, result: Any, num_samples: int) -> list[Any]:
         """The result of each member, of a body that is called once for a group.
@@ -81,14 +88,17 @@ class Opener:
             raise RecipeError(f"node {self.program.name!r} must return a trajectory with tokens, not {got}")
 
 
-def ready(stream: str, sample: int, trajectory: Trajectory) -> SampleReady:
-    """The event that reports a sample. A generated token has a version of 0 or more."""
-    drawn = [version for version in trajectory.versions if version >= 0]
+def ready(stream: str, sample: int, trajectories: Sequence[Trajectory]) -> SampleReady:
+    """The event that reports a sample, with all its trajectories.
+
+    A generated token has a version of 0 or more.
+    """
+    drawn = [version for trajectory in trajectories for version in trajectory.versions if version >= 0]
     return SampleReady(
         stream=stream,
         sample=sample,
-        length=len(trajectory.input_ids),
-        num_learned=trajectory.num_tokens,
+        length=sum(len(trajectory.input_ids) for trajectory in trajectories),
+        num_learned=sum(trajectory.num_tokens for trajectory in trajectories),
         oldest=min(drawn, default=-1),
         newest=max(drawn, default=-1),
     )

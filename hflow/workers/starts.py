@@ -10,6 +10,7 @@ from typing import Any
 
 from hflow.backends.base import SamplingParams
 from hflow.workers.base import GroupOrder, NodeProgram
+from hflow.workers.journal import Journal
 from hflow.workers.opened import Row
 
 
@@ -28,6 +29,8 @@ class Start:
     """What asked for it; None where it stands beside a sample of another stream."""
     parent: str | None = None
     """That stream."""
+    journal: Journal | None = None
+    """What the episode did elsewhere before."""
 
 
 def params_of(program: NodeProgram) -> SamplingParams:

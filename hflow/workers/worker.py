@@ -103,10 +103,18 @@ class Worker:
         programs = {
             name: program
             for name, program in self._programs("generate").items()
-            if self._plan.placement(name).replicas[0] in drivers
+            if set(self._plan.placement(name).replicas) <= drivers.keys()
         }
-        seed = self._setup.seed
-        self._episodes = Episodes(self._plan, programs, self._store, drivers, tokenizers, seed, self._fail)
+        self._episodes = Episodes(
+            self._plan,
+            programs,
+            self._store,
+            drivers,
+            tokenizers,
+            self._setup.seed,
+            self._fail,
+            self._setup.pool_processes,
+        )
         self._engines = Engines(self._plan, drivers, self._backends, sharing, self._episodes, self._note)
 
     def _build_bodies(self) -> None:
@@ -149,7 +157,9 @@ class Worker:
     def poll(self, worker: int) -> Report:
         """Wait for events of one hosted index."""
         report = self._mailboxes[worker].wait()
-        return dataclasses.replace(report, drawn=self._engines.take_drawn())
+        first = worker == self._hosted[0]  # which speaks for all indices that live here
+        states = {state.value: num for state, num in self._episodes.states().items()} if first else {}
+        return dataclasses.replace(report, drawn=self._engines.take_drawn(), episodes=states)
 
     def export(self, samples: Sequence[int], fields: Iterable[str]) -> Parcel:
         """Pack fields of samples for another worker."""

@@ -52,6 +52,17 @@ RUNNABLE = {
         [*SHORT, *CRITIC, "nodes.eval_gen.max_tokens=2", "data.heldout.limit=6"],
         ["actor", "critic"],
     ),
+    "game": (
+        [
+            "~models.actor",
+            "+model@models.alice=tiny-qwen2",
+            "+model@models.bob=tiny-qwen2",
+            "models.alice.optim.lr=1e-3",
+            "models.bob.optim.lr=1e-3",
+            "nodes.game.max_tokens=4",
+        ],
+        ["alice", "bob"],
+    ),
     "gspo": (SHORT, ["actor"]),
     "own_kind": (SHORT, ["actor"]),
     "ppo": ([*SHORT, *CRITIC], ["actor", "critic"]),
@@ -91,7 +102,6 @@ def test_ppo_on_two_workers_is_that_of_one_process(rows: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "models", "reason"),
     [
-        ("game", ["alice", "bob"], "game .*: one generate node with several engines"),
         ("tool_agent", ["actor", "rm"], 'rew_inf .*: an infer as groups arrive .* leave out per="group"'),
     ],
 )

@@ -31,6 +31,21 @@ def test_a_tool_agent_runs_on_a_script():
     assert learned == {(True, 7, -1.0), (False, -1, 0.0)}
 
 
+def test_errors_of_tools_are_answers_and_others_are_raised():
+    calculator = load_recipe(GOOD / "tool_agent.py").bodies()["agent"].__globals__["calculator"]
+
+    async def episode(engine: ScriptedEngine) -> list[str]:
+        talk = await engine.complete("1 / 0", tools=[int])
+        assert (await engine.complete(talk)).tools == (int,)
+        with pytest.raises(ZeroDivisionError):
+            await engine.call(lambda: 1 / 0)
+        return [await engine.call(calculator, expression="1 / 0"), await engine.call(int, x=1)]
+
+    first, second = asyncio.run(episode(ScriptedEngine(["a", "b"])))
+    assert first == "error: ZeroDivisionError: division by zero"
+    assert second.startswith("error: TypeError: ")
+
+
 def test_a_game_runs_on_two_scripts():
     game = load_recipe(GOOD / "game.py").bodies()["game"]
     alice, bob = ScriptedEngine(["long"]), ScriptedEngine(["no"])

@@ -14,10 +14,12 @@ import torch
 from hflow.backends.base import Generated, ModelSettings, SamplingParams
 from hflow.backends.embedded_engine import EmbeddedEngine
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.errors import BackendError, NotYetError, RunError
+from hflow.errors import BackendError, RunError
 from hflow.types import Engine, Trajectory
+from hflow.workers.effects import Effects
 from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.episode import EpisodeEngine, sample_seed
+from hflow.workers.sandboxes import Sandboxes
 
 ALPHABET = "0123456789+= abcdefghijklmnop[]\n"
 TEMPLATE = (
@@ -59,7 +61,8 @@ def episode(
     driver: EngineDriver, sample: int = 0, tokenizer: TextTokenizer = TOKENIZER, **params: Any
 ) -> EpisodeEngine:
     sampling = SamplingParams(**{"max_tokens": 12, **params})
-    return EpisodeEngine(driver, tokenizer, sampling, sample_seed(0, "gen", sample, "actor"))
+    seed = sample_seed(0, "gen", sample, "actor")
+    return EpisodeEngine(driver, tokenizer, sampling, seed, Effects(Sandboxes(1)), "actor")
 
 
 def run(body: Callable[[EngineDriver], Awaitable[Any]], **options: int) -> Any:
@@ -301,15 +304,6 @@ def test_a_failed_engine_tells_everybody() -> None:
 def test_wrong_weights_are_refused_in_the_callers_thread() -> None:
     with driving(new_engine()) as driver, pytest.raises(BackendError, match="lacks"):
         driver.load(iter({"x": torch.zeros(1)}.items()), 1)
-
-
-def test_tools_are_refused_in_one_line() -> None:
-    with driving(new_engine()) as driver:
-        engine = episode(driver)
-        with pytest.raises(NotYetError, match="tools"):
-            asyncio.run(engine.complete("1=", tools=[len]))
-        with pytest.raises(NotYetError, match="len"):
-            asyncio.run(engine.call(len))
 
 
 def test_effects_are_seeded_by_the_sample() -> None:

@@ -97,7 +97,13 @@ async def with_tools(engine: Engine, prompt: str) -> Trajectory:
 
 def test_what_cannot_be_run_ends_the_run(setup: WorkerSetup) -> None:
     changed = kit.with_program(setup, GEN, body=with_tools)
-    with pytest.raises(NotYetError, match="tools"):
+    with pytest.raises(RecipeError, match=r"no chat template to describe tools with; set .* tool_format"):
+        with_workers(changed, lambda workers: generated(workers, 1))
+
+
+def test_a_wrong_tool_format_is_refused_before_anything_runs(setup: WorkerSetup) -> None:
+    changed = kit.with_program(setup, GEN, options={"tool_format": "xml"})
+    with pytest.raises(RecipeError, match="tool_format is 'xml'; set it to"):
         with_workers(changed, lambda workers: generated(workers, 1))
 
 

@@ -1,0 +1,70 @@
+"""What a chat template is told of a tool: its JSON schema, from signature and docstring."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
+
+from hflow.errors import RecipeError
+
+Tool = Callable[..., Any]
+
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+@lru_cache(256)
+def tool_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of one tool, as chat templates want it.
+
+    A docstring in Google's style describes the parameters too; any other describes the tool.
+
+    Raises:
+        RecipeError: when a parameter is not annotated, or with what JSON has no type for.
+    """
+    try:
+        return dict(get_json_schema(tool))
+    except DocstringParsingException:
+        return _from_signature(tool)
+    except TypeHintParsingException as error:
+        raise RecipeError(f"tool {tool.__name__!r} cannot be described to a model: {error}") from error
+
+
+def _from_signature(tool: Tool) -> dict[str, Any]:
+    hints = get_type_hints(tool)
+    parameters = inspect.signature(tool).parameters
+    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.__name__,
+            "description": inspect.getdoc(tool) or "",
+            "parameters": {
+                "type": "object",
+                "properties": {name: _property(tool, name, hints) for name in parameters},
+                "required": required,
+            },
+        },
+    }
+
+
+def _property(tool: Tool, name: str, hints: dict[str, Any]) -> dict[str, Any]:
+    """The schema of one parameter."""
+    if name not in hints:
+        raise RecipeError(f"tool {tool.__name__!r} cannot be described to a model: annotate {name!r}")
+    hint = hints[name]
+    kind = _TYPES.get(get_origin(hint) or hint)
+    if kind is None:
+        raise RecipeError(
+            f"tool {tool.__name__!r} cannot be described to a model: {name!r} is {hint}; "
+            f"take one of {', '.join(t.__name__ for t in _TYPES)}, or describe it in the docstring's Args"
+        )
+    items = [_TYPES[inner] for inner in get_args(hint)[:1] if inner in _TYPES]
+    return {"type": kind, "items": {"type": items[0]}} if kind == "array" and items else {"type": kind}

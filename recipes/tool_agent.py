@@ -1,0 +1,59 @@
+"""An agent with a calculator, and an environment that gives it a second try.
+
+    hflow run recipes/tool_agent.py
+
+The agent writes `[17+25]`, the calculator runs in a process without network, and its answer goes on
+in the conversation, masked: what the agent wrote is trained, token for token, and nothing else. The
+environment looks at the final answer; a wrong one is answered with `?` and may be tried again, for
+half of the reward. Starts from the checkpoint of `recipes/tool_sft.py`.
+"""
+
+from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, compute, generate, nodes, sandbox, use
+
+data = Dataset("train", prompt=Text, answer=Text)
+heldout = Dataset("heldout", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@sandbox(timeout=2.0, memory_mb=128)
+def calculator(expression: str) -> str:
+    """Add numbers, as in 17+25."""
+    return str(sum(int(number) for number in expression.split("+")))
+
+
+async def environment(said: str, answer: str) -> bool:
+    return said == answer
+
+
+@generate(actor, group=8, timeout=60.0, tool_format="[]?", returns=("num_calls", "reward"))
+async def agent(
+    engine: Engine, prompt: str, answer: str, *, max_calls: int = 2, max_tries: int = 2
+) -> tuple[Trajectory, int, float]:
+    talk, num_calls = await engine.complete(prompt, tools=[calculator]), 0
+    for num_tries in range(1, max_tries + 1):
+        while talk.tool_calls and num_calls < max_calls:
+            result = await engine.call(calculator, **talk.tool_calls[0].arguments)
+            talk, num_calls = await engine.complete(talk.add("tool", f"{result[:8]}=")), num_calls + 1
+        if await engine.call(environment, said=talk.completion, answer=answer):
+            return talk, num_calls, 1 / num_tries
+        if num_tries < max_tries:
+            talk = await engine.complete(talk.add("user", "?"))
+    return talk, num_calls, 0.0
+
+
+@compute(per="sample", on="eval_agent")
+def accuracy(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+recipe = Recipe(
+    "tool_agent",
+    data,
+    [
+        agent,
+        use(nodes.group_advantage, on="agent"),
+        use(nodes.actor_train, actor, on="agent", minibatches=2, prox="none"),
+        use(agent, actor, name="eval_agent", data=heldout, group=1, every=20, temperature=0.0, max_tries=1),
+        accuracy,
+    ],
+)

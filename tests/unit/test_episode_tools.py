@@ -1,0 +1,233 @@
+"""Tools in episodes on a real engine: turns, errors, counts, and that every token stays what it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from episode_kit import TEMPLATE, Heard, episode, heard, merging_tokenizer, new_effects, new_engine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hflow import sandbox
+from hflow.data.tokenizer import TextTokenizer
+from hflow.errors import EpisodeError, RecipeError
+from hflow.types import ToolCall, Trajectory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return merging_tokenizer(tmp_path_factory.mktemp("plain"), None)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return merging_tokenizer(tmp_path_factory.mktemp("chat"), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def driver(plain: TextTokenizer) -> Iterator[Heard]:
+    with heard(new_engine(plain)) as driver:
+        yield driver
+
+
+@sandbox(timeout=5.0)
+def calculator(expression: str) -> str:
+    return str(eval(expression, {"__builtins__": {}}))
+
+
+async def later(key: str) -> dict[str, Any]:
+    await asyncio.sleep(0)
+    return {"key": key, "pair": (1, 2)}
+
+
+def broken(key: str) -> str:
+    raise LookupError(f"no {key}")
+
+
+def check_tokens(talk: Trajectory, heard: list[tuple[tuple[int, ...], Any]]) -> None:
+    """What was generated is learned as it was drawn; all else is masked."""
+    rest = talk.input_ids
+    for prompt_ids, drawn in heard:
+        end = len(prompt_ids) + len(drawn.ids)
+        assert rest[: len(prompt_ids)] == prompt_ids
+        at = slice(len(prompt_ids), end)
+        assert talk.input_ids[at] == drawn.ids
+        assert talk.behav_logprobs[at] == drawn.logprobs
+        assert talk.versions[at] == drawn.versions
+        assert talk.loss_mask[at] == (True,) * len(drawn.ids)
+    generated = sum(len(drawn.ids) for _, drawn in heard)
+    assert talk.num_tokens == generated
+    masked = [i for i, learned in enumerate(talk.loss_mask) if not learned]
+    assert len(masked) == len(talk.input_ids) - generated
+    assert {(talk.behav_logprobs[i], talk.versions[i]) for i in masked} == {(0.0, -1)}
+
+
+TEXTS = st.text("ab0123456789+= ?", max_size=8)
+TURN = st.tuples(st.integers(1, 14), st.lists(TEXTS, max_size=2), st.sampled_from(["tool", "user"]))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompt=TEXTS.filter(bool),
+    turns=st.lists(TURN, min_size=1, max_size=4),
+    sample=st.integers(0, 10**6),
+    style=st.sampled_from(["[]", "+=?", "hermes", "none"]),
+)
+def test_every_token_stays_what_it_was(
+    prompt: str,
+    turns: list[tuple[int, list[str], str]],
+    sample: int,
+    style: str,
+    plain: TextTokenizer,
+    chat: TextTokenizer,
+    driver: Heard,
+) -> None:
+    """Whatever is said, called and answered: tokens are appended, never encoded again."""
+    is_chat = style in ("hermes", "none")
+    offered = [] if style == "none" else [calculator]
+    driver.heard.clear()
+
+    async def play() -> Trajectory:
+        with new_effects() as effects:
+            engine = episode(
+                driver,
+                chat if is_chat else plain,
+                effects,
+                sample=sample,
+                tools=None if is_chat else style,
+            )
+            talk = None
+            for max_tokens, added, role in turns:
+                before: Any = [{"role": "user", "content": prompt}] if is_chat else prompt
+                if talk is not None:
+                    for text in added:
+                        before = talk = talk.add(role, text)
+                    before = talk
+                talk = await engine.complete(before, tools=offered or None, max_tokens=max_tokens)
+            assert talk is not None
+            return talk
+
+    talk = asyncio.run(play())
+    assert talk.num_turns == len(turns) == len(driver.heard)
+    check_tokens(talk, driver.heard)
+
+
+def test_encoding_again_would_have_been_seen(plain: TextTokenizer, driver: Heard) -> None:
+    """The tokenizer of the property above does not bring a drawn text's tokens back."""
+
+    async def play() -> list[Trajectory]:
+        with new_effects() as effects:
+            runs = (episode(driver, plain, effects, sample=i, max_tokens=40).complete("1=") for i in range(8))
+            return list(await asyncio.gather(*runs))
+
+    drawn = [talk.input_ids[3:] for talk in asyncio.run(play())]
+    assert any(tuple(plain.encode(plain.decode(ids))) != tuple(i for i in ids if i > 3) for ids in drawn)
+
+
+def found_call(driver: Heard, tokenizer: TextTokenizer) -> tuple[int, Trajectory]:
+    """A sample whose random model happens to write `[...]`."""
+
+    async def play(sample: int) -> Trajectory:
+        with new_effects() as effects:
+            engine = episode(driver, tokenizer, effects, sample=sample, tools="[]", max_tokens=60)
+            return await engine.complete("1=", tools=[later])
+
+    for sample in range(200):
+        talk = asyncio.run(play(sample))
+        if talk.tool_calls:
+            return sample, talk
+    raise AssertionError("no sample called")
+
+
+def test_a_marked_call_ends_the_turn(plain: TextTokenizer, driver: Heard) -> None:
+    _, talk = found_call(driver, plain)
+    drawn = talk.input_ids[len(plain.prompt("1=")) :]
+    text = plain.decode(drawn)
+    assert talk.stop_reason == "tool_calls"
+    (call,) = talk.tool_calls
+    assert call == ToolCall("later", {"key": text.partition("]")[0].rpartition("[")[2]})
+    assert talk.completion == text
+    assert "]" not in plain.decode(drawn[:-1])
+    assert talk.tools == (later,)
+
+
+def test_tools_stay_offered_and_results_are_answers(plain: TextTokenizer, driver: Heard) -> None:
+    sample, first = found_call(driver, plain)
+
+    async def play() -> tuple[Trajectory, list[Any], dict[str, int]]:
+        with new_effects() as effects:
+            engine = episode(driver, plain, effects, sample=sample, tools="[]?", max_tokens=60)
+            talk = await engine.complete("1=", tools=[later])
+            results = [
+                await engine.call(later, **talk.tool_calls[0].arguments),
+                await engine.call(later, other="x"),
+                await engine.call(calculator, expression="6 * 7"),
+                await engine.call(calculator, expression="1 / 0"),
+            ]
+            longer = await engine.complete(talk.add("tool", "12"), max_tokens=3)
+            return longer, results, dict(effects.counts)
+
+    talk, results, counts = asyncio.run(play())
+    assert results == [{"key": first.tool_calls[0].arguments["key"], "pair": [1, 2]}, "?", "42", "?"]
+    malformed = counts.pop("malformed_calls")
+    assert counts == {"tool_calls": 4, "tool_errors": 2}
+    assert malformed >= 0
+    assert talk.input_ids[: len(first.input_ids)] == first.input_ids
+    assert talk.tools == (later,)
+    added = plain.encode("12")
+    assert list(talk.input_ids[len(first.input_ids) :][: len(added)]) == added
+
+
+def test_a_bug_of_the_body_is_raised(plain: TextTokenizer, driver: Heard) -> None:
+    async def play() -> list[Any]:
+        with new_effects() as effects:
+            engine = episode(driver, plain, effects, tools="[]")
+            with pytest.raises(LookupError, match="no x"):
+                await engine.call(broken, key="x")
+            with pytest.raises(TypeError, match=r"what <lambda> returned is journaled, so it must be text"):
+                await engine.call(lambda: {1j})
+            with pytest.raises(TypeError, match=r"the arguments of later is journaled|arguments of later"):
+                await engine.call(later, key=object())
+            await engine.complete("1=", tools=[broken], max_tokens=1)
+            return [await engine.call(broken, key="x")]
+
+    assert asyncio.run(play()) == ["error: LookupError: no x"]
+
+
+def test_a_template_describes_the_tools(chat: TextTokenizer, driver: Heard) -> None:
+    async def play() -> list[Trajectory]:
+        with new_effects() as effects:
+            engine = episode(driver, chat, effects, max_tokens=4)
+            first = await engine.complete("1+1", tools=[calculator])
+            return [first, await engine.complete(first.add("tool", "2")), await engine.complete("1+1")]
+
+    first, second, bare = asyncio.run(play())
+    opening = chat.encode("<calculator>[user]1+1\n[ai]")
+    assert list(first.input_ids[: len(opening)]) == opening
+    text = chat.decode(second.input_ids[len(first.input_ids) :])
+    assert text.startswith("\n[tool]2\n[ai]")
+    assert list(bare.input_ids[:4]) == chat.prompt("1+1")[:4]
+
+
+def test_what_the_tokenizer_lacks_refuses_the_sample(plain: TextTokenizer, driver: Heard) -> None:
+    async def play() -> None:
+        with new_effects() as effects:
+            engine = episode(driver, plain, effects, tools="[]")
+            talk = await engine.complete("1=", max_tokens=2)
+            with pytest.raises(
+                EpisodeError, match=r"a message that the episode added cannot be encoded: .*'É'"
+            ):
+                await engine.complete(talk.add("tool", "É"))
+            with pytest.raises(RecipeError, match="offers one tool"):
+                await engine.complete("1=", tools=[later, broken])
+
+    asyncio.run(play())

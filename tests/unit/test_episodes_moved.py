@@ -1,0 +1,150 @@
+"""Unfinished episodes leave one worker as journals and end on another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import torch
+import worker_kit as kit
+
+from hflow.types import Engine, EpisodeState, Trajectory
+from hflow.workers.base import Failed, GroupOrder, SampleReady, WorkerSetup
+from hflow.workers.inproc import InprocWorkers
+from hflow.workers.journal import Journal
+
+GEN = "actor_gen"
+FIELDS = ("input_ids", "loss_mask", "behav_logprobs", "versions", "completion")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def setup() -> WorkerSetup:
+    setup = kit.setup_of("cluster=cpu-1x1")
+    return kit.with_program(setup, GEN, body=hesitant, options={"tool_format": "+="})
+
+
+_open = True
+_consulted: list[str] = []
+
+
+async def oracle(question: str) -> str:
+    _consulted.append(question)
+    while not _open:
+        await asyncio.sleep(0.01)
+    return "3"
+
+
+async def hesitant(engine: Engine, prompt: str) -> Trajectory:
+    talk = await engine.complete(prompt)
+    return await engine.complete(talk.add("tool", await engine.call(oracle, question=prompt)))
+
+
+def orders(workers: InprocWorkers) -> list[tuple[GroupOrder, Any]]:
+    rows = workers._worker._rows
+    return [(order, rows.row(order.stream, order.row)) for order in kit.group_orders(GEN, range(2))]
+
+
+async def started(workers: InprocWorkers, journals: dict[int, Journal]) -> None:
+    """As `open_groups`, with journals."""
+    sink = workers._worker._mailboxes[0].put
+    workers._worker._episodes.open_groups(orders(workers), sink, journals)
+    await workers.wake("actor@gen", 0)
+
+
+def read(workers: InprocWorkers) -> list[list[Any]]:
+    return [kit.read(workers, GEN, field, range(4)) for field in FIELDS]
+
+
+async def finished(workers: InprocWorkers, journals: dict[int, Journal]) -> tuple[list[list[Any]], int]:
+    """The samples' fields, and how many tokens were drawn for them."""
+    await started(workers, journals)
+    events = await kit.collect(workers, 0, 4)
+    assert all(isinstance(event, SampleReady) for event in events), events
+    assert workers._worker._episodes.states()[EpisodeState.TERMINATED] == 4
+    return read(workers), workers._worker._engines._drivers["actor@gen"].num_drawn
+
+
+async def left(workers: InprocWorkers) -> str:
+    """Journals of episodes that all wait for the oracle, as text."""
+    await started(workers, {})
+    episodes = workers._worker._episodes
+    while episodes.states()[EpisodeState.PROCESSING_TOOLS] < 4:
+        await asyncio.sleep(0.01)
+    await workers.sleep("actor@gen")
+    journals = episodes.journals()
+    assert {node for node, _ in journals} == {GEN}
+    return json.dumps({sample: journal.to_json() for (_, sample), journal in journals.items()})
+
+
+def test_samples_end_elsewhere_as_they_would_have_here(
+    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, num_expected = kit.with_workers(setup, lambda workers: finished(workers, {}))
+    monkeypatch.setitem(globals(), "_open", False)
+    text = kit.with_workers(setup, left)
+    monkeypatch.setitem(globals(), "_open", True)
+    journals = {int(sample): Journal.from_json(rows) for sample, rows in json.loads(text).items()}
+    num_journaled = sum(len(journal.effects[0].outcome.ids) for journal in journals.values())
+    _consulted.clear()
+    fields, num_drawn = kit.with_workers(setup, lambda workers: finished(workers, journals))
+    assert fields == expected
+    assert num_drawn == num_expected - num_journaled
+    assert len(_consulted) == 4  # what the oracle would have said is unknown: it is asked again
+
+
+def test_another_body_refuses_its_sample(setup: WorkerSetup) -> None:
+    async def work(workers: InprocWorkers) -> list[Any]:
+        await started(workers, {1: Journal.from_json([{"kind": "time", "model": "actor", "asked": {}}])})
+        return await kit.collect(workers, 0, 4)
+
+    events = kit.with_workers(setup, work)
+    (refused,) = [event for event in events if isinstance(event, Failed)]
+    assert (refused.key, refused.reason) == (1, "failed")
+    assert "effect 0 of the replayed episode is complete of 'actor', the journal has time" in refused.message
+
+
+def test_polls_say_what_episodes_do(setup: WorkerSetup) -> None:
+    async def work(workers: InprocWorkers) -> dict[str, int]:
+        await workers.open_groups(0, kit.group_orders(GEN, range(2)))
+        await workers.wake("actor@gen", 0)
+        seen: dict[str, int] = {}
+        num_events = 0
+        while num_events < 4:
+            report = await workers.poll(0)
+            num_events += len(report.events)
+            seen = dict(report.episodes)
+        return seen
+
+    seen = kit.with_workers(setup, work)
+    assert seen == {state.value: 4 if state is EpisodeState.TERMINATED else 0 for state in EpisodeState}
+
+
+async def offering(engine: Engine, prompt: str) -> Trajectory:
+    talk = await engine.complete(prompt, tools=[failing])
+    await engine.call(failing, question="")
+    return talk
+
+
+def failing(question: str) -> str:
+    raise ConnectionError("by request")
+
+
+def test_tools_are_counted_beside_the_sample(setup: WorkerSetup) -> None:
+    changed = kit.with_program(setup, GEN, body=offering)
+
+    async def work(workers: InprocWorkers) -> dict[str, tuple[float, int]]:
+        await workers.open_groups(0, kit.group_orders(GEN, range(2)))
+        await workers.wake("actor@gen", 0)
+        await kit.collect(workers, 0, 4)
+        return await workers.summarize(0, GEN, range(4))
+
+    sums = kit.with_workers(changed, work)
+    assert sums[f"{GEN}/{GEN}.tool_calls"] == sums[f"{GEN}/{GEN}.tool_errors"] == (4.0, 4)
+    assert sums[f"{GEN}/{GEN}.malformed_calls"][1] == 4

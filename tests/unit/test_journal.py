@@ -1,0 +1,251 @@
+"""Episodes that are replayed: nothing is done twice, and what differs is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from episode_kit import Heard, episode, heard, merging_tokenizer, new_effects, new_engine
+
+from hflow import sandbox
+from hflow.backends.base import Generated, ModelSettings
+from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.data.tokenizer import TextTokenizer
+from hflow.errors import EpisodeError
+from hflow.types import EpisodeState, Trajectory
+from hflow.workers.effects import Effects
+from hflow.workers.engine_driver import EngineDriver
+from hflow.workers.episode import EpisodeEngine
+from hflow.workers.journal import Effect, Journal
+from hflow.workers.sandboxes import Sandboxes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return merging_tokenizer(tmp_path_factory.mktemp("plain"), None)
+
+
+@pytest.fixture(scope="module")
+def driver(tokenizer: TextTokenizer) -> Iterator[Heard]:
+    with heard(new_engine(tokenizer)) as driver:
+        yield driver
+
+
+calls = Counter[str]()
+
+
+async def oracle(question: str) -> str:
+    calls[question] += 1
+    return f"{len(question)}{calls[question]}"
+
+
+@sandbox(timeout=5.0)
+def double(number: int) -> int:
+    return 2 * number
+
+
+async def body(engine: EpisodeEngine) -> tuple[Trajectory, list[Any]]:
+    """An episode of every kind of effect."""
+    talk = await engine.complete("1+2=", max_tokens=9)
+    seen: list[Any] = [engine.random(), engine.time()]
+    talk = talk.add("tool", await engine.call(oracle, question=talk.reply))
+    talk = await engine.complete(talk, stop=["9"])
+    seen += [await engine.call(double, number=21), engine.random()]
+    with_a_failure = await engine.call(double, number="x" * 2, other=1)
+    return await engine.complete(talk.add("user", "7"), max_tokens=5), [*seen, with_a_failure]
+
+
+def play(
+    driver: EngineDriver,
+    tokenizer: TextTokenizer,
+    journal: Journal | None = None,
+    body: Callable[[EpisodeEngine], Any] = body,
+) -> tuple[Any, Effects]:
+    async def main() -> tuple[Any, Effects]:
+        with new_effects(journal) as effects:
+            result = await body(episode(driver, tokenizer, effects, tools="[]"))
+            effects.finish()
+            return result, effects
+
+    return asyncio.run(main())
+
+
+def moved(journal: Journal) -> Journal:
+    """The journal, as another worker reads it."""
+    return Journal.from_json(json.loads(json.dumps(journal.to_json())))
+
+
+def test_a_whole_journal_is_replayed_without_doing_anything(driver: Heard, tokenizer: TextTokenizer) -> None:
+    (talk, seen), effects = play(driver, tokenizer)
+    assert seen[4].startswith("error: TypeError: double() got an unexpected keyword")
+    journal = moved(effects.journal)
+    assert journal == effects.journal
+    assert [effect.kind for effect in journal.effects] == [
+        *("complete", "random", "time", "call", "complete", "call", "random", "call", "complete")
+    ]
+    driver.heard.clear()
+    calls.clear()
+    (again, seen_again), replayed = play(driver, tokenizer, journal)
+    assert (again, seen_again) == (talk, seen)
+    assert (driver.heard, calls) == ([], {})
+    assert replayed.journal == journal
+    assert replayed.counts == effects.counts == {"tool_calls": 2, "tool_errors": 1}
+
+
+def test_every_beginning_of_a_journal_leads_to_the_same_end(driver: Heard, tokenizer: TextTokenizer) -> None:
+    (talk, seen), effects = play(driver, tokenizer)
+    whole = effects.journal.effects
+    for length in range(len(whole) + 1):
+        driver.heard.clear()
+        calls.clear()
+        calls[next(e.asked["arguments"]["question"] for e in whole if e.asked.get("tool") == "oracle")] = 0
+        (again, seen_again), _ = play(driver, tokenizer, Journal(whole[:length]))
+        assert again == talk
+        seen_again[1] = seen[1] if length <= 2 else seen_again[1]  # the time of a fresh effect is new
+        assert seen_again == seen
+        kinds = [effect.kind for effect in whole[length:]]
+        assert len(driver.heard) == kinds.count("complete")
+
+
+def test_a_partial_completion_goes_on_with_what_is_left(driver: Heard, tokenizer: TextTokenizer) -> None:
+    (talk, _), effects = play(driver, tokenizer)
+    *before, last = effects.journal.effects
+    drawn: Generated = last.outcome
+    cut = Generated(drawn.ids[:2], drawn.logprobs[:2], (7, 7), "abort")
+    part = dataclasses.replace(last, outcome=cut, is_done=False)
+    driver.heard.clear()
+    num_before = driver.num_drawn
+    (again, _), _ = play(driver, tokenizer, moved(Journal((*before, part))))
+    assert again.input_ids == talk.input_ids
+    assert again.versions[-len(drawn.ids) :] == (7, 7, *drawn.versions[2:])
+    assert driver.num_drawn - num_before == len(drawn.ids) - 2
+
+
+def test_what_differs_is_refused_with_the_reason(driver: Heard, tokenizer: TextTokenizer) -> None:
+    _, effects = play(driver, tokenizer)
+    whole = effects.journal.effects
+
+    def changed(index: int, **changes: Any) -> Journal:
+        return Journal((*whole[:index], dataclasses.replace(whole[index], **changes), *whole[index + 1 :]))
+
+    def asked(index: int, **changes: Any) -> Journal:
+        return changed(index, asked={**whole[index].asked, **changes})
+
+    wrong = {
+        r"effect 2 .* is time of 'actor', the journal has random of 'actor'": changed(2, kind="random"),
+        r"effect 0 .* is complete of 'actor', the journal has complete of 'bob'": changed(0, model="bob"),
+        r"effect 4 .* complete with prompt='\w+', the journal has 'other'": asked(4, prompt="other"),
+        r"effect 4 .* complete with max_tokens=12, the journal has 3": asked(4, max_tokens=3),
+        r"effect 3 .* call with tool='oracle', the journal has 'seer'": asked(3, tool="seer"),
+        r"effect 5 .* call with arguments=\{'number': 21\}, the journal": asked(5, arguments={"number": 2}),
+        r"ended after 9 effects, its journal has 10": Journal((*whole, Effect("time", "actor", {}, 1.0))),
+    }
+    for reason, journal in wrong.items():
+        with pytest.raises(EpisodeError, match=reason):
+            play(driver, tokenizer, journal)
+
+
+async def two_at_once(engine: EpisodeEngine) -> list[Trajectory]:
+    talks = (engine.complete(f"{i}=", max_tokens=3 + 5 * i) for i in (1, 0))
+    return list(await asyncio.gather(*talks))
+
+
+def test_effects_at_the_same_time_are_told_apart(driver: Heard, tokenizer: TextTokenizer) -> None:
+    talks, effects = play(driver, tokenizer, body=two_at_once)
+    again, _ = play(driver, tokenizer, moved(effects.journal), two_at_once)
+    assert again == talks
+
+
+class Gated(EmbeddedEngine):
+    """An engine that stops by itself: it allows `num_allowed` further steps, then waits for more."""
+
+    num_allowed = 0
+
+    def step(self) -> list[tuple[int, Generated]]:
+        """Draw while that is allowed; otherwise return nothing, having done nothing."""
+        if self.num_allowed == 0:
+            time.sleep(0.001)
+            return []
+        self.num_allowed -= 1
+        return super().step()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_an_episode_is_interrupted_in_every_state(tokenizer: TextTokenizer) -> None:
+    """The engine sleeps and wakes while the episode generates, calls a tool and does something else."""
+    may_go_on = asyncio.Event()
+
+    async def wait(seconds: float) -> int:
+        await may_go_on.wait()
+        return 5
+
+    async def states_of(engine: EpisodeEngine) -> Trajectory:
+        talk = await engine.complete("1=", max_tokens=6)
+        talk = talk.add("tool", await engine.call(wait, seconds=0.0))
+        await may_go_on.wait()
+        return await engine.complete(talk, max_tokens=6)
+
+    base = new_engine(tokenizer)
+    settings = ModelSettings("actor", architecture=base._module.config.to_dict(), seed=1)
+    gated = Gated(settings, {"max_model_len": 1000}, None, tokenizer.decode)
+    census: Counter[EpisodeState] = Counter()
+    sandboxes = Sandboxes(1)
+
+    async def nap(driver: EngineDriver, effects: Effects, state: EpisodeState) -> None:
+        assert effects.watch.state is state
+        assert {s: n for s, n in census.items() if n} == {state: 1}
+        driver.interrupt()
+        driver.sleep()
+        json.dumps(effects.journal.to_json())
+        assert effects.watch.state is state
+        driver.wake()
+        driver.resume()
+
+    async def main(driver: EngineDriver) -> Trajectory:
+        effects = Effects(sandboxes, census)
+        engine = episode(driver, tokenizer, effects)
+        await nap(driver, effects, EpisodeState.PENDING)
+        effects.watch.begin()
+        await nap(driver, effects, EpisodeState.INTERACTING)
+        task = asyncio.create_task(states_of(engine))
+        gated.num_allowed = 3
+        await until(lambda: gated.num_allowed == 0)
+        await nap(driver, effects, EpisodeState.GENERATING)
+        (part,) = effects.journal.effects
+        assert (part.is_done, len(part.outcome.ids), part.outcome.stop_reason) == (False, 3, "abort")
+        gated.num_allowed = 1000
+        await until(lambda: effects.watch.state is not EpisodeState.GENERATING)
+        await nap(driver, effects, EpisodeState.PROCESSING_TOOLS)
+        may_go_on.set()
+        await asyncio.sleep(0)
+        talk = await task
+        effects.watch.end()
+        await nap(driver, effects, EpisodeState.TERMINATED)
+        return talk
+
+    driver = EngineDriver(gated)
+    try:
+        talk = asyncio.run(asyncio.wait_for(main(driver), 60))
+    finally:
+        driver.close()
+        sandboxes.close()
+    with heard(base) as plain:
+        undisturbed, _ = play(plain, tokenizer, body=states_of)
+    assert talk.input_ids == undisturbed.input_ids
+    assert talk.loss_mask == undisturbed.loss_mask

@@ -1,0 +1,136 @@
+"""How calls are written and read, and how tools are described."""
+
+from __future__ import annotations
+
+import pytest
+
+from hflow.data.tool_formats import Hermes, Marked, Parsed, tool_format
+from hflow.data.tool_schemas import tool_schema
+from hflow.errors import RecipeError
+from hflow.types import ToolCall
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+def search(query: str, kinds: list[str], limit: int = 5) -> list[str]:
+    """Look something up."""
+    return [query] * limit
+
+
+def bare(x) -> str:  # type: ignore[no-untyped-def]
+    return str(x)
+
+
+def odd(x: complex) -> str:
+    return str(x)
+
+
+def nullary() -> str:
+    return ""
+
+
+def call(body: str) -> str:
+    return f"<tool_call>{body}</tool_call>"
+
+
+ONE = '\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "num_malformed"),
+    [
+        ("no call at all", [], 0),
+        (f"Let me see. {call(ONE)}", [ToolCall("add", {"a": 1, "b": 2})], 0),
+        (
+            call(ONE) + call('{"name": "search"}'),
+            [ToolCall("add", {"a": 1, "b": 2}), ToolCall("search", {})],
+            0,
+        ),
+        (call('{"name": "add", "arguments": {"a": 1'), [], 1),
+        (call('["add"]') + call(ONE), [ToolCall("add", {"a": 1, "b": 2})], 1),
+        (call('{"name": "sub", "arguments": {}}'), [], 1),
+        (call('{"name": ["add"], "arguments": {}}'), [], 1),
+        (call('{"name": "add", "arguments": "1, 2"}'), [], 1),
+        (call("[" * 100_000), [], 1),
+        ("<tool_call>" + ONE, [], 1),
+    ],
+)
+def test_hermes_blocks(text: str, calls: list[ToolCall], num_malformed: int) -> None:
+    assert Hermes().parse(text, [add, search]) == Parsed(tuple(calls), num_malformed)
+
+
+@pytest.mark.parametrize(
+    ("text", "argument", "num_malformed"),
+    [
+        ("046", None, 0),
+        ("[12+34]", "12+34", 0),
+        ("1[12[34]", "34", 1),
+        ("[12+34]5", "12+34", 0),
+        ("[12+34", None, 1),
+        ("12+34]", None, 1),
+        ("[]", "", 0),
+    ],
+)
+def test_marked_calls(text: str, argument: str | None, num_malformed: int) -> None:
+    calls = () if argument is None else (ToolCall("search", {"query": argument}),)
+    assert Marked("[", "]").parse(text, [search]) == Parsed(calls, num_malformed)
+
+
+def test_what_a_failed_tool_answers() -> None:
+    assert Hermes().failure("no") == Marked("[", "]").failure("no") == "error: no"
+    assert tool_format("[]?", has_template=False).failure("no") == "?"
+
+
+def test_formats_by_their_option() -> None:
+    assert isinstance(tool_format(None, has_template=True), Hermes)
+    assert tool_format("<>", has_template=True) == Marked("<", ">")
+    assert tool_format("<>", has_template=False).stop == (">",)
+    with pytest.raises(RecipeError, match=r"no chat template .* tool_format"):
+        tool_format("hermes", has_template=False)
+    for wrong in ("xml", "[[", "["):
+        with pytest.raises(RecipeError, match="tool_format is"):
+            tool_format(wrong, has_template=True)
+
+
+def test_tools_that_cannot_be_told_apart_are_refused() -> None:
+    with pytest.raises(RecipeError, match="two tools are named 'add'"):
+        Hermes().check([add, search, add])
+    with pytest.raises(RecipeError, match="offers one tool, not 2"):
+        Marked("[", "]").check([add, search])
+    with pytest.raises(RecipeError, match="'nullary' takes no argument"):
+        Marked("[", "]").check([nullary])
+
+
+def test_a_docstring_describes_tool_and_parameters() -> None:
+    function = tool_schema(add)["function"]
+    assert (function["name"], function["description"]) == ("add", "Add two numbers.")
+    assert function["parameters"]["properties"]["b"] == {"type": "integer", "description": "the second."}
+
+
+def test_without_arguments_in_the_docstring_the_signature_does() -> None:
+    function = tool_schema(search)["function"]
+    assert function["description"] == "Look something up."
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string"},
+            "kinds": {"type": "array", "items": {"type": "string"}},
+            "limit": {"type": "integer"},
+        },
+        "required": ["query", "kinds"],
+    }
+
+
+def test_what_cannot_be_described_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"tool 'bare' .* annotate 'x'"):
+        tool_schema(bare)
+    with pytest.raises(RecipeError, match=r"tool 'odd' .* 'x' is <class 'complex'>"):
+        tool_schema(odd)
