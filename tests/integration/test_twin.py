@@ -31,6 +31,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 NUM_WORKERS = 8
 SMALL = ["batch=8", "schedule.max_concurrent=64"]
+LEARNERS = {"reward_model": ["rm"], "self_play": ["alice", "bob"]}
+"""Models that start from the checkpoint; in other recipes the actor does."""
+RANDOM = ("tool_agent", "tool_sft")
+"""Recipes with an alphabet of their own: from random weights."""
+OWN_ROWS = ("sft", "tool_sft", "dpo", "reward_model", "self_play")
+"""Recipes that need right answers."""
 PPO = ["models.critic.optim.warmup_steps=0", "batch=32"]
 
 
@@ -105,6 +111,11 @@ RECIPES: list[tuple[str, str, list[str]]] = [
     ("dpo", "d2p2", []),
     ("reward_model", "t2p2", []),
     ("distill", "d2t2", []),
+    ("grpo_async", "d2t2", []),
+    ("ppo_async", "t2p2", PPO),
+    ("tool_sft", "d2p2", []),
+    ("tool_agent", "d2p2", []),
+    ("self_play", "d2t2", []),
     ("custom/ema_teacher", "d2p2", []),
     ("custom/llm_judge", "t2p2", []),
 ]
@@ -126,15 +137,10 @@ def test_a_divided_recipe_computes_what_one_process_does(
     teacher: list[str],
     processes: RayProcesses,
 ) -> None:
-    first = "rm" if name == "reward_model" else "actor"
-    overrides = [
-        *SMALL,
-        f"models.{first}.path={checkpoint}",
-        f"models.{first}.optim.warmup_steps=0",
-        *changes,
-    ]
-    if name not in ("sft", "dpo", "reward_model"):
-        overrides += rows
+    overrides = [*SMALL, *changes, *([] if name in OWN_ROWS else rows)]
+    for model in LEARNERS.get(name, ["actor"]):
+        path = "null" if name in RANDOM else checkpoint
+        overrides += [f"models.{model}.path={path}", f"models.{model}.optim.warmup_steps=0"]
     overrides += {"custom/llm_judge": judge, "distill": teacher}.get(name, [])
     (result,) = twin(f"recipes/{name}.py", overrides, [layout], processes).results
     assert result.failed_metrics == ()
