@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from episode_kit import Heard, episode, heard, merging_tokenizer, new_effects, new_engine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hflow import sandbox
 from hflow.backends.base import Generated, ModelSettings
@@ -168,6 +170,66 @@ def test_effects_at_the_same_time_are_told_apart(driver: Heard, tokenizer: TextT
     assert again == talks
 
 
+async def echo(text: str) -> str:
+    return text[::-1]
+
+
+OPS = st.one_of(
+    st.tuples(st.just("complete"), st.integers(1, 6)),
+    st.tuples(st.just("call"), st.text("0123456789", max_size=3)),
+    st.tuples(st.sampled_from(["random", "time", "two"]), st.just(0)),
+)
+
+
+def acting(ops: list[tuple[str, Any]]) -> Callable[[EpisodeEngine], Any]:
+    """A body that does this, and returns what it saw; times of a fresh effect are left out."""
+
+    async def body(engine: EpisodeEngine) -> list[Any]:
+        talk = await engine.complete("1=", max_tokens=2)
+        seen: list[Any] = []
+        for what, value in ops:
+            match what:
+                case "complete":
+                    talk = await engine.complete(talk, max_tokens=value)
+                case "call":
+                    talk = talk.add("tool", await engine.call(echo, text=value))
+                case "random":
+                    seen.append(engine.random())
+                case "time":
+                    engine.time()
+                case "two":
+                    asked = (engine.complete(talk, max_tokens=n) for n in (5, 1))
+                    seen += await asyncio.gather(*asked)
+        return [talk, *seen]
+
+    return body
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ops=st.lists(OPS, max_size=6), cut=st.integers(0, 9), num_kept=st.integers(0, 3))
+def test_whatever_an_episode_does_is_replayed(
+    ops: list[tuple[str, Any]], cut: int, num_kept: int, driver: Heard, tokenizer: TextTokenizer
+) -> None:
+    """From any beginning of its journal, the last completion of which may lack its end."""
+    expected, effects = play(driver, tokenizer, body=acting(ops))
+    kept = list(effects.journal.effects[: cut + 1])
+    last = kept[-1]
+    if last.kind == "complete" and len(last.outcome.ids) > num_kept:
+        whole: Generated = last.outcome
+        part = Generated(*(row[:num_kept] for row in (whole.ids, whole.logprobs, whole.versions)), "abort")
+        kept[-1] = dataclasses.replace(last, outcome=part, is_done=False)
+    drawn_before = sum(len(e.outcome.ids) for e in kept if e.kind == "complete")
+    num_all = sum(len(e.outcome.ids) for e in effects.journal.effects if e.kind == "complete")
+    driver.heard.clear()
+    num_before = driver.num_drawn
+    again, replayed = play(driver, tokenizer, moved(Journal(tuple(kept))), acting(ops))
+    assert [x.input_ids if isinstance(x, Trajectory) else x for x in again] == [
+        x.input_ids if isinstance(x, Trajectory) else x for x in expected
+    ]
+    assert driver.num_drawn - num_before == num_all - drawn_before
+    assert len(replayed.journal.effects) == len(effects.journal.effects)
+
+
 class Gated(EmbeddedEngine):
     """An engine that stops by itself: it allows `num_allowed` further steps, then waits for more."""
 
@@ -202,8 +264,8 @@ def test_an_episode_is_interrupted_in_every_state(tokenizer: TextTokenizer) -> N
         return await engine.complete(talk, max_tokens=6)
 
     base = new_engine(tokenizer)
-    settings = ModelSettings("actor", architecture=base._module.config.to_dict(), seed=1)
-    gated = Gated(settings, {"max_model_len": 1000}, None, tokenizer.decode)
+    model = ModelSettings("actor", architecture=base._module.config.to_dict(), seed=1)
+    gated = Gated(model, {"max_model_len": 1000}, None, tokenizer.decode)
     census: Counter[EpisodeState] = Counter()
     sandboxes = Sandboxes(1)
 
