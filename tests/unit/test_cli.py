@@ -67,12 +67,13 @@ def test_the_surface_is_frozen():
         "check": ["overrides", "recipe"],
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "overrides", "recipe"],
         "run": ["--cfg", "--live", "--plain", "--plan", "overrides", "recipe"],
+        "simulate": ["--json", "--seed", "--steps", "overrides", "recipe"],
         "twin": ["--as-configured", "--layout", "--steps", "overrides", "recipe"],
         "doctor": [],
     }
 
 
-@pytest.mark.parametrize("command", ["check", "plan", "run", "twin", "doctor"])
+@pytest.mark.parametrize("command", ["check", "plan", "run", "simulate", "twin", "doctor"])
 def test_help_gives_examples(command: str, monkeypatch, capsys):
     assert hflow(monkeypatch, command, "--help") == 0
     assert f"hflow {command}" in capsys.readouterr().out.partition("Examples:")[2]
