@@ -20,6 +20,7 @@ from hflow.report.diff_text import render_diff
 from hflow.report.graph_text import render_graph
 from hflow.report.plan_drawing import plan_dot, plan_mermaid
 from hflow.report.plan_text import render_plan
+from hflow.report.simulation_text import render_simulation
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import render_twin
 
@@ -162,6 +163,30 @@ def run(
             _finish(launch.run(recipe, overrides or [], live))
     else:
         raise ConfigError("name a recipe, as in `hflow run recipes/grpo.py`, or a plan with --plan FILE")
+
+
+@app.command(
+    epilog=_examples(
+        "simulate recipes/grpo_async.py schedule.max_staleness=4 workload.response_cv=1.2",
+        "simulate recipes/grpo.py --steps 200 --json",
+    )
+)
+def simulate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", metavar="N", help="Training steps.", show_default="the plan's, or some"),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seeds the responses' lengths.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures for other programs.")] = False,
+) -> None:
+    """Run the plan on a virtual clock and print speed, idle devices and staleness; no device is needed."""
+    found = launch.simulate(recipe, overrides or [], steps, seed)
+    if json:
+        _print(dumps(found.document(), indent=2))
+    else:
+        _show(render_simulation(found))
 
 
 @app.command(

@@ -15,6 +15,7 @@ from hflow.report.summary import RunSummary
 
 if TYPE_CHECKING:
     from hflow.launch.twin import Twin
+    from hflow.runtime.simulate_plan import Simulation
 
 __all__ = [
     "Compiled",
@@ -28,6 +29,7 @@ __all__ = [
     "plan",
     "run",
     "run_plan",
+    "simulate",
     "twin",
 ]
 
@@ -68,6 +70,26 @@ def run_plan(
     from hflow.launch.running import run_compiled
 
     return run_compiled(compile_locked(file, recipe, overrides), live)
+
+
+def simulate(
+    recipe: str | Path, overrides: Sequence[str] = (), steps: int | None = None, seed: int = 0
+) -> Simulation:
+    """Run a recipe's plan on a virtual clock; no device is needed.
+
+    Args:
+        recipe: path of the recipe's file.
+        overrides: configuration as `key=value`.
+        steps: training steps; None: those of the plan, or as many of them as show the stride.
+        seed: of the responses' lengths.
+
+    Raises:
+        HflowError: as `plan`, and where the plan has no seconds to simulate with.
+    """
+    from hflow.runtime.simulate_plan import simulate_plan
+
+    asked = overrides if steps is None else (*overrides, f"steps={steps}")
+    return simulate_plan(plan(recipe, asked), steps, seed)
 
 
 def twin(

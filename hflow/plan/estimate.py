@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hflow.graph.ir import EdgeKind
-from hflow.plan.cost import node_times
+from hflow.plan.cost import drawing_pace, node_times
 from hflow.plan.forecast import Forecast, NodeTime, Period
 from hflow.plan.ir import Plan
 from hflow.plan.memory import memory_phases, unknown_models
@@ -30,6 +30,7 @@ def forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
         period=None if missing else _period(plan, times),
         traffic=traffic,
         missing=missing,
+        pace=drawing_pace(plan, request, dict(lengths), traffic),
     )
 
 

@@ -47,6 +47,16 @@ class NodeTime:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast engines draw responses one by one, such that a batch takes its source's seconds."""
+
+    slots: int
+    """Responses that are drawn at once, over all engines."""
+    seconds_per_token: float
+    """Of one response, while the slots are full; its prompt's share is spread over its tokens."""
+
+
+@dataclass(frozen=True)
 class StepTraffic:
     """One collective step of an edge's redistribution, on a sample batch."""
 
@@ -139,6 +149,8 @@ class Forecast:
     """What could not be estimated, and why, a line each."""
     layouts: tuple[tuple[str, str], ...] = ()
     """Replica whose layout nobody asked for -> why it has the one that it has."""
+    pace: Pace | None = None
+    """Of the trained stream; None where it is not generated, or its models' sizes are unknown."""
 
     def peak(self, device: int) -> PhaseMemory | None:
         """The phase in which a device holds most."""

@@ -36,14 +36,17 @@ from hflow.workers.base import Span
 
 @dataclass(eq=False)
 class _Generating:
-    """A sample that an engine works on; `due` is None while its engines sleep."""
+    """A sample in flight; `due` is None while it waits for a slot, or its engines sleep."""
 
     sample: int
     left: float
-    oldest: int
+    oldest: int = -1
+    """Version of the weights that it began with; -1: it has no token yet, or no engine makes it."""
     due: float | None = None
     since: float = 0.0
     """When it began, or went on after an interruption."""
+    done: float = 0.0
+    """Seconds of generation that it has behind it."""
 
 
 @dataclass
@@ -51,6 +54,8 @@ class _Source:
     """A stream's samples in flight, and where its dataset stands."""
 
     flying: dict[int, _Generating] = field(default_factory=dict)
+    waiting: dict[int, _Generating] = field(default_factory=dict)
+    """Those in flight that do not generate, in the order in which they will: interrupted ones first."""
     first: int = 0
     """The group that holds the dataset's first row in this pass."""
     next: int = 0
@@ -58,38 +63,48 @@ class _Source:
 
 def simulate(schedule: Schedule, durations: Durations, rows: Mapping[str, int] | None = None) -> Timeline:
     """Run a schedule on a virtual clock; see `simulate_run`."""
-    simulation = _Simulation(schedule, durations, rows or {})
+    simulation = _Simulation(schedule, durations, rows or {}, {})
     return simulation.books.timeline(simulation.run())
 
 
 def simulate_run(
-    schedule: Schedule, durations: Durations, rows: Mapping[str, int] | None = None
+    schedule: Schedule,
+    durations: Durations,
+    rows: Mapping[str, int] | None = None,
+    slots: Mapping[str, int] | None = None,
 ) -> SimulatedRun:
     """Run a schedule on a virtual clock, and account for its devices and samples.
 
     Args:
         schedule: what is run.
         durations: seconds of a node for each sample, group or step; of a source for one sample
-            (samples do not slow each other down: `max_concurrent` stands for an engine's slots); of a
-            replica, to take new weights. What is not named takes no time.
+            (samples do not slow each other down); of a replica, to take new weights. What is not named
+            takes no time.
         rows: groups in each side stream's dataset; 1 where not named. The trained one has no end.
+        slots: samples of a stream that generate at once; others in flight wait. As many as are in flight
+            where not named.
 
     Raises:
         ValueError: fewer than four steps.
     """
-    simulation = _Simulation(schedule, durations, rows or {})
+    simulation = _Simulation(schedule, durations, rows or {}, slots or {})
     stream = schedule.streams[0]
     lanes = tuple(group for group, _ in schedule.orders)
-    return simulation.books.close(simulation.run(), lanes, (stream.batch or 0) * stream.group_size)
+    homes = {replica: group for group, names in schedule.shared for replica in names}
+    samples_a_step = (stream.batch or 0) * stream.group_size
+    return simulation.books.close(simulation.run(), lanes, homes, samples_a_step)
 
 
 class _Simulation:
     """A virtual clock, a heap of what is due, and the engines' versions."""
 
-    def __init__(self, schedule: Schedule, durations: Durations, rows: Mapping[str, int]) -> None:
+    def __init__(
+        self, schedule: Schedule, durations: Durations, rows: Mapping[str, int], slots: Mapping[str, int]
+    ) -> None:
         self._state = RunState(schedule)
         self._durations = durations
         self._rows = rows
+        self._slots = slots
         self._streams = {stream.name: stream for stream in schedule.streams}
         self._sources = {stream.name: _Source() for stream in schedule.streams}
         self._lanes = {n.name: n.group or n.name for n in schedule.nodes if n.level is Level.BATCH}
@@ -119,7 +134,8 @@ class _Simulation:
         if isinstance(event, Awake):
             self._versions[event.replica] = event.version
             self._awake_since[event.replica] = self._now
-            self._resume()
+            for stream in self._sources:
+                self._fill(stream)
         for instruction in self._state.handle(event):
             if isinstance(instruction, Finish):
                 return instruction
@@ -164,60 +180,65 @@ class _Simulation:
         if stream.batch is None and what.group - source.first >= self._rows.get(stream.name, 1):
             self._report("", Exhausted(stream.name, what.group))
             return
-        oldest = self._version(stream.name)
         for sample in what.samples:
-            generating = _Generating(sample, seconds_of(self._durations, stream.source, sample), oldest)
-            source.flying[sample] = generating
-            self._generate(stream.name, generating)
+            generating = _Generating(sample, seconds_of(self._durations, stream.source, sample))
+            source.flying[sample] = source.waiting[sample] = generating
+        self._fill(stream.name)
 
-    def _generate(self, stream: str, sample: _Generating) -> None:
-        sample.since, sample.due = self._now, self._now + sample.left
-        heapq.heappush(self._heap, (sample.due, next(self._order), sample, stream))
+    def _fill(self, stream: str) -> None:
+        """Let waiting samples generate while there are slots and all engines are awake."""
+        source, slots = self._sources[stream], self._slots.get(stream)
+        if not all(replica in self._awake_since for replica in self._streams[stream].replicas):
+            return
+        while source.waiting and (slots is None or len(source.flying) - len(source.waiting) < slots):
+            sample = source.waiting.pop(next(iter(source.waiting)))
+            if sample.oldest < 0:
+                sample.oldest = self._version(stream)
+            sample.since, sample.due = self._now, self._now + sample.left
+            heapq.heappush(self._heap, (sample.due, next(self._order), sample, stream))
 
     def _interrupt(self, replica: str) -> None:
         """Samples keep what they have; their engines go on with them when all are awake again."""
         for name, source in self._sources.items():
             if replica not in self._streams[name].replicas:
                 continue
-            for sample in source.flying.values():
-                if sample.due is not None:
-                    self.books.interruptions += sample.due > self._now
-                    self._stop(name, sample)
+            stopped = {number: s for number, s in source.flying.items() if number not in source.waiting}
+            for sample in stopped.values():
+                self._stop(name, sample)
+                if sample.left > 0:
+                    self.books.interrupted(sample.done)
+            source.waiting = {**stopped, **source.waiting}
 
     def _stop(self, stream: str, sample: _Generating) -> None:
         """A sample generates no more, for now or for good."""
         assert sample.due is not None, f"sample {sample.sample} of {stream} does not generate"
         self.books.generated(self._streams[stream].replicas, sample.since, self._now)
+        sample.done += self._now - sample.since
         sample.left, sample.due = sample.due - self._now, None
 
     def _end_sample(self, stream: str, sample: _Generating) -> SampleDone:
         self._stop(stream, sample)
         del self._sources[stream].flying[sample.sample]
+        self._fill(stream)
         if stream == self._trained:
             self.books.sampled(sample.sample, sample.oldest, self._version(stream))
         return SampleDone(stream, sample.sample, sample.oldest)
 
     def _abort(self, what: Refuse) -> None:
         """What left the run is not generated to its end; its report comes at once."""
-        flying = self._sources[what.stream].flying
+        source = self._sources[what.stream]
         for number in what.samples:
-            if (sample := flying.pop(number, None)) is not None:
-                if sample.due is not None:
+            if (sample := source.flying.pop(number, None)) is not None:
+                if source.waiting.pop(number, None) is None:
                     self._stop(what.stream, sample)
                 self._report("", SampleDone(what.stream, number, sample.oldest))
+        self._fill(what.stream)
         if what.stream == self._trained:
             self.books.refused(what)
 
     def _version(self, stream: str) -> int:
         """The version that a stream is generated with; -1 where no engine makes it."""
         return min((self._versions[replica] for replica in self._streams[stream].replicas), default=-1)
-
-    def _resume(self) -> None:
-        for name, source in self._sources.items():
-            if all(replica in self._awake_since for replica in self._streams[name].replicas):
-                for sample in source.flying.values():
-                    if sample.due is None:
-                        self._generate(name, sample)
 
     def _close_span(self, replica: str) -> None:
         version = self._versions[replica]

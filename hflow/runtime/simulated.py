@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hflow.runtime.events import Finish, FormBatch, Refuse
@@ -59,15 +60,19 @@ class SimulatedRun:
     samples_per_second: float
     """Trained samples in the steady state."""
     idle: tuple[tuple[str, float], ...]
-    """Device group or engine -> share of the steady state in which nothing runs on it."""
+    """Device group, or engine with devices of its own -> share of the steady state in which nothing runs."""
     mean_generating: float
     """Samples that generate at once in the steady state, on average."""
     lags: tuple[LagRow, ...]
     """Sorted; empty for streams without versions."""
     interruptions: int
     """How often a sample that generated gave way to new weights or to training."""
+    seconds_kept: float
+    """Seconds of generation that samples had behind them when they gave way, and kept."""
     refused: tuple[tuple[str, int], ...]
     """Reason -> samples that were refused or dropped."""
+    generating: tuple[Span, ...]
+    """When each engine had a sample to work on, on its own lane or that of the group that it shares."""
 
     def staleness(self) -> dict[int, int]:
         """Lag -> trained samples."""
@@ -84,6 +89,7 @@ class Books:
         self.spans: list[Span] = []
         self.step_ends: list[float] = []
         self.interruptions = 0
+        self.seconds_kept = 0.0
         self._stretches: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
         self._versions: dict[int, tuple[int, int]] = {}
         self._lags: Counter[tuple[int, int]] = Counter()
@@ -93,6 +99,11 @@ class Books:
     def generated(self, replicas: tuple[str, ...], start: float, end: float) -> None:
         """A sample generated on these engines without a break."""
         self._stretches[replicas].append((start, end))
+
+    def interrupted(self, seconds: float) -> None:
+        """A sample gave way that had so many seconds of generation behind it."""
+        self.interruptions += 1
+        self.seconds_kept += seconds
 
     def sampled(self, sample: int, oldest: int, newest: int) -> None:
         """A sample of the trained stream is finished, under the weights of version `newest`."""
@@ -116,30 +127,51 @@ class Books:
         """The times alone."""
         return Timeline(tuple(self.spans), tuple(self.step_ends), finish)
 
-    def close(self, finish: Finish, lanes: Sequence[str], samples_a_step: int) -> SimulatedRun:
-        """Everything; `lanes` are the device groups, beside which engines are listed."""
+    def close(
+        self, finish: Finish, lanes: Sequence[str], homes: Mapping[str, str], samples_a_step: int
+    ) -> SimulatedRun:
+        """Everything.
+
+        Args:
+            finish: how the run ended.
+            lanes: the device groups, beside which engines with devices of their own are listed.
+            homes: engine -> the device group that it shares.
+            samples_a_step: samples of a batch.
+        """
         timeline = self.timeline(finish)
         window = timeline.window()
         seconds = window[1] - window[0]
+        generating = tuple(self._generating(homes))
         busy: dict[str, list[tuple[float, float]]] = {lane: [] for lane in lanes}
-        for replicas, stretches in self._stretches.items():
-            for replica in replicas:
-                busy.setdefault(replica, []).extend(stretches)
         for span in self.spans:
-            if span.lane in lanes:
+            if span.lane in busy:
                 busy[span.lane].append((span.start, span.end))
-        generating = sum(_length(stretch, window) for part in self._stretches.values() for stretch in part)
+        for span in generating:
+            busy.setdefault(span.lane, []).append((span.start, span.end))
+        spent = sum(_length(stretch, window) for part in self._stretches.values() for stretch in part)
         return SimulatedRun(
             timeline=timeline,
             samples_per_second=samples_a_step / timeline.period(),
             idle=tuple(
                 (lane, max(0.0, 1 - _covered(spans, window) / seconds)) for lane, spans in busy.items()
             ),
-            mean_generating=generating / seconds,
+            mean_generating=spent / seconds,
             lags=tuple(LagRow(*lag, num) for lag, num in sorted(self._lags.items())),
             interruptions=self.interruptions,
+            seconds_kept=self.seconds_kept,
             refused=tuple(sorted(self._refused.items())),
+            generating=generating,
         )
+
+    def _generating(self, homes: Mapping[str, str]) -> Iterator[Span]:
+        """When samples generated, by engine; stretches that touch are one."""
+        by_engine: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for replicas, stretches in self._stretches.items():
+            for replica in replicas:
+                by_engine[replica].extend(stretches)
+        for replica, stretches in by_engine.items():
+            for start, end in _merged(stretches):
+                yield Span(replica, homes.get(replica, replica), start, end, {})
 
 
 def _middle(step_ends: Sequence[float]) -> tuple[int, int]:
@@ -155,8 +187,17 @@ def _length(stretch: tuple[float, float], window: tuple[float, float]) -> float:
 
 def _covered(stretches: Iterable[tuple[float, float]], window: tuple[float, float]) -> float:
     """Seconds of a window in which something runs."""
-    total, reached = 0.0, window[0]
+    return sum(_length(stretch, window) for stretch in _merged(stretches))
+
+
+def _merged(stretches: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The union of stretches of time, in parts that do not touch."""
+    first, last = math.inf, -math.inf
     for start, end in sorted(stretches):
-        total += max(0.0, min(end, window[1]) - max(start, reached))
-        reached = max(reached, min(end, window[1]))
-    return total
+        if start > last:
+            if first < last:
+                yield first, last
+            first = start
+        last = max(last, end)
+    if first < last:
+        yield first, last

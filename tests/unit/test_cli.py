@@ -67,12 +67,13 @@ def test_the_surface_is_frozen():
         "check": ["overrides", "recipe"],
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "overrides", "recipe"],
         "run": ["--cfg", "--live", "--plain", "--plan", "overrides", "recipe"],
+        "simulate": ["--json", "--seed", "--steps", "overrides", "recipe"],
         "twin": ["--as-configured", "--layout", "--steps", "overrides", "recipe"],
         "doctor": [],
     }
 
 
-@pytest.mark.parametrize("command", ["check", "plan", "run", "twin", "doctor"])
+@pytest.mark.parametrize("command", ["check", "plan", "run", "simulate", "twin", "doctor"])
 def test_help_gives_examples(command: str, monkeypatch, capsys):
     assert hflow(monkeypatch, command, "--help") == 0
     assert f"hflow {command}" in capsys.readouterr().out.partition("Examples:")[2]
@@ -207,6 +208,28 @@ def test_options_that_do_not_fit_together(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(real(message))
+    assert captured.err.count("\n") == 1
+
+
+def test_simulate_prints_figures_of_the_run(monkeypatch, capsys):
+    asked = ("simulate", "recipes/grpo_async.py", "--steps", "8", "--seed", "3")
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert hflow(monkeypatch, *asked, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["recipe"], found["steps"], found["seed"]) == ("grpo_async", 8, 3)
+    assert hflow(monkeypatch, *asked) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("8 of 8 steps, seed 3" in line for line in lines)
+
+
+def test_simulate_refuses_in_one_line(good: str, monkeypatch, capsys):
+    assert hflow(monkeypatch, "simulate", good) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(
+        "error: the sizes of actor are unknown, so there are no seconds to simulate"
+    )
     assert captured.err.count("\n") == 1
 
 

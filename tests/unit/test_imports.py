@@ -31,6 +31,10 @@ def test_checking_and_planning_import_nothing_heavy(command: str, recipe: str):
     assert heavy_after(command, f"recipes/{recipe}") == "heavy: []"
 
 
+def test_simulating_imports_nothing_heavy():
+    assert heavy_after("simulate", "recipes/grpo_async.py", "--steps", "8") == "heavy: []"
+
+
 def test_composing_a_configuration_imports_nothing_heavy():
     assert heavy_after("run", "recipes/grpo.py", "--cfg") == "heavy: []"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from state_script import ENGINE, batch, encoded, generated, schedule
 
 from hflow.plan.ir import Schedule
 from hflow.plan.staleness import staleness_bound
-from hflow.plan.workload import Workload
+from hflow.plan.workload import Workload, expected_max
 from hflow.runtime.draws import response_seconds
 from hflow.runtime.simulate import simulate_run
 from hflow.runtime.simulated import LagRow
@@ -92,3 +93,49 @@ def test_written_streams_have_no_staleness():
     run = simulate_run(schedule([encoded()], [batch("train", "g")], num_steps=8), {"train": 1.0})
     assert run.lags == ()
     assert run.samples_per_second == pytest.approx(2.0)
+
+
+def test_samples_beyond_the_slots_wait_and_begin_with_the_weights_of_their_turn():
+    """Two slots for four samples of 2 s: two waves. With eta = 1 the second batch's samples are admitted at
+    once, and wait through the sync at 9 s, of whose weights their first tokens are."""
+    seconds = {"gen": 2.0, "train": 5.0}
+    what = schedule([generated(size=2)], [batch("train", "g", writes=("actor",))], num_steps=8)
+    run = simulate_run(what, seconds, slots={"gen": 2})
+    assert run.timeline.period() == pytest.approx(2 + 2 + 5)
+    assert run.mean_generating == pytest.approx(2 * 4 / 9)
+    ahead = replace(what, max_staleness=1, num_steps=40)
+    slow = simulate_run(ahead, {"gen": 2.0, "train": 1.0}, slots={"gen": 2})
+    assert slow.timeline.period() == pytest.approx(4.0)
+    assert max(slow.staleness()) <= 1
+    assert slow.staleness()[0] > 0, "what waited for a slot has the weights with which it began"
+
+
+def test_what_interrupted_samples_had_is_kept():
+    """Each sample of 7 s gives way once, to the weights of a training of 5 s."""
+    nodes = [batch("train", "g", writes=("actor",))]
+    what = schedule([generated(size=1, num_groups=1)], nodes, num_steps=4, max_staleness=1, max_concurrent=1)
+    run = simulate_run(what, {"gen": 7.0, "train": 5.0, ENGINE: 0.5})
+    assert run.interruptions == 3
+    assert run.seconds_kept == pytest.approx(5.0 + 5.0 + 5.0)
+
+
+def test_an_engine_that_shares_a_group_is_idle_with_it():
+    nodes = [batch("train", "g", writes=("actor",))]
+    what = schedule([generated(size=1)], nodes, shared="g", num_steps=8)
+    run = simulate_run(what, {"gen": 3.0, "train": 1.0, ENGINE: 1.0})
+    assert dict(run.idle) == {"g": pytest.approx(0.2)}
+    assert {span.lane for span in run.generating} == {"g"}
+
+
+@pytest.mark.parametrize(("cv", "max_staleness", "share"), [(0.6, 1, 0.54), (1.2, 1, 0.47), (1.2, 4, 0.93)])
+def test_how_much_of_the_limit_staleness_reaches(cv: float, max_staleness: int, share: float):
+    """Of the table in docs/async.md: 16 groups of 4 on 64 slots, training as long as generation alone."""
+    lengths = Workload(0, 400, cv, 4000)
+    balanced = expected_max(lengths, 1) * 0.01
+    what = schedule(
+        [generated(size=4, num_groups=16)],
+        [batch("train", "g", writes=("actor",))],
+        **{"num_steps": 60, "max_concurrent": 64, "max_staleness": max_staleness},
+    )
+    run = simulate_run(what, {"gen": response_seconds(lengths, 0.01, 0), "train": balanced})
+    assert balanced / run.timeline.period() == pytest.approx(share, abs=0.02)

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hflow.plan.cost.nodes import Costs, Parts
 from hflow.plan.cost.roofline import node_time
-from hflow.plan.forecast import EdgeTraffic, NodeTime
+from hflow.plan.forecast import EdgeTraffic, NodeTime, Pace
 from hflow.plan.ir import Plan
 from hflow.plan.request import PlanRequest
 from hflow.plan.workload import Workload
 
-__all__ = ["node_times"]
+__all__ = ["drawing_pace", "node_times"]
 
 
 def node_times(
@@ -33,12 +33,29 @@ def node_times(
         workload: root stream -> lengths of its samples.
         traffic: bytes that the nodes' inputs move.
     """
-    if request.hardware is None:
+    costs = _costs(plan, request, workload, traffic)
+    if costs is None:
         return ()
     stream = plan.schedule.streams[0]
-    costs = Costs(plan, request, request.hardware, workload[stream.name], traffic)
     rows = (stream.source, costs.source()), *_nodes(plan, costs)
     return tuple(node_time(name, parts) for name, parts in rows if parts is not None)
+
+
+def drawing_pace(
+    plan: Plan, request: PlanRequest, workload: Mapping[str, Workload], traffic: Sequence[EdgeTraffic]
+) -> Pace | None:
+    """How fast the trained stream's engines draw single responses; arguments as `node_times`."""
+    costs = _costs(plan, request, workload, traffic)
+    return None if costs is None else costs.pace()
+
+
+def _costs(
+    plan: Plan, request: PlanRequest, workload: Mapping[str, Workload], traffic: Sequence[EdgeTraffic]
+) -> Costs | None:
+    if request.hardware is None:
+        return None
+    stream = plan.schedule.streams[0]
+    return Costs(plan, request, request.hardware, workload[stream.name], traffic)
 
 
 def _nodes(plan: Plan, costs: Costs) -> Iterator[tuple[str, Parts]]:

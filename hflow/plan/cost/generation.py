@@ -46,6 +46,12 @@ class Rollout:
     """Further batches whose samples may be under way before this one is trained on."""
     seed: int
 
+    def slots(self, side: Side) -> tuple[int, int]:
+        """Engines of a replica that have something to do, and the sequences that each decodes at once."""
+        in_flight = min((self.ahead + 1) * self.groups, max(1, self.max_concurrent // self.group_size))
+        engines = min(side.layout.data, in_flight)
+        return engines, min(side.asked.max_running, math.ceil(in_flight / engines) * self.group_size)
+
 
 class Phase(NamedTuple):
     """Steps in which an engine's batch stays the same."""
@@ -61,11 +67,7 @@ def generate(side: Side, workload: Workload, rollout: Rollout) -> list[Part]:
 
     The tail is the part in which less than half as many sequences run as at most.
     """
-    in_flight = min(
-        (rollout.ahead + 1) * rollout.groups, max(1, rollout.max_concurrent // rollout.group_size)
-    )
-    engines = min(side.layout.data, in_flight)
-    slots = min(side.asked.max_running, math.ceil(in_flight / engines) * rollout.group_size)
+    engines, slots = rollout.slots(side)
     groups: float = math.ceil(rollout.groups / engines)
     if rollout.ahead:
         groups = rollout.groups / engines
@@ -78,6 +80,17 @@ def generate(side: Side, workload: Workload, rollout: Rollout) -> list[Part]:
     full = [phase for phase in phases if phase.sequences >= most / 2]
     tail = [phase for phase in phases if phase.sequences < most / 2]
     return [*_prefill(side, prompts), *_decode("decode", side, full), *_decode("tail", side, tail)]
+
+
+def batch_tokens(side: Side, workload: Workload, rollout: Rollout) -> float:
+    """Tokens, drawn one after the other, that a batch takes as long as on the busiest engine."""
+    engines, slots = rollout.slots(side)
+    num = rollout.groups * rollout.group_size
+    if rollout.ahead:
+        lengths = sample_lengths(workload, num, rollout.seed)
+        return (sum(lengths) - num * workload.prompt) / engines / slots
+    lengths = _lengths(workload, rollout, math.ceil(rollout.groups / engines) * rollout.group_size)
+    return sum(phase.num_steps for phase in replay([n + 1 for n in lengths], workload.prompt, slots))
 
 
 def replay(responses: Iterable[int], prompt: int, slots: int) -> Iterator[Phase]:

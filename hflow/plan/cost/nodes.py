@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hflow.graph.ir import Level, NodeSpec
 from hflow.plan.cost.collectives import Ranks
 from hflow.plan.cost.flops import Work, work_of
-from hflow.plan.cost.generation import Rollout, generate
+from hflow.plan.cost.generation import Rollout, batch_tokens, generate
 from hflow.plan.cost.roofline import COMPUTE, Part
 from hflow.plan.cost.side import Side
 from hflow.plan.cost.sync import redistribution, saving, sync
 from hflow.plan.cost.training import forward, train, update
-from hflow.plan.forecast import EdgeTraffic
+from hflow.plan.forecast import EdgeTraffic, Pace
 from hflow.plan.hardware import Hardware
 from hflow.plan.ir import Plan, ScheduledNode, WeightRoute
 from hflow.plan.placement import SAVE_PREFIX
@@ -46,24 +47,35 @@ class Costs:
         num = request.batch * self._stream.group_size
         self._lengths = sample_lengths(workload, num, request.seed)
         self._sides: dict[str, Side | None] = {}
+        self._rollout = Rollout(
+            groups=request.batch,
+            group_size=self._stream.group_size,
+            max_concurrent=request.max_concurrent,
+            ahead=(request.max_staleness + 1) * request.sync_every - 1,
+            seed=request.seed,
+        )
 
     def source(self) -> Parts:
         """One whole batch; engines of one episode take turns. Written samples are made ahead, in no time."""
-        rollout = Rollout(
-            groups=self._request.batch,
-            group_size=self._stream.group_size,
-            max_concurrent=self._request.max_concurrent,
-            ahead=(self._request.max_staleness + 1) * self._request.sync_every - 1,
-            seed=self._request.seed,
-        )
+        sides = self._engines()
+        if sides is None:
+            return None
         parts: list[Part] = []
-        for name in self._stream.replicas:
-            side = self._side(name)
-            if side is None:
-                return None
-            mark = f"{name} " if len(self._stream.replicas) > 1 else ""
-            parts += [replace(p, name=mark + p.name) for p in generate(side, self._workload, rollout)]
+        for name, side in sides.items():
+            mark = f"{name} " if len(sides) > 1 else ""
+            parts += [replace(p, name=mark + p.name) for p in generate(side, self._workload, self._rollout)]
         return parts
+
+    def pace(self) -> Pace | None:
+        """The source's seconds spread over the tokens of its batch; engines of one episode take turns."""
+        sides, rollout = self._engines(), self._rollout
+        if not sides:
+            return None
+        seconds = 0.0
+        for side in sides.values():
+            whole = sum(part.seconds for part in generate(side, self._workload, rollout))
+            seconds += whole / batch_tokens(side, self._workload, rollout)
+        return Pace(min(math.prod(rollout.slots(side)) for side in sides.values()), seconds)
 
     def node(self, node: ScheduledNode) -> Parts:
         """One firing of a node."""
@@ -78,6 +90,12 @@ class Costs:
         if side is None:
             return None
         return sync(route, side, Ranks.of(self._plan.replica(route.dst).workers, self._plan.cluster))
+
+    def _engines(self) -> dict[str, Side] | None:
+        """Replica -> side, of those that generate; None where one's sizes are unknown."""
+        sides = {name: self._side(name) for name in self._stream.replicas}
+        known = {name: side for name, side in sides.items() if side is not None}
+        return known if len(known) == len(sides) else None
 
     def _body(self, node: ScheduledNode, edge: EdgeTraffic | None) -> Parts:
         placement = self._plan.placement(node.name)

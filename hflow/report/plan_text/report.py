@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.rule import Rule
 from rich.text import Text
 
 from hflow.plan.ir import Plan
@@ -20,7 +19,7 @@ from hflow.report.plan_text.period import period_section
 from hflow.report.plan_text.replicas import replicas_section
 from hflow.report.plan_text.routing import routing_section
 from hflow.report.plan_text.samples import samples_section
-from hflow.report.plan_text.section import WIDEST, Section, dim
+from hflow.report.plan_text.section import WIDEST, Section, dim, shown
 from hflow.report.plan_text.times import times_section
 from hflow.report.plan_text.turns import turns_section
 from hflow.report.plan_text.weights import weights_section
@@ -63,7 +62,7 @@ class PlanReport:
                 yield dim(f"{', '.join(section.title for section in same)}: left out, as {absent}.")
             else:
                 for section in same:
-                    yield from _shown(section)
+                    yield from shown(section)
         for warning in self._plan.warnings:
             yield Text(f"\nwarning: {warning}", style="yellow")
 
@@ -71,11 +70,3 @@ class PlanReport:
 def render_plan(plan: Plan) -> RenderableType:
     """The report of a plan, as wide as the console on which it is printed and at most `WIDEST`."""
     return PlanReport(plan)
-
-
-def _shown(section: Section) -> Iterator[RenderableType]:
-    yield Text()
-    yield Rule(Text(section.title, style="bold"), align="left", characters="━", style="dim")
-    if section.note:
-        yield dim(section.note)
-    yield from section.body

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rich import box
 from rich.console import RenderableType
+from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -28,6 +29,15 @@ class Section:
     body: tuple[RenderableType, ...] = ()
     absent: str = ""
     """Why there is nothing to show."""
+
+
+def shown(section: Section) -> Iterator[RenderableType]:
+    """A section below what was printed before."""
+    yield Text()
+    yield Rule(Text(section.title, style="bold"), align="left", characters="━", style="dim")
+    if section.note:
+        yield dim(section.note)
+    yield from section.body
 
 
 def text(name: str, widest: int | None = None) -> Column:

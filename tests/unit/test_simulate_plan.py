@@ -1,0 +1,118 @@
+"""Plans on a virtual clock: against the planner's own period, by their seed, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from hflow import launch
+from hflow.errors import PlanError
+from hflow.plan.ir import Plan
+from hflow.report.simulation_text import render_simulation
+from hflow.runtime.simulate_plan import Simulation, simulate_plan, trained_part
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LONG = ("workload.response_mean=20", "nodes.actor_gen.max_tokens=100", "nodes.eval_gen.max_tokens=100")
+"""Responses long enough that generation and training take about as long."""
+BALANCED = (*LONG, "workload.response_cv=1.2", "batch=16", "models.actor.gen.max_running=24")
+
+
+def plan(name: str, *overrides: str) -> Plan:
+    return launch.plan(RECIPES / f"{name}.py", overrides)
+
+
+def printed(simulation: Simulation, width: int = 100) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(render_simulation(simulation))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("grpo", ()),
+        ("grpo", ("models.actor.gen.max_running=10",)),
+        ("grpo_async", ("schedule.max_staleness=0", "batch=6")),
+        ("grpo_async", ("cluster=cpu-1x3", "placement='actor=0 actor.gen=1-2:d2'", "batch=6", *LONG)),
+        ("sft", ()),
+    ],
+)
+def test_even_lengths_take_the_plans_period(name: str, overrides: tuple[str, ...]):
+    """Slots that are no whole number of groups, too, and two engines for three groups each."""
+    made = plan(name, "workload.response_cv=0", "schedule.max_staleness=0", *overrides)
+    assert made.forecast is not None
+    assert made.forecast.period is not None
+    assert simulate_plan(made, 16).period == pytest.approx(made.forecast.period.seconds)
+
+
+def test_uneven_lengths_come_closer_to_the_limit_with_staleness():
+    reached = []
+    for eta in (0, 1, 4):
+        found = simulate_plan(plan("grpo_async", *BALANCED, f"schedule.max_staleness={eta}"))
+        assert found.limit == max(found.generation_alone, found.training_alone) <= found.period * 1.02
+        assert max(found.run.staleness()) <= (found.plan.staleness_bound or 0) == eta
+        reached.append(found.limit / found.period)
+    assert reached == sorted(reached)
+    assert reached[-1] > reached[0]
+
+
+def test_devices_that_are_shared_cannot_do_both_at_once():
+    found = simulate_plan(plan("grpo"), 16)
+    assert found.limit == found.generation_alone + found.training_alone <= found.period
+
+
+def test_evaluations_are_left_out():
+    schedule = plan("grpo").schedule
+    assert {stream.name for stream in schedule.streams} > {schedule.streams[0].name}
+    part = trained_part(schedule)
+    assert part.streams == schedule.streams[:1]
+    assert {node.stream for node in part.nodes} == {part.streams[0].name}
+    assert {name for _, names in part.orders for name in names} <= {node.name for node in part.nodes}
+
+
+def test_the_figures_are_decided_by_the_seed():
+    made = plan("grpo_async", *BALANCED)
+    first, again, other = (json.dumps(simulate_plan(made, 16, seed).document()) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_no_more_steps_than_the_plan_has_are_simulated_unless_asked():
+    made = plan("grpo", "steps=7", "workload.response_cv=0")
+    assert simulate_plan(made).num_steps == 7
+
+
+@pytest.mark.parametrize("width", [60, 100, 140])
+def test_the_report_says_what_was_found(width: int):
+    found = simulate_plan(plan("grpo_async", *BALANCED))
+    text = printed(found, width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    for words in ("grpo_async", "plan's period", "limit", "Staleness", "Some steps", "idle", "actor_train"):
+        assert words in text
+    for lag, num in found.run.staleness().items():
+        assert f"  {lag}  " in text
+        assert f"{num:,}" in text
+    assert found.run.interruptions > 0
+    assert f"{found.run.interruptions:,}" in text
+
+
+def test_the_report_of_a_written_stream_has_no_staleness():
+    text = printed(simulate_plan(plan("sft"), 16))
+    assert "nothing is generated" in text
+    assert "Staleness ━" not in text
+
+
+def test_plans_without_seconds_are_refused():
+    unknown = plan("grpo", "models.actor.architecture=null", "models.actor.path=somewhere")
+    with pytest.raises(PlanError, match=r"sizes of actor are unknown.* set models\.actor\.path to a check"):
+        simulate_plan(unknown)
+    with pytest.raises(PlanError, match="no figures of its devices"):
+        simulate_plan(replace(plan("grpo"), forecast=None))
+    with pytest.raises(PlanError, match="3 steps are too few"):
+        simulate_plan(plan("grpo"), 3)
