@@ -172,7 +172,11 @@ class Computes:
                 samples = held.shape.samples[rows.start : rows.stop].tolist()
                 put_metrics(self._store, program.stream, program.name, samples, values)
         keeps = _keeps(columns.get("keep"), sizes)
-        return [ComputeReady(o.node, o.key, keep) for (o, _), keep in zip(done, keeps, strict=True)]
+        numbers = _numbers(program, columns, len(done))
+        return [
+            ComputeReady(outcome.node, outcome.key, keep, number)
+            for (outcome, _), keep, number in zip(done, keeps, numbers, strict=True)
+        ]
 
     def _fail(self, error: BaseException) -> None:
         for answers in tuple(self._maps):
@@ -212,6 +216,16 @@ def _keeps(column: Column | None, sizes: Sequence[int]) -> list[bool]:
     firsts = np.cumsum([0, *sizes[:-1]])
     kept: list[bool] = np.logical_and.reduceat(column.values, firsts).tolist()
     return kept
+
+
+def _numbers(program: NodeProgram, columns: Mapping[str, Column], num_calls: int) -> Sequence[float | None]:
+    """The first number a sample that a per-sample body returned, for each call."""
+    numeric = (name for name, unit in program.returns if Unit(unit) is Unit.SEQUENCE and name != "keep")
+    name = next(numeric, None)
+    if name is None or row_level(program) == "group":
+        return [None] * num_calls
+    found: list[float] = np.asarray(columns[name].values, dtype=float).tolist()
+    return found
 
 
 def _pool_body(program: NodeProgram) -> PoolBody:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from hflow.data.returned import check_value, split_result
@@ -83,12 +84,16 @@ class Opener:
 
 def ready(stream: str, sample: int, trajectory: Trajectory) -> SampleReady:
     """The event that reports a sample. A generated token has a version of 0 or more."""
-    drawn = [version for version in trajectory.versions if version >= 0]
+    drawn = (version for version in trajectory.versions if version >= 0)
+    segments = tuple((version, sum(1 for _ in run)) for version, run in groupby(drawn))
+    versions = [version for version, _ in segments]
     return SampleReady(
         stream=stream,
         sample=sample,
         length=len(trajectory.input_ids),
         num_learned=trajectory.num_tokens,
-        oldest=min(drawn, default=-1),
-        newest=max(drawn, default=-1),
+        oldest=min(versions, default=-1),
+        newest=max(versions, default=-1),
+        segments=segments,
+        num_turns=trajectory.num_turns,
     )
