@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hflow.launch.compiled import Compiled, check, compile_recipe, compose, plan
+from hflow.launch.ledgers import SAMPLE_COLUMNS, count_samples, samples, why
 from hflow.launch.lockfile import compare, compile_locked, compose_locked, document
 from hflow.report.summary import RunSummary
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from hflow.launch.twin import Twin
 
 __all__ = [
+    "SAMPLE_COLUMNS",
     "Compiled",
     "check",
     "compare",
@@ -24,11 +26,14 @@ __all__ = [
     "compile_recipe",
     "compose",
     "compose_locked",
+    "count_samples",
     "document",
     "plan",
     "run",
     "run_plan",
+    "samples",
     "twin",
+    "why",
 ]
 
 

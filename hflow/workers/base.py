@@ -182,7 +182,7 @@ class ComputeReady:
     key: int
     keep: bool = True
     value: float | None = None
-    """The number that it gave its sample (the first, of several); None where it gave none."""
+    """The number that it gave its sample (`plan.numbers` says which of several); None where it gave none."""
 
 
 @dataclass(frozen=True)

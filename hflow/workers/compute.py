@@ -15,6 +15,7 @@ from hflow.data.batch import Batch, Column
 from hflow.data.returned import metric_value
 from hflow.data.row_binding import RowLevel, bind_rows, unpack_rows
 from hflow.errors import RunError
+from hflow.plan.numbers import told_number
 from hflow.types import Unit
 from hflow.workers.base import ComputeOrder, ComputeReady, Failed, NodeProgram, WorkerEvent
 from hflow.workers.pool import Pool, PoolBody
@@ -219,9 +220,8 @@ def _keeps(column: Column | None, sizes: Sequence[int]) -> list[bool]:
 
 
 def _numbers(program: NodeProgram, columns: Mapping[str, Column], num_calls: int) -> Sequence[float | None]:
-    """The first number a sample that a per-sample body returned, for each call."""
-    numeric = (name for name, unit in program.returns if Unit(unit) is Unit.SEQUENCE and name != "keep")
-    name = next(numeric, None)
+    """The number that the controller is told of each call's sample."""
+    name = told_number(program.returns)
     if name is None or row_level(program) == "group":
         return [None] * num_calls
     found: list[float] = np.asarray(columns[name].values, dtype=float).tolist()

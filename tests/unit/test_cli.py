@@ -68,10 +68,12 @@ def test_the_surface_is_frozen():
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "overrides", "recipe"],
         "run": ["--cfg", "--live", "--plain", "--plan", "overrides", "recipe"],
         "doctor": [],
+        "samples": ["--count", "--csv", "--json", "--limit", "--where", "run"],
+        "why": ["--json", "run", "sample"],
     }
 
 
-@pytest.mark.parametrize("command", ["check", "plan", "run", "doctor"])
+@pytest.mark.parametrize("command", ["check", "plan", "run", "doctor", "samples", "why"])
 def test_help_gives_examples(command: str, monkeypatch, capsys):
     assert hflow(monkeypatch, command, "--help") == 0
     assert f"hflow {command}" in capsys.readouterr().out.partition("Examples:")[2]

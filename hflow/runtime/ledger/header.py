@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hflow.graph.ir import Graph, Level, NodeSpec
+from hflow.graph.ir import Graph, Level
 from hflow.plan.ir import Plan, Schedule
+from hflow.plan.numbers import PREFERRED, told_number
 from hflow.plan.staleness import staleness_bound
-from hflow.types import Unit
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class NodeRow:
     """A node that works on samples or groups, or a source."""
 
     name: str
+    stream: str
     per_group: bool
     """Whether it reports on groups; else on samples."""
     field: str | None = None
@@ -57,16 +58,13 @@ def header_of(plan: Plan) -> Header:
 def bare_header(schedule: Schedule, graph: Graph | None = None) -> Header:
     """The header of a schedule's ledger, with places and names of fields where there is a graph."""
     written = {model for node in schedule.nodes for model in node.writes}
-    sources = [
-        NodeRow(stream.source, False, None, _place(graph, stream.source)) for stream in schedule.streams
+    nodes = [_node(graph, s.source, s.name, per_group=False) for s in schedule.streams]
+    nodes += [
+        _node(graph, n.name, n.stream, per_group=n.level is Level.GROUP)
+        for n in schedule.nodes
+        if n.level is not Level.BATCH
     ]
-    rows = [
-        NodeRow(node.name, node.level is Level.GROUP, _number(graph, node.name), _place(graph, node.name))
-        for node in schedule.nodes
-        if node.level is not Level.BATCH
-    ]
-    fields = {row.name: row.field for row in rows}
-    streams = tuple(
+    streams = [
         StreamRow(
             name=stream.name,
             source=stream.source,
@@ -74,39 +72,25 @@ def bare_header(schedule: Schedule, graph: Graph | None = None) -> Header:
             group_size=stream.group_size,
             is_trained=stream.batch is not None,
             ages=not written.isdisjoint(stream.models),
-            judge=_judge(
-                {
-                    n.name: fields[n.name]
-                    for n in schedule.nodes
-                    if n.stream == stream.name and fields.get(n.name)
-                }
-            ),
+            judge=_judge({n.field: n.name for n in nodes if n.stream == stream.name and n.field}),
         )
         for stream in schedule.streams
+    ]
+    return Header(
+        tuple(streams), tuple({node.name: node for node in nodes}.values()), staleness_bound(schedule)
     )
-    nodes = {row.name: row for row in (*sources, *rows)}
-    return Header(streams, tuple(nodes.values()), staleness_bound(schedule))
 
 
-def _judge(fields: dict[str, str | None]) -> str | None:
+def _node(graph: Graph | None, name: str, stream: str, *, per_group: bool) -> NodeRow:
+    if graph is None:
+        return NodeRow(name, stream, per_group)
+    spec = graph.node(name).spec
+    tells = spec.runs_as_compute and spec.level is Level.SAMPLE
+    field = told_number((r.field, r.unit) for r in spec.returns) if tells else None
+    return NodeRow(name, stream, per_group, field, str(spec.where))
+
+
+def _judge(by_field: dict[str, str]) -> str | None:
     """The node that gives `reward`, else `score`, else whatever number comes last."""
-    by_field = {field: node for node, field in fields.items()}
-    return by_field.get("reward") or by_field.get("score") or next(reversed(fields), None)
-
-
-def _number(graph: Graph | None, name: str) -> str | None:
-    """The first number a sample that a per-sample body returns."""
-    spec = _spec(graph, name)
-    if spec is None or not spec.runs_as_compute or spec.level is not Level.SAMPLE:
-        return None
-    numbers = (r.field for r in spec.returns if r.unit is Unit.SEQUENCE and r.field != "keep")
-    return next(numbers, None)
-
-
-def _place(graph: Graph | None, name: str) -> str | None:
-    spec = _spec(graph, name)
-    return None if spec is None else str(spec.where)
-
-
-def _spec(graph: Graph | None, name: str) -> NodeSpec | None:
-    return graph.node(name).spec if graph else None
+    preferred = (by_field[field] for field in PREFERRED if field in by_field)
+    return next(preferred, next(reversed(by_field.values()), None))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterable
-from dataclasses import astuple
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -156,14 +155,23 @@ def _prepare(database: sqlite3.Connection, header: Header) -> tuple[float, int]:
 
 def _create(database: sqlite3.Connection, header: Header) -> None:
     nodes = {node.name: number for number, node in enumerate(header.nodes)}
+    streams = {stream.name: number for number, stream in enumerate(header.streams)}
     about = {"format": FORMAT, "started_at": time.time(), "max_lag": header.max_lag}
     with database:
         database.executescript(TABLES + VIEW)
         database.executemany("INSERT INTO about VALUES (?, ?)", about.items())
-        _numbered(database, "nodes", (astuple(node) for node in header.nodes))
-        streams = (astuple(stream) for stream in header.streams)
         _numbered(
-            database, "streams", ((*row, None if judge is None else nodes[judge]) for *row, judge in streams)
+            database,
+            "nodes",
+            ((n.name, streams[n.stream], n.per_group, n.field, n.place) for n in header.nodes),
+        )
+        _numbered(
+            database,
+            "streams",
+            (
+                (s.name, s.source, s.dataset, s.group_size, s.is_trained, s.ages, s.judge and nodes[s.judge])
+                for s in header.streams
+            ),
         )
 
 

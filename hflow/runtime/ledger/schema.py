@@ -27,7 +27,8 @@ CREATE TABLE streams (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL, source TEXT NOT NULL, dataset TEXT,
     group_size INTEGER NOT NULL, is_trained INTEGER NOT NULL, ages INTEGER NOT NULL, judge INTEGER);
 CREATE TABLE nodes (
-    id INTEGER PRIMARY KEY, name TEXT NOT NULL, per_group INTEGER NOT NULL, field TEXT, place TEXT);
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL, stream INTEGER NOT NULL, per_group INTEGER NOT NULL,
+    field TEXT, place TEXT);
 CREATE TABLE issued (
     stream INTEGER, sample INTEGER, seq INTEGER, time INTEGER,
     group_id INTEGER NOT NULL, row INTEGER NOT NULL, worker INTEGER NOT NULL, version INTEGER NOT NULL,
@@ -92,9 +93,9 @@ COLUMNS = {
     "worker": ("i.worker", "index of the worker that generated or encoded it"),
     "version": ("NULLIF(i.version, -1)", "version of the engine's weights when it was admitted"),
     "issued_at": ("i.time / 1e3", "seconds from the run's start to its admission"),
-    "finished_at": ("f.time / 1e3", "... until its last token"),
-    "accepted_at": ("a.time / 1e3", "... until it passed all its nodes, and its group with it"),
-    "ended_at": ("e.time / 1e3", "... until its end"),
+    "finished_at": ("f.time / 1e3", "... to its last token"),
+    "accepted_at": ("a.time / 1e3", "... to the moment when it and its group had passed all nodes"),
+    "ended_at": ("e.time / 1e3", "... to its end"),
     "length": ("f.length", "all its tokens, the prompt's included"),
     "tokens": ("f.tokens", "tokens that were generated, or are learned"),
     "turns": ("f.turns", "times that the model was asked to go on"),
