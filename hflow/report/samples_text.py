@@ -11,20 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-SHOWN = (
-    "stream",
-    "id",
-    "row",
-    "worker",
-    "issued_at",
-    "tokens",
-    "oldest",
-    "newest",
-    "reward",
-    "end",
-    "step",
-    "lag",
-)
+SHOWN = ("stream", "id", "row", "tokens", "oldest", "newest", "reward", "end", "step", "lag")
 WHY = ("reason", "node")
 """Shown where any row has them."""
 

@@ -62,7 +62,7 @@ def _made(story: Story) -> Iterator[Line]:
 def _tokens(story: Story) -> str:
     sample = story.sample
     turns = f" in {sample['turns']} turns" if sample["turns"] > 1 else ""
-    text = f"{sample['tokens']:,} of {sample['length']:,} tokens{turns}"
+    text = f"{sample['tokens']:,} tokens{turns} ({sample['length']:,} with what it was given)"
     if len(story.segments) == 1:
         return f"{text}, by version {story.segments[0][0]}"
     runs = ", then ".join(f"{num:,} by version {version}" for version, num in story.segments)

@@ -186,7 +186,7 @@ class Executor:
             self._feed(ev.Exhausted(what.stream, what.group))
             return
         worker = self._placer.place(what.stream, what.group, len(what.samples))
-        self._ledger.issued(what, row, worker, self._state.engine_version(what.stream))
+        self._ledger.issued(what, row, worker, self._state.data.engine_version(what.stream))
         orders.groups[worker].append(GroupOrder(what.stream, what.group, row, what.samples))
 
     def _order_compute(self, orders: Orders, node: str, key: int, samples: tuple[int, ...]) -> None:

@@ -91,10 +91,6 @@ class RunState:
         self._out.clear()
         return instructions
 
-    def engine_version(self, stream: str) -> int:
-        """The version of the weights that a stream is generated with; -1 where there is no engine."""
-        return min((engine.version for engine in self.data.engines_of[stream]), default=-1)
-
     # ------------------------------------------------------------------ events
     def _on_started(self, event: Started) -> None:
         assert not self._started, "the run started twice"

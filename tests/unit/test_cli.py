@@ -68,6 +68,7 @@ def test_the_surface_is_frozen():
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "overrides", "recipe"],
         "run": ["--cfg", "--live", "--plain", "--plan", "overrides", "recipe"],
         "doctor": [],
+        "twin": ["--as-configured", "--layout", "--steps", "overrides", "recipe"],
         "samples": ["--count", "--csv", "--json", "--limit", "--where", "run"],
         "why": ["--json", "run", "sample"],
     }

@@ -67,6 +67,10 @@ class Ledger:
             if isinstance(instruction, StepDone):
                 self._writer.nudge()
 
+    def flush(self) -> None:
+        """Wait until all that was noted is in the file."""
+        self._writer.flush()
+
     # ------------------------------------------------------------------------------- ends
     def close(self, reason: str) -> dict[str, int]:
         """End it: whatever has no end is unused, for this reason. Returns the samples by end."""

@@ -43,6 +43,8 @@ class Writer:
         self._place = place
         self._notes: deque[tuple[float, Note]] = deque()
         self._wake = threading.Event()
+        self._num_put = 0
+        self._num_written = 0
         self._closing = False
         self._failure: sqlite3.Error | None = None
         self._start = time.time()
@@ -59,6 +61,7 @@ class Writer:
         Raises:
             RunError: when the file cannot be written.
         """
+        self._num_put += 1
         self._notes.append((time.time(), note))
         waiting = len(self._notes)
         if waiting >= MANY or self._failure is not None:
@@ -67,6 +70,17 @@ class Writer:
     def nudge(self) -> None:
         """Write what there is now, without being waited for."""
         self._wake.set()
+
+    def flush(self) -> None:
+        """Wait until all that was put is in the file.
+
+        Raises:
+            RunError: when the file cannot be written.
+        """
+        while self._num_written < self._num_put and self._failure is None:
+            self._wake.set()
+            time.sleep(0.001)
+        self._check()
 
     def close(self) -> None:
         """Write what is left and end the thread. Safe to call twice.
@@ -103,12 +117,14 @@ class Writer:
     def _write(self) -> None:
         """Write the notes that wait now, a transaction for every `MANY` or so."""
         while self._notes:
-            for _ in range(min(len(self._notes), MANY)):
+            num_notes = min(len(self._notes), MANY)
+            for _ in range(num_notes):
                 moment, note = self._notes.popleft()
                 self._rows.add(round(1e3 * (moment - self._start)), note)
             with self._database:
                 for table, values in self._rows.take().items():
                     _insert(self._database, table, values)
+            self._num_written += num_notes
 
 
 def _insert(database: sqlite3.Connection, table: str, values: list[Any]) -> None:
