@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from json import dumps
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hflow import launch
+from hflow import cli_ledger, launch
 from hflow.doctor import Finding, examine
 from hflow.errors import ConfigError, HflowError
 from hflow.report.diff_text import render_diff
@@ -23,6 +22,8 @@ from hflow.report.plan_text import render_plan
 from hflow.report.simulation_text import render_simulation
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import render_twin
+from hflow.terminal import print_text as _print
+from hflow.terminal import show as _show
 
 DIFFERENT = 1
 """Plans that were compared differ, or a twin."""
@@ -30,9 +31,6 @@ USER_ERROR = 2
 INTERRUPTED = 130
 STOPPED = "stopped"
 """Why a run ended that the user interrupted."""
-
-REPORT_WIDTH = 100
-"""Columns of a report that goes to a file or a pipe."""
 
 OVERRIDES = "Configuration: steps=10, models.actor.optim.lr=3e-4, nodes.actor_train.clip=0.1 and so on."
 DIFF = (
@@ -217,6 +215,26 @@ def twin(
         raise typer.Exit(DIFFERENT)
 
 
+app.command(
+    epilog=_examples("why runs/grpo/latest 17", "why grpo eval_gen/3 --json"),
+)(cli_ledger.why)
+
+
+app.command(
+    epilog="\n\n".join(
+        [
+            _examples(
+                "samples grpo --where \"reason = 'stale' and lag > 2\"",
+                "samples grpo --where 'reward > 0.5' --csv",
+                'samples runs/grpo/latest --where "\\"end\\" = \'refused\'" --count',
+            ),
+            "Columns:",
+            *(f"[bold]{name}[/bold]: {says}" for name, says in launch.SAMPLE_COLUMNS.items()),
+        ]
+    ),
+)(cli_ledger.samples)
+
+
 @app.command(epilog=_examples("doctor"))
 def doctor() -> None:
     """Say what this machine can run, and the one command that mends what it cannot."""
@@ -297,22 +315,9 @@ def _finish(summary: RunSummary) -> None:
         raise StoppedByUser
 
 
-def _print(text: str) -> None:
-    """Print as it is, whatever the terminal's width."""
-    sys.stdout.write(text.rstrip() + "\n")
-
-
 def _tell(line: str) -> None:
     """Say what goes on, apart from the report."""
     Console(stderr=True).print(Text(line, style="dim"))
-
-
-def _show(report: RenderableType) -> None:
-    """Print for people, as wide as the terminal."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=REPORT_WIDTH)
-    console.print(report, crop=False)
 
 
 def _stop(message: str, code: int) -> NoReturn:

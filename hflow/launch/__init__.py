@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hflow.launch.compiled import Compiled, check, compile_recipe, compose, plan
+from hflow.launch.ledgers import SAMPLE_COLUMNS, count_samples, samples, why
 from hflow.launch.lockfile import compare, compile_locked, compose_locked, document
 from hflow.report.summary import RunSummary
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from hflow.runtime.simulate_plan import Simulation
 
 __all__ = [
+    "SAMPLE_COLUMNS",
     "Compiled",
     "check",
     "compare",
@@ -25,12 +27,15 @@ __all__ = [
     "compile_recipe",
     "compose",
     "compose_locked",
+    "count_samples",
     "document",
     "plan",
     "run",
     "run_plan",
+    "samples",
     "simulate",
     "twin",
+    "why",
 ]
 
 

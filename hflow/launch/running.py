@@ -26,6 +26,7 @@ from hflow.report.summary import RunSummary
 from hflow.runtime.checkpoint import Checkpoints
 from hflow.runtime.dispatch import Rows
 from hflow.runtime.executor import Executor
+from hflow.runtime.ledger import Ledger, header_of
 from hflow.runtime.metrics import MetricsLog
 from hflow.runtime.rundir import RunDir
 from hflow.runtime.trace import Trace
@@ -89,14 +90,16 @@ async def _execute(
 ) -> RunSummary:
     saved = saved_models(compiled.graph)
     checkpoints = Checkpoints(directory.checkpoints, saved)
-    executor = Executor(compiled.plan, workers, rows, seen, checkpoints, compiled.config.seed)
-    start = time.monotonic()
-    with _interrupts(executor.stop, display):
-        outcome = await executor.run()
-    seconds = time.monotonic() - start
-    if outcome.steps and checkpoints.last != outcome.steps:
-        for model in saved:
-            await executor.save(model, outcome.steps)
+    with Ledger(directory.ledger, header_of(compiled.plan)) as ledger:
+        executor = Executor(compiled.plan, workers, rows, seen, checkpoints, ledger, compiled.config.seed)
+        start = time.monotonic()
+        with _interrupts(executor.stop, display):
+            outcome = await executor.run()
+        seconds = time.monotonic() - start
+        if outcome.steps and checkpoints.last != outcome.steps:
+            for model in saved:
+                await executor.save(model, outcome.steps)
+        samples = ledger.close(outcome.reason)
     return RunSummary(
         name=compiled.config.name,
         directory=directory.path,
@@ -104,6 +107,7 @@ async def _execute(
         seconds=seconds,
         reason=outcome.reason,
         plan_digest=compiled.plan.digest,
+        samples=samples,
         values=dict(seen.shown),
     )
 

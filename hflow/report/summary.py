@@ -27,6 +27,8 @@ class RunSummary:
     reason: str
     """Why it ended."""
     plan_digest: str
+    samples: Mapping[str, int]
+    """How many samples had each end."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Last values of the metrics worth a line, by label."""
 
@@ -45,5 +47,13 @@ class RunSummary:
         table.add_column(no_wrap=True, overflow="ignore")
         for label, value in self.values.items():
             table.add_row(label, f"{value:.4g}")
+        if self.samples:
+            table.add_row("samples", _counted(self.samples))
         table.add_row("results", Text(str(self.directory)))
         return Group(head, table)
+
+
+def _counted(samples: Mapping[str, int]) -> str:
+    """What became of the samples: the trained first, then by number."""
+    ends = sorted(samples.items(), key=lambda end: (end[0] != "trained", -end[1]))
+    return ", ".join(f"{num:,} {end}" for end, num in ends)

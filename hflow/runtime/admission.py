@@ -52,8 +52,7 @@ class Admission:
                     break
                 evaluation.open_group()
         rollout = self._data.rollout
-        engines = self._data.engines_of[rollout.stream.name]
-        version = min((engine.version for engine in engines), default=-1)
+        version = self._data.engine_version(rollout.stream.name)
         for _ in range(self._rollout_capacity()):
             rollout.open_group_at(version)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hflow.plan.ir import ScheduledNode, ScheduledStream
 from hflow.runtime.cadence import evaluation_due, next_evaluation
-from hflow.runtime.events import FormBatch
+from hflow.runtime.events import Accept, FormBatch
 from hflow.runtime.groups import Emit, Group
 from hflow.runtime.progress import Progress
 from hflow.runtime.stream_state import StreamState
@@ -109,3 +109,4 @@ class Evaluation(StreamState):
 
     def _accepted(self, group: Group) -> None:
         self._kept.append(group)
+        self._emit(Accept(self.stream.name, group.number, tuple(group.members)))

@@ -137,6 +137,15 @@ class Refuse:
 
 
 @dataclass(frozen=True)
+class Accept:
+    """What is left of a group passed all its nodes and waits to be bound: nothing to do, but to know."""
+
+    stream: str
+    group: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class FormBatch:
     """Bind groups (ids sorted) to a step of a stream; for side streams, the evaluation's end."""
 
@@ -191,5 +200,15 @@ class Finish:
 
 
 Instruction = (
-    OpenGroup | RunSample | RunGroup | Refuse | FormBatch | RunBatch | Wake | Sleep | StepDone | Finish
+    OpenGroup
+    | RunSample
+    | RunGroup
+    | Refuse
+    | Accept
+    | FormBatch
+    | RunBatch
+    | Wake
+    | Sleep
+    | StepDone
+    | Finish
 )

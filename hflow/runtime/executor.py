@@ -18,6 +18,7 @@ from hflow.runtime.batch_runner import BatchRunner
 from hflow.runtime.checkpoint import Checkpoints
 from hflow.runtime.dispatch import Placer, RowCursor, Rows
 from hflow.runtime.holdings import StepBatch
+from hflow.runtime.ledger import Ledger
 from hflow.runtime.orders import Orders
 from hflow.runtime.scoreboard import Observer, Scoreboard
 from hflow.runtime.state import RunState
@@ -54,12 +55,14 @@ class Executor:
         rows: Mapping[str, Rows],
         observer: Observer,
         checkpoints: Checkpoints,
+        ledger: Ledger,
         seed: int,
     ) -> None:
         self._plan = plan
         self._workers = workers
         self._observer = observer
         self._checkpoints = checkpoints
+        self._ledger = ledger
         self._state = RunState(plan.schedule)
         self._events: asyncio.Queue[tuple[ev.Event, ...]] = asyncio.Queue()
         self._streams = {stream.name: stream for stream in plan.schedule.streams}
@@ -109,6 +112,7 @@ class Executor:
             orders = Orders()
             for event in drained:
                 for instruction in self._state.handle(event):
+                    self._ledger.decided(instruction)
                     self._perform(instruction, orders)
             self._send(orders)
 
@@ -136,12 +140,14 @@ class Executor:
     def _translate(self, worker: int, event: WorkerEvent) -> ev.Event:
         match event:
             case SampleReady():
+                self._ledger.reported(event)
                 self._batches.holdings[event.stream].arrive(event.sample, worker, event.length)
                 if self._is_trained(event.stream):
                     self._scores.ages.arrive(event.sample, event.oldest, event.newest)
                 self._left_source(event.stream, event.sample)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
             case ComputeReady():
+                self._ledger.reported(event)
                 return ev.NodeDone(event.node, event.key, event.keep)
             case Failed():
                 if stream := self._opened_by.get(event.node):
@@ -186,6 +192,7 @@ class Executor:
             self._feed(ev.Exhausted(what.stream, what.group))
             return
         worker = self._placer.place(what.stream, what.group, len(what.samples))
+        self._ledger.issued(what, row, worker, self._state.data.engine_version(what.stream))
         orders.groups[worker].append(GroupOrder(what.stream, what.group, row, what.samples))
 
     def _order_compute(self, orders: Orders, node: str, key: int, samples: tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 
 from hflow.plan.ir import Schedule, ScheduledStream
 from hflow.plan.staleness import age_limit
-from hflow.runtime.events import FormBatch, Refusal, Refuse
+from hflow.runtime.events import Accept, FormBatch, Refusal, Refuse
 from hflow.runtime.groups import Emit, Group, Member
 from hflow.runtime.progress import Progress
 from hflow.runtime.staleness import admission_limit, is_stale, look_ahead_limit
@@ -156,6 +156,7 @@ class Rollout(StreamState):
             return
         self.queue[group.number] = group
         self.num_accepted += 1
+        self._emit(Accept(self.stream.name, group.number, tuple(group.members)))
         if self.bound is not None and len(self.queue) > self.bound:
             self._drop(min(self.queue.values(), key=self._rank))
 

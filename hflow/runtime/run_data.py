@@ -44,6 +44,10 @@ class RunData:
         """Whether side streams have batch nodes, so that the final cycle is reported too."""
         return len(self.trained_nodes) < len(self.batch_needs)
 
+    def engine_version(self, stream: str) -> int:
+        """The version of the weights that a stream is generated with; -1 where there is no engine."""
+        return min((engine.version for engine in self.engines_of[stream]), default=-1)
+
     def readers_of(self, model: str) -> list[Engine]:
         """Engines that are given a model's weights."""
         return [engine for engine in self.engines.values() if model in engine.models]

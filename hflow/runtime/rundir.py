@@ -1,7 +1,7 @@
 """The directory of one run, and where each of its files lies.
 
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
-    config.yaml  plan.json  metrics.jsonl  trace.json  summary.json
+    config.yaml  plan.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json
     tensorboard/
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280
 """
@@ -71,6 +71,11 @@ class RunDir:
     def trace(self) -> Path:
         """What every worker did when."""
         return self.path / "trace.json"
+
+    @property
+    def ledger(self) -> Path:
+        """What became of every sample."""
+        return self.path / "ledger.sqlite"
 
     @property
     def summary(self) -> Path:

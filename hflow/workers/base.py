@@ -171,6 +171,9 @@ class SampleReady:
     oldest: int
     """Least version among its generated tokens; -1 where none was generated."""
     newest: int
+    segments: tuple[tuple[int, int], ...] = ()
+    """Runs of generated tokens of one version, in order: (version, number of tokens)."""
+    num_turns: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,8 @@ class ComputeReady:
     node: str
     key: int
     keep: bool = True
+    value: float | None = None
+    """The number that it gave its sample (`plan.numbers` says which of several); None where it gave none."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from hflow.data.batch import Batch, Column
 from hflow.data.returned import metric_value
 from hflow.data.row_binding import RowLevel, bind_rows, unpack_rows
 from hflow.errors import RunError
+from hflow.plan.numbers import told_number
 from hflow.types import Unit
 from hflow.workers.base import ComputeOrder, ComputeReady, Failed, NodeProgram, WorkerEvent
 from hflow.workers.pool import Pool, PoolBody
@@ -172,7 +173,11 @@ class Computes:
                 samples = held.shape.samples[rows.start : rows.stop].tolist()
                 put_metrics(self._store, program.stream, program.name, samples, values)
         keeps = _keeps(columns.get("keep"), sizes)
-        return [ComputeReady(o.node, o.key, keep) for (o, _), keep in zip(done, keeps, strict=True)]
+        numbers = _numbers(program, columns, len(done))
+        return [
+            ComputeReady(outcome.node, outcome.key, keep, number)
+            for (outcome, _), keep, number in zip(done, keeps, numbers, strict=True)
+        ]
 
     def _fail(self, error: BaseException) -> None:
         for answers in tuple(self._maps):
@@ -212,6 +217,15 @@ def _keeps(column: Column | None, sizes: Sequence[int]) -> list[bool]:
     firsts = np.cumsum([0, *sizes[:-1]])
     kept: list[bool] = np.logical_and.reduceat(column.values, firsts).tolist()
     return kept
+
+
+def _numbers(program: NodeProgram, columns: Mapping[str, Column], num_calls: int) -> Sequence[float | None]:
+    """The number that the controller is told of each call's sample."""
+    name = told_number(program.returns)
+    if name is None or row_level(program) == "group":
+        return [None] * num_calls
+    found: list[float] = np.asarray(columns[name].values, dtype=float).tolist()
+    return found
 
 
 def _pool_body(program: NodeProgram) -> PoolBody:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from hflow.data.returned import check_value, split_result
@@ -93,12 +94,21 @@ def ready(stream: str, sample: int, trajectories: Sequence[Trajectory]) -> Sampl
 
     A generated token has a version of 0 or more.
     """
-    drawn = [version for trajectory in trajectories for version in trajectory.versions if version >= 0]
+    segments = tuple(segment for trajectory in trajectories for segment in _segments(trajectory))
+    versions = [version for version, _ in segments]
     return SampleReady(
         stream=stream,
         sample=sample,
         length=sum(len(trajectory.input_ids) for trajectory in trajectories),
         num_learned=sum(trajectory.num_tokens for trajectory in trajectories),
-        oldest=min(drawn, default=-1),
-        newest=max(drawn, default=-1),
+        oldest=min(versions, default=-1),
+        newest=max(versions, default=-1),
+        segments=segments,
+        num_turns=sum(trajectory.num_turns for trajectory in trajectories),
     )
+
+
+def _segments(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
+    """Runs of generated tokens of one version: (version, tokens)."""
+    drawn = (version for version in trajectory.versions if version >= 0)
+    yield from ((version, sum(1 for _ in run)) for version, run in groupby(drawn))

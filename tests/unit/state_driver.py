@@ -81,6 +81,7 @@ class World:
         self.oldest: dict[tuple[str, int], tuple[int, int]] = {}
         self.ends: Counter[tuple[str, int]] = Counter()
         self.batches: dict[str, dict[int, ev.FormBatch]] = {s: {} for s in self.streams}
+        self.accepted: dict[str, set[int]] = {s: set() for s in self.streams}
         self.fired: set[tuple[str, int]] = set()
         self.done: set[tuple[str, int]] = set()
         self.at_work: dict[str, str] = {}
@@ -110,12 +111,16 @@ class World:
         for instruction in self.state.handle(event):
             assert self.finish is None, f"{instruction} after the end"
             self.trace.append(instruction)
+            self.told(instruction)
             getattr(self, f"_do_{type(instruction).__name__}")(instruction)
         if self.finish is None:
             check_invariants(self.state)
         flying = len(self.in_flight)
         assert flying <= self.state.admission.max_samples
         assert flying <= max(self.schedule.max_concurrent, sum(s.group_size for s in self.schedule.streams))
+
+    def told(self, instruction: ev.Instruction) -> None:
+        """The state machine decided something that is about to be performed."""
 
     # ---------------------------------------------------------------- completions
     def can_move(self, entry: ev.Event | Generating) -> bool:
@@ -243,6 +248,11 @@ class World:
             if isinstance(entry, Generating) and entry.stream == what.stream and entry.sample in what.samples:
                 entry.aborted = True
 
+    def _do_Accept(self, what: ev.Accept) -> None:
+        assert not self.state.stopping
+        assert all(self.ends[what.stream, sample] == 0 for sample in what.samples)
+        self.accepted[what.stream] |= set(what.samples)
+
     def _do_FormBatch(self, what: ev.FormBatch) -> None:
         assert not self.state.stopping
         stream = self.streams[what.stream]
@@ -251,6 +261,7 @@ class World:
         members = Counter(sample // stream.group_size for sample in what.samples)
         assert set(members) == set(what.groups)
         assert all(num >= stream.min_group for num in members.values())
+        assert self.accepted[what.stream].issuperset(what.samples)
         for sample in what.samples:
             self.ends[what.stream, sample] += 1
         batches = self.batches[what.stream]

@@ -92,6 +92,7 @@ class Script:
         self.trace: list[str] = []
         self.oldest: dict[int, int] = {}
         self.batches: dict[int, tuple[int, ...]] = {}
+        self.accepted: dict[str, tuple[int, ...]] = dict.fromkeys(self.streams, ())
 
     def run(self) -> list[str]:
         """The whole run; returns the trace."""
@@ -104,6 +105,9 @@ class Script:
         self.todo.append(event)
         while self.todo:
             for instruction in self.state.handle(self.todo.popleft()):
+                if isinstance(instruction, ev.Accept):
+                    self.accepted[instruction.stream] += instruction.samples
+                    continue
                 self.trace.append(spell(instruction))
                 for answer in self._answers(instruction):
                     self._queue(spell(instruction), answer)

@@ -70,10 +70,12 @@ def test_the_surface_is_frozen():
         "simulate": ["--json", "--seed", "--steps", "overrides", "recipe"],
         "twin": ["--as-configured", "--layout", "--steps", "overrides", "recipe"],
         "doctor": [],
+        "samples": ["--count", "--csv", "--json", "--limit", "--where", "run"],
+        "why": ["--json", "run", "sample"],
     }
 
 
-@pytest.mark.parametrize("command", ["check", "plan", "run", "simulate", "twin", "doctor"])
+@pytest.mark.parametrize("command", ["check", "plan", "run", "simulate", "twin", "doctor", "samples", "why"])
 def test_help_gives_examples(command: str, monkeypatch, capsys):
     assert hflow(monkeypatch, command, "--help") == 0
     assert f"hflow {command}" in capsys.readouterr().out.partition("Examples:")[2]

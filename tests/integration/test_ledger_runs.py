@@ -1,0 +1,151 @@
+"""Ledgers of real runs: refusals, rewards that fail, a run that is stopped, one over Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import ROOT, TINY, run
+
+from hflow.report.summary import RunSummary
+from hflow.runtime.ledger import audit
+from hflow.runtime.ledger.query import count, select
+from hflow.runtime.ledger.story import tell
+
+RECIPE = '''"""A reward that fails on some samples, and a filter."""
+
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+train = Dataset("train", prompt=Text, answer=Text)
+heldout = Dataset("heldout", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", returns=("tries", "reward"))
+def score(completion: str, prompt: str) -> tuple[int, float]:
+    if prompt[1] in "37":
+        raise KeyError(prompt)
+    return 1, 1.0 + len(completion)
+
+
+@compute(per="group", returns="keep")
+def is_chosen(prompt: list[str]) -> bool:
+    return prompt[0][0] != "9"
+
+
+@compute(per="sample", returns="width")
+def wide(completion: str) -> float:
+    return float(len(completion))
+
+
+recipe = Recipe(
+    "picky",
+    train,
+    [
+        use(nodes.actor_gen, actor, group=2),
+        score,
+        is_chosen,
+        nodes.group_advantage,
+        use(nodes.actor_train, actor, prox="none"),
+        use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=2, temperature=0.0),
+        use(wide, on="eval_gen"),
+    ],
+)
+'''
+ASKED = [
+    *TINY,
+    "+data@data.heldout=addition",
+    "data.heldout.limit=6",
+    "batch=4",
+    "nodes.eval_gen.max_tokens=4",
+]
+INPROC = ["workers=inproc", "cluster=cpu-1x1"]
+
+
+def picky(directory: Path, *overrides: str) -> RunSummary:
+    recipe = directory / "picky.py"
+    recipe.write_text(RECIPE)
+    return run(recipe, directory / "runs", *ASKED, *overrides)
+
+
+def check(summary: RunSummary, steps: int) -> Path:
+    """What holds for every finished run of the recipe; its ledger."""
+    ledger = summary.directory / "ledger.sqlite"
+    assert audit(ledger) == []
+    ends = json.loads((summary.directory / "summary.json").read_text())["samples"]
+    assert ends == summary.samples
+    assert sum(ends.values()) == count(ledger)
+    assert ends["trained"] == steps * 4 * 2
+    assert count(ledger, "\"end\" = 'trained' and (reward is null or reward < 1)") == 0
+    return ledger
+
+
+def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_path: Path):
+    summary = picky(tmp_path, *INPROC, "steps=3")
+    ledger = check(summary, 3)
+    assert summary.samples["evaluated"] == 6 * 3
+    assert "unused" not in summary.samples
+    failed = select(ledger, "reason = 'failed'").to_json()
+    assert failed
+    assert {row["node"] for row in failed} == {"score"}
+    assert all("KeyError" in row["message"] and "picky.py:14" in row["message"] for row in failed)
+    assert all(row["reward"] is None for row in failed)
+    assert all(row["place"].partition(":")[0].endswith("picky.py") for row in failed)
+    assert count(ledger, "reason = 'keep' and node = 'is_chosen' and reward >= 1") > 0
+    trained = select(ledger, "end = 'trained'", limit=1).to_json()[0]
+    story = tell(ledger, str(trained["id"]))
+    assert story.dataset == "train"
+    assert story.segments == ((trained["oldest"], trained["tokens"]),)
+    assert next((node.node, node.field) for node in story.computed) == ("score", "reward")
+    assert trained["issued_at"] <= trained["finished_at"] <= trained["accepted_at"] <= trained["ended_at"]
+    versions = {row["step"] for row in select(ledger, "stream = 'eval_gen'").to_json()}
+    assert versions == {0, 2, 3}
+    assert count(ledger, "stream = 'eval_gen' and (lag <> 0 or reward is null)") == 0
+
+
+@pytest.mark.ray
+def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path):
+    ledger = check(picky(tmp_path, "steps=2", "cluster=cpu-1x2"), 2)
+    assert {row["worker"] for row in select(ledger, "end = 'trained'").to_json()} == {0, 1}
+    assert count(ledger, "reason = 'failed' and message is not null") > 0
+
+
+def test_a_run_that_more_is_refused_than_it_may_lose_leaves_a_whole_ledger(tmp_path: Path):
+    with pytest.raises(Exception, match="groups were refused"):
+        picky(tmp_path, *INPROC, "steps=3", "max_refused_per_step=0")
+    (ledger,) = (tmp_path / "runs").glob("picky/2*/ledger.sqlite")
+    assert audit(ledger) == []
+    assert count(ledger, "end is null") == 0
+    assert count(ledger, "end = 'unused' and reason = 'failed'") > 0
+
+
+def test_a_stopped_run_leaves_a_whole_ledger(tmp_path: Path):
+    (tmp_path / "picky.py").write_text(RECIPE)
+    command = [sys.executable, "-m", "hflow", "run", str(tmp_path / "picky.py"), f"out={tmp_path}"]
+    child = subprocess.Popen(
+        [*command, *ASKED, *INPROC, "steps=100000"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        if "step 3/" in line:
+            break
+    os.killpg(child.pid, signal.SIGINT)
+    rest = child.stdout.read()
+    assert child.wait(120) == 130, rest
+    (ledger,) = tmp_path.glob("picky/2*/ledger.sqlite")
+    assert audit(ledger) == []
+    assert count(ledger, "end is null") == 0
+    assert count(ledger, "end = 'unused' and reason <> 'stopped'") == 0
+    summary = json.loads((ledger.parent / "summary.json").read_text())
+    assert summary["samples"]["trained"] == summary["steps"] * 4 * 2
+    assert " trained, " in rest

@@ -1,0 +1,300 @@
+"""What the ledger says of lives that were told to it, and what it withstands."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from ledger_kit import ends_of, row_of, told
+
+from hflow.errors import ConfigError, RunError
+from hflow.runtime import events as ev
+from hflow.runtime.ledger import audit, rewind, writer
+from hflow.runtime.ledger.query import count, select
+from hflow.runtime.ledger.story import tell
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+def test_the_life_of_a_trained_sample(path: Path):
+    with told(path, max_staleness=2) as run:
+        run.train(0, 0)
+        run.issue(1, version=0)
+        run.ready(2, (0, 3), (1, 5))
+        run.ready(3, (1, 2))
+        run.score(2, 0.5)
+        run.score(3, 0.0)
+        run.accept(1)
+        run.form(1, 9)
+        run.ledger.decided(ev.StepDone(1))
+        run.form(2, 1)
+        run.ledger.decided(ev.StepDone(2))
+    row = row_of(path, 2)
+    assert (row["stream"], row["group_id"], row["row"], row["worker"], row["version"]) == ("gen", 1, 11, 0, 0)
+    assert (row["length"], row["tokens"], row["turns"], row["oldest"], row["newest"]) == (15, 8, 1, 0, 1)
+    assert (row["reward"], row["end"], row["step"]) == (0.5, "trained", 2)
+    assert (row["lag"], row["in_flight_lag"], row["in_queue_lag"]) == (2, 1, 1)
+    assert 0 <= row["issued_at"] <= row["finished_at"] <= row["accepted_at"] <= row["ended_at"] < 60
+    story = tell(path, "gen/2")
+    assert story.segments == ((0, 3), (1, 5))
+    assert [(node.node, node.value) for node in story.computed] == [("score", 0.5), ("advantage", None)]
+    assert [(mate.id, mate.end) for mate in story.mates] == [(3, "trained")]
+    assert story.bound_at is not None
+    assert row["accepted_at"] <= story.bound_at <= row["ended_at"]
+
+
+def test_a_failed_reward_is_a_refusal_with_a_reason_and_no_number(path: Path):
+    with told(path) as run:
+        run.issue(0)
+        run.ready(0, (0, 4))
+        run.refuse(0, node="score", reason=ev.Refusal.FAILED, message="KeyError: 'x' (recipes/grpo.py:19)")
+        counts = run.ledger.close("stopped")
+    row = row_of(path, 0)
+    assert row["reward"] is None
+    assert (row["end"], row["reason"], row["node"]) == ("refused", "failed", "score")
+    assert (row["place"], row["message"]) == ("recipes/grpo.py:17", "KeyError: 'x' (recipes/grpo.py:19)")
+    assert counts == {"refused": 1, "unused": 1}
+    assert audit(path) == []
+
+
+def test_what_is_too_old_is_dropped_with_the_lag_that_it_would_have_had(path: Path):
+    with told(path) as run:
+        run.issue(5, version=0)
+        run.ready(10, (0, 4))
+        run.train(0, 0)
+        run.train(1, 1, version=1)
+        run.refuse(10, node="gen", reason=ev.Refusal.STALE)
+        run.refuse(11, node="gen", reason=ev.Refusal.STALE)
+    finished, running = row_of(path, 10), row_of(path, 11)
+    assert (finished["end"], finished["reason"], finished["step"], finished["lag"]) == (
+        "dropped",
+        "stale",
+        2,
+        2,
+    )
+    assert (running["oldest"], running["lag"]) == (None, 2)
+    assert count(path, "reason = 'stale' and lag > 1") == 2
+
+
+def test_the_end_of_a_run_says_how_far_each_sample_came(path: Path):
+    with told(path) as run:
+        for group in range(3):
+            run.issue(group)
+        run.ready(0, (0, 1))
+        for group in (1, 2):
+            run.ready(2 * group, (0, 1))
+            run.ready(2 * group + 1, (0, 1))
+            run.accept(group)
+        run.form(0, 2)
+        assert run.ledger.close("stopped") == {"unused": 6}
+    said = {sample: row_of(path, sample)["message"] for sample in (0, 1, 2, 4)}
+    assert said == {
+        0: "its group was not complete",
+        1: "it was not finished",
+        2: "it was accepted, and waited for its batch",
+        4: "step 0, which was to train it, was not completed",
+    }
+    assert {row_of(path, sample)["reason"] for sample in range(6)} == {"stopped"}
+    assert audit(path) == []
+
+
+def test_a_run_that_fails_loses_nothing(path: Path):
+    def fail() -> None:
+        with told(path) as run:
+            for group in range(500):
+                run.issue(group)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert count(path, "end = 'unused' and reason = 'failed'") == 1000
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from ledger_kit import told
+
+with told(Path({path!r})) as run:
+    run.train(0, 0, 1)
+    run.issue(2)
+    run.ledger.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_a_whole_ledger(path: Path):
+    code = textwrap.dedent(KILLED.format(path=str(path)))
+    child = subprocess.run([sys.executable, "-c", code], env=os.environ, check=False)
+    assert child.returncode == -signal.SIGKILL
+    assert [end for end, _ in ends_of(path).values()] == ["trained"] * 4 + [None] * 2
+    assert audit(path) == []
+    assert tell(path, "4").closing is None
+
+
+def test_a_run_that_goes_on_from_a_step_has_one_history(path: Path):
+    with told(path) as run:
+        run.issue(9)  # it still runs when step 0 is complete
+        run.train(0, 0)
+        run.train(1, 1, version=1)
+    with pytest.raises(RunError, match="never completed 3 steps"):
+        rewind(path, 3)
+    rewind(path, 1)
+    with told(path) as run:
+        run.train(1, 2, version=1)
+        run.train(2, 1, version=2)
+        run.ready(18, (3, 1))
+        run.ready(19, (3, 1))
+        run.accept(9)
+        run.form(3, 9)
+        run.ledger.decided(ev.StepDone(3))
+    assert {key[1]: end for key, end in ends_of(path).items()} == {
+        **dict.fromkeys((0, 1), ("trained", 0)),
+        **dict.fromkeys((4, 5), ("trained", 1)),
+        **dict.fromkeys((2, 3), ("trained", 2)),
+        **dict.fromkeys((18, 19), ("trained", 3)),
+    }
+    assert audit(path) == []
+    database = sqlite3.connect(path)
+    database.execute("DELETE FROM rewinds")
+    database.commit()
+    database.close()
+    assert {line.partition(":")[0] for line in audit(path)} >= {"issued twice", "more than one end"}
+
+
+def test_nothing_is_lost_where_the_writer_cannot_keep_up(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(writer, "MANY", 5)
+    monkeypatch.setattr(writer, "BOUND", 10)
+    with told(path) as run:
+        for group in range(300):
+            run.issue(group)
+            assert len(run.ledger._writer._notes) <= 10
+    assert count(path) == 600
+
+
+def test_a_file_that_cannot_be_written_ends_the_run(path: Path, tmp_path: Path):
+    with (
+        pytest.raises(RunError, match=r"nowhere/ledger.sqlite cannot be written"),
+        told(tmp_path / "nowhere" / "ledger.sqlite"),
+    ):
+        pass
+    with pytest.raises(RunError, match="cannot be written: no such table: issued"):
+        _lose_its_table(path)
+
+
+def _lose_its_table(path: Path) -> None:
+    with told(path) as run:
+        other = sqlite3.connect(path)
+        other.execute("DROP VIEW samples")
+        other.execute("DROP TABLE issued")
+        other.close()
+        run.issue(0)
+
+
+@pytest.mark.parametrize(
+    ("sql", "claim"),
+    [
+        ("DELETE FROM ends WHERE sample = 0", "no end: gen/0"),
+        (
+            "INSERT INTO ends SELECT stream, sample, 999, 0, kind, step, reason, node, message FROM ends",
+            "more than",
+        ),
+        (
+            "INSERT INTO issued SELECT stream, sample, 0, 0, 0, 0, 0, 0 FROM issued",
+            "issued twice: gen/0, gen/1",
+        ),
+        ("DELETE FROM issued WHERE sample = 1", "ends, but not issued before: gen/1"),
+        ("DELETE FROM finished WHERE sample = 1", "used, but not finished before: gen/1"),
+        ("DELETE FROM accepted WHERE sample = 1", "used, but not accepted before: gen/1"),
+        ("UPDATE accepted SET seq = 998 WHERE sample = 1", "accepted after its end: gen/1"),
+        ("DELETE FROM steps", "trained at a step that was not completed: gen/0, gen/1"),
+        (
+            "UPDATE ends SET step = 1 WHERE sample = 0",
+            "trained with a larger lag than the plan certifies: gen/0",
+        ),
+        ("UPDATE ends SET reason = NULL WHERE sample = 2", "refused or dropped without a reason: gen/2"),
+        ("UPDATE ends SET node = NULL WHERE sample = 2", "refused or dropped without a reason: gen/2"),
+        (
+            "UPDATE segments SET number = 1 WHERE sample = 0",
+            "segments that are no runs of ascending versions: gen/0",
+        ),
+        ("UPDATE segments SET version = 1 WHERE sample = 0", "segments that do not reach from the oldest"),
+    ],
+)
+def test_an_audit_finds(path: Path, sql: str, claim: str):
+    with told(path) as run:
+        run.train(0, 0)
+        run.issue(1)
+        run.refuse(2, node="gen", reason=ev.Refusal.TIMEOUT, message="it took longer than 2 s")
+        run.ledger.close("done")
+    assert audit(path) == []
+    database = sqlite3.connect(path)
+    assert database.execute(sql).rowcount > 0
+    database.commit()
+    database.close()
+    assert any(violation.startswith(claim) for violation in audit(path)), audit(path)
+
+
+@pytest.fixture
+def asked(path: Path) -> Path:
+    with told(path) as run:
+        run.train(0, 0, 1)
+        run.issue(2)
+    return path
+
+
+def test_samples_are_chosen_by_sql(asked: Path):
+    found = select(asked, "end = 'trained'", limit=3)
+    assert [row["id"] for row in found.to_json()] == [0, 1, 2]
+    assert found.total == 4
+    assert count(asked) == 6
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("lagg > 2", "no such column: lagg; the columns are id, stream, group_id"),
+        ("1; DELETE FROM ends", 'near ";": syntax error'),
+        ("id IN (SELECT * FROM pragma_table_info('ends'))", "not authorized"),
+        ("", "syntax error"),
+    ],
+)
+def test_sql_that_is_none_is_refused(asked: Path, where: str, says: str):
+    with pytest.raises(ConfigError) as error:
+        select(asked, where)
+    assert says in str(error.value)
+    assert count(asked) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("6", "gen has no sample 6; it has 0 to 5"),
+        ("gem/0", "there is no stream 'gem'; did you mean 'gen'?; there are gen"),
+        ("x", "a sample is a number, or STREAM/NUMBER, not 'x'"),
+    ],
+)
+def test_a_sample_that_is_none_is_refused(asked: Path, name: str, says: str):
+    with pytest.raises(ConfigError) as error:
+        tell(asked, name)
+    assert str(error.value) == says
+
+
+def test_a_ledger_is_read_while_its_run_goes_on(path: Path):
+    with told(path) as run:
+        run.train(0, 0)
+        run.ledger.flush()
+        assert row_of(path, 1)["end"] == "trained"
+        run.train(1, 1, version=1)
+        run.ledger.flush()
+        assert row_of(path, 3)["end"] == "trained"
+        assert audit(path) == []

@@ -1,0 +1,153 @@
+"""`hflow why` and `hflow samples`: what people read, and what programs read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from ledger_kit import told
+
+from hflow.cli import main
+from hflow.runtime import events as ev
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`runs/small/latest` with a ledger in which everything happened once."""
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "runs" / "small" / "20260131-142500"
+    directory.mkdir(parents=True)
+    (directory.parent / "latest").symlink_to(directory.name)
+    with told(directory / "ledger.sqlite", max_staleness=2) as run:
+        run.issue(1)
+        run.issue(3)
+        run.ready(2, (0, 3), (1, 5))
+        run.ready(3, (0, 2))
+        run.refuse(3, node="score", reason=ev.Refusal.FAILED, message="KeyError: 'x' (recipes/grpo.py:19)")
+        run.score(2, 0.5)
+        run.train(0, 0)
+        run.accept(1, 2)
+        run.ledger.decided(ev.FormBatch("gen", 1, (2,), (1,)))
+        run.ledger.decided(ev.StepDone(1))
+        run.refuse(6, node="gen", reason=ev.Refusal.STALE)
+        run.refuse(7, node="gen", reason=ev.Refusal.SMALL_GROUP)
+        run.issue(4)
+        run.ledger.close("stopped")
+    return directory
+
+
+def hflow(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["hflow", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return int(stop.value.code or 0)
+
+
+def lines(text: str) -> list[str]:
+    """Lines with times as T, and single spaces."""
+    return [re.sub(r"\d+\.\d{3} s", "T", " ".join(line.split())) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("sample", "story"),
+    [
+        (
+            "2",
+            """\
+gen/2: trained at step 1, lag 1
+T issued row 11 of train, group 1 (samples 2 to 3), worker 0, weights of version 0
+T generated 8 tokens (15 with what it was given): 3 by version 0, then 5 by version 1
+T score reward 0.5
+T advantage done
+T accepted 3 was refused (failed)
+T bound to step 1, after T in the queue
+T trained step 1 is complete; lag 1 of at most 2, 1 in flight and 0 in the queue""",
+        ),
+        (
+            "gen/3",
+            """\
+gen/3: refused (failed)
+T issued row 11 of train, group 1 (samples 2 to 3), worker 0, weights of version 0
+T generated 2 tokens (9 with what it was given), by version 0
+T refused by score (recipes/grpo.py:17), failed: KeyError: 'x' (recipes/grpo.py:19)""",
+        ),
+        (
+            "6",
+            """\
+gen/6: dropped (stale)
+T issued row 13 of train, group 3 (samples 6 to 7), worker 0, weights of version 0
+T dropped stale: step 2 was to be filled; lag 2 of at most 2""",
+        ),
+        (
+            "7",
+            """\
+gen/7: refused (small_group)
+T issued row 13 of train, group 3 (samples 6 to 7), worker 0, weights of version 0
+T refused by gen, small_group: 6 was dropped (stale)""",
+        ),
+        (
+            "8",
+            """\
+gen/8: unused (stopped)
+T issued row 14 of train, group 4 (samples 8 to 9), worker 0, weights of version 0
+T unused the run ended (stopped): it was not finished""",
+        ),
+    ],
+)
+def test_why(runs: Path, monkeypatch, capsys, sample: str, story: str):
+    assert hflow(monkeypatch, "why", "small", sample) == 0
+    assert lines(capsys.readouterr().out) == story.splitlines()
+
+
+@pytest.mark.parametrize("run", ["small", "runs/small", "runs/small/latest"])
+def test_a_run_is_named_or_is_a_directory(runs: Path, monkeypatch, capsys, run: str):
+    assert hflow(monkeypatch, "why", run, "gen/2", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["end"], told["step"], told["closing"]) == ("trained", 1, "stopped")
+    assert told["segments"] == [{"version": 0, "tokens": 3}, {"version": 1, "tokens": 5}]
+    assert told["mates"] == [{"id": 3, "end": "refused", "reason": "failed"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("why", "smal", "2"), "'smal' is no run with a ledger; .* did you mean 'small'"),
+        (("why", "small", "12"), "gen has no sample 12; it has 0 to 9"),
+        (("samples", "small", "--where", "lagg > 2"), "no such column: lagg; the columns are id, stream"),
+        (("samples", "small", "--json", "--csv"), "take one of them"),
+    ],
+)
+def test_mistakes_are_one_line(runs: Path, monkeypatch, capsys, arguments: tuple[str, ...], says: str):
+    assert hflow(monkeypatch, *arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.fullmatch(rf"error: .*{says}.*\n", shown.err)
+
+
+def test_samples_for_people(runs: Path, monkeypatch, capsys):
+    assert hflow(monkeypatch, "samples", "small", "--limit", "4") == 0
+    shown = lines(capsys.readouterr().out)
+    assert shown[0] == "stream id row tokens oldest newest reward end step lag reason node"
+    assert shown[3] == "gen 2 11 8 0 1 0.5 trained 1 1"
+    assert shown[4] == "gen 3 11 2 0 0 refused 0 failed score"
+    assert shown[5] == "the first 4 of 8 samples; --json and --csv have all columns"
+
+
+def test_samples_for_programs(runs: Path, monkeypatch, capsys):
+    chosen = ("--where", "end = 'dropped' or lag = 1")
+    assert hflow(monkeypatch, "samples", "small", *chosen, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["id"], row["end"], row["lag"]) for row in rows] == [(2, "trained", 1), (6, "dropped", 2)]
+    assert hflow(monkeypatch, "samples", "small", *chosen, "--csv") == 0
+    table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["id"], row["end"], row["reward"]) for row in table] == [
+        ("2", "trained", "0.5"),
+        ("6", "dropped", ""),
+    ]
+    assert hflow(monkeypatch, "samples", "small", *chosen, "--count") == 0
+    assert capsys.readouterr().out == "2\n"
