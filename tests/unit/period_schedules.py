@@ -57,8 +57,9 @@ def timed_schedules(draw: st.DrawFn, *kinds: str) -> Timed:
     )
     seconds = {name: draw(SECONDS) for name in ("src", *replicas, *(n.name for n in schedule.nodes))}
     ahead = models == ("teacher",) or schedule.sync_every > 1
-    if schedule.shared and ahead:  # samples are scored while the turn goes on with the next ones
+    if schedule.shared and ahead and samples:  # else the turn goes on with the next ones meanwhile
         seconds |= {node.name: 0.0 for node in samples}
+        seconds["src"] = max(1.0, seconds["src"])
     return Timed(schedule, seconds)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from period_schedules import Timed, settled_period, timed_schedules
-from state_script import ENGINE, batch, encoded, generated, grpo, schedule
+from state_script import ENGINE, batch, encoded, generated, grpo, sample, schedule
 
 from hflow.plan.forecast import Period, Slot
 from hflow.plan.ir import Schedule, ScheduledStream
@@ -71,6 +72,45 @@ def test_the_period_of_batch_nodes_is_that_of_the_run(timed: Timed):
 @given(timed_schedules("actor", "game", "teacher"))
 def test_the_period_of_synchronous_generation_is_that_of_the_run(timed: Timed):
     check(timed)
+
+
+def scored_game() -> Schedule:
+    """Two engines that each share a group with a writer, new weights every three steps, samples scored twice."""
+    stream = ScheduledStream("gen", "gen", 1, 2, ("actor@gen", "critic@gen"), ("actor", "critic"))
+    nodes = [
+        sample("score", "gen"),
+        sample("check", "score"),
+        batch("actor_train", "a", writes=("actor",), every=2, after=1),
+        batch("critic_train", "c", writes=("critic",), every=3, after=3),
+    ]
+    what = schedule([stream], nodes, num_steps=96, max_concurrent=2, sync_every=3)
+    return replace(what, shared=(("a", ("actor@gen",)), ("c", ("critic@gen",))))
+
+
+@pytest.mark.parametrize(
+    ("gen", "score", "expected"),
+    [
+        (0.0, 0.0, 6 + 1 / 3),  # both batches are drawn within one moment, before the first is formed
+        (2.0**-6, 0.0, None),
+        (3.0, 0.0, None),
+        (3.0, 2.0, 8.5),  # and here while the first is scored
+    ],
+)
+def test_what_is_drawn_while_samples_are_scored_only_makes_the_run_faster(
+    gen: float, score: float, expected: float | None
+):
+    """The period is exact where scores take no time and samples some; else the run is faster, if anything."""
+    what = scored_game()
+    engines = {"actor@gen": 7.0, "critic@gen": 3.0}
+    seconds = {**engines, "gen": gen, "score": score, "check": score, "actor_train": 8.0, "critic_train": 7.0}
+    found = period(what, seconds).seconds
+    run = settled_period(Timed(what, seconds), found)
+    if expected is None:
+        assert run == pytest.approx(found)
+    else:
+        assert run == pytest.approx(expected)
+        own_devices = period(replace(what, shared=()), seconds).seconds
+        assert own_devices <= run < found
 
 
 @pytest.mark.parametrize("shared", [True, False])

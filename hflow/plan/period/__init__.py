@@ -1,8 +1,18 @@
 """The steady state of a schedule: seconds a step, the cycle that they come from, and who waits.
 
-Pure arithmetic on a `Schedule` and the seconds of its parts. The period of batch nodes and of synchronous
-generation with fixed times is exactly the one that `RunState` settles to on a virtual clock; the tests
-hold it to that. That of stale generation is an estimate, for which see `rollout_arcs`.
+Pure arithmetic on a `Schedule` and the seconds of its parts. With fixed times
+
+- the period of batch nodes is exactly the one that `RunState` settles to on a virtual clock;
+- so is that of synchronous generation where one batch is drawn a turn. It is not where all of this holds:
+  engines share devices with batch nodes, a further batch may be drawn before new weights come
+  (`sync_every` above 1, or a source whose weights do not change), and samples pass through sample or group
+  nodes. While these work, the turn goes on and draws of the next batch, for which the period has it wait for
+  its own turn; so the run may be faster than the period, and never slower. What is drawn ahead is decided
+  by how long those nodes take: where they take no time and the source takes some, that is nothing, and
+  the period is exact again;
+- that of stale generation is an estimate, for which see `rollout_arcs`.
+
+The tests hold it to that.
 """
 
 from __future__ import annotations
