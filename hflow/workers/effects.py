@@ -49,7 +49,7 @@ class Effects:
             journal: what the episode did elsewhere; None for one that starts.
         """
         self.watch = Watch(Counter() if census is None else census)
-        self.counts: Counter[str] = Counter()
+        self.counts: dict[str, int] = {}
         self._sandboxes = sandboxes
         self._recorder = Recorder(journal)
         self._offered: set[Tool] = set()
@@ -71,7 +71,7 @@ class Effects:
         """These tools are shown to the model, so that their errors are answers to it."""
         self._offered.update(tools)
         for name in ("tool_calls", "tool_errors", "malformed_calls"):
-            self.counts[name] += 0
+            self.counts.setdefault(name, 0)
 
     async def complete(
         self, driver: EngineDriver, model: str, prompt_ids: Sequence[int], params: SamplingParams
@@ -111,6 +111,7 @@ class Effects:
         else:
             outcome = effect.outcome
         if self._answers_a_model(tool):
+            self.offer([tool])
             self.counts["tool_calls"] += 1
             self.counts["tool_errors"] += outcome["failed"]
         return outcome["result"]
@@ -151,7 +152,15 @@ async def _called(tool: Tool, arguments: Mapping[str, Any]) -> Any:
     """An asynchronous function on this loop, any other on a thread, so that nobody waits for it."""
     if inspect.iscoroutinefunction(tool):
         return await tool(**arguments)
-    return await asyncio.to_thread(tool, **arguments)
+    return await asyncio.to_thread(_on_thread, tool, arguments)
+
+
+def _on_thread(tool: Tool, arguments: Mapping[str, Any]) -> Any:
+    """Call a function; a future cannot carry the `StopIteration` that one may raise."""
+    try:
+        return tool(**arguments)
+    except StopIteration as error:
+        raise RuntimeError(f"{tool.__name__} raised StopIteration") from error
 
 
 def plain(value: Any, what: str) -> Any:

@@ -72,6 +72,9 @@ class Recorder:
     def __init__(self, past: Journal | None = None) -> None:
         self._past = past.effects if past else ()
         self._effects: list[Effect] = []
+        """As they began."""
+        self._outcomes: dict[int, tuple[Any, bool]] = {}
+        """What came of them since, and whether they are done."""
 
     def begin(self, kind: str, model: str, asked: Mapping[str, Any]) -> tuple[int, Effect]:
         """The next effect: its index, and what the journal has of it, or an effect that is not done.
@@ -88,7 +91,7 @@ class Recorder:
 
     def keep(self, index: int, outcome: Any, is_done: bool = True) -> None:
         """Write what came of an effect, so far or in the end. May be called from any thread."""
-        self._effects[index] = dataclasses.replace(self._effects[index], outcome=outcome, is_done=is_done)
+        self._outcomes[index] = (outcome, is_done)
 
     def finish(self) -> None:
         """The episode ended.
@@ -105,7 +108,10 @@ class Recorder:
     @property
     def journal(self) -> Journal:
         """What is written, and what is yet to be replayed."""
-        return Journal((*self._effects, *self._past[len(self._effects) :]))
+        effects = list(self._effects)
+        for index, (outcome, is_done) in tuple(self._outcomes.items()):
+            effects[index] = dataclasses.replace(effects[index], outcome=outcome, is_done=is_done)
+        return Journal((*effects, *self._past[len(effects) :]))
 
 
 def asked_of(prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:

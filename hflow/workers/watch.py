@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from hflow.types import EpisodeState
 
@@ -19,7 +17,8 @@ class Watch:
     def __init__(self, census: Counter[EpisodeState]) -> None:
         self.state = EpisodeState.PENDING
         self._census = census
-        self._doing: Counter[EpisodeState] = Counter()
+        self._doing = {EpisodeState.GENERATING: 0, EpisodeState.PROCESSING_TOOLS: 0}
+        """How often at once; of both, generating names the state."""
         census[self.state] += 1
 
     def begin(self) -> None:
@@ -30,25 +29,38 @@ class Watch:
         """The body has ended, or never began."""
         self._become(EpisodeState.TERMINATED)
 
-    @contextmanager
-    def doing(self, state: EpisodeState) -> Iterator[None]:
+    def doing(self, state: EpisodeState) -> Doing:
         """While the block runs, the episode generates or processes tools."""
-        self._doing[state] += 1
-        self._settle()
-        try:
-            yield
-        finally:
-            self._doing[state] -= 1
-            self._settle()
+        return Doing(self, state)
 
-    def _settle(self) -> None:
-        """Of several things at once, generating names the state."""
+    def count(self, state: EpisodeState, change: int) -> None:
+        """It does so once more, or once less."""
+        self._doing[state] += change
         if self.state is EpisodeState.TERMINATED:
             return
-        order = (EpisodeState.GENERATING, EpisodeState.PROCESSING_TOOLS)
-        self._become(next((state for state in order if self._doing[state]), EpisodeState.INTERACTING))
+        for one, num in self._doing.items():
+            if num:
+                self._become(one)
+                return
+        self._become(EpisodeState.INTERACTING)
 
     def _become(self, state: EpisodeState) -> None:
         self._census[self.state] -= 1
         self._census[state] += 1
         self.state = state
+
+
+class Doing:
+    """A block in which an episode does something."""
+
+    __slots__ = ("_state", "_watch")
+
+    def __init__(self, watch: Watch, state: EpisodeState) -> None:
+        self._watch = watch
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._watch.count(self._state, 1)
+
+    def __exit__(self, *error: object) -> None:
+        self._watch.count(self._state, -1)

@@ -193,6 +193,8 @@ def test_a_bug_of_the_body_is_raised(plain: TextTokenizer, driver: Heard) -> Non
             engine = episode(driver, plain, effects, tools="[]")
             with pytest.raises(LookupError, match="no x"):
                 await engine.call(broken, key="x")
+            with pytest.raises(RuntimeError, match="<lambda> raised StopIteration"):
+                await asyncio.wait_for(engine.call(lambda: next(iter(()))), 10)
             with pytest.raises(TypeError, match=r"what <lambda> returned is journaled, so it must be text"):
                 await engine.call(lambda: {1j})
             with pytest.raises(TypeError, match=r"the arguments of later is journaled|arguments of later"):

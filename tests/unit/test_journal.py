@@ -103,7 +103,7 @@ def test_a_whole_journal_is_replayed_without_doing_anything(driver: Heard, token
     assert (again, seen_again) == (talk, seen)
     assert (driver.heard, calls) == ([], {})
     assert replayed.journal == journal
-    assert replayed.counts == effects.counts == {"tool_calls": 2, "tool_errors": 1}
+    assert replayed.counts == effects.counts == {"tool_calls": 2, "tool_errors": 1, "malformed_calls": 0}
 
 
 def test_every_beginning_of_a_journal_leads_to_the_same_end(driver: Heard, tokenizer: TextTokenizer) -> None:
