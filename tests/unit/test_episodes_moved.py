@@ -68,7 +68,7 @@ async def finished(workers: InprocWorkers, journals: dict[int, Journal]) -> tupl
     events = await kit.collect(workers, 0, 4)
     assert all(isinstance(event, SampleReady) for event in events), events
     assert workers._worker._episodes.states()[EpisodeState.TERMINATED] == 4
-    return read(workers), workers._worker._engines._drivers["actor@gen"].num_drawn
+    return read(workers), workers._worker._engines._drivers["actor@gen"].drawn.num_tokens
 
 
 async def left(workers: InprocWorkers) -> str:

@@ -128,11 +128,11 @@ def test_a_partial_completion_goes_on_with_what_is_left(driver: Heard, tokenizer
     cut = Generated(drawn.ids[:2], drawn.logprobs[:2], (7, 7), "abort")
     part = dataclasses.replace(last, outcome=cut, is_done=False)
     driver.heard.clear()
-    num_before = driver.num_drawn
+    num_before = driver.drawn.num_tokens
     (again, _), _ = play(driver, tokenizer, moved(Journal((*before, part))))
     assert again.input_ids == talk.input_ids
     assert again.versions[-len(drawn.ids) :] == (7, 7, *drawn.versions[2:])
-    assert driver.num_drawn - num_before == len(drawn.ids) - 2
+    assert driver.drawn.num_tokens - num_before == len(drawn.ids) - 2
 
 
 def test_what_differs_is_refused_with_the_reason(driver: Heard, tokenizer: TextTokenizer) -> None:
@@ -221,12 +221,12 @@ def test_whatever_an_episode_does_is_replayed(
     drawn_before = sum(len(e.outcome.ids) for e in kept if e.kind == "complete")
     num_all = sum(len(e.outcome.ids) for e in effects.journal.effects if e.kind == "complete")
     driver.heard.clear()
-    num_before = driver.num_drawn
+    num_before = driver.drawn.num_tokens
     again, replayed = play(driver, tokenizer, moved(Journal(tuple(kept))), acting(ops))
     assert [x.input_ids if isinstance(x, Trajectory) else x for x in again] == [
         x.input_ids if isinstance(x, Trajectory) else x for x in expected
     ]
-    assert driver.num_drawn - num_before == num_all - drawn_before
+    assert driver.drawn.num_tokens - num_before == num_all - drawn_before
     assert len(replayed.journal.effects) == len(effects.journal.effects)
 
 
