@@ -75,7 +75,7 @@ def test_the_period_of_synchronous_generation_is_that_of_the_run(timed: Timed):
 
 
 def scored_game() -> Schedule:
-    """Two engines that each share a group with a writer, new weights every three steps, samples scored twice."""
+    """Two engines that each share a group with a writer; weights every three steps; two scores a sample."""
     stream = ScheduledStream("gen", "gen", 1, 2, ("actor@gen", "critic@gen"), ("actor", "critic"))
     nodes = [
         sample("score", "gen"),
@@ -88,29 +88,30 @@ def scored_game() -> Schedule:
 
 
 @pytest.mark.parametrize(
-    ("gen", "score", "expected"),
+    ("gen", "score", "is_exact"),
     [
-        (0.0, 0.0, 6 + 1 / 3),  # both batches are drawn within one moment, before the first is formed
-        (2.0**-6, 0.0, None),
-        (3.0, 0.0, None),
-        (3.0, 2.0, 8.5),  # and here while the first is scored
+        (0.0, 0.0, False),  # the next batch is drawn within the moment in which this one is scored
+        (2.0**-6, 0.0, True),
+        (3.0, 0.0, True),
+        (3.0, 2.0, False),
+        (3.0, 6.0, False),
     ],
 )
 def test_what_is_drawn_while_samples_are_scored_only_makes_the_run_faster(
-    gen: float, score: float, expected: float | None
+    gen: float, score: float, is_exact: bool
 ):
-    """The period is exact where scores take no time and samples some; else the run is faster, if anything."""
+    """The period is exact where scores take no time and samples some. Else the run is faster, but no faster
+    than with engines on devices of their own, which wait for no turns."""
     what = scored_game()
     engines = {"actor@gen": 7.0, "critic@gen": 3.0}
     seconds = {**engines, "gen": gen, "score": score, "check": score, "actor_train": 8.0, "critic_train": 7.0}
     found = period(what, seconds).seconds
     run = settled_period(Timed(what, seconds), found)
-    if expected is None:
+    if is_exact:
         assert run == pytest.approx(found)
     else:
-        assert run == pytest.approx(expected)
         own_devices = period(replace(what, shared=()), seconds).seconds
-        assert own_devices <= run < found
+        assert own_devices * (1 - 1e-9) <= run < found
 
 
 @pytest.mark.parametrize("shared", [True, False])
