@@ -81,7 +81,7 @@ def check(summary: RunSummary, steps: int) -> Path:
     assert ends == summary.samples
     assert sum(ends.values()) == count(ledger)
     assert ends["trained"] == steps * 4 * 2
-    assert count(ledger, "\"end\" = 'trained' and (reward is null or reward < 1)") == 0
+    assert count(ledger, "end = 'trained' and (reward is null or reward < 1)") == 0
     return ledger
 
 
@@ -93,7 +93,7 @@ def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_p
     failed = select(ledger, "reason = 'failed'").to_json()
     assert failed
     assert {row["node"] for row in failed} == {"score"}
-    assert all("KeyError" in row["message"] and "picky.py:14" in row["message"] for row in failed)
+    assert all("KeyError" in row["message"] and "picky.py:13" in row["message"] for row in failed)
     assert all(row["reward"] is None for row in failed)
     assert all(row["place"].partition(":")[0].endswith("picky.py") for row in failed)
     assert count(ledger, "reason = 'keep' and node = 'is_chosen' and reward >= 1") > 0
@@ -101,7 +101,7 @@ def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_p
     story = tell(ledger, str(trained["id"]))
     assert story.dataset == "train"
     assert story.segments == ((trained["oldest"], trained["tokens"]),)
-    assert [(node.node, node.field) for node in story.computed][0] == ("score", "reward")
+    assert next((node.node, node.field) for node in story.computed) == ("score", "reward")
     assert trained["issued_at"] <= trained["finished_at"] <= trained["accepted_at"] <= trained["ended_at"]
     versions = {row["step"] for row in select(ledger, "stream = 'eval_gen'").to_json()}
     assert versions == {0, 2, 3}
