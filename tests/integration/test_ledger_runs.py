@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def check(summary: RunSummary, steps: int) -> Path:
     assert ends == summary.samples
     assert sum(ends.values()) == count(ledger)
     assert ends["trained"] == steps * 4 * 2
-    assert count(ledger, "\"end\" = 'trained' and (reward is null or reward < 1)") == 0
+    assert count(ledger, "end = 'trained' and (reward is null or reward < 1)") == 0
     return ledger
 
 
@@ -93,7 +94,7 @@ def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_p
     failed = select(ledger, "reason = 'failed'").to_json()
     assert failed
     assert {row["node"] for row in failed} == {"score"}
-    assert all("KeyError" in row["message"] and "picky.py:14" in row["message"] for row in failed)
+    assert all("KeyError" in row["message"] and "picky.py:13" in row["message"] for row in failed)
     assert all(row["reward"] is None for row in failed)
     assert all(row["place"].partition(":")[0].endswith("picky.py") for row in failed)
     assert count(ledger, "reason = 'keep' and node = 'is_chosen' and reward >= 1") > 0
@@ -137,7 +138,7 @@ def test_a_stopped_run_leaves_a_whole_ledger(tmp_path: Path):
     )
     assert child.stdout is not None
     for line in child.stdout:
-        if "step 3/" in line:
+        if re.match(r"step [1-9]", line):
             break
     os.killpg(child.pid, signal.SIGINT)
     rest = child.stdout.read()

@@ -62,8 +62,7 @@ class LedgerWorld(World):
 
 @contextmanager
 def kept(path: Path, schedule: Schedule) -> Iterator[Ledger]:
-    """A fresh ledger of a schedule."""
-    path.unlink(missing_ok=True)
+    """A ledger of a schedule, new or continued."""
     with Ledger(path, bare_header(schedule)) as ledger:
         yield ledger
 

@@ -12,7 +12,7 @@ from ledger_kit import LedgerWorld, ends_of, kept
 from state_schedules import schedules
 
 from hflow.plan.ir import Schedule
-from hflow.runtime.ledger import audit
+from hflow.runtime.ledger import audit, rewind
 
 SEEDS = st.integers(0, 2**16)
 FEW = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -56,3 +56,24 @@ def test_every_issued_sample_has_exactly_one_end(
     assert {key for key, (kind, _) in ends.items() if kind in ("refused", "dropped")} == world.refused
     if reason == "done":
         assert "unused" not in counts
+
+
+@FEW
+@given(schedules(), st.tuples(SEEDS, SEEDS), st.integers(0, 100))
+def test_a_run_that_starts_over_has_the_ends_of_its_second_history(
+    schedule: Schedule, seeds: tuple[int, int], stop_after: int
+):
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "ledger.sqlite"
+        with kept(path, schedule) as ledger:
+            first = LedgerWorld(
+                schedule, Random(seeds[0]), ROWS, ledger, refusal=0.05, stop_after=stop_after, salt=seeds[0]
+            )
+            first.run()
+        rewind(path, 0)
+        with kept(path, schedule) as ledger:
+            second = LedgerWorld(schedule, Random(seeds[1]), ROWS, ledger, salt=seeds[1])
+            counts = ledger.close(second.run().reason)
+        assert audit(path) == []
+        assert ends_of(path).keys() == second.issued
+        assert sum(counts.values()) == len(second.issued)

@@ -56,6 +56,16 @@ def test_grpo_colocated():
     """)
 
 
+def test_acceptance_is_told_of_all_that_is_left_of_a_group():
+    script = Script(grpo(shared=True), hold={"score"})
+    script.run()
+    script.release("score 1")
+    script.release("score 0")
+    assert script.accepted == {"gen": (0, 1)}
+    script.release("score 2")
+    assert script.accepted == {"gen": (0, 1)}
+
+
 def test_grpo_separate():
     """The engine is awake while others train, and only stops to take the new weights."""
     trace = Script(grpo(shared=False)).run()

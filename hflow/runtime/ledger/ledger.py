@@ -21,7 +21,7 @@ from hflow.runtime.events import Accept, FormBatch, Instruction, OpenGroup, Refu
 from hflow.runtime.ledger.header import Header
 from hflow.runtime.ledger.rows import Closing, Issued, Rewind, Rows
 from hflow.runtime.ledger.schema import APPENDED, FORMAT, TABLES, VIEW, survives
-from hflow.runtime.ledger.writer import Writer
+from hflow.runtime.ledger.writer import Writer, unwritable
 from hflow.workers.base import ComputeReady, SampleReady
 
 KEPT = (Accept, Refuse, FormBatch, StepDone)
@@ -45,11 +45,11 @@ class Ledger:
             self._database = sqlite3.connect(path, check_same_thread=False)
             start, seq = _prepare(self._database, header)
         except sqlite3.Error as error:
-            raise RunError(f"the ledger {path} cannot be written: {error}") from error
-        self._rows = Rows(header, seq)
-        self._writer = Writer(self._database, self._rows, str(path))
+            raise unwritable(path, error) from error
+        self._writer = Writer(self._database, Rows(header, seq), path)
         self._writer.start(start)
         self._is_open = True
+        self._counts: dict[str, int] = {}
 
     # ------------------------------------------------------------------------------ notes
     def issued(self, what: OpenGroup, row: int, worker: int, version: int) -> None:
@@ -77,14 +77,21 @@ class Ledger:
         if self._is_open:
             self._is_open = False
             try:
-                self._writer.put(Closing(reason))
+                self._counts = self._finish(reason)
+            except sqlite3.Error as error:
+                raise unwritable(self._path, error) from error
             finally:
-                self._writer.close()
-            with self._database:
-                self._database.execute(_UNUSED, {"reason": reason})
-            self._counts = count_ends(self._database)
-            self._database.close()
+                self._database.close()
         return self._counts
+
+    def _finish(self, reason: str) -> dict[str, int]:
+        try:
+            self._writer.put(Closing(reason))
+        finally:
+            self._writer.close()
+        with self._database:
+            self._database.execute(_UNUSED, {"reason": reason})
+        return count_ends(self._database)
 
     def __enter__(self) -> Ledger:
         return self

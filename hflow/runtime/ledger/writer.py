@@ -10,6 +10,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 from hflow.errors import RunError
@@ -34,13 +35,13 @@ class Writer:
     Args:
         database: where the tables are; no other thread uses it until `close` has returned.
         rows: makes the rows.
-        place: the file, for messages.
+        path: of the file, for messages.
     """
 
-    def __init__(self, database: sqlite3.Connection, rows: Rows, place: str) -> None:
+    def __init__(self, database: sqlite3.Connection, rows: Rows, path: Path) -> None:
         self._database = database
         self._rows = rows
-        self._place = place
+        self._path = path
         self._notes: deque[tuple[float, Note]] = deque()
         self._wake = threading.Event()
         self._num_put = 0
@@ -102,7 +103,7 @@ class Writer:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise RunError(f"the ledger {self._place} cannot be written: {self._failure}") from self._failure
+            raise unwritable(self._path, self._failure) from self._failure
 
     def _work(self) -> None:
         try:
@@ -125,6 +126,11 @@ class Writer:
                 for table, values in self._rows.take().items():
                     _insert(self._database, table, values)
             self._num_written += num_notes
+
+
+def unwritable(path: Path, error: sqlite3.Error) -> RunError:
+    """The error of a ledger that cannot be written."""
+    return RunError(f"the ledger {path} cannot be written: {error}")
 
 
 def _insert(database: sqlite3.Connection, table: str, values: list[Any]) -> None:

@@ -1,0 +1,42 @@
+"""What workers tell the controller of a sample: runs of versions, and one number."""
+
+from __future__ import annotations
+
+import pytest
+
+from hflow.plan.numbers import told_number
+from hflow.types import Trajectory
+from hflow.workers.opened import ready
+
+
+def trajectory(*versions: int) -> Trajectory:
+    num = len(versions)
+    mask = tuple(version >= 0 for version in versions)
+    return Trajectory((1,) * num, mask, (0.0,) * num, versions, num_turns=2)
+
+
+def test_a_sample_is_reported_with_its_runs_of_versions():
+    """Tokens of tools and prompts belong to no run, and do not cut one."""
+    report = ready("gen", 3, trajectory(-1, -1, 4, 4, -1, 4, 5, -1, 7, 7))
+    assert report.segments == ((4, 3), (5, 1), (7, 2))
+    assert (report.oldest, report.newest, report.num_learned, report.length) == (4, 7, 6, 10)
+    assert report.num_turns == 2
+
+
+def test_a_written_sample_has_no_runs():
+    report = ready("sft", 0, Trajectory.learned((1, 2), (3,)))
+    assert (report.segments, report.oldest, report.newest) == ((), -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("returns", "told"),
+    [
+        ([("tries", "sequence"), ("score", "sequence"), ("reward", "sequence")], "reward"),
+        ([("tries", "sequence"), ("score", "sequence")], "score"),
+        ([("keep", "sequence"), ("tries", "sequence"), ("cost", "sequence")], "tries"),
+        ([("reward", "token"), ("note", "text"), ("keep", "sequence")], None),
+        ([], None),
+    ],
+)
+def test_one_number_of_a_sample_is_told(returns: list[tuple[str, str]], told: str | None):
+    assert told_number(returns) == told
