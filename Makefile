@@ -23,8 +23,10 @@ lint: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Tests of Ray have the machine to themselves; the others share it, a process a core.
 unit: env browser
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not ray"
+	$(BIN)/python -m pytest -m ray
 
 # The test of the plan's page opens it in a browser.
 browser:
