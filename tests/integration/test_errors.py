@@ -306,7 +306,7 @@ def test_the_first_refusal_of_a_kind_is_noted(
         (episode("return prompt"), "node 'talk' must return a trajectory with tokens, not str"),
         (
             episode("return await engine.complete(prompt, tools=[print])"),
-            "tools are not executed in this version",
+            "set the generate node's tool_format to the two characters that stand around a call",
         ),
         (encoded("return None"), "node 'view' must return a trajectory with tokens, not NoneType"),
         (encoded("return tokenizer.chat([])"), "row 9403: this tokenizer has no chat template"),

@@ -118,7 +118,7 @@ def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path):
 
 def test_a_run_that_more_is_refused_than_it_may_lose_leaves_a_whole_ledger(tmp_path: Path):
     with pytest.raises(Exception, match="groups were refused"):
-        picky(tmp_path, *INPROC, "steps=3", "max_refused_per_step=0")
+        picky(tmp_path, *INPROC, "steps=3", "schedule.max_refused_per_step=0")
     (ledger,) = (tmp_path / "runs").glob("picky/2*/ledger.sqlite")
     assert audit(ledger) == []
     assert count(ledger, "end is null") == 0

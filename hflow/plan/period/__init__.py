@@ -7,9 +7,9 @@ Pure arithmetic on a `Schedule` and the seconds of its parts. With fixed times
   engines share devices with batch nodes, a further batch may be drawn before new weights come
   (`sync_every` above 1, or a source whose weights do not change), and samples pass through sample or group
   nodes. While these work, the turn goes on and draws of the next batch, for which the period has it wait for
-  its own turn; so the run may be faster than the period, and never slower. What is drawn ahead is decided
-  by how long those nodes take: where they take no time and the source takes some, that is nothing, and
-  the period is exact again;
+  its own turn; so the run may be faster than the period (in random schedules it was never slower). How much
+  is drawn ahead is decided by how long those nodes take: where they take no time and the source takes some,
+  that is nothing, and the period is exact again;
 - that of stale generation is an estimate, for which see `rollout_arcs`.
 
 The tests hold it to that.
