@@ -172,8 +172,11 @@ class SampleReady:
     """Least version among its generated tokens; -1 where none was generated."""
     newest: int
     segments: tuple[tuple[int, int], ...] = ()
-    """Runs of generated tokens of one version, in order: (version, number of tokens)."""
+    """Runs of generated tokens of one version, in order: (version, number of tokens); of several
+    trajectories, their sums by version."""
     num_turns: int = 0
+    value: float | None = None
+    """The number that the source gave it, as in `ComputeReady`."""
 
 
 @dataclass(frozen=True)

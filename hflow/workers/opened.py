@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,6 +11,7 @@ from typing import Any
 from hflow.data.returned import check_value, split_result
 from hflow.errors import RecipeError
 from hflow.plan.ir import Graph
+from hflow.plan.numbers import told_number
 from hflow.types import Trajectory, Unit
 from hflow.workers.base import NodeProgram, SampleReady
 from hflow.workers.compute import put_metrics
@@ -57,7 +59,7 @@ class Opener:
             self.store.put_trajectory(stream, sample, group, trajectory, row, parent)
             self._put_fields(stream, sample, len(trajectory.input_ids), fields)
         self.report(sample, metrics)
-        return ready(self.streams[0], sample, trajectories)
+        return ready(self.streams[0], sample, trajectories, _number(self.program, fields))
 
     def report(self, sample: int, metrics: Mapping[str, Any]) -> None:
         """Keep numbers beside a sample, which are averaged over the batch."""
@@ -89,12 +91,14 @@ class Opener:
             raise RecipeError(f"node {self.program.name!r} must return a trajectory with tokens, not {got}")
 
 
-def ready(stream: str, sample: int, trajectories: Sequence[Trajectory]) -> SampleReady:
-    """The event that reports a sample, with all its trajectories.
+def ready(
+    stream: str, sample: int, trajectories: Sequence[Trajectory], value: float | None = None
+) -> SampleReady:
+    """The event that reports a sample, with all its trajectories, and the number that its source gave it.
 
     A generated token has a version of 0 or more.
     """
-    segments = tuple(segment for trajectory in trajectories for segment in _segments(trajectory))
+    segments = _segments(trajectories)
     versions = [version for version, _ in segments]
     return SampleReady(
         stream=stream,
@@ -105,10 +109,29 @@ def ready(stream: str, sample: int, trajectories: Sequence[Trajectory]) -> Sampl
         newest=max(versions, default=-1),
         segments=segments,
         num_turns=sum(trajectory.num_turns for trajectory in trajectories),
+        value=value,
     )
 
 
-def _segments(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
-    """Runs of generated tokens of one version: (version, tokens)."""
+def _segments(trajectories: Sequence[Trajectory]) -> tuple[tuple[int, int], ...]:
+    """Runs of generated tokens of one version, or sums by version where there are several trajectories."""
+    runs = [run for trajectory in trajectories for run in _runs(trajectory)]
+    if len(trajectories) == 1:
+        return tuple(runs)
+    sums: Counter[int] = Counter()
+    for version, tokens in runs:
+        sums[version] += tokens
+    return tuple(sorted(sums.items()))
+
+
+def _runs(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
     drawn = (version for version in trajectory.versions if version >= 0)
     yield from ((version, sum(1 for _ in run)) for version, run in groupby(drawn))
+
+
+def _number(program: NodeProgram, fields: Sequence[Any]) -> float | None:
+    """The number that the controller is told of a sample, of those that its source returned."""
+    told = told_number(program.returns)
+    return next(
+        (float(x) for (name, _), x in zip(program.returns, fields, strict=True) if name == told), None
+    )

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, TINY, run
+from runs import ROOT, TINY, run, steps_of
 
+from hflow.errors import RunError
 from hflow.report.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
@@ -117,7 +118,7 @@ def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path):
 
 
 def test_a_run_that_more_is_refused_than_it_may_lose_leaves_a_whole_ledger(tmp_path: Path):
-    with pytest.raises(Exception, match="groups were refused"):
+    with pytest.raises(RunError, match="groups were refused"):
         picky(tmp_path, *INPROC, "steps=3", "schedule.max_refused_per_step=0")
     (ledger,) = (tmp_path / "runs").glob("picky/2*/ledger.sqlite")
     assert audit(ledger) == []
@@ -150,3 +151,48 @@ def test_a_stopped_run_leaves_a_whole_ledger(tmp_path: Path):
     summary = json.loads((ledger.parent / "summary.json").read_text())
     assert summary["samples"]["trained"] == summary["steps"] * 4 * 2
     assert " trained, " in rest
+
+
+ASYNC = [
+    "models.actor.path=null",
+    "steps=6",
+    "batch=4",
+    "data.heldout.limit=6",
+    "nodes.actor_gen.max_tokens=24",
+]
+
+
+def test_the_ledger_of_a_run_ahead_agrees_with_its_metrics(tmp_path: Path) -> None:
+    """Lags of the samples that a step trained, against those that the step reported."""
+    schedule = ["schedule.max_staleness=4", "schedule.drop_older_than=2", "workers=inproc"]
+    summary = run("recipes/grpo_async.py", tmp_path, *ASYNC, *schedule)
+    ledger = summary.directory / "ledger.sqlite"
+    assert audit(ledger) == []
+    for row in steps_of(summary):
+        trained = select(ledger, f"end = 'trained' and step = {row['step'] - 1}").to_json()
+        assert len(trained) == row["batch/samples"]
+        for column, metric in (("lag", "mean"), ("in_flight_lag", "in_flight"), ("in_queue_lag", "in_queue")):
+            lags = [sample[column] for sample in trained]
+            assert sum(lags) / len(lags) == pytest.approx(row[f"staleness/{metric}"]), column
+    assert count(ledger, "end = 'trained' and lag > 2") == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "judge"),
+    [
+        ("self_play", ["models.alice.path=null", "models.bob.path=null"], "alice_reward"),
+        ("tool_agent", ["models.actor.path=null"], "agent"),
+    ],
+)
+def test_ledgers_of_agents(tmp_path: Path, recipe: str, changes: list[str], judge: str) -> None:
+    """Several trajectories of one episode; rewards that the episode itself gives."""
+    small = [*INPROC, "steps=2", "batch=2", "data.heldout.limit=4", *changes]
+    ledger = run(f"recipes/{recipe}.py", tmp_path, *small).directory / "ledger.sqlite"
+    assert audit(ledger) == []
+    trained = select(ledger, "end = 'trained'").to_json()
+    assert len(trained) == 2 * 2 * 8
+    assert all(sample["reward"] is not None for sample in trained)
+    story = tell(ledger, str(trained[0]["id"]))
+    (told,) = [node.value for node in story.computed if (node.node, node.field) == (judge, "reward")]
+    assert told == trained[0]["reward"]
+    assert sum(tokens for _, tokens in story.segments) == trained[0]["tokens"]

@@ -17,17 +17,16 @@ def trajectory(*versions: int) -> Trajectory:
 
 def test_a_sample_is_reported_with_its_runs_of_versions():
     """Tokens of tools and prompts belong to no run, and do not cut one."""
-    report = ready("gen", 3, [trajectory(-1, -1, 4, 4, -1, 4, 5, -1, 7, 7)])
+    report = ready("gen", 3, [trajectory(-1, -1, 4, 4, -1, 4, 5, -1, 7, 7)], 0.5)
     assert report.segments == ((4, 3), (5, 1), (7, 2))
     assert (report.oldest, report.newest, report.num_learned, report.length) == (4, 7, 6, 10)
-    assert report.num_turns == 2
+    assert (report.num_turns, report.value) == (2, 0.5)
 
 
-def test_a_sample_of_two_policies_has_the_runs_of_both():
-    report = ready("duel", 3, [trajectory(-1, 4, 5), trajectory(-1, 4)])
-    assert report.segments == ((4, 1), (5, 1), (4, 1))
-    assert (report.oldest, report.newest, report.num_learned, report.length) == (4, 5, 3, 5)
-    assert report.num_turns == 4
+def test_trajectories_that_were_made_side_by_side_have_sums_by_version():
+    report = ready("alice", 0, [trajectory(-1, 4, 4, 6), trajectory(4, -1, 5, 6)])
+    assert report.segments == ((4, 3), (5, 1), (6, 2))
+    assert (report.oldest, report.newest, report.num_learned, report.length) == (4, 6, 6, 8)
 
 
 def test_a_written_sample_has_no_runs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hflow.graph.ir import Graph, Level
@@ -58,9 +59,11 @@ def header_of(plan: Plan) -> Header:
 def bare_header(schedule: Schedule, graph: Graph | None = None) -> Header:
     """The header of a schedule's ledger, with places and names of fields where there is a graph."""
     written = {model for node in schedule.nodes for model in node.writes}
-    nodes = [_node(graph, s.source, s.name, per_group=False) for s in schedule.streams]
+    nodes = [
+        NodeRow(s.source, s.name, False, *_told(graph, s.source, is_source=True)) for s in schedule.streams
+    ]
     nodes += [
-        _node(graph, n.name, n.stream, per_group=n.level is Level.GROUP)
+        NodeRow(n.name, n.stream, n.level is Level.GROUP, *_told(graph, n.name, is_source=False))
         for n in schedule.nodes
         if n.level is not Level.BATCH
     ]
@@ -72,7 +75,7 @@ def bare_header(schedule: Schedule, graph: Graph | None = None) -> Header:
             group_size=stream.group_size,
             is_trained=stream.batch is not None,
             ages=not written.isdisjoint(stream.models),
-            judge=_judge({n.field: n.name for n in nodes if n.stream == stream.name and n.field}),
+            judge=_judge(graph, stream.name, nodes),
         )
         for stream in schedule.streams
     ]
@@ -81,16 +84,25 @@ def bare_header(schedule: Schedule, graph: Graph | None = None) -> Header:
     )
 
 
-def _node(graph: Graph | None, name: str, stream: str, *, per_group: bool) -> NodeRow:
+def _told(graph: Graph | None, name: str, *, is_source: bool) -> tuple[str | None, str | None]:
+    """The number that a node tells of each sample, and the node's place."""
     if graph is None:
-        return NodeRow(name, stream, per_group)
+        return None, None
     spec = graph.node(name).spec
-    tells = spec.runs_as_compute and spec.level is Level.SAMPLE
+    tells = is_source or (spec.runs_as_compute and spec.level is Level.SAMPLE)
     field = told_number((r.field, r.unit) for r in spec.returns) if tells else None
-    return NodeRow(name, stream, per_group, field, str(spec.where))
+    return field, str(spec.where)
 
 
-def _judge(by_field: dict[str, str]) -> str | None:
-    """The node that gives `reward`, else `score`, else whatever number comes last."""
+def _judge(graph: Graph | None, stream: str, nodes: Iterable[NodeRow]) -> str | None:
+    """The node that gives `reward`, else `score`, else whatever number comes last.
+
+    Of several, one that works on the stream itself, and not on one that was opened with it.
+    """
+    if graph is None:
+        return None
+    telling = [node for node in nodes if node.stream == stream and node.field]
+    telling.sort(key=lambda node: graph.node(node.name).stream == stream)
+    by_field = {node.field: node.name for node in telling}
     preferred = (by_field[field] for field in PREFERRED if field in by_field)
     return next(preferred, next(reversed(by_field.values()), None))

@@ -54,6 +54,7 @@ class Rows:
     def __init__(self, header: Header, seq: int = 0) -> None:
         self.seq = seq
         self._streams = {stream.name: number for number, stream in enumerate(header.streams)}
+        self._sources = {stream.name: stream.source for stream in header.streams}
         self._trained = {stream.name for stream in header.streams if stream.is_trained}
         self._nodes = {node.name: number for number, node in enumerate(header.nodes)}
         self._filling = 0
@@ -98,6 +99,9 @@ class Rows:
         ages = (note.oldest, note.newest) if note.oldest >= 0 else (None, None)
         row = (stream, sample, seq, time, note.length, note.num_learned, note.num_turns, *ages)
         self._tables["finished"] += row
+        if note.value is not None:
+            source = self._nodes[self._sources[note.stream]]
+            self._tables["computed"] += (source, sample, seq, time, note.value)
         rows = self._tables["segments"]
         for number, (version, tokens) in enumerate(note.segments):
             rows += (stream, sample, seq, number, version, tokens)
