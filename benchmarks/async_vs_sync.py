@@ -2,9 +2,9 @@
 
     python benchmarks/async_vs_sync.py
 
-`recipes/grpo_async.py` with responses of random length (random weights, which learn nothing). The synchronous
-run says how long generation and training take alone (`busy/engines` and `busy/trainers`); no schedule is faster
-than the longer of the two.
+`recipes/grpo_async.py` with responses of random length (random weights, which learn nothing). The
+synchronous run says how long generation and training take alone (`busy/engines` and `busy/trainers`); no
+schedule is faster than the longer of the two.
 """
 
 from __future__ import annotations
