@@ -8,7 +8,6 @@ device is doing while it does it; everything else is short and goes through `dat
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,18 +44,16 @@ class WorkerProcess:
 
     def __init__(self, index: int) -> None:
         import hflow.workers.worker
-        from hflow.workers.world import collective_counts
+        from hflow.workers.world import collective_counts, open_meeting
 
         self._module = hflow.workers.worker
+        self._open_meeting = open_meeting
         self._index = index
         self._watch = Watch(collective_counts)
 
     def rendezvous(self) -> str:
-        """`host:port` of a free port on this worker's machine."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+        """`host:port` where the workers of the next run find each other, on this worker's machine."""
+        return self._open_meeting(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="device")
     def build(self, shipped: bytes, member: Membership | None, peers: Sequence[Any]) -> None:

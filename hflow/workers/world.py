@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
 
 from hflow.plan.ir import Replica
@@ -21,7 +22,31 @@ class Membership:
     rank: int
     num_workers: int
     address: str
-    """`host:port` where rank 0 listens."""
+    """`host:port` of the meeting place that rank 0 has opened."""
+
+
+_opened: dict[str, TCPStore] = {}
+"""Address -> a meeting place that this process has opened, until it joins the world that meets there."""
+
+
+def open_meeting(host: str) -> str:
+    """Open a place where the workers of a world find each other; returns its `host:port`.
+
+    The port is taken from here on: one that is merely looked up may be somebody else's when it is needed.
+
+    Args:
+        host: this machine's address, as the other workers know it.
+    """
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    address = f"{host}:{store.port}"
+    _opened[address] = store
+    return address
+
+
+def _meeting(address: str, timeout: datetime.timedelta) -> TCPStore:
+    """The meeting place at an address, which another process may have opened."""
+    host, _, port = address.rpartition(":")
+    return _opened.pop(address, None) or TCPStore(host, int(port), is_master=False, timeout=timeout)
 
 
 _COUNTING = ("gloo", "nccl")
@@ -65,7 +90,7 @@ class World:
             dist.destroy_process_group()
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
-            init_method=f"tcp://{member.address}",
+            store=_meeting(member.address, patience),
             rank=member.rank,
             world_size=member.num_workers,
             timeout=patience,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,9 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from hflow import launch
+from hflow.launch.compiled import compile_recipe
+from hflow.launch.running import Means, run_compiled
 from hflow.report.summary import RunSummary
 from hflow.runtime.metrics import read_metrics
+from hflow.workers.ray_processes import RayProcesses
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -23,8 +28,22 @@ TINY = [
 ]
 
 
-def run(recipe: str | Path, out: Path, *overrides: str) -> RunSummary:
-    return launch.run(ROOT / recipe, [f"out={out}", *overrides], live=False)
+def run(recipe: str | Path, out: Path, *overrides: str, processes: RayProcesses | None = None) -> RunSummary:
+    """Run a recipe as `hflow run` does, in these worker processes or in some of its own."""
+    compiled = compile_recipe(ROOT / recipe, [f"out={out}", *overrides])
+    return run_compiled(compiled, False, Means(processes=processes))
+
+
+@contextmanager
+def worker_processes(num_workers: int) -> Iterator[RayProcesses]:
+    """Worker processes for several runs: to start them is most of what a small run takes."""
+    cluster = compile_recipe(ROOT / "recipes/sft.py", [f"cluster=cpu-1x{num_workers}"]).plan.cluster
+    made = RayProcesses(cluster)
+    made.start()
+    try:
+        yield made
+    finally:
+        asyncio.run(made.close())
 
 
 def steps_of(summary: RunSummary) -> list[dict[str, Any]]:

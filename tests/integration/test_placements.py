@@ -15,6 +15,7 @@ import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 
 from hflow.report.summary import RunSummary
+from hflow.workers.ray_processes import RayProcesses
 
 pytestmark = pytest.mark.ray
 
@@ -67,9 +68,11 @@ def test_all_four_deployments_are_there() -> None:
 
 
 @pytest.mark.parametrize("deployment", COMMANDS)
-def test_placement_changes_no_result(deployment: str, alone: Alone, rows: str, tmp_path: Path) -> None:
+def test_placement_changes_no_result(
+    deployment: str, alone: Alone, rows: str, four_processes: RayProcesses, tmp_path: Path
+) -> None:
     recipe, *overrides = shlex.split(COMMANDS[deployment])
-    placed = run(recipe, tmp_path, *overrides, *small(recipe, rows))
+    placed = run(recipe, tmp_path, *overrides, *small(recipe, rows), processes=four_processes)
     expected = steps_of(alone[recipe])
     assert len(expected) == 2
     for ours, theirs in zip(steps_of(placed), expected, strict=True):

@@ -21,6 +21,7 @@ from hflow.launch.setup import make_setup
 from hflow.workers.base import GroupOrder, SampleReady
 from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.inproc import InprocWorkers
+from hflow.workers.ray_processes import RayProcesses
 
 ALONE = ["workers=inproc", "cluster=cpu-1x1"]
 SMALL = ["steps=2", "batch=8", "data.heldout.limit=6", "save_every=1"]
@@ -52,9 +53,9 @@ def test_both_policies_learn_from_their_duels(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_duels_on_two_workers_are_those_of_one_process(tmp_path: Path) -> None:
+def test_duels_on_two_workers_are_those_of_one_process(two_processes: RayProcesses, tmp_path: Path) -> None:
     alone = run("recipes/self_play.py", tmp_path / "alone", *ALONE, *DUEL)
-    apart = run("recipes/self_play.py", tmp_path / "apart", *DUEL, "cluster=cpu-1x2")
+    apart = run("recipes/self_play.py", tmp_path / "apart", *DUEL, "cluster=cpu-1x2", processes=two_processes)
     for ours, theirs in zip(steps_of(alone), steps_of(apart), strict=True):
         assert ours["alice_play/outcome"] == theirs["alice_play/outcome"]
     for name in ("alice", "bob"):
@@ -98,9 +99,11 @@ def test_an_agent_with_a_tool_learns(paid: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_an_agent_on_two_workers_is_that_of_one_process(paid: Path, tmp_path: Path) -> None:
+def test_an_agent_on_two_workers_is_that_of_one_process(
+    paid: Path, two_processes: RayProcesses, tmp_path: Path
+) -> None:
     alone = run(paid, tmp_path / "alone", *ALONE, *AGENT)
-    apart = run(paid, tmp_path / "apart", *AGENT, "cluster=cpu-1x2")
+    apart = run(paid, tmp_path / "apart", *AGENT, "cluster=cpu-1x2", processes=two_processes)
     for ours, theirs in zip(steps_of(alone), steps_of(apart), strict=True):
         for name in ("num_calls", "reward", "num_turns", "agent.tool_errors", "agent.malformed_calls"):
             assert ours[f"agent/{name}"] == theirs[f"agent/{name}"]

@@ -13,6 +13,7 @@ from runs import largest_difference, run, steps_of, weights_of
 
 from hflow.errors import PlanError
 from hflow.report.summary import RunSummary
+from hflow.workers.ray_processes import RayProcesses
 
 pytestmark = pytest.mark.ray
 
@@ -41,10 +42,10 @@ def assert_certified(summary: RunSummary, num_steps: int) -> list[dict[str, Any]
     return rows
 
 
-def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path) -> None:
+def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path, two_processes: RayProcesses) -> None:
     """The engine apart, over Ray; and sharing one device with the trainer, in this process."""
     options = [*GRPO, "steps=3", "schedule.max_staleness=0"]
-    apart = run("recipes/grpo_async.py", tmp_path / "apart", *options)
+    apart = run("recipes/grpo_async.py", tmp_path / "apart", *options, processes=two_processes)
     together = ["placement=null", "cluster=cpu-1x1", "workers=inproc"]
     shared = run("recipes/grpo_async.py", tmp_path / "shared", *options, *together)
     for ours, theirs in zip(assert_certified(apart, 3), assert_certified(shared, 3), strict=True):
@@ -54,8 +55,10 @@ def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path) -> None:
     assert largest_difference(weights_of(apart), weights_of(shared)) < 1e-5
 
 
-def test_generation_runs_ahead_within_the_certificate(tmp_path: Path) -> None:
-    rows = assert_certified(run("recipes/grpo_async.py", tmp_path, *GRPO, "steps=8"), 8)
+def test_generation_runs_ahead_within_the_certificate(tmp_path: Path, two_processes: RayProcesses) -> None:
+    rows = assert_certified(
+        run("recipes/grpo_async.py", tmp_path, *GRPO, "steps=8", processes=two_processes), 8
+    )
     assert max(row["staleness/max"] for row in rows) > 0
     assert rows[-1]["rollout/accepted"] >= 8 * 4
     assert all(0 <= row["rollout/version"] <= row["step"] for row in rows)
@@ -77,8 +80,10 @@ def test_schedules_and_losses(changes: list[str], tmp_path: Path) -> None:
     assert_certified(run("recipes/grpo_async.py", tmp_path, *inproc, *changes), 6)
 
 
-def test_a_critic_beside_engines_that_run_ahead(tmp_path: Path) -> None:
-    rows = assert_certified(run("recipes/ppo_async.py", tmp_path, *PPO, "steps=5"), 5)
+def test_a_critic_beside_engines_that_run_ahead(tmp_path: Path, two_processes: RayProcesses) -> None:
+    rows = assert_certified(
+        run("recipes/ppo_async.py", tmp_path, *PPO, "steps=5", processes=two_processes), 5
+    )
     assert ["actor_train/loss" in row for row in rows] == [False, False, True, True, True]
     assert all(row["critic_train/grad_norm"] > 0 for row in rows)
 

@@ -5,17 +5,15 @@ Real megatron-core, Ray and gloo. All runs share their worker processes, as thos
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import ROOT, module, run
+from runs import ROOT, module, run, worker_processes
 
 from hflow.errors import ConfigError, PlanError
-from hflow.launch.compiled import compile_recipe
 from hflow.launch.twin import Twin, run_twin
 from hflow.report.twin_text import (
     CHANGE_TOLERANCE,
@@ -42,11 +40,8 @@ PPO = ["models.critic.optim.warmup_steps=0", "batch=32"]
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[RayProcesses]:
-    cluster = compile_recipe(ROOT / "recipes/sft.py", [f"cluster=cpu-1x{NUM_WORKERS}"]).plan.cluster
-    made = RayProcesses(cluster)
-    made.start()
-    yield made
-    asyncio.run(made.close())
+    with worker_processes(NUM_WORKERS) as made:
+        yield made
 
 
 def taught(out: Path, seed: int) -> Path:

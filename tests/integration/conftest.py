@@ -1,0 +1,22 @@
+"""Worker processes that the runs of a module share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from runs import worker_processes
+
+from hflow.workers.ray_processes import RayProcesses
+
+
+@pytest.fixture(scope="module")
+def two_processes() -> Iterator[RayProcesses]:
+    with worker_processes(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def four_processes() -> Iterator[RayProcesses]:
+    with worker_processes(4) as made:
+        yield made
