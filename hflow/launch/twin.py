@@ -20,9 +20,11 @@ from hflow.config import RunConfig
 from hflow.errors import ConfigError
 from hflow.launch.compiled import Compiled, compile_recipe, read_recipe
 from hflow.launch.factories import FACTORIES, recording_engine, replaying_engine
+from hflow.launch.hardware import cluster_hardware
 from hflow.launch.running import Means, run_compiled
 from hflow.launch.twin_compare import compare
 from hflow.launch.twin_config import alone, changes, common, divided
+from hflow.plan.ir import ClusterSpec
 from hflow.plan.layout import Layout
 from hflow.report.twin_text import TwinResult
 
@@ -84,22 +86,22 @@ def run_twin(
 
 def default_layouts(recipe: str | Path, overrides: Sequence[str], tell: Callable[[str], None]) -> list[str]:
     """All pairs of axes and all three, as far as this machine has the devices or memory."""
-    config, graph, _ = read_recipe(recipe, overrides)
-    device = compile_recipe(recipe, config=alone(common(config, graph, LEAST_STEPS, "."))).plan.cluster.device
+    config, _, _ = read_recipe(recipe, overrides)
+    most = _most_workers(cluster_hardware(config, recipe)[0])
     fitting = []
     for name in LAYOUTS:
         world = Layout.parse(name).world
-        if world <= _most_workers(device, config, recipe):
+        if world <= most:
             fitting.append(name)
         else:
             tell(f"{name} is left out: this machine cannot hold {world} workers")
     return fitting
 
 
-def _most_workers(device: str, config: RunConfig, recipe: str | Path) -> int:
-    if device == "cpu":
+def _most_workers(cluster: ClusterSpec) -> int:
+    if cluster.device == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // WORKER_BYTES
-    return compile_recipe(recipe, config=config).plan.cluster.devices_per_node
+    return cluster.devices_per_node
 
 
 def _divisions(
