@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
-from hflow.graph.ir import Graph, Level
+from hflow.graph.ir import Graph, Level, Node
+from hflow.plan.ir import Plan
+from hflow.plan.numbers import told_field
+from hflow.plan.staleness import staleness_bound
 from hflow.report.live import Display, LiveRow
+from hflow.report.rollout import Tally
+from hflow.runtime.dispatch import root_of
 from hflow.runtime.events import Refusal
 from hflow.runtime.metrics import MetricsLog
 from hflow.runtime.trace import Trace
@@ -18,9 +23,10 @@ SMOOTHING = 0.9
 class RunObserver:
     """Writes every row and span, and shows the few numbers that a person watches."""
 
-    def __init__(self, graph: Graph, num_steps: int, log: MetricsLog, trace: Trace, display: Display) -> None:
-        self._labels = _labels(graph)
-        self._num_steps = num_steps
+    def __init__(self, plan: Plan, log: MetricsLog, trace: Trace, display: Display) -> None:
+        self._labels = _labels(plan)
+        self._num_steps = plan.schedule.num_steps
+        self._tally = Tally(runs_ahead=staleness_bound(plan.schedule) != 0)
         self._log = log
         self._trace = trace
         self._display = display
@@ -38,7 +44,13 @@ class RunObserver:
         self._seconds = SMOOTHING * self._seconds + (1 - SMOOTHING) * seconds if self._seconds else seconds
         self._speed = values.get("time/tokens_per_second", 0.0)
         self._log.write(self._step, values)
+        self._tally.step(values)
         self._show(values)
+
+    def on_rollout(self, values: Mapping[str, float]) -> None:
+        """Show how generation stands between two steps."""
+        self._tally.glance(values)
+        self._display.glance(self._row({}))
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Log an evaluation and show it."""
@@ -61,22 +73,31 @@ class RunObserver:
     def _show(self, values: Mapping[str, float]) -> None:
         shown = {label: values[name] for name, label in self._labels.items() if name in values}
         self.shown.update(shown)
-        self._display.update(LiveRow(self._step, self._num_steps, shown, self._speed, self._seconds))
+        self._display.update(self._row(shown))
+
+    def _row(self, shown: Mapping[str, float]) -> LiveRow:
+        return LiveRow(self._step, self._num_steps, shown, self._speed, self._seconds, self._tally.rollout())
 
 
-def _labels(graph: Graph) -> dict[str, str]:
-    """Metric -> label: losses, what sample-level bodies score, and on held-out streams groups' scores too."""
-    labels = {}
+def _labels(plan: Plan) -> dict[str, str]:
+    """Metric -> label: losses, and what samples are given, on held-out streams groups too."""
+    graph, labels = plan.graph, {}
     for node in graph.nodes:
         if node.spec.verb == "train":
             labels[f"{node.name}/loss"] = "loss" if _is_only(graph, "train") else f"{node.name} loss"
-        trained = graph.stream(node.stream).trained
-        shown = (Level.SAMPLE,) if trained else (Level.SAMPLE, Level.GROUP)
-        if node.spec.runs_as_compute and node.spec.level in shown:
-            for returned in node.spec.returns:
-                held_out = "" if trained else "held-out "
-                labels[f"{node.stream}/{returned.field}"] = held_out + returned.field
+        trained = graph.stream(root_of(plan, node.stream)).trained
+        levels = (Level.SAMPLE,) if trained else (Level.SAMPLE, Level.GROUP)
+        for field in _shown_fields(graph, node, levels):
+            labels[f"{node.stream}/{field}"] = field if trained else f"held-out {field}"
     return labels
+
+
+def _shown_fields(graph: Graph, node: Node, levels: Container[Level]) -> list[str]:
+    """All that a body of these levels returns; else the number that the node tells of each sample."""
+    if node.spec.runs_as_compute and node.spec.level in levels:
+        return [returned.field for returned in node.spec.returns]
+    told = told_field(graph, node.name)
+    return [told] if told else []
 
 
 def _is_only(graph: Graph, verb: str) -> bool:

@@ -124,7 +124,7 @@ def _observer(compiled: Compiled, directory: RunDir, display: Display) -> Iterat
     trace = Trace()
     with closing(MetricsLog(directory.metrics, directory.tensorboard)) as log:
         try:
-            yield RunObserver(compiled.graph, compiled.config.steps, log, trace, display)
+            yield RunObserver(compiled.plan, log, trace, display)
         finally:
             trace.write(directory.trace)
 

@@ -14,6 +14,7 @@ from hflow.graph.ir import DatasetSpec, Node
 from hflow.launch.compiled import Compiled
 from hflow.launch.factories import FACTORIES
 from hflow.launch.models import model_settings, tokenizer_settings
+from hflow.plan.numbers import told_field
 from hflow.runtime.dispatch import Rows, root_of
 from hflow.workers.base import NodeProgram, Workers, WorkerSetup
 
@@ -122,4 +123,5 @@ def _program(compiled: Compiled, node: Node) -> NodeProgram:
         options=dict(spec.options),
         dataset=spec.data,
         group=spec.group,
+        told=told_field(compiled.graph, spec.name),
     )

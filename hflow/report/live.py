@@ -18,9 +18,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hflow.report.rollout import Rollout
+from hflow.report.rollout_text import rollout_lines, rollout_words
 from hflow.report.spark import sparkline
 
 CURVE_WIDTH = 30
+VALUE_WIDTH = 10
+"""Characters of a value in four digits, at most."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class LiveRow:
     tokens_per_second: float = 0.0
     seconds_per_step: float = 0.0
     """Recent time of a step, from which the time left is foretold."""
+    rollout: Rollout | None = None
+    """Generation beside training; None where one waits for the other."""
 
     @property
     def seconds_left(self) -> float:
@@ -48,6 +54,10 @@ class Display(abc.ABC):
     @abc.abstractmethod
     def update(self, row: LiveRow) -> None:
         """Show a new row."""
+
+    def glance(self, row: LiveRow) -> None:
+        """Show how things stand between two rows, where that can be seen."""
+        return None
 
     @abc.abstractmethod
     def note(self, text: str) -> None:
@@ -78,10 +88,12 @@ class PlainDisplay(Display):
         """Print the row if its turn has come."""
         self._values.update(row.values)
         if row.step == self._last:
-            self.note("  ".join(_parts(row, row.values)))
+            if row.values:
+                self.note("  ".join(_parts(row, row.values)))
         elif row.step in (1, row.num_steps) or row.step % self._every == 0:
             self._last = row.step
-            self.note("  ".join([*_parts(row, self._values), *_speed(row)]))
+            words = rollout_words(row.rollout)
+            self.note("  ".join([*_parts(row, self._values), *words, *_speed(row)]))
 
     def note(self, text: str) -> None:
         """Print a line, unwrapped."""
@@ -89,7 +101,7 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """A panel that is redrawn in place: progress, values with their curves, speed, time left."""
+    """A panel that is redrawn in place: progress, values with their curves, speed, time left, the rollout."""
 
     def __init__(self, console: Console, title: str = "") -> None:
         self._title = title
@@ -100,6 +112,10 @@ class LiveDisplay(Display):
         """Redraw with a new row."""
         for label, value in row.values.items():
             self._curves[label].append(value)
+        self.glance(row)
+
+    def glance(self, row: LiveRow) -> None:
+        """Redraw with the row's progress and rollout, but without its values."""
         self._live.update(_panel(self._title, row, self._curves))
 
     def note(self, text: str) -> None:
@@ -147,10 +163,35 @@ def _clock(seconds: float) -> str:
 
 
 def _panel(title: str, row: LiveRow, curves: Mapping[str, Sequence[float]]) -> Group:
-    head = Table.grid(padding=(0, 2))
-    progress = ProgressBar(total=row.num_steps, completed=row.step, width=CURVE_WIDTH)
-    head.add_row(Text(title, style="bold"), f"step {row.step}/{row.num_steps}", progress, *_speed(row))
-    body = Table.grid(padding=(0, 2))
-    for label, values in curves.items():
-        body.add_row(label, f"{values[-1]:.4g}", Text(sparkline(values, CURVE_WIDTH), style="cyan"))
-    return Group(head, body)
+    lines = list(rollout_lines(row.rollout)) if row.rollout else []
+    width = max((len(label) for label in (*curves, *(label for label, _ in lines))), default=0)
+    values = _grid(min_width=width)
+    values.add_column(justify="right", min_width=VALUE_WIDTH, no_wrap=True)
+    for label, curve in curves.items():
+        values.add_row(label, f"{curve[-1]:.4g}", Text(sparkline(curve, CURVE_WIDTH), style="cyan"))
+    rollout = _grid(min_width=width)
+    for label, line in lines:
+        rollout.add_row(label, line)
+    return Group(_head(title, row), values, rollout)
+
+
+def _head(title: str, row: LiveRow) -> Table:
+    """One line; the bar takes what the words leave."""
+    tokens, left = _speed(row)
+    step = f"step {row.step:>{len(str(row.num_steps))}}/{row.num_steps}"
+    head = _grid()
+    head.add_column(no_wrap=True)
+    head.add_column(max_width=CURVE_WIDTH)
+    head.add_column(no_wrap=True, justify="right")
+    head.add_column(no_wrap=True)
+    head.add_row(
+        Text(title, style="bold"), step, ProgressBar(total=row.num_steps, completed=row.step), tokens, left
+    )
+    return head
+
+
+def _grid(min_width: int | None = None) -> Table:
+    """A table without lines, of a first column so far."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(min_width=min_width, no_wrap=True)
+    return grid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ def render_story(story: Story) -> RenderableType:
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column()
-    for at, what, more in (*_made(story), *_judged(story), *_ended(story)):
+    lines = (*_made(story), *_judged(story), *_ended(story))
+    for at, what, more in sorted(lines, key=lambda line: math.inf if line[0] is None else line[0]):
         table.add_row("" if at is None else f"{at:.3f} s", what, Text(more))
     return Group(head, table)
 

@@ -22,8 +22,6 @@ def seconds_text(seconds: float) -> str:
     """`41.2 s`, `830 ms`, `12 µs`, `0 s`; from ten minutes on `12.4 min`."""
     if not seconds:
         return "0 s"
-    if not seconds:
-        return "0 s"
     if seconds >= 10 * MINUTE:
         return f"{_digits(seconds / MINUTE)} min"
     for scale, unit in SECOND_UNITS:

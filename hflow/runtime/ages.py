@@ -8,7 +8,7 @@ its newest), and while it waited (from its newest token to its step).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class Ages:
@@ -31,18 +31,26 @@ class Ages:
     def bind(self, samples: Iterable[int], step: int) -> dict[str, float]:
         """What a step's row says of the samples that it trains; they are forgotten.
 
-        Means over samples of the whole lag and of its parts, its maximum, and `staleness/lag_N`, the share of
-        samples with that lag.
+        Means over samples of the whole lag and of its parts, its maximum, and the histograms of all three:
+        `staleness/lag_N`, `in_flight_N` and `in_queue_N` are shares of samples.
         """
         aged = [self._versions.pop(sample) for sample in samples if sample in self._versions]
         if not aged:
             return {}
-        lags = Counter(step - oldest for oldest, _ in aged)
-        shares = {f"staleness/lag_{lag}": count / len(aged) for lag, count in sorted(lags.items())}
+        lags = [step - oldest for oldest, _ in aged]
+        in_flight = [newest - oldest for oldest, newest in aged]
+        in_queue = [step - newest for _, newest in aged]
         return {
-            "staleness/mean": sum(step - oldest for oldest, _ in aged) / len(aged),
-            "staleness/in_flight": sum(newest - oldest for oldest, newest in aged) / len(aged),
-            "staleness/in_queue": sum(step - newest for _, newest in aged) / len(aged),
+            "staleness/mean": sum(lags) / len(aged),
+            "staleness/in_flight": sum(in_flight) / len(aged),
+            "staleness/in_queue": sum(in_queue) / len(aged),
             "staleness/max": float(max(lags)),
-            **shares,
+            **_shares("lag", lags),
+            **_shares("in_flight", in_flight),
+            **_shares("in_queue", in_queue),
         }
+
+
+def _shares(name: str, lags: Sequence[int]) -> dict[str, float]:
+    """A histogram: the share of each lag that occurs."""
+    return {f"staleness/{name}_{lag}": num / len(lags) for lag, num in sorted(Counter(lags).items())}

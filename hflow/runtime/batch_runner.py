@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from math import fsum
 
 from hflow.plan.cut import shards
 from hflow.plan.ir import TRAJECTORY_FIELDS, Level, Plan
+from hflow.plan.numbers import told_field
 from hflow.plan.redistribute import Move, redistribute
 from hflow.runtime.cadence import node_fires
 from hflow.runtime.dispatch import root_of
 from hflow.runtime.holdings import Holdings, StepBatch
+from hflow.runtime.ledger import Ledger
 from hflow.runtime.orders import node_tasks
 from hflow.runtime.scoreboard import Observer, Scoreboard, means
 from hflow.types import Unit
@@ -27,12 +30,19 @@ class BatchRunner:
     """What the executor does with the batches of all streams."""
 
     def __init__(
-        self, plan: Plan, workers: Workers, observer: Observer, scores: Scoreboard, seed: int
+        self,
+        plan: Plan,
+        workers: Workers,
+        observer: Observer,
+        scores: Scoreboard,
+        ledger: Ledger,
+        seed: int,
     ) -> None:
         self._plan = plan
         self._workers = workers
         self._observer = observer
         self._scores = scores
+        self._ledger = ledger
         self._seed = seed
         self._num_steps = plan.schedule.num_steps
         self._nodes = {node.name: node for node in plan.schedule.nodes}
@@ -114,15 +124,22 @@ class BatchRunner:
         fields = _outputs(self._plan, node)
         for result in results:
             holdings.made(fields, result.samples, result.worker)
+            self._ledger.reported(result)
             self._report(node, step, {f"{node}/{name}": value for name, value in result.metrics.items()})
             self._observer.on_span(result.worker, result.span)
             if self._plan.placement(node).replicas:
                 self._scores.ran(result.worker, result.span.end - result.span.start)
 
     async def _summarize_late(self, node: str, step: int, results: Sequence[NodeResult]) -> None:
-        """Average what a body of samples or groups made that fires by batch, as `summarize` does."""
+        """Average what a body of samples or groups made that fires by batch, as `summarize` does.
+
+        Of other batch nodes only the number that they tell of each sample.
+        """
         found = self._plan.graph.node(node)
         if not found.spec.runs_as_compute or found.spec.level is Level.BATCH:
+            if numbers := [number for made in results for number in made.numbers]:
+                name = f"{found.stream}/{told_field(self._plan.graph, node)}"
+                self._report(node, step, {name: fsum(numbers) / len(numbers)})
             return
         parts = await asyncio.gather(
             *(self._workers.summarize(made.worker, found.stream, made.samples) for made in results)

@@ -75,7 +75,7 @@ class Executor:
         self._placer = Placer(plan)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._scores = Scoreboard(*_num_devices(plan))
-        self._batches = BatchRunner(plan, workers, observer, self._scores, seed)
+        self._batches = BatchRunner(plan, workers, observer, self._scores, ledger, seed)
         self._steps = 0
         self._reason: str | None = None
         """Why the run ended."""
@@ -132,18 +132,19 @@ class Executor:
     async def _poll(self, worker: int) -> None:
         while True:
             report: Report = await self._workers.poll(worker)
-            self._scores.drew(report.drawn)
+            self._scores.reported(report)
             for span in report.spans:
                 self._observer.on_span(worker, span)
             self._feed(*(self._translate(worker, event) for event in report.events))
+            if glance := self._scores.glance(self._state.counts):
+                self._observer.on_rollout(glance)
 
     def _translate(self, worker: int, event: WorkerEvent) -> ev.Event:
         match event:
             case SampleReady():
                 self._ledger.reported(event)
                 self._batches.holdings[event.stream].arrive(event.sample, worker, event.length)
-                if self._is_trained(event.stream):
-                    self._scores.ages.arrive(event.sample, event.oldest, event.newest)
+                self._scores.arrived(event, is_trained=self._is_trained(event.stream))
                 self._left_source(event.stream, event.sample)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
             case ComputeReady():

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from hflow.runtime.ages import Ages
+from hflow.runtime.census import Census
 from hflow.runtime.events import Refusal
-from hflow.workers.base import Drawn, Span
+from hflow.workers.base import Drawn, Report, SampleReady, Span
+
+PAUSE_SECONDS = 0.25
+"""Least time from one glance at the rollout to the next."""
 
 
 class Observer(Protocol):
@@ -17,6 +21,10 @@ class Observer(Protocol):
 
     def on_step(self, step: int, values: Mapping[str, float]) -> None:
         """A training step is complete."""
+        ...
+
+    def on_rollout(self, values: Mapping[str, float]) -> None:
+        """The rollout as it stands now, between steps: `rollout/` and `episodes/` counts of this moment."""
         ...
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -47,9 +55,10 @@ class Scoreboard:
         self._rows: dict[int, dict[str, float]] = {}
         self._refused: Counter[str] = Counter()
         self._drawn = Drawn()
+        self._episodes = Census()
         self._busy: Counter[int] = Counter()
         """Worker -> seconds that its device ran batch nodes."""
-        self._last = time.monotonic()
+        self._last = self._glanced = time.monotonic()
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Add values to a step's row."""
@@ -59,13 +68,30 @@ class Scoreboard:
         """Count samples that left against the step that completes next."""
         self._refused[f"{'dropped' if reason.is_drop else 'refused'}/{reason.value}"] += num_samples
 
-    def drew(self, drawn: Drawn) -> None:
-        """Count what engines did."""
-        self._drawn += drawn
+    def reported(self, report: Report) -> None:
+        """Count what a worker's engines and episodes did."""
+        self._drawn += report.drawn
+        self._episodes.reported(report.worker, report.episodes)
+
+    def arrived(self, sample: SampleReady, *, is_trained: bool) -> None:
+        """A source finished a sample, of the trained stream or of another."""
+        if sample.num_turns > 1:
+            self._episodes.has_turns = True
+        if is_trained:
+            self.ages.arrive(sample.sample, sample.oldest, sample.newest)
 
     def ran(self, worker: int, seconds: float) -> None:
         """Count the time of a batch node on a worker's device."""
         self._busy[worker] += seconds  # type: ignore[assignment]
+
+    def glance(self, counts: Callable[[], Mapping[str, float]]) -> dict[str, float] | None:
+        """The rollout of this moment, to show it; None so soon after the last glance."""
+        now = time.monotonic()
+        if now - self._glanced < PAUSE_SECONDS:
+            return None
+        self._glanced = now
+        states = self._episodes.now() if self._episodes.has_turns else {}
+        return {**counts(), **{f"episodes/{state}": float(num) for state, num in states.items()}}
 
     def close(self, step: int, counts: Mapping[str, float]) -> dict[str, float]:
         """The finished row of a step, with time and throughput since the step before.
@@ -88,7 +114,7 @@ class Scoreboard:
             row["time/tokens_per_second"] = tokens / seconds
         if samples := row.get("batch/samples"):
             row["time/samples_per_second"] = samples / seconds
-        row.update({**self._refused, **counts})
+        row.update({**self._refused, **counts, **self._episodes.close()})
         self._drawn = Drawn()
         self._busy.clear()
         self._refused.clear()

@@ -58,6 +58,8 @@ class NodeProgram:
     options: Mapping[str, Any]
     dataset: str | None = None
     group: int = 1
+    told: str | None = None
+    """The returned field that the controller is told of each sample, see `plan.numbers`."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ class NodeResult:
     span: Span
     worker: int = 0
     """Index of the worker that made it."""
+    numbers: tuple[float, ...] = ()
+    """The number that it gave each of `samples`, as in `ComputeReady`; empty where it gave none."""
 
 
 # ------------------------------------------------------------------- worker -> controller

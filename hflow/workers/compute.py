@@ -15,7 +15,6 @@ from hflow.data.batch import Batch, Column
 from hflow.data.returned import metric_value
 from hflow.data.row_binding import RowLevel, bind_rows, unpack_rows
 from hflow.errors import RunError
-from hflow.plan.numbers import told_number
 from hflow.types import Unit
 from hflow.workers.base import ComputeOrder, ComputeReady, Failed, NodeProgram, WorkerEvent
 from hflow.workers.pool import Pool, PoolBody
@@ -221,10 +220,9 @@ def _keeps(column: Column | None, sizes: Sequence[int]) -> list[bool]:
 
 def _numbers(program: NodeProgram, columns: Mapping[str, Column], num_calls: int) -> Sequence[float | None]:
     """The number that the controller is told of each call's sample."""
-    name = told_number(program.returns)
-    if name is None or row_level(program) == "group":
+    if program.told is None:
         return [None] * num_calls
-    found: list[float] = np.asarray(columns[name].values, dtype=float).tolist()
+    found: list[float] = np.asarray(columns[program.told].values, dtype=float).tolist()
     return found
 
 

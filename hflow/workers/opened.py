@@ -11,7 +11,6 @@ from typing import Any
 from hflow.data.returned import check_value, split_result
 from hflow.errors import RecipeError
 from hflow.plan.ir import Graph
-from hflow.plan.numbers import told_number
 from hflow.types import Trajectory, Unit
 from hflow.workers.base import NodeProgram, SampleReady
 from hflow.workers.compute import put_metrics
@@ -131,7 +130,5 @@ def _runs(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
 
 def _number(program: NodeProgram, fields: Sequence[Any]) -> float | None:
     """The number that the controller is told of a sample, of those that its source returned."""
-    told = told_number(program.returns)
-    return next(
-        (float(x) for (name, _), x in zip(program.returns, fields, strict=True) if name == told), None
-    )
+    named = zip(program.returns, fields, strict=True)
+    return next((float(value) for (name, _), value in named if name == program.told), None)

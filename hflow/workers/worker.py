@@ -202,9 +202,16 @@ class Worker:
             raise RunError(f"{self._where(task)}: {blame(error, body)}") from error
         span = Span(task.node, "device", start, time.time(), {"step": task.step})
         return [
-            NodeResult(held.node, held.step, held.samples, metrics, span, worker)
+            NodeResult(held.node, held.step, held.samples, metrics, span, worker, self._numbers(held))
             for worker, held in tasks.items()
         ]
+
+    def _numbers(self, task: NodeTask) -> tuple[float, ...]:
+        """What the controller is told of a task's samples."""
+        program = self._setup.programs[task.node]
+        if program.told is None:
+            return ()
+        return tuple(float(x) for x in self._store.values(program.stream, program.told, task.samples))
 
     def publish(self, replica: str) -> Iterator[tuple[Receivers, Bucket]]:
         """What this worker sends of the weights that a generation replica pulls, and to whom."""

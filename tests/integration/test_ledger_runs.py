@@ -11,13 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from runs import ROOT, TINY, run, steps_of
 
 from hflow.errors import RunError
+from hflow.report.story_text import render_story
 from hflow.report.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.story import tell
+from hflow.runtime.metrics import read_metrics
+from hflow.workers.ray_processes import RayProcesses
 
 RECIPE = '''"""A reward that fails on some samples, and a filter."""
 
@@ -69,10 +73,10 @@ ASKED = [
 INPROC = ["workers=inproc", "cluster=cpu-1x1"]
 
 
-def picky(directory: Path, *overrides: str) -> RunSummary:
+def picky(directory: Path, *overrides: str, processes: RayProcesses | None = None) -> RunSummary:
     recipe = directory / "picky.py"
     recipe.write_text(RECIPE)
-    return run(recipe, directory / "runs", *ASKED, *overrides)
+    return run(recipe, directory / "runs", *ASKED, *overrides, processes=processes)
 
 
 def check(summary: RunSummary, steps: int) -> Path:
@@ -111,8 +115,8 @@ def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_p
 
 
 @pytest.mark.ray
-def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path):
-    ledger = check(picky(tmp_path, "steps=2", "cluster=cpu-1x2"), 2)
+def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path, two_processes: RayProcesses):
+    ledger = check(picky(tmp_path, "steps=2", "cluster=cpu-1x2", processes=two_processes), 2)
     assert {row["worker"] for row in select(ledger, "end = 'trained'").to_json()} == {0, 1}
     assert count(ledger, "reason = 'failed' and message is not null") > 0
 
@@ -153,6 +157,66 @@ def test_a_stopped_run_leaves_a_whole_ledger(tmp_path: Path):
     assert " trained, " in rest
 
 
+JUDGED = [
+    *TINY[1:],
+    "+model@models.actor=tiny-qwen2",
+    "+model@models.rm=tiny-qwen2",
+    "+data@data.heldout=addition",
+    "models.rm.path=null",
+    "data.heldout.limit=6",
+    "batch=4",
+]
+
+
+def judged(out: Path, *overrides: str, processes: RayProcesses | None = None) -> RunSummary:
+    recipe = "tests/integration/recipes/judged.py"
+    return run(recipe, out, *JUDGED, "steps=2", *overrides, processes=processes)
+
+
+def check_rewards(summary: RunSummary) -> Path:
+    """Rewards in the ledger are those that the metrics are means of; the ledger."""
+    ledger = summary.directory / "ledger.sqlite"
+    assert audit(ledger) == []
+    for row in steps_of(summary):
+        rewards = [
+            s["reward"] for s in select(ledger, f"step = {row['step'] - 1} and end = 'trained'").to_json()
+        ]
+        assert len(set(rewards)) > 1
+        assert sum(rewards) / len(rewards) == pytest.approx(row["actor_gen/reward"])
+    rows = read_metrics(summary.directory / "metrics.jsonl")
+    evaluated = {row["step"]: row["eval_gen/reward"] for row in rows if "eval_gen/reward" in row}
+    for step, mean in evaluated.items():
+        rewards = [s["reward"] for s in select(ledger, f"step = {step} and end = 'evaluated'").to_json()]
+        assert sum(rewards) / len(rewards) == pytest.approx(mean)
+    assert sorted(evaluated) == [0, 2]
+    return ledger
+
+
+def test_rewards_of_batch_nodes_are_in_the_ledger(tmp_path: Path) -> None:
+    ledger = check_rewards(judged(tmp_path, *INPROC))
+    first = select(ledger, "end = 'trained'", limit=1).to_json()[0]
+    assert count(ledger, f"reward > {first['reward']}") + count(ledger, f"reward <= {first['reward']}") == 28
+    story = tell(ledger, str(first["id"]))
+    told = {node.field: node.value for node in story.computed if node.field}
+    assert told == {
+        "rm_score": pytest.approx(first["reward"] + 0.25 * first["tokens"]),
+        "reward": first["reward"],
+    }
+    shown = "".join(part.text for part in Console(width=120).render(render_story(story)))
+    happened = ["issued", "generated", "accepted", "bound", "rew_inf", "total", "trained"]
+    assert [shown.index(f"  {word}  ") for word in happened] == sorted(
+        shown.index(f"  {w}  ") for w in happened
+    )
+    held_out = select(ledger, "stream = 'eval_gen'", limit=1).to_json()[0]
+    evaluated = tell(ledger, f"eval_gen/{held_out['id']}")
+    assert [(node.node, node.field) for node in evaluated.computed] == [("eval_inf", "reward")]
+
+
+@pytest.mark.ray
+def test_every_rank_tells_of_its_own_samples(tmp_path: Path, two_processes: RayProcesses) -> None:
+    check_rewards(judged(tmp_path, "cluster=cpu-1x2", processes=two_processes))
+
+
 ASYNC = [
     "models.actor.path=null",
     "steps=6",
@@ -187,8 +251,12 @@ def test_the_ledger_of_a_run_ahead_agrees_with_its_metrics(tmp_path: Path) -> No
 def test_ledgers_of_agents(tmp_path: Path, recipe: str, changes: list[str], judge: str) -> None:
     """Several trajectories of one episode; rewards that the episode itself gives."""
     small = [*INPROC, "steps=2", "batch=2", "data.heldout.limit=4", *changes]
-    ledger = run(f"recipes/{recipe}.py", tmp_path, *small).directory / "ledger.sqlite"
+    summary = run(f"recipes/{recipe}.py", tmp_path, *small)
+    ledger = summary.directory / "ledger.sqlite"
     assert audit(ledger) == []
+    for row in steps_of(summary):
+        assert row["episodes/terminated"] >= row["batch/samples"]
+        assert row["episodes/generating"] >= 0
     trained = select(ledger, "end = 'trained'").to_json()
     assert len(trained) == 2 * 2 * 8
     assert all(sample["reward"] is not None for sample in trained)

@@ -17,6 +17,11 @@ def test_a_lag_has_a_part_in_flight_and_one_in_the_queue() -> None:
         "staleness/lag_0": 1 / 3,
         "staleness/lag_2": 1 / 3,
         "staleness/lag_3": 1 / 3,
+        "staleness/in_flight_0": 2 / 3,
+        "staleness/in_flight_2": 1 / 3,
+        "staleness/in_queue_0": 1 / 3,
+        "staleness/in_queue_1": 1 / 3,
+        "staleness/in_queue_2": 1 / 3,
     }
     assert ages.bind((0, 1, 2), 6) == {}
 

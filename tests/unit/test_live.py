@@ -50,6 +50,11 @@ def test_an_evaluation_after_its_step_is_a_line_of_its_own():
     assert lines[2] == "step 2/2  reward 0.75  heldout 0.25  0 tokens/s  0:00:00 left"
 
 
+def test_an_evaluation_of_which_nothing_is_shown_is_no_line():
+    rows = [LiveRow(0, 2), LiveRow(1, 2, {"reward": 0.5}), LiveRow(1, 2)]
+    assert [line[:10] for line in shown(False, False, rows).splitlines()] == ["step 1/2  ", "saved [bol"]
+
+
 def test_the_panel_shows_the_last_row_and_the_curves():
     panel = shown(None, True, rows_to(8))
     assert "step 8/8" in panel

@@ -42,6 +42,22 @@ def test_tensorboard_reads_the_same_values(tmp_path: Path):
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
 
 
+def test_shares_of_lags_are_histograms_in_tensorboard(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    shares = {"staleness/lag_1": 0.25, "staleness/lag_3": 0.75, "staleness/in_queue_0": 1.0}
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb")
+    log.write(4, {**shares, "staleness/in_queue": 0.5, "score/top_5": 2.0})
+    log.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["score/top_5", "staleness/in_queue"]
+    assert sorted(events.Tags()["histograms"]) == ["staleness/in_queue_histogram", "staleness/lag_histogram"]
+    (event,) = events.Histograms("staleness/lag_histogram")
+    found = event.histogram_value
+    assert (event.step, found.min, found.max, found.num, found.sum) == (4, 0.5, 3.5, 1.0, 2.5)
+    assert (found.bucket_limit, found.bucket) == ([1.5, 2.5, 3.5], [0.25, 0.0, 0.75])
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["staleness/lag_3"] == 0.75
+
+
 def test_a_run_directory_and_latest(tmp_path: Path):
     runs = [RunDir.create(tmp_path, "grpo") for _ in range(3)]
     assert len({run.path for run in runs}) == 3

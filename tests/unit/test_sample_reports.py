@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from hflow.plan.numbers import told_number
+from hflow.launch.compiled import check
+from hflow.plan.numbers import told_field, told_number
 from hflow.types import Trajectory
 from hflow.workers.opened import ready
+
+ROOT = Path(__file__).parents[2]
 
 
 def trajectory(*versions: int) -> Trajectory:
@@ -46,3 +51,23 @@ def test_a_written_sample_has_no_runs():
 )
 def test_one_number_of_a_sample_is_told(returns: list[tuple[str, str]], told: str | None):
     assert told_number(returns) == told
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        ("recipes/grpo.py", {"score": "reward", "accuracy": "accuracy"}),
+        ("recipes/ppo.py", {"score": "reward", "accuracy": "accuracy"}),
+        ("recipes/reward_model.py", {"eval_inf": "score"}),
+        ("recipes/tool_agent.py", {"agent": "reward", "eval_agent": "reward", "accuracy": "accuracy"}),
+        (
+            "tests/integration/recipes/judged.py",
+            {"rew_inf": "rm_score", "total": "reward", "eval_inf": "reward"},
+        ),
+        ("tests/integration/recipes/ppo_of_a_reward_model.py", {"rew_inf": "reward"}),
+    ],
+)
+def test_advantages_values_and_losses_are_not_told(recipe: str, told: dict[str, str]):
+    graph = check(ROOT / recipe, [])
+    found = {node.name: told_field(graph, node.name) for node in graph.nodes}
+    assert {name: field for name, field in found.items() if field} == told

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from hflow.graph.ir import Graph, Level
 from hflow.plan.ir import Plan, Schedule
-from hflow.plan.numbers import PREFERRED, told_number
+from hflow.plan.numbers import PREFERRED, told_field
+from hflow.plan.placement import SAVE_PREFIX
 from hflow.plan.staleness import staleness_bound
 
 
@@ -29,7 +30,7 @@ class StreamRow:
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A node that works on samples or groups, or a source."""
+    """A source, a node that works on samples or groups, or a batch node that gives each sample a number."""
 
     name: str
     stream: str
@@ -59,14 +60,11 @@ def header_of(plan: Plan) -> Header:
 def bare_header(schedule: Schedule, graph: Graph | None = None) -> Header:
     """The header of a schedule's ledger, with places and names of fields where there is a graph."""
     written = {model for node in schedule.nodes for model in node.writes}
-    nodes = [
-        NodeRow(s.source, s.name, False, *_told(graph, s.source, is_source=True)) for s in schedule.streams
-    ]
-    nodes += [
-        NodeRow(n.name, n.stream, n.level is Level.GROUP, *_told(graph, n.name, is_source=False))
-        for n in schedule.nodes
-        if n.level is not Level.BATCH
-    ]
+    nodes = [_node_row(graph, stream.source, stream.name, per_group=False) for stream in schedule.streams]
+    for node in schedule.nodes:
+        row = _node_row(graph, node.name, node.stream, per_group=node.level is Level.GROUP)
+        if node.level is not Level.BATCH or row.field:
+            nodes.append(row)
     streams = [
         StreamRow(
             name=stream.name,
@@ -84,14 +82,11 @@ def bare_header(schedule: Schedule, graph: Graph | None = None) -> Header:
     )
 
 
-def _told(graph: Graph | None, name: str, *, is_source: bool) -> tuple[str | None, str | None]:
-    """The number that a node tells of each sample, and the node's place."""
-    if graph is None:
-        return None, None
-    spec = graph.node(name).spec
-    tells = is_source or (spec.runs_as_compute and spec.level is Level.SAMPLE)
-    field = told_number((r.field, r.unit) for r in spec.returns) if tells else None
-    return field, str(spec.where)
+def _node_row(graph: Graph | None, name: str, stream: str, *, per_group: bool) -> NodeRow:
+    """A node, with the number that it tells of each sample and its place where there is a graph."""
+    if graph is None or name.startswith(SAVE_PREFIX):
+        return NodeRow(name, stream, per_group)
+    return NodeRow(name, stream, per_group, told_field(graph, name), str(graph.node(name).spec.where))
 
 
 def _judge(graph: Graph | None, stream: str, nodes: Iterable[NodeRow]) -> str | None:

@@ -22,7 +22,7 @@ from hflow.runtime.ledger.header import Header
 from hflow.runtime.ledger.rows import Closing, Issued, Rewind, Rows
 from hflow.runtime.ledger.schema import APPENDED, FORMAT, TABLES, VIEW, survives
 from hflow.runtime.ledger.writer import Writer, unwritable
-from hflow.workers.base import ComputeReady, SampleReady
+from hflow.workers.base import ComputeReady, NodeResult, SampleReady
 
 KEPT = (Accept, Refuse, FormBatch, StepDone)
 """Instructions that say what became of samples."""
@@ -56,9 +56,10 @@ class Ledger:
         """A group goes to a worker whose engine holds weights of `version` (-1: no engine)."""
         self._writer.put(Issued(what, row, worker, version))
 
-    def reported(self, event: SampleReady | ComputeReady) -> None:
-        """A source, or a node of samples or groups, is done."""
-        self._writer.put(event)
+    def reported(self, event: SampleReady | ComputeReady | NodeResult) -> None:
+        """A source, a node of samples or groups, or a batch node on one worker, is done."""
+        if not isinstance(event, NodeResult) or event.numbers:
+            self._writer.put(event)
 
     def decided(self, instruction: Instruction) -> None:
         """The state machine decided; instructions that tell nothing of samples are passed over."""

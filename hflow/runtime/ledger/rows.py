@@ -9,7 +9,7 @@ from typing import Any
 
 from hflow.runtime.events import Accept, FormBatch, OpenGroup, Refuse, StepDone
 from hflow.runtime.ledger.header import Header
-from hflow.workers.base import ComputeReady, SampleReady
+from hflow.workers.base import ComputeReady, NodeResult, SampleReady
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,18 @@ class Closing:
     reason: str
 
 
-Note = Issued | SampleReady | ComputeReady | Accept | Refuse | FormBatch | StepDone | Rewind | Closing
+Note = (
+    Issued
+    | SampleReady
+    | ComputeReady
+    | NodeResult
+    | Accept
+    | Refuse
+    | FormBatch
+    | StepDone
+    | Rewind
+    | Closing
+)
 
 
 class Rows:
@@ -66,6 +77,7 @@ class Rows:
             Issued: self._issued,
             SampleReady: self._finished,
             ComputeReady: self._computed,
+            NodeResult: self._judged,
             Accept: self._accepted,
             Refuse: self._refused,
             FormBatch: self._formed,
@@ -108,6 +120,11 @@ class Rows:
 
     def _computed(self, note: ComputeReady, seq: int, time: int) -> None:
         self._tables["computed"] += (self._nodes[note.node], note.key, seq, time, note.value)
+
+    def _judged(self, note: NodeResult, seq: int, time: int) -> None:
+        node, rows = self._nodes[note.node], self._tables["computed"]
+        for sample, number in zip(note.samples, note.numbers, strict=True):
+            rows += (node, sample, seq, time, number)
 
     def _accepted(self, note: Accept, seq: int, time: int) -> None:
         stream, rows = self._streams[note.stream], self._tables["accepted"]

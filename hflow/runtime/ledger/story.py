@@ -127,14 +127,17 @@ def _story(database: sqlite3.Connection, stream: int, sample: int) -> Story:
 
 
 def _computed(database: sqlite3.Connection, stream: int, sample: int, group: int) -> tuple[Computed, ...]:
-    """What nodes made of the sample, and of its group while it belonged to it."""
+    """What nodes made of the sample, and of its group while it belonged to it.
+
+    Batch nodes of an evaluation work on samples that are through.
+    """
     rows = database.execute(
         f"""
         SELECT n.name, n.field, c.value, c.time / 1e3 FROM nodes AS n JOIN computed AS c ON c.node = n.id
         AND c.key = CASE WHEN n.per_group THEN :group ELSE :sample END AND {survives("c")}
         WHERE n.stream = :stream AND NOT EXISTS (
             SELECT 1 FROM ends AS e WHERE e.stream = :stream AND e.sample = :sample AND e.seq < c.seq
-            AND {survives("e")})
+            AND e.kind <> 'evaluated' AND {survives("e")})
         ORDER BY c.seq""",
         {"group": group, "sample": sample, "stream": stream},
     )

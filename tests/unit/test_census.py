@@ -1,0 +1,40 @@
+"""Episodes of all workers, by state."""
+
+from hflow.runtime.census import Census
+
+
+def states(generating: int, in_tools: int, ended: int) -> dict[str, int]:
+    return {"generating": generating, "processing_tools": in_tools, "terminated": ended}
+
+
+def test_the_last_reports_of_all_workers_are_summed() -> None:
+    census = Census()
+    census.reported(0, states(4, 1, 10))
+    census.reported(1, states(2, 0, 5))
+    census.reported(0, states(3, 2, 12))
+    census.reported(1, {})  # another index of the same process says nothing
+    assert census.now() == {"generating": 5, "processing_tools": 2, "terminated": 17}
+
+
+def test_a_row_has_means_over_the_reports_and_those_that_ended_since_the_last_row() -> None:
+    census = Census()
+    census.has_turns = True
+    census.reported(0, states(4, 0, 1))
+    census.reported(1, states(2, 1, 2))
+    census.reported(0, states(0, 3, 5))
+    assert census.close() == {
+        "episodes/generating": (4 + 6 + 2) / 3,
+        "episodes/processing_tools": (0 + 1 + 4) / 3,
+        "episodes/terminated": 7,
+    }
+    assert census.close() == {
+        "episodes/generating": 2,
+        "episodes/processing_tools": 4,
+        "episodes/terminated": 0,
+    }
+
+
+def test_episodes_of_one_turn_have_no_row() -> None:
+    census = Census()
+    census.reported(0, states(4, 0, 1))
+    assert census.close() == {}

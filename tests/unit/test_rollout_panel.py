@@ -1,0 +1,135 @@
+"""What the panel and the plain lines say of generation beside training."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+
+import pytest
+from rich.console import Console
+
+from hflow.report.live import LiveRow, open_display
+from hflow.report.rollout import WINDOW, Rollout, Tally
+from hflow.report.rollout_text import MAX_BINS
+
+STEP = {
+    "time/step_seconds": 0.5,
+    "busy/engines": 0.96,
+    "busy/trainers": 0.5,
+    "rollout/version": 29,
+    "rollout/running": 64,
+    "rollout/queued": 32,
+    "rollout/accepted": 7680,
+    "refused/keep": 3,
+    "refused/failed": 1,
+    "dropped/stale": 2,
+    "rollout/interrupted": 700,
+    "rollout/kept_tokens": 2100,
+    "staleness/max": 2,
+    "staleness/lag_1": 0.25,
+    "staleness/lag_2": 0.75,
+    "staleness/in_flight_0": 0.5,
+    "staleness/in_flight_1": 0.5,
+    "staleness/in_queue_1": 1.0,
+}
+SLOWER = {
+    **STEP,
+    "time/step_seconds": 1.5,
+    "busy/engines": 0.48,
+    "staleness/lag_2": 0.0,
+    "staleness/lag_3": 0.75,
+}
+SLOWER["staleness/max"] = 3
+EPISODES = {"episodes/generating": 98, "episodes/processing_tools": 4, "episodes/terminated": 123456}
+
+
+def tally(*rows: Mapping[str, float], runs_ahead: bool = True, **glance: float) -> Tally:
+    made = Tally(runs_ahead=runs_ahead)
+    for row in rows:
+        made.step(row)
+    made.glance(glance)
+    return made
+
+
+def shown(rollout: Rollout | None, width: int = 80, *, live: bool = True) -> list[str]:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=False, width=width)
+    with open_display("grpo_async", live=live, console=console) as display:
+        values = {"reward": 0.5, "held-out accuracy": -0.0001234}
+        display.update(LiveRow(20, 280, values, 24850.0, 0.5, rollout))
+    return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+
+
+def test_the_panel_of_a_run_ahead_fits_80_columns() -> None:
+    lines = shown(tally(STEP, STEP, **EPISODES).rollout())
+    assert lines[0].startswith("grpo_async  step  20/280  ━")
+    assert lines[0].endswith("  24,850 tokens/s  0:02:10 left")
+    assert max(map(len, lines)) <= 80
+    assert lines[1:] == [
+        "reward                    0.5  ▁",
+        "held-out accuracy  -0.0001234  ▁",
+        "version                   29 on the engines",
+        "busy                    96 % engines      50 % trainers",
+        "groups                    64 running        32 queued      7,680 accepted",
+        "refused                    8 samples, mostly keep",
+        "dropped                    4 samples, mostly stale",
+        "interrupted            1,400 samples, 4,200 tokens kept",
+        "staleness               mean  max     0    1    2",
+        "  lag                   1.75    2     ·  25%  75%",
+        "  in flight             0.50        50%  50%    ·",
+        "  in queue              1.00          · 100%    ·",
+        "episodes             pending  generating  in tools  interacting    ended",
+        "                           0          98         4            0  123,456",
+    ]
+
+
+def test_a_wide_terminal_changes_only_the_bar() -> None:
+    rollout = tally(STEP).rollout()
+    assert shown(rollout, 120)[1:] == shown(rollout, 80)[1:]
+
+
+def test_lines_keep_their_places_from_the_start() -> None:
+    first, later = (shown(rollout) for rollout in (tally().rollout(), tally(STEP, SLOWER).rollout()))
+    assert [line[:17].rstrip() for line in first] == [line[:17].rstrip() for line in later]
+
+
+def test_lags_beyond_the_last_column_are_in_it() -> None:
+    far = {"staleness/max": 40, "staleness/lag_8": 0.25, "staleness/lag_9": 0.25, "staleness/lag_40": 0.5}
+    lines = shown(tally({"time/step_seconds": 1, "busy/engines": 1, "busy/trainers": 1, **far}).rollout())
+    heads, lag = (next(line for line in lines if line.startswith(name)) for name in ("staleness", "  lag"))
+    assert heads.split()[-1] == f"{MAX_BINS - 1}+"
+    assert lag.split()[-1] == "100%"
+    assert lag.split()[1:3] == ["24.25", "40"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_synchronous_run_has_nothing_beside_its_steps() -> None:
+    assert tally(STEP, runs_ahead=False).rollout() is None
+    assert [line.split()[0] for line in shown(None)] == ["grpo_async", "reward", "held-out"]
+
+
+def test_of_a_synchronous_run_with_turns_the_episodes_are_shown() -> None:
+    lines = shown(tally(STEP, runs_ahead=False, **EPISODES).rollout())
+    assert [line.split()[0] for line in lines] == ["grpo_async", "reward", "held-out", "episodes", "0"]
+    plain = shown(tally(STEP, runs_ahead=False, **EPISODES).rollout(), live=False)
+    assert "staleness" not in plain[0]
+
+
+def test_a_plain_line_says_how_old_and_how_busy() -> None:
+    (line,) = shown(tally(STEP, SLOWER).rollout(), live=False)
+    assert line == (
+        "step 20/280  reward 0.5  held-out accuracy -0.0001234  staleness 2.12, at most 3  "
+        "engines 60 %  trainers 50 %  24,850 tokens/s  0:02:10 left"
+    )
+
+
+def test_means_are_over_the_last_steps_and_sums_since_the_start() -> None:
+    """Shares of the time count by time; versions and groups are those of now."""
+    old = [STEP] * 5
+    rollout = tally(*old, *[SLOWER] * WINDOW, **{"rollout/version": 77.0, "rollout/running": 3}).rollout()
+    assert rollout is not None
+    assert (rollout.engines, rollout.max_lag) == (pytest.approx(0.48), 3)
+    assert rollout.lags["lag"] == {1: pytest.approx(0.25), 2: 0.0, 3: pytest.approx(0.75)}
+    assert rollout.num_left("refused") == 4 * (5 + WINDOW)
+    assert rollout.reason("dropped") == "stale"
+    assert (rollout.version, rollout.running, rollout.queued) == (77, 3, 32)
