@@ -32,6 +32,7 @@ def actor_train(
 
     In a loss k1 is no choice: its gradient is 0 on average, whatever the reference.
     """
+    _check(behav_weight_cap, dual_clip)
     theta = out.logprobs
     loss = algo.decoupled_surrogate(
         theta,
@@ -57,6 +58,14 @@ def actor_train(
     if entropy_coef:
         loss = loss - entropy_coef * out.entropy
     return loss, metrics
+
+
+def _check(behav_weight_cap: float | None, dual_clip: float | None) -> None:
+    """Refuse bounds that would take every token, or turn the loss around."""
+    if behav_weight_cap is not None and behav_weight_cap <= 0:
+        raise RecipeError(f"actor_train: behav_weight_cap is {behav_weight_cap}; it must be above 0, or null")
+    if dual_clip is not None and dual_clip <= 1:
+        raise RecipeError(f"actor_train: dual_clip is {dual_clip}; it must be above 1, or null")
 
 
 @train(reduce="seq-mean")

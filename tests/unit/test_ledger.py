@@ -253,6 +253,7 @@ def asked(path: Path) -> Path:
 
 
 def test_samples_are_chosen_by_sql(asked: Path):
+    assert len(select(asked, limit=10**30).rows) == select(asked).total
     found = select(asked, "end = 'trained'", limit=3)
     assert [row["id"] for row in found.to_json()] == [0, 1, 2]
     assert found.total == 4
@@ -279,6 +280,7 @@ def test_sql_that_is_none_is_refused(asked: Path, where: str, says: str):
     ("name", "says"),
     [
         ("6", "gen has no sample 6; it has 0 to 5"),
+        ("9" * 30, f"gen has no sample {'9' * 30}; it has 0 to 5"),
         ("gem/0", "there is no stream 'gem'; did you mean 'gen'?; there are gen"),
         ("x", "a sample is a number, or STREAM/NUMBER, not 'x'"),
     ],

@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from hflow import Output, Sequences, nodes
+from hflow.errors import RecipeError
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -22,6 +23,19 @@ def test_kl_in_the_loss_by_either_estimator():
         )
         assert_close(loss, tensor(0.5 * kl))
         assert_close(metrics["ref_kl"], tensor(kl))
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "least"),
+    [("behav_weight_cap", -1.0, 0), ("behav_weight_cap", 0.0, 0), ("dual_clip", 1.0, 1)],
+)
+def test_bounds_that_would_take_every_token_are_refused(bound: str, value: float, least: int):
+    zeros = torch.zeros(1)
+    out = Output(logprobs=zeros, entropy=zeros)
+    with pytest.raises(
+        RecipeError, match=f"^actor_train: {bound} is {value}; it must be above {least}, or null$"
+    ):
+        nodes.actor_train(out, zeros, zeros, zeros, **{bound: value})
 
 
 def test_clip_higher_clips_likelier_tokens_later():

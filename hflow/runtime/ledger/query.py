@@ -11,7 +11,7 @@ from typing import Any
 
 from hflow.errors import ConfigError
 from hflow.runtime.ledger.opened import open_ledger
-from hflow.runtime.ledger.schema import COLUMNS
+from hflow.runtime.ledger.schema import COLUMNS, LARGEST
 
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
 
@@ -45,7 +45,7 @@ def select(path: Path, where: str | None = None, limit: int | None = None) -> Fo
     with _asking(path, where) as database:
         rows = database.execute(
             f"SELECT {names} FROM samples {_where(where)} ORDER BY stream, id LIMIT ?",
-            (-1 if limit is None else limit,),
+            (-1 if limit is None else min(limit, LARGEST),),
         ).fetchall()
         total = len(rows) if limit is None or len(rows) < limit else _count(database, where)
     return Found(tuple(rows), total)

@@ -21,6 +21,9 @@ from __future__ import annotations
 
 FORMAT = 1
 
+LARGEST = 2**63 - 1
+"""The largest number that the file can hold."""
+
 TABLES = """
 CREATE TABLE about (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE streams (

@@ -10,7 +10,7 @@ from typing import Any
 
 from hflow.errors import ConfigError, nearest
 from hflow.runtime.ledger.opened import open_ledger
-from hflow.runtime.ledger.schema import COLUMNS, survives
+from hflow.runtime.ledger.schema import COLUMNS, LARGEST, survives
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,17 @@ def _find(database: sqlite3.Connection, name: str) -> tuple[int, int]:
     if stream_name not in streams:
         hint = nearest(stream_name, streams)
         raise ConfigError(f"there is no stream {stream_name!r}{hint}; there are {', '.join(streams)}")
+    sample = min(int(number), LARGEST)
     first, last, found = database.execute(
         f"SELECT MIN(sample), MAX(sample), SUM(sample = ?) FROM issued AS i "
         f"WHERE stream = ? AND {survives('i')}",
-        (int(number), streams[stream_name]),
+        (sample, streams[stream_name]),
     ).fetchone()
     if first is None:
         raise ConfigError(f"{stream_name} has no sample {number}, as none was issued")
     if not found:
         raise ConfigError(f"{stream_name} has no sample {number}; it has {first} to {last}")
-    return streams[stream_name], int(number)
+    return streams[stream_name], sample
 
 
 def _story(database: sqlite3.Connection, stream: int, sample: int) -> Story:
