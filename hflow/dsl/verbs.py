@@ -82,7 +82,7 @@ class Infer(NodeType):
     """`Output` of a forward without gradient -> what to keep. Runs on all ranks of a replica."""
 
     num_models: ClassVar = (1, 1)
-    options: ClassVar = COMMON | GROUPED | {"per": Option("'group' | 'batch'", "batch")}
+    options: ClassVar = COMMON | GROUPED | {"per": Option("'sample' | 'group' | 'batch'", "batch")}
     provides: ClassVar = ("output", "sequences")
     needs: ClassVar = ("output",)
 

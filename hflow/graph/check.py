@@ -29,6 +29,7 @@ def check_graph(graph: Graph) -> None:
     for node in graph.nodes:
         check_group(graph, node)
         check_keep(graph, node)
+        check_arrival(node)
         check_cadence(graph, node)
         check_source(graph, node)
 
@@ -108,6 +109,18 @@ def check_keep(graph: Graph, node: Node) -> None:
         raise _fault(
             node, f"'keep' {reason} only after the batch is formed, when nothing can be refused any more"
         )
+
+
+def check_arrival(node: Node) -> None:
+    """A model that works on single samples as they arrive sees no groups."""
+    if node.spec.verb != "infer" or node.spec.level is not Level.SAMPLE:
+        return
+    units = {read.unit for read in node.reads} | {returned.unit for returned in node.spec.returns}
+    sees_groups = any(kind == "sequences" for _, kind in node.spec.provided) or any(
+        read.field == "group" for read in node.reads
+    )
+    if sees_groups or Unit.GROUP in units:
+        raise _fault(node, "it sees groups, whose members come one by one: say per='group'")
 
 
 def check_cadence(graph: Graph, node: Node) -> None:

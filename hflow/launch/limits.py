@@ -9,7 +9,7 @@ from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.launch.compiled import Compiled
 from hflow.launch.factories import FACTORIES
 from hflow.launch.sources import model_dtype
-from hflow.plan.ir import Replica
+from hflow.plan.ir import Plan, Replica
 from hflow.runtime.dispatch import root_of
 
 
@@ -24,9 +24,10 @@ def refuse_unrunnable(compiled: Compiled) -> None:
 
 
 def _reasons(compiled: Compiled) -> Iterator[str]:
-    levels = {node.name: node.level for node in compiled.plan.schedule.nodes}
+    yield from _station_reasons(compiled.plan)
     for node in compiled.graph.nodes:
-        yield from _node_reasons(node, levels.get(node.name, Level.SAMPLE))
+        if node.spec.runs_as_compute:
+            yield from _own_kind_reasons(node.spec, f"{node.spec.name} ({node.spec.where})")
         if node.spec.verb == "update":
             yield from _update_reasons(node, compiled)
         if node.spec.verb == "generate":
@@ -69,13 +70,21 @@ def _layout_reasons(replica: Replica, workers: str) -> Iterator[str]:
         )
 
 
-def _node_reasons(node: Node, level: Level) -> Iterator[str]:
-    spec = node.spec
-    at = f"{spec.name} ({spec.where})"
-    if spec.runs_as_compute:
-        yield from _own_kind_reasons(spec, at)
-    if spec.verb == "infer" and level is not Level.BATCH:
-        yield f'{at}: an infer as groups arrive is not executed yet; leave out per="group"'
+def _station_reasons(plan: Plan) -> Iterator[str]:
+    """A model that works on what arrives takes no turns, so nobody else may use its devices."""
+    engines = {replica.group: replica.name for replica in plan.replicas if replica.role == "gen"}
+    turns = {group: names[0] for group, names in plan.schedule.orders}
+    for node in plan.schedule.nodes:
+        if node.level is Level.BATCH or node.group is None:
+            continue
+        if (other := engines.get(node.group) or turns.get(node.group)) is not None:
+            spec, (replica, *_) = plan.graph.node(node.name).spec, plan.placement(node.name).replicas
+            model = plan.replica(replica).model
+            yield (
+                f"{node.name} ({spec.where}): it runs as {node.level}s arrive, before a keep, so {replica} "
+                f"cannot share its devices with {other}; give it devices of its own, as in "
+                f"placement='... {model}=1'"
+            )
 
 
 def _engine_reasons(node: Node, compiled: Compiled) -> Iterator[str]:

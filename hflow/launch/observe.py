@@ -60,7 +60,7 @@ class RunObserver:
 
     def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
         """Show the first failure of each kind; all are counted in the metrics."""
-        if message and (node, reason) not in self._noted:
+        if message and not reason.is_drop and (node, reason) not in self._noted:
             self._noted.add((node, reason))
             self._display.note(
                 f"{node} refused a sample ({reason}): {message}; more count as refused/{reason}"

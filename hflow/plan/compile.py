@@ -65,7 +65,11 @@ def _lay_out(graph: Graph, request: PlanRequest) -> Plan:
     saves = [save_rule(by_node[SAVE_PREFIX + model], trained.name) for model in saved]
     rules = (*edge_rules(graph, levels, placements), *saves)
     cuts = batch_cuts(graph)
-    in_steps = [rule for rule in rules if graph.stream(rule.stream).trained]
+    in_steps = [
+        rule
+        for rule in rules
+        if graph.stream(rule.stream).trained and levels.get(rule.consumer, Level.BATCH) is Level.BATCH
+    ]
     check_splits(in_steps, dict(cuts), request.batch, trained.group)
     orders = _orders(graph, levels, by_node, saved)
     schedule = make_schedule(graph, request, levels, placements, replicas, orders, saved)

@@ -98,7 +98,8 @@ class Placement:
 
     node: str
     group: str | None
-    """The device group in whose order it takes part; None for sample and group computes."""
+    """The device group in whose order it takes part, or on which it runs as samples arrive; None for sample
+    and group computes."""
     replicas: tuple[str, ...]
     """The replicas that it uses (engines of a generate node, the model of infer and train)."""
     heads: tuple[int, ...]
@@ -224,7 +225,8 @@ class ScheduledNode:
     needs: tuple[str, ...]
     """Nodes that must be done before it for the same sample, group or step (data, overwrite)."""
     group: str | None = None
-    """Device group whose turn it takes (batch nodes only)."""
+    """Device group whose turn it takes, of a batch node; of another, the devices on which it runs as samples
+    and groups arrive, in no turn. None: no device, or the workers' own processes."""
     reads: tuple[str, ...] = ()
     """Models whose weights of exactly this step's start it reads (lag 1)."""
     writes: tuple[str, ...] = ()

@@ -57,14 +57,16 @@ class Placer:
 
     def _on_replicas(self, node: Node) -> Placement:
         uses = self._uses(node)
-        group = uses[0].group if self._levels[node.name] is Level.BATCH else None
-        return Placement(node.name, group, tuple(r.name for r in uses), uses[0].heads)
+        return Placement(node.name, uses[0].group, tuple(r.name for r in uses), uses[0].heads)
 
     def _on_one_worker(self, name: str) -> Placement:
         """The first worker of the group that makes its inputs, or else that reads its outputs."""
         before = [src for src in self._order if src in nx.ancestors(self._flow, name)]
         after = [dst for dst in self._order if dst in nx.descendants(self._flow, name)]
-        near = (self._placed[other].group for other in (*before[::-1], *after) if other in self._placed)
+        in_turns = [
+            n for n in (*before[::-1], *after) if n in self._placed and self._levels[n] is Level.BATCH
+        ]
+        near = (self._placed[other].group for other in in_turns)
         group = next((found for found in near if found is not None), next(iter(self._first_worker)))
         return Placement(name, group, (), (self._first_worker[group],))
 

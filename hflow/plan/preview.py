@@ -14,7 +14,7 @@ from hflow.plan.cut import shards
 from hflow.plan.field_sizes import field_size
 from hflow.plan.forecast import EdgeTraffic, StepTraffic
 from hflow.plan.homes import root_name, sample_homes
-from hflow.plan.ir import ClusterSpec, EdgeRule, Plan
+from hflow.plan.ir import ClusterSpec, EdgeRule, Level, Plan
 from hflow.plan.order import topological_order
 from hflow.plan.redistribute import Holders, Move, Shards, redistribute
 from hflow.plan.request import PlanRequest
@@ -26,7 +26,7 @@ NUM_STEPS = 16
 
 
 def preview_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tuple[EdgeTraffic, ...]:
-    """The bytes that the inputs of every batch node on the trained stream move, in the order of firing.
+    """The bytes that the inputs of every node with a rule on the trained stream move, in the order of firing.
 
     Every node fires, whatever its `every` and `after`, and no sample is refused.
 
@@ -44,6 +44,7 @@ def preview_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tup
     tokens = dict(enumerate(lengths))
     groups = {g: range(g * size, (g + 1) * size) for g in range(batch)}
     cuts = dict(plan.cuts)
+    arriving = {node.name for node in plan.schedule.nodes if node.level is not Level.BATCH}
     edges = []
     for rule in _rules(plan, stream.name):
         holders = held.of(rule.fields)
@@ -53,6 +54,8 @@ def preview_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tup
         edges.append(_traffic(rule, assignment, moves, tokens, sizes.of(rule.fields), holders, plan.cluster))
         held.moved(moves)
         held.made(_outputs(plan.graph, rule.consumer), rule.heads, assignment)
+        if rule.consumer in arriving:
+            held.came_home(_outputs(plan.graph, rule.consumer))
     return tuple(edges)
 
 
@@ -101,6 +104,11 @@ class _Held:
             alone = frozenset((head,))
             made.update((sample, alone) for samples in minibatches for sample in samples)
         self._at.update((name, dict(made)) for name in fields)
+
+    def came_home(self, fields: Iterable[str]) -> None:
+        """Fields were brought to where their samples are, too."""
+        for name in fields:
+            self._at[name] = {sample: at | self._home[sample] for sample, at in self._at[name].items()}
 
 
 class _Sizes:

@@ -12,9 +12,13 @@ from hflow.types import Unit
 def edge_rules(
     graph: Graph, levels: Mapping[str, Level], placements: Iterable[Placement]
 ) -> tuple[EdgeRule, ...]:
-    """One rule for every batch node."""
+    """One rule for every batch node, and for models that run as samples arrive."""
     at = {placement.node: placement for placement in placements}
-    return tuple(_rule(node, at[node.name]) for node in graph.nodes if levels[node.name] is Level.BATCH)
+    return tuple(
+        _rule(node, at[node.name])
+        for node in graph.nodes
+        if levels[node.name] is Level.BATCH or node.spec.verb == "infer"
+    )
 
 
 def save_rule(placement: Placement, stream: str) -> EdgeRule:

@@ -76,7 +76,7 @@ def _node(graph: Graph, node: Node, levels: Mapping[str, Level], placement: Plac
         level=levels[node.name],
         stream=root_stream(graph, node).name,
         needs=_needs(graph, node, levels),
-        group=placement.group if levels[node.name] is Level.BATCH else None,
+        group=placement.group if levels[node.name] is Level.BATCH or node.spec.verb == "infer" else None,
         reads=_distinct(
             edge.model
             for edge in graph.edges
@@ -120,6 +120,11 @@ def _save(graph: Graph, model: str, placement: Placement, request: PlanRequest, 
         after=every - 1,
         at_end=True,
     )
+
+
+def station_groups(schedule: Schedule) -> tuple[str, ...]:
+    """Device groups on which models run as samples and groups arrive."""
+    return _distinct(node.group for node in schedule.nodes if node.level is not Level.BATCH)
 
 
 def _distinct(names: Iterable[str | None]) -> tuple[str, ...]:

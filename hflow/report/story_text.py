@@ -109,7 +109,8 @@ def _ended(story: Story) -> Iterator[Line]:
         yield (
             sample["ended_at"],
             end,
-            f"{sample['reason']}: step {sample['step']} was to be filled{_lag(story)}",
+            f"{sample['reason']}: step {sample['step']} was to be filled{_lag(story)}"
+            + (f"; {sample['message']}" if sample["message"] else ""),
         )
     elif end == "unused":
         yield sample["ended_at"], end, f"the run ended ({sample['reason']}): {sample['message']}"

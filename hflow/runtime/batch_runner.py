@@ -12,15 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import fsum
 
-from hflow.plan.cut import shards
-from hflow.plan.ir import TRAJECTORY_FIELDS, Level, Plan
+from hflow.plan.ir import TRAJECTORY_FIELDS, EdgeRule, Level, Plan
 from hflow.plan.numbers import told_field
-from hflow.plan.redistribute import Move, redistribute
 from hflow.runtime.cadence import node_fires
 from hflow.runtime.dispatch import root_of
+from hflow.runtime.firing import Firing, outputs
 from hflow.runtime.holdings import Holdings, StepBatch
-from hflow.runtime.ledger import Ledger
-from hflow.runtime.orders import node_tasks
 from hflow.runtime.scoreboard import Observer, Scoreboard, means
 from hflow.types import Unit
 from hflow.workers.base import NodeResult, Workers
@@ -30,24 +27,16 @@ class BatchRunner:
     """What the executor does with the batches of all streams."""
 
     def __init__(
-        self,
-        plan: Plan,
-        workers: Workers,
-        observer: Observer,
-        scores: Scoreboard,
-        ledger: Ledger,
-        seed: int,
+        self, plan: Plan, workers: Workers, observer: Observer, scores: Scoreboard, firing: Firing
     ) -> None:
         self._plan = plan
         self._workers = workers
         self._observer = observer
         self._scores = scores
-        self._ledger = ledger
-        self._seed = seed
+        self._firing = firing
         self._num_steps = plan.schedule.num_steps
         self._nodes = {node.name: node for node in plan.schedule.nodes}
-        self._rules = {rule.consumer: rule for rule in plan.rules}
-        self._cuts = dict(plan.cuts)
+        self._rules = {rule.consumer: rule for rule in _batch_rules(plan)}
         self._roots = {name: root_of(plan, rule.stream) for name, rule in self._rules.items()}
         self._side = frozenset(stream.name for stream in plan.schedule.streams if stream.batch is None)
         self._readers = _readers(plan)
@@ -80,55 +69,19 @@ class BatchRunner:
 
     async def fire(self, node: str, step: int) -> None:
         """Redistribute a node's inputs by the plan's rule, run it, note its outputs."""
-        rule = self._rules[node]
         batch = self._batches[self._roots[node], step]
-        holdings = self.holdings[batch.stream]
-        holders = holdings.of(rule.fields, batch.samples)
-        assignment = shards(
-            rule,
-            self._cuts.get(node),
-            batch.members(),
-            holdings.lengths(batch.samples),
-            holders,
-            seed=self._seed,
-            step=step,
-        )
-        moves = redistribute(rule, assignment, holders, self._plan.cluster)
-        _, results = await asyncio.gather(
-            self._transfer(node, step, holdings, moves),
-            self._workers.run(node_tasks(node, step, rule.heads, self._ranks(node), assignment)),
-        )
-        self._note(node, step, holdings, results)
-        await self._summarize_late(node, step, results)
-
-    def _ranks(self, node: str) -> tuple[int, ...]:
-        """All workers of the replica that a node runs on; none for a node without a model."""
-        replicas = self._plan.placement(node).replicas
-        return self._plan.replica(replicas[0]).workers if replicas else ()
+        fired = await self._firing.fire(node, step, batch.members(), self.holdings[batch.stream])
+        if fired.moved_bytes is not None:
+            self._report(node, step, {f"{node}/moved_bytes": float(fired.moved_bytes)})
+        for result in fired.results:
+            self._report(node, step, {f"{node}/{name}": value for name, value in result.metrics.items()})
+        await self._summarize_late(node, step, fired.results)
 
     async def close_step(self, step: int) -> None:
         """Free what is left of a step's batches."""
         self._done.pop(step, None)
         for batch in [batch for (_, at), batch in self._batches.items() if at == step]:
             await self._release(batch)
-
-    async def _transfer(self, node: str, step: int, holdings: Holdings, moves: Sequence[Move]) -> None:
-        if not moves:
-            return
-        num_bytes = await self._workers.transfer(moves)
-        self._report(node, step, {f"{node}/moved_bytes": float(num_bytes)})
-        for move in moves:
-            holdings.moved(move.fields, move.samples, move.dst)
-
-    def _note(self, node: str, step: int, holdings: Holdings, results: Iterable[NodeResult]) -> None:
-        fields = _outputs(self._plan, node)
-        for result in results:
-            holdings.made(fields, result.samples, result.worker)
-            self._ledger.reported(result)
-            self._report(node, step, {f"{node}/{name}": value for name, value in result.metrics.items()})
-            self._observer.on_span(result.worker, result.span)
-            if self._plan.placement(node).replicas:
-                self._scores.ran(result.worker, result.span.end - result.span.start)
 
     async def _summarize_late(self, node: str, step: int, results: Sequence[NodeResult]) -> None:
         """Average what a body of samples or groups made that fires by batch, as `summarize` does.
@@ -165,12 +118,12 @@ class BatchRunner:
         done = self._done[step]
         done.add(node)
         own = [name for name, root in self._roots.items() if root == batch.stream]
-        if self._firing(own, step) <= done:
+        if self._due(own, step) <= done:
             return
         fields = [
             name
             for name in self._rules[node].fields
-            if name in self._readers and self._firing(self._readers[name], step) <= done
+            if name in self._readers and self._due(self._readers[name], step) <= done
         ]
         if not fields:
             return
@@ -182,7 +135,7 @@ class BatchRunner:
             )
         )
 
-    def _firing(self, nodes: Iterable[str], step: int) -> set[str]:
+    def _due(self, nodes: Iterable[str], step: int) -> set[str]:
         """Those nodes that fire at a step."""
         return {name for name in nodes if node_fires(self._nodes[name], step, self._num_steps)}
 
@@ -196,18 +149,16 @@ class BatchRunner:
         )
 
 
-def _outputs(plan: Plan, node: str) -> tuple[str, ...]:
-    """Fields that a node makes, as `stream/field`."""
-    found = plan.graph.node(node)
-    return tuple(f"{found.stream}/{returned.field}" for returned in found.spec.returns)
+def _batch_rules(plan: Plan) -> tuple[EdgeRule, ...]:
+    """The rules of nodes that fire by batch."""
+    levels = {node.name: node.level for node in plan.schedule.nodes}
+    return tuple(rule for rule in plan.rules if levels[rule.consumer] is Level.BATCH)
 
 
 def _late_fields(plan: Plan) -> dict[str, frozenset[str]]:
     """Batch node -> fields and metrics that are not there yet when a batch is formed."""
-    nodes = [plan.graph.node(rule.consumer) for rule in plan.rules if rule.fields]
-    return {
-        node.name: frozenset((*_outputs(plan, node.name), f"{node.stream}/{node.name}")) for node in nodes
-    }
+    nodes = [plan.graph.node(rule.consumer) for rule in _batch_rules(plan) if rule.fields]
+    return {node.name: frozenset((*outputs(plan, node.name), f"{node.stream}/{node.name}")) for node in nodes}
 
 
 def _readers(plan: Plan) -> dict[str, frozenset[str]]:
@@ -215,7 +166,7 @@ def _readers(plan: Plan) -> dict[str, frozenset[str]]:
     trained = {stream.name for stream in plan.schedule.streams if stream.batch is not None}
     tokens = _token_fields(plan)
     readers: dict[str, set[str]] = defaultdict(set)
-    for rule in plan.rules:
+    for rule in _batch_rules(plan):
         if root_of(plan, rule.stream) in trained:
             for name in tokens.intersection(rule.fields):
                 readers[name].add(rule.consumer)

@@ -121,6 +121,19 @@ class RunGroup:
 
 
 @dataclass(frozen=True)
+class RunArrivals:
+    """Run a model on samples or groups that have arrived. The node reports on each of its keys."""
+
+    node: str
+    number: int
+    """How many firings its devices had before."""
+    keys: tuple[int, ...]
+    """Samples or groups, by the node's level, in order of arrival."""
+    samples: tuple[int, ...]
+    """All of them, those of a group together."""
+
+
+@dataclass(frozen=True)
 class Refuse:
     """Samples that left the run (all that is left of a group, or one member): free their data.
 
@@ -203,6 +216,7 @@ Instruction = (
     OpenGroup
     | RunSample
     | RunGroup
+    | RunArrivals
     | Refuse
     | Accept
     | FormBatch

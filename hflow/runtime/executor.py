@@ -14,9 +14,11 @@ from typing import Any
 from hflow.errors import RunError
 from hflow.plan.ir import Plan
 from hflow.runtime import events as ev
+from hflow.runtime.arrivals import Arrivals
 from hflow.runtime.batch_runner import BatchRunner
 from hflow.runtime.checkpoint import Checkpoints
 from hflow.runtime.dispatch import Placer, RowCursor, Rows
+from hflow.runtime.firing import Firing
 from hflow.runtime.holdings import StepBatch
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.orders import Orders
@@ -75,7 +77,9 @@ class Executor:
         self._placer = Placer(plan)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._scores = Scoreboard(*_num_devices(plan))
-        self._batches = BatchRunner(plan, workers, observer, self._scores, ledger, seed)
+        firing = Firing(plan, workers, observer, self._scores, ledger, seed)
+        self._batches = BatchRunner(plan, workers, observer, self._scores, firing)
+        self._arrivals = Arrivals(plan, workers, firing, self._batches.holdings)
         self._steps = 0
         self._reason: str | None = None
         """Why the run ended."""
@@ -170,6 +174,8 @@ class Executor:
                 self._order_compute(orders, node, sample, (sample,))
             case ev.RunGroup(node, group, samples):
                 self._order_compute(orders, node, group, samples)
+            case ev.RunArrivals():
+                self._spawn(self._run_arrivals(instruction))
             case ev.Refuse():
                 self._refuse(instruction)
             case ev.FormBatch():
@@ -206,9 +212,25 @@ class Executor:
         if self._is_trained(what.stream):
             self._scores.ages.forget(what.samples)
         self._observer.on_refusal(what.node, what.reason, what.message)
-        worker = self._placer.home(what.stream, what.group)
-        self._batches.holdings[what.stream].forget(what.samples)
-        self._spawn(self._workers.release(worker, what.samples, what.stream, None))
+        home = self._placer.home(what.stream, what.group)
+        self._spawn(self._free(home, what.stream, what.samples))
+
+    async def _free(self, home: int, stream: str, samples: tuple[int, ...]) -> None:
+        """Free all that there is of refused samples: at home, and where models read them."""
+        await self._arrivals.until_free(stream, samples)
+        holdings = self._batches.holdings[stream]
+        held = {**holdings.workers(samples), home: samples}
+        holdings.forget(samples)
+        await asyncio.gather(
+            *(self._workers.release(worker, there, stream, None) for worker, there in held.items())
+        )
+
+    async def _run_arrivals(self, what: ev.RunArrivals) -> None:
+        await self._arrivals.run(what)
+        done = [ComputeReady(what.node, key) for key in what.keys]
+        for event in done:
+            self._ledger.reported(event)
+        self._feed(*(ev.NodeDone(event.node, event.key, event.keep) for event in done))
 
     # ----------------------------------------------------------------------------- batches
     def _form(self, what: ev.FormBatch) -> None:

@@ -25,6 +25,7 @@ def check_invariants(state: RunState) -> None:
         _check_device(device, state)
     for engine in data.engines.values():
         _check_engine(engine, state)
+    _check_stations(state)
     flying = sum(stream.num_generating for stream in data.streams)
     assert flying <= state.admission.max_samples, f"{flying} samples in flight"
 
@@ -89,6 +90,17 @@ def _check_device(device: DeviceOrder, state: RunState) -> None:
         assert not up, f"{device.name} is past its turn with {up} up"
     for node in device.nodes[device.position + 1 :]:
         assert state.data.progress.settled[node.name] < device.cycle, f"{node.name} overtook its order"
+
+
+def _check_stations(state: RunState) -> None:
+    """What waits or runs at a station is what its streams wait for."""
+    stations = state.data.stations
+    here = [key for station in stations.all.values() for key in (*station.waiting, *station.running)]
+    assert len(here) == len(set(here)), "something is at a station twice"
+    awaited = {key for s in state.data.streams for key in s.awaited() if key[0] in stations.nodes}
+    assert awaited == set(here), f"{sorted(awaited ^ set(here))} are awaited or at a station, not both"
+    for station in stations.all.values():
+        assert station.running or not station.waiting, f"station {station.name} does nothing"
 
 
 def _check_engine(engine: Engine, state: RunState) -> None:

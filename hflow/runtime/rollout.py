@@ -183,7 +183,9 @@ class Rollout(StreamState):
         for group in tuple(self.groups.values()):
             for sample in [key for key, member in group.members.items() if self._is_stale(member)]:
                 if sample in group.members:  # it may have gone with its group
-                    self._refuse_sample(group, sample, self.graph.source, Refusal.STALE)
+                    awaited = ", ".join(sorted(group.members[sample].running | group.running))
+                    message = f"{awaited} had not answered" if awaited else ""
+                    self._refuse_sample(group, sample, self.graph.source, Refusal.STALE, message)
 
     def _refused(self, node: str, reason: Refusal, message: str) -> None:
         self.num_refused += 1

@@ -11,6 +11,7 @@ from hflow.runtime.evaluation import Evaluation
 from hflow.runtime.groups import Emit
 from hflow.runtime.progress import Progress
 from hflow.runtime.rollout import Rollout
+from hflow.runtime.stations import Stations
 from hflow.runtime.stream_state import StreamState
 
 
@@ -38,6 +39,8 @@ class RunData:
     """batch node -> batch nodes that come before it in the same step."""
     streams: tuple[StreamState, ...]
     """The trained stream, then side streams."""
+    stations: Stations
+    """Devices on which models work on what arrives."""
 
     @property
     def has_side_nodes(self) -> bool:
@@ -57,10 +60,13 @@ def assemble(schedule: Schedule, emit: Emit) -> RunData:
     """Build the state that precedes `Started`."""
     progress = Progress(schedule)
     trained, *side = schedule.streams
-    rollout = Rollout(trained, schedule, progress, emit)
+    stations = Stations(schedule, emit)
+    rollout = Rollout(trained, schedule, progress, stations.pass_on)
     models = _models_by_replica(schedule, progress)
     evaluations = {
-        s.name: Evaluation(s, schedule.nodes, _union(models[r] for r in s.replicas), progress, emit)
+        s.name: Evaluation(
+            s, schedule.nodes, _union(models[r] for r in s.replicas), progress, stations.pass_on
+        )
         for s in side
     }
     engines = _engines(schedule, models, evaluations)
@@ -86,6 +92,7 @@ def assemble(schedule: Schedule, emit: Emit) -> RunData:
             node.name: tuple(batch[need] for need in node.needs if need in batch) for node in batch.values()
         },
         streams=(rollout, *evaluations.values()),
+        stations=stations,
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hflow.plan.ir import Level, Schedule
+from hflow.plan.ir import Schedule
+from hflow.plan.schedule import station_groups
 from hflow.runtime.draws import Durations, seconds_of
 from hflow.runtime.events import (
     Asleep,
@@ -20,6 +21,7 @@ from hflow.runtime.events import (
     NodeDone,
     OpenGroup,
     Refuse,
+    RunArrivals,
     RunBatch,
     RunGroup,
     RunSample,
@@ -77,7 +79,8 @@ def simulate_run(
 
     Args:
         schedule: what is run.
-        durations: seconds of a node for each sample, group or step; of a source for one sample
+        durations: seconds of a node for each sample, group or step (where a model runs on what arrives, those
+            of what runs together are summed); of a source for one sample
             (samples do not slow each other down); of a replica, to take new weights. What is not named
             takes no time.
         rows: groups in each side stream's dataset; 1 where not named. The trained one has no end.
@@ -89,7 +92,7 @@ def simulate_run(
     """
     simulation = _Simulation(schedule, durations, rows or {}, slots or {})
     stream = schedule.streams[0]
-    lanes = tuple(group for group, _ in schedule.orders)
+    lanes = tuple(dict.fromkeys((*(group for group, _ in schedule.orders), *station_groups(schedule))))
     homes = {replica: group for group, names in schedule.shared for replica in names}
     samples_a_step = (stream.batch or 0) * stream.group_size
     return simulation.books.close(simulation.run(), lanes, homes, samples_a_step)
@@ -107,7 +110,7 @@ class _Simulation:
         self._slots = slots
         self._streams = {stream.name: stream for stream in schedule.streams}
         self._sources = {stream.name: _Source() for stream in schedule.streams}
-        self._lanes = {n.name: n.group or n.name for n in schedule.nodes if n.level is Level.BATCH}
+        self._lanes = {n.name: n.group or n.name for n in schedule.nodes}
         self._versions: dict[str, int] = {}
         self._awake_since: dict[str, float] = {}
         self._heap: list[tuple[float, int, Event | _Generating, str]] = []
@@ -150,6 +153,8 @@ class _Simulation:
                 self._abort(instruction)
             case RunSample(node, key) | RunGroup(node, key):
                 self._report(node, NodeDone(node, key), key)
+            case RunArrivals(node, number, keys):
+                self._run_arrivals(node, number, keys)
             case RunBatch(node, step):
                 end = self._report(node, NodeDone(node, step), step)
                 self.books.spans.append(Span(node, self._lanes[node], self._now, end, {"step": step}))
@@ -172,6 +177,14 @@ class _Simulation:
         end = self._now + seconds_of(self._durations, name, key)
         heapq.heappush(self._heap, (end, next(self._order), event, ""))
         return end
+
+    def _run_arrivals(self, node: str, number: int, keys: Sequence[int]) -> None:
+        """All keys are done together, after the seconds of each."""
+        end = self._now + sum(seconds_of(self._durations, node, key) for key in keys)
+        for key in keys:
+            heapq.heappush(self._heap, (end, next(self._order), NodeDone(node, key), ""))
+        if end > self._now:
+            self.books.spans.append(Span(node, self._lanes[node], self._now, end, {"number": number}))
 
     # ------------------------------------------------------------------ samples
     def _open(self, what: OpenGroup) -> None:

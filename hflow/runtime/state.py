@@ -5,6 +5,7 @@ they report comes back as events. The pieces, from the inside out:
 
 - `groups`, `stream_state`: one group, one stream; `rollout` and `evaluation`: what the trained and
   the side streams do with finished groups; `staleness`: the admission formula and the age rule;
+- `stations`: devices on which models work on what arrives;
 - `progress`: steps and versions; `devices`: engines and the cyclic order of device groups;
 - `binding`, `weights`, `batch_nodes`, `admission`: the four decisions (which groups a step gets, who
   gets weights, which node fires, which group is opened), taken after each event in a fixed order.
@@ -84,6 +85,8 @@ class RunState:
         self._history.append(event)
         try:
             self._handlers[type(event)](event)
+            if self.finished is None:
+                self.data.stations.fire(self._stream_of)
         except AssertionError as bug:
             events = "\n  ".join(str(event) for event in self._history)
             raise AssertionError(f"{bug}; last events:\n  {events}") from bug
@@ -127,6 +130,7 @@ class RunState:
         stream = self._stream_of.get(event.node)
         assert stream is not None, f"there is no node {event.node}"
         assert event.node not in self._sources, f"{event.node} is a source: it reports samples"
+        self.data.stations.done(event.node, event.key)
         if self.stopping:
             stream.discard_node(event.node, event.key)
         else:
@@ -136,6 +140,7 @@ class RunState:
     def _on_node_failed(self, event: NodeFailed) -> None:
         stream = self._stream_of.get(event.node)
         assert stream is not None, f"{event.node} is no source, sample or group node that could fail"
+        self.data.stations.done(event.node, event.key)
         if event.node in self._sources:
             if self.stopping:
                 stream.discard_sample(event.key)
@@ -166,6 +171,7 @@ class RunState:
 
     def _on_stop(self, event: StopRequested) -> None:
         self.stopping = True
+        self.data.stations.clear(self._stream_of)
         self._advance()
 
     # ------------------------------------------------------------------ decisions

@@ -6,7 +6,7 @@ side streams (`evaluation`), which override the hooks at the end of `StreamState
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hflow.plan.ir import Level, ScheduledNode, ScheduledStream
 from hflow.runtime.events import OpenGroup, Refusal, Refuse
@@ -102,6 +102,24 @@ class StreamState:
     def discard_node(self, name: str, key: int) -> None:
         """A node reported in a run that is stopping: nothing follows."""
         self._finish_running(name, key)
+
+    def awaited(self) -> Iterator[tuple[str, int]]:
+        """What nodes are at work on, or wait at a station to begin with; orphans too."""
+        yield from self.orphans
+        for group in self.groups.values():
+            yield from ((name, group.number) for name in group.running)
+            for sample, member in group.members.items():
+                yield from ((name, sample) for name in member.running)
+
+    def is_orphan(self, name: str, key: int) -> bool:
+        """Whether what a node is at work on was refused meanwhile."""
+        return (name, key) in self.orphans
+
+    def samples_of(self, name: str, key: int) -> tuple[int, ...]:
+        """The samples that are left of what a node works on."""
+        if self.graph.levels[name] is Level.SAMPLE:
+            return (key,)
+        return tuple(self.groups[key].members)
 
     @property
     def has_running_nodes(self) -> bool:

@@ -291,7 +291,8 @@ class Workers(abc.ABC):
     ) -> None:
         """Free fields of samples, `stream/field` names; None: all that their root stream has of them.
 
-        A sample whose source still runs is stopped; its source reports it as failed.
+        A sample whose source still runs is stopped; its source reports it as failed. So do bodies of
+        samples and groups that are all gone.
         """
 
     @abc.abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,12 @@ class _Call:
     round: _Round
     rows: range
     """Where its samples are in the round's shape."""
+
+    @property
+    def samples(self) -> list[int]:
+        """Its samples."""
+        found: list[int] = self.round.shape.samples[self.rows.start : self.rows.stop].tolist()
+        return found
 
 
 class Computes:
@@ -105,6 +111,15 @@ class Computes:
                 end = first + len(order.samples)
                 self._calls[order.node, order.key] = _Call(held, range(first, end))
                 first = end
+
+    def cancel(self, samples: Iterable[int]) -> None:
+        """Stop bodies whose samples were all released; each of them answers once more, as failed."""
+        released = set(samples)
+        with self._lock:
+            calls = [(n, call) for n, call in self._calls.items() if _speaks_of(call, n[1], released)]
+        gone = [n for n, call in calls if not self._store.holds_any(call.round.program.stream, call.samples)]
+        if gone:
+            self._pool.cancel(gone)
 
     def map(self, node: str, samples: Sequence[int]) -> None:
         """Run a per-sample or per-group body on all samples of a batch, and wait.
@@ -169,7 +184,7 @@ class Computes:
         self._store.add(program.stream, batch.with_columns(columns))
         if program.metrics:
             for (_, rows), values in zip(done, metrics, strict=True):
-                samples = held.shape.samples[rows.start : rows.stop].tolist()
+                samples = _Call(held, rows).samples
                 put_metrics(self._store, program.stream, program.name, samples, values)
         keeps = _keeps(columns.get("keep"), sizes)
         numbers = _numbers(program, columns, len(done))
@@ -182,6 +197,13 @@ class Computes:
         for answers in tuple(self._maps):
             answers.put(error)
         self._on_error(error)
+
+
+def _speaks_of(call: _Call, key: int, samples: Set[int]) -> bool:
+    """Whether a call works on any of these samples."""
+    if row_level(call.round.program) == "sample":
+        return key in samples
+    return not samples.isdisjoint(call.samples)
 
 
 def read_fields(program: NodeProgram, stream: str) -> list[str]:

@@ -1,16 +1,18 @@
 """`Pool`: per-sample and per-group bodies in persistent processes that can be killed.
 
-Two lanes share the rules: a body that raises, is killed or runs out of time fails its sample
-only, and is tried again up to `retries` times. Synchronous bodies travel in chunks, so that
-messages cost little; a chunk that is killed is run again one by one, so that exactly the guilty
-sample is refused. Asynchronous bodies share the event loop of one process.
+A body that raises, is killed or runs out of time fails its sample only, and is tried again up to
+`retries` times. Synchronous bodies travel in chunks, so that messages cost little; asynchronous ones
+share the event loop of one process. In both a job has neighbours, and what would make them wait, or
+takes their process away, is not tried out on them again: what was lost with a process runs alone, in
+processes that are started as they are needed, and so do all further jobs of a synchronous node that
+was once so slow.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +20,10 @@ from typing import Any
 from pebble import ProcessPool
 
 from hflow.errors import RunError
+from hflow.workers.alone import MOST_PROCESSES, STAGGER_SECONDS, AloneLane
 from hflow.workers.chunks import ChunkLane
-from hflow.workers.lane import Lane, Return
-from hflow.workers.pool_child import Job, Outcome, install, is_async
+from hflow.workers.lane import Ended, Lane, Return, SharedLane
+from hflow.workers.pool_child import Job, Name, Outcome, cancelled, install, is_async
 from hflow.workers.processes import CleanContext
 from hflow.workers.ship import ship
 from hflow.workers.steps import StepLane
@@ -36,8 +39,8 @@ class PoolBody:
     retries: int = 0
     """Further attempts after one that failed."""
     concurrency: int | None = None
-    """Most samples that one worker runs at once; None: as many as there are processes, and
-    `DEFAULT_CONCURRENCY` for asynchronous bodies."""
+    """Most samples that one worker runs at once; None: as many as there are processes (of slow bodies
+    `alone.MOST_PROCESSES`), and `DEFAULT_CONCURRENCY` for asynchronous bodies."""
 
 
 DEFAULT_CONCURRENCY = 64
@@ -63,8 +66,10 @@ class Pool:
         self._bodies = bodies
         self._on_outcomes = on_outcomes
         self._on_error = on_error
-        self._inbox: queue.SimpleQueue[Sequence[Job] | Return | None] = queue.SimpleQueue()
-        self._attempts: dict[tuple[str, int], int] = {}
+        self._inbox: queue.SimpleQueue[Sequence[Job] | _Cancel | Return | None] = queue.SimpleQueue()
+        self._attempts: dict[Name, int] = {}
+        """Of the jobs that have not ended."""
+        self._unwanted: set[Name] = set()
         awaited = {name for name, spec in bodies.items() if is_async(spec.body)}
         self._chunks = ChunkLane(
             partial(self._start, set(bodies) - awaited, num_processes),
@@ -77,11 +82,16 @@ class Pool:
             {name: spec.concurrency or DEFAULT_CONCURRENCY for name, spec in bodies.items()},
             self._inbox.put,
         )
-        self._lanes: dict[str, Lane] = {
-            name: self._steps if name in awaited else self._chunks for name in bodies
-        }
-        for lane in set(self._lanes.values()):
+        self._alone = AloneLane(
+            partial(self._start, set(bodies), 1),
+            {name: spec.concurrency or MOST_PROCESSES for name, spec in bodies.items()},
+            awaited,
+            self._inbox.put,
+        )
+        shared: dict[str, SharedLane] = {n: self._steps if n in awaited else self._chunks for n in bodies}
+        for lane in set(shared.values()):
             lane.start()
+        self._lane_of: dict[str, Lane] = {**shared}
         self._thread = threading.Thread(target=self._serve, name="body-pool", daemon=True)
         self._thread.start()
 
@@ -101,46 +111,85 @@ class Pool:
         timeout = self._bodies[node].timeout
         self._inbox.put([Job(node, key, arguments, timeout) for key, arguments in calls.items()])
 
+    def cancel(self, names: Iterable[Name]) -> None:
+        """Give up calls (node, key), which end as failed; of those that ended already nothing is said."""
+        self._inbox.put(_Cancel(tuple(names)))
+
     def close(self) -> None:
         """Kill what runs and end the processes; safe to call twice."""
         self._inbox.put(None)
         self._thread.join()
-        self._chunks.close()
-        self._steps.close()
+        for lane in (self._chunks, self._steps, self._alone):
+            lane.close()
 
     # ------------------------------------------------------------------- the pool's thread
     def _serve(self) -> None:
         try:
-            while (message := self._inbox.get()) is not None:
-                self._take(message)
-                while not self._inbox.empty():
-                    if (message := self._inbox.get()) is None:
-                        return
-                    self._take(message)
-                self._chunks.pump()
-                self._steps.pump()
+            while self._take_all():
+                for lane in (self._chunks, self._steps, self._alone):
+                    lane.pump()
         except BaseException as error:  # noqa: BLE001 - whoever waits for outcomes raises it
             self._on_error(error)
 
-    def _take(self, message: Sequence[Job] | Return) -> None:
-        if isinstance(message, Return):
-            self._finish(message.lane.settle(message))
-            return
-        for job in message:
-            self._lanes[job.node].queue(job)
+    def _take_all(self) -> bool:
+        """Wait for messages and take all there are; False: it is to end."""
+        try:
+            messages = [self._inbox.get(timeout=STAGGER_SECONDS if self._alone.is_starting else None)]
+        except queue.Empty:
+            return True
+        while not self._inbox.empty():
+            messages.append(self._inbox.get())
+        for message in messages:
+            if message is None:
+                return False
+            self._take(message)
+        return True
 
-    def _finish(self, settled: Sequence[tuple[Job, Outcome]]) -> None:
+    def _take(self, message: Sequence[Job] | _Cancel | Return) -> None:
+        match message:
+            case Return():
+                ended, lost = message.lane.settle(message)
+                self._isolate(lost)
+                self._finish(ended)
+            case _Cancel(names):
+                gone = [name for name in names if name in self._attempts]
+                self._unwanted.update(gone)
+                lanes = (self._chunks, self._steps, self._alone)
+                self._finish([(job, cancelled(job)) for lane in lanes for job in lane.cancel(gone)])
+            case _:
+                for job in message:
+                    self._attempts[job.name] = 0
+                    self._lane_of[job.node].queue(job)
+
+    def _isolate(self, lost: Sequence[Job]) -> None:
+        """Jobs that were lost with a process that they shared run alone; so do others of a slow node."""
+        for job in lost:
+            self._alone.queue(job)
+            if self._lane_of[job.node] is self._chunks:
+                self._lane_of[job.node] = self._alone
+        for node, lane in self._lane_of.items():
+            if lane is self._alone:
+                for job in self._chunks.take_out(node):
+                    self._alone.queue(job)
+
+    def _finish(self, ended: Ended) -> None:
         """Try again what may be tried again; hand on the rest."""
         final = []
-        for job, outcome in settled:
-            name = (job.node, job.key)
-            tried = self._attempts.get(name, 0)
-            if outcome.reason is not None and tried < self._bodies[job.node].retries:
-                self._attempts[name] = tried + 1
-                lane = self._lanes[job.node]
-                (lane.queue_alone if outcome.killed else lane.queue)(job)
+        for job, outcome in ended:
+            tried, is_wanted = self._attempts[job.name], job.name not in self._unwanted
+            if outcome.reason is not None and is_wanted and tried < self._bodies[job.node].retries:
+                self._attempts[job.name] = tried + 1
+                (self._alone if outcome.killed else self._lane_of[job.node]).queue(job)
             else:
-                self._attempts.pop(name, None)
+                del self._attempts[job.name]
+                self._unwanted.discard(job.name)
                 final.append(outcome)
         if final:
             self._on_outcomes(final)
+
+
+@dataclass(frozen=True)
+class _Cancel:
+    """Calls that nobody waits for any more."""
+
+    names: tuple[Name, ...]

@@ -19,6 +19,10 @@ from hflow.workers.blame import blame
 ASYNC_STEP_SECONDS = 0.05
 """Longest wait of one step of the asynchronous lane before new jobs are taken in."""
 
+Name = tuple[str, int]
+"""What a job is for: its node, and a sample or a group."""
+CANCELLED = "was cancelled"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -28,6 +32,11 @@ class Job:
     key: int
     arguments: Mapping[str, Any]
     timeout: float | None = None
+
+    @property
+    def name(self) -> Name:
+        """What it is for."""
+        return self.node, self.key
 
 
 @dataclass(frozen=True)
@@ -43,13 +52,18 @@ class Outcome:
     """Whether its process had to be killed, or died: a further attempt runs alone."""
 
 
+def cancelled(job: Job) -> Outcome:
+    """The outcome of a job that nobody wants any more."""
+    return Outcome(job.node, job.key, reason="failed", message=CANCELLED)
+
+
 @dataclass
 class _Child:
     """State of this process: its bodies, and the loop on which asynchronous ones run."""
 
     bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
     loop: asyncio.AbstractEventLoop | None = None
-    running: set[asyncio.Task[Outcome]] = field(default_factory=set)
+    running: dict[Name, asyncio.Task[Outcome]] = field(default_factory=dict)
 
 
 _child = _Child()
@@ -97,19 +111,35 @@ def _run(job: Job) -> Outcome:
         return Outcome(job.node, job.key, reason="failed", message=blame(error, body))
 
 
-def run_async(jobs: Sequence[Job]) -> bytes:
+def run_alone(job: Job) -> bytes:
+    """Run one job; returns its pickled outcome, in a list."""
+    if is_async(_child.bodies[job.node]):
+        return _pickled([asyncio.run(_await(job))])
+    return _pickled([_run(job)])
+
+
+def run_async(jobs: Sequence[Job], unwanted: Sequence[Name] = ()) -> bytes:
     """Start jobs on this process's loop, and wait a moment for any that run to finish.
+
+    Args:
+        jobs: to start.
+        unwanted: jobs that run and are to be stopped.
 
     Returns:
         The pickled outcomes of those that did; the others go on at the next call.
     """
     if _child.loop is None:
         _child.loop = asyncio.new_event_loop()
-    _child.running |= {_child.loop.create_task(_await(job)) for job in jobs}
-    finished, _child.running = _child.loop.run_until_complete(
-        asyncio.wait(_child.running, timeout=ASYNC_STEP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    _child.running |= {job.name: _child.loop.create_task(_await(job)) for job in jobs}
+    for name in unwanted:
+        if name in _child.running:
+            _child.running[name].cancel()
+    waiting = asyncio.wait(
+        _child.running.values(), timeout=ASYNC_STEP_SECONDS, return_when=asyncio.FIRST_COMPLETED
     )
-    return _pickled([task.result() for task in finished])
+    _child.loop.run_until_complete(waiting)
+    finished = [name for name, task in _child.running.items() if task.done()]
+    return _pickled([_child.running.pop(name).result() for name in finished])
 
 
 async def _await(job: Job) -> Outcome:
@@ -118,6 +148,8 @@ async def _await(job: Job) -> Outcome:
     try:
         async with clock:
             return Outcome(job.node, job.key, await body(**job.arguments))
+    except asyncio.CancelledError:
+        return cancelled(job)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - as a body may
         if clock.expired():
             return Outcome(job.node, job.key, reason="timeout", message=too_long(job.timeout))

@@ -129,6 +129,8 @@ class Store:
             if not self._knows(stream, samples):
                 return None
             shapes = [self._shapes[stream][sample] for sample in samples]
+            if not samples:  # a rank without work may not have seen the fields yet
+                fields = [name for name in fields if self._is_known(name)]
             shelves = {name.removeprefix(f"{stream}/"): self._find(name) for name in fields}
             cells = {name: shelf.cells(samples) for name, shelf in shelves.items()}
         lengths, groups = np.array(shapes, dtype=np.int64).reshape(-1, 2).T.copy()
@@ -144,6 +146,12 @@ class Store:
         shelf = self._shelves.get(stream, {}).get(field)
         return shelf is not None and sample in shelf
 
+    def holds_any(self, stream: str, samples: Iterable[int]) -> bool:
+        """Whether this worker holds any of these samples of a stream."""
+        with self._lock:
+            shapes = self._shapes.get(stream, {})
+            return any(sample in shapes for sample in samples)
+
     def lengths(self, stream: str, samples: Sequence[int]) -> list[int]:
         """Tokens of each sample of a stream."""
         return [self._shapes[stream][sample][0] for sample in samples]
@@ -151,6 +159,10 @@ class Store:
     def group(self, stream: str, sample: int) -> int:
         """Group id of a sample."""
         return self._shapes[stream][sample][1]
+
+    def _is_known(self, name: str) -> bool:
+        stream, _, field = name.partition("/")
+        return field in self._shelves.get(stream, {})
 
     def _find(self, name: str) -> Shelf:
         stream, _, field = name.partition("/")

@@ -176,6 +176,7 @@ class Worker:
             return
         family = self._family(stream)
         self._store.release(samples, family)
+        self._computes.cancel(samples)
         for member in family:
             self._episodes.cancel(member, samples)
 

@@ -85,6 +85,8 @@ class World:
         self.fired: set[tuple[str, int]] = set()
         self.done: set[tuple[str, int]] = set()
         self.at_work: dict[str, str] = {}
+        self.at_station: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        self.num_fired: Counter[str] = Counter()
         self.in_flight: set[tuple[str, int]] = set()
         self.steps_done: list[int] = []
         self.refused: set[tuple[str, int]] = set()
@@ -162,6 +164,9 @@ class World:
                 self.done.add((node, key))
                 del self.at_work[self.nodes[node].group or node]
                 self.feed(entry)
+            case ev.NodeDone(node, key) | ev.NodeFailed(node, key) if node in self.nodes:
+                self.at_station[self.nodes[node].group or ""].discard((node, key))
+                self.feed(entry)
             case _:
                 self.feed(entry)
 
@@ -232,6 +237,22 @@ class World:
         assert all(self.ends[self.nodes[what.node].stream, sample] == 0 for sample in what.samples)
         self._fire(what.node, what.group)
         self._complete(what.node, what.group)
+
+    def _do_RunArrivals(self, what: ev.RunArrivals) -> None:
+        node = self.nodes[what.node]
+        assert node.group is not None
+        assert not self.at_station[node.group], f"{node.group} is on {self.at_station[node.group]}"
+        assert what.number == self.num_fired[node.group]
+        self.num_fired[node.group] += 1
+        self.at_station[node.group] = {(what.node, key) for key in what.keys}
+        size = self.streams[node.stream].group_size
+        named = [s if node.level is Level.SAMPLE else s // size for s in what.samples]
+        assert tuple(dict.fromkeys(named)) == what.keys
+        for sample in what.samples:
+            assert self.ends[node.stream, sample] == 0, "a model works on what was refused"
+        for key in what.keys:
+            self._fire(what.node, key)
+            self._complete(what.node, key)
 
     def _fire(self, node: str, key: int) -> None:
         assert not self.state.stopping

@@ -21,7 +21,10 @@ def sample_nodes(draw: st.DrawFn, stream: str, source: str, most: int) -> list[S
         needs = draw(st.lists(st.sampled_from(earlier), unique=True, max_size=3))
         level = draw(st.sampled_from((Level.SAMPLE, Level.GROUP)))
         keep = draw(st.booleans())
-        nodes.append(ScheduledNode(f"{stream}_{level}{index}", level, stream, tuple(needs), keep=keep))
+        station = draw(st.sampled_from((None, None, "s0", "s1")))
+        nodes.append(
+            ScheduledNode(f"{stream}_{level}{index}", level, stream, tuple(needs), station, keep=keep)
+        )
     return nodes
 
 

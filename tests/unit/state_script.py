@@ -21,6 +21,11 @@ def group(name: str, *needs: str, keep: bool = False, stream: str = "gen") -> Sc
     return ScheduledNode(name, Level.GROUP, stream, needs, keep=keep)
 
 
+def arriving(name: str, on: str, *needs: str, level: Level = Level.GROUP) -> ScheduledNode:
+    """A model that runs as samples or groups arrive."""
+    return ScheduledNode(name, level, "gen", needs, on)
+
+
 def batch(name: str, on: str | None, *needs: str, stream: str = "gen", **more: Any) -> ScheduledNode:
     return ScheduledNode(name, Level.BATCH, stream, needs, on, **more)
 
@@ -37,7 +42,7 @@ def schedule(
     streams: list[ScheduledStream], nodes: list[ScheduledNode], *, shared: str = "", **more: int
 ) -> Schedule:
     """A schedule whose groups' orders are those of `nodes`; `shared` names the engine's group."""
-    groups = dict.fromkeys(node.group for node in nodes if node.group is not None)
+    groups = dict.fromkeys(n.group for n in nodes if n.group is not None and n.level is Level.BATCH)
     orders = tuple((name, tuple(n.name for n in nodes if n.group == name)) for name in groups)
     engines = tuple(dict.fromkeys(r for stream in streams for r in stream.replicas))
     settings = {"num_steps": 2, "max_concurrent": 64, **more}
@@ -61,6 +66,8 @@ def spell(what: ev.Instruction) -> str:
             return f"open {stream} {number}"
         case ev.RunSample(node, key) | ev.RunGroup(node, key) | ev.RunBatch(node, key):
             return f"{node} {key}"
+        case ev.RunArrivals(node, _, keys):
+            return f"{node} on {' '.join(map(str, keys))}"
         case ev.Refuse(_, _, samples, node, reason):
             return f"refuse {' '.join(map(str, samples))} {node} {reason}"
         case ev.FormBatch(stream, step, _, groups):
@@ -145,6 +152,8 @@ class Script:
                 return []
             case ev.RunSample(node, key) | ev.RunGroup(node, key) | ev.RunBatch(node, key):
                 return [ev.NodeDone(node, key)]
+            case ev.RunArrivals(node, _, keys):
+                return [ev.NodeDone(node, key) for key in keys]
             case ev.Wake(replica, version):
                 self.version = version
                 return [ev.Awake(replica, version)]

@@ -95,8 +95,11 @@ class Bench:
 
     def run(self, calls: dict[int, dict[str, Any]]) -> dict[int, Outcome]:
         self.pool.submit("body", calls)
+        return self.wait(len(calls))
+
+    def wait(self, count: int) -> dict[int, Outcome]:
         ended: dict[int, Outcome] = {}
-        while len(ended) < len(calls):
+        while len(ended) < count:
             found = self._outcomes.get(timeout=60)
             if isinstance(found, BaseException):
                 raise found
@@ -231,3 +234,48 @@ def test_closing_twice_while_a_body_hangs() -> None:
     one.pool.submit("body", {7: {"x": 7}})
     one.pool.close()
     one.pool.close()
+
+
+def slow_on_hundreds(x: int) -> int:
+    import time
+
+    while x % 100 == 0:
+        time.sleep(0.1)
+    return x
+
+
+def test_slow_samples_hold_up_no_others(bench: Callable[..., Bench]) -> None:
+    """One process, three samples that never end: all others do, and those when they are given up."""
+    one = bench(slow_on_hundreds)
+    one.pool.submit("body", numbers(300))
+    ended = one.wait(297)
+    assert {key for key in range(300) if key not in ended} == {0, 100, 200}
+    assert {outcome.reason for outcome in ended.values()} == {None}
+    one.pool.cancel([("body", key) for key in (0, 100, 200, 299)])
+    ended = one.wait(3)
+    assert {(key, outcome.reason) for key, outcome in ended.items()} == {(k, "failed") for k in (0, 100, 200)}
+    assert one.run(numbers(2) | {1: {"x": 7}, 0: {"x": 8}})[1].value == 7
+
+
+def test_a_given_up_job_is_not_tried_again(bench: Callable[..., Bench]) -> None:
+    for body in (slow_on_hundreds, sleepy):
+        one = bench(body, retries=5, timeout=60)
+        one.pool.submit("body", {3: {"x": 3 if body is sleepy else 0}})
+        one.pool.cancel([("body", 3)])
+        assert one.wait(1)[3].message == "was cancelled"
+
+
+async def dies_on_four(x: int) -> int:
+    import asyncio
+    import os
+
+    await asyncio.sleep(0.05)
+    if x == 4:
+        os.kill(os.getpid(), 9)
+    return x
+
+
+def test_only_the_async_body_that_ends_its_process_fails(bench: Callable[..., Bench]) -> None:
+    ended = bench(dies_on_four, retries=1).run(numbers(9))
+    assert [key for key, outcome in ended.items() if outcome.reason] == [4]
+    assert ended[4].message.startswith("its process died")

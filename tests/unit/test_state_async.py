@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from state_driver import World
 from state_schedules import schedules
-from state_script import ENGINE, Script, batch, encoded, generated, grpo, sample, schedule
+from state_script import ENGINE, Script, arriving, batch, encoded, generated, group, grpo, sample, schedule
 
 from hflow.plan.ir import Schedule
 from hflow.plan.staleness import staleness_bound
@@ -221,3 +222,16 @@ def test_rules_of_staleness_change_nothing_in_a_synchronous_run(what: Schedule, 
     for world in worlds:
         world.run()
     assert all(world.trace == worlds[0].trace for world in worlds)
+
+
+def test_what_arrives_at_a_model_meanwhile_goes_through_it_together():
+    nodes = [
+        arriving("rm", "m", "gen"),
+        group("keeps", "rm", keep=True),
+        batch("train", "g", writes=("actor",)),
+    ]
+    what = schedule([generated(size=2, num_groups=3)], nodes, num_steps=1, max_concurrent=6)
+    run = Script(what, hold={"rm"})
+    trace = run.run()
+    assert [line for line in trace if line.startswith("rm")] == ["rm on 0"]
+    assert run.state.data.stations.all["m"].waiting == deque([("rm", 1), ("rm", 2)])

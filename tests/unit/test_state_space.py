@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from state_script import ENGINE, batch, generated, group, sample, schedule
+from state_script import ENGINE, arriving, batch, generated, group, sample, schedule
 from state_space import Space, explore
 
-from hflow.plan.ir import Schedule, ScheduledStream
+from hflow.plan.ir import Level, Schedule, ScheduledStream
 from hflow.plan.staleness import staleness_bound
 from hflow.runtime import events as ev
 
@@ -68,6 +68,20 @@ def test_groups_with_rewards_that_fail():
     space = explored(tiny(size=2, scored=True, max_staleness=1, num_steps=2, max_refused_per_step=0), 0.3)
     assert space.num_states >= 500
     assert space.refused[ev.Refusal.TIMEOUT] > 0
+
+
+def test_a_model_that_works_on_what_arrives_before_a_keep():
+    """Two nodes share its devices; what it works on may be refused meanwhile."""
+    nodes = [
+        arriving("rm", "m", "gen"),
+        arriving("cost", "m", "gen", level=Level.SAMPLE),
+        group("keeps", "rm", "cost", keep=True),
+        batch("train", "g", writes=("actor",)),
+    ]
+    what = schedule([generated(size=1, num_groups=1)], nodes, num_steps=3, max_staleness=1)
+    space = explored(replace(what, max_refused_per_step=0), 0.2)
+    assert space.num_states >= 200
+    assert space.refused[ev.Refusal.STALE] > 0
 
 
 def test_a_full_queue_drops_its_oldest():

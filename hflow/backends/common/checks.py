@@ -22,14 +22,14 @@ def check_sequences(model: str, config: PreTrainedConfig, batches: Iterable[Batc
         BackendError: naming the length or the token.
     """
     longest, name = max_length(config), f"model {model!r}"
-    for batch in batches:
-        num_tokens = int(batch.lengths.max(initial=0))
+    for batch in (batch for batch in batches if len(batch)):
+        num_tokens = int(batch.lengths.max())
         if longest is not None and num_tokens > longest:
             raise BackendError(
                 f"a sequence has {num_tokens} tokens, but {name} has positions for {longest} "
                 "(max_position_embeddings); leave out or shorten such rows"
             )
-        token = int(np.max(column(batch, "input_ids").values, initial=0))
+        token = int(np.max(column(batch, "input_ids").values))
         if token >= config.vocab_size:
             raise BackendError(
                 f"a sequence holds token {token}, but {name} has a vocabulary of {config.vocab_size}; "

@@ -81,6 +81,8 @@ class Costs:
         """One firing of a node."""
         edge = self._edges.get(node.name)
         moving = [] if edge is None else [redistribution(edge, self._hardware)]
+        if node.level is not Level.BATCH:
+            moving = [replace(part, seconds=part.seconds / self._firings(node)) for part in moving]
         body = self._body(node, edge)
         return None if body is None else [*moving, *body]
 
@@ -113,12 +115,16 @@ class Costs:
             return update(side)
         work = self._work(side)
         if node.level is not Level.BATCH:
-            return forward(side, work.share(1 / work.groups))
+            return forward(side, work.share(1 / self._firings(node) / side.layout.data))
         heaviest = (1.0 if edge is None else edge.imbalance) / side.layout.data
         if spec.verb == "infer":
             return forward(side, work.share(heaviest))
         cut = self._cuts[node.name]
         return train(side, work.share(heaviest / cut.minibatches), cut.minibatches * cut.epochs)
+
+    def _firings(self, node: ScheduledNode) -> int:
+        """How often a node of samples or groups fires in a step, if each firing is for one of them."""
+        return len(self._lengths) // (1 if node.level is Level.SAMPLE else self._stream.group_size)
 
     def _stated(self, spec: NodeSpec, level: Level) -> Part:
         """The seconds that a node's own type states, for one sample, group or batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hflow.plan.forecast import Parts, PhaseMemory
-from hflow.plan.ir import DeviceGroup, Plan
+from hflow.plan.ir import DeviceGroup, Level, Plan
 from hflow.plan.memory.resident import GENERATE, WAKE, resident
 from hflow.plan.memory.scene import Scene
 from hflow.plan.memory.transient import transient, used_replica
@@ -67,7 +67,8 @@ def _phase_names(scene: Scene, group: DeviceGroup) -> list[str]:
     known = {r.name: r for r in plan.replicas if r.group == group.name and r.model not in unknown}
     generates = any(replica.role == "gen" for replica in known.values())
     sends = any(route.src in known and route.how == "pull" for route in plan.weights)
-    nodes = dict(plan.schedule.orders).get(group.name, ())
+    arrivals = [n.name for n in plan.schedule.nodes if n.level is not Level.BATCH and n.group == group.name]
+    nodes = (*arrivals, *dict(plan.schedule.orders).get(group.name, ()))
     return [
         *([GENERATE] if generates else []),
         *([WAKE] if generates or sends else []),

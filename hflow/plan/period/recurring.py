@@ -76,10 +76,22 @@ class Recurring:
         own = [(node.name, (node.name,)) for node in self.nodes if node.name in alone]
         return tuple((group, names) for group, names in (*placed, *own) if names)
 
+    def firings(self, node: ScheduledNode) -> int:
+        """How often a node's seconds count in a step: of a model that runs on what arrives, for each."""
+        if node.level is Level.BATCH or node.group is None:
+            return 1
+        return (self.stream.batch or 1) * (self.stream.group_size if node.level is Level.SAMPLE else 1)
+
+    def stations(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Device group -> the nodes that run there as samples or groups arrive."""
+        groups = dict.fromkeys(node.group for node in self.sample_nodes if node.group is not None)
+        return tuple((g, tuple(n.name for n in self.sample_nodes if n.group == g)) for g in groups)
+
     def lanes(self) -> tuple[str, ...]:
-        """Device groups with batch nodes, and engines of the trained stream with devices of their own."""
+        """Device groups with batch nodes, engines with devices of their own, and models that have them."""
         own = (replica for replica in self.stream.replicas if self.group_of(replica) is None)
-        return tuple(dict.fromkeys((*(group for group, _ in self.schedule.orders), *own)))
+        turns = [group for group, _ in self.schedule.orders]
+        return tuple(dict.fromkeys((*turns, *own, *(group for group, _ in self.stations()))))
 
     def _comes_back(self, node: ScheduledNode) -> bool:
         second = node.after if node.every == 1 else node.after + node.every

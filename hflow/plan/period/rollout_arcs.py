@@ -6,6 +6,9 @@ staleness, new weights interrupt what is generating, and its samples go on after
 before the first batch that has to have them. The engine does the same work in a round, so the pace is
 the same too as long as taking weights is short; the tests show where.
 
+A model that runs as samples or groups arrive has its devices for itself. Its seconds are those of a whole
+batch, which it takes up when the batch is generated, and it works on one batch after another.
+
 A source's seconds are those that its engines need for a whole batch, so they make one batch after
 another. A run with samples of two batches in flight is faster than that where its engines have room.
 """
@@ -13,6 +16,7 @@ another. A run with samples of two batches in flight is faster than that where i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from hflow.plan.period.recurring import Recurring
 from hflow.plan.period.timed_graph import FORMED, Fields, TimedGraph
@@ -32,7 +36,8 @@ def add_rollout(graph: TimedGraph, recurring: Recurring, seconds: Mapping[str, f
             graph.add(replica, step, seconds.get(replica, 0.0), (lane,))
     graph.add(stream.source, step, seconds.get(stream.source, 0.0), lanes or (stream.source,))
     for node in recurring.sample_nodes:
-        graph.add(node.name, step, seconds.get(node.name, 0.0), (node.name,))
+        spent = seconds.get(node.name, 0.0) * recurring.firings(node)
+        graph.add(node.name, step, spent, (node.group or node.name,))
     graph.add(FORMED, step, 0.0, is_shown=False)
 
 
@@ -73,6 +78,10 @@ def _link_samples(graph: TimedGraph, recurring: Recurring, step: int, fields: Fi
         for before in node.needs or (recurring.stream.source,):
             graph.link(before, node.name, step, 0, fields.get((before, node.name), "data"))
             last.pop(before, None)
+    for group, nodes in recurring.stations():
+        for before, after in pairwise(nodes):
+            graph.link(before, after, step, 0, f"{group} is free")
+        graph.link(nodes[-1], nodes[0], step, 1, f"next batch on {group}")
     for name in last:
         graph.link(name, FORMED, step, 0, "")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hflow.graph.ir import EdgeKind, Node
+from hflow.graph.ir import EdgeKind, Level, Node
 from hflow.plan.ir import Plan
 from hflow.report.page.edges import Arrow
 from hflow.report.page.shapes import known_verb
@@ -112,7 +112,9 @@ def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -
         seconds: how long it takes, or an empty text.
     """
     placement = plan.placement(node.name)
-    fires = "" if placement.group else f"per {node.spec.level}"
+    level = next((row.level for row in plan.schedule.nodes if row.name == node.name), Level.SAMPLE)
+    is_turn = placement.group and (level is Level.BATCH or node.spec.opens_stream)
+    fires = "" if is_turn else f"per {node.spec.level}"
     parts = [node.spec.verb, fires, seconds]
     return Card(
         name=node.name,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from hflow.graph.ir import Edge, EdgeKind, Node
+from hflow.graph.ir import Edge, EdgeKind, Level, Node
 from hflow.graph.lags import largest_lag
 from hflow.plan.ir import Plan
 from hflow.plan.order import stages
@@ -39,7 +39,8 @@ def _fires(plan: Plan, node: Node) -> str:
     levels = {scheduled.name: scheduled.level for scheduled in plan.schedule.nodes}
     level = levels.get(node.name, node.spec.level)
     when = cadence(node.spec.every, node.spec.after)
-    return f"{node.spec.verb} a {level} on {_place(plan, node.name)}{when}"
+    arriving = ", as they arrive" if node.spec.verb == "infer" and level is not Level.BATCH else ""
+    return f"{node.spec.verb} a {level} on {_place(plan, node.name)}{arriving}{when}"
 
 
 def cadence(every: int, after: int) -> str:

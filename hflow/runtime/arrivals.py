@@ -1,0 +1,75 @@
+"""Models that run as samples arrive: the executor's side of a station.
+
+Samples that a model works on are still open: any of them may be refused meanwhile. Their data is then freed
+when the model is done with them, so that nothing is read, or comes back, that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from hflow.plan.ir import Plan
+from hflow.plan.redistribute import Move
+from hflow.runtime.dispatch import root_of
+from hflow.runtime.events import RunArrivals
+from hflow.runtime.firing import Firing
+from hflow.runtime.holdings import Holdings
+from hflow.workers.base import Workers
+
+
+class Arrivals:
+    """Runs nodes on what has arrived, and brings what they make to where the samples are.
+
+    Args:
+        plan: for streams.
+        workers: move fields.
+        firing: fires nodes.
+        holdings: root stream -> who holds what of its samples.
+    """
+
+    def __init__(
+        self, plan: Plan, workers: Workers, firing: Firing, holdings: Mapping[str, Holdings]
+    ) -> None:
+        self._workers = workers
+        self._firing = firing
+        self._holdings = holdings
+        self._roots = {node.name: root_of(plan, node.stream) for node in plan.graph.nodes}
+        self._group_size = {stream.name: stream.group_size for stream in plan.schedule.streams}
+        self._busy: dict[tuple[str, int], asyncio.Event] = {}
+        """Sample of a root stream -> set when the model that works on it is done."""
+
+    async def run(self, what: RunArrivals) -> None:
+        """Run a node; returns when its outputs are on the workers where bodies of samples read them."""
+        root = self._roots[what.node]
+        groups: dict[int, list[int]] = {}
+        for sample in what.samples:
+            groups.setdefault(sample // self._group_size[root], []).append(sample)
+        done = asyncio.Event()
+        keys = [(root, sample) for sample in what.samples]
+        self._busy.update(dict.fromkeys(keys, done))
+        fired = await self._firing.fire(what.node, what.number, groups, self._holdings[root])
+        made = {sample: result.worker for result in fired.results for sample in result.samples}
+        await self._bring_home(what.node, root, made)
+        for key in keys:
+            del self._busy[key]
+        done.set()
+
+    async def until_free(self, stream: str, samples: Iterable[int]) -> None:
+        """Wait until no model works on these samples of a root stream."""
+        for sample in samples:
+            if (done := self._busy.get((stream, sample))) is not None:
+                await done.wait()
+
+    async def _bring_home(self, node: str, root: str, made: Mapping[int, int]) -> None:
+        holdings, fields = self._holdings[root], self._firing.outputs(node)
+        ends: dict[tuple[int, int], list[int]] = {}
+        for home, samples in holdings.home_of(made).items():
+            for sample in samples:
+                if made[sample] != home:
+                    ends.setdefault((made[sample], home), []).append(sample)
+        moves = [Move(src, dst, tuple(samples), fields) for (src, dst), samples in sorted(ends.items())]
+        if moves:
+            await self._workers.transfer(moves)
+        for move in moves:
+            holdings.moved(move.fields, move.samples, move.dst)

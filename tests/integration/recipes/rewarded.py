@@ -1,0 +1,56 @@
+"""A reward model that says which groups are kept: it runs as groups arrive."""
+
+from hflow import (
+    Dataset,
+    Model,
+    Output,
+    PerSequence,
+    Recipe,
+    Text,
+    Tokenizer,
+    Trajectory,
+    compute,
+    encode,
+    infer,
+    nodes,
+    use,
+)
+
+data = Dataset("train", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+rm = Model("rm", head="score")
+
+
+@encode(rm)
+def rm_view(tokenizer: Tokenizer, prompt: str, completion: str) -> Trajectory:
+    return tokenizer.join(prompt, completion)
+
+
+@infer(rm, on="rm_view", per="group", returns="rm_score")
+def rew_inf(out: Output) -> PerSequence:
+    return out.scores
+
+
+@compute(per="sample", on="actor_gen", returns="reward")
+def total(rm_score: float, completion: str) -> float:
+    return rm_score + 0.1 * len(completion)
+
+
+@compute(per="group", on="actor_gen", returns="keep")
+def has_spread(reward: list[float], *, least: float = 0.0) -> bool:
+    return max(reward) - min(reward) > least
+
+
+recipe = Recipe(
+    "rewarded",
+    data,
+    [
+        use(nodes.actor_gen, actor, group=4),
+        rm_view,
+        rew_inf,
+        total,
+        has_spread,
+        use(nodes.group_advantage, on="actor_gen"),
+        use(nodes.actor_train, actor, on="actor_gen", prox="none"),
+    ],
+)

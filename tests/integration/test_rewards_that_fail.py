@@ -1,0 +1,128 @@
+"""Rewards that are slow, hang or die beside training: each sample has one end, with its reason."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from runs import TINY, run, steps_of
+
+from hflow.report.story_text import render_story
+from hflow.report.summary import RunSummary
+from hflow.runtime.ledger import audit
+from hflow.runtime.ledger.query import count, select
+from hflow.runtime.ledger.story import tell
+
+RECIPE = '''"""A reward that goes wrong in every way: the prompt says how, the completion on which samples."""
+
+import os
+import signal
+import time
+
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+train = Dataset("train", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", timeout=TIMEOUT, retries=1, returns="reward")
+def score(completion: str, prompt: str) -> float:
+    wrong = prompt[1] if sum(map(ord, completion)) % 2 else ""
+    if wrong == "3":
+        raise KeyError(prompt)
+    if wrong == "6":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if wrong == "7":
+        os._exit(5)
+    while wrong == "8":
+        time.sleep(0.1)
+    return float(len(completion))
+
+
+recipe = Recipe(
+    "wrong",
+    train,
+    [
+        use(nodes.actor_gen, actor, group=4),
+        score,
+        use(nodes.group_advantage, min_group=MIN_GROUP),
+        use(nodes.actor_train, actor, prox="none"),
+    ],
+)
+'''
+ASKED = [
+    *TINY,
+    "workers=inproc",
+    "cluster=cpu-1x1",
+    "batch=4",
+    "steps=6",
+    "models.actor.architecture.hidden_size=32",
+    "schedule.max_staleness=2",
+    "schedule.max_concurrent=32",
+]
+
+
+def wrong(directory: Path, timeout: float | None, *overrides: str, min_group: int = 2) -> RunSummary:
+    recipe = directory / "wrong.py"
+    recipe.write_text(RECIPE.replace("TIMEOUT", str(timeout)).replace("MIN_GROUP", str(min_group)))
+    return run(recipe, directory / "runs", *ASKED, *overrides)
+
+
+def ledger_of(summary: RunSummary) -> Path:
+    """What holds whatever goes wrong: all steps were trained, and each sample has one end."""
+    ledger = summary.directory / "ledger.sqlite"
+    assert audit(ledger) == []
+    assert (summary.reason, len(steps_of(summary))) == ("done", 6)
+    assert sum(summary.samples.values()) == count(ledger)
+    assert count(ledger, "end = 'trained' and reward is null") == 0
+    return ledger
+
+
+def groups_of(ledger: Path) -> dict[int, list[dict[str, Any]]]:
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in select(ledger).to_json():
+        groups.setdefault(int(row["id"]) // 4, []).append(row)
+    return groups
+
+
+def test_rewards_that_raise_hang_or_die_are_refused_with_their_reasons(tmp_path: Path) -> None:
+    """Nothing is dropped, so the last step needs the groups that hang to come to their end."""
+    ledger = ledger_of(wrong(tmp_path, 0.3, "schedule.age_rule=false"))
+    refused = select(ledger, "end = 'refused' and node = 'score' and reason <> 'small_group'").to_json()
+    told = {(row["reason"], re.sub(r"'.*", "", str(row["message"]))) for row in refused}
+    assert told <= {
+        ("failed", "KeyError: "),
+        ("failed", "its process died (exit code 5)"),
+        ("failed", "its process died (exit code -9)"),
+        ("timeout", "took longer than its timeout of 0.3 s"),
+    }
+    assert len(told) == 4
+    for members in groups_of(ledger).values():
+        trained = [row for row in members if row["end"] == "trained"]
+        failed = [row for row in members if row["reason"] in ("failed", "timeout")]
+        assert len(trained) in (0, 2, 3, 4)
+        assert not trained or len(trained) + len(failed) == 4, "a member was lost for nothing"
+        if any(row["reason"] == "small_group" for row in members):
+            assert len(failed) == 3
+
+
+def test_a_reward_that_hangs_for_ever_drops_its_groups_and_nothing_else(tmp_path: Path) -> None:
+    """Without a timeout: the age rule ends them, and the processes that they hold."""
+    summary = wrong(tmp_path, None, min_group=4)
+    ledger = ledger_of(summary)
+    bound = json.loads((summary.directory / "plan.json").read_text())["plan"]["staleness_bound"]
+    assert all(row["staleness/max"] <= bound == 2 for row in steps_of(summary))
+    stale = select(ledger, "reason = 'stale'").to_json()
+    assert stale
+    assert summary.samples["dropped"] == len(stale)
+    waited = next(row for row in stale if row["reward"] is None)
+    assert (waited["end"], waited["message"]) == ("dropped", "score had not answered")
+    story = tell(ledger, str(waited["id"]))
+    console = Console(file=io.StringIO(), record=True, width=120)
+    console.print(render_story(story))
+    assert "stale: step" in (told := console.export_text())
+    assert "score had not answered" in told

@@ -1,0 +1,83 @@
+"""A reward model in front of a `keep` works on groups as they arrive, on devices of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import ROOT, TINY, largest_difference, run, steps_of, weights_of
+
+from hflow.errors import NotYetError
+from hflow.report.summary import RunSummary
+from hflow.runtime.ledger import audit
+from hflow.runtime.ledger.query import count
+from hflow.runtime.ledger.story import tell
+from hflow.workers.ray_processes import RayProcesses
+
+RECIPE = ROOT / "tests/integration/recipes/rewarded.py"
+ASKED = [*TINY, "+model@models.rm=tiny-qwen2", "models.rm.path=null", "batch=4", "steps=3"]
+ASKED += [f"models.{model}.architecture.hidden_size=32" for model in ("actor", "rm")]
+APART = ["workers=inproc", "cluster=cpu-1x2", "placement=actor=0 rm=1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def check(summary: RunSummary, least: float = 0.3) -> None:
+    """All steps were trained, on groups whose spread is as the filter wants, scored by the model."""
+    ledger = summary.directory / "ledger.sqlite"
+    assert (summary.reason, len(steps_of(summary))) == ("done", 3)
+    assert audit(ledger) == []
+    assert summary.samples["trained"] == 3 * 4 * 4
+    spread = "max(reward) - min(reward)"
+    trained = f"select {spread} from samples where end = 'trained' group by id / 4"
+    assert count(ledger, f"exists ({trained} having {spread} <= {least})") == 0
+    assert count(ledger, "end = 'refused' and node = 'has_spread' and reward is null") == 0
+    assert all("rm_view/rm_score" in row for row in steps_of(summary))
+
+
+def test_groups_are_kept_by_what_the_model_says(tmp_path: Path) -> None:
+    summary = run(RECIPE, tmp_path, *ASKED, *APART, "nodes.has_spread.least=0.3")
+    check(summary)
+    ledger = summary.directory / "ledger.sqlite"
+    assert count(ledger, "end = 'refused' and node = 'has_spread'") > 0
+    assert "rew_inf" in [made.node for made in tell(ledger, "0").computed]
+
+
+def test_scores_are_those_of_a_whole_batch(tmp_path: Path) -> None:
+    """Without the filter the model runs by batch; with one that keeps all, as groups arrive."""
+    by_batch = tmp_path / "rewarded.py"
+    by_batch.write_text(RECIPE.read_text().replace("        has_spread,\n", ""))
+    early = run(RECIPE, tmp_path / "early", *ASKED, *APART, "nodes.has_spread.least=-1.0")
+    late = run(by_batch, tmp_path / "late", *ASKED, *APART)
+    for ours, theirs in zip(steps_of(early), steps_of(late), strict=True):
+        for name in ("actor_gen/reward", "actor_train/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6)
+    assert largest_difference(weights_of(early), weights_of(late)) < 1e-5
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    "rm",
+    [
+        ["placement=actor=0 actor.gen=1 rm=2-3:d2"],
+        ["placement=actor=0 actor.gen=1 rm=2-3:t2", "models.rm.backend=megatron"],
+    ],
+    ids=["data", "tensor"],
+)
+def test_on_several_ranks_while_generation_runs_ahead(
+    rm: list[str], tmp_path: Path, four_processes: RayProcesses
+) -> None:
+    """Samples are drawn, scored and trained on three sets of devices."""
+    changes = ["cluster=cpu-1x4", "schedule.max_staleness=2", "nodes.has_spread.least=0.3", *rm]
+    check(run(RECIPE, tmp_path, *ASKED, *changes, processes=four_processes))
+
+
+def test_devices_that_take_turns_are_refused(tmp_path: Path) -> None:
+    reason = "rew_inf .*rewarded.py.*rm@infer cannot share its devices with actor@gen; give it .* 'rm=1'"
+    with pytest.raises(NotYetError, match=reason.replace("'rm=1'", "rm=1'")):
+        run(RECIPE, tmp_path, *ASKED, "workers=inproc", "cluster=cpu-1x2")
+    assert list(tmp_path.iterdir()) == []
