@@ -11,6 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hflow.report.words import plural
+
 SHOWN = ("stream", "id", "row", "tokens", "oldest", "newest", "reward", "end", "step", "lag")
 WHY = ("reason", "node")
 """Shown where any row has them."""
@@ -23,6 +25,8 @@ def render_samples(rows: Sequence[dict[str, Any]], total: int) -> RenderableType
         rows: column -> value, for each sample.
         total: how many samples there are beside those of `rows`, these included.
     """
+    if not rows:
+        return Text(f"{'none of ' * bool(total)}{plural(total, 'sample')}", style="dim")
     names = [*SHOWN, *(name for name in WHY if any(row[name] is not None for row in rows))]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
@@ -31,7 +35,8 @@ def render_samples(rows: Sequence[dict[str, Any]], total: int) -> RenderableType
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in names))
     more = "" if len(rows) == total else f"the first {len(rows)} of "
-    return Group(table, Text(f"{more}{total:,} samples; --json and --csv have all columns", style="dim"))
+    said = f"{more}{plural(total, 'sample')}; --json and --csv have all columns"
+    return Group(table, Text(said, style="dim"))
 
 
 def as_csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

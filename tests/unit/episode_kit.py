@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import atexit
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -45,23 +51,63 @@ def merging_tokenizer(directory: Path, template: str | None) -> TextTokenizer:
     return TextTokenizer(TokenizerSettings(path=str(directory), chat_template=template))
 
 
-def new_engine(tokenizer: TextTokenizer, seed: int = 1, **options: int) -> EmbeddedEngine:
-    """An engine whose model is random: it says anything."""
+def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    """A fixture: `merging_tokenizer` without a chat template."""
+    return merging_tokenizer(tmp_path_factory.mktemp("plain"), None)
+
+
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    """A fixture: `merging_tokenizer` with a chat template."""
+    return merging_tokenizer(tmp_path_factory.mktemp("chat"), TEMPLATE)
+
+
+def one_thread() -> None:
+    """A fixture: models this small are slower on two."""
+    torch.set_num_threads(1)
+
+
+def model_settings(num_tokens: int, seed: int = 1, num_positions: int = 1000) -> ModelSettings:
+    """A tiny random model."""
     architecture = {
         "model_type": "qwen2",
-        "vocab_size": tokenizer.num_tokens,
+        "vocab_size": num_tokens,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 1000,
+        "max_position_embeddings": num_positions,
         "initializer_range": 0.2,
         "eos_token_id": 2,
         "bos_token_id": 1,
     }
-    settings = ModelSettings("actor", architecture=architecture, seed=seed)
+    return ModelSettings("actor", architecture=architecture, seed=seed)
+
+
+def new_engine(tokenizer: TextTokenizer, seed: int = 1, **options: int) -> EmbeddedEngine:
+    """An engine whose model is random: it says anything."""
+    settings = model_settings(tokenizer.num_tokens, seed)
     return EmbeddedEngine(settings, {"max_model_len": 1000, **options}, None, tokenizer.decode)
+
+
+class Gated(EmbeddedEngine):
+    """An engine that stops by itself: it allows `num_allowed` further steps, then waits for more."""
+
+    num_allowed = 0
+
+    def step(self) -> list[tuple[int, Generated]]:
+        """Draw while that is allowed; otherwise return nothing, having done nothing."""
+        if self.num_allowed == 0:
+            time.sleep(0.001)
+            return []
+        self.num_allowed -= 1
+        return super().step()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for it."""
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 class Heard(EngineDriver):
@@ -79,9 +125,9 @@ class Heard(EngineDriver):
 
 
 @contextmanager
-def heard(engine: EmbeddedEngine) -> Iterator[Heard]:
+def driving(engine: EmbeddedEngine) -> Iterator[EngineDriver]:
     """Drive an engine."""
-    driver = Heard(engine)
+    driver = EngineDriver(engine)
     try:
         yield driver
     finally:
@@ -89,13 +135,32 @@ def heard(engine: EmbeddedEngine) -> Iterator[Heard]:
 
 
 @contextmanager
-def new_effects(journal: Journal | None = None) -> Iterator[Effects]:
-    """An episode's effects, with sandboxes of their own."""
-    sandboxes = Sandboxes(1)
+def heard(engine: EmbeddedEngine) -> Iterator[Heard]:
+    """Drive an engine, and remember what is said."""
+    driver = Heard(engine)
     try:
-        yield Effects(sandboxes, journal=journal)
+        yield driver
     finally:
-        sandboxes.close()
+        driver.close()
+
+
+def heard_driver(plain: TextTokenizer) -> Iterator[Heard]:
+    """A fixture: a driver that remembers."""
+    with heard(new_engine(plain)) as driver:
+        yield driver
+
+
+@cache
+def shared_sandboxes() -> Sandboxes:
+    """Those of all tests: to start the process of a tool takes longer than a test."""
+    made = Sandboxes(1)
+    atexit.register(made.close)
+    return made
+
+
+def new_effects(journal: Journal | None = None) -> Effects:
+    """An episode's effects."""
+    return Effects(shared_sandboxes(), journal=journal)
 
 
 def episode(

@@ -3,66 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import episode_kit
 import pytest
 import torch
+from episode_kit import Gated, driving, model_settings, new_effects, until
 
-from hflow.backends.base import Generated, ModelSettings, SamplingParams
+from hflow.backends.base import ModelSettings, SamplingParams
 from hflow.backends.embedded_engine import EmbeddedEngine
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, RunError
 from hflow.types import Engine, Trajectory
-from hflow.workers.effects import Effects
 from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.episode import EpisodeEngine, sample_seed
-from hflow.workers.sandboxes import Sandboxes
 
 ALPHABET = "0123456789+= abcdefghijklmnop[]\n"
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '' }}"
     "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}[ai]{% endif %}"
 )
-ARCHITECTURE = {
-    "model_type": "qwen2",
-    "vocab_size": 4 + len(ALPHABET),
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 400,
-    "initializer_range": 0.2,
-    "eos_token_id": 2,
-    "bos_token_id": 1,
-}
 TOKENIZER = TextTokenizer(TokenizerSettings(alphabet=ALPHABET))
 CHAT = TextTokenizer(TokenizerSettings(alphabet=ALPHABET + "usr", chat_template=TEMPLATE))
 
 
+def model() -> ModelSettings:
+    return model_settings(CHAT.num_tokens, num_positions=400)
+
+
 def new_engine(**options: int) -> EmbeddedEngine:
-    size = ARCHITECTURE | {"vocab_size": CHAT.num_tokens}
-    return EmbeddedEngine(ModelSettings("actor", architecture=size, seed=1), options, None, TOKENIZER.decode)
-
-
-@contextmanager
-def driving(engine: EmbeddedEngine) -> Iterator[EngineDriver]:
-    driver = EngineDriver(engine)
-    try:
-        yield driver
-    finally:
-        driver.close()
+    return EmbeddedEngine(model(), options, None, TOKENIZER.decode)
 
 
 def episode(
     driver: EngineDriver, sample: int = 0, tokenizer: TextTokenizer = TOKENIZER, **params: Any
 ) -> EpisodeEngine:
-    sampling = SamplingParams(**{"max_tokens": 12, **params})
-    seed = sample_seed(0, "gen", sample, "actor")
-    return EpisodeEngine(driver, tokenizer, sampling, seed, Effects(Sandboxes(1)), "actor")
+    return episode_kit.episode(driver, tokenizer, new_effects(), sample=sample, **params)
 
 
 def run(body: Callable[[EngineDriver], Awaitable[Any]], **options: int) -> Any:
@@ -181,32 +158,12 @@ def test_stop_strings_end_the_turn_and_are_not_said() -> None:
     assert stopped.stop_reason == "stop"
 
 
-class Gated(EmbeddedEngine):
-    """An engine that stops by itself: it allows `num_allowed` further steps, then waits for more."""
-
-    num_allowed = 0
-
-    def step(self) -> list[tuple[int, Generated]]:
-        """Draw while that is allowed; otherwise return nothing, having done nothing."""
-        if self.num_allowed == 0:
-            time.sleep(0.001)
-            return []
-        self.num_allowed -= 1
-        return super().step()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 def started(driver: EngineDriver, num: int) -> list[asyncio.Task[Trajectory]]:
     return [asyncio.create_task(episode(driver, i).complete(f"{i}+1=")) for i in range(num)]
 
 
 def gated(**options: int) -> Gated:
-    size = ARCHITECTURE | {"vocab_size": CHAT.num_tokens}
-    return Gated(ModelSettings("actor", architecture=size, seed=1), options)
+    return Gated(model(), options)
 
 
 def test_an_interrupted_episode_sees_one_longer_completion() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
+import episode_kit
 import pytest
-import torch
-from episode_kit import TEMPLATE, Heard, episode, heard, merging_tokenizer, new_effects, new_engine
+from episode_kit import Heard, episode, new_effects
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,26 +16,10 @@ from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import EpisodeError, RecipeError
 from hflow.types import ToolCall, Trajectory
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    return merging_tokenizer(tmp_path_factory.mktemp("plain"), None)
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    return merging_tokenizer(tmp_path_factory.mktemp("chat"), TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def driver(plain: TextTokenizer) -> Iterator[Heard]:
-    with heard(new_engine(plain)) as driver:
-        yield driver
+one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)
+plain = pytest.fixture(episode_kit.plain_tokenizer, scope="module")
+chat = pytest.fixture(episode_kit.chat_tokenizer, scope="module")
+driver = pytest.fixture(episode_kit.heard_driver, scope="module")
 
 
 @sandbox(timeout=5.0)
@@ -97,24 +80,24 @@ def test_every_token_stays_what_it_was(
     driver.heard.clear()
 
     async def play() -> Trajectory:
-        with new_effects() as effects:
-            engine = episode(
-                driver,
-                chat if is_chat else plain,
-                effects,
-                sample=sample,
-                tools=None if is_chat else style,
-            )
-            talk = None
-            for max_tokens, added, role in turns:
-                before: Any = [{"role": "user", "content": prompt}] if is_chat else prompt
-                if talk is not None:
-                    for text in added:
-                        before = talk = talk.add(role, text)
-                    before = talk
-                talk = await engine.complete(before, tools=offered or None, max_tokens=max_tokens)
-            assert talk is not None
-            return talk
+        effects = new_effects()
+        engine = episode(
+            driver,
+            chat if is_chat else plain,
+            effects,
+            sample=sample,
+            tools=None if is_chat else style,
+        )
+        talk = None
+        for max_tokens, added, role in turns:
+            before: Any = [{"role": "user", "content": prompt}] if is_chat else prompt
+            if talk is not None:
+                for text in added:
+                    before = talk = talk.add(role, text)
+                before = talk
+            talk = await engine.complete(before, tools=offered or None, max_tokens=max_tokens)
+        assert talk is not None
+        return talk
 
     talk = asyncio.run(play())
     assert talk.num_turns == len(turns) == len(driver.heard)
@@ -125,31 +108,30 @@ def test_encoding_again_would_have_been_seen(plain: TextTokenizer, driver: Heard
     """The tokenizer of the property above does not bring a drawn text's tokens back."""
 
     async def play() -> list[Trajectory]:
-        with new_effects() as effects:
-            runs = (episode(driver, plain, effects, sample=i, max_tokens=40).complete("1=") for i in range(8))
-            return list(await asyncio.gather(*runs))
+        effects = new_effects()
+        runs = (episode(driver, plain, effects, sample=i, max_tokens=40).complete("1=") for i in range(8))
+        return list(await asyncio.gather(*runs))
 
     drawn = [talk.input_ids[3:] for talk in asyncio.run(play())]
     assert any(tuple(plain.encode(plain.decode(ids))) != tuple(i for i in ids if i > 3) for ids in drawn)
 
 
-def found_call(driver: Heard, tokenizer: TextTokenizer) -> tuple[int, Trajectory]:
+@pytest.fixture(scope="module")
+def calling(plain: TextTokenizer, driver: Heard) -> tuple[int, Trajectory]:
     """A sample whose random model happens to write `[...]`."""
 
-    async def play(sample: int) -> Trajectory:
-        with new_effects() as effects:
-            engine = episode(driver, tokenizer, effects, sample=sample, tools="[]", max_tokens=60)
-            return await engine.complete("1=", tools=[later])
+    async def play() -> list[Trajectory]:
+        engines = [
+            episode(driver, plain, new_effects(), sample=sample, tools="[]", max_tokens=60)
+            for sample in range(200)
+        ]
+        return list(await asyncio.gather(*(engine.complete("1=", tools=[later]) for engine in engines)))
 
-    for sample in range(200):
-        talk = asyncio.run(play(sample))
-        if talk.tool_calls:
-            return sample, talk
-    raise AssertionError("no sample called")
+    return next((sample, talk) for sample, talk in enumerate(asyncio.run(play())) if talk.tool_calls)
 
 
-def test_a_marked_call_ends_the_turn(plain: TextTokenizer, driver: Heard) -> None:
-    _, talk = found_call(driver, plain)
+def test_a_marked_call_ends_the_turn(plain: TextTokenizer, calling: tuple[int, Trajectory]) -> None:
+    _, talk = calling
     drawn = talk.input_ids[len(plain.prompt("1=")) :]
     text = plain.decode(drawn)
     assert talk.stop_reason == "tool_calls"
@@ -160,21 +142,23 @@ def test_a_marked_call_ends_the_turn(plain: TextTokenizer, driver: Heard) -> Non
     assert talk.tools == (later,)
 
 
-def test_tools_stay_offered_and_results_are_answers(plain: TextTokenizer, driver: Heard) -> None:
-    sample, first = found_call(driver, plain)
+def test_tools_stay_offered_and_results_are_answers(
+    plain: TextTokenizer, driver: Heard, calling: tuple[int, Trajectory]
+) -> None:
+    sample, first = calling
 
     async def play() -> tuple[Trajectory, list[Any], dict[str, int]]:
-        with new_effects() as effects:
-            engine = episode(driver, plain, effects, sample=sample, tools="[]?", max_tokens=60)
-            talk = await engine.complete("1=", tools=[later])
-            results = [
-                await engine.call(later, **talk.tool_calls[0].arguments),
-                await engine.call(later, other="x"),
-                await engine.call(calculator, expression="6 * 7"),
-                await engine.call(calculator, expression="1 / 0"),
-            ]
-            longer = await engine.complete(talk.add("tool", "12"), max_tokens=3)
-            return longer, results, dict(effects.counts)
+        effects = new_effects()
+        engine = episode(driver, plain, effects, sample=sample, tools="[]?", max_tokens=60)
+        talk = await engine.complete("1=", tools=[later])
+        results = [
+            await engine.call(later, **talk.tool_calls[0].arguments),
+            await engine.call(later, other="x"),
+            await engine.call(calculator, expression="6 * 7"),
+            await engine.call(calculator, expression="1 / 0"),
+        ]
+        longer = await engine.complete(talk.add("tool", "12"), max_tokens=3)
+        return longer, results, dict(effects.counts)
 
     talk, results, counts = asyncio.run(play())
     assert results == [{"key": first.tool_calls[0].arguments["key"], "pair": [1, 2]}, "?", "42", "?"]
@@ -189,28 +173,28 @@ def test_tools_stay_offered_and_results_are_answers(plain: TextTokenizer, driver
 
 def test_a_bug_of_the_body_is_raised(plain: TextTokenizer, driver: Heard) -> None:
     async def play() -> list[Any]:
-        with new_effects() as effects:
-            engine = episode(driver, plain, effects, tools="[]")
-            with pytest.raises(LookupError, match="no x"):
-                await engine.call(broken, key="x")
-            with pytest.raises(RuntimeError, match="<lambda> raised StopIteration"):
-                await asyncio.wait_for(engine.call(lambda: next(iter(()))), 10)
-            with pytest.raises(TypeError, match=r"what <lambda> returned is journaled, so it must be text"):
-                await engine.call(lambda: {1j})
-            with pytest.raises(TypeError, match=r"the arguments of later is journaled|arguments of later"):
-                await engine.call(later, key=object())
-            await engine.complete("1=", tools=[broken], max_tokens=1)
-            return [await engine.call(broken, key="x")]
+        effects = new_effects()
+        engine = episode(driver, plain, effects, tools="[]")
+        with pytest.raises(LookupError, match="no x"):
+            await engine.call(broken, key="x")
+        with pytest.raises(RuntimeError, match="<lambda> raised StopIteration"):
+            await asyncio.wait_for(engine.call(lambda: next(iter(()))), 10)
+        with pytest.raises(TypeError, match=r"what <lambda> returned is journaled, so it must be text"):
+            await engine.call(lambda: {1j})
+        with pytest.raises(TypeError, match=r"the arguments of later is journaled|arguments of later"):
+            await engine.call(later, key=object())
+        await engine.complete("1=", tools=[broken], max_tokens=1)
+        return [await engine.call(broken, key="x")]
 
     assert asyncio.run(play()) == ["error: LookupError: no x"]
 
 
 def test_a_template_describes_the_tools(chat: TextTokenizer, driver: Heard) -> None:
     async def play() -> list[Trajectory]:
-        with new_effects() as effects:
-            engine = episode(driver, chat, effects, max_tokens=4)
-            first = await engine.complete("1+1", tools=[calculator])
-            return [first, await engine.complete(first.add("tool", "2")), await engine.complete("1+1")]
+        effects = new_effects()
+        engine = episode(driver, chat, effects, max_tokens=4)
+        first = await engine.complete("1+1", tools=[calculator])
+        return [first, await engine.complete(first.add("tool", "2")), await engine.complete("1+1")]
 
     first, second, bare = asyncio.run(play())
     opening = chat.encode("<calculator>[user]1+1\n[ai]")
@@ -222,14 +206,12 @@ def test_a_template_describes_the_tools(chat: TextTokenizer, driver: Heard) -> N
 
 def test_what_the_tokenizer_lacks_refuses_the_sample(plain: TextTokenizer, driver: Heard) -> None:
     async def play() -> None:
-        with new_effects() as effects:
-            engine = episode(driver, plain, effects, tools="[]")
-            talk = await engine.complete("1=", max_tokens=2)
-            with pytest.raises(
-                EpisodeError, match=r"a message that the episode added cannot be encoded: .*'É'"
-            ):
-                await engine.complete(talk.add("tool", "É"))
-            with pytest.raises(RecipeError, match="offers one tool"):
-                await engine.complete("1=", tools=[later, broken])
+        effects = new_effects()
+        engine = episode(driver, plain, effects, tools="[]")
+        talk = await engine.complete("1=", max_tokens=2)
+        with pytest.raises(EpisodeError, match=r"a message that the episode added cannot be encoded: .*'É'"):
+            await engine.complete(talk.add("tool", "É"))
+        with pytest.raises(RecipeError, match="offers one tool"):
+            await engine.complete("1=", tools=[later, broken])
 
     asyncio.run(play())

@@ -5,20 +5,29 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import episode_kit
 import pytest
-import torch
-from episode_kit import Heard, episode, heard, merging_tokenizer, new_effects, new_engine
+from episode_kit import (
+    Gated,
+    Heard,
+    driving,
+    episode,
+    heard,
+    model_settings,
+    new_effects,
+    new_engine,
+    shared_sandboxes,
+    until,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hflow import sandbox
-from hflow.backends.base import Generated, ModelSettings
-from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.base import Generated
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import EpisodeError
 from hflow.types import EpisodeState, Trajectory
@@ -26,25 +35,10 @@ from hflow.workers.effects import Effects
 from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.episode import EpisodeEngine
 from hflow.workers.journal import Effect, Journal
-from hflow.workers.sandboxes import Sandboxes
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    return merging_tokenizer(tmp_path_factory.mktemp("plain"), None)
-
-
-@pytest.fixture(scope="module")
-def driver(tokenizer: TextTokenizer) -> Iterator[Heard]:
-    with heard(new_engine(tokenizer)) as driver:
-        yield driver
-
-
+one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)
+plain = pytest.fixture(episode_kit.plain_tokenizer, scope="module")
+driver = pytest.fixture(episode_kit.heard_driver, scope="module")
 calls = Counter[str]()
 
 
@@ -71,15 +65,15 @@ async def body(engine: EpisodeEngine) -> tuple[Trajectory, list[Any]]:
 
 def play(
     driver: EngineDriver,
-    tokenizer: TextTokenizer,
+    plain: TextTokenizer,
     journal: Journal | None = None,
     body: Callable[[EpisodeEngine], Any] = body,
 ) -> tuple[Any, Effects]:
     async def main() -> tuple[Any, Effects]:
-        with new_effects(journal) as effects:
-            result = await body(episode(driver, tokenizer, effects, tools="[]"))
-            effects.finish()
-            return result, effects
+        effects = new_effects(journal)
+        result = await body(episode(driver, plain, effects, tools="[]"))
+        effects.finish()
+        return result, effects
 
     return asyncio.run(main())
 
@@ -89,8 +83,8 @@ def moved(journal: Journal) -> Journal:
     return Journal.from_json(json.loads(json.dumps(journal.to_json())))
 
 
-def test_a_whole_journal_is_replayed_without_doing_anything(driver: Heard, tokenizer: TextTokenizer) -> None:
-    (talk, seen), effects = play(driver, tokenizer)
+def test_a_whole_journal_is_replayed_without_doing_anything(driver: Heard, plain: TextTokenizer) -> None:
+    (talk, seen), effects = play(driver, plain)
     assert seen[4].startswith("error: TypeError: double() got an unexpected keyword")
     journal = moved(effects.journal)
     assert journal == effects.journal
@@ -99,21 +93,21 @@ def test_a_whole_journal_is_replayed_without_doing_anything(driver: Heard, token
     ]
     driver.heard.clear()
     calls.clear()
-    (again, seen_again), replayed = play(driver, tokenizer, journal)
+    (again, seen_again), replayed = play(driver, plain, journal)
     assert (again, seen_again) == (talk, seen)
     assert (driver.heard, calls) == ([], {})
     assert replayed.journal == journal
     assert replayed.counts == effects.counts == {"tool_calls": 2, "tool_errors": 1, "malformed_calls": 0}
 
 
-def test_every_beginning_of_a_journal_leads_to_the_same_end(driver: Heard, tokenizer: TextTokenizer) -> None:
-    (talk, seen), effects = play(driver, tokenizer)
+def test_every_beginning_of_a_journal_leads_to_the_same_end(driver: Heard, plain: TextTokenizer) -> None:
+    (talk, seen), effects = play(driver, plain)
     whole = effects.journal.effects
     for length in range(len(whole) + 1):
         driver.heard.clear()
         calls.clear()
         calls[next(e.asked["arguments"]["question"] for e in whole if e.asked.get("tool") == "oracle")] = 0
-        (again, seen_again), _ = play(driver, tokenizer, Journal(whole[:length]))
+        (again, seen_again), _ = play(driver, plain, Journal(whole[:length]))
         assert again == talk
         seen_again[1] = seen[1] if length <= 2 else seen_again[1]  # the time of a fresh effect is new
         assert seen_again == seen
@@ -121,22 +115,22 @@ def test_every_beginning_of_a_journal_leads_to_the_same_end(driver: Heard, token
         assert len(driver.heard) == kinds.count("complete")
 
 
-def test_a_partial_completion_goes_on_with_what_is_left(driver: Heard, tokenizer: TextTokenizer) -> None:
-    (talk, _), effects = play(driver, tokenizer)
+def test_a_partial_completion_goes_on_with_what_is_left(driver: Heard, plain: TextTokenizer) -> None:
+    (talk, _), effects = play(driver, plain)
     *before, last = effects.journal.effects
     drawn: Generated = last.outcome
     cut = Generated(drawn.ids[:2], drawn.logprobs[:2], (7, 7), "abort")
     part = dataclasses.replace(last, outcome=cut, is_done=False)
     driver.heard.clear()
     num_before = driver.drawn.num_tokens
-    (again, _), _ = play(driver, tokenizer, moved(Journal((*before, part))))
+    (again, _), _ = play(driver, plain, moved(Journal((*before, part))))
     assert again.input_ids == talk.input_ids
     assert again.versions[-len(drawn.ids) :] == (7, 7, *drawn.versions[2:])
     assert driver.drawn.num_tokens - num_before == len(drawn.ids) - 2
 
 
-def test_what_differs_is_refused_with_the_reason(driver: Heard, tokenizer: TextTokenizer) -> None:
-    _, effects = play(driver, tokenizer)
+def test_what_differs_is_refused_with_the_reason(driver: Heard, plain: TextTokenizer) -> None:
+    _, effects = play(driver, plain)
     whole = effects.journal.effects
 
     def changed(index: int, **changes: Any) -> Journal:
@@ -156,7 +150,7 @@ def test_what_differs_is_refused_with_the_reason(driver: Heard, tokenizer: TextT
     }
     for reason, journal in wrong.items():
         with pytest.raises(EpisodeError, match=reason):
-            play(driver, tokenizer, journal)
+            play(driver, plain, journal)
 
 
 async def two_at_once(engine: EpisodeEngine) -> list[Trajectory]:
@@ -164,9 +158,9 @@ async def two_at_once(engine: EpisodeEngine) -> list[Trajectory]:
     return list(await asyncio.gather(*talks))
 
 
-def test_effects_at_the_same_time_are_told_apart(driver: Heard, tokenizer: TextTokenizer) -> None:
-    talks, effects = play(driver, tokenizer, body=two_at_once)
-    again, _ = play(driver, tokenizer, moved(effects.journal), two_at_once)
+def test_effects_at_the_same_time_are_told_apart(driver: Heard, plain: TextTokenizer) -> None:
+    talks, effects = play(driver, plain, body=two_at_once)
+    again, _ = play(driver, plain, moved(effects.journal), two_at_once)
     assert again == talks
 
 
@@ -208,10 +202,10 @@ def acting(ops: list[tuple[str, Any]]) -> Callable[[EpisodeEngine], Any]:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ops=st.lists(OPS, max_size=6), cut=st.integers(0, 9), num_kept=st.integers(0, 3))
 def test_whatever_an_episode_does_is_replayed(
-    ops: list[tuple[str, Any]], cut: int, num_kept: int, driver: Heard, tokenizer: TextTokenizer
+    ops: list[tuple[str, Any]], cut: int, num_kept: int, driver: Heard, plain: TextTokenizer
 ) -> None:
     """From any beginning of its journal, the last completion of which may lack its end."""
-    expected, effects = play(driver, tokenizer, body=acting(ops))
+    expected, effects = play(driver, plain, body=acting(ops))
     kept = list(effects.journal.effects[: cut + 1])
     last = kept[-1]
     if last.kind == "complete" and len(last.outcome.ids) > num_kept:
@@ -222,7 +216,7 @@ def test_whatever_an_episode_does_is_replayed(
     num_all = sum(len(e.outcome.ids) for e in effects.journal.effects if e.kind == "complete")
     driver.heard.clear()
     num_before = driver.drawn.num_tokens
-    again, replayed = play(driver, tokenizer, moved(Journal(tuple(kept))), acting(ops))
+    again, replayed = play(driver, plain, moved(Journal(tuple(kept))), acting(ops))
     assert [x.input_ids if isinstance(x, Trajectory) else x for x in again] == [
         x.input_ids if isinstance(x, Trajectory) else x for x in expected
     ]
@@ -230,26 +224,7 @@ def test_whatever_an_episode_does_is_replayed(
     assert len(replayed.journal.effects) == len(effects.journal.effects)
 
 
-class Gated(EmbeddedEngine):
-    """An engine that stops by itself: it allows `num_allowed` further steps, then waits for more."""
-
-    num_allowed = 0
-
-    def step(self) -> list[tuple[int, Generated]]:
-        """Draw while that is allowed; otherwise return nothing, having done nothing."""
-        if self.num_allowed == 0:
-            time.sleep(0.001)
-            return []
-        self.num_allowed -= 1
-        return super().step()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
-def test_an_episode_is_interrupted_in_every_state(tokenizer: TextTokenizer) -> None:
+def test_an_episode_is_interrupted_in_every_state(plain: TextTokenizer) -> None:
     """The engine sleeps and wakes while the episode generates, calls a tool and does something else."""
     may_go_on = asyncio.Event()
 
@@ -263,11 +238,9 @@ def test_an_episode_is_interrupted_in_every_state(tokenizer: TextTokenizer) -> N
         await may_go_on.wait()
         return await engine.complete(talk, max_tokens=6)
 
-    base = new_engine(tokenizer)
-    model = ModelSettings("actor", architecture=base._module.config.to_dict(), seed=1)
-    gated = Gated(model, {"max_model_len": 1000}, None, tokenizer.decode)
+    base = new_engine(plain)
+    gated = Gated(model_settings(plain.num_tokens), {"max_model_len": 1000}, None, plain.decode)
     census: Counter[EpisodeState] = Counter()
-    sandboxes = Sandboxes(1)
 
     async def nap(driver: EngineDriver, effects: Effects, state: EpisodeState) -> None:
         assert effects.watch.state is state
@@ -280,8 +253,8 @@ def test_an_episode_is_interrupted_in_every_state(tokenizer: TextTokenizer) -> N
         driver.resume()
 
     async def main(driver: EngineDriver) -> Trajectory:
-        effects = Effects(sandboxes, census)
-        engine = episode(driver, tokenizer, effects)
+        effects = Effects(shared_sandboxes(), census)
+        engine = episode(driver, plain, effects)
         await nap(driver, effects, EpisodeState.PENDING)
         effects.watch.begin()
         await nap(driver, effects, EpisodeState.INTERACTING)
@@ -301,13 +274,9 @@ def test_an_episode_is_interrupted_in_every_state(tokenizer: TextTokenizer) -> N
         await nap(driver, effects, EpisodeState.TERMINATED)
         return talk
 
-    driver = EngineDriver(gated)
-    try:
+    with driving(gated) as driver:
         talk = asyncio.run(asyncio.wait_for(main(driver), 60))
-    finally:
-        driver.close()
-        sandboxes.close()
-    with heard(base) as plain:
-        undisturbed, _ = play(plain, tokenizer, body=states_of)
+    with heard(base) as alone:
+        undisturbed, _ = play(alone, plain, body=states_of)
     assert talk.input_ids == undisturbed.input_ids
     assert talk.loss_mask == undisturbed.loss_mask
