@@ -22,6 +22,7 @@ from hflow.runtime.firing import Firing
 from hflow.runtime.holdings import StepBatch
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.orders import Orders
+from hflow.runtime.rebalance import Rebalancer
 from hflow.runtime.scoreboard import Observer, Scoreboard
 from hflow.runtime.state import RunState
 from hflow.workers.base import (
@@ -75,6 +76,8 @@ class Executor:
             for name, stream in self._streams.items()
         }
         self._placer = Placer(plan)
+        streams = {stream.stream.name: stream for stream in self._state.data.streams}
+        self._rebalancer = Rebalancer(plan, workers, self._placer, streams)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._scores = Scoreboard(*_num_devices(plan))
         firing = Firing(plan, workers, observer, self._scores, seed)
@@ -266,6 +269,13 @@ class Executor:
 
     async def _sleep(self, replica: str) -> None:
         await self._workers.sleep(replica)
+        num_moved, ended = await self._rebalancer.spread(replica)
+        self._scores.moved(num_moved)
+        for stream, samples in ended.items():
+            for sample in samples:
+                self._left_source(stream, sample)
+                source = self._streams[stream].source
+                self._feed(ev.NodeFailed(source, sample, ev.Refusal.FAILED))
         self._feed(ev.Asleep(replica))
 
     async def _save(self, node: str, step: int) -> None:

@@ -47,6 +47,7 @@ class Scoreboard:
         self._rows: dict[int, dict[str, float]] = {}
         self._refused: Counter[str] = Counter()
         self._drawn = Drawn()
+        self._moved = 0
         self._busy: Counter[int] = Counter()
         """Worker -> seconds that its device ran batch nodes."""
         self._last = time.monotonic()
@@ -62,6 +63,10 @@ class Scoreboard:
     def drew(self, drawn: Drawn) -> None:
         """Count what engines did."""
         self._drawn += drawn
+
+    def moved(self, num_samples: int) -> None:
+        """Count samples that moved to another engine."""
+        self._moved += num_samples
 
     def ran(self, worker: int, seconds: float) -> None:
         """Count the time of a batch node on a worker's device."""
@@ -84,12 +89,14 @@ class Scoreboard:
         if self._drawn.num_interrupted:
             row["rollout/interrupted"] = self._drawn.num_interrupted
             row["rollout/kept_tokens"] = self._drawn.num_kept
+        if self._moved:
+            row["rollout/moved"] = self._moved
         if tokens := row.get("batch/tokens"):
             row["time/tokens_per_second"] = tokens / seconds
         if samples := row.get("batch/samples"):
             row["time/samples_per_second"] = samples / seconds
         row.update({**self._refused, **counts})
-        self._drawn = Drawn()
+        self._drawn, self._moved = Drawn(), 0
         self._busy.clear()
         self._refused.clear()
         return dict(sorted(row.items()))

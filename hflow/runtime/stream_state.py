@@ -111,6 +111,20 @@ class StreamState:
             for sample, member in group.members.items():
                 yield from ((name, sample) for name in member.running)
 
+    def untouched(self) -> list[int]:
+        """Open groups of which no member has ended or was refused, in order of admission."""
+        size = self.graph.size
+        return [
+            number
+            for number, group in self.groups.items()
+            if len(group.members) == size and all(member.generating for member in group.members.values())
+        ]
+
+    def members_of(self, number: int) -> frozenset[int]:
+        """The samples that are left of a group; none where it is not open."""
+        group = self.groups.get(number)
+        return frozenset(group.members if group else ())
+
     def is_orphan(self, name: str, key: int) -> bool:
         """Whether what a node is at work on was refused meanwhile."""
         return (name, key) in self.orphans
