@@ -76,8 +76,8 @@ class Executor:
             for name, stream in self._streams.items()
         }
         self._placer = Placer(plan)
-        streams = {stream.stream.name: stream for stream in self._state.data.streams}
-        self._rebalancer = Rebalancer(plan, workers, self._placer, streams)
+        self._states = {stream.stream.name: stream for stream in self._state.data.streams}
+        self._rebalancer = Rebalancer(plan, workers, self._placer, self._states)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._scores = Scoreboard(*_num_devices(plan))
         firing = Firing(plan, workers, observer, self._scores, seed)
@@ -148,9 +148,10 @@ class Executor:
         match event:
             case SampleReady():
                 self._ledger.reported(event)
-                self._batches.holdings[event.stream].arrive(event.sample, worker, event.length)
-                if self._is_trained(event.stream):
-                    self._scores.ages.arrive(event.sample, event.oldest, event.newest)
+                if event.sample not in self._states[event.stream].abandoned:
+                    self._batches.holdings[event.stream].arrive(event.sample, worker, event.length)
+                    if self._is_trained(event.stream):
+                        self._scores.ages.arrive(event.sample, event.oldest, event.newest)
                 self._left_source(event.stream, event.sample)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
             case ComputeReady():
