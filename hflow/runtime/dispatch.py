@@ -73,6 +73,30 @@ class Placer:
         self._unfinished[stream, group] = num_samples
         return worker
 
+    def evened(self, stream: str, groups: Iterable[int]) -> dict[int, int]:
+        """Which groups would better be on an engine that has less to do, and on which.
+
+        Args:
+            stream: theirs.
+            groups: those that may move, the first to go first.
+        """
+        load, moves = dict(self._load), {}
+        for group in groups:
+            src, size = self._home[stream, group], self._unfinished[stream, group]
+            dst = min(self._heads[stream], key=lambda head: (load[head], head))
+            if load[src] - load[dst] >= 2 * size:
+                moves[group] = dst
+                load[src] -= size
+                load[dst] += size
+        return moves
+
+    def move(self, stream: str, group: int, worker: int) -> None:
+        """A group with all its unfinished samples is on another worker."""
+        size = self._unfinished[stream, group]
+        self._load[self._home[stream, group]] -= size
+        self._load[worker] += size
+        self._home[stream, group] = worker
+
     def home(self, stream: str, group: int) -> int:
         """The worker that holds a group."""
         return self._home[stream, group]

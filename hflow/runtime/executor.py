@@ -22,6 +22,7 @@ from hflow.runtime.firing import Firing
 from hflow.runtime.holdings import StepBatch
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.orders import Orders
+from hflow.runtime.rebalance import Rebalancer
 from hflow.runtime.scoreboard import Observer, Scoreboard
 from hflow.runtime.state import RunState
 from hflow.workers.base import (
@@ -75,6 +76,8 @@ class Executor:
             for name, stream in self._streams.items()
         }
         self._placer = Placer(plan)
+        self._states = {stream.stream.name: stream for stream in self._state.data.streams}
+        self._rebalancer = Rebalancer(plan, workers, self._placer, self._states)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._scores = Scoreboard(*_num_devices(plan))
         firing = Firing(plan, workers, observer, self._scores, ledger, seed)
@@ -147,8 +150,9 @@ class Executor:
         match event:
             case SampleReady():
                 self._ledger.reported(event)
-                self._batches.holdings[event.stream].arrive(event.sample, worker, event.length)
-                self._scores.arrived(event, is_trained=self._is_trained(event.stream))
+                if event.sample not in self._states[event.stream].abandoned:
+                    self._batches.holdings[event.stream].arrive(event.sample, worker, event.length)
+                    self._scores.arrived(event, is_trained=self._is_trained(event.stream))
                 self._left_source(event.stream, event.sample)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
             case ComputeReady():
@@ -267,6 +271,13 @@ class Executor:
 
     async def _sleep(self, replica: str) -> None:
         await self._workers.sleep(replica)
+        num_moved, ended = await self._rebalancer.spread(replica)
+        self._scores.moved(num_moved)
+        for stream, samples in ended.items():
+            for sample in samples:
+                self._left_source(stream, sample)
+                source = self._streams[stream].source
+                self._feed(ev.NodeFailed(source, sample, ev.Refusal.FAILED))
         self._feed(ev.Asleep(replica))
 
     async def _save(self, node: str, step: int) -> None:

@@ -181,13 +181,15 @@ class Rollout(StreamState):
                 del self.queue[group.number]
                 self.num_accepted -= 1
         for group in tuple(self.groups.values()):
-            for sample in [key for key, member in group.members.items() if self._is_stale(member)]:
-                if sample in group.members:  # it may have gone with its group
-                    awaited = ", ".join(sorted(group.members[sample].running | group.running))
-                    message = f"{awaited} had not answered" if awaited else ""
-                    self._refuse_sample(group, sample, self.graph.source, Refusal.STALE, message)
+            stale = {
+                s: _awaited(group, member) for s, member in group.members.items() if self._is_stale(member)
+            }
+            if stale:
+                self._refuse_samples(group, stale, self.graph.source, Refusal.STALE)
 
     def _refused(self, node: str, reason: Refusal, message: str) -> None:
+        if reason.is_drop:
+            return
         self.num_refused += 1
         self.causes[node, reason] += 1
         if message:
@@ -206,3 +208,9 @@ class Rollout(StreamState):
         self._refuse_group(group, self.graph.source, Refusal.SMALL_GROUP)
         self._refused(self.graph.source, Refusal.STALE, "")
         return False
+
+
+def _awaited(group: Group, member: Member) -> str:
+    """What a member that ran out of time still waited for, in words."""
+    nodes = ", ".join(sorted(member.running | group.running))
+    return f"{nodes} had not answered" if nodes else ""

@@ -56,6 +56,7 @@ class Scoreboard:
         self._refused: Counter[str] = Counter()
         self._drawn = Drawn()
         self._episodes = Census()
+        self._moved = 0
         self._busy: Counter[int] = Counter()
         """Worker -> seconds that its device ran batch nodes."""
         self._last = self._glanced = time.monotonic()
@@ -79,6 +80,10 @@ class Scoreboard:
             self._episodes.has_turns = True
         if is_trained:
             self.ages.arrive(sample.sample, sample.oldest, sample.newest)
+
+    def moved(self, num_samples: int) -> None:
+        """Count samples that moved to another engine."""
+        self._moved += num_samples
 
     def ran(self, worker: int, seconds: float) -> None:
         """Count the time of a batch node on a worker's device."""
@@ -110,12 +115,14 @@ class Scoreboard:
         if self._drawn.num_interrupted:
             row["rollout/interrupted"] = self._drawn.num_interrupted
             row["rollout/kept_tokens"] = self._drawn.num_kept
+        if self._moved:
+            row["rollout/moved"] = self._moved
         if tokens := row.get("batch/tokens"):
             row["time/tokens_per_second"] = tokens / seconds
         if samples := row.get("batch/samples"):
             row["time/samples_per_second"] = samples / seconds
         row.update({**self._refused, **counts, **self._episodes.close()})
-        self._drawn = Drawn()
+        self._drawn, self._moved = Drawn(), 0
         self._busy.clear()
         self._refused.clear()
         return dict(sorted(row.items()))

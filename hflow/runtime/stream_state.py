@@ -6,7 +6,7 @@ side streams (`evaluation`), which override the hooks at the end of `StreamState
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hflow.plan.ir import Level, ScheduledNode, ScheduledStream
 from hflow.runtime.events import OpenGroup, Refusal, Refuse
@@ -111,6 +111,20 @@ class StreamState:
             for sample, member in group.members.items():
                 yield from ((name, sample) for name in member.running)
 
+    def untouched(self) -> list[int]:
+        """Open groups of which no member has ended or was refused, in order of admission."""
+        size = self.graph.size
+        return [
+            number
+            for number, group in self.groups.items()
+            if len(group.members) == size and all(member.generating for member in group.members.values())
+        ]
+
+    def members_of(self, number: int) -> frozenset[int]:
+        """The samples that are left of a group; none where it is not open."""
+        group = self.groups.get(number)
+        return frozenset(group.members if group else ())
+
     def is_orphan(self, name: str, key: int) -> bool:
         """Whether what a node is at work on was refused meanwhile."""
         return (name, key) in self.orphans
@@ -165,13 +179,20 @@ class StreamState:
     def _refuse_sample(
         self, group: Group, sample: int, node: str, reason: Refusal, message: str = ""
     ) -> None:
-        member = self._abandon(group, sample)
-        self._emit(Refuse(self.stream.name, group.number, (sample,), node, reason, message))
+        self._refuse_samples(group, {sample: message}, node, reason)
+
+    def _refuse_samples(self, group: Group, messages: Mapping[int, str], node: str, reason: Refusal) -> None:
+        """Refuse members for one reason, each with its message; and the others where too few are left."""
+        gone = []
+        for sample, message in messages.items():
+            gone.append(self._abandon(group, sample))
+            self._emit(Refuse(self.stream.name, group.number, (sample,), node, reason, message))
         if len(group.members) < max(1, self.stream.min_group):
             self._refuse_group(group, node, Refusal.SMALL_GROUP)
-            self._refused(node, reason, message)
+            self._refused(node, reason, list(messages.values())[-1])
         else:
-            group.forget(member)
+            for member in gone:
+                group.forget(member)
             self._close_if_complete(group)
 
     def _refuse_group(self, group: Group, node: str, reason: Refusal, message: str = "") -> None:

@@ -99,6 +99,8 @@ class GroupOrder:
     row: int
     """Row of the stream's dataset; the worker reads it."""
     samples: tuple[int, ...]
+    journals: Any = None
+    """Of samples that go on from where another worker left them: sample -> journal, or where that is."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,14 @@ class Workers(abc.ABC):
     @abc.abstractmethod
     async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
         """Start sources; results come by `poll`."""
+
+    @abc.abstractmethod
+    async def give_up(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
+        """Stop the samples of groups whose members all run, and say no more of them.
+
+        Their engines must sleep. Returns orders, with journals, by which any worker goes on with them; groups
+        of which a member has ended are left alone.
+        """
 
     @abc.abstractmethod
     async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from hflow.data.row_binding import bind_rows
@@ -65,6 +66,9 @@ class Episodes:
         self._running: dict[tuple[str, int], asyncio.Task[WorkerEvent]] = {}
         self._effects: dict[tuple[str, int], Effects] = {}
         """Of the running, by node and sample."""
+        self._starts: dict[tuple[str, int], Start] = {}
+        self._given_up: set[tuple[str, int]] = set()
+        """Stopped, as another worker goes on with them: they are not answered here."""
         self._census: Counter[EpisodeState] = Counter()
         self._sandboxes = Sandboxes(num_processes)
         self._answers: dict[Sink, list[WorkerEvent]] = {}
@@ -104,6 +108,25 @@ class Episodes:
             return {key: effects.journal for key, effects in self._effects.items()}
 
         return asyncio.run_coroutine_threadsafe(collect(), self._loop).result()
+
+    def give_up(self, node: str, groups: Sequence[int]) -> list[GroupOrder]:
+        """Stop the episodes of groups whose samples all run, without an answer.
+
+        Returns the orders of these groups, with the journals of their samples. As for `journals`, the engines
+        must have been interrupted.
+        """
+
+        async def stop() -> list[GroupOrder]:
+            orders = self._all_running(node, set(groups))
+            tasks = [self._running[node, sample] for order in orders for sample in order.samples]
+            self._given_up |= {(node, sample) for order in orders for sample in order.samples}
+            left = [replace(order, journals=self._journals_of(node, order.samples)) for order in orders]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            return left
+
+        return asyncio.run_coroutine_threadsafe(stop(), self._loop).result()
 
     def states(self) -> dict[EpisodeState, int]:
         """How many episodes are in each state; the terminated are all that ever ended."""
@@ -153,11 +176,14 @@ class Episodes:
         name, sample = start.program.name, start.sample
         task = self._loop.create_task(self._attempts(start))
         self._running[name, sample] = task
+        self._starts[name, sample] = start
         task.add_done_callback(partial(self._ended, name, sample, sink))
 
     def _ended(self, node: str, sample: int, sink: Sink, task: asyncio.Task[WorkerEvent]) -> None:
-        del self._running[node, sample]
-        if task.cancelled():
+        del self._running[node, sample], self._starts[node, sample]
+        if (node, sample) in self._given_up:
+            self._given_up.remove((node, sample))
+        elif task.cancelled():
             self._answer(sink, Failed(node, sample, "failed", RELEASED))
         elif error := task.exception():
             self._on_error(error)
@@ -181,6 +207,26 @@ class Episodes:
             if task := self._running.get((source, sample)):
                 task.cancel()
         self._store.release(samples, (stream,))
+
+    def _all_running(self, node: str, groups: set[int]) -> list[GroupOrder]:
+        """The orders of those groups of which no sample has ended."""
+        orders = {
+            start.order.group: start.order
+            for (name, _), start in self._starts.items()
+            if name == node and start.order is not None and start.order.group in groups
+        }
+        running = {key for key, task in self._running.items() if not task.done()}
+        return [o for o in orders.values() if running.issuperset((node, sample) for sample in o.samples)]
+
+    def _journals_of(self, node: str, samples: Sequence[int]) -> dict[int, Journal]:
+        """What samples did so far; one that has not begun has what it was to start from."""
+        empty = Journal()
+        return {
+            s: self._effects[node, s].journal
+            if (node, s) in self._effects
+            else self._starts[node, s].journal or empty
+            for s in samples
+        }
 
     async def _stop(self) -> None:
         tasks = list(self._running.values())

@@ -46,6 +46,10 @@ class InprocWorkers(Workers):
         """Start sources."""
         self._worker.open_groups(worker, orders)
 
+    async def give_up(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
+        """Stop groups that another worker goes on with."""
+        return await self._on_thread(lambda: self._worker.give_up(worker, stream, groups))
+
     async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
         """Queue sample- and group-level bodies."""
         self._worker.compute(worker, orders)

@@ -8,6 +8,7 @@ device is doing while it does it; everything else is short and goes through `dat
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,13 @@ class WorkerProcess:
     @ray.method(concurrency_group="data")
     def open_groups(self, orders: Sequence[GroupOrder]) -> None:
         """Start sources."""
-        self._worker.open_groups(self._index, orders)
+        self._worker.open_groups(self._index, [_with_journals(order) for order in orders])
+
+    @ray.method(concurrency_group="data")
+    def give_up(self, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
+        """Stop groups; their journals go into the object store."""
+        orders = self._worker.give_up(self._index, stream, groups)
+        return [dataclasses.replace(order, journals=ray.put(order.journals)) for order in orders]
 
     @ray.method(concurrency_group="data")
     def compute(self, orders: Sequence[ComputeOrder]) -> None:
@@ -170,6 +177,12 @@ class WorkerProcess:
     def close(self) -> None:
         """End threads and processes."""
         self._worker.close()
+
+
+def _with_journals(order: GroupOrder) -> GroupOrder:
+    if order.journals is None:
+        return order
+    return dataclasses.replace(order, journals=ray.get(order.journals))
 
 
 def _fetched(references: list[Any]) -> Iterator[Bucket]:

@@ -90,6 +90,11 @@ class RayWorkers(Workers):
         """Start sources."""
         await self._call(worker, "open_groups", orders)
 
+    async def give_up(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
+        """Stop groups that another worker goes on with; their journals stay in the object store."""
+        orders: list[GroupOrder] = await self._call(worker, "give_up", stream, groups)
+        return orders
+
     async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
         """Queue sample- and group-level bodies."""
         await self._call(worker, "compute", orders)

@@ -1,6 +1,7 @@
 """`Worker`: one device's process, or all of them in one. A message comes in, a part acts on it.
 
 open_groups         encode bodies on a thread, episodes on the engines' loop
+give_up             episodes, as journals
 compute             the pool of body processes; encode bodies for views
 poll                the mailbox
 run                 batch nodes
@@ -141,7 +142,14 @@ class Worker:
             row = self._rows.row(order.stream, order.row)
             by_verb[self._verb(self._plan.graph.stream(order.stream).source)].append((order, row))
         self._encoder.open_groups(by_verb["encode"], sink)
-        self._episodes.open_groups(by_verb["generate"], sink)
+        journals = {s: held for order in orders for s, held in (order.journals or {}).items()}
+        self._episodes.open_groups(by_verb["generate"], sink, journals)
+
+    def give_up(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
+        """Stop groups whose samples all run; returns orders by which others go on with them."""
+        orders = self._episodes.give_up(self._plan.graph.stream(stream).source, groups)
+        self._mailboxes[worker].expect(-sum(len(order.samples) for order in orders))
+        return orders
 
     def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
         """Queue sample- and group-level bodies."""

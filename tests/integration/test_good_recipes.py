@@ -102,7 +102,12 @@ def test_ppo_on_two_workers_is_that_of_one_process(rows: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "models", "reason"),
     [
-        ("tool_agent", ["actor", "rm"], 'rew_inf .*: an infer as groups arrive .* leave out per="group"'),
+        (
+            "tool_agent",
+            ["actor", "rm"],
+            r"rew_inf .*: it runs as groups arrive, .* so rm@infer cannot share its devices with actor@gen; "
+            r"give it devices of its own, as in placement='... rm=1'",
+        ),
     ],
 )
 def test_what_cannot_run_yet_says_so(

@@ -8,10 +8,9 @@ import pytest
 import torch
 from runs import ROOT, TINY, largest_difference, run, steps_of, weights_of
 
-from hflow.errors import NotYetError
 from hflow.report.summary import RunSummary
 from hflow.runtime.ledger import audit
-from hflow.runtime.ledger.query import count
+from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.story import tell
 from hflow.workers.ray_processes import RayProcesses
 
@@ -76,8 +75,14 @@ def test_on_several_ranks_while_generation_runs_ahead(
     check(run(RECIPE, tmp_path, *ASKED, *changes, processes=four_processes))
 
 
-def test_devices_that_take_turns_are_refused(tmp_path: Path) -> None:
-    reason = "rew_inf .*rewarded.py.*rm@infer cannot share its devices with actor@gen; give it .* 'rm=1'"
-    with pytest.raises(NotYetError, match=reason.replace("'rm=1'", "rm=1'")):
-        run(RECIPE, tmp_path, *ASKED, "workers=inproc", "cluster=cpu-1x2")
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.ray
+def test_several_engines_share_the_groups(tmp_path: Path, four_processes: RayProcesses) -> None:
+    """A group stays on the engine that it was sent to, whatever is busy, and its scores come back there."""
+    changes = ["cluster=cpu-1x4", "placement=actor=0 actor.gen=1-2:d2 rm=3", "schedule.max_staleness=2"]
+    summary = run(RECIPE, tmp_path, *ASKED, *changes, processes=four_processes)
+    check(summary, 0.0)
+    homes: dict[int, set[int]] = {}
+    for row in select(summary.directory / "ledger.sqlite").to_json():
+        homes.setdefault(int(row["id"]) // 4, set()).add(row["worker"])
+    assert all(len(workers) == 1 for workers in homes.values())
+    assert set.union(*homes.values()) == {1, 2}

@@ -13,6 +13,7 @@ from runs import largest_difference, run, steps_of, weights_of
 
 from hflow.errors import PlanError
 from hflow.report.summary import RunSummary
+from hflow.runtime.ledger import audit
 from hflow.workers.ray_processes import RayProcesses
 
 pytestmark = pytest.mark.ray
@@ -78,6 +79,16 @@ def test_generation_runs_ahead_within_the_certificate(tmp_path: Path, two_proces
 def test_schedules_and_losses(changes: list[str], tmp_path: Path) -> None:
     inproc = ["workers=inproc", *GRPO, "steps=6"]
     assert_certified(run("recipes/grpo_async.py", tmp_path, *inproc, *changes), 6)
+
+
+def test_groups_move_to_the_engine_that_has_less_to_do(tmp_path: Path) -> None:
+    """Their tokens come along: segments of several versions, and each sample has one end."""
+    engines = ["cluster=cpu-1x3", "placement=actor=0 actor.gen=1-2:d2", "nodes.actor_gen.group=2"]
+    long = ["nodes.actor_gen.max_tokens=48", "batch=8", "models.actor.gen.max_running=16"]
+    summary = run("recipes/grpo_async.py", tmp_path, "workers=inproc", *GRPO, "steps=8", *engines, *long)
+    rows = assert_certified(summary, 8)
+    assert sum(row.get("rollout/moved", 0) for row in rows) > 0
+    assert audit(summary.directory / "ledger.sqlite") == []
 
 
 def test_a_critic_beside_engines_that_run_ahead(tmp_path: Path, two_processes: RayProcesses) -> None:

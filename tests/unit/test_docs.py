@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["agents"])
+@pytest.mark.parametrize("name", ["agents", "rewards"])
 def test_the_examples_of_a_page_run_one_after_the_other(name: str) -> None:
     path = DOCS / f"{name}.md"
     blocks = BLOCK.findall(path.read_text())

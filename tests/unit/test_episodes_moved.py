@@ -99,6 +99,34 @@ def test_samples_end_elsewhere_as_they_would_have_here(
     assert len(_consulted) == 4  # what the oracle would have said is unknown: it is asked again
 
 
+def test_a_worker_gives_up_groups_that_another_goes_on_with(
+    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group with a member that ended, nothing moves."""
+    expected, num_expected = kit.with_workers(setup, lambda workers: finished(workers, {}))
+
+    async def work(workers: InprocWorkers) -> tuple[list[list[Any]], int]:
+        await left(workers)
+        assert await workers.give_up(0, GEN, [7]) == []
+        given = await workers.give_up(0, GEN, [0, 1])
+        assert [(order.group, order.samples) for order in given] == [(0, (0, 1)), (1, (2, 3))]
+        assert await workers.give_up(0, GEN, [0, 1]) == []
+        monkeypatch.setitem(globals(), "_open", True)
+        await workers.open_groups(0, given)
+        await workers.wake("actor@gen", 1)
+        events = await kit.collect(workers, 0, 4)
+        assert {(event.oldest, event.newest) for event in events} == {(0, 1)}
+        return read(workers), workers._worker._engines._drivers["actor@gen"].drawn.num_tokens
+
+    monkeypatch.setitem(globals(), "_open", False)
+    fields, num_drawn = kit.with_workers(setup, work)
+    versions = FIELDS.index("versions")
+    assert [f for i, f in enumerate(fields) if i != versions] == [
+        f for i, f in enumerate(expected) if i != versions
+    ]
+    assert num_drawn == num_expected
+
+
 def test_another_body_refuses_its_sample(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> list[Any]:
         await started(workers, {1: Journal.from_json([{"kind": "time", "model": "actor", "asked": {}}])})

@@ -108,9 +108,10 @@ def test_per_group_inference_runs_as_groups_arrive_where_a_keep_waits_for_it():
     plan = compile_plan(agent(), request())
     assert node_of(plan, "rew_inf").level is Level.GROUP
     assert node_of(plan, "total").level is Level.SAMPLE
-    assert plan.placement("rew_inf").group is None
+    assert plan.placement("rew_inf").group == node_of(plan, "rew_inf").group == "all"
+    assert not any("rew_inf" in names for _, names in plan.schedule.orders)
     assert plan.placement("rew_inf").replicas == ("rm@infer",)
-    assert "rew_inf" not in {rule.consumer for rule in plan.rules}
+    assert plan.rule("rew_inf").by_group
 
 
 def test_otherwise_it_waits_for_the_batch_and_so_does_what_is_behind_it():

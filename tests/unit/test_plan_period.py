@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from period_schedules import Timed, settled_period, timed_schedules
-from state_script import ENGINE, batch, encoded, generated, grpo, sample, schedule
+from state_script import ENGINE, arriving, batch, encoded, generated, group, grpo, sample, schedule
 
 from hflow.plan.forecast import Period, Slot
 from hflow.plan.ir import Schedule, ScheduledStream
@@ -49,6 +49,28 @@ def rollout(*, shared: bool, **more: int) -> Schedule:
     return schedule(
         [generated(size=1)], nodes, shared="g" if shared else "", num_steps=96, max_concurrent=2, **more
     )
+
+
+def scored(**more: int) -> Schedule:
+    """A model in front of a `keep`, with devices of its own."""
+    nodes = [
+        arriving("rm", "m", "gen"),
+        group("keeps", "rm", keep=True),
+        batch("train", "g", writes=("actor",)),
+    ]
+    return schedule([generated(size=1)], nodes, num_steps=96, max_concurrent=2, **more)
+
+
+@pytest.mark.parametrize(
+    ("eta", "rm", "seconds"), [(0, 1.0, 4 + 2 * 1 + 5), (2, 1.0, 5.0), (2, 4.0, 2 * 4.0)], ids=str
+)
+def test_a_model_that_runs_on_what_arrives(eta: int, rm: float, seconds: float):
+    """Two groups a step go through it; with staleness, while others are drawn and trained."""
+    what, spent = scored(max_staleness=eta), {"gen": 4.0, "rm": rm, "train": 5.0}
+    found = period(what, spent)
+    assert found.seconds == seconds
+    assert simulate(what, spent).period() == pytest.approx(seconds)
+    assert dict(found.idle)["m"] == pytest.approx(1 - 2 * rm / seconds)
 
 
 # ------------------------------------------------------------------- against the state machine

@@ -284,6 +284,12 @@ def test_turns_name_engines_in_brackets():
     assert "gen 512-1023 [actor@gen] all the time" in words(apart("h100-128x8", "d64t4p2", "d64t8"))
 
 
+def test_a_model_that_runs_on_what_arrives_is_told_with_its_devices():
+    told = words(plan_of(agent(), models={"rm": ModelRequest(layout="d1", group="rm")}))
+    assert "infer a group on rm@infer, as they arrive" in told
+    assert "rew_inf, as samples and groups arrive" in told
+
+
 def test_of_many_keys_the_first_and_the_last_are_shown():
     plan = plan_of(cluster="h100-8x8")
     narrow, wide = (sections(plan, width)["Routing"] for width in (80, 120))

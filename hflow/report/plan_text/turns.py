@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from hflow.plan.ir import DeviceGroup, Plan
+from hflow.plan.ir import DeviceGroup, Level, Plan
 from hflow.report.plan_text.replicas import group_colours
 from hflow.report.plan_text.section import Section, add_row, table, text
 from hflow.report.words import range_text
@@ -27,6 +27,9 @@ def turns_section(plan: Plan, width: int) -> Section:
 
 def _turns(plan: Plan, group: DeviceGroup) -> str:
     order = dict(plan.schedule.orders).get(group.name, ())
+    arriving = [n.name for n in plan.schedule.nodes if n.level is not Level.BATCH and n.group == group.name]
+    if not order and arriving:
+        return f"{', '.join(arriving)}, as samples and groups arrive"
     if not order:
         engines = [r.name for r in plan.replicas if r.group == group.name and r.role == "gen"]
         return f"[{', '.join(engines)}] all the time" if engines else "nothing runs here"
