@@ -107,8 +107,11 @@ class BatchRunner:
             return
         num_bytes = await self._workers.transfer(moves)
         self._report(node, step, {f"{node}/moved_bytes": float(num_bytes)})
+        pulled: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
         for move in moves:
-            holdings.moved(move.fields, move.samples, move.dst)
+            pulled[move.dst, move.fields] += move.samples
+        for (worker, fields), samples in pulled.items():
+            holdings.moved(fields, samples, worker)
 
     def _note(self, node: str, step: int, holdings: Holdings, results: Iterable[NodeResult]) -> None:
         fields = _outputs(self._plan, node)

@@ -148,8 +148,9 @@ class RunState:
         self._after_sample_event(stream)
 
     def _on_exhausted(self, event: Exhausted) -> None:
-        self._streams[event.stream].exhaust(event.group)
-        self._advance()
+        stream = self._streams[event.stream]
+        stream.exhaust(event.group)
+        self._after_sample_event(stream)
 
     def _on_awake(self, event: Awake) -> None:
         engine = self.data.engines[event.replica]
@@ -170,8 +171,11 @@ class RunState:
 
     # ------------------------------------------------------------------ decisions
     def _after_sample_event(self, stream: StreamState) -> None:
-        """Most events of samples change nothing but the room for more of them."""
-        if self.stopping or stream.wants_decision:
+        """Most events of samples change nothing but the room for more of them.
+
+        So it is where more groups are accepted than a batch needs, and no step asks for one yet.
+        """
+        if self.stopping or stream.wants_decision or may_bind(self.data):
             self._advance()
         else:
             self.admission.open_groups()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hflow.plan.ir import Plan
@@ -217,10 +217,20 @@ class Drawn:
     """Tokens that these had and kept."""
 
     def __add__(self, other: Drawn) -> Drawn:
-        return Drawn(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Drawn(
+            self.num_tokens + other.num_tokens,
+            self.seconds + other.seconds,
+            self.num_interrupted + other.num_interrupted,
+            self.num_kept + other.num_kept,
+        )
 
     def __sub__(self, other: Drawn) -> Drawn:
-        return Drawn(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+        return Drawn(
+            self.num_tokens - other.num_tokens,
+            self.seconds - other.seconds,
+            self.num_interrupted - other.num_interrupted,
+            self.num_kept - other.num_kept,
+        )
 
 
 @dataclass(frozen=True)
