@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hflow.plan.ir import Level, Schedule
+from hflow.plan.ir import PUBLISH_PREFIX, Level, Schedule
 from hflow.runtime.draws import Durations, seconds_of
 from hflow.runtime.events import (
     Asleep,
@@ -19,6 +19,8 @@ from hflow.runtime.events import (
     Instruction,
     NodeDone,
     OpenGroup,
+    Publish,
+    Published,
     Refuse,
     RunBatch,
     RunGroup,
@@ -78,8 +80,8 @@ def simulate_run(
     Args:
         schedule: what is run.
         durations: seconds of a node for each sample, group or step; of a source for one sample
-            (samples do not slow each other down); of a replica, to take new weights. What is not named
-            takes no time.
+            (samples do not slow each other down); of a replica, to take new weights, and of
+            `publish.REPLICA` where they are published. What is not named takes no time.
         rows: groups in each side stream's dataset; 1 where not named. The trained one has no end.
         slots: samples of a stream that generate at once; others in flight wait. As many as are in flight
             where not named.
@@ -108,6 +110,9 @@ class _Simulation:
         self._streams = {stream.name: stream for stream in schedule.streams}
         self._sources = {stream.name: _Source() for stream in schedule.streams}
         self._lanes = {n.name: n.group or n.name for n in schedule.nodes if n.level is Level.BATCH}
+        self._publishers = dict(schedule.publishers)
+        self._free_from: dict[str, float] = {}
+        """Device group -> when it has done all that it was asked: it keeps the order."""
         self._versions: dict[str, int] = {}
         self._awake_since: dict[str, float] = {}
         self._heap: list[tuple[float, int, Event | _Generating, str]] = []
@@ -151,8 +156,10 @@ class _Simulation:
             case RunSample(node, key) | RunGroup(node, key):
                 self._report(node, NodeDone(node, key), key)
             case RunBatch(node, step):
-                end = self._report(node, NodeDone(node, step), step)
-                self.books.spans.append(Span(node, self._lanes[node], self._now, end, {"step": step}))
+                self._work(self._lanes[node], node, NodeDone(node, step), step)
+            case Publish(replica, version):
+                name = PUBLISH_PREFIX + replica
+                self._work(self._publishers[replica], name, Published(replica, version), version)
             case Wake(replica, version):
                 loads = version != self._versions.get(replica)
                 self._report(replica if loads else "", Awake(replica, version))
@@ -167,11 +174,19 @@ class _Simulation:
             case StepDone(step) if step < self._state.data.progress.num_steps:
                 self.books.step_ends.append(self._now)
 
-    def _report(self, name: str, event: Event, key: int = 0) -> float:
-        """Let an event come after the duration of what is named; returns when."""
-        end = self._now + seconds_of(self._durations, name, key)
-        heapq.heappush(self._heap, (end, next(self._order), event, ""))
-        return end
+    def _report(self, name: str, event: Event, key: int = 0) -> None:
+        """Let an event come after the duration of what is named."""
+        self._await(self._now + seconds_of(self._durations, name, key), event)
+
+    def _work(self, lane: str, name: str, event: Event, key: int) -> None:
+        """The same, behind all that its device group was asked before; `key` is the step or version."""
+        start = max(self._now, self._free_from.get(lane, 0.0))
+        end = self._free_from[lane] = start + seconds_of(self._durations, name, key)
+        self._await(end, event)
+        self.books.spans.append(Span(name, lane, start, end, {"step": key}))
+
+    def _await(self, when: float, event: Event) -> None:
+        heapq.heappush(self._heap, (when, next(self._order), event, ""))
 
     # ------------------------------------------------------------------ samples
     def _open(self, what: OpenGroup) -> None:

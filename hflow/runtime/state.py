@@ -5,7 +5,7 @@ they report comes back as events. The pieces, from the inside out:
 
 - `groups`, `stream_state`: one group, one stream; `rollout` and `evaluation`: what the trained and
   the side streams do with finished groups; `staleness`: the admission formula and the age rule;
-- `progress`: steps and versions; `devices`: engines and the cyclic order of device groups;
+- `progress`: steps and versions; `copies`, `devices`: engines, and the cyclic order of device groups;
 - `binding`, `weights`, `batch_nodes`, `admission`: the four decisions (which groups a step gets, who
   gets weights, which node fires, which group is opened), taken after each event in a fixed order.
 """
@@ -30,6 +30,7 @@ from hflow.runtime.events import (
     Instruction,
     NodeDone,
     NodeFailed,
+    Published,
     SampleDone,
     Started,
     StopRequested,
@@ -73,6 +74,7 @@ class RunState:
             Exhausted: self._on_exhausted,
             Awake: self._on_awake,
             Asleep: self._on_asleep,
+            Published: self._on_published,
             Started: self._on_started,
             StopRequested: self._on_stop,
         }
@@ -156,13 +158,20 @@ class RunState:
         engine = self.data.engines[event.replica]
         assert engine.state is EngineState.WAKING, f"{engine.name} was not told to wake"
         assert engine.target == event.version, f"{engine.name} woke with {event.version}, not {engine.target}"
-        engine.state, engine.version = EngineState.AWAKE, event.version
+        engine.state, engine.copy.version = EngineState.AWAKE, event.version
         self._advance()
 
     def _on_asleep(self, event: Asleep) -> None:
         engine = self.data.engines[event.replica]
         assert engine.state is EngineState.SLEEPING, f"{engine.name} was not told to sleep"
         engine.state = EngineState.ASLEEP
+        self._advance()
+
+    def _on_published(self, event: Published) -> None:
+        engine = self.data.engines[event.replica]
+        assert engine.is_publishing, f"nothing is published for {engine.name}"
+        assert engine.target == event.version, f"{event.version} is published for {engine.name}"
+        engine.is_publishing = False
         self._advance()
 
     def _on_stop(self, event: StopRequested) -> None:

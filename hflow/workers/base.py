@@ -20,6 +20,7 @@ __all__ = [
     "Drawn",
     "Failed",
     "GroupOrder",
+    "Loaded",
     "Move",
     "NodeProgram",
     "NodeResult",
@@ -158,6 +159,21 @@ class NodeResult:
     """Index of the worker that made it."""
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What the workers of a generation replica confirm when it wakes; empty where it had the weights.
+
+    Digests of weights (`workers.digest`) stand in the order of the replica's workers.
+    """
+
+    num_bytes: int = 0
+    """Bytes that they pulled from other workers."""
+    sent: tuple[int, ...] = ()
+    """Of what each was sent by others, counted where it was taken, and what it had itself."""
+    held: tuple[int, ...] = ()
+    """Of what each generates with now, counted in its engine."""
+
+
 # ------------------------------------------------------------------- worker -> controller
 @dataclass(frozen=True)
 class SampleReady:
@@ -281,10 +297,17 @@ class Workers(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def wake(self, replica: str, version: int) -> int:
+    async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
+        """Copy weights out of the replica that trains them, for a generation replica that pulls them.
+
+        What is asked of the same devices later comes after it. Returns what each sender did, by worker.
+        """
+
+    @abc.abstractmethod
+    async def wake(self, replica: str, version: int) -> Loaded:
         """Bring a generation replica to `version` (by the plan's weight route) and start it.
 
-        Returns the bytes of weights that its workers pulled from others.
+        It loads what was published for it; where nothing was, the weights are taken as they are.
         """
 
     @abc.abstractmethod

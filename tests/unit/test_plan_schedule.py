@@ -33,6 +33,8 @@ def run(plan, limit=20_000):
                         events.append(ev.Exhausted(stream, group))
                 case ev.RunSample(node, key) | ev.RunGroup(node, key, _) | ev.RunBatch(node, key):
                     events.append(ev.NodeDone(node, key))
+                case ev.Publish(replica, at):
+                    events.append(ev.Published(replica, at))
                 case ev.Wake(replica, at):
                     events.append(ev.Awake(replica, at))
                 case ev.Sleep(replica):
