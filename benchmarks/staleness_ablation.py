@@ -94,7 +94,7 @@ def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(table: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy by the staleness that was reached, one line a loss, bars from the lowest to the highest seed."""
+    """Accuracy by the staleness reached, one line a loss, bars from the lowest to the highest seed."""
     import matplotlib
 
     matplotlib.use("svg")

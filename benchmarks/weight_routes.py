@@ -69,7 +69,7 @@ async def measure(
         for name, plan in plans.items():
             await asyncio.gather(*(actor.__ray_call__.remote(follow, plan) for actor in workers._actors))
             start = time.perf_counter()
-            num_bytes = await workers.wake(ENGINE, version)
+            num_bytes = (await workers.wake(ENGINE, version)).num_bytes
             rows[name].append({"seconds": time.perf_counter() - start, "pulled_bytes": num_bytes})
             version += 1
     return {name: measured[1:] for name, measured in rows.items()}

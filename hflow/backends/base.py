@@ -235,6 +235,10 @@ class GenerationEngine(abc.ABC):
         """Take new weights between two steps; caches made with the old ones are dropped."""
 
     @abc.abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """HF name -> the tensor that it generates with; tied ones under each of their names."""
+
+    @abc.abstractmethod
     def set_version(self, version: int) -> None:
         """Declare that weights shared with a trainer have changed; caches are dropped."""
 

@@ -69,17 +69,37 @@ def _split(
     if rule.policy == "single":
         return (tuple(sorted(sample for group in groups for sample in group)),)
     units = groups if rule.by_group else [(sample,) for group in groups for sample in group]
-    members = {min(unit): unit for unit in units if unit}
+    members = {unit[0] if len(unit) == 1 else min(unit): unit for unit in units if unit}
     loads = [Load(name, sum(tokens[s] for s in unit)) for name, unit in members.items()]
     places = by_place(rule.fields, holders)
     ranks_of: dict[int, list[int]] = defaultdict(list)
     for dp, head in enumerate(rule.heads):
         ranks_of[head].append(dp)
-    at = [_best_ranks(ranks_of, unit, tokens, places) for unit in members.values()]
+    at = _best_of_units(ranks_of, members.values(), tokens, places)
     return tuple(
         tuple(sorted(sample for name in names for sample in members[name]))
         for names in assign(loads, len(rule.heads), at)
     )
+
+
+def _best_of_units(
+    ranks_of: Mapping[int, Sequence[int]],
+    units: Iterable[Sequence[int]],
+    tokens: Mapping[int, int],
+    places: Sequence[Place],
+) -> list[frozenset[int]]:
+    """`_best_ranks` of each unit; of single samples with the same holders, of which there are many, once."""
+    known: dict[tuple[frozenset[int], ...], frozenset[int]] = {}
+    found = []
+    for unit in units:
+        if len(unit) > 1:
+            found.append(_best_ranks(ranks_of, unit, tokens, places))
+            continue
+        holders = tuple([at.get(unit[0], frozenset()) for at, _ in places])
+        if holders not in known:
+            known[holders] = _best_ranks(ranks_of, unit, tokens, places)
+        found.append(known[holders])
+    return found
 
 
 def _best_ranks(

@@ -192,6 +192,10 @@ class WeightRoute:
     """Bytes of the destination that its workers hold already."""
 
 
+PUBLISH_PREFIX = "publish."
+"""Before a generation replica's name: its weights are published (`Schedule.publishers`)."""
+
+
 @dataclass(frozen=True)
 class ScheduledStream:
     """A root stream as the state machine sees it (derived streams share their root's samples)."""
@@ -251,6 +255,9 @@ class Schedule:
     shared: tuple[tuple[str, tuple[str, ...]], ...]
     """group -> generation replicas that share it with batch nodes: their turn opens each cycle."""
     num_steps: int
+    publishers: tuple[tuple[str, str], ...] = ()
+    """Generation replica that shares no group with batch nodes, and whose weights change -> the group that
+    trains them, where they are published."""
     max_staleness: int = 0
     """eta: syncs that the weights of a trained token may lag behind."""
     sync_every: int = 1

@@ -18,6 +18,10 @@ Holders = Mapping[str, Mapping[int, frozenset[int]]]
 Place = tuple[Mapping[int, frozenset[int]], list[str]]
 """Sample -> workers that have it, and the fields for which this is so."""
 
+_Part = tuple[frozenset[int], tuple[str, ...]]
+"""Workers that have some fields, sorted, of a sample."""
+_NOWHERE: frozenset[int] = frozenset()
+
 Shards = tuple[tuple[tuple[int, ...], ...], ...]
 """dp index -> minibatches -> sample ids, ascending. A node that does not train has one minibatch."""
 
@@ -49,20 +53,50 @@ def redistribute(
         cluster: says which workers share a machine.
     """
     sent: dict[int, int] = defaultdict(int)
-    parcels: dict[tuple[int, int], dict[int, list[str]]] = {}
+    parcels: dict[tuple[int, int, tuple[str, ...]], list[int]] = defaultdict(list)
     places = by_place(rule.fields, holders)
-    for dst, sample in _wanted(rule, assignment):
-        for sources, fields in _missing(places, sample, dst):
+    stores = [at for at, _ in places]
+    for dst, samples in _wanted(rule, assignment):
+        # What lies alike is missing alike, and there are far fewer kinds than samples.
+        kinds: dict[tuple[frozenset[int], ...], list[_Part]] = {}
+        for sample in samples:
+            kind = tuple([at.get(sample, _NOWHERE) for at in stores])
+            missing = kinds.get(kind)
+            if missing is None:
+                missing = kinds[kind] = _missing(places, sample, dst)
+            if len(missing) == 1 and len(missing[0][0]) == 1:  # as for nearly all
+                ((src,), fields) = missing[0]
+                sent[src] += len(fields)
+                parcels[src, dst, fields].append(sample)
+                continue
+            for src, fields in _sources(missing, dst, sent, cluster):
+                parcels[src, dst, fields].append(sample)
+    return tuple(
+        Move(src, dst, tuple(samples), fields) for (src, dst, fields), samples in sorted(parcels.items())
+    )
+
+
+def _wanted(rule: EdgeRule, assignment: Shards) -> list[tuple[int, list[int]]]:
+    """Worker -> the samples that an assignment gives it, ascending: ranks may share a worker."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for head, minibatches in zip(rule.heads, assignment, strict=True):
+        found[head].update(*minibatches)
+    return [(head, sorted(samples)) for head, samples in sorted(found.items())]
+
+
+def _sources(
+    missing: list[_Part], dst: int, sent: dict[int, int], cluster: ClusterSpec
+) -> list[tuple[int, tuple[str, ...]]]:
+    """Who sends which of a sample's missing fields; what they send is added up in `sent`."""
+    pulled: dict[int, tuple[str, ...]] = {}
+    for sources, fields in missing:
+        if len(sources) == 1:
+            (src,) = sources
+        else:
             src = min(sources, key=lambda w: (cluster.node_of(w) != cluster.node_of(dst), sent[w], w))
-            sent[src] += len(fields)
-            parcels.setdefault((src, dst), {}).setdefault(sample, []).extend(fields)
-    return tuple(move for ends, parcel in sorted(parcels.items()) for move in _merge(*ends, parcel))
-
-
-def _wanted(rule: EdgeRule, assignment: Shards) -> list[tuple[int, int]]:
-    """The (worker, sample) pairs of an assignment, once each: ranks may share a worker."""
-    pairs = zip(rule.heads, assignment, strict=True)
-    return sorted({(head, s) for head, minibatches in pairs for samples in minibatches for s in samples})
+        sent[src] += len(fields)
+        pulled[src] = tuple(sorted((*pulled[src], *fields))) if src in pulled else fields
+    return list(pulled.items())
 
 
 def by_place(fields: Iterable[str], holders: Holders) -> list[Place]:
@@ -74,20 +108,12 @@ def by_place(fields: Iterable[str], holders: Holders) -> list[Place]:
     return list(places.values())
 
 
-def _missing(places: Iterable[Place], sample: int, dst: int) -> list[tuple[frozenset[int], list[str]]]:
-    """Fields of a sample that a worker lacks, those with the same holders together."""
+def _missing(places: Iterable[Place], sample: int, dst: int) -> list[_Part]:
+    """Fields of a sample that a worker lacks, sorted, those with the same holders together."""
     by_sources: dict[frozenset[int], list[str]] = {}
     for at, fields in places:
-        sources = at.get(sample, frozenset())
+        sources = at.get(sample, _NOWHERE)
         assert sources, f"no worker holds {', '.join(fields)} of sample {sample}"
         if dst not in sources:
             by_sources.setdefault(sources, []).extend(fields)
-    return list(by_sources.items())
-
-
-def _merge(src: int, dst: int, parcel: Mapping[int, list[str]]) -> list[Move]:
-    """One move for all samples that travel with the same fields."""
-    by_fields: dict[tuple[str, ...], list[int]] = {}
-    for sample, fields in sorted(parcel.items()):
-        by_fields.setdefault(tuple(sorted(fields)), []).append(sample)
-    return [Move(src, dst, tuple(samples), fields) for fields, samples in sorted(by_fields.items())]
+    return [(sources, tuple(sorted(fields))) for sources, fields in by_sources.items()]

@@ -8,7 +8,7 @@ from hflow.graph.ir import EdgeKind, Graph, Level, Node, Stream
 from hflow.plan.ir import Placement, Replica, Schedule, ScheduledNode, ScheduledStream
 from hflow.plan.order import returns_keep, root_stream, root_streams, same_step
 from hflow.plan.placement import SAVE_PREFIX
-from hflow.plan.replicas import is_source
+from hflow.plan.replicas import batch_replica, is_source, written_models
 from hflow.plan.request import PlanRequest
 
 Orders = tuple[tuple[str, tuple[str, ...]], ...]
@@ -31,12 +31,15 @@ def make_schedule(
     saves = [_save(graph, model, at[SAVE_PREFIX + model], request, roots[0].name) for model in saved]
     busy = [group for group, _ in orders]
     engines = {g: tuple(r.name for r in replicas if r.role == "gen" and r.group == g) for g in busy}
+    written = written_models(graph)
+    apart = [r for r in replicas if r.role == "gen" and r.group not in busy and r.model in written]
     return Schedule(
         streams=tuple(_stream(graph, root, at, request.batch) for root in roots),
         nodes=(*nodes, *saves),
         orders=orders,
         shared=tuple((group, names) for group, names in engines.items() if names),
         num_steps=request.num_steps,
+        publishers=tuple((r.name, batch_replica(tuple(replicas), r.model).group) for r in apart),
         max_staleness=request.max_staleness,
         sync_every=request.sync_every,
         max_concurrent=request.max_concurrent,

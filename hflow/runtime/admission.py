@@ -52,9 +52,10 @@ class Admission:
                     break
                 evaluation.open_group()
         rollout = self._data.rollout
-        version = self._data.engine_version(rollout.stream.name)
-        for _ in range(self._rollout_capacity()):
-            rollout.open_group_at(version)
+        if num_groups := self._rollout_capacity():
+            version = self._data.engine_version(rollout.stream.name)
+            for _ in range(num_groups):
+                rollout.open_group_at(version)
 
     def _has_engines(self, evaluation: Evaluation, version: int) -> bool:
         engines = self._data.engines_of[evaluation.stream.name]
@@ -67,21 +68,20 @@ class Admission:
         return max(0, self.max_samples - sum(stream.num_generating for stream in self._data.streams))
 
     def _rollout_capacity(self) -> int:
+        """Asked after every event; there is no room after most, which is found out first."""
         data, rollout = self._data, self._data.rollout
+        free, size = self._num_free(), rollout.graph.size
+        if free < size or rollout.exhausted or rollout.is_full:
+            return 0
         engines = data.engines_of[rollout.stream.name]
-        if (
-            rollout.exhausted
-            or rollout.is_full
-            or any(engine.state is not EngineState.AWAKE for engine in engines)
-        ):
+        if any(engine.state is not EngineState.AWAKE for engine in engines):
             return 0
         limit = rollout.limit(*self._progress_of(engines))
-        if limit <= rollout.num_admitted:  # as after most events, of which there are many
+        if limit <= rollout.num_admitted:
             return 0
-        free = self._num_free()
         for evaluation in self._reserved:
             free -= max(0, evaluation.graph.size - evaluation.num_generating)
-        return capacity(free, rollout.graph.size, limit, rollout.num_admitted)
+        return capacity(free, size, limit, rollout.num_admitted)
 
     def _progress_of(self, engines: Sequence[Engine]) -> tuple[int, int]:
         """The version that the trained stream is generated with, or the steps that are trained.

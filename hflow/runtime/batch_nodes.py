@@ -7,7 +7,7 @@ from hflow.runtime.cadence import node_fires, on_beat
 from hflow.runtime.devices import DeviceOrder, EngineState
 from hflow.runtime.events import RunBatch, StepDone
 from hflow.runtime.run_data import RunData
-from hflow.runtime.weights import blocks_writer, turn_is_needed
+from hflow.runtime.weights import blocks_writer, publish_weights, turn_is_needed
 
 
 def fires(node: ScheduledNode, step: int, data: RunData) -> bool:
@@ -31,11 +31,15 @@ def _is_late(node: ScheduledNode, step: int, data: RunData) -> bool:
 
 
 def fire_batch_nodes(data: RunData) -> None:
-    """Move every group's pointer as far as it goes and fire what is ready there."""
-    fired = True
-    while fired:
+    """Move every group's pointer as far as it goes and fire what is ready there.
+
+    What devices are asked to do they do in that order, so weights are published first.
+    """
+    went_on = True
+    while went_on:
         settle_batch_nodes(data)
-        fired = sum(_fire(device, data) for device in data.devices) > 0
+        published = publish_weights(data)
+        went_on = published or sum(_fire(device, data) for device in data.devices) > 0
 
 
 def settle_batch_nodes(data: RunData) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hflow.plan.ir import ScheduledNode
+from hflow.runtime.copies import WeightCopy
 from hflow.runtime.evaluation import Evaluation
 
 
@@ -31,11 +32,28 @@ class Engine:
     """Whether the trained stream uses it."""
     evaluations: tuple[Evaluation, ...]
     """Side streams that use it."""
+    is_apart: bool = False
+    """Whether weights are published for it, as it shares no devices with whoever trains or infers."""
+    copy: WeightCopy = field(default_factory=WeightCopy)
+    """The versions of its weights."""
     state: EngineState = EngineState.ASLEEP
-    version: int = -1
-    """Version of its weights, -1 before the first."""
-    target: int = -1
-    """Version that it was last told to wake with."""
+    is_publishing: bool = False
+    """Whether the weights of its target are being published."""
+
+    @property
+    def version(self) -> int:
+        """Version of its weights, -1 before the first."""
+        return self.copy.version
+
+    @property
+    def target(self) -> int:
+        """Version that it was given last, whether it has loaded it or not."""
+        return self.copy.target
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it was given weights that it has not loaded yet."""
+        return self.copy.target != self.copy.version
 
     @property
     def is_held(self) -> bool:
@@ -44,13 +62,14 @@ class Engine:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has confirmed all that it was told."""
-        return self.state in (EngineState.ASLEEP, EngineState.AWAKE, EngineState.DRAINING)
+        """Whether all that was told about it is confirmed."""
+        at_rest = self.state in (EngineState.ASLEEP, EngineState.AWAKE, EngineState.DRAINING)
+        return at_rest and not self.is_publishing
 
     @property
     def is_loading(self) -> bool:
-        """Whether it is being given new weights."""
-        return self.state is EngineState.WAKING and self.target != self.version
+        """Whether it takes new weights from those who train them, which must not change meanwhile."""
+        return self.state is EngineState.WAKING and self.is_behind and not self.is_apart
 
 
 @dataclass(eq=False)

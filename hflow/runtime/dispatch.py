@@ -54,7 +54,7 @@ class Placer:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._heads = {stream.name: _heads(plan, stream) for stream in plan.schedule.streams}
+        self._heads = {stream.name: tuple(sorted(_heads(plan, stream))) for stream in plan.schedule.streams}
         self._written = {stream.name for stream in plan.schedule.streams if not stream.replicas}
         self._load: dict[int, int] = dict.fromkeys(range(plan.cluster.num_devices), 0)
         self._home: dict[tuple[str, int], int] = {}
@@ -67,7 +67,7 @@ class Placer:
         if stream in self._written:  # no engine to balance: the same workers whatever the timing
             worker = heads[group % len(heads)]
         else:
-            worker = min(heads, key=lambda head: (self._load[head], head))
+            worker = min(heads, key=self._load.__getitem__)
         self._load[worker] += num_samples
         self._home[stream, group] = worker
         self._unfinished[stream, group] = num_samples

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hflow.plan.ir import ScheduledNode, ScheduledStream
 from hflow.runtime.cadence import evaluation_due, next_evaluation
+from hflow.runtime.copies import WeightCopy
 from hflow.runtime.events import Accept, FormBatch
 from hflow.runtime.groups import Emit, Group
 from hflow.runtime.progress import Progress
@@ -16,7 +17,8 @@ class Evaluation(StreamState):
     """A side stream.
 
     Nothing waits for an evaluation of trained weights to begin, except writers that `needs` bind
-    to it: once a writer changes a model that it reads, an evaluation of that version is off.
+    to it: once a writer changes a model that it reads, an evaluation of that version is off, unless
+    all its engines were given a copy before.
     Evaluations of unchanging models, and of streams that read none, are never skipped.
 
     Attributes:
@@ -25,6 +27,7 @@ class Evaluation(StreamState):
         formed: versions whose evaluation is complete.
         models: trained models that its engines hold; their weights are of one version during an
             evaluation.
+        copies: versions of its engines' weights.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class Evaluation(StreamState):
         stream: ScheduledStream,
         nodes: Sequence[ScheduledNode],
         models: tuple[str, ...],
+        copies: tuple[WeightCopy, ...],
         progress: Progress,
         emit: Emit,
     ) -> None:
@@ -40,6 +44,7 @@ class Evaluation(StreamState):
         self.last = -1
         self.formed: set[int] = set()
         self.models = models
+        self.copies = copies
         self._kept: list[Group] = []
         self._first = 0
         self._num_groups: int | None = None
@@ -63,7 +68,8 @@ class Evaluation(StreamState):
     def candidate(self) -> int | None:
         """The version that the next evaluation would be of, if it can be told now."""
         if self.models:
-            return self._progress.least_version(self.models)
+            versions = {copy.version for copy in self.copies}
+            return versions.pop() if len(versions) == 1 else None
         version = next_evaluation(self.stream, self.last, self._progress.num_steps)
         return version if version is not None and version <= self._progress.formed else None
 
@@ -72,7 +78,7 @@ class Evaluation(StreamState):
         return (
             version > self.last
             and evaluation_due(self.stream, version, self._progress.num_steps)
-            and self._progress.is_untouched(self.models, version)
+            and (self._progress.is_untouched(self.models, version) or self._is_in_hand(version))
         )
 
     def happens_at(self, version: int) -> bool:
@@ -106,6 +112,10 @@ class Evaluation(StreamState):
         self.formed.add(self.active)
         self.active = None
         self._kept.clear()
+
+    def _is_in_hand(self, version: int) -> bool:
+        """Whether all its engines have a copy of these weights, or one lies ready for them."""
+        return all(copy.target == version for copy in self.copies)
 
     def _accepted(self, group: Group) -> None:
         self._kept.append(group)

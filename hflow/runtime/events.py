@@ -90,7 +90,15 @@ class StopRequested:
     """The user asked the run to end: nothing new starts, what runs finishes."""
 
 
-Event = Started | SampleDone | NodeDone | NodeFailed | Exhausted | Awake | Asleep | StopRequested
+@dataclass(frozen=True)
+class Published:
+    """New weights of an engine lie ready for it; whoever trains them may change its own."""
+
+    replica: str
+    version: int
+
+
+Event = Started | SampleDone | NodeDone | NodeFailed | Exhausted | Awake | Asleep | Published | StopRequested
 
 
 # ----------------------------------------------------------------------------- instructions
@@ -177,9 +185,21 @@ class RunBatch:
 
 
 @dataclass(frozen=True)
+class Publish:
+    """Make a copy of weights that an engine with devices of its own can load while they change.
+
+    It comes before whatever else is asked of the devices that hold them, and the engine goes on meanwhile.
+    """
+
+    replica: str
+    version: int
+
+
+@dataclass(frozen=True)
 class Wake:
     """Give an engine the weights of `version` (no transfer when it has them) and let it run.
 
+    What was published for it is what it loads.
     It resumes what it was interrupted in before it takes fresh samples, which come after `Awake`.
     """
 
@@ -221,6 +241,7 @@ Instruction = (
     | Accept
     | FormBatch
     | RunBatch
+    | Publish
     | Wake
     | Sleep
     | StepDone

@@ -17,6 +17,7 @@ from hflow.runtime import events as ev
 from hflow.runtime.arrivals import Arrivals
 from hflow.runtime.batch_runner import BatchRunner
 from hflow.runtime.checkpoint import Checkpoints
+from hflow.runtime.commits import commit
 from hflow.runtime.dispatch import Placer, RowCursor, Rows
 from hflow.runtime.firing import Firing
 from hflow.runtime.holdings import StepBatch
@@ -186,6 +187,8 @@ class Executor:
                 self._form(instruction)
             case ev.RunBatch(node, step):
                 self._spawn(self._save(node, step) if node.startswith(SAVE) else self._fire(node, step))
+            case ev.Publish(replica, version):
+                self._spawn(self._publish(replica, version))
             case ev.Wake(replica, version):
                 self._spawn(self._wake(replica, version))
             case ev.Sleep(replica):
@@ -265,8 +268,14 @@ class Executor:
             self._observer.on_step(step, self._scores.close(step, self._state.counts()))
 
     # --------------------------------------------------------------------- engines, saving
+    async def _publish(self, replica: str, version: int) -> None:
+        for worker, span in await self._workers.publish(replica, version):
+            self._observer.on_span(worker, span)
+        self._feed(ev.Published(replica, version))
+
     async def _wake(self, replica: str, version: int) -> None:
-        await self._workers.wake(replica, version)
+        loaded = await self._workers.wake(replica, version)
+        commit(replica, version, loaded)
         self._feed(ev.Awake(replica, version))
 
     async def _sleep(self, replica: str) -> None:

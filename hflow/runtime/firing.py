@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,8 +84,11 @@ class Firing:
             self._workers.transfer(moves) if moves else _nothing(),
             self._workers.run(node_tasks(node, step, rule.heads, self._ranks(node), assignment)),
         )
+        pulled: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
         for move in moves:
-            holdings.moved(move.fields, move.samples, move.dst)
+            pulled[move.dst, move.fields] += move.samples
+        for (worker, fields), held in pulled.items():
+            holdings.moved(fields, held, worker)
         self._note(node, holdings, results)
         return Fired(results, moved)
 

@@ -104,6 +104,8 @@ def _check_stations(state: RunState) -> None:
 
 
 def _check_engine(engine: Engine, state: RunState) -> None:
+    assert engine.version <= engine.target, f"{engine.name} has newer weights than it was given"
+    assert engine.is_apart or not engine.is_publishing, f"{engine.name} takes its weights itself"
     if engine.is_loading:
         for model in engine.models:
             assert state.data.progress.version[model] == engine.target, (
@@ -115,6 +117,7 @@ def _check_engine(engine: Engine, state: RunState) -> None:
     for evaluation in engine.evaluations:
         if evaluation.active is not None:
             assert engine.state is EngineState.AWAKE, f"{engine.name} sleeps during an evaluation"
+            assert not engine.is_publishing, f"{engine.name} is given weights during an evaluation"
             assert not evaluation.models or engine.version == evaluation.active, (
                 f"{engine.name} changed weights during an evaluation"
             )

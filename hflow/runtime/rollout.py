@@ -86,9 +86,9 @@ class Rollout(StreamState):
 
     @property
     def wants_decision(self) -> bool:
-        """Whether a batch is full, can never be, too much was refused, or engines are empty at last."""
+        """Whether no batch can be filled any more, too much was refused, or engines are empty at last."""
         is_drained = self.num_generating == 0 and not self._schedule.interrupt
-        return self.is_formable or self.is_dry or self.is_refused_out or is_drained
+        return self.is_dry or self.is_refused_out or is_drained
 
     def describe_refusals(self) -> str:
         """One line for the user: how many groups were refused, mostly by whom, and why."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hflow.plan.ir import Level, Schedule, ScheduledNode
+from hflow.runtime.copies import WeightCopy
 from hflow.runtime.devices import DeviceOrder, Engine
 from hflow.runtime.evaluation import Evaluation
 from hflow.runtime.groups import Emit
@@ -63,13 +64,19 @@ def assemble(schedule: Schedule, emit: Emit) -> RunData:
     stations = Stations(schedule, emit)
     rollout = Rollout(trained, schedule, progress, stations.pass_on)
     models = _models_by_replica(schedule, progress)
+    copies = {name: WeightCopy() for name in models}
     evaluations = {
         s.name: Evaluation(
-            s, schedule.nodes, _union(models[r] for r in s.replicas), progress, stations.pass_on
+            s,
+            schedule.nodes,
+            _union(models[r] for r in s.replicas),
+            tuple(copies[r] for r in s.replicas),
+            progress,
+            stations.pass_on,
         )
         for s in side
     }
-    engines = _engines(schedule, models, evaluations)
+    engines = _engines(schedule, models, copies, evaluations)
     devices = _devices(schedule, engines)
     engines_of = {s.name: tuple(engines[name] for name in s.replicas) for s in schedule.streams}
     batch = {node.name: node for node in schedule.nodes if node.level is Level.BATCH}
@@ -110,15 +117,21 @@ def _models_by_replica(schedule: Schedule, progress: Progress) -> dict[str, tupl
 
 
 def _engines(
-    schedule: Schedule, models: dict[str, tuple[str, ...]], evaluations: dict[str, Evaluation]
+    schedule: Schedule,
+    models: dict[str, tuple[str, ...]],
+    copies: dict[str, WeightCopy],
+    evaluations: dict[str, Evaluation],
 ) -> dict[str, Engine]:
     trained, *side = schedule.streams
+    apart = dict(schedule.publishers)
     return {
         name: Engine(
             name,
             models=models[name],
             serves_rollout=name in trained.replicas,
             evaluations=tuple(evaluations[s.name] for s in side if name in s.replicas),
+            is_apart=name in apart,
+            copy=copies[name],
         )
         for name in models
     }

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hflow.plan.ir import Schedule
+from hflow.plan.ir import PUBLISH_PREFIX, Schedule
 from hflow.plan.schedule import station_groups
 from hflow.runtime.draws import Durations, seconds_of
 from hflow.runtime.events import (
@@ -20,6 +20,8 @@ from hflow.runtime.events import (
     Instruction,
     NodeDone,
     OpenGroup,
+    Publish,
+    Published,
     Refuse,
     RunArrivals,
     RunBatch,
@@ -80,9 +82,9 @@ def simulate_run(
     Args:
         schedule: what is run.
         durations: seconds of a node for each sample, group or step (where a model runs on what arrives, those
-            of what runs together are summed); of a source for one sample
-            (samples do not slow each other down); of a replica, to take new weights. What is not named
-            takes no time.
+            of what runs together are summed); of a source for one sample (samples do not slow each other
+            down); of a replica, to take new weights, and of `publish.REPLICA` where they are published. What
+            is not named takes no time.
         rows: groups in each side stream's dataset; 1 where not named. The trained one has no end.
         slots: samples of a stream that generate at once; others in flight wait. As many as are in flight
             where not named.
@@ -111,6 +113,9 @@ class _Simulation:
         self._streams = {stream.name: stream for stream in schedule.streams}
         self._sources = {stream.name: _Source() for stream in schedule.streams}
         self._lanes = {n.name: n.group or n.name for n in schedule.nodes}
+        self._publishers = dict(schedule.publishers)
+        self._free_from: dict[str, float] = {}
+        """Device group -> when it has done all that it was asked: it keeps the order."""
         self._versions: dict[str, int] = {}
         self._awake_since: dict[str, float] = {}
         self._heap: list[tuple[float, int, Event | _Generating, str]] = []
@@ -156,8 +161,10 @@ class _Simulation:
             case RunArrivals(node, number, keys):
                 self._run_arrivals(node, number, keys)
             case RunBatch(node, step):
-                end = self._report(node, NodeDone(node, step), step)
-                self.books.spans.append(Span(node, self._lanes[node], self._now, end, {"step": step}))
+                self._work(self._lanes[node], node, NodeDone(node, step), step)
+            case Publish(replica, version):
+                name = PUBLISH_PREFIX + replica
+                self._work(self._publishers[replica], name, Published(replica, version), version)
             case Wake(replica, version):
                 loads = version != self._versions.get(replica)
                 self._report(replica if loads else "", Awake(replica, version))
@@ -172,11 +179,19 @@ class _Simulation:
             case StepDone(step) if step < self._state.data.progress.num_steps:
                 self.books.step_ends.append(self._now)
 
-    def _report(self, name: str, event: Event, key: int = 0) -> float:
-        """Let an event come after the duration of what is named; returns when."""
-        end = self._now + seconds_of(self._durations, name, key)
-        heapq.heappush(self._heap, (end, next(self._order), event, ""))
-        return end
+    def _report(self, name: str, event: Event, key: int = 0) -> None:
+        """Let an event come after the duration of what is named."""
+        self._await(self._now + seconds_of(self._durations, name, key), event)
+
+    def _work(self, lane: str, name: str, event: Event, key: int) -> None:
+        """The same, behind all that its device group was asked before; `key` is the step or version."""
+        start = max(self._now, self._free_from.get(lane, 0.0))
+        end = self._free_from[lane] = start + seconds_of(self._durations, name, key)
+        self._await(end, event)
+        self.books.spans.append(Span(name, lane, start, end, {"step": key}))
+
+    def _await(self, when: float, event: Event) -> None:
+        heapq.heappush(self._heap, (when, next(self._order), event, ""))
 
     def _run_arrivals(self, node: str, number: int, keys: Sequence[int]) -> None:
         """All keys are done together, after the seconds of each."""

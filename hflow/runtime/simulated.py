@@ -16,7 +16,8 @@ class Timeline:
     """When things happened, in seconds from the run's start."""
 
     spans: tuple[Span, ...]
-    """Batch nodes, on the lane of their device group, and engines' waking times, on their own."""
+    """Batch nodes and the publishing of weights, on the lane of their device group, and engines' waking
+    times, on their own."""
     step_ends: tuple[float, ...]
     """When each step was complete."""
     finish: Finish

@@ -6,7 +6,7 @@ they report comes back as events. The pieces, from the inside out:
 - `groups`, `stream_state`: one group, one stream; `rollout` and `evaluation`: what the trained and
   the side streams do with finished groups; `staleness`: the admission formula and the age rule;
 - `stations`: devices on which models work on what arrives;
-- `progress`: steps and versions; `devices`: engines and the cyclic order of device groups;
+- `progress`: steps and versions; `copies`, `devices`: engines, and the cyclic order of device groups;
 - `binding`, `weights`, `batch_nodes`, `admission`: the four decisions (which groups a step gets, who
   gets weights, which node fires, which group is opened), taken after each event in a fixed order.
 """
@@ -31,6 +31,7 @@ from hflow.runtime.events import (
     Instruction,
     NodeDone,
     NodeFailed,
+    Published,
     SampleDone,
     Started,
     StopRequested,
@@ -74,6 +75,7 @@ class RunState:
             Exhausted: self._on_exhausted,
             Awake: self._on_awake,
             Asleep: self._on_asleep,
+            Published: self._on_published,
             Started: self._on_started,
             StopRequested: self._on_stop,
         }
@@ -153,20 +155,28 @@ class RunState:
         self._after_sample_event(stream)
 
     def _on_exhausted(self, event: Exhausted) -> None:
-        self._streams[event.stream].exhaust(event.group)
-        self._advance()
+        stream = self._streams[event.stream]
+        stream.exhaust(event.group)
+        self._after_sample_event(stream)
 
     def _on_awake(self, event: Awake) -> None:
         engine = self.data.engines[event.replica]
         assert engine.state is EngineState.WAKING, f"{engine.name} was not told to wake"
         assert engine.target == event.version, f"{engine.name} woke with {event.version}, not {engine.target}"
-        engine.state, engine.version = EngineState.AWAKE, event.version
+        engine.state, engine.copy.version = EngineState.AWAKE, event.version
         self._advance()
 
     def _on_asleep(self, event: Asleep) -> None:
         engine = self.data.engines[event.replica]
         assert engine.state is EngineState.SLEEPING, f"{engine.name} was not told to sleep"
         engine.state = EngineState.ASLEEP
+        self._advance()
+
+    def _on_published(self, event: Published) -> None:
+        engine = self.data.engines[event.replica]
+        assert engine.is_publishing, f"nothing is published for {engine.name}"
+        assert engine.target == event.version, f"{event.version} is published for {engine.name}"
+        engine.is_publishing = False
         self._advance()
 
     def _on_stop(self, event: StopRequested) -> None:
@@ -176,8 +186,11 @@ class RunState:
 
     # ------------------------------------------------------------------ decisions
     def _after_sample_event(self, stream: StreamState) -> None:
-        """Most events of samples change nothing but the room for more of them."""
-        if self.stopping or stream.wants_decision:
+        """Most events of samples change nothing but the room for more of them.
+
+        So it is where more groups are accepted than a batch needs, and no step asks for one yet.
+        """
+        if self.stopping or stream.wants_decision or may_bind(self.data):
             self._advance()
         else:
             self.admission.open_groups()

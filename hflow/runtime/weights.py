@@ -1,21 +1,29 @@
 """Which weights engines get, and when.
 
-An engine takes weights while no node changes them, and the writers of a step wait until the
-engines that want that step's weights have them (not until anything was generated with them). So
-the version on an engine's label is exactly what it holds. While evaluation samples run on an
-engine it keeps its weights; trainers do not wait for that, and the engine catches up afterwards.
+Weights leave those who train them while no node changes them, so that the version on an engine's label
+is exactly what it holds. While evaluation samples run on an engine it keeps its weights; trainers do not
+wait for that, and the engine catches up afterwards.
 
-A transfer takes four messages, in this order: `Sleep` (no group is opened any more; samples are
-interrupted and kept), `Asleep`, `Wake` (the bytes move), `Awake` (the version is set; what was
-interrupted goes on, and groups are opened again). Where samples are not to be interrupted, `Sleep`
-comes once the last one has finished, and the next writer waits for that too.
+An engine that takes turns with batch nodes, or uses their storage, takes weights from them as it wakes:
+`Sleep` (no group is opened any more; samples are interrupted and kept), `Asleep`, `Wake` (the bytes
+move), `Awake` (the version is set; what was interrupted goes on, and groups are opened again). The next
+writers wait until it has them.
+
+For an engine apart the bytes move in two parts. `Publish` makes a copy, and is ordered in the moment in
+which the version is there, before anything else is ordered on the devices that hold it; as these do what
+they are asked in order, the next writers need not wait for more than the order. The engine generates
+meanwhile. `Published` lets it sleep, load and wake as above, beside whatever trains. One version lies
+ready for an engine at most: the next is published, and the writers after it go on, when it is loaded. So
+nobody trains further ahead of what an engine generates with than the version that it is about to load.
+
+Where samples are not to be interrupted, `Sleep` comes once the last one has finished.
 """
 
 from __future__ import annotations
 
 from hflow.runtime.devices import DeviceOrder, Engine, EngineState
 from hflow.runtime.evaluation import Evaluation
-from hflow.runtime.events import Sleep, Wake
+from hflow.runtime.events import Publish, Sleep, Wake
 from hflow.runtime.run_data import RunData
 
 
@@ -43,6 +51,17 @@ def can_begin(evaluation: Evaluation, version: int, data: RunData) -> bool:
     )
 
 
+def publish_weights(data: RunData) -> bool:
+    """Publish the weights that engines apart lack, as soon as they are there; returns whether any were."""
+    versions = {name: _due(engine, data) for name, engine in data.engines.items() if engine.is_apart}
+    due = {name: version for name, version in versions.items() if version is not None}
+    for name, version in due.items():
+        engine = data.engines[name]
+        engine.copy.target, engine.is_publishing = version, True
+        data.emit(Publish(name, version))
+    return bool(due)
+
+
 def update_engines(data: RunData) -> None:
     """Put engines to sleep and wake them, as turns and versions ask."""
     for engine in data.engines.values():
@@ -53,7 +72,7 @@ def update_engines(data: RunData) -> None:
 
 
 def blocks_writer(engine: Engine, step: int, data: RunData) -> bool:
-    """Whether the weights of the start of `step` must reach an engine before they change."""
+    """Whether the weights of the start of `step` must be taken for an engine before they change."""
     if engine.is_loading:
         return True
     return (
@@ -75,18 +94,32 @@ def _is_wanted(engine: Engine, data: RunData) -> bool:
 
 
 def _lacks(engine: Engine, version: int, data: RunData) -> bool:
-    """Whether an engine should get the weights of `version` in place of those that it has."""
-    if engine.version < 0:
+    """Whether an engine should get the weights of `version` in place of those that it was given last."""
+    if engine.target < 0:
         return True
     every = data.schedule.sync_every
     rolls_on = engine.serves_rollout and data.progress.formed < data.progress.num_steps
-    if rolls_on and version // every > engine.version // every:
+    if rolls_on and version // every > engine.target // every:
         return True
-    return version != engine.version and any(can_begin(e, version, data) for e in engine.evaluations)
+    return version != engine.target and any(can_begin(e, version, data) for e in engine.evaluations)
+
+
+def _due(engine: Engine, data: RunData) -> int | None:
+    """The version to publish for an engine now, if any.
+
+    None before it has loaded the last one, nor while that one is, or can yet be, evaluated on it.
+    """
+    is_evaluated = engine.is_held or any(can_begin(e, engine.target, data) for e in engine.evaluations)
+    if engine.is_behind or is_evaluated:
+        return None
+    version = data.progress.common_version(engine.models)
+    return version if version is not None and _lacks(engine, version, data) else None
 
 
 def _must_sleep(engine: Engine, data: RunData) -> bool:
     """Whether an engine's turn is over, or new weights are ready for it."""
+    if engine.is_apart:
+        return engine.is_behind and not engine.is_publishing
     if not _is_wanted(engine, data):
         return True
     if engine.is_held:
@@ -115,12 +148,13 @@ def _is_idle(engine: Engine, data: RunData) -> bool:
 
 def _wake(engine: Engine, data: RunData) -> None:
     """Wake an engine with new weights where it lacks them (once they are whole), else as it is."""
-    version = data.progress.common_version(engine.models)
-    if _lacks(engine, data.progress.least_version(engine.models), data):
+    if engine.is_apart:
+        if engine.is_publishing or not engine.is_behind:
+            return
+    elif _lacks(engine, data.progress.least_version(engine.models), data):
+        version = data.progress.common_version(engine.models)
         if version is None:
             return
-        engine.target = version
-    else:
-        engine.target = engine.version
+        engine.copy.target = version
     engine.state = EngineState.WAKING
     data.emit(Wake(engine.name, engine.target))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hflow.plan.ir import Plan
@@ -20,6 +20,7 @@ __all__ = [
     "Drawn",
     "Failed",
     "GroupOrder",
+    "Loaded",
     "Move",
     "NodeProgram",
     "NodeResult",
@@ -164,6 +165,21 @@ class NodeResult:
     """The number that it gave each of `samples`, as in `ComputeReady`; empty where it gave none."""
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What the workers of a generation replica confirm when it wakes; empty where it had the weights.
+
+    Digests of weights (`workers.digest`) stand in the order of the replica's workers.
+    """
+
+    num_bytes: int = 0
+    """Bytes that they pulled from other workers."""
+    sent: tuple[int, ...] = ()
+    """Of what each was sent by others, counted where it was taken, and what it had itself."""
+    held: tuple[int, ...] = ()
+    """Of what each generates with now, counted in its engine."""
+
+
 # ------------------------------------------------------------------- worker -> controller
 @dataclass(frozen=True)
 class SampleReady:
@@ -223,10 +239,20 @@ class Drawn:
     """Tokens that these had and kept."""
 
     def __add__(self, other: Drawn) -> Drawn:
-        return Drawn(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Drawn(
+            self.num_tokens + other.num_tokens,
+            self.seconds + other.seconds,
+            self.num_interrupted + other.num_interrupted,
+            self.num_kept + other.num_kept,
+        )
 
     def __sub__(self, other: Drawn) -> Drawn:
-        return Drawn(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+        return Drawn(
+            self.num_tokens - other.num_tokens,
+            self.seconds - other.seconds,
+            self.num_interrupted - other.num_interrupted,
+            self.num_kept - other.num_kept,
+        )
 
 
 @dataclass(frozen=True)
@@ -285,10 +311,17 @@ class Workers(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def wake(self, replica: str, version: int) -> int:
+    async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
+        """Copy weights out of the replica that trains them, for a generation replica that pulls them.
+
+        What is asked of the same devices later comes after it. Returns what each sender did, by worker.
+        """
+
+    @abc.abstractmethod
+    async def wake(self, replica: str, version: int) -> Loaded:
         """Bring a generation replica to `version` (by the plan's weight route) and start it.
 
-        Returns the bytes of weights that its workers pulled from others.
+        It loads what was published for it; where nothing was, the weights are taken as they are.
         """
 
     @abc.abstractmethod

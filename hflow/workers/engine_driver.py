@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from hflow.backends.base import Generated, GenerationEngine, SamplingParams
 from hflow.errors import HflowError, RunError
 from hflow.workers.base import Drawn
+from hflow.workers.digest import digest_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,6 +152,14 @@ class EngineDriver:
         """
         with self._exclusive() as engine:
             engine.load_weights(weights, version)
+
+    def digest(self, names: Iterable[str] | None = None) -> int:
+        """The digest of the engine's weights under these names; None: of all, each storage once."""
+        with self._exclusive() as engine:
+            weights = engine.weights()
+            if names is None:
+                names = {tensor.data_ptr(): name for name, tensor in weights.items()}.values()
+            return digest_of(weights, names)
 
     def set_version(self, version: int) -> None:
         """Tell an engine that shares its trainer's weights that these have changed."""

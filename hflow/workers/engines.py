@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from hflow.backends.base import ModelBackend
 from hflow.plan.ir import Plan, WeightRoute
 from hflow.workers.base import Drawn, Span
+from hflow.workers.digest import MODULUS, tensor_digest
 from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.episodes import Episodes
 from hflow.workers.transfer import Arriving
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What an engine took; digests as in `workers.digest`."""
+
+    num_bytes: int
+    """Pulled from other workers."""
+    own_digest: int
+    """Of what did not come from other workers, or is shared with them."""
+    held_digest: int
+    """Of what it generates with now."""
 
 
 class Engines:
@@ -49,8 +65,14 @@ class Engines:
             driver.interrupt()
             driver.sleep()
 
-    def wake(self, replica: str, version: int, arriving: Arriving | None) -> None:
+    def lacks(self, replica: str, version: int) -> bool:
+        """Whether an engine has other weights than those of a version."""
+        return self._versions.get(replica) != version
+
+    def wake(self, replica: str, version: int, arriving: Arriving | None) -> Taken | None:
         """Give an engine the weights of a version, unless it has them, and let it run.
+
+        Returns what it took, if anything.
 
         Args:
             replica: of the engine.
@@ -61,12 +83,12 @@ class Engines:
         is_asleep = replica not in self._awake_since
         if is_asleep:
             driver.wake()
-        if self._versions.get(replica) != version:
-            self._take(replica, version, arriving)
+        taken = self._take(replica, version, arriving) if self.lacks(replica, version) else None
         if is_asleep:
             driver.resume()
             self._awake_since[replica] = time.time()
             self._episodes.set_awake(replica, True)
+        return taken
 
     def sleep(self, replica: str) -> None:
         """Interrupt an engine and free its memory; unfinished requests are kept."""
@@ -89,15 +111,37 @@ class Engines:
         for driver in self._drivers.values():
             driver.close()
 
-    def _take(self, replica: str, version: int, arriving: Arriving | None) -> None:
+    def _take(self, replica: str, version: int, arriving: Arriving | None) -> Taken | None:
         start = time.time()
         driver, route = self._drivers[replica], self._routes.get(replica)
-        if route is None or replica in self._sharing:
+        taken = None
+        if route is None:
             driver.set_version(version)
-        elif arriving is None:
-            driver.load(self._backends[route.src].weights(), version)
+        elif replica in self._sharing:
+            driver.set_version(version)
+            held = driver.digest()
+            taken = Taken(0, held, held)
         else:
-            driver.load(iter(arriving), version)
+            named = _Named(self._backends[route.src].weights() if arriving is None else arriving)
+            driver.load(iter(named), version)
+            num_bytes, own = (arriving.num_bytes, arriving.own_digest) if arriving else (0, named.digest)
+            taken = Taken(num_bytes, own, driver.digest(named.names))
         self._versions[replica] = version
-        note = {"version": version, "pulled_bytes": arriving.num_bytes if arriving else 0}
+        note = {"version": version, "pulled_bytes": taken.num_bytes if taken else 0}
         self._on_span(Span(f"weights {replica}", "weights", start, time.time(), note))
+        return taken
+
+
+class _Named:
+    """Passes weights on, notes their names, and adds up their digest."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._weights = weights
+        self.names: list[str] = []
+        self.digest = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights:
+            self.names.append(name)
+            self.digest = (self.digest + tensor_digest(name, tensor)) % MODULUS
+            yield name, tensor

@@ -14,23 +14,32 @@ from typing import TypeVar
 from hflow.workers.base import (
     ComputeOrder,
     GroupOrder,
+    Loaded,
     Move,
     NodeResult,
     NodeTask,
     Report,
+    Span,
     Workers,
     WorkerSetup,
 )
+from hflow.workers.shipments import Handles, Sent
+from hflow.workers.transports.memory import MemoryTransport
 from hflow.workers.worker import Worker
 
 T = TypeVar("T")
 
 
 class InprocWorkers(Workers):
-    """Blocking work happens on threads: one for the device, in the order of the calls, one a poll."""
+    """Blocking work happens on threads: one for the device, in the order of the calls, one a poll.
+
+    Engines for which weights are published have a thread each, as they would have a device.
+    """
 
     def __init__(self) -> None:
         self._device = ThreadPoolExecutor(1, "hflow-device")
+        self._apart: dict[str, ThreadPoolExecutor] = {}
+        self._published: dict[str, tuple[Handles, Sent]] = {}
         self._worker: Worker
         self._threads: ThreadPoolExecutor
         self._started = False
@@ -39,7 +48,9 @@ class InprocWorkers(Workers):
         """Build the one worker."""
         hosted = tuple(range(setup.plan.cluster.num_devices))
         self._threads = ThreadPoolExecutor(2 * len(hosted), "hflow-worker")
-        self._worker = await self._on_device(lambda: Worker(setup, hosted))
+        self._worker = await self._on_device(lambda: Worker(setup, hosted, MemoryTransport()))
+        for replica, _ in setup.plan.schedule.publishers:
+            self._apart[replica] = ThreadPoolExecutor(1, f"hflow-{replica}")
         self._started = True
 
     async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
@@ -66,13 +77,28 @@ class InprocWorkers(Workers):
         """Run a batch node on the shards of all tasks together."""
         return await self._on_device(lambda: self._worker.run(tasks))
 
-    async def wake(self, replica: str, version: int) -> int:
+    async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
+        """Copy weights for an engine, in the device's turn."""
+        self._published[replica] = await self._on_device(lambda: self._worker.publish(replica, version))
+        return ((0, self._published[replica][1].span),)
+
+    async def wake(self, replica: str, version: int) -> Loaded:
         """Bring a generation replica to a version and start it."""
-        return await self._on_device(lambda: self._worker.wake(replica, version))
+        if replica in self._apart and self._worker.lacks(replica, version) and replica not in self._published:
+            await self.publish(replica, version)
+        handles, sent = self._published.pop(replica, (None, None))
+        given = None if handles is None else [handles]
+        taken = await self._on_lane(replica, lambda: self._worker.wake(replica, version, given))
+        if taken is None:
+            return Loaded()
+        if sent is None:
+            return Loaded(0, (taken.own_digest,), (taken.held_digest,))
+        await self._on_thread(lambda: self._worker.free(replica))
+        return Loaded(0, tuple(sent.digests.values()), (taken.held_digest,))
 
     async def sleep(self, replica: str) -> None:
         """Interrupt a generation replica."""
-        await self._on_device(lambda: self._worker.sleep(replica))
+        await self._on_lane(replica, lambda: self._worker.sleep(replica))
 
     async def release(
         self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None
@@ -95,11 +121,17 @@ class InprocWorkers(Workers):
         if self._started:
             self._started = False
             await asyncio.to_thread(self._worker.close)
-            self._threads.shutdown()
+            for lane in (self._threads, *self._apart.values()):
+                lane.shutdown()
         self._device.shutdown()
 
     async def _on_device(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._device, work)
+
+    async def _on_lane(self, replica: str, work: Callable[[], T]) -> T:
+        """On the thread of an engine apart, or the device's."""
+        lane = self._apart.get(replica, self._device)
+        return await asyncio.get_running_loop().run_in_executor(lane, work)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -7,9 +7,17 @@ from collections.abc import Iterable
 
 from hflow.workers.base import Report, Span, WorkerEvent
 
-LINGER_SECONDS = 0.01
-"""Longest time that an event waits for others while more are to come: a message costs the controller
-and the worker as much as many events."""
+LEAST_LINGER = 0.01
+LINGER_A_WORKER = 0.001
+
+
+def linger_seconds(num_workers: int) -> float:
+    """Longest time that an event waits for others while more are to come.
+
+    A message costs the controller and the worker as much as many events. Many workers wait longer, so that
+    all of them together do not send more messages than a few do: a thousand a second.
+    """
+    return max(LEAST_LINGER, LINGER_A_WORKER * num_workers)
 
 
 class Mailbox:
@@ -18,8 +26,9 @@ class Mailbox:
     The last event that is to come is reported at once, together with those before it.
     """
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, linger: float = LEAST_LINGER) -> None:
         self._worker = worker
+        self._linger = linger
         self._changed = threading.Condition()
         self._events: list[WorkerEvent] = []
         self._spans: list[Span] = []
@@ -65,7 +74,7 @@ class Mailbox:
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events) or self._is_over())
-            self._changed.wait_for(lambda: self._num_due <= 0 or self._is_over(), LINGER_SECONDS)
+            self._changed.wait_for(lambda: self._num_due <= 0 or self._is_over(), self._linger)
             if self._error is not None:
                 raise self._error
             report = Report(self._worker, tuple(self._events), tuple(self._spans))

@@ -9,7 +9,7 @@ device is doing while it does it; everything else is short and goes through `dat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -30,12 +30,10 @@ from hflow.workers.steady import forget_garbage
 from hflow.workers.transfer import Parcel, Wanted
 
 if TYPE_CHECKING:
-    from hflow.plan.slices import Receivers
-    from hflow.workers.weights import Bucket
+    from hflow.workers.engines import Taken
+    from hflow.workers.shipments import Handles, Sent
     from hflow.workers.world import Membership
 
-Published = list[tuple["Receivers", list[Any]]]
-"""Who takes which buckets: references to them, in order."""
 LANES = {"device": 1, "poll": 1, "data": 2, "export": 1, "probe": 1}
 """Lane -> messages that it runs at once."""
 
@@ -45,8 +43,10 @@ class WorkerProcess:
 
     def __init__(self, index: int) -> None:
         import hflow.workers.worker
+        from hflow.workers.transports.ray_store import RayTransport
         from hflow.workers.world import collective_counts, open_meeting
 
+        self._store = RayTransport()
         self._module = hflow.workers.worker
         self._open_meeting = open_meeting
         self._index = index
@@ -66,7 +66,7 @@ class WorkerProcess:
         self._peers = peers
         self._bodies = {name: program.body for name, program in setup.programs.items()}
         with self._watch.at("building its models"):
-            self._worker = self._module.Worker(setup, (self._index,), member)
+            self._worker = self._module.Worker(setup, (self._index,), self._store, member)
         forget_garbage()
 
     @ray.method(concurrency_group="probe")
@@ -130,26 +130,22 @@ class WorkerProcess:
         with self._watch.at(f"node {task.node!r}, step {task.step}", self._bodies[task.node]):
             return self._worker.run({self._index: task})[0]
 
-    @ray.method(concurrency_group="device")
-    def publish(self, replica: str) -> Published:
-        """Put what a generation replica needs of this worker's weights into the object store."""
-        published: dict[Receivers, list[Any]] = {}
+    @ray.method(concurrency_group="device", num_returns=2)
+    def publish(self, replica: str, version: int) -> tuple[Handles, Sent]:
+        """Put what a generation replica needs of this worker's weights where it can take it."""
         with self._watch.at(f"sending weights to {replica}"):
-            for receivers, bucket in self._worker.publish(replica):
-                published.setdefault(receivers, []).append(ray.put(bucket))
-        return list(published.items())
+            return self._worker.publish(replica, version)
 
     @ray.method(concurrency_group="device")
-    def wake(self, replica: str, version: int, *published: Published) -> int:
-        """Bring an engine to a version, by what each source published; returns the bytes that it pulled."""
-        streams = [
-            _fetched(references)
-            for by_one in published
-            for receivers, references in by_one
-            if self._index in receivers
-        ]
+    def wake(self, replica: str, version: int, *published: Handles) -> Taken | None:
+        """Bring an engine to a version, by what each source published; returns what it took."""
         with self._watch.at(f"loading weights {version} into {replica}"):
-            return self._worker.wake(replica, version, streams if published else None)
+            return self._worker.wake(replica, version, published or None)
+
+    @ray.method(concurrency_group="data")
+    def free(self, replica: str) -> None:
+        """Free what was published here for a generation replica."""
+        self._worker.free(replica)
 
     @ray.method(concurrency_group="device")
     def sleep(self, replica: str) -> None:
@@ -183,11 +179,6 @@ def _with_journals(order: GroupOrder) -> GroupOrder:
     if order.journals is None:
         return order
     return dataclasses.replace(order, journals=ray.get(order.journals))
-
-
-def _fetched(references: list[Any]) -> Iterator[Bucket]:
-    for reference in references:
-        yield ray.get(reference)
 
 
 _remote: Any = ray.remote

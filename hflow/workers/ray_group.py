@@ -18,10 +18,12 @@ from hflow.plan.ir import Plan, Replica
 from hflow.workers.base import (
     ComputeOrder,
     GroupOrder,
+    Loaded,
     Move,
     NodeResult,
     NodeTask,
     Report,
+    Span,
     Workers,
     WorkerSetup,
 )
@@ -29,6 +31,7 @@ from hflow.workers.environment import environment
 from hflow.workers.hang import Call
 from hflow.workers.inquiry import Inquiry, WorkerDiedError
 from hflow.workers.ray_processes import RayProcesses, end_work
+from hflow.workers.ray_weights import RayWeights
 from hflow.workers.ship import ship
 from hflow.workers.standing import Standing
 from hflow.workers.transfer import by_ends
@@ -61,12 +64,13 @@ class RayWorkers(Workers):
         """worker -> what it did when it died."""
         self._silent: set[int] = set()
         """Workers that did not say where they stand."""
-        self._versions: dict[str, int] = {}
+        self._weights: RayWeights
         self._timeout: float
 
     async def start(self, setup: WorkerSetup) -> None:
         """Start actors at the same time, then build worlds and models in them."""
         self._plan, self._timeout = setup.plan, setup.collective_timeout
+        self._weights = RayWeights(setup.plan, self._send, self._wait_all)
         everyone = range(setup.plan.cluster.num_devices)
         if self._processes is None:
             environments = [environment(setup.plan, worker) for worker in everyone]
@@ -123,29 +127,13 @@ class RayWorkers(Workers):
         )
         return await self._on_devices(call, "run", {worker: (task,) for worker, task in tasks.items()})
 
-    async def wake(self, replica: str, version: int) -> int:
-        """Let sources publish weights where the route says so, and bring engines to the version."""
-        route = next((route for route in self._plan.weights if route.dst == replica), None)
-        waiting: list[asyncio.Future[list[Any]]] = []
-        published: list[Any] = []
-        if route is not None and route.how == "pull" and self._versions.get(replica) != version:
-            source = self._plan.replica(route.src)
-            sent = self._send_all("publish", dict.fromkeys(source.workers, (replica,)))
-            published = list(sent.values())
-            doing = f"sending weights {version} of {route.src}"
-            call = self._together(doing, source.workers, source, title=f"sending weights to {replica}")
-            waiting.append(asyncio.ensure_future(self._wait_all(call, sent)))
-        self._versions[replica] = version
-        engine = self._plan.replica(replica)
-        sent = self._send_all("wake", dict.fromkeys(engine.workers, (replica, version, *published)))
-        call = self._together(f"loading weights {version} into {replica}", engine.workers, engine)
-        waiting.append(asyncio.ensure_future(self._wait_all(call, sent)))
-        try:
-            *_, pulled = await asyncio.gather(*waiting)
-        finally:
-            for left in waiting:
-                left.cancel()
-        return sum(pulled)
+    async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
+        """Let sources publish weights for a generation replica."""
+        return await self._weights.publish(replica, version)
+
+    async def wake(self, replica: str, version: int) -> Loaded:
+        """Bring engines to a version, by what sources published or publish now."""
+        return await self._weights.wake(replica, version)
 
     async def sleep(self, replica: str) -> None:
         """Interrupt engines."""

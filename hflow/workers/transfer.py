@@ -16,6 +16,7 @@ from hflow.plan.ir import ClusterSpec, WeightRoute
 from hflow.plan.slices import Receivers, Slice, kept, outgoing
 from hflow.types.boxes import Block, meet, numel, sizes, whole, within
 from hflow.workers.base import Move
+from hflow.workers.digest import MODULUS, slice_digest
 from hflow.workers.store import Store
 from hflow.workers.weights import Bucket, Content, pack_buckets, put_together, unpack_bucket
 
@@ -52,30 +53,58 @@ def by_ends(moves: Iterable[Move]) -> dict[int, dict[int, Wanted]]:
 
 
 # --------------------------------------------------------------------------------- weights
-def sent_slices(
-    route: WeightRoute, cluster: ClusterSpec, worker: int, backend: ModelBackend
-) -> Iterator[tuple[Receivers, Bucket]]:
-    """What a worker sends by a route with rows, bucket by bucket, and who takes it; not a collective."""
+Addressed = Iterator[tuple[Receivers, Iterator[Content]]]
+"""Contents, and who takes them."""
+
+
+def sent_slices(route: WeightRoute, cluster: ClusterSpec, worker: int, backend: ModelBackend) -> Addressed:
+    """What a worker sends by a route with rows; not a collective."""
     cut = _Cutter(backend)
     for receivers, slices in outgoing(route, cluster, worker).items():
-        for bucket in pack_buckets(map(cut, slices)):
-            yield receivers, bucket
+        yield receivers, map(cut, slices)
 
 
-def sent_whole(
-    receivers: Receivers, backend: ModelBackend, is_sender: bool
-) -> Iterator[tuple[Receivers, Bucket]]:
+def sent_whole(receivers: Receivers, backend: ModelBackend, is_sender: bool) -> Addressed:
     """What is sent by a route without rows: every tensor whole, by one worker; a collective."""
     contents = (
         Content.of(Slice(place, name, tuple(tensor.shape), whole(tuple(tensor.shape))), tensor)
         for place, (name, tensor) in enumerate(backend.weights())
     )
     if is_sender:
-        for bucket in pack_buckets(contents):
-            yield receivers, bucket
+        yield receivers, contents
     else:
         for _ in backend.weights():
             pass
+
+
+class Leaving:
+    """Weights that leave a worker bucket by bucket, and what each receiver's add up to."""
+
+    def __init__(self, contents: Addressed) -> None:
+        self._contents = contents
+        self.digests: dict[int, int] = {}
+        """Receiver -> digest of what it was sent; complete when all has left."""
+
+    def __iter__(self) -> Iterator[tuple[Receivers, Bucket]]:
+        for receivers, contents in self._contents:
+            tally = Tally(contents)
+            for bucket in pack_buckets(tally):
+                yield receivers, bucket
+            for receiver in receivers:
+                self.digests[receiver] = (self.digests.get(receiver, 0) + tally.digest) % MODULUS
+
+
+class Tally:
+    """Passes contents on, and adds up their digest."""
+
+    def __init__(self, contents: Iterable[Content]) -> None:
+        self._contents = contents
+        self.digest = 0
+
+    def __iter__(self) -> Iterator[Content]:
+        for content in self._contents:
+            self.digest = (self.digest + slice_digest(content)) % MODULUS
+            yield content
 
 
 class Arriving:
@@ -84,8 +113,13 @@ class Arriving:
     def __init__(self, streams: Iterable[Iterable[Bucket]], own: Iterable[Content] = ()) -> None:
         """Take the buckets of each sender, opened as they are needed, and what this worker holds itself."""
         self._streams = [self._opened(stream) for stream in streams]
-        self._own = own
+        self._own = Tally(own)
         self.num_bytes = 0
+
+    @property
+    def own_digest(self) -> int:
+        """Digest of what this worker holds itself; complete when all has arrived."""
+        return self._own.digest
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return put_together([*self._streams, self._own])

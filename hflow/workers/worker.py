@@ -6,7 +6,7 @@ compute             the pool of body processes; encode bodies for views
 poll                the mailbox
 run                 batch nodes
 export, receive     the store, packed
-publish, wake       slices of weights out of a training replica, into an engine
+publish, wake, free slices of weights out of a training replica, into an engine; what lay between
 sleep               engines stop, unfinished samples stay
 release, summarize  the store
 save                a model and its tokenizer
@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hflow.backends.base import SHARDS
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
-from hflow.plan.slices import Receivers
 from hflow.workers.base import (
     ComputeOrder,
     GroupOrder,
@@ -38,16 +37,17 @@ from hflow.workers.compute import Computes
 from hflow.workers.cores import bind_cores
 from hflow.workers.encoding import Encoder
 from hflow.workers.engine_driver import EngineDriver
-from hflow.workers.engines import Engines
+from hflow.workers.engines import Engines, Taken
 from hflow.workers.episodes import Episodes
-from hflow.workers.mailbox import Mailbox
+from hflow.workers.mailbox import Mailbox, linger_seconds
 from hflow.workers.opened import Row
 from hflow.workers.replicas import build_backends, build_engines, build_tokenizers, hosted_replicas
 from hflow.workers.routes import Routes
 from hflow.workers.rows import DatasetRows
+from hflow.workers.shipments import Handles, Sent, Shipments
 from hflow.workers.store import Store
 from hflow.workers.transfer import Parcel, pack, unpack
-from hflow.workers.weights import Bucket
+from hflow.workers.transports.base import Transport
 from hflow.workers.world import Membership, World
 
 
@@ -62,6 +62,7 @@ class Worker:
         self,
         setup: WorkerSetup,
         hosted: Sequence[int],
+        store: Transport,
         member: Membership | None = None,
     ) -> None:
         """Join the world, build models, engines, tokenizers and the pool.
@@ -69,16 +70,20 @@ class Worker:
         Args:
             setup: what to build.
             hosted: the worker indices that live here.
+            store: the way of weights between processes, where the plan names no other.
             member: this process's place among several; None where all indices live here.
         """
         bind_cores(setup.plan.cluster.cores_of(hosted[0]))
         self._setup = setup
         self._plan = setup.plan
         self._hosted = tuple(hosted)
-        self._mailboxes = {index: Mailbox(index) for index in hosted}
+        linger = linger_seconds(setup.plan.cluster.num_devices)
+        self._mailboxes = {index: Mailbox(index, linger) for index in hosted}
         self._store = Store()
         self._rows = DatasetRows(self._plan, setup.datasets)
         self._build_generation(*self._build_models(member))
+        routes = Routes(self._plan, hosted, self._backends)
+        self._shipments = Shipments(routes, hosted[0], {route.dst: store for route in self._plan.weights})
         self._build_bodies()
 
     def _build_models(
@@ -91,7 +96,6 @@ class Worker:
         )
         replicas = hosted_replicas(setup, self._hosted)
         self._backends = build_backends(setup, replicas, world)
-        self._routes = Routes(plan, self._hosted[0], self._backends)
         tokenizers = build_tokenizers(setup, "generate")
         return (*build_engines(setup, replicas, self._backends, tokenizers), tokenizers)
 
@@ -169,6 +173,14 @@ class Worker:
         states = {state.value: num for state, num in self._episodes.states().items()} if first else {}
         return dataclasses.replace(report, drawn=self._engines.take_drawn(), episodes=states)
 
+    def lacks(self, replica: str, version: int) -> bool:
+        """Whether an engine here has other weights than those of a version."""
+        return self._engines.lacks(replica, version)
+
+    def free(self, replica: str) -> None:
+        """Free what was published here for a generation replica."""
+        self._shipments.free(replica)
+
     def export(self, samples: Sequence[int], fields: Iterable[str]) -> Parcel:
         """Pack fields of samples for another worker."""
         return pack(self._store, samples, fields)
@@ -222,21 +234,20 @@ class Worker:
             return ()
         return tuple(float(x) for x in self._store.values(program.stream, program.told, task.samples))
 
-    def publish(self, replica: str) -> Iterator[tuple[Receivers, Bucket]]:
-        """What this worker sends of the weights that a generation replica pulls, and to whom."""
-        return self._routes.sent(replica)
+    def publish(self, replica: str, version: int) -> tuple[Handles, Sent]:
+        """Put what a generation replica pulls of the weights here where its workers can take it."""
+        return self._shipments.publish(replica, version)
 
-    def wake(self, replica: str, version: int, sent: Sequence[Iterable[Bucket]] | None = None) -> int:
-        """Bring an engine to a version of the weights, let it run, and return the bytes that it pulled.
+    def wake(self, replica: str, version: int, sent: Sequence[Handles] | None = None) -> Taken | None:
+        """Bring an engine to a version of the weights, let it run, and return what it took, if anything.
 
         Args:
             replica: of the engine.
             version: of the weights.
-            sent: streams of buckets that other workers published for this one; None: nothing was published.
+            sent: what each sender published; None: nothing was published.
         """
-        arriving = None if sent is None else self._routes.arriving(replica, sent)
-        self._engines.wake(replica, version, arriving)
-        return 0 if arriving is None else arriving.num_bytes
+        arriving = None if sent is None else self._shipments.arriving(replica, sent)
+        return self._engines.wake(replica, version, arriving)
 
     def sleep(self, replica: str) -> None:
         """Interrupt an engine and free its memory."""
@@ -260,6 +271,7 @@ class Worker:
         self._encoder.close()
         self._episodes.close()
         self._engines.close()
+        self._shipments.close()
 
     # ----------------------------------------------------------------------------- within
     def _family(self, stream: str) -> list[str]:

@@ -116,7 +116,8 @@ def test_an_engine_apart_pulls_weights_and_ray_is_stopped_after() -> None:
         workers = MeasuredWorkers()
         try:
             await workers.start(setup)
-            assert await workers.wake("actor@gen", 0) == route.moved_bytes
+            loaded = await workers.wake("actor@gen", 0)
+            assert (loaded.num_bytes, loaded.sent) == (route.moved_bytes, loaded.held)
             await train_and_compare(workers)
         finally:
             await workers.close()

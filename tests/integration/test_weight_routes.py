@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from hflow.data.batch import Batch, Column
 from hflow.types import Unit
-from hflow.workers.base import NodeTask, ShardInput
+from hflow.workers.base import Loaded, NodeTask, ShardInput
 from hflow.workers.ray_group import RayWorkers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -100,13 +100,15 @@ def test_engines_pull_what_was_trained(cluster: None, name: str, tmp_path: Path)
         workers = RayWorkers()
         try:
             await workers.start(setup)
-            assert await workers.wake("actor@gen", 0) == route.moved_bytes
+            assert (await workers.wake("actor@gen", 0)).num_bytes == route.moved_bytes
             start = await engine_weights(workers, 2)
             for step in range(2):
                 await train(workers, heads, step)
             await workers.save("actor", str(tmp_path))
-            assert await workers.wake("actor@gen", 1) == route.moved_bytes
-            assert await workers.wake("actor@gen", 1) == 0
+            loaded = await workers.wake("actor@gen", 1)
+            assert loaded.num_bytes == route.moved_bytes
+            assert loaded.sent == loaded.held == (loaded.held[0],) * 2
+            assert await workers.wake("actor@gen", 1) == Loaded()
             compare(start, [await engine_weights(workers, worker) for worker in (2, 3)])
         finally:
             await workers.close()

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
+from state_script import publishers
 
-from hflow.plan.ir import Level, Schedule, ScheduledNode, ScheduledStream
+from hflow.plan.ir import PUBLISH_PREFIX, Level, Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime.simulate import simulate
 
 GROUPS = ("g0", "g1", "g2")
@@ -52,10 +53,13 @@ def timed_schedules(draw: st.DrawFn, *kinds: str) -> Timed:
         orders,
         tuple(row for row in shared if row[1]),
         FEW_STEPS,
+        publishers=publishers([replica for replica, home in homes.items() if home is None], nodes),
         sync_every=draw(st.sampled_from((1, 1, 2, 3))),
         max_concurrent=stream.group_size * (stream.batch or 1),
     )
-    seconds = {name: draw(SECONDS) for name in ("src", *replicas, *(n.name for n in schedule.nodes))}
+    published = tuple(PUBLISH_PREFIX + replica for replica, _ in schedule.publishers)
+    names = ("src", *replicas, *published, *(n.name for n in schedule.nodes))
+    seconds = {name: draw(SECONDS) for name in names}
     ahead = models == ("teacher",) or schedule.sync_every > 1
     if schedule.shared and ahead and samples:  # else the turn goes on with the next ones meanwhile
         seconds |= {node.name: 0.0 for node in samples}

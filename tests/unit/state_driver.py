@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from random import Random
 
-from hflow.plan.ir import Level, Schedule
+from hflow.plan.ir import Level, Schedule, ScheduledNode
 from hflow.plan.staleness import staleness_bound
 from hflow.runtime import events as ev
 from hflow.runtime.cadence import evaluation_due, node_fires
@@ -76,6 +76,9 @@ class World:
         self.engine = dict.fromkeys((*self.models_of, *self.device_of), "asleep")
         self.version = dict.fromkeys(self.engine, -1)
         self.waking: dict[str, int] = {}
+        self.apart = dict(schedule.publishers)
+        self.published: dict[str, int] = {}
+        self.given = dict.fromkeys(self.apart, -1)
         self.opened: dict[str, list[int]] = {s: [] for s in self.streams}
         self.base: dict[str, int] = dict.fromkeys(self.streams, 0)
         self.oldest: dict[tuple[str, int], tuple[int, int]] = {}
@@ -150,6 +153,9 @@ class World:
             case ev.Awake(replica, version):
                 self.engine[replica], self.version[replica] = "awake", version
                 self.waking.pop(replica, None)
+                self.feed(entry)
+            case ev.Published(replica, version):
+                self.published[replica] = version
                 self.feed(entry)
             case ev.Asleep(replica):
                 self.engine[replica] = "asleep"
@@ -340,9 +346,21 @@ class World:
             if model in self.writers:
                 assert self._stands_at(model, what.step)
         for replica, version in self.waking.items():
+            if replica in self.apart:
+                continue
             assert version == self.version[replica] or self.models_of[replica].isdisjoint(node.writes)
+        self._check_lead(node, what.step)
         self.at_work[group] = node.name
         self.bag.append(ev.NodeDone(what.node, what.step))
+
+    def _check_lead(self, node: ScheduledNode, step: int) -> None:
+        """No writer changes weights that an engine of the trained stream is to get (evaluations apart)."""
+        every, progress = self.schedule.sync_every, self.state.data.progress
+        if len(self.streams) > 1 or progress.formed == progress.num_steps:
+            return
+        for replica in self.apart:
+            if not self.models_of[replica].isdisjoint(node.writes):
+                assert step // every <= self.given[replica] // every
 
     def _fires(self, name: str, step: int) -> bool:
         node = self.nodes[name]
@@ -353,15 +371,30 @@ class World:
     def _do_Wake(self, what: ev.Wake) -> None:
         assert self.engine[what.replica] == "asleep"
         assert self.device_of.get(what.replica) not in self.at_work
-        if what.version != self.version[what.replica]:
-            assert what.version > self.version[what.replica]
-            changing = {m for name in self.at_work.values() for m in self.nodes[name].writes}
-            for model in self.models_of[what.replica] & self.writers.keys():
-                assert self._stands_at(model, what.version)
-                assert model not in changing
+        if what.replica in self.apart:
+            assert self.published.pop(what.replica) == what.version, "what was published is loaded, once"
+        elif what.version != self.version[what.replica]:
+            self._check_taken(what)
         self.engine[what.replica] = "waking"
         self.waking[what.replica] = what.version
         self.bag.append(ev.Awake(what.replica, what.version))
+
+    def _do_Publish(self, what: ev.Publish) -> None:
+        assert what.replica in self.apart
+        assert self.engine[what.replica] in ("awake", "asleep"), "it has loaded what was published before"
+        assert what.replica not in self.published
+        assert self.given[what.replica] == self.version[what.replica], "one version lies ready at most"
+        self._check_taken(what)
+        self.given[what.replica] = what.version
+        self.bag.append(ev.Published(what.replica, what.version))
+
+    def _check_taken(self, what: ev.Publish | ev.Wake) -> None:
+        """The weights of this version are there, and nobody changes them."""
+        assert what.version > self.version[what.replica]
+        changing = {m for name in self.at_work.values() for m in self.nodes[name].writes}
+        for model in self.models_of[what.replica] & self.writers.keys():
+            assert self._stands_at(model, what.version)
+            assert model not in changing
 
     def _do_Sleep(self, what: ev.Sleep) -> None:
         assert self.engine[what.replica] == "awake"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
+from state_script import publishers
 
 from hflow.plan.ir import Level, Schedule, ScheduledNode, ScheduledStream
 
@@ -140,12 +141,14 @@ def schedules(draw: st.DrawFn) -> Schedule:
     shared = tuple(
         (g, tuple(r for r, home in zip(replicas, homes, strict=True) if home == g)) for g, _ in orders
     )
+    apart = [name for name, home in zip(replicas, homes, strict=True) if home is None]
     return Schedule(
         streams=tuple(streams),
         nodes=(*before, *batch),
         orders=orders,
         shared=tuple(row for row in shared if row[1]),
         num_steps=draw(st.integers(1, 6)),
+        publishers=publishers(apart, batch) if draw(st.sampled_from((True, True, True, False))) else (),
         max_concurrent=draw(st.integers(1, 12)),
         max_refused_per_step=60,
         **draw(staleness_rules(streams[0].batch or 1)),

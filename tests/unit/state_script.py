@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from hflow.plan.ir import Level, Schedule, ScheduledNode, ScheduledStream
@@ -45,8 +46,16 @@ def schedule(
     groups = dict.fromkeys(n.group for n in nodes if n.group is not None and n.level is Level.BATCH)
     orders = tuple((name, tuple(n.name for n in nodes if n.group == name)) for name in groups)
     engines = tuple(dict.fromkeys(r for stream in streams for r in stream.replicas))
-    settings = {"num_steps": 2, "max_concurrent": 64, **more}
+    apart = publishers(() if shared else engines, nodes)
+    settings = {"num_steps": 2, "max_concurrent": 64, "publishers": apart, **more}
     return Schedule(tuple(streams), tuple(nodes), orders, ((shared, engines),) if shared else (), **settings)
+
+
+def publishers(engines: Iterable[str], nodes: Iterable[ScheduledNode]) -> tuple[tuple[str, str], ...]:
+    """Engines `MODEL@...` that are apart, with the group of the node that writes their model, if any does."""
+    trainers = {model: node.group or node.name for node in nodes for model in node.writes}
+    models = {engine: engine.partition("@")[0] for engine in engines}
+    return tuple((engine, trainers[model]) for engine, model in models.items() if model in trainers)
 
 
 def grpo(*, shared: bool, **more: int) -> Schedule:
@@ -72,6 +81,8 @@ def spell(what: ev.Instruction) -> str:
             return f"refuse {' '.join(map(str, samples))} {node} {reason}"
         case ev.FormBatch(stream, step, _, groups):
             return f"form {stream} {step}: {' '.join(map(str, groups))}"
+        case ev.Publish(replica, version):
+            return f"publish {replica} {version}"
         case ev.Wake(replica, version):
             return f"wake {replica} {version}"
         case ev.Sleep(replica):
@@ -154,6 +165,8 @@ class Script:
                 return [ev.NodeDone(node, key)]
             case ev.RunArrivals(node, _, keys):
                 return [ev.NodeDone(node, key) for key in keys]
+            case ev.Publish(replica, version):
+                return [ev.Published(replica, version)]
             case ev.Wake(replica, version):
                 self.version = version
                 return [ev.Awake(replica, version)]

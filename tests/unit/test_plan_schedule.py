@@ -35,6 +35,8 @@ def run(plan, limit=20_000):
                     events.append(ev.NodeDone(node, key))
                 case ev.RunArrivals(node, _, keys):
                     events.extend(ev.NodeDone(node, key) for key in keys)
+                case ev.Publish(replica, at):
+                    events.append(ev.Published(replica, at))
                 case ev.Wake(replica, at):
                     events.append(ev.Awake(replica, at))
                 case ev.Sleep(replica):

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from state_script import ENGINE, batch, encoded, generated, schedule
 
-from hflow.plan.ir import ScheduledStream
+from hflow.plan.ir import PUBLISH_PREFIX, ScheduledStream
 from hflow.runtime.simulate import simulate
 
 
@@ -55,23 +55,23 @@ def rollout(*, shared: bool, **more: int):
     ("shared", "max_staleness", "period"),
     [
         (True, 0, 4.0 + 5.0 + 0.5),  # turns: generate, train, new weights
-        (False, 0, 4.0 + 5.0 + 0.5),  # synchronous: separate devices do not help
-        (False, 1, 5.0 + 0.5),  # generation hides behind training; taking weights does not
+        (False, 0, 4.0 + 5.0 + 0.25 + 0.5),  # synchronous: separate devices do not help
+        (False, 1, 5.0 + 0.25),  # generation and loading hide behind training; publishing does not
     ],
 )
 def test_period_of_generation_and_training(shared: bool, max_staleness: int, period: float):
-    seconds = {"gen": 4.0, "train": 5.0, ENGINE: 0.5}
+    seconds = {"gen": 4.0, "train": 5.0, PUBLISH_PREFIX + ENGINE: 0.25, ENGINE: 0.5}
     timeline = simulate(rollout(shared=shared, max_staleness=max_staleness), seconds)
     assert timeline.period() == pytest.approx(period)
     assert timeline.finish.reason == "done"
 
 
 def test_an_interrupted_sample_keeps_its_progress():
-    """Sample 2 runs from 13 s, gives way to new weights from 18 s to 18.5 s, and ends at 20.5 s."""
+    """Sample 2 runs from 13 s, gives way to new weights from 17.5 s to 18 s, and ends at 20.5 s."""
     nodes = [batch("train", "g", writes=("actor",))]
     plan = schedule([generated(size=1, num_groups=1)], nodes, num_steps=4, max_staleness=1)
     timeline = simulate(plan, {"gen": 7.0, "train": 5.0, ENGINE: 0.5})
-    assert timeline.step_ends[:3] == pytest.approx([7.5 + 5.0, 13.0 + 5.0, 20.5 + 5.0])
+    assert timeline.step_ends[:3] == pytest.approx([7.5 + 5.0, 12.5 + 5.0, 20.5 + 5.0])
 
 
 def test_evaluations_end_and_need_no_step():

@@ -58,8 +58,7 @@ def test_uneven_lengths_come_closer_to_the_limit_with_staleness():
         assert found.limit == max(found.generation_alone, found.training_alone) <= found.period * 1.02
         assert max(found.run.staleness()) <= (found.plan.staleness_bound or 0) == eta
         reached.append(found.limit / found.period)
-    assert reached == sorted(reached)
-    assert reached[-1] > reached[0]
+    assert reached[0] < reached[1] <= reached[2] * (1 + 1e-9)
 
 
 def test_devices_that_are_shared_cannot_do_both_at_once():

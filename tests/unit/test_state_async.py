@@ -12,7 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from state_driver import World
 from state_schedules import schedules
-from state_script import ENGINE, Script, arriving, batch, encoded, generated, group, grpo, sample, schedule
+from state_script import (
+    ENGINE,
+    Script,
+    arriving,
+    batch,
+    encoded,
+    generated,
+    group,
+    grpo,
+    publishers,
+    sample,
+    schedule,
+)
 
 from hflow.plan.ir import Schedule
 from hflow.plan.staleness import staleness_bound
@@ -43,7 +55,8 @@ def test_nodes_of_the_next_step_run_beside_the_writers_of_this_one():
         "form gen 1: 2 3",
         "ref 1",
     ]
-    assert script.release("train 0")[:3] == ["form gen 2: 4 5", "step 0", "ref 2"]
+    released = script.release("train 0")
+    assert released[:4] == ["form gen 2: 4 5", "step 0", f"publish {ENGINE} 1", "ref 2"]
     assert told(script, "train") == ["train 0", "train 1"]
 
 
@@ -69,16 +82,17 @@ def test_a_transfer_interrupts_and_finished_members_are_kept():
     assert script.trace[-1] == "done"
 
 
-def test_without_interruption_the_engine_finishes_what_runs_and_the_writer_waits():
+def test_without_interruption_the_engine_finishes_what_runs_before_it_loads():
     script = Script(single(max_staleness=1, interrupt=False), hold={"gen#3"})
     script.run()
-    assert told(script, "sleep", "train", "step") == ["train 0", "step 0"]
+    assert told(script, "publish", "sleep") == [f"publish {ENGINE} 0", f"publish {ENGINE} 1"]
     assert told(script, "open")[-1] == "open gen 3", "what drains gets nothing new"
-    assert script.release("gen#3")[:4] == [
+    assert script.release("gen#3")[:5] == [
         "form gen 1: 2 3",
-        f"sleep {ENGINE}",
-        f"wake {ENGINE} 1",
         "train 1",
+        f"sleep {ENGINE}",
+        "step 1",
+        f"wake {ENGINE} 1",
     ]
 
 
@@ -89,7 +103,7 @@ def test_a_full_queue_pauses_generation_and_drops_its_oldest():
     assert told(script, "open")[-1] == "open gen 7"
     assert told(script, "refuse") == [f"refuse {key} gen queue_full" for key in (2, 3, 5)]
     assert script.release("gen#4") == ["refuse 4 gen queue_full"]
-    assert script.release("train 0")[:2] == ["step 0", "form gen 1: 6 7"]
+    assert script.release("train 0")[:3] == ["step 0", f"publish {ENGINE} 1", "form gen 1: 6 7"]
 
 
 def test_a_smaller_age_limit_admits_less():
@@ -107,7 +121,7 @@ def test_a_skipped_update_counts_as_a_step():
     ]
     script = Script(schedule([generated(size=1)], nodes, max_staleness=1, num_steps=4))
     assert script.run()[-1] == "done"
-    assert told(script, "wake") == [f"wake {ENGINE} {version}" for version in range(3)]
+    assert told(script, "wake") == [f"wake {ENGINE} {version}" for version in range(4)]
     assert told(script, "actor_train") == ["actor_train 2", "actor_train 3"]
 
 
@@ -183,13 +197,18 @@ def test_without_the_age_rule_any_lag_can_be_had(steps: int):
 @st.composite
 def asynchronous(draw: st.DrawFn) -> Schedule:
     """Any schedule with eta > 0, room for many samples, and engines mostly on devices of their own."""
+    what = draw(schedules())
     return replace(
-        draw(schedules()),
+        what,
         max_staleness=draw(st.integers(1, 3)),
         num_steps=draw(st.integers(3, 8)),
         max_concurrent=draw(st.integers(6, 24)),
-        **({"shared": ()} if draw(st.booleans()) else {}),
+        **({"shared": (), "publishers": all_apart(what)} if draw(st.booleans()) else {}),
     )
+
+
+def all_apart(what: Schedule) -> tuple[tuple[str, str], ...]:
+    return publishers([name for stream in what.streams for name in stream.replicas], what.nodes)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))

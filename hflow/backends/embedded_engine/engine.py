@@ -167,6 +167,11 @@ class EmbeddedEngine(GenerationEngine):
         load_in_place(self._module, weights)
         self.set_version(version)
 
+    def weights(self) -> Mapping[str, Tensor]:
+        """The module's own tensors."""
+        held: Mapping[str, Tensor] = self._module.state_dict()
+        return held
+
     def set_version(self, version: int) -> None:
         """Declare that the weights have changed (the trainer's own, in sharing mode).
 

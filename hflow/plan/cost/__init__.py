@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hflow.plan.cost.nodes import Costs, Parts
 from hflow.plan.cost.roofline import node_time
 from hflow.plan.forecast import EdgeTraffic, NodeTime, Pace
-from hflow.plan.ir import Plan
+from hflow.plan.ir import PUBLISH_PREFIX, Plan
 from hflow.plan.request import PlanRequest
 from hflow.plan.workload import Workload
 
@@ -24,8 +24,8 @@ def node_times(
     """Seconds of the source, the nodes and the engines' replicas of the trained stream.
 
     A source's seconds are those of one whole batch, a node's of one firing, a replica's (`actor@gen`)
-    those of taking new weights. Left out are nodes of side streams, as nobody knows here how large their
-    datasets are, and whatever needs a model of unknown sizes.
+    those of taking new weights, and `publish.actor@gen` those of publishing them. Left out are nodes of side
+    streams, as nobody knows here how large their datasets are, and whatever needs a model of unknown sizes.
 
     Args:
         plan: where everything runs.
@@ -62,5 +62,8 @@ def _nodes(plan: Plan, costs: Costs) -> Iterator[tuple[str, Parts]]:
     for node in plan.schedule.nodes:
         if node.stream == plan.schedule.streams[0].name:
             yield node.name, costs.node(node)
+    published = dict(plan.schedule.publishers)
     for route in plan.weights:
+        if route.dst in published:
+            yield PUBLISH_PREFIX + route.dst, costs.publishing(route)
         yield route.dst, costs.weights(route)

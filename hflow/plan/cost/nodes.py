@@ -12,7 +12,7 @@ from hflow.plan.cost.flops import Work, work_of
 from hflow.plan.cost.generation import Rollout, batch_tokens, generate
 from hflow.plan.cost.roofline import COMPUTE, Part
 from hflow.plan.cost.side import Side
-from hflow.plan.cost.sync import redistribution, saving, sync
+from hflow.plan.cost.sync import publishing, redistribution, saving, sync
 from hflow.plan.cost.training import forward, train, update
 from hflow.plan.forecast import EdgeTraffic, Pace
 from hflow.plan.hardware import Hardware
@@ -92,6 +92,11 @@ class Costs:
         if side is None:
             return None
         return sync(route, side, Ranks.of(self._plan.replica(route.dst).workers, self._plan.cluster))
+
+    def publishing(self, route: WeightRoute) -> Parts:
+        """New weights of an engine's replica, on the devices that train them."""
+        source, engine = self._side(route.src), self._side(route.dst)
+        return None if source is None or engine is None else publishing(route, source, engine)
 
     def _engines(self) -> dict[str, Side] | None:
         """Replica -> side, of those that generate; None where one's sizes are unknown."""

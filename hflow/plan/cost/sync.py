@@ -60,6 +60,12 @@ def sync(route: WeightRoute, side: Side, ranks: Ranks) -> list[Part]:
     ]
 
 
+def publishing(route: WeightRoute, source: Side, engine: Side) -> list[Part]:
+    """A copy of what one trainer gives, made once for all engines that take the same."""
+    given = route.moved_bytes / engine.layout.data / source.layout.world
+    return [Part("copy", 2 * given / source.rates.memory, MEMORY)]
+
+
 def saving(side: Side) -> list[Part]:
     """A checkpoint: weights gathered and written by one process; each rank writes its optimizer's state."""
     numel = stage_parameters(side.shape, side.layout.pipe) / side.layout.tensor

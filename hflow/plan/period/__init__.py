@@ -40,7 +40,7 @@ def steady_period(
     Args:
         schedule: what is run.
         seconds: node -> seconds of one firing; a source -> of one whole batch; a replica -> to take new
-            weights. What is not named takes no time.
+            weights, and `publish.REPLICA` -> to publish them. What is not named takes no time.
         fields: (producer, consumer) -> the fields between them, to name edges of the cycle by.
 
     Returns:

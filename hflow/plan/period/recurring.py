@@ -24,6 +24,7 @@ class Recurring:
         writers: model -> batch nodes that change it.
         models: models that change among those that the source reads.
         sync_every: steps between two transfers of weights to engines; 1 where there are none.
+        publishers: engine with devices of its own -> the group that publishes its weights.
         num_unrolled: steps after which everything is as before.
     """
 
@@ -39,6 +40,7 @@ class Recurring:
                 self.writers[model] = (*self.writers.get(model, ()), node.name)
         self.models = self.trained(self.stream.models)
         self.sync_every = schedule.sync_every if self.models else 1
+        self.publishers = dict(schedule.publishers)
         self.num_unrolled = self._unrolled_steps()
 
     def trained(self, models: Iterable[str]) -> tuple[str, ...]:
@@ -86,6 +88,18 @@ class Recurring:
         """Device group -> the nodes that run there as samples or groups arrive."""
         groups = dict.fromkeys(node.group for node in self.sample_nodes if node.group is not None)
         return tuple((g, tuple(n.name for n in self.sample_nodes if n.group == g)) for g in groups)
+
+    def after_writers(self, replica: str) -> tuple[str, int]:
+        """What the group that publishes an engine's weights does next, and how many steps later."""
+        order = dict(self.orders())[self.publishers[replica]]
+        written = self.writers_of(self.models_of(replica))
+        last = max(place for place, name in enumerate(order) if name in written)
+        return (order[last + 1], 0) if last + 1 < len(order) else (order[0], 1)
+
+    def published_before(self, replica: str) -> tuple[str, ...]:
+        """The engines of the trained stream whose weights the same group publishes before an engine's."""
+        before = self.stream.replicas[: self.stream.replicas.index(replica)]
+        return tuple(name for name in before if self.publishers.get(name) == self.publishers[replica])
 
     def lanes(self) -> tuple[str, ...]:
         """Device groups with batch nodes, engines with devices of their own, and models that have them."""

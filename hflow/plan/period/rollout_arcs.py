@@ -9,6 +9,9 @@ the same too as long as taking weights is short; the tests show where.
 A model that runs as samples or groups arrive has its devices for itself. Its seconds are those of a whole
 batch, which it takes up when the batch is generated, and it works on one batch after another.
 
+Weights of an engine with devices of its own are published first, on the devices that hold them: in their
+order that is right behind the writers. Those of the next step wait for that, and for no more.
+
 A source's seconds are those that its engines need for a whole batch, so they make one batch after
 another. A run with samples of two batches in flight is faster than that where its engines have room.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
+from hflow.plan.ir import PUBLISH_PREFIX
 from hflow.plan.period.recurring import Recurring
 from hflow.plan.period.timed_graph import FORMED, Fields, TimedGraph
 
@@ -33,6 +37,9 @@ def add_rollout(graph: TimedGraph, recurring: Recurring, seconds: Mapping[str, f
     for replica in stream.replicas:
         if _is_synced(recurring, replica) and step % recurring.sync_every == 0:
             lane = recurring.group_of(replica) or replica
+            if replica in recurring.publishers:
+                name = PUBLISH_PREFIX + replica
+                graph.add(name, step, seconds.get(name, 0.0), (recurring.publishers[replica],))
             graph.add(replica, step, seconds.get(replica, 0.0), (lane,))
     graph.add(stream.source, step, seconds.get(stream.source, 0.0), lanes or (stream.source,))
     for node in recurring.sample_nodes:
@@ -87,22 +94,49 @@ def _link_samples(graph: TimedGraph, recurring: Recurring, step: int, fields: Fi
 
 
 def _link_syncs(graph: TimedGraph, recurring: Recurring, replica: str) -> None:
-    """An engine takes version `step` once it is written, in its turn before the batch that needs it.
-
-    An engine with devices of its own always can, so the next writers wait for it.
-    """
+    """An engine takes version `step` once it is there, in its turn before the batch that needs it."""
     source, every = recurring.stream.source, recurring.sync_every
     group = recurring.group_of(replica)
-    models = recurring.models_of(replica)
     behind = recurring.schedule.max_staleness * every
     for step in range(0, graph.num_unrolled, every):
-        for writer in recurring.writers_of(models):
-            graph.link(writer, replica, step, 1, f"weights of {', '.join(models)}")
-            if group is None:
-                graph.link(replica, writer, step, 0, f"{replica} has the weights before they change")
+        if replica in recurring.publishers:
+            _link_publishing(graph, recurring, replica, step)
+        else:
+            _link_taking(graph, recurring, replica, step)
         graph.link(replica, source, step + behind, behind, "weights loaded")
         for last, why in _turns_before(recurring, group):
             graph.link(last, replica, step, 1 - behind, why)
+
+
+def _link_taking(graph: TimedGraph, recurring: Recurring, replica: str, step: int) -> None:
+    """Without publishing, an engine with devices of its own takes weights at once; the next writers wait."""
+    models = recurring.models_of(replica)
+    for writer in recurring.writers_of(models):
+        graph.link(writer, replica, step, 1, f"weights of {', '.join(models)}")
+        if recurring.group_of(replica) is None:
+            graph.link(replica, writer, step, 0, f"{replica} has the weights before they change")
+
+
+def _link_publishing(graph: TimedGraph, recurring: Recurring, replica: str, step: int) -> None:
+    """All writers of a step come before its version is published, and that before those of the next one.
+
+    One version lies ready at most, so that the last one must be loaded before.
+    """
+    models, every = recurring.models_of(replica), recurring.sync_every
+    published, loaded = PUBLISH_PREFIX + replica, f"{replica} has loaded the version before"
+    graph.link(published, replica, step, 0, "weights published")
+    graph.link(replica, published, step, every, loaded)
+    for earlier in recurring.published_before(replica):
+        graph.link(
+            PUBLISH_PREFIX + earlier, published, step, 0, f"order of group {recurring.publishers[replica]}"
+        )
+    following, later = recurring.after_writers(replica)
+    graph.link(published, following, step - 1 + later, later - 1, "weights published before anything else")
+    for writer in recurring.writers_of(models):
+        graph.link(writer, published, step, 1, f"weights of {', '.join(models)}")
+        graph.link(replica, writer, step, every, loaded)
+        for other in recurring.writers_of(models):
+            graph.link(writer, other, step, 1, f"weights of {', '.join(models)}")
 
 
 def _turns_before(recurring: Recurring, group: str | None) -> list[tuple[str, str]]:

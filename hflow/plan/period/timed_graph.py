@@ -27,7 +27,7 @@ class Vertex:
     """Something that fires once in every round of the unrolled steps."""
 
     name: str
-    """A node, a source, a replica that takes new weights, or `FORMED`."""
+    """A node, a source, a replica that takes new weights, their publishing, or `FORMED`."""
     step: int
     seconds: float
     lanes: tuple[str, ...]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hflow.plan.ir import Plan
+from hflow.plan.ir import PUBLISH_PREFIX, Plan
 
 
 def ref_of(plan: Plan, name: str) -> str:
-    """The reference of what takes time in a step: a node, or an engine that takes new weights."""
-    return f"replica:{name}" if any(replica.name == name for replica in plan.replicas) else f"node:{name}"
+    """The reference of what takes time in a step: a node, or an engine and its new weights."""
+    engine = name.removeprefix(PUBLISH_PREFIX)
+    return f"replica:{engine}" if any(replica.name == engine for replica in plan.replicas) else f"node:{name}"

@@ -1,0 +1,205 @@
+"""Throughput of asynchronous runs beside the limit, with a real engine and a real trainer on one core each.
+
+    python benchmarks/async.py
+
+`recipes/grpo_async.py` over Ray, with random weights that learn nothing: the lengths of responses are
+geometric, a long tail. No schedule is faster than the longer of generation alone (a run whose trainer never
+fires, the engine's slots always full) and training alone (busy seconds of the synchronous run). Beside each
+run stands what the simulator makes of the same schedule with the measured seconds and lengths. The machine's
+two cores carry the controller and Ray too; the controller's share of a core is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sqlite3
+import statistics
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import harness
+
+from hflow import launch
+from hflow.launch.compiled import compile_recipe
+from hflow.launch.running import Means, run_compiled
+from hflow.runtime.metrics import read_metrics
+from hflow.runtime.simulate import simulate_run
+from hflow.runtime.simulate_plan import trained_part
+from hflow.workers.ray_processes import RayProcesses
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "grpo_async.py"
+NEVER = 1_000_000
+ALONE = "generation alone"
+Kind = tuple[int | str, bool]
+"""`max_staleness` (or `ALONE`), and `interrupt`."""
+
+
+def overrides(args: argparse.Namespace, kind: Kind, out: str) -> list[str]:
+    staleness, interrupt = kind
+    if staleness == ALONE:
+        schedule = [
+            "schedule.max_staleness=1",
+            "schedule.sync_every=1000",
+            f"nodes.actor_train.after={NEVER}",
+        ]
+    else:
+        schedule = [f"schedule.max_staleness={staleness}"]
+    return [
+        f"out={out}",
+        f"steps={args.steps}",
+        f"batch={args.batch}",
+        *schedule,
+        f"schedule.interrupt={str(interrupt).lower()}",
+        f"schedule.max_concurrent={args.concurrent}",
+        f"models.actor.gen.max_running={args.slots}",
+        f"models.actor.gen.max_model_len={args.max_tokens + 16}",
+        f"models.actor.architecture.max_position_embeddings={args.max_tokens + 16}",
+        f"models.actor.architecture.num_hidden_layers={args.layers}",
+        f"nodes.actor_gen.max_tokens={args.max_tokens}",
+        "nodes.actor_train.prox=loglinear",
+        f"nodes.actor_train.minibatches={args.minibatches}",
+        f"nodes.eval_gen.after={NEVER}",
+        "data.heldout.limit=1",
+        "models.actor.path=null",
+        "models.actor.optim.lr=0",
+        "models.actor.optim.schedule=constant",
+        "cores=[1]",
+    ]
+
+
+def measure(args: argparse.Namespace, kind: Kind, processes: RayProcesses) -> dict[str, Any]:
+    """Means over the steps after the first few."""
+    with tempfile.TemporaryDirectory() as out:
+        compiled = compile_recipe(RECIPE, overrides(args, kind, out))
+        cpu, begin = time.process_time(), time.monotonic()
+        summary = run_compiled(compiled, False, Means(processes=processes, is_quiet=True))
+        share = (time.process_time() - cpu) / (time.monotonic() - begin)
+        rows = read_metrics(summary.directory / "metrics.jsonl")
+        spans = json.loads((summary.directory / "trace.json").read_text())["traceEvents"]
+        lengths = _lengths(summary.directory / "ledger.sqlite")
+    steps = [row for row in rows if "time/step_seconds" in row][args.skip :]
+
+    def mean(name: str) -> float:
+        return statistics.fmean(row.get(name) or 0.0 for row in steps)
+
+    seconds = mean("time/step_seconds")
+
+    def busy(name: str) -> float:
+        return statistics.fmean(row[name] * row["time/step_seconds"] for row in steps)
+
+    return {
+        "max_staleness": kind[0],
+        "interrupt": kind[1],
+        "step_seconds": seconds,
+        "generation_seconds": busy("busy/engines"),
+        "training_seconds": busy("busy/trainers"),
+        "staleness": mean("staleness/mean"),
+        "in_flight": mean("staleness/in_flight"),
+        "staleness_max": max(row.get("staleness/max", 0.0) for row in steps),
+        "dropped": mean("dropped/stale"),
+        "tokens": mean("batch/tokens"),
+        "tokens_per_second": mean("time/generated_tokens_per_second"),
+        "interrupted": mean("rollout/interrupted"),
+        "kept_tokens": mean("rollout/kept_tokens"),
+        "weights_ms": statistics.fmean(
+            [0.0, *(1e-3 * s["dur"] for s in spans if s["name"] == "weights actor@gen")][-args.steps :]
+        ),
+        "controller_share": share,
+        "lengths": lengths,
+    }
+
+
+def _lengths(ledger: Path) -> list[int]:
+    """Generated tokens of the samples, in the order of their ids."""
+    with closing(sqlite3.connect(ledger)) as database:
+        found = database.execute("SELECT tokens FROM finished WHERE stream = 0 ORDER BY sample").fetchall()
+    return [tokens for (tokens,) in found]
+
+
+def simulated(args: argparse.Namespace, kind: Kind, alone: dict[str, float], lengths: list[int]) -> float:
+    """Seconds a step of the same schedule on a virtual clock, with measured seconds and lengths."""
+    plan = launch.plan(RECIPE, overrides(args, kind, "runs"))
+    schedule = replace(trained_part(plan.schedule), num_steps=64)
+    source = schedule.streams[0].source
+    pace = alone["generation"] * args.slots / (args.batch * 8 * statistics.fmean(lengths))
+    durations = {
+        source: lambda sample: pace * Random(sample).choice(lengths),
+        "actor_train": alone["training"],
+        "actor@gen": alone["weights"],
+    }
+    return simulate_run(schedule, durations, slots={source: args.slots}).timeline.period()
+
+
+def summarise(args: argparse.Namespace, kinds: list[Kind], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    def median(kind: Kind, name: str) -> float:
+        same = [run[name] for run in runs if (run["max_staleness"], run["interrupt"]) == kind]
+        return float(statistics.median(same))
+
+    alone = {
+        "generation": median((ALONE, True), "step_seconds"),
+        "training": median((0, True), "training_seconds"),
+        "weights": median((0, True), "weights_ms") / 1e3,
+    }
+    limit = max(alone["generation"], alone["training"])
+    lengths = next(run["lengths"] for run in runs if run["max_staleness"] == 0)
+    rows = []
+    for kind in kinds:
+        names = [name for name in runs[0] if name not in ("max_staleness", "interrupt", "lengths")]
+        row: dict[str, Any] = {"max_staleness": kind[0], "interrupt": kind[1]}
+        row |= {name: median(kind, name) for name in names}
+        row["share_of_limit"] = limit / row["step_seconds"]
+        if kind[0] != ALONE:
+            row["simulated_share"] = limit / simulated(args, kind, alone, lengths)
+        rows.append(row)
+    return {"alone": alone, "limit": limit, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--skip", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=16, help="groups of 8")
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--concurrent", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--minibatches", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2, help="interleaved")
+    parser.add_argument("--dry", action="store_true", help="write no result")
+    args = parser.parse_args()
+    kinds: list[Kind] = [(ALONE, True), *((eta, True) for eta in args.staleness)]
+    kinds += [(eta, False) for eta in args.staleness if eta]
+    runs = []
+    with tempfile.TemporaryDirectory() as out:
+        processes = RayProcesses(compile_recipe(RECIPE, overrides(args, (0, True), out)).plan.cluster)
+    processes.start()
+    try:
+        for _ in range(args.rounds):
+            for kind in kinds:
+                runs.append(measure(args, kind, processes))
+                told = {name: value for name, value in runs[-1].items() if name != "lengths"}
+                print(json.dumps(told), flush=True)
+    finally:
+        asyncio.run(processes.close())
+    found = summarise(args, kinds, runs)
+    print(json.dumps(found, indent=2))
+    for run in runs:
+        del run["lengths"]
+    if not args.dry:
+        content = {"arguments": vars(args), "load": os.getloadavg(), **found, "runs": runs}
+        print(harness.write("async", content))
+
+
+if __name__ == "__main__":
+    main()

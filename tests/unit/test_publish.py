@@ -1,0 +1,93 @@
+"""Weights of engines apart: what is published when, who waits for it, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+from state_script import ENGINE, Script, batch, generated, schedule
+
+from hflow.plan.ir import Schedule, ScheduledStream
+from hflow.runtime import events as ev
+
+
+def recomputed(**rules: int) -> Schedule:
+    """`prox`, `train` and `save` on the trainer's devices, groups of one sample."""
+    nodes = [
+        batch("prox", "g", reads=("actor",)),
+        batch("train", "g", "prox", writes=("actor",)),
+        batch("save", "g", "train"),
+    ]
+    return schedule([generated(size=1)], nodes, **{"num_steps": 6, "max_staleness": 2, **rules})
+
+
+def about(trace: list[str], *words: str) -> list[str]:
+    return [line for line in trace if line.startswith(words)]
+
+
+def test_weights_are_published_before_anything_else_is_asked_of_their_devices():
+    """Neither the checkpoint nor the next step's first node comes before; the engine has no rest yet."""
+    script = Script(recomputed(), hold={"train"})
+    script.run()
+    released = script.release("train 0")
+    assert about(released, "publish", "save", "prox", "sleep", "wake") == [
+        f"publish {ENGINE} 1",
+        "save 0",
+        f"sleep {ENGINE}",
+        "prox 1",
+        f"wake {ENGINE} 1",
+    ]
+
+
+def test_the_engine_goes_on_until_its_weights_lie_ready():
+    script = Script(recomputed(max_staleness=1), hold={f"publish {ENGINE} 1", "gen#2"})
+    script.run()
+    assert about(script.trace, "sleep") == []
+    assert about(script.release("gen#2"), "form") == ["form gen 1: 2 3"]
+    assert script.release(f"publish {ENGINE} 1")[0] == f"sleep {ENGINE}"
+
+
+def test_nobody_waits_for_an_engine_that_loads():
+    """But for the version after: one lies ready for an engine at most."""
+    script = Script(recomputed(), hold={f"wake {ENGINE} 1"})
+    script.run()
+    assert about(script.trace, "publish", "wake", "train") == [
+        f"publish {ENGINE} 0",
+        f"wake {ENGINE} 0",
+        "train 0",
+        f"publish {ENGINE} 1",
+        f"wake {ENGINE} 1",
+        "train 1",
+    ]
+    assert about(script.trace, "prox")[-1] == "prox 2", "what reads weights does not wait"
+    assert about(script.release(f"wake {ENGINE} 1"), "publish", "train", "wake")[:2] == [
+        f"publish {ENGINE} 2",
+        "train 2",
+    ]
+
+
+@pytest.mark.parametrize("publishers", [(), ((ENGINE, "g"),)])
+def test_an_engine_that_nobody_publishes_for_takes_weights_as_it_wakes(
+    publishers: tuple[tuple[str, str], ...],
+):
+    script = Script(recomputed(publishers=publishers, num_steps=2, max_staleness=0))
+    assert script.run()[-1] == "done"
+    assert bool(about(script.trace, "publish")) == bool(publishers)
+
+
+def test_a_version_that_lies_ready_is_evaluated_though_training_went_on():
+    """Every second version is evaluated; version 2 changes before the engine has loaded it."""
+    side = ScheduledStream("eval", "eval", 1, None, (ENGINE,), ("actor",), every=2)
+    nodes = [batch("train", "g", writes=("actor",))]
+    what = schedule([generated(size=1), side], nodes, num_steps=8, max_staleness=2)
+    script = Script(what, rows={"eval": 1}, hold={f"wake {ENGINE} 2"})
+    script.run()
+    assert about(script.trace, "publish", "train")[-2:] == [f"publish {ENGINE} 2", "train 2"]
+    released = script.release(f"wake {ENGINE} 2")
+    assert about(released, "form eval 2", "publish")[0].startswith("form eval 2")
+    assert script.trace[-1] == "done"
+
+
+def test_a_run_that_is_stopped_waits_for_what_is_being_published():
+    script = Script(recomputed(), hold={f"publish {ENGINE} 0"})
+    script.run()
+    assert script.send(ev.StopRequested()) == []
+    assert script.release(f"publish {ENGINE} 0") == ["stopped"]
