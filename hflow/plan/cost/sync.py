@@ -19,7 +19,7 @@ MASTER_BYTES = 4
 STATE_BYTES = 12
 """And once more, with two moments, for the optimizer to go on."""
 DISK_BYTES_PER_S = 1e9
-"""What one reader or writer is assumed to reach on the disk of checkpoints, and of weights that go by disk."""
+"""What one reader or writer is assumed to reach on the disk that checkpoints and weights go to."""
 
 
 def redistribution(edge: EdgeTraffic, hardware: Hardware) -> Part:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich.console import RenderableType
 from rich.text import Text
 
 from hflow.plan.ir import Plan, Replica, WeightRoute
@@ -31,7 +30,7 @@ def weights_section(plan: Plan, width: int) -> Section:
     return Section("Weights", NOTE, (shown,))
 
 
-def _way(route: WeightRoute) -> RenderableType:
+def _way(route: WeightRoute) -> str | Text:
     return (
         lines((Text(route.how), dim(f"by {route.transport}: {route.why}"))) if route.transport else route.how
     )

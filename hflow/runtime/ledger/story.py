@@ -156,7 +156,8 @@ def _computed(database: sqlite3.Connection, stream: int, sample: int, group: int
 def _weights(database: sqlite3.Connection, stream: int, sample: int) -> tuple[Weights, ...]:
     rows = database.execute(
         f"""
-        SELECT DISTINCT c.version, c.replica, c.digest FROM commits AS c WHERE {survives("c")} AND c.version IN (
+        SELECT DISTINCT c.version, c.replica, c.digest FROM commits AS c
+        WHERE {survives("c")} AND c.version IN (
             SELECT g.version FROM segments AS g WHERE stream = ? AND sample = ? AND {survives("g")})
         ORDER BY c.version, c.replica""",
         (stream, sample),
