@@ -60,29 +60,22 @@ def test_scores_are_those_of_a_whole_batch(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    "rm",
+    ("placement", "changes", "engines"),
     [
-        ["placement=actor=0 actor.gen=1 rm=2-3:d2"],
-        ["placement=actor=0 actor.gen=1 rm=2-3:t2", "models.rm.backend=megatron"],
+        ("actor=0-1:d2 actor.gen=0-1:d2 rm=2-3:d2", [], {0, 1}),
+        ("actor=0 actor.gen=1 rm=2-3:t2", ["models.rm.backend=megatron"], {1}),
     ],
     ids=["data", "tensor"],
 )
 def test_on_several_ranks_while_generation_runs_ahead(
-    rm: list[str], tmp_path: Path, four_processes: RayProcesses
+    placement: str, changes: list[str], engines: set[int], tmp_path: Path, four_processes: RayProcesses
 ) -> None:
-    """Samples are drawn, scored and trained on three sets of devices."""
-    changes = ["cluster=cpu-1x4", "schedule.max_staleness=2", "nodes.has_spread.least=0.3", *rm]
-    check(run(RECIPE, tmp_path, *ASKED, *changes, processes=four_processes))
-
-
-@pytest.mark.ray
-def test_several_engines_share_the_groups(tmp_path: Path, four_processes: RayProcesses) -> None:
-    """A group stays on the engine that it was sent to, whatever is busy, and its scores come back there."""
-    changes = ["cluster=cpu-1x4", "placement=actor=0 actor.gen=1-2:d2 rm=3", "schedule.max_staleness=2"]
-    summary = run(RECIPE, tmp_path, *ASKED, *changes, processes=four_processes)
-    check(summary, 0.0)
+    """A group stays on the engine that it was sent to, and its scores come back there."""
+    asked = [*ASKED, "cluster=cpu-1x4", f"placement={placement}", "schedule.max_staleness=2", *changes]
+    summary = run(RECIPE, tmp_path, *asked, "nodes.has_spread.least=0.3", processes=four_processes)
+    check(summary)
     homes: dict[int, set[int]] = {}
     for row in select(summary.directory / "ledger.sqlite").to_json():
         homes.setdefault(int(row["id"]) // 4, set()).add(row["worker"])
     assert all(len(workers) == 1 for workers in homes.values())
-    assert set.union(*homes.values()) == {1, 2}
+    assert set.union(*homes.values()) == engines
