@@ -1,7 +1,7 @@
 """Accuracy by staleness and loss: GRPO on samples that really are as old as the schedule lets them be.
 
     python benchmarks/staleness_ablation.py                          # 36 runs, three at a time
-    python benchmarks/staleness_ablation.py --draw results/FILE.json
+    python benchmarks/staleness_ablation.py --draw results/FILE.json   # only the picture
 
 Every seed has a supervised start of its own. Naive is PPO's clipping around the stale log-probs of those that
 drew the tokens (`prox=none`); decoupled clips around the step's weights and weighs by prox / behav
@@ -34,10 +34,12 @@ SECONDS_AHEAD = 1.0
 def run(recipe: str, *overrides: str) -> list[dict[str, Any]]:
     """Run a recipe; the rows of its metrics."""
     out = next(o for o in overrides if o.startswith("out=")).removeprefix("out=")
-    command = [sys.executable, "-m", "hflow", "run", recipe, *overrides]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
-    metrics = Path(out) / Path(recipe).stem / "latest" / "metrics.jsonl"
+    directory = Path(out) / Path(recipe).stem / "latest"
+    if not (directory / "summary.json").exists():
+        command = [sys.executable, "-m", "hflow", "run", recipe, *overrides]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+    metrics = directory / "metrics.jsonl"
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
@@ -63,7 +65,7 @@ def measure(
         "max_staleness": staleness,
         "loss": loss,
         "accuracy": curve[-1][1],
-        "best": max(accuracy for _, accuracy in curve),
+        "mean": statistics.fmean(accuracy for _, accuracy in curve),
         "staleness": statistics.fmean(row["staleness/mean"] for row in full),
         "staleness_max": max(row["staleness/max"] for row in trained),
         "curve": curve,
@@ -87,14 +89,17 @@ def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "accuracy": statistics.fmean(accuracies),
                 "lowest": min(accuracies),
                 "highest": max(accuracies),
-                "best": statistics.fmean(run["best"] for run in same),
+                "on_the_way": statistics.fmean(accuracy for run in same for _, accuracy in run["curve"]),
             }
         )
     return table
 
 
 def draw(table: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy by the staleness reached, one line a loss, bars from the lowest to the highest seed."""
+    """Accuracy by the staleness that was reached, one colour a loss.
+
+    At the end, with bars from the lowest to the highest seed; dashed, the mean over the run.
+    """
     import matplotlib
 
     matplotlib.use("svg")
@@ -108,7 +113,12 @@ def draw(table: list[dict[str, Any]], path: Path) -> None:
             [row["accuracy"] - row["lowest"] for row in rows],
             [row["highest"] - row["accuracy"] for row in rows],
         ]
-        axes.errorbar([row["reached"] for row in rows], means, spread, marker="o", capsize=3, label=loss)
+        reached = [row["reached"] for row in rows]
+        bars = axes.errorbar(reached, means, spread, marker="o", capsize=3, label=f"{loss}, at the end")
+        color = bars.lines[0].get_color()
+        axes.plot(
+            reached, [row["on_the_way"] for row in rows], "--", color=color, label=f"{loss}, mean of the run"
+        )
     axes.set_xscale("symlog", base=2, linthresh=1)
     ticks = sorted({row["max_staleness"] for row in table})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -122,15 +132,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--at-once", type=int, default=3)
-    parser.add_argument("--draw", type=Path, help="draw the picture of a result again, and run nothing")
+    parser.add_argument("--keep", help="a directory for the runs; what is complete there is not run again")
+    parser.add_argument("--draw", type=Path, help="a result, to draw again without any run")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     if args.draw:
         draw(json.loads(args.draw.read_text())["summary"], args.draw.with_suffix(".svg"))
         return
-    with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(args.at_once) as pool:
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.at_once) as pool:
+        root = args.keep or temporary
         list(pool.map(lambda s: run("recipes/sft.py", f"out={root}/sft{s}", f"seed={s}"), args.seeds))
         cells = itertools.product(args.seeds, args.staleness, LOSSES)
         runs = list(pool.map(lambda cell: measure(root, *cell, args.steps, args.overrides), cells))

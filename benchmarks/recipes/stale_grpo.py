@@ -22,7 +22,7 @@ def score(completion: str, answer: str) -> float:
 
 @compute(returns="advantages", min_group=2)
 def slow_advantage(
-    reward: PerSequence, seqs: Sequences, state: State, *, seconds: float = 0.4, first: float = 0.0
+    reward: PerSequence, seqs: Sequences, state: State, *, seconds: float = 0.2, first: float = 0.0
 ) -> PerSequence:
     time.sleep(seconds if state.get("is_warm") else first)
     state["is_warm"] = True
