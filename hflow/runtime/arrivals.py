@@ -7,15 +7,16 @@ when the model is done with them, so that nothing is read, or comes back, that i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hflow.plan.ir import Plan
 from hflow.plan.redistribute import Move
 from hflow.runtime.dispatch import root_of
-from hflow.runtime.events import RunArrivals
+from hflow.runtime.events import NodeDone, RunArrivals
 from hflow.runtime.firing import Firing
 from hflow.runtime.holdings import Holdings
-from hflow.workers.base import Workers
+from hflow.runtime.ledger import Ledger
+from hflow.workers.base import ComputeReady, Workers
 
 
 class Arrivals:
@@ -26,20 +27,27 @@ class Arrivals:
         workers: move fields.
         firing: fires nodes.
         holdings: root stream -> who holds what of its samples.
+        ledger: is told what is done.
     """
 
     def __init__(
-        self, plan: Plan, workers: Workers, firing: Firing, holdings: Mapping[str, Holdings]
+        self,
+        plan: Plan,
+        workers: Workers,
+        firing: Firing,
+        holdings: Mapping[str, Holdings],
+        ledger: Ledger,
     ) -> None:
         self._workers = workers
         self._firing = firing
         self._holdings = holdings
+        self._ledger = ledger
         self._roots = {node.name: root_of(plan, node.stream) for node in plan.graph.nodes}
         self._group_size = {stream.name: stream.group_size for stream in plan.schedule.streams}
         self._busy: dict[tuple[str, int], asyncio.Event] = {}
         """Sample of a root stream -> set when the model that works on it is done."""
 
-    async def run(self, what: RunArrivals) -> None:
+    async def run(self, what: RunArrivals) -> Sequence[NodeDone]:
         """Run a node; returns when its outputs are on the workers where bodies of samples read them."""
         root = self._roots[what.node]
         groups: dict[int, list[int]] = {}
@@ -54,6 +62,9 @@ class Arrivals:
         for key in keys:
             del self._busy[key]
         done.set()
+        for number in what.keys:
+            self._ledger.reported(ComputeReady(what.node, number))
+        return [NodeDone(what.node, number) for number in what.keys]
 
     async def until_free(self, stream: str, samples: Iterable[int]) -> None:
         """Wait until no model works on these samples of a root stream."""

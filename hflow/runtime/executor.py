@@ -7,7 +7,7 @@ One loop takes events, one task a worker polls for them, and one task a batch no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from hflow.runtime import events as ev
 from hflow.runtime.arrivals import Arrivals
 from hflow.runtime.batch_runner import BatchRunner
 from hflow.runtime.checkpoint import Checkpoints
-from hflow.runtime.commits import commit
 from hflow.runtime.dispatch import Placer, RowCursor, Rows
+from hflow.runtime.engine_control import EngineControl
 from hflow.runtime.firing import Firing
 from hflow.runtime.holdings import StepBatch
 from hflow.runtime.ledger import Ledger
@@ -78,12 +78,13 @@ class Executor:
         }
         self._placer = Placer(plan)
         self._states = {stream.stream.name: stream for stream in self._state.data.streams}
-        self._rebalancer = Rebalancer(plan, workers, self._placer, self._states)
+        rebalancer = Rebalancer(plan, workers, self._placer, self._states)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._scores = Scoreboard(*_num_devices(plan))
         firing = Firing(plan, workers, observer, self._scores, ledger, seed)
         self._batches = BatchRunner(plan, workers, observer, self._scores, firing)
-        self._arrivals = Arrivals(plan, workers, firing, self._batches.holdings)
+        self._arrivals = Arrivals(plan, workers, firing, self._batches.holdings, ledger)
+        self._engines = EngineControl(plan, workers, observer, self._scores, ledger, self._placer, rebalancer)
         self._steps = 0
         self._reason: str | None = None
         """Why the run ended."""
@@ -126,6 +127,9 @@ class Executor:
 
     def _feed(self, *events: ev.Event) -> None:
         self._events.put_nowait(events)
+
+    async def _await(self, work: Awaitable[Sequence[ev.Event]]) -> None:
+        self._feed(*await work)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)
@@ -180,7 +184,7 @@ class Executor:
             case ev.RunGroup(node, group, samples):
                 self._order_compute(orders, node, group, samples)
             case ev.RunArrivals():
-                self._spawn(self._run_arrivals(instruction))
+                self._spawn(self._await(self._arrivals.run(instruction)))
             case ev.Refuse():
                 self._refuse(instruction)
             case ev.FormBatch():
@@ -188,11 +192,11 @@ class Executor:
             case ev.RunBatch(node, step):
                 self._spawn(self._save(node, step) if node.startswith(SAVE) else self._fire(node, step))
             case ev.Publish(replica, version):
-                self._spawn(self._publish(replica, version))
+                self._spawn(self._await(self._engines.publish(replica, version)))
             case ev.Wake(replica, version):
-                self._spawn(self._wake(replica, version))
+                self._spawn(self._await(self._engines.wake(replica, version)))
             case ev.Sleep(replica):
-                self._spawn(self._sleep(replica))
+                self._spawn(self._await(self._engines.sleep(replica)))
             case ev.StepDone(step):
                 self._spawn(self._close_step(step))
             case ev.Finish(reason, error):
@@ -232,13 +236,6 @@ class Executor:
             *(self._workers.release(worker, there, stream, None) for worker, there in held.items())
         )
 
-    async def _run_arrivals(self, what: ev.RunArrivals) -> None:
-        await self._arrivals.run(what)
-        done = [ComputeReady(what.node, key) for key in what.keys]
-        for event in done:
-            self._ledger.reported(event)
-        self._feed(*(ev.NodeDone(event.node, event.key, event.keep) for event in done))
-
     # ----------------------------------------------------------------------------- batches
     def _form(self, what: ev.FormBatch) -> None:
         stream = self._streams[what.stream]
@@ -267,30 +264,7 @@ class Executor:
             self._steps = step + 1
             self._observer.on_step(step, self._scores.close(step, self._state.counts()))
 
-    # --------------------------------------------------------------------- engines, saving
-    async def _publish(self, replica: str, version: int) -> None:
-        for worker, span in await self._workers.publish(replica, version):
-            self._observer.on_span(worker, span)
-        self._feed(ev.Published(replica, version))
-
-    async def _wake(self, replica: str, version: int) -> None:
-        loaded = await self._workers.wake(replica, version)
-        digest = commit(replica, version, loaded)
-        if digest is not None:
-            self._ledger.committed(replica, version, digest)
-        self._feed(ev.Awake(replica, version))
-
-    async def _sleep(self, replica: str) -> None:
-        await self._workers.sleep(replica)
-        num_moved, ended = await self._rebalancer.spread(replica)
-        self._scores.moved(num_moved)
-        for stream, samples in ended.items():
-            for sample in samples:
-                self._left_source(stream, sample)
-                source = self._streams[stream].source
-                self._feed(ev.NodeFailed(source, sample, ev.Refusal.FAILED))
-        self._feed(ev.Asleep(replica))
-
+    # ------------------------------------------------------------------------------ saving
     async def _save(self, node: str, step: int) -> None:
         model = node.removeprefix(SAVE)
         await self.save(model, step + 1)
