@@ -48,6 +48,9 @@ class GenConfig:
     """Axes of its replica, such as `d4t1`; null: as planned."""
     group: str | None = None
     """Device group of its replica; null: as planned."""
+    transport: Literal["auto", "store", "disk"] = "auto"
+    """How new weights reach engines with devices of their own: through the object store, or files in the
+    run's directory, which all machines must share then; `auto`: the plan chooses, and says why."""
     max_running: int = _least(1, 256)
     """Sequences that one engine decodes at once."""
     max_model_len: int = _least(2, 2048)

@@ -55,6 +55,7 @@ def _model(config: RunConfig, graph: Graph, spec: ModelSpec) -> ModelRequest:
         gen_group=model.gen.group,
         backend=model.backend,
         engine=model.gen.engine,
+        transport=model.gen.transport,
         shape=model_shape(config, graph, spec),
         dtype=model_dtype(config, graph, spec),
         tokens_per_microbatch=model.tokens_per_microbatch,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -70,6 +71,7 @@ async def _run(compiled: Compiled, live: bool | None, means: Means) -> RunSummar
     workers = make_workers(compiled, means.processes)
     check_agreement(compiled, setup)
     directory = _begin(compiled)
+    setup = replace(setup, exchange=str(directory.weights.resolve()))
     console = Console(quiet=True) if means.is_quiet else None
     opened = open_display(compiled.config.name, live, console)
     with opened as display, _observer(compiled, directory, display) as seen:
@@ -137,6 +139,7 @@ async def _started(workers: Workers, setup: WorkerSetup) -> AsyncIterator[None]:
         yield
     finally:
         await workers.close()
+        shutil.rmtree(setup.exchange, ignore_errors=True)  # whoever died may have left something there
 
 
 @contextmanager

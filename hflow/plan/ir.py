@@ -189,6 +189,10 @@ class WeightRoute:
     """Those among them that cross machines."""
     held_bytes: int = 0
     """Bytes of the destination that its workers hold already."""
+    transport: Literal["", "store", "disk"] = ""
+    """What is pulled goes through the object store, or through files in the run's directory."""
+    why: str = ""
+    """The reason for that."""
 
 
 PUBLISH_PREFIX = "publish."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from hflow.plan.hardware import Hardware
 from hflow.plan.ir import ClusterSpec
@@ -27,6 +27,8 @@ class ModelRequest:
     """Device group of the replica that generates; None: the same, so that they take turns."""
     backend: str = "torch"
     engine: str = "embedded"
+    transport: Literal["auto", "store", "disk"] = "auto"
+    """The way of new weights to engines with devices of their own."""
     shape: ModelShape | None = None
     """Its sizes; None where the planner does not know its family. With it come memory, time and routes."""
     dtype: str = "fp32"

@@ -10,6 +10,7 @@ from hflow.plan.replicas import batch_replica, written_models
 from hflow.plan.request import ModelRequest, PlanRequest
 from hflow.plan.reshard import with_rows
 from hflow.plan.shape import DTYPE_BYTES
+from hflow.plan.transport import with_transport
 
 
 def weight_routes(
@@ -29,7 +30,7 @@ def weight_routes(
             asked = request.models.get(gen.model, ModelRequest())
             if asked.shape is not None:
                 route = with_rows(route, src, gen, asked.shape, DTYPE_BYTES[asked.dtype], request.cluster)
-            routes.append(route)
+            routes.append(with_transport(route, src, gen, asked, request))
     return tuple(routes)
 
 

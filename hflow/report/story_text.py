@@ -57,6 +57,8 @@ def _made(story: Story) -> Iterator[Line]:
     )
     if sample["finished_at"] is not None:
         yield sample["finished_at"], "generated" if story.segments else "encoded", _tokens(story)
+    for held in story.weights:
+        yield None, "", f"version {held.version} on {held.replica} had the digest {held.digest}"
 
 
 def _tokens(story: Story) -> str:

@@ -248,7 +248,9 @@ class Executor:
 
     async def _wake(self, replica: str, version: int) -> None:
         loaded = await self._workers.wake(replica, version)
-        commit(replica, version, loaded)
+        digest = commit(replica, version, loaded)
+        if digest is not None:
+            self._ledger.committed(replica, version, digest)
         self._feed(ev.Awake(replica, version))
 
     async def _sleep(self, replica: str) -> None:

@@ -2,7 +2,7 @@
 
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     config.yaml  plan.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json
-    tensorboard/
+    tensorboard/  weights/ (while it runs: those on their way by disk)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280
 """
 
@@ -46,6 +46,11 @@ class RunDir:
         run.checkpoints.mkdir()
         point(parent / "latest", path.name)
         return run
+
+    @property
+    def weights(self) -> Path:
+        """Where weights lie that go to engines by disk, each until it is loaded."""
+        return self.path / "weights"
 
     @property
     def config(self) -> Path:

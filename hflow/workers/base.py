@@ -84,6 +84,8 @@ class WorkerSetup:
     engine shares and `decode` turns ids into text.
     """
     pool_processes: int = 1
+    exchange: str = ""
+    """Directory for weights that go by disk; all machines must see it."""
     collective_timeout: float = 600.0
     """Seconds after which a collective with a missing rank fails, naming it."""
 

@@ -37,6 +37,8 @@ Numbers = npt.NDArray[np.uint64]
 def slice_digest(content: Content) -> int:
     """What a slice adds to the digest of its model."""
     piece = content.slice
+    if not content.words.size:
+        return 0
     step = _step(piece.shape)
     first, stop = piece.box[0] if piece.box else (0, 1)
     start = -(-first // step) * step
@@ -48,6 +50,8 @@ def slice_digest(content: Content) -> int:
 def tensor_digest(name: str, tensor: Tensor) -> int:
     """What a whole tensor adds to the digest of its model; only what counts leaves its device."""
     shape = tuple(tensor.shape)
+    if not tensor.numel():
+        return 0
     step = _step(shape)
     counted = tensor.detach().reshape(shape[0] if shape else 1, -1)[::step]
     rows = np.arange(0, shape[0] if shape else 1, step, dtype=np.uint64)

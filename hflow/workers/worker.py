@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from hflow.backends.base import SHARDS
 from hflow.data.tokenizer import TextTokenizer
@@ -47,6 +48,7 @@ from hflow.workers.shipments import Handles, Sent, Shipments
 from hflow.workers.store import Store
 from hflow.workers.transfer import Parcel, pack, unpack
 from hflow.workers.transports.base import Transport
+from hflow.workers.transports.disk import DiskTransport
 from hflow.workers.world import Membership, World
 
 
@@ -81,7 +83,7 @@ class Worker:
         self._rows = DatasetRows(self._plan, setup.datasets)
         self._build_generation(*self._build_models(member))
         routes = Routes(self._plan, hosted, self._backends)
-        self._shipments = Shipments(routes, hosted[0], {route.dst: store for route in self._plan.weights})
+        self._shipments = Shipments(routes, hosted[0], self._transports(store))
         self._build_bodies()
 
     def _build_models(
@@ -96,6 +98,16 @@ class Worker:
         self._backends = build_backends(setup, replicas, world)
         tokenizers = build_tokenizers(setup, "generate")
         return (*build_engines(setup, replicas, self._backends, tokenizers), tokenizers)
+
+    def _transports(self, store: Transport) -> dict[str, Transport]:
+        """The way of each generation replica's weights, as planned."""
+        first = self._hosted[0]
+        return {
+            route.dst: DiskTransport(Path(self._setup.exchange), f"{route.dst}-{first}")
+            if route.transport == "disk"
+            else store
+            for route in self._plan.weights
+        }
 
     def _build_generation(
         self,

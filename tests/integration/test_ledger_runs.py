@@ -103,6 +103,8 @@ def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_p
     story = tell(ledger, str(trained["id"]))
     assert story.dataset == "train"
     assert story.segments == ((trained["oldest"], trained["tokens"]),)
+    assert [(held.version, held.replica) for held in story.weights] == [(trained["oldest"], "actor@gen")]
+    assert len(story.weights[0].digest) == 16
     assert next((node.node, node.field) for node in story.computed) == ("score", "reward")
     assert trained["issued_at"] <= trained["finished_at"] <= trained["accepted_at"] <= trained["ended_at"]
     versions = {row["step"] for row in select(ledger, "stream = 'eval_gen'").to_json()}

@@ -43,9 +43,12 @@ def assert_certified(summary: RunSummary, num_steps: int) -> list[dict[str, Any]
 
 
 def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path, two_processes: RayProcesses) -> None:
-    """The engine apart, over Ray; and sharing one device with the trainer, in this process."""
+    """The engine apart, over Ray, its weights by disk; and on the trainer's device, in this process."""
     options = [*GRPO, "steps=3", "schedule.max_staleness=0"]
-    apart = run("recipes/grpo_async.py", tmp_path / "apart", *options, processes=two_processes)
+    disk = "models.actor.gen.transport=disk"
+    apart = run("recipes/grpo_async.py", tmp_path / "apart", *options, disk, processes=two_processes)
+    assert plan_of(apart)["weights"][0]["transport"] == "disk"
+    assert not (apart.directory / "weights").exists()
     together = ["placement=null", "cluster=cpu-1x1", "workers=inproc"]
     shared = run("recipes/grpo_async.py", tmp_path / "shared", *options, *together)
     for ours, theirs in zip(assert_certified(apart, 3), assert_certified(shared, 3), strict=True):

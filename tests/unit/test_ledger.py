@@ -28,6 +28,8 @@ def test_the_life_of_a_trained_sample(path: Path):
     with told(path, max_staleness=2) as run:
         run.train(0, 0)
         run.issue(1, version=0)
+        for version, digest in ((0, "0a"), (1, "1b"), (2, "2c")):
+            run.ledger.committed("actor@gen", version, digest)
         run.ready(2, (0, 3), (1, 5))
         run.ready(3, (1, 2))
         run.score(2, 0.5)
@@ -45,6 +47,10 @@ def test_the_life_of_a_trained_sample(path: Path):
     assert 0 <= row["issued_at"] <= row["finished_at"] <= row["accepted_at"] <= row["ended_at"] < 60
     story = tell(path, "gen/2")
     assert story.segments == ((0, 3), (1, 5))
+    assert [(held.version, held.replica, held.digest) for held in story.weights] == [
+        (0, "actor@gen", "0a"),
+        (1, "actor@gen", "1b"),
+    ]
     assert [(node.node, node.value) for node in story.computed] == [("score", 0.5), ("advantage", None)]
     assert [(mate.id, mate.end) for mate in story.mates] == [(3, "trained")]
     assert story.bound_at is not None

@@ -24,6 +24,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory.mkdir(parents=True)
     (directory.parent / "latest").symlink_to(directory.name)
     with told(directory / "ledger.sqlite", max_staleness=2) as run:
+        run.ledger.committed("actor@gen", 1, "00ab")
         run.issue(1)
         run.issue(3)
         run.ready(2, (0, 3), (1, 5))
@@ -62,6 +63,7 @@ def lines(text: str) -> list[str]:
 gen/2: trained at step 1, lag 1
 T issued row 11 of train, group 1 (samples 2 to 3), worker 0, weights of version 0
 T generated 8 tokens (15 with what it was given): 3 by version 0, then 5 by version 1
+version 1 on actor@gen had the digest 00ab
 T score reward 0.5
 T advantage done
 T accepted 3 was refused (failed)

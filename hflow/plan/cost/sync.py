@@ -19,7 +19,7 @@ MASTER_BYTES = 4
 STATE_BYTES = 12
 """And once more, with two moments, for the optimizer to go on."""
 DISK_BYTES_PER_S = 1e9
-"""What one writer is assumed to reach on the disk of checkpoints."""
+"""What one reader or writer is assumed to reach on the disk that checkpoints and weights go to."""
 
 
 def redistribution(edge: EdgeTraffic, hardware: Hardware) -> Part:
@@ -54,6 +54,11 @@ def sync(route: WeightRoute, side: Side, ranks: Ranks) -> list[Part]:
     wire = send(route.moved_bytes / num - between, hardware.intra, hardware)
     if between:
         wire += send(between, hardware.inter, hardware)
+    if route.transport == "disk":
+        return [
+            Part("disk", needed / DISK_BYTES_PER_S, "disk"),
+            Part("copy", 2 * needed / side.rates.memory, MEMORY),
+        ]
     return [
         Wire(wire.transfer, wire.latency * math.ceil(needed / BUCKET_BYTES)).part("weights"),
         Part("copy", 2 * needed / side.rates.memory, MEMORY),
@@ -63,6 +68,8 @@ def sync(route: WeightRoute, side: Side, ranks: Ranks) -> list[Part]:
 def publishing(route: WeightRoute, source: Side, engine: Side) -> list[Part]:
     """A copy of what one trainer gives, made once for all engines that take the same."""
     given = route.moved_bytes / engine.layout.data / source.layout.world
+    if route.transport == "disk":
+        return [Part("disk", given / DISK_BYTES_PER_S, "disk")]
     return [Part("copy", 2 * given / source.rates.memory, MEMORY)]
 
 

@@ -117,7 +117,7 @@ def _weights(plan: Plan) -> Table | None:
             (
                 route.src,
                 route.dst,
-                route.how,
+                f"{route.how} by {route.transport}" if route.transport else route.how,
                 bytes_text(route.moved_bytes) if _is_known(plan, route.model) else "unknown",
                 bytes_text(route.node_bytes) if _is_known(plan, route.model) else "unknown",
                 bytes_text(route.held_bytes) if _is_known(plan, route.model) else "unknown",

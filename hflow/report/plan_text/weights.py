@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from hflow.plan.ir import Plan, Replica, WeightRoute
-from hflow.report.plan_text.section import Section, add_row, lines, number, table, text
+from hflow.report.plan_text.section import Section, add_row, dim, lines, number, table, text
 from hflow.report.words import bytes_text, range_text
 
 NOTE = (
@@ -26,8 +26,14 @@ def weights_section(plan: Plan, width: int) -> Section:
     shown = table(*columns)
     for route in plan.weights:
         ends = lines((_end(plan.replica(route.src)), Text("→ ") + _end(plan.replica(route.dst))))
-        add_row(shown, ends, route.how, *(_bytes(route) if is_sized else ()))
+        add_row(shown, ends, _way(route), *(_bytes(route) if is_sized else ()))
     return Section("Weights", NOTE, (shown,))
+
+
+def _way(route: WeightRoute) -> str | Text:
+    return (
+        lines((Text(route.how), dim(f"by {route.transport}: {route.why}"))) if route.transport else route.how
+    )
 
 
 def _end(replica: Replica) -> Text:

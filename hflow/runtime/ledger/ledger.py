@@ -19,7 +19,7 @@ from typing import Any
 from hflow.errors import RunError
 from hflow.runtime.events import Accept, FormBatch, Instruction, OpenGroup, Refuse, StepDone
 from hflow.runtime.ledger.header import Header
-from hflow.runtime.ledger.rows import Closing, Issued, Rewind, Rows
+from hflow.runtime.ledger.rows import Closing, Commit, Issued, Rewind, Rows
 from hflow.runtime.ledger.schema import APPENDED, FORMAT, TABLES, VIEW, survives
 from hflow.runtime.ledger.writer import Writer, unwritable
 from hflow.workers.base import ComputeReady, SampleReady
@@ -55,6 +55,10 @@ class Ledger:
     def issued(self, what: OpenGroup, row: int, worker: int, version: int) -> None:
         """A group goes to a worker whose engine holds weights of `version` (-1: no engine)."""
         self._writer.put(Issued(what, row, worker, version))
+
+    def committed(self, replica: str, version: int, digest: str) -> None:
+        """All ranks of a generation replica hold a version of the weights, with this digest."""
+        self._writer.put(Commit(replica, version, digest))
 
     def reported(self, event: SampleReady | ComputeReady) -> None:
         """A source, or a node of samples or groups, is done."""

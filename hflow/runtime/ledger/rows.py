@@ -38,7 +38,18 @@ class Closing:
     reason: str
 
 
-Note = Issued | SampleReady | ComputeReady | Accept | Refuse | FormBatch | StepDone | Rewind | Closing
+@dataclass(frozen=True)
+class Commit:
+    """A generation replica holds weights, and confirmed that they are what was sent."""
+
+    replica: str
+    version: int
+    digest: str
+
+
+Note = (
+    Issued | Commit | SampleReady | ComputeReady | Accept | Refuse | FormBatch | StepDone | Rewind | Closing
+)
 
 
 class Rows:
@@ -64,6 +75,7 @@ class Rows:
         self._tables: dict[str, list[Any]] = defaultdict(list)
         self._takers: dict[type, Callable[[Any, int, int], None]] = {
             Issued: self._issued,
+            Commit: self._committed,
             SampleReady: self._finished,
             ComputeReady: self._computed,
             Accept: self._accepted,
@@ -93,6 +105,9 @@ class Rows:
         rows = self._tables["issued"]
         for sample in what.samples:
             rows += (stream, sample, *rest)
+
+    def _committed(self, note: Commit, seq: int, time: int) -> None:
+        self._tables["commits"] += (seq, time, note.replica, note.version, note.digest)
 
     def _finished(self, note: SampleReady, seq: int, time: int) -> None:
         stream, sample = self._streams[note.stream], note.sample

@@ -12,6 +12,7 @@ accepted    what was left of its group passed all nodes
 batches     groups were bound to a step (a side stream's: its evaluation of a version is over)
 ends        one row a sample: trained, evaluated, refused, dropped or unused
 steps       a step is complete
+commits     all ranks of a generation replica hold a version of the weights, which have this digest
 rewinds     the run went back to `step` completed steps: of what was written before, rows after `position`
             (a `seq`) are no part of its history any more
 closings    the run ended, and how
@@ -19,7 +20,7 @@ closings    the run ended, and how
 
 from __future__ import annotations
 
-FORMAT = 1
+FORMAT = 2
 
 TABLES = """
 CREATE TABLE about (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -53,6 +54,9 @@ CREATE TABLE ends (
     PRIMARY KEY (stream, sample, seq)) WITHOUT ROWID;
 CREATE TABLE batches (seq INTEGER PRIMARY KEY, time INTEGER, stream INTEGER, step INTEGER NOT NULL);
 CREATE TABLE steps (seq INTEGER PRIMARY KEY, time INTEGER, step INTEGER NOT NULL);
+CREATE TABLE commits (
+    seq INTEGER PRIMARY KEY, time INTEGER, replica TEXT NOT NULL, version INTEGER NOT NULL,
+    digest TEXT NOT NULL);
 CREATE TABLE rewinds (
     seq INTEGER PRIMARY KEY, time INTEGER, step INTEGER NOT NULL, position INTEGER NOT NULL);
 CREATE TABLE closings (seq INTEGER PRIMARY KEY, time INTEGER, reason TEXT NOT NULL);
@@ -67,6 +71,7 @@ APPENDED = {
     "ends": 9,
     "batches": 4,
     "steps": 3,
+    "commits": 5,
     "rewinds": 4,
     "closings": 3,
 }

@@ -35,6 +35,15 @@ class Mate:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Weights that some of its tokens were drawn with, and which they were."""
+
+    version: int
+    replica: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class Story:
     """What became of one sample. Times are seconds since the run's start."""
 
@@ -43,6 +52,8 @@ class Story:
     dataset: str | None
     segments: tuple[tuple[int, int], ...]
     """Runs of generated tokens: (version, number of tokens)."""
+    weights: tuple[Weights, ...]
+    """Of the versions that generated its tokens, on every generation replica that held them."""
     computed: tuple[Computed, ...]
     mates: tuple[Mate, ...]
     bound_at: float | None
@@ -118,6 +129,7 @@ def _story(database: sqlite3.Connection, stream: int, sample: int) -> Story:
                 (stream, sample),
             )
         ),
+        weights=_weights(database, stream, sample),
         computed=_computed(database, stream, sample, row["group_id"]),
         mates=_mates(database, stream_name, sample, row["group_id"]),
         bound_at=_bound_at(database, stream, row),
@@ -139,6 +151,18 @@ def _computed(database: sqlite3.Connection, stream: int, sample: int, group: int
         {"group": group, "sample": sample, "stream": stream},
     )
     return tuple(Computed(*row) for row in rows)
+
+
+def _weights(database: sqlite3.Connection, stream: int, sample: int) -> tuple[Weights, ...]:
+    rows = database.execute(
+        f"""
+        SELECT DISTINCT c.version, c.replica, c.digest FROM commits AS c
+        WHERE {survives("c")} AND c.version IN (
+            SELECT g.version FROM segments AS g WHERE stream = ? AND sample = ? AND {survives("g")})
+        ORDER BY c.version, c.replica""",
+        (stream, sample),
+    )
+    return tuple(Weights(*row) for row in rows)
 
 
 def _mates(database: sqlite3.Connection, stream: str, sample: int, group: int) -> tuple[Mate, ...]:

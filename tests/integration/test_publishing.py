@@ -1,0 +1,110 @@
+"""New weights on their way to engines with devices of their own, in runs in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import ROOT, run, steps_of, weights_of
+
+from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.torch_model import TorchModel
+from hflow.errors import RunError
+from hflow.launch.compiled import compile_recipe
+from hflow.launch.factories import FACTORIES
+from hflow.launch.running import Means, run_compiled
+from hflow.report.summary import RunSummary
+from hflow.workers.transports.disk import DiskTransport
+from hflow.workers.transports.memory import MemoryTransport
+from hflow.workers.weights import Bucket
+
+RECIPE = "recipes/grpo_async.py"
+GRPO = ["workers=inproc", "models.actor.path=null", "batch=4", "nodes.eval_gen.every=3"]
+GRPO += ["data.heldout.limit=4", "models.actor.optim.warmup_steps=0", "models.actor.optim.weight_decay=0.1"]
+DISK = "models.actor.gen.transport=disk"
+
+
+def commits(summary: RunSummary) -> list[tuple[str, int, str]]:
+    database = sqlite3.connect(summary.directory / "ledger.sqlite")
+    try:
+        return database.execute("SELECT replica, version, digest FROM commits ORDER BY seq").fetchall()
+    finally:
+        database.close()
+
+
+def test_weights_that_go_by_disk_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every version has one digest, another than the others; the files are gone at the end."""
+    taken: list[Path] = []
+    take = DiskTransport.take
+
+    def noted(self: DiskTransport, handle: Any) -> Bucket:
+        taken.append(Path(handle.path))
+        return take(self, handle)
+
+    monkeypatch.setattr(DiskTransport, "take", noted)
+    options = [*GRPO, "steps=3", "schedule.max_staleness=0"]
+    store = run(RECIPE, tmp_path / "store", *options)
+    assert not taken
+    disk = run(RECIPE, tmp_path / "disk", *options, DISK)
+    assert {path.parent for path in taken} == {disk.directory.resolve() / "weights"}
+    assert not (disk.directory / "weights").exists()
+    assert commits(store) == commits(disk)
+    assert [(name, version) for name, version, _ in commits(disk)] == [("actor@gen", v) for v in range(4)]
+    assert len({digest for _, _, digest in commits(disk)}) == 4
+    ours, theirs = weights_of(disk), weights_of(store)
+    assert all(ours[name].equal(theirs[name]) for name in ours.keys() | theirs.keys())
+    losses = [[row["actor_train/loss"] for row in steps_of(summary)] for summary in (store, disk)]
+    assert losses[0] == losses[1]
+
+
+def flipped(bucket: Bucket) -> Bucket:
+    payload = bucket.payload.copy()
+    payload[1] ^= 4
+    return dataclasses.replace(bucket, payload=payload)
+
+
+@pytest.mark.parametrize("transport", ["store", "disk"])
+def test_weights_that_change_on_their_way_stop_the_run(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind: Any = DiskTransport if transport == "disk" else MemoryTransport
+    take = kind.take
+    monkeypatch.setattr(kind, "take", lambda self, handle: flipped(take(self, handle)))
+    refused = (
+        r"actor@gen does not hold the weights of version 0: their digest was \w{16} where .* and is \w{16}"
+    )
+    with pytest.raises(RunError, match=refused):
+        run(RECIPE, tmp_path, *GRPO, "steps=2", f"models.actor.gen.transport={transport}")
+    (directory,) = (path for path in (tmp_path / "grpo_async").iterdir() if not path.is_symlink())
+    assert not (directory / "weights").exists()
+
+
+def test_the_trainer_goes_on_while_the_engine_loads(tmp_path: Path) -> None:
+    """The engine has loaded version 1 only when the step that starts from it has been trained."""
+    trained = threading.Event()
+
+    class Trainer(TorchModel):
+        def train(self, call: Any, shards: Any, step: int) -> dict[str, float]:
+            metrics = super().train(call, shards, step)
+            if step == 1:
+                trained.set()
+            return metrics
+
+    class Engine(EmbeddedEngine):
+        def load_weights(self, weights: Any, version: int) -> None:
+            assert version != 1 or trained.wait(120), "step 1 waits until version 1 is loaded"
+            super().load_weights(weights, version)
+
+    compiled = compile_recipe(
+        ROOT / RECIPE, [f"out={tmp_path}", *GRPO, "steps=5", "schedule.max_staleness=2"]
+    )
+    means = Means(factories={**FACTORIES, "torch": Trainer, "embedded": Engine}, is_quiet=True)
+    summary = run_compiled(compiled, False, means)
+    assert summary.steps == 5
+    versions = [version for _, version, _ in commits(summary)]
+    assert versions == sorted(set(versions))
+    assert 1 in versions

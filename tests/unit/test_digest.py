@@ -1,0 +1,138 @@
+"""Digests of weights: the same however tensors are cut and whoever counts, another when anything differs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hflow.errors import RunError
+from hflow.plan.slices import Slice
+from hflow.runtime.commits import commit
+from hflow.types.boxes import Box
+from hflow.workers.base import Loaded
+from hflow.workers.digest import MODULUS, MOST_ENTRIES, digest_of, slice_digest, tensor_digest
+from hflow.workers.weights import Content
+
+SHAPES = [(), (7,), (5, 3), (4, 3, 2), (1, 6), (0, 3)]
+DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64]
+LARGE = (1000, 200)
+STEP = -(-1000 * 200 // MOST_ENTRIES)
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 9
+    return values.to(dtype)
+
+
+def cut(name: str, tensor: torch.Tensor, box: Box) -> int:
+    shape = tuple(tensor.shape)
+    return slice_digest(Content.of(Slice(0, name, shape, box), tensor[tuple(slice(*edge) for edge in box)]))
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """A partition of a tensor into boxes, in any order."""
+    boxes: list[Box] = [()]
+    for size in shape:
+        inner = draw(st.lists(st.integers(1, max(1, size - 1)), unique=True, max_size=3))
+        edges = sorted({0, size, *(edge for edge in inner if edge < size)})
+        parts = list(pairwise(edges)) if size else [(0, 0)]
+        boxes = [(*box, part) for box in boxes for part in parts]
+    return draw(st.permutations(boxes))
+
+
+def test_a_known_answer():
+    """By a second implementation, in Python's own numbers."""
+    tensor = torch.tensor([[1.0, -2.0], [0.0, 0.5]], dtype=torch.bfloat16)
+    assert tensor_digest("w", tensor) == plainly("w", tensor)
+    assert tensor_digest("w", numbers(LARGE)) == plainly("w", numbers(LARGE), STEP)
+    assert f"{tensor_digest('w', tensor):016x}" == "6eaa0509531c7fb0"
+
+
+def plainly(name: str, tensor: torch.Tensor, step: int = 1) -> int:
+    import hashlib
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    key = hashlib.blake2b(repr((name, tuple(tensor.shape), dtype)).encode(), digest_size=16).digest()
+    of_rows, of_columns = (int.from_bytes(half, "little") for half in (key[:8], key[8:]))
+
+    def odd(index: int, key: int) -> int:
+        z = (index * 0x9E3779B97F4A7C15 + key) % MODULUS
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % MODULUS
+        return (z ^ z >> 31) | 1
+
+    bits = tensor.view(torch.int16 if tensor.dtype.itemsize == 2 else torch.int32).tolist()
+    mask = (1 << 8 * tensor.dtype.itemsize) - 1
+    columns = [odd(c, of_columns) for c in range(len(bits[0]))]
+    rows = range(0, len(bits), step)
+    return (
+        sum(((x & mask) + 1) * odd(r, of_rows) * columns[c] for r in rows for c, x in enumerate(bits[r]))
+        % MODULUS
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from(SHAPES), st.sampled_from(DTYPES))
+def test_parts_add_up_however_a_tensor_is_cut(
+    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype
+):
+    tensor = numbers(shape, dtype)
+    parts = [cut("w", tensor, box) for box in data.draw(tilings(shape))]
+    assert sum(parts) % MODULUS == tensor_digest("w", tensor)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_parts_of_a_large_tensor_count_the_same_rows(data: st.DataObject):
+    tensor = numbers(LARGE)
+    parts = [cut("w", tensor, box) for box in data.draw(tilings(LARGE))]
+    assert sum(parts) % MODULUS == tensor_digest("w", tensor)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 199).map(lambda r: r * STEP), st.integers(0, 199), st.integers(0, 31))
+def test_any_bit_of_a_covered_row_counts(row: int, column: int, bit: int):
+    words = numbers(LARGE).numpy().copy()
+    before = tensor_digest("w", torch.from_numpy(words))
+    words.view(np.uint32)[row, column] ^= 1 << bit
+    assert tensor_digest("w", torch.from_numpy(words)) != before
+
+
+def test_what_changes_places_is_noticed():
+    one, other = numbers((4, 6)), numbers((4, 6), seed=1)
+    plain = digest_of({"a": one, "b": other}, ["a", "b"])
+    assert plain == digest_of({"b": other, "a": one}, ["b", "a"])
+    assert plain != digest_of({"a": other, "b": one}, ["a", "b"])
+    for swapped in (one.flip(0), one.flip(1), one.flip(0).flip(1), torch.roll(one, 1, 0), one.reshape(6, 4)):
+        assert tensor_digest("a", swapped) != tensor_digest("a", one)
+    diagonal = torch.eye(2)
+    assert tensor_digest("a", diagonal) != tensor_digest("a", diagonal.flip(0))
+
+
+def test_what_is_missing_is_noticed_though_it_is_zero():
+    zeros = torch.zeros(4, 6)
+    assert cut("a", zeros, ((0, 4), (0, 6))) != cut("a", zeros, ((0, 3), (0, 6)))
+    assert digest_of({"a": zeros}, ["a"]) != digest_of({}, [])
+
+
+def test_dtype_and_shape_count():
+    zeros = torch.zeros(4, 6)
+    other = [zeros.bfloat16(), zeros.view(6, 4), zeros.view(2, 12)]
+    assert len({tensor_digest("a", x) for x in (zeros, *other)}) == 4
+
+
+def test_a_version_is_committed_when_all_ranks_hold_what_was_sent():
+    assert commit("actor@gen", 3, Loaded()) is None
+    assert commit("actor@gen", 3, Loaded(8, (255, 255), (255, 255))) == "00000000000000ff"
+    with pytest.raises(RunError) as refused:
+        commit("actor@gen", 3, Loaded(8, (255, 255), (255, 254)))
+    assert str(refused.value) == (
+        "actor@gen does not hold the weights of version 3: their digest was 00000000000000ff where they were "
+        "taken, and is 00000000000000fe in the engine"
+    )
