@@ -1,4 +1,9 @@
-"""`RayWeights`: the controller's side of weights on their way over Ray. It handles references and numbers."""
+"""`RayWeights`: the controller's side of weights on their way over Ray. It handles references and numbers.
+
+Ray hands an actor the messages of one caller in their order, and holds them all while an argument of the
+first is not there. So an engine apart is told to load when all has been published: before, its other
+messages would wait behind the trainer's device.
+"""
 
 from __future__ import annotations
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from hflow.plan.ir import Plan
 from hflow.plan.slices import Receivers
 from hflow.workers.base import Span
 from hflow.workers.routes import Routes
 from hflow.workers.transfer import Arriving
 from hflow.workers.transports.base import Transport
+from hflow.workers.transports.disk import DiskTransport
 from hflow.workers.weights import Bucket
 
 Handles = list[tuple[Receivers, list[Any]]]
@@ -77,6 +80,23 @@ class Shipments:
         """Free all that is left."""
         for replica in tuple(self._kept):
             self.free(replica)
+
+
+def transports(plan: Plan, exchange: str, worker: int, store: Transport) -> dict[str, Transport]:
+    """The way of each generation replica's weights, as planned.
+
+    Args:
+        plan: says which go by disk.
+        exchange: directory for those.
+        worker: the index of this process's first worker.
+        store: the way of all others.
+    """
+    return {
+        route.dst: DiskTransport(Path(exchange), f"{route.dst}-{worker}")
+        if route.transport == "disk"
+        else store
+        for route in plan.weights
+    }
 
 
 def _taken(transport: Transport, handles: Sequence[Any]) -> Iterator[Bucket]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from hflow.backends.base import SHARDS
 from hflow.data.tokenizer import TextTokenizer
@@ -44,11 +43,10 @@ from hflow.workers.opened import Row
 from hflow.workers.replicas import build_backends, build_engines, build_tokenizers, hosted_replicas
 from hflow.workers.routes import Routes
 from hflow.workers.rows import DatasetRows
-from hflow.workers.shipments import Handles, Sent, Shipments
+from hflow.workers.shipments import Handles, Sent, Shipments, transports
 from hflow.workers.store import Store
 from hflow.workers.transfer import Parcel, pack, unpack
 from hflow.workers.transports.base import Transport
-from hflow.workers.transports.disk import DiskTransport
 from hflow.workers.world import Membership, World
 
 
@@ -83,7 +81,8 @@ class Worker:
         self._rows = DatasetRows(self._plan, setup.datasets)
         self._build_generation(*self._build_models(member))
         routes = Routes(self._plan, hosted, self._backends)
-        self._shipments = Shipments(routes, hosted[0], self._transports(store))
+        ways = transports(self._plan, setup.exchange, hosted[0], store)
+        self._shipments = Shipments(routes, hosted[0], ways)
         self._build_bodies()
 
     def _build_models(
@@ -98,16 +97,6 @@ class Worker:
         self._backends = build_backends(setup, replicas, world)
         tokenizers = build_tokenizers(setup, "generate")
         return (*build_engines(setup, replicas, self._backends, tokenizers), tokenizers)
-
-    def _transports(self, store: Transport) -> dict[str, Transport]:
-        """The way of each generation replica's weights, as planned."""
-        first = self._hosted[0]
-        return {
-            route.dst: DiskTransport(Path(self._setup.exchange), f"{route.dst}-{first}")
-            if route.transport == "disk"
-            else store
-            for route in self._plan.weights
-        }
 
     def _build_generation(
         self,

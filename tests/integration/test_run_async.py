@@ -59,13 +59,26 @@ def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path, two_process
 
 
 def test_generation_runs_ahead_within_the_certificate(tmp_path: Path, two_processes: RayProcesses) -> None:
-    rows = assert_certified(
-        run("recipes/grpo_async.py", tmp_path, *GRPO, "steps=8", processes=two_processes), 8
-    )
+    summary = run("recipes/grpo_async.py", tmp_path, *GRPO, "steps=8", processes=two_processes)
+    rows = assert_certified(summary, 8)
+    assert_published_in_order(summary)
     assert max(row["staleness/max"] for row in rows) > 0
     assert rows[-1]["rollout/accepted"] >= 8 * 4
     assert all(0 <= row["rollout/version"] <= row["step"] for row in rows)
     assert all(0 <= row["busy/trainers"] <= 1.01 and row["busy/engines"] >= 0 for row in rows)
+
+
+def assert_published_in_order(summary: RunSummary) -> None:
+    """On the trainer's device each version is published behind its writer, before what reads it there."""
+    events = json.loads((summary.directory / "trace.json").read_text())["traceEvents"]
+    spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])
+    done = [(span["name"], span["args"].get("step", span["args"].get("version"))) for span in spans]
+    published = [version for name, version in done if name == "publish actor@gen"]
+    assert published[:2] == [0, 1]
+    for version in published[1:]:
+        order = [("actor_train", version - 1), ("publish actor@gen", version), ("actor_inf", version)]
+        places = [done.index(key) for key in order if key in done]
+        assert places == sorted(places)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def giving(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
 def taking(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
     """What an engine's rank needs while it takes weights from other workers: a tensor in host memory.
 
-    Buckets lie in the object store until they are put together.
+    Buckets lie in the object store until they are put together: host memory that the plan does not count.
     """
     if how != "pull" or not rank.on_cpu:
         return Items()

@@ -7,7 +7,8 @@ before the first batch that has to have them. The engine does the same work in a
 the same too as long as taking weights is short; the tests show where.
 
 Weights of an engine with devices of its own are published first, on the devices that hold them: in their
-order that is right behind the writers. Those of the next step wait for that, and for no more.
+order that is right behind the writers. Those of the next step wait for that, and for no more. With eta = 1
+the run may be slower than this by up to a half of the loading, which comes in the midst of a batch.
 
 A source's seconds are those that its engines need for a whole batch, so they make one batch after
 another. A run with samples of two batches in flight is faster than that where its engines have room.
