@@ -16,7 +16,7 @@ def score(completion: str, answer: str) -> float:
     return float(completion.strip() == answer.strip())
 
 
-@compute(per="batch", returns="paused")
+@compute(per="batch", returns="advantages")
 def pause(reward: PerSequence, *, seconds: float = 0.6) -> PerSequence:
     time.sleep(seconds)
     return reward
@@ -28,7 +28,6 @@ recipe = Recipe(
     [
         use(nodes.actor_gen, actor, group=8),
         score,
-        nodes.group_advantage,
         pause,
         use(nodes.actor_train, actor, prox="loglinear"),
     ],

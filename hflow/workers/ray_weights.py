@@ -8,13 +8,14 @@ messages would wait behind the trainer's device.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hflow.plan.ir import Plan, Replica, WeightRoute
 from hflow.workers.base import Loaded, Span
 from hflow.workers.digest import MODULUS
+from hflow.workers.engines import Taken
 from hflow.workers.hang import Call
 from hflow.workers.shipments import Sent
 
@@ -81,17 +82,7 @@ class RayWeights:
                 left.cancel()
         if shipment is not None:
             await self._free(replica, shipment)
-        if not is_new:
-            return Loaded()
-        sent: Mapping[int, Sent] = notes[0] if notes else {}
-        return Loaded(
-            num_bytes=sum(one.num_bytes for one in taken),
-            sent=tuple(
-                (one.own_digest + sum(note.digests.get(worker, 0) for note in sent.values())) % MODULUS
-                for worker, one in zip(engine.workers, taken, strict=True)
-            ),
-            held=tuple(one.held_digest for one in taken),
-        )
+        return _confirmed(engine, taken, notes[0] if notes else {})
 
     def _ship(self, route: WeightRoute, version: int) -> _Shipment:
         source = self._plan.replica(route.src)
@@ -107,6 +98,17 @@ class RayWeights:
 
     async def _free(self, replica: str, shipment: _Shipment) -> None:
         await asyncio.gather(*(self._send(worker, "free", replica) for worker in shipment.notes))
+
+
+def _confirmed(engine: Replica, taken: Sequence[Taken | None], notes: Mapping[int, Sent]) -> Loaded:
+    """What all ranks of an engine took, beside what senders noted for each of them."""
+    took = {worker: one for worker, one in zip(engine.workers, taken, strict=True) if one is not None}
+    sent = {worker: sum(note.digests.get(worker, 0) for note in notes.values()) for worker in took}
+    return Loaded(
+        num_bytes=sum(one.num_bytes for one in took.values()),
+        sent=tuple((one.own_digest + sent[worker]) % MODULUS for worker, one in took.items()),
+        held=tuple(one.held_digest for one in took.values()),
+    )
 
 
 def _together(doing: str, replica: Replica, title: str = "") -> Call:
