@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -31,9 +31,18 @@ def render_story(story: Story) -> RenderableType:
     table.add_column(no_wrap=True)
     table.add_column()
     lines = (*_made(story), *_judged(story), *_ended(story))
-    for at, what, more in sorted(lines, key=lambda line: math.inf if line[0] is None else line[0]):
+    for at, what, more in _in_order(lines):
         table.add_row("" if at is None else f"{at:.3f} s", what, Text(more))
     return Group(head, table)
+
+
+def _in_order(lines: Iterable[Line]) -> list[Line]:
+    """By time, those without one last; what says more about the line before stays behind it."""
+    times: list[float] = []
+    held = list(lines)
+    for at, what, _ in held:
+        times.append(at if at is not None else math.inf if what else times[-1])
+    return [line for _, line in sorted(zip(times, held, strict=True), key=lambda timed: timed[0])]
 
 
 def _headline(story: Story) -> str:
