@@ -7,6 +7,9 @@ geometric, a long tail. No schedule is faster than the longer of generation alon
 fires, the engine's slots always full) and training alone (busy seconds of the synchronous run). Beside each
 run stands what the simulator makes of the same schedule with the measured seconds and lengths. The machine's
 two cores carry the controller and Ray too; the controller's share of a core is told.
+
+`busier_share` is that part of a step in which the busier of engine and trainer worked: what the schedule
+leaves of the limit as both were in this very run, whatever else the machine did.
 """
 
 from __future__ import annotations
@@ -101,6 +104,7 @@ def measure(args: argparse.Namespace, kind: Kind, processes: RayProcesses) -> di
         "step_seconds": seconds,
         "generation_seconds": busy("busy/engines"),
         "training_seconds": busy("busy/trainers"),
+        "busier_share": max(busy("busy/engines"), busy("busy/trainers")) / seconds,
         "staleness": mean("staleness/mean"),
         "in_flight": mean("staleness/in_flight"),
         "staleness_max": max(row.get("staleness/max", 0.0) for row in steps),

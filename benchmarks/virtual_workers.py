@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hflow.plan.ir import Plan
+from hflow.plan.ir import PUBLISH_PREFIX, Plan
 from hflow.runtime.draws import Durations, seconds_of
 from hflow.workers.base import (
     ComputeOrder,
@@ -29,6 +29,7 @@ from hflow.workers.base import (
     Drawn,
     Failed,
     GroupOrder,
+    Loaded,
     Move,
     NodeResult,
     NodeTask,
@@ -39,7 +40,7 @@ from hflow.workers.base import (
     Workers,
     WorkerSetup,
 )
-from hflow.workers.mailbox import linger_seconds
+from hflow.workers.mailbox import LINGER_SECONDS, pause_seconds
 
 TICK = 0.002
 """Seconds between two looks at what is due."""
@@ -79,6 +80,7 @@ class _Box:
     events: list[WorkerEvent] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     ready_at: float = 0.0
+    reported_at: float = 0.0
     num_due: int = 0
     waiter: asyncio.Future[None] | None = None
 
@@ -150,7 +152,7 @@ class VirtualWorkers(Workers):
         self._plan = plan
         self._durations = durations
         self._pace = seconds_per_token
-        self._linger = linger_seconds(plan.cluster.num_devices)
+        self._pause = pause_seconds(plan.cluster.num_devices)
         self._prompt = prompt
         self._sources = {stream.name: stream.source for stream in plan.schedule.streams}
         self._boxes = [_Box() for _ in range(plan.cluster.num_devices)]
@@ -208,6 +210,7 @@ class VirtualWorkers(Workers):
             report = Report(worker, tuple(box.events), tuple(box.spans), self._take_drawn(worker, now))
             self.traffic.events += len(box.events)
             box.events, box.spans, box.waiter = [], [], None
+            box.reported_at = now
         return report
 
     async def transfer(self, moves: Sequence[Move]) -> int:
@@ -227,7 +230,13 @@ class VirtualWorkers(Workers):
             for worker, task in tasks.items()
         ]
 
-    async def wake(self, replica: str, version: int) -> int:
+    async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
+        """A copy of the weights takes its seconds."""
+        self.traffic.messages += 1
+        await asyncio.sleep(seconds_of(self._durations, f"{PUBLISH_PREFIX}{replica}", 0))
+        return ()
+
+    async def wake(self, replica: str, version: int) -> Loaded:
         """New weights take the replica's seconds; then its engines go on with what they had."""
         heads = self._heads[replica]
         self.traffic.messages += len(heads)
@@ -241,7 +250,7 @@ class VirtualWorkers(Workers):
                 engine.version, engine.is_awake, engine.awake_since = version, True, self._loop.time()
                 self._fill(worker, moment)
             await asyncio.sleep(0)
-        return 0
+        return Loaded()
 
     async def sleep(self, replica: str) -> None:
         """What runs keeps what it has, and comes before what waits."""
@@ -312,7 +321,7 @@ class VirtualWorkers(Workers):
     def _put(self, worker: int, event: WorkerEvent, now: float) -> None:
         box = self._boxes[worker]
         if not box.events:
-            box.ready_at = now + self._linger
+            box.ready_at = max(now + LINGER_SECONDS, box.reported_at + self._pause)
         box.events.append(event)
         box.num_due -= 1
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Iterable
 
 from hflow.workers.base import Report, Span, WorkerEvent
 
-LEAST_LINGER = 0.01
-LINGER_A_WORKER = 0.001
+LINGER_SECONDS = 0.01
+"""Longest time that an event waits for others while more are to come: a message costs the controller
+and the worker as much as many events."""
+PAUSE_A_WORKER = 0.001
 
 
-def linger_seconds(num_workers: int) -> float:
-    """Longest time that an event waits for others while more are to come.
+def pause_seconds(num_workers: int) -> float:
+    """Least time from one report of a worker to the next while more is to come.
 
-    A message costs the controller and the worker as much as many events. Many workers wait longer, so that
-    all of them together do not send more messages than a few do: a thousand a second.
+    So many workers together send no more reports than a few do, a thousand a second; an event that comes
+    after a quiet time is reported as soon as ever.
     """
-    return max(LEAST_LINGER, LINGER_A_WORKER * num_workers)
+    return PAUSE_A_WORKER * num_workers
 
 
 class Mailbox:
@@ -26,9 +30,18 @@ class Mailbox:
     The last event that is to come is reported at once, together with those before it.
     """
 
-    def __init__(self, worker: int, linger: float = LEAST_LINGER) -> None:
+    def __init__(self, worker: int, pause: float = 0.0, linger: float = LINGER_SECONDS) -> None:
+        """Begin.
+
+        Args:
+            worker: whose events these are.
+            pause: least seconds from one report to the next while more is to come.
+            linger: least seconds that an event waits for others then.
+        """
         self._worker = worker
+        self._pause = pause
         self._linger = linger
+        self._reported_at = -math.inf
         self._changed = threading.Condition()
         self._events: list[WorkerEvent] = []
         self._spans: list[Span] = []
@@ -74,11 +87,13 @@ class Mailbox:
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events) or self._is_over())
-            self._changed.wait_for(lambda: self._num_due <= 0 or self._is_over(), self._linger)
+            patience = max(self._linger, self._reported_at + self._pause - time.monotonic())
+            self._changed.wait_for(lambda: self._num_due <= 0 or self._is_over(), patience)
             if self._error is not None:
                 raise self._error
             report = Report(self._worker, tuple(self._events), tuple(self._spans))
             self._events, self._spans = [], []
+            self._reported_at = time.monotonic()
             return report
 
     def _is_over(self) -> bool:

@@ -39,7 +39,7 @@ from hflow.workers.encoding import Encoder
 from hflow.workers.engine_driver import EngineDriver
 from hflow.workers.engines import Engines, Taken
 from hflow.workers.episodes import Episodes
-from hflow.workers.mailbox import Mailbox, linger_seconds
+from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.opened import Row
 from hflow.workers.replicas import build_backends, build_engines, build_tokenizers, hosted_replicas
 from hflow.workers.routes import Routes
@@ -77,8 +77,8 @@ class Worker:
         self._setup = setup
         self._plan = setup.plan
         self._hosted = tuple(hosted)
-        linger = linger_seconds(setup.plan.cluster.num_devices)
-        self._mailboxes = {index: Mailbox(index, linger) for index in hosted}
+        pause = pause_seconds(setup.plan.cluster.num_devices)
+        self._mailboxes = {index: Mailbox(index, pause) for index in hosted}
         self._store = Store()
         self._rows = DatasetRows(self._plan, setup.datasets)
         self._build_generation(*self._build_models(member))
