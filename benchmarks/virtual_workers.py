@@ -155,6 +155,7 @@ class VirtualWorkers(Workers):
         self._pause = pause_seconds(plan.cluster.num_devices)
         self._prompt = prompt
         self._sources = {stream.name: stream.source for stream in plan.schedule.streams}
+        self._sizes = {stream.name: stream.group_size for stream in plan.schedule.streams}
         self._boxes = [_Box() for _ in range(plan.cluster.num_devices)]
         self._engines: dict[int, _Engine] = {}
         self._heads: dict[str, tuple[int, ...]] = {}
@@ -187,8 +188,26 @@ class VirtualWorkers(Workers):
                 box.num_due += len(order.samples)
                 for number in order.samples:
                     seconds = seconds_of(self._durations, source, number)
-                    engine.waiting.append(_Sample(order.stream, number, seconds))
+                    moved: _Sample | None = order.journals[number] if order.journals else None
+                    engine.waiting.append(moved or _Sample(order.stream, number, seconds))
             self._fill(worker, now)
+
+    async def give_up(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
+        """Whole groups leave with what they have; on an engine that sleeps all wait."""
+        self.traffic.messages += 1
+        with self._own():
+            engine, size = self._engines[worker], self._sizes[stream]
+            held = {s.number: s for s in engine.waiting if s.stream == stream}
+            orders = []
+            for group in groups:
+                numbers = tuple(range(group * size, (group + 1) * size))
+                if held.keys() >= set(numbers):
+                    journals = {number: held[number] for number in numbers}
+                    orders.append(GroupOrder(stream, group, 0, numbers, journals))
+            gone = {id(sample) for order in orders for sample in order.journals.values()}
+            engine.waiting = deque(s for s in engine.waiting if id(s) not in gone)
+            self._boxes[worker].num_due -= len(gone)
+        return orders
 
     async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
         """Bodies take their seconds, all at once."""

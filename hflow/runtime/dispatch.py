@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from hflow.plan.ir import Plan, ScheduledStream
@@ -81,13 +82,19 @@ class Placer:
             groups: those that may move, the first to go first.
         """
         load, moves = dict(self._load), {}
+        least = [(load[head], head) for head in self._heads[stream]]
+        heapify(least)
         for group in groups:
             src, size = self._home[stream, group], self._unfinished[stream, group]
-            dst = min(self._heads[stream], key=lambda head: (load[head], head))
+            while least[0][0] != load[least[0][1]]:  # it has changed since
+                heappop(least)
+            dst = least[0][1]
             if load[src] - load[dst] >= 2 * size:
                 moves[group] = dst
                 load[src] -= size
                 load[dst] += size
+                heappush(least, (load[src], src))
+                heappush(least, (load[dst], dst))
         return moves
 
     def move(self, stream: str, group: int, worker: int) -> None:
