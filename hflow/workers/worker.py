@@ -229,9 +229,9 @@ class Worker:
         ]
 
     def _numbers(self, task: NodeTask) -> tuple[float, ...]:
-        """What the controller is told of a task's samples."""
+        """What the controller is told of a task's samples; nothing where no shard lies."""
         program = self._setup.programs[task.node]
-        if program.told is None:
+        if program.told is None or not task.samples:
             return ()
         return tuple(float(x) for x in self._store.values(program.stream, program.told, task.samples))
 
