@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import networkx as nx
@@ -53,9 +54,16 @@ def overwrite_edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> Iterato
                 yield Edge(EdgeKind.OVERWRITE, reader.name, writer.name, model=model)
 
 
-def largest_lag(edge: Edge, max_staleness: int, sync_every: int = 1) -> int:
+def largest_lag(edge: Edge, max_staleness: float, sync_every: int = 1) -> int:
     """Most steps that an edge's weights may lie behind: `(staleness + 1) * sync_every` for generation."""
-    return (edge.lag + max_staleness) * sync_every if edge.at_most else edge.lag
+    if not edge.at_most:
+        return edge.lag
+    return edge.lag * sync_every + steps_ahead(max_staleness, sync_every)
+
+
+def steps_ahead(max_staleness: float, sync_every: int) -> int:
+    """Batches that generation may begin beyond those of a sync: `staleness * sync_every`, rounded up."""
+    return math.ceil(round(max_staleness * sync_every, 6))
 
 
 def behind_batch(graph: Graph) -> frozenset[str]:

@@ -262,8 +262,8 @@ class Schedule:
     publishers: tuple[tuple[str, str], ...] = ()
     """Generation replica that shares no group with batch nodes, and whose weights change -> the group that
     trains them, where they are published."""
-    max_staleness: int = 0
-    """eta: syncs that the weights of a trained token may lag behind."""
+    max_staleness: float = 0
+    """eta: syncs that the weights of a trained token may lag behind; an integer where it is whole."""
     sync_every: int = 1
     """Steps between two transfers of weights to the engines (s)."""
     max_concurrent: int = 256
@@ -275,7 +275,7 @@ class Schedule:
     age_rule: bool = True
     """Whether samples are dropped before they train too old."""
     drop_older_than: int | None = None
-    """The age rule's limit, in versions; None: the certified lag (eta + 1) s - 1."""
+    """The age rule's limit, in versions; None: the certified lag ceil((eta + 1) s) - 1."""
     queue: int | None = None
     """Accepted groups that wait for their batch at most; beyond, the oldest is dropped. None: no bound
     besides admission's."""

@@ -69,8 +69,9 @@ class PlanRequest:
     placement: str | None = None
     """Devices and layouts of replicas in short, as `allocation.allocate` reads them; not together with
     groups and layouts above."""
-    max_staleness: int = 0
-    """eta: how many syncs the weights of a trained token may lag behind; 0 is synchronous."""
+    max_staleness: float = 0
+    """eta: how many syncs the weights of a trained token may lag behind; 0 is synchronous. A fraction of a
+    sync lets generation begin that share of its groups."""
     sync_every: int = 1
     """Steps between two transfers of weights to the engines."""
     max_concurrent: int = 256

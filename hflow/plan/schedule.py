@@ -40,7 +40,7 @@ def make_schedule(
         shared=tuple((group, names) for group, names in engines.items() if names),
         num_steps=request.num_steps,
         publishers=tuple((r.name, batch_replica(tuple(replicas), r.model).group) for r in apart),
-        max_staleness=request.max_staleness,
+        max_staleness=_whole(request.max_staleness),
         sync_every=request.sync_every,
         max_concurrent=request.max_concurrent,
         max_refused_per_step=request.max_refused_per_step,
@@ -49,6 +49,11 @@ def make_schedule(
         drop_older_than=request.drop_older_than,
         queue=request.queue,
     )
+
+
+def _whole(number: float) -> float:
+    """An integer where a number is one, so that 2 and 2.0 are the same plan."""
+    return int(number) if number == int(number) else number
 
 
 def _stream(graph: Graph, root: Stream, at: Mapping[str, Placement], batch: int) -> ScheduledStream:

@@ -5,16 +5,33 @@ The lag of a token is the step that trains it less the version of the weights th
 
 from __future__ import annotations
 
+import math
+
+from hflow.graph.lags import steps_ahead
 from hflow.plan.ir import Level, Schedule
 
 
-def certified_lag(max_staleness: int, sync_every: int) -> int:
-    """The largest lag that admission lets a token have that nobody overtakes: L = (eta + 1) s - 1.
+def admission_limit(version: int, batch: int, max_staleness: float, sync_every: int = 1) -> int:
+    """Groups that may ever have been accepted or be running under the weights of `version`.
+
+    Args:
+        version: steps completed in the weights that the engines hold.
+        batch: groups a step trains on (B).
+        max_staleness: eta; where it is a fraction, whole groups count.
+        sync_every: steps between two weight updates of the engines (s).
+    """
+    groups_a_sync = sync_every * max(1, batch)
+    syncs = version // sync_every
+    return (syncs + 1) * groups_a_sync + math.floor(round(max_staleness * groups_a_sync, 6))
+
+
+def certified_lag(max_staleness: float, sync_every: int) -> int:
+    """The largest lag that admission lets a token have that nobody overtakes: L = ceil((eta + 1) s) - 1.
 
     A group admitted at the n-th sync is among the first `(eta + n + 1) * s * B`; taken in the order of
-    admission it trains at step `(eta + n + 1) * s - 1` at the latest, with weights of step `n * s`.
+    admission it trains at step `ceil((eta + n + 1) * s) - 1` at the latest, with weights of step `n * s`.
     """
-    return (max_staleness + 1) * sync_every - 1
+    return sync_every + steps_ahead(max_staleness, sync_every) - 1
 
 
 def age_limit(schedule: Schedule) -> int | None:

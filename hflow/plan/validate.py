@@ -22,6 +22,9 @@ LEAST = {
     "save_every": 0,
 }
 
+MOST_STALENESS = 10**6
+"""Far beyond what any run could use."""
+
 
 def check_request(graph: Graph, request: PlanRequest) -> None:
     """Refuse numbers that are too small for any run of this graph.
@@ -50,6 +53,11 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
 
 def _check_ages(request: PlanRequest) -> None:
     """Refuse rules by which no batch could ever be young enough, or full."""
+    if request.max_staleness > MOST_STALENESS:
+        raise PlanError(
+            f"schedule.max_staleness is {request.max_staleness}; it must be at most {MOST_STALENESS:,}, and "
+            "from 4 on little is gained"
+        )
     least = request.sync_every - 1
     if request.drop_older_than is not None and not request.age_rule:
         raise PlanError(

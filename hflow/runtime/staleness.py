@@ -5,16 +5,18 @@ Units. Everything here counts **groups** (a prompt with its G samples), as the b
 weights every s steps, so contract 12 is read with `batch := s * batch` and `version := syncs`,
 where `syncs = version // s`:
 
-    capacity = min(free_samples // G,  (eta + syncs + 1) * s * B - (accepted + running))
+    capacity = min(free_samples // G,  floor((eta + syncs + 1) * s * B) - (accepted + running))
 
 `accepted` counts every group ever accepted, trained ones included; a group that was refused or
 dropped is in neither term, so its place comes back at once.
 
+eta may be a fraction: with eta = 0.5 half of the next sync's groups are admitted under these weights.
+
 Age. A group admitted under `syncs` is among the first `(eta + syncs + 1) * s * B`; taken in the
-order of admission it trains at step `(eta + syncs + 1) * s - 1` at the latest, and its oldest
+order of admission it trains at step `ceil((eta + syncs + 1) * s) - 1` at the latest, and its oldest
 token has a version of at least `syncs * s`. Hence the certified lag
 
-    L = (eta + 1) * s - 1          (eta = 0, s = 1: L = 0, the synchronous algorithm)
+    L = ceil((eta + 1) * s) - 1          (eta = 0, s = 1: L = 0, the synchronous algorithm)
 
 A slow sample can be overtaken, however, and train later than its place says. So the formula
 bounds volume, not age, and the age rule (`is_stale`) makes L hold for every trained token.
@@ -22,25 +24,12 @@ bounds volume, not age, and the age rule (`is_stale`) makes L hold for every tra
 
 from __future__ import annotations
 
-from hflow.plan.staleness import certified_lag
+from hflow.plan.staleness import admission_limit, certified_lag
 
 __all__ = ["LOOK_AHEAD", "admission_limit", "capacity", "certified_lag", "is_stale", "look_ahead_limit"]
 
 LOOK_AHEAD = 1
 """Batches beyond the current one that a source without trained weights may prepare."""
-
-
-def admission_limit(version: int, batch: int, max_staleness: int, sync_every: int = 1) -> int:
-    """Groups that may ever have been accepted or be running under the weights of `version`.
-
-    Args:
-        version: steps completed in the weights that the engines hold.
-        batch: groups a step trains on (B).
-        max_staleness: eta.
-        sync_every: steps between two weight updates of the engines (s).
-    """
-    syncs = version // sync_every
-    return (max_staleness + syncs + 1) * sync_every * max(1, batch)
 
 
 def look_ahead_limit(steps_trained: int, batch: int) -> int:

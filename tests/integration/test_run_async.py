@@ -87,6 +87,7 @@ def assert_published_in_order(summary: RunSummary) -> None:
     [
         ["schedule.interrupt=false"],
         ["schedule.sync_every=2", "schedule.max_staleness=1"],
+        ["schedule.max_staleness=0.5"],
         ["schedule.max_staleness=4", "schedule.drop_older_than=1", "schedule.queue=8"],
         ["nodes.actor_train.prox=loglinear"],
         ["nodes.actor_train.prox=metrics", "nodes.actor_train.over_cap=truncate"],

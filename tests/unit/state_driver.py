@@ -231,7 +231,7 @@ class World:
         members = Counter(s // size for name, s in self.refused if name == self.trained.name)
         lost = sum(count == size for count in members.values())
         syncs = min(self.version[replica] for replica in self.trained.replicas) // rules.sync_every
-        limit = (rules.max_staleness + syncs + 1) * rules.sync_every * (self.trained.batch or 1)
+        limit = int((rules.max_staleness + syncs + 1) * rules.sync_every * (self.trained.batch or 1))
         assert len(self.opened[self.trained.name]) - lost <= limit
 
     def _do_RunSample(self, what: ev.RunSample) -> None:

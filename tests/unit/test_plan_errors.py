@@ -75,6 +75,11 @@ def test_numbers_below_their_least(name, value, least):
     refused(grpo(), f"{name} is {value}; it must be at least {least}", **{name: value})
 
 
+@pytest.mark.parametrize("value", [1e300, float("inf")])
+def test_a_staleness_beyond_all_reason(value: float):
+    refused(grpo(), "schedule.max_staleness is .*; it must be at most 1,000,000", max_staleness=value)
+
+
 def test_a_group_that_can_never_be_admitted():
     refused(grpo(group=4), "set schedule.max_concurrent to 4 or more", max_concurrent=3)
 

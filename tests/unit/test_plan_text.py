@@ -468,6 +468,8 @@ def test_staleness_in_words():
     stale = words(plan_of(max_staleness=2, sync_every=3))
     assert "Staleness is at most 8: a token may be made by weights 8 updates older" in stale
     assert "(max_staleness 2 + 1) x sync_every 3 - 1 = 8" in stale
+    half = words(plan_of(max_staleness=0.5, sync_every=3))
+    assert "(max_staleness 0.5 + 1) x sync_every 3, rounded up, - 1 = 4" in half
     assert "no model makes the samples" in words(plan_of(sft()))
     assert "unbounded" in words(replace(plan_of(), staleness_bound=None))
 

@@ -14,9 +14,10 @@ from hflow.runtime.staleness import (
 
 
 @pytest.mark.parametrize(
-    ("max_staleness", "sync_every", "lag"), [(0, 1, 0), (1, 1, 1), (4, 1, 4), (0, 3, 2), (2, 3, 8)]
+    ("max_staleness", "sync_every", "lag"),
+    [(0, 1, 0), (1, 1, 1), (4, 1, 4), (0, 3, 2), (2, 3, 8), (0.5, 1, 1), (0.5, 4, 5), (0.1, 10, 10), (1.3, 2, 4)],
 )
-def test_certified_lag(max_staleness: int, sync_every: int, lag: int):
+def test_certified_lag(max_staleness: float, sync_every: int, lag: int):
     assert certified_lag(max_staleness, sync_every) == lag
 
 
@@ -33,13 +34,23 @@ def test_sync_every_reads_syncs_for_versions_and_scales_the_batch():
     assert limits == [32, 32, 48, 48, 64]
 
 
+def test_a_fraction_admits_that_share_of_a_sync():
+    assert [admission_limit(version, 8, 0.5) for version in range(3)] == [12, 20, 28]
+    assert admission_limit(4, 8, 0.5, sync_every=4) == 64 + 16  # verl: required * (staleness + 1) * sync_every
+
+
+def test_a_fraction_counts_whole_groups_only():
+    assert admission_limit(0, 4, 0.3) == 5
+    assert admission_limit(0, 100, 0.29) == 129  # which in binary is a little below 29
+
+
 def test_an_empty_batch_counts_as_one():
     assert admission_limit(0, 0, 0) == 1
 
 
-@pytest.mark.parametrize("max_staleness", range(4))
+@pytest.mark.parametrize("max_staleness", [0, 0.25, 0.5, 1, 1.75, 2, 3])
 @pytest.mark.parametrize("sync_every", range(1, 4))
-def test_the_last_group_admitted_trains_within_the_certified_lag(max_staleness: int, sync_every: int):
+def test_the_last_group_admitted_trains_within_the_certified_lag(max_staleness: float, sync_every: int):
     batch = 4
     for version in range(0, 12, sync_every):
         last = admission_limit(version, batch, max_staleness, sync_every) - 1

@@ -17,11 +17,11 @@ SALTS = (0, 2, 6)
 """Each lets other samples take long, and others fail."""
 
 
-def tiny(size: int = 1, scored: bool = False, **rules: Any) -> Schedule:
-    """One group a batch; the reference is on devices of its own."""
+def tiny(size: int = 1, scored: bool = False, num_groups: int = 1, **rules: Any) -> Schedule:
+    """Small batches; the reference is on devices of its own."""
     scores = [sample("score", "gen"), group("rank", "score")] if scored else []
     nodes = [*scores, batch("ref", "r"), batch("train", "g", "ref", writes=("actor",))]
-    return schedule([generated(size=size, num_groups=1)], nodes, **{"num_steps": 3, **rules})
+    return schedule([generated(size=size, num_groups=num_groups)], nodes, **{"num_steps": 3, **rules})
 
 
 def explored(what: Schedule, refusal: float = 0.0) -> Space:
@@ -40,6 +40,7 @@ def explored(what: Schedule, refusal: float = 0.0) -> Space:
     [
         ({"max_staleness": 0}, 20),
         ({"max_staleness": 1}, 500),
+        ({"max_staleness": 0.5, "num_groups": 2, "num_steps": 2}, 300),
         ({"max_staleness": 1, "sync_every": 2, "num_steps": 4}, 1000),
         ({"max_staleness": 2}, 500),
         ({"max_staleness": 1, "shared": "g"}, 100),

@@ -19,6 +19,7 @@ from hflow.plan.hardware import Hardware
 from hflow.plan.ir import Plan, ScheduledNode, WeightRoute
 from hflow.plan.placement import SAVE_PREFIX
 from hflow.plan.request import PlanRequest
+from hflow.plan.staleness import certified_lag
 from hflow.plan.workload import Workload, sample_lengths
 
 Parts = list[Part] | None
@@ -51,7 +52,7 @@ class Costs:
             groups=request.batch,
             group_size=self._stream.group_size,
             max_concurrent=request.max_concurrent,
-            ahead=(request.max_staleness + 1) * request.sync_every - 1,
+            ahead=certified_lag(request.max_staleness, request.sync_every),
             seed=request.seed,
         )
 

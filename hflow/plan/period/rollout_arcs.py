@@ -3,7 +3,8 @@
 An engine's devices go through turns: it takes new weights where a sync is due, then generates one
 batch; on a shared group, the group's batch nodes come next. Synchronous generation does just that. With
 staleness, new weights interrupt what is generating, and its samples go on afterwards; here they come
-before the first batch that has to have them. The engine does the same work in a round, so the pace is
+before the first batch that has to have them, of which no part is begun without them: a staleness of half a
+batch counts as none here. The engine does the same work in a round, so the pace is
 the same too as long as taking weights is short; the tests show where.
 
 A model that runs as samples or groups arrive has its devices for itself. Its seconds are those of a whole
@@ -98,7 +99,7 @@ def _link_syncs(graph: TimedGraph, recurring: Recurring, replica: str) -> None:
     """An engine takes version `step` once it is there, in its turn before the batch that needs it."""
     source, every = recurring.stream.source, recurring.sync_every
     group = recurring.group_of(replica)
-    behind = recurring.schedule.max_staleness * every
+    behind = int(recurring.schedule.max_staleness * every)
     for step in range(0, graph.num_unrolled, every):
         if replica in recurring.publishers:
             _link_publishing(graph, recurring, replica, step)

@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.plan.ir import Plan, Schedule, ScheduledStream
+from hflow.plan.staleness import certified_lag
 from hflow.report.plan_text.section import Section, add_row, number, table, text
 from hflow.report.words import plural
 
@@ -65,6 +66,7 @@ def staleness_sentence(plan: Plan) -> str:
 def _why(schedule: Schedule, bound: int) -> str:
     """What the bound follows from."""
     eta, sync = schedule.max_staleness, schedule.sync_every
-    if bound != (eta + 1) * sync - 1:
+    if bound != certified_lag(eta, sync):
         return f"drop_older_than is {bound}"
-    return f"(max_staleness {eta} + 1) x sync_every {sync} - 1 = {bound}"
+    rounded = "" if (eta * sync) % 1 == 0 else ", rounded up,"
+    return f"(max_staleness {eta} + 1) x sync_every {sync}{rounded} - 1 = {bound}"
