@@ -128,8 +128,8 @@ class ScheduleConfig:
     """How far generation may run ahead of training, and what happens to samples that get old: `schedule`."""
 
     max_staleness: float = _least(0, 0)
-    """Syncs that the weights of a trained token may lie behind (eta): 0 is synchronous, 2 to 8 is typical; with
-    0.5 half of the next sync's groups are begun early."""
+    """Syncs that the weights of a trained token may lie behind (eta): 0 is synchronous, 2 to 8 is typical.
+    With 0.5 half of the next sync's groups are begun early."""
     sync_every: int = _least(1, 1)
     """Steps from one sync of the generation engines' weights to the next."""
     max_concurrent: int = _least(1, 256)
