@@ -125,6 +125,24 @@ def test_results_depend_neither_on_slots_nor_on_order_nor_on_arrival() -> None:
             assert result.logprobs == pytest.approx(together[i].logprobs, abs=1e-5)
 
 
+def test_sequences_of_all_lengths_run_side_by_side() -> None:
+    """They outgrow their bands and change slots on the way; some are interrupted and enter again long."""
+    prompts = [[1 + (i * 7 + j) % 30 for j in range(1 + (37 * i) % 110)] for i in range(16)]
+    params = [SamplingParams(max_tokens=5 + (11 * i) % 45, seed=100 + i) for i in range(16)]
+    engine = EmbeddedEngine(settings(), {"max_running": 9})
+    for i in range(16):
+        engine.add(i, prompts[i], params[i])
+    results = dict(pair for _ in range(20) for pair in engine.step())
+    engine.set_version(1)
+    results |= run(engine)
+    alone = generate(EmbeddedEngine(settings(), {"max_running": 1}), prompts, params)
+    model = reference()
+    for i in range(16):
+        assert results[i].ids == alone[i].ids
+        expected = full_logprobs(model, prompts[i], results[i].ids, 1.0)
+        torch.testing.assert_close(torch.tensor(results[i].logprobs), expected, atol=1e-4, rtol=0)
+
+
 def test_finished_leave_and_waiting_enter_at_every_step() -> None:
     engine = EmbeddedEngine(settings(), {"max_running": 4})
     for i in range(10):

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from hflow.backends.attention import PackedLayout, packed_attention
 from hflow.backends.embedded_engine.cache import KVCache
+from hflow.backends.embedded_engine.slots import Band
 
 ATTENTION = "hflow_embedded"
 """Name under which HF models find `attend`. No mask function has this name, so that they build
@@ -30,10 +31,10 @@ class PackedStep:
     cache: KVCache
     num_decoding: int
     """B."""
-    cached_length: int
-    """Length that the B decoding rows attend over, padded."""
+    bands: tuple[Band, ...]
+    """Of the B decoding rows."""
     decode_mask: Tensor | None
-    """Additive `[B, 1, 1, cached_length]`."""
+    """Additive `[B, 1, 1, longest band]`."""
     stored_rows: Tensor | None
     """int64 `[N]`: the row of each stored token, repeated over a group's members; None where
     every row is stored once, in order."""
@@ -82,7 +83,9 @@ def attend(
     out = value.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
     if first:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out[:first] = _decode(packed_step, layer, query[0, :, :first].transpose(0, 1), scale)
+        queries = query[0, :, :first].transpose(0, 1)
+        for band in packed_step.bands:
+            out[band.first : band.last] = _decode(packed_step, layer, band, queries, scale)
     if packed_step.prompts is not None:
         q, k, v = (x[:, :, first:last] for x in (query, key, value))
         attended, _ = packed_attention(module, q, k, v, None, scaling, packed_step.prompts, **kwargs)
@@ -99,21 +102,23 @@ def _store(step: PackedStep, layer: int, keys: Tensor, values: Tensor) -> None:
     step.cache.write(layer, step.stored_slots, step.stored_positions, keys, values)
 
 
-def _decode(step: PackedStep, layer: int, queries: Tensor, scale: float) -> Tensor:
-    """One query `[B, heads, head_dim]` a sequence over its slot.
+def _decode(step: PackedStep, layer: int, band: Band, queries: Tensor, scale: float) -> Tensor:
+    """One query a sequence, of `[B, heads, head_dim]`, over its slot: those of one band.
 
     Query heads that share keys become rows of one product, which saves repeating the keys.
     """
     assert step.decode_mask is not None
-    keys, values = step.cache.view(layer, step.num_decoding, step.cached_length)
-    grouped = queries.reshape(step.num_decoding, keys.shape[1], -1, queries.shape[-1])
+    first, last, length = band
+    keys, values = step.cache.view(layer, first, last, length)
+    mask = step.decode_mask[first:last, :, :, :length]
+    grouped = queries[first:last].reshape(last - first, keys.shape[1], -1, queries.shape[-1])
     if grouped.dtype is torch.float32:
         # Twice as fast as SDPA's CPU kernel, which is written for many queries a sequence.
-        scores = torch.matmul(grouped * scale, keys.transpose(2, 3)).add_(step.decode_mask)
+        scores = torch.matmul(grouped * scale, keys.transpose(2, 3)).add_(mask)
         out = torch.matmul(scores.softmax(-1), values)
     else:
-        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=step.decode_mask, scale=scale)
-    return out.reshape(step.num_decoding, queries.shape[1], -1)
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(last - first, queries.shape[1], -1)
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -20,7 +20,7 @@ def padded_length(num_tokens: int) -> int:
 class KVCache:
     """Per layer two tensors `[slots, kv_heads, length, head_dim]`.
 
-    Running sequences occupy slots 0 .. n-1, so that a decode step reads the view `[:n, :, :L]`.
+    Running sequences occupy slots 0 .. n-1, so that a decode step reads views of it.
     A layer is allocated when it is first written, with the shape and dtype of its keys, which
     makes the cache independent of the architecture. What was never written is zero, since a
     masked NaN would still be a NaN.
@@ -61,16 +61,16 @@ class KVCache:
         cached_keys[slots, :, positions] = keys
         cached_values[slots, :, positions] = values
 
-    def view(self, layer: int, num_slots: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[num_slots, kv_heads, length, head_dim]` of the first slots."""
+    def view(self, layer: int, first: int, last: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[last - first, kv_heads, length, head_dim]` of slots `first .. last - 1`."""
         keys, values = self._layers[layer]
-        return keys[:num_slots, :, :length], values[:num_slots, :, :length]
+        return keys[first:last, :, :length], values[first:last, :, :length]
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of a slot into another one, which has been left."""
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first `length` tokens of slots into others, all at once: a target may be a source too."""
         for layer in self._layers.values():
             for tensor in layer:
-                tensor[target, :, :length] = tensor[source, :, :length]
+                tensor[targets, :, :length] = tensor[sources, :, :length]
 
     def drop(self) -> None:
         """Free everything."""

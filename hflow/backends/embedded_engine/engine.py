@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from hflow.backends.embedded_engine.options import EngineOptions
 from hflow.backends.embedded_engine.packing import pack
 from hflow.backends.embedded_engine.request import Request
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
+from hflow.backends.embedded_engine.slots import arrange, outgrows_band
 from hflow.backends.embedded_engine.stopping import Decode, stop_reason
 from hflow.backends.embedded_engine.weights import load_in_place
 from hflow.errors import BackendError
@@ -145,7 +147,7 @@ class EmbeddedEngine(GenerationEngine):
             self._running.extend(member for group in groups for member in group.members)
             self._rows = None
         self._draw(logits)
-        return self._finish()
+        return self._finish(has_entered=bool(groups))
 
     def interrupt(self) -> list[tuple[int, Generated]]:
         """Abort everything and return what there is, the running in slot order, then the waiting."""
@@ -232,30 +234,36 @@ class EmbeddedEngine(GenerationEngine):
         """The tokens that the running requests go on with, `[S]`; None: they are drawn."""
         return None
 
-    def _finish(self) -> list[tuple[int, Generated]]:
-        """Take finished sequences out of their slots."""
+    def _finish(self, has_entered: bool) -> list[tuple[int, Generated]]:
+        """Take finished sequences out of their slots, and see to it that the others are arranged."""
         reasons = [stop_reason(request, self._decode) for request in self._running]
         left = [slot for slot, reason in enumerate(reasons) if reason is not None]
         finished = [
             (self._running[slot].request_id, self._running[slot].generated(str(reasons[slot])))
             for slot in left
         ]
-        self._leave(left)
+        if left or has_entered or any(outgrows_band(len(request.ids)) for request in self._running):
+            self._leave(left)
         return finished
 
-    def _leave(self, slots: Sequence[int]) -> None:
-        """Free slots, moving the last sequences into the holes so that slots stay compact."""
-        if not slots:
+    def _leave(self, left: Sequence[int]) -> None:
+        """Free slots, and arrange the sequences that stay by their lengths."""
+        num_before, gone = len(self._running), frozenset(left)
+        slots = np.array([slot for slot in range(num_before) if slot not in gone], np.int64)
+        lengths = np.array([len(self._running[slot].ids) for slot in slots], np.int64)
+        arranged = arrange(slots, lengths)
+        moves = arranged != slots
+        if not gone and not moves.any():
             return
-        num_left = len(self._running) - len(slots)
-        gone = set(slots)
-        targets = [slot for slot in slots if slot < num_left]
-        sources = [slot for slot in range(num_left, len(self._running)) if slot not in gone]
-        for source, target in zip(sources, targets, strict=True):
-            self._running[target] = self._running[source]
-            self._cache.move(source, target, len(self._running[source].ids))
-        del self._running[num_left:]
+        if moves.any():
+            self._cache.move(
+                self._tensor(slots[moves]), self._tensor(arranged[moves]), int(lengths[moves].max())
+            )
+        self._running = [self._running[slot] for slot in slots[np.argsort(arranged)]]
         self._rows = None
+
+    def _tensor(self, values: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
 
     def _requeue(self) -> None:
         """Send the running back to the front of the queue, keeping their tokens."""

@@ -15,6 +15,7 @@ from hflow.backends.embedded_engine.admission import PromptGroup
 from hflow.backends.embedded_engine.attention import PackedStep
 from hflow.backends.embedded_engine.cache import KVCache, additive_mask, padded_length
 from hflow.backends.embedded_engine.request import Request
+from hflow.backends.embedded_engine.slots import bands
 
 Ints = npt.NDArray[np.int64]
 
@@ -45,11 +46,12 @@ def pack(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PackedForward:
-    """Lay out one step. Members of `groups` take the slots after the running ones, in order."""
+    """Lay out one step. The running are arranged; members of `groups` take the slots after them, in order."""
     num_decoding = len(running)
     last_ids = np.fromiter((request.ids[-1] for request in running), np.int64, num_decoding)
     positions = np.fromiter((len(request.ids) - 1 for request in running), np.int64, num_decoding)
-    cached_length = padded_length(int(positions.max(initial=0)) + 1)
+    decoding = tuple(bands(positions + 1))
+    cached_length = max((band.length for band in decoding), default=0)
     longest_prompt = max((len(group.ids) for group in groups), default=0)
     cache.reserve(
         num_decoding + sum(len(group.members) for group in groups), max(cached_length, longest_prompt)
@@ -64,7 +66,7 @@ def pack(
     step = PackedStep(
         cache=cache,
         num_decoding=num_decoding,
-        cached_length=cached_length,
+        bands=decoding,
         decode_mask=decode_mask,
         stored_rows=tensor(stored[0]) if groups else None,
         stored_slots=tensor(stored[1]),

@@ -1,0 +1,78 @@
+"""Slots of the embedded engine's cache: long sequences first, and nobody moves who need not."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hflow.backends.embedded_engine.cache import KVCache, padded_length
+from hflow.backends.embedded_engine.slots import Band, arrange, bands, outgrows_band
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Slots with holes, and lengths."""
+    slots = np.array(sorted(draw(st.sets(st.integers(0, 40), max_size=24))), np.int64)
+    lengths = draw(st.lists(st.integers(1, 300), min_size=len(slots), max_size=len(slots)))
+    return slots, np.array(lengths, np.int64)
+
+
+def test_bands_by_hand():
+    assert list(bands(np.array([300, 257, 100, 32, 1]))) == [
+        Band(0, 2, 304),
+        Band(2, 3, 112),
+        Band(3, 5, 32),
+    ]
+    assert list(bands(np.array([], np.int64))) == []
+
+
+def test_arranging_by_hand():
+    slots, lengths = np.array([0, 1, 3, 4]), np.array([10, 90, 20, 70])
+    assert arrange(slots, lengths).tolist() == [2, 1, 3, 0], (
+        "only 90 is where it belongs, 20 is among its like"
+    )
+
+
+@given(sequences())
+def test_slots_are_compact_and_long_bands_come_first(held: tuple[np.ndarray, np.ndarray]):
+    slots, lengths = held
+    arranged = arrange(slots, lengths)
+    assert sorted(arranged) == list(range(len(slots)))
+    found = list(bands(lengths[np.argsort(arranged)]))
+    assert [band.first for band in found] == [0, *(band.last for band in found)][: len(found)]
+    assert sum(band.last - band.first for band in found) == len(slots)
+    longest = [band.length for band in found]
+    assert longest == sorted(longest, reverse=True)
+    for band, members in ((b, lengths[np.argsort(arranged)][b.first : b.last]) for b in found):
+        assert padded_length(members.max()) == band.length
+        assert band.length <= 2 * padded_length(members.min())
+
+
+@given(sequences())
+def test_nobody_moves_who_lies_where_it_belongs(held: tuple[np.ndarray, np.ndarray]):
+    slots, lengths = held
+    arranged = arrange(slots, lengths)
+    assert (arrange(arranged, lengths) == arranged).all()
+    order = np.argsort(arranged)
+    of_slot = {slot: band for band in bands(lengths[order]) for slot in range(band.first, band.last)}
+    for slot, new in zip(slots.tolist(), arranged.tolist(), strict=True):
+        if new != slot and slot in of_slot:
+            assert not of_slot[slot].first <= new < of_slot[slot].last
+
+
+def test_a_band_is_outgrown_at_its_end():
+    assert [length for length in range(1, 300) if outgrows_band(length)] == [33, 65, 129, 257]
+
+
+def test_slots_move_all_at_once():
+    cache = KVCache(4)
+    cache.reserve(4, 32)
+    rows = torch.arange(4.0)[:, None, None].expand(4, 1, 2)
+    slots = torch.arange(4)
+    cache.write(0, slots, torch.zeros(4, dtype=torch.int64), rows, -rows)
+    cache.move(torch.tensor([0, 1, 3]), torch.tensor([1, 3, 0]), 1)
+    keys, values = cache.view(0, 0, 4, 1)
+    assert keys[:, 0, 0, 0].tolist() == [3, 0, 2, 1]
+    assert values[:, 0, 0, 1].tolist() == [-3, 0, -2, -1]
