@@ -1,4 +1,4 @@
-"""Which slot of the cache a sequence has: long ones first, so that each attends over little more than its own.
+"""Which slot of the cache a sequence has: long ones first, so that each attends over little more than it has.
 
 Sequences are of one **band** when the same power of two holds their lengths. Bands lie one behind another, so
 that attention of each is computed over a view of the cache that is as long as the band's longest. Otherwise
