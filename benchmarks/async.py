@@ -4,9 +4,11 @@
 
 `recipes/grpo_async.py` over Ray, with random weights that learn nothing: the lengths of responses are
 geometric, a long tail. No schedule is faster than the longer of generation alone (a run whose trainer never
-fires, the engine's slots always full) and training alone (busy seconds of the synchronous run). Beside each
-run stands what the simulator makes of the same schedule with the measured seconds and lengths. The machine's
-two cores carry the controller and Ray too; the controller's share of a core is told.
+fires, the engine's slots always full) and training alone (busy seconds of the synchronous run). Both are
+measured on a machine that does nothing else, and beside a process that does the other's work on the other
+core and knows nothing of the run (`neighbour.py`): cores share caches and memory, whoever works on them.
+Beside each run stands what the simulator makes of the same schedule with the measured seconds and lengths. The
+machine's two cores carry the controller and Ray too; the controller's share of a core is told.
 
 `busier_share` is that part of a step in which the busier of engine and trainer worked: what the schedule
 leaves of the limit as both were in this very run, whatever else the machine did.
@@ -29,6 +31,7 @@ from random import Random
 from typing import Any
 
 import harness
+import neighbour
 
 from hflow import launch
 from hflow.launch.compiled import compile_recipe
@@ -43,6 +46,7 @@ NEVER = 1_000_000
 ALONE = "generation alone"
 Kind = tuple[int | str, bool]
 """`max_staleness` (or `ALONE`), and `interrupt`."""
+TRAINER_CORE, ENGINE_CORE = 0, 1
 
 
 def overrides(args: argparse.Namespace, kind: Kind, out: str) -> list[str]:
@@ -66,6 +70,8 @@ def overrides(args: argparse.Namespace, kind: Kind, out: str) -> list[str]:
         f"models.actor.gen.max_model_len={args.max_tokens + 16}",
         f"models.actor.architecture.max_position_embeddings={args.max_tokens + 16}",
         f"models.actor.architecture.num_hidden_layers={args.layers}",
+        f"models.actor.architecture.hidden_size={args.hidden}",
+        f"models.actor.architecture.intermediate_size={4 * args.hidden}",
         f"nodes.actor_gen.max_tokens={args.max_tokens}",
         "nodes.actor_train.prox=loglinear",
         f"nodes.actor_train.minibatches={args.minibatches}",
@@ -142,7 +148,9 @@ def simulated(args: argparse.Namespace, kind: Kind, alone: dict[str, float], len
     return simulate_run(schedule, durations, slots={source: args.slots}).timeline.period()
 
 
-def summarise(args: argparse.Namespace, kinds: list[Kind], runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(
+    args: argparse.Namespace, kinds: list[Kind], runs: list[dict[str, Any]], beside: dict[str, float]
+) -> dict[str, Any]:
     def median(kind: Kind, name: str) -> float:
         same = [run[name] for run in runs if (run["max_staleness"], run["interrupt"]) == kind]
         return float(statistics.median(same))
@@ -160,10 +168,11 @@ def summarise(args: argparse.Namespace, kinds: list[Kind], runs: list[dict[str, 
         row: dict[str, Any] = {"max_staleness": kind[0], "interrupt": kind[1]}
         row |= {name: median(kind, name) for name in names}
         row["share_of_limit"] = limit / row["step_seconds"]
+        row["share_beside_neighbour"] = max(beside.values()) / row["step_seconds"]
         if kind[0] != ALONE:
             row["simulated_share"] = limit / simulated(args, kind, alone, lengths)
         rows.append(row)
-    return {"alone": alone, "limit": limit, "rows": rows}
+    return {"alone": alone, "limit": limit, "beside_neighbour": beside, "rows": rows}
 
 
 def main() -> None:
@@ -171,32 +180,42 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--skip", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=16, help="groups of 8")
-    parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--concurrent", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--skip", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=32, help="groups of 8")
+    parser.add_argument("--slots", type=int, default=96)
+    parser.add_argument("--concurrent", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--minibatches", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2, help="interleaved")
+    parser.add_argument(
+        "--finish-first", type=int, nargs="*", default=[2], help="staleness of runs with interrupt=false"
+    )
     parser.add_argument("--dry", action="store_true", help="write no result")
     args = parser.parse_args()
     kinds: list[Kind] = [(ALONE, True), *((eta, True) for eta in args.staleness)]
-    kinds += [(eta, False) for eta in args.staleness if eta]
+    kinds += [(eta, False) for eta in args.finish_first]
     runs = []
+    beside: dict[str, list[float]] = {"generation": [], "training": []}
     with tempfile.TemporaryDirectory() as out:
         processes = RayProcesses(compile_recipe(RECIPE, overrides(args, (0, True), out)).plan.cluster)
     processes.start()
     try:
         for _ in range(args.rounds):
+            with neighbour.busy(TRAINER_CORE, "training", args.layers, args.hidden):
+                beside["generation"].append(measure(args, (ALONE, True), processes)["step_seconds"])
+            with neighbour.busy(ENGINE_CORE, "generation", args.layers, args.hidden):
+                beside["training"].append(measure(args, (0, True), processes)["training_seconds"])
+            print(beside, flush=True)
             for kind in kinds:
                 runs.append(measure(args, kind, processes))
                 told = {name: value for name, value in runs[-1].items() if name != "lengths"}
                 print(json.dumps(told), flush=True)
     finally:
         asyncio.run(processes.close())
-    found = summarise(args, kinds, runs)
+    found = summarise(args, kinds, runs, {name: statistics.median(x) for name, x in beside.items()})
     print(json.dumps(found, indent=2))
     for run in runs:
         del run["lengths"]

@@ -1,0 +1,85 @@
+"""A process that keeps one core busy until it is ended: what the other core's work feels of a busy machine.
+
+Cores share caches and memory, so that two programs that know nothing of each other slow each other down. What
+a run on both reaches is to be compared with what each part reaches beside the other's work, too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any, Literal
+
+Work = Literal["training", "generation"]
+NUM_SEQUENCES, NUM_TOKENS, MOST_TOKENS = 64, 48, 160
+
+
+@contextmanager
+def busy(core: int, work: Work, layers: int, hidden: int) -> Iterator[None]:
+    """Keep a core busy, whenever nobody else wants it, with a model of these sizes."""
+    command = [sys.executable, __file__, str(core), work, str(layers), str(hidden)]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"at work\n"
+        yield
+    finally:
+        started.kill()
+        started.wait()
+
+
+def architecture(layers: int, hidden: int) -> dict[str, Any]:
+    sizes = {"vocab_size": 32, "hidden_size": hidden, "intermediate_size": 4 * hidden}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": layers}
+    return {"model_type": "qwen2", **sizes, **heads, "max_position_embeddings": 2 * MOST_TOKENS}
+
+
+def train(layers: int, hidden: int) -> Iterator[None]:
+    """Forward and backward passes."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = architecture(layers, hidden)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(sizes.pop("model_type"), **sizes))
+    ids = torch.randint(0, 32, (NUM_SEQUENCES, NUM_TOKENS))
+    while True:
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+        yield
+
+
+def generate(layers: int, hidden: int) -> Iterator[None]:
+    """Steps of an engine whose slots are full."""
+    from hflow.backends.base import ModelSettings, SamplingParams
+    from hflow.backends.embedded_engine import EmbeddedEngine
+
+    settings = ModelSettings("neighbour", architecture=architecture(layers, hidden))
+    engine, random = EmbeddedEngine(settings, {"max_running": NUM_SEQUENCES}), Random(0)
+    while True:
+        while engine.num_unfinished < 2 * NUM_SEQUENCES:
+            length = min(MOST_TOKENS, 1 + int(random.expovariate(1 / NUM_TOKENS)))
+            engine.add(0, [1, 5, 9], SamplingParams(max_tokens=length, seed=random.randrange(2**31)))
+        engine.step()
+        yield
+
+
+def main() -> None:
+    core, work, *sizes = sys.argv[1:]
+    import torch
+
+    os.sched_setaffinity(0, {int(core)})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    torch.set_num_threads(1)
+    steps = (train if work == "training" else generate)(*map(int, sizes))
+    next(steps)
+    print("at work", flush=True)
+    for _ in steps:
+        pass
+
+
+if __name__ == "__main__":
+    main()
