@@ -38,6 +38,17 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "not estimated", line
 
 
+def leaves_stragglers_out(plan: Plan) -> bool:
+    """Whether the period is that of a run in which nobody waits for a longest response.
+
+    So it is where generation runs ahead; a synchronous step's seconds are those of its longest one.
+    """
+    stream = plan.schedule.streams[0]
+    lengths = dict(plan.forecast.workload).get(stream.name) if plan.forecast else None
+    is_stale = bool(stream.models) and plan.schedule.max_staleness > 0
+    return is_stale and lengths is not None and lengths.response_cv > 0
+
+
 def lengths_text(lengths: Workload) -> str:
     """Prompt and response tokens, and whose numbers they are."""
     mean, most = count_text(lengths.response_mean), count_text(lengths.max_response)
