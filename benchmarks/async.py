@@ -7,8 +7,8 @@ geometric, a long tail. No schedule is faster than the longer of generation alon
 fires, the engine's slots always full) and training alone (busy seconds of the synchronous run). Both are
 measured on a machine that does nothing else, and beside a process that does the other's work on the other
 core and knows nothing of the run (`neighbour.py`): cores share caches and memory, whoever works on them.
-Beside each run stands what the simulator makes of the same schedule with the measured seconds and lengths. The
-machine's two cores carry the controller and Ray too; the controller's share of a core is told.
+Beside each run stands what the simulator makes of the same schedule with the measured seconds and lengths.
+The machine's two cores carry the controller and Ray too; the controller's share of a core is told.
 
 `busier_share` is that part of a step in which the busier of engine and trainer worked: what the schedule
 leaves of the limit as both were in this very run, whatever else the machine did.

@@ -127,10 +127,8 @@ def _speed(plan: Plan, forecast: Forecast, period: Period) -> Iterator[Tile]:
     stream = plan.schedule.streams[0]
     samples = (stream.batch or 0) * stream.group_size
     lengths = dict(forecast.workload).get(stream.name)
-    steady = (
-        "at least: no waiting for long responses" if leaves_stragglers_out(plan) else "in the steady state"
-    )
-    yield Tile("Period", seconds_text(period.seconds), f"a step, {steady}", "period")
+    steady = "at least: nobody waits for long responses" * leaves_stragglers_out(plan)
+    yield Tile("Period", seconds_text(period.seconds), f"a step, {steady or 'in the steady state'}", "period")
     tokens = samples * (lengths.prompt + expected_max(lengths, 1)) / period.seconds if lengths else 0.0
     rate = f"{count_text(tokens)} tokens/s" if lengths else ""
     yield Tile("Throughput", f"{count_text(samples / period.seconds)} samples/s", rate, "throughput")
