@@ -47,6 +47,8 @@ ALONE = "generation alone"
 Kind = tuple[int | str, bool]
 """`max_staleness` (or `ALONE`), and `interrupt`."""
 TRAINER_CORE, ENGINE_CORE = 0, 1
+MEAN_TOKENS = 32
+"""Of a response: random weights end it with one of 32 tokens."""
 
 
 def overrides(args: argparse.Namespace, kind: Kind, out: str) -> list[str]:
@@ -73,6 +75,8 @@ def overrides(args: argparse.Namespace, kind: Kind, out: str) -> list[str]:
         f"models.actor.architecture.hidden_size={args.hidden}",
         f"models.actor.architecture.intermediate_size={4 * args.hidden}",
         f"nodes.actor_gen.max_tokens={args.max_tokens}",
+        f"workload.response_mean={MEAN_TOKENS}",
+        "workload.response_cv=1",
         "nodes.actor_train.prox=loglinear",
         f"nodes.actor_train.minibatches={args.minibatches}",
         f"nodes.eval_gen.after={NEVER}",
@@ -134,6 +138,14 @@ def _lengths(ledger: Path) -> list[int]:
     return [tokens for (tokens,) in found]
 
 
+def planned(args: argparse.Namespace, kind: Kind) -> float:
+    """Seconds a step by the plan, which knows nothing of this machine but what `configs/hardware` says."""
+    forecast = launch.plan(RECIPE, overrides(args, kind, "runs")).forecast
+    assert forecast is not None
+    assert forecast.period is not None
+    return forecast.period.seconds
+
+
 def simulated(args: argparse.Namespace, kind: Kind, alone: dict[str, float], lengths: list[int]) -> float:
     """Seconds a step of the same schedule on a virtual clock, with measured seconds and lengths."""
     plan = launch.plan(RECIPE, overrides(args, kind, "runs"))
@@ -170,6 +182,7 @@ def summarise(
         row["share_of_limit"] = limit / row["step_seconds"]
         row["share_beside_neighbour"] = max(beside.values()) / row["step_seconds"]
         if kind[0] != ALONE:
+            row["planned_seconds"] = planned(args, kind)
             row["simulated_share"] = limit / simulated(args, kind, alone, lengths)
         rows.append(row)
     return {"alone": alone, "limit": limit, "beside_neighbour": beside, "rows": rows}
