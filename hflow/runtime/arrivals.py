@@ -44,8 +44,8 @@ class Arrivals:
         self._ledger = ledger
         self._roots = {node.name: root_of(plan, node.stream) for node in plan.graph.nodes}
         self._group_size = {stream.name: stream.group_size for stream in plan.schedule.streams}
-        self._busy: dict[tuple[str, int], asyncio.Event] = {}
-        """Sample of a root stream -> set when the model that works on it is done."""
+        self._busy: dict[tuple[str, int], list[asyncio.Event]] = {}
+        """Sample of a root stream -> for each model that works on it, what is set when it is done."""
 
     async def run(self, what: RunArrivals) -> Sequence[NodeDone]:
         """Run a node; returns when its outputs are on the workers where bodies of samples read them."""
@@ -54,23 +54,30 @@ class Arrivals:
         for sample in what.samples:
             groups.setdefault(sample // self._group_size[root], []).append(sample)
         done = asyncio.Event()
-        keys = [(root, sample) for sample in what.samples]
-        self._busy.update(dict.fromkeys(keys, done))
+        for sample in what.samples:
+            self._busy.setdefault((root, sample), []).append(done)
         fired = await self._firing.fire(what.node, what.number, groups, self._holdings[root])
         made = {sample: result.worker for result in fired.results for sample in result.samples}
         await self._bring_home(what.node, root, made)
-        for key in keys:
-            del self._busy[key]
-        done.set()
+        self._leave(root, what.samples, done)
         for number in what.keys:
             self._ledger.reported(ComputeReady(what.node, number))
         return [NodeDone(what.node, number) for number in what.keys]
 
     async def until_free(self, stream: str, samples: Iterable[int]) -> None:
-        """Wait until no model works on these samples of a root stream."""
+        """Wait until none of the models that work on these samples of a root stream does so any more."""
         for sample in samples:
-            if (done := self._busy.get((stream, sample))) is not None:
+            for done in tuple(self._busy.get((stream, sample), ())):
                 await done.wait()
+
+    def _leave(self, root: str, samples: Iterable[int], done: asyncio.Event) -> None:
+        """A model is done with samples."""
+        for sample in samples:
+            at_work = self._busy[root, sample]
+            at_work.remove(done)
+            if not at_work:
+                del self._busy[root, sample]
+        done.set()
 
     async def _bring_home(self, node: str, root: str, made: Mapping[int, int]) -> None:
         holdings, fields = self._holdings[root], self._firing.outputs(node)

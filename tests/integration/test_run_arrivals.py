@@ -58,6 +58,14 @@ def test_scores_are_those_of_a_whole_batch(tmp_path: Path) -> None:
     assert largest_difference(weights_of(early), weights_of(late)) < 1e-5
 
 
+def test_two_models_work_on_the_same_groups(tmp_path: Path) -> None:
+    """One refused meanwhile is freed when both are done with it."""
+    second = ["+model@models.other=tiny-qwen2", "models.other.path=null"]
+    second += ["models.other.architecture.hidden_size=32", "workers=inproc", "cluster=cpu-1x3"]
+    asked = [*ASKED, *second, "placement=actor=0 rm=1 other=2", "nodes.has_spread.least=0.3"]
+    check(run(RECIPE.with_name("twice_rewarded.py"), tmp_path, *asked))
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("placement", "changes", "engines"),
