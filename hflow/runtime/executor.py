@@ -224,6 +224,7 @@ class Executor:
             self._scores.ages.forget(what.samples)
         self._observer.on_refusal(what.node, what.reason, what.message)
         home = self._placer.home(what.stream, what.group)
+        self._placer.refused(what.stream, what.group, len(what.samples))
         self._spawn(self._free(home, what.stream, what.samples))
 
     async def _free(self, home: int, stream: str, samples: tuple[int, ...]) -> None:

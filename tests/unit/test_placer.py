@@ -1,6 +1,7 @@
 """Groups that would better be on another engine."""
 
 import plan_graphs as graphs
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan_preview import planned
@@ -31,3 +32,32 @@ def test_groups_go_one_by_one_to_the_engine_with_least_to_do(finished, rng):
             load[home[group]] -= SIZE
             load[least] += SIZE
     assert placer.evened(STREAM, movable) == expected
+
+
+@given(st.lists(st.sampled_from(("finish", "refuse")), min_size=2 * SIZE, max_size=2 * SIZE))
+def test_groups_are_forgotten_when_nothing_of_them_is_left(order):
+    """Whatever is refused before or after it has finished."""
+    placer = Placer(PLAN)
+    placer.place(STREAM, 0, SIZE)
+    left = {"finish": SIZE, "refuse": SIZE}
+    for what in (*order, *["finish"] * SIZE, *["refuse"] * SIZE):
+        if left[what]:
+            left[what] -= 1
+            placer.finished(STREAM, 0) if what == "finish" else placer.refused(STREAM, 0, 1)
+            if any(left.values()):
+                assert placer.home(STREAM, 0) in range(NUM_ENGINES)
+    with pytest.raises(KeyError):
+        placer.home(STREAM, 0)
+
+
+def test_a_bound_group_is_forgotten_when_its_refused_members_have_left_their_engine():
+    placer = Placer(PLAN)
+    placer.place(STREAM, 0, SIZE)
+    placer.refused(STREAM, 0, 1)
+    for _ in range(SIZE - 1):
+        placer.finished(STREAM, 0)
+    placer.forget(STREAM, [0])
+    assert placer.home(STREAM, 0) in range(NUM_ENGINES)
+    placer.finished(STREAM, 0)
+    with pytest.raises(KeyError):
+        placer.home(STREAM, 0)
