@@ -7,22 +7,24 @@ want the slices of one thread nested: spans of a lane that overlap otherwise get
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hflow.workers.base import Span
 
+MOST_SPANS = 20_000
+"""Spans of one lane that are kept: of a long run its last ones."""
 CONTROLLER = -1
 """The worker index under which the controller's own spans are added."""
 
 
 class Trace:
-    """Collects spans in memory and writes them once."""
+    """Collects spans in memory, the last ones of each lane, and writes them once."""
 
-    def __init__(self) -> None:
-        self._lanes: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    def __init__(self, most: int = MOST_SPANS) -> None:
+        self._lanes: dict[tuple[int, str], deque[Span]] = defaultdict(lambda: deque(maxlen=most))
 
     def add(self, worker: int, span: Span) -> None:
         """Add a span of a worker (`CONTROLLER` for the controller)."""
@@ -35,7 +37,7 @@ class Trace:
     def events(self) -> list[dict[str, Any]]:
         """Trace events: names of processes and threads, then one complete event a span.
 
-        Times are microseconds since the first span's start.
+        Times are microseconds since the start of the first span that is kept.
         """
         origin = min((span.start for spans in self._lanes.values() for span in spans), default=0.0)
         named, complete = [], []

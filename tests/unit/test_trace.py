@@ -43,6 +43,15 @@ def test_every_lane_has_its_own_thread(tmp_path: Path):
     assert len({e["tid"] for e in spans}) == 4
 
 
+def test_of_a_long_run_the_last_spans_of_each_lane_are_kept(tmp_path: Path):
+    trace = Trace(most=2)
+    for step in range(5):
+        trace.add(0, Span("actor_train", "nodes", step, step + 0.5, {"step": step}))
+    trace.add(0, Span("generate", "engine", 0.0, 5.0))
+    kept = [e["args"].get("step") for e in read(trace, tmp_path / "trace.json") if e["ph"] == "X"]
+    assert sorted(kept, key=str) == [3, 4, None]
+
+
 def test_an_empty_trace_is_valid(tmp_path: Path):
     assert read(Trace(), tmp_path / "trace.json") == []
 
