@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import largest_difference, run, steps_of, weights_of
+from runs import ROOT, TINY, largest_difference, run, steps_of, weights_of
 
 from hflow.errors import PlanError
 from hflow.report.summary import RunSummary
@@ -100,10 +100,11 @@ def test_schedules_and_losses(changes: list[str], tmp_path: Path) -> None:
 
 def test_groups_move_to_the_engine_that_has_less_to_do(tmp_path: Path) -> None:
     """Their tokens come along: segments of several versions, and each sample has one end."""
-    engines = ["cluster=cpu-1x3", "placement=actor=0 actor.gen=1-2:d2", "nodes.actor_gen.group=2"]
-    long = ["nodes.actor_gen.max_tokens=48", "batch=8", "models.actor.gen.max_running=16"]
-    summary = run("recipes/grpo_async.py", tmp_path, "workers=inproc", *GRPO, "steps=8", *engines, *long)
-    rows = assert_certified(summary, 8)
+    engines = ["cluster=cpu-1x3", "placement=actor=0 actor.gen=1-2:d2", "schedule.max_staleness=2"]
+    asked = ["workers=inproc", *TINY[:-1], "batch=24", "steps=20", "nodes.actor_gen.temperature=0.2"]
+    asked += ["models.actor.architecture.max_position_embeddings=256", "models.actor.gen.max_model_len=256"]
+    summary = run(ROOT / "tests/integration/recipes/uneven.py", tmp_path, *asked, *engines)
+    rows = assert_certified(summary, 20)
     assert sum(row.get("rollout/moved", 0) for row in rows) > 0
     assert audit(summary.directory / "ledger.sqlite") == []
 
