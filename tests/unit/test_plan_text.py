@@ -148,7 +148,7 @@ def test_the_head_gives_the_verdicts():
     assert "period 94 s a step: 0.34 samples/s" in text
     assert "hflow simulate" not in text
     ahead = words(with_forecast(plan_of(max_staleness=1)))
-    assert "tokens/s; at least, `hflow simulate` counts waiting for long responses" in ahead
+    assert "tokens/s; at least, `hflow simulate` counts waiting for late responses" in ahead
     assert "actor_gen 60 s → ref_inf 4 s → actor_train 30 s → again (1 short node left out)" in text
     assert "lag of a trained token is at most 0 (max_staleness 0, sync_every 1)" in text
 

@@ -3,9 +3,9 @@
 An engine's devices go through turns: it takes new weights where a sync is due, then generates one
 batch; on a shared group, the group's batch nodes come next. Synchronous generation does just that. With
 staleness, new weights interrupt what is generating, and its samples go on afterwards; here they come
-before the first batch that has to have them, of which no part is begun without them: a staleness of half a
-batch counts as none here. The engine does the same work in a round, so the pace is
-the same too as long as taking weights is short; the tests show where.
+before the first batch that has to have them (where a part of one may be begun without them, all of it is
+here). The engine does the same work in a round, so the pace is the same too as long as taking weights is
+short; the tests show where.
 
 A model that runs as samples or groups arrive has its devices for itself. Its seconds are those of a whole
 batch, which it takes up when the batch is generated, and it works on one batch after another.
@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
+from hflow.graph.lags import steps_ahead
 from hflow.plan.ir import PUBLISH_PREFIX
 from hflow.plan.period.recurring import Recurring
 from hflow.plan.period.timed_graph import FORMED, Fields, TimedGraph
@@ -99,7 +100,7 @@ def _link_syncs(graph: TimedGraph, recurring: Recurring, replica: str) -> None:
     """An engine takes version `step` once it is there, in its turn before the batch that needs it."""
     source, every = recurring.stream.source, recurring.sync_every
     group = recurring.group_of(replica)
-    behind = int(recurring.schedule.max_staleness * every)
+    behind = steps_ahead(recurring.schedule.max_staleness, every)
     for step in range(0, graph.num_unrolled, every):
         if replica in recurring.publishers:
             _link_publishing(graph, recurring, replica, step)

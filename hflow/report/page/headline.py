@@ -10,7 +10,7 @@ from hflow.plan.hardware import Hardware
 from hflow.plan.ir import Plan
 from hflow.plan.workload import expected_max
 from hflow.report.page.refs import ref_of
-from hflow.report.plan_text.assumptions import leaves_stragglers_out, lengths_text
+from hflow.report.plan_text.assumptions import leaves_waiting_out, lengths_text
 from hflow.report.words import bytes_text, count_text, plural, seconds_text, share_text
 
 
@@ -127,7 +127,7 @@ def _speed(plan: Plan, forecast: Forecast, period: Period) -> Iterator[Tile]:
     stream = plan.schedule.streams[0]
     samples = (stream.batch or 0) * stream.group_size
     lengths = dict(forecast.workload).get(stream.name)
-    steady = "at least: nobody waits for long responses" * leaves_stragglers_out(plan)
+    steady = "at least: nobody waits for late responses" * leaves_waiting_out(plan)
     yield Tile("Period", seconds_text(period.seconds), f"a step, {steady or 'in the steady state'}", "period")
     tokens = samples * (lengths.prompt + expected_max(lengths, 1)) / period.seconds if lengths else 0.0
     rate = f"{count_text(tokens)} tokens/s" if lengths else ""

@@ -38,15 +38,15 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "not estimated", line
 
 
-def leaves_stragglers_out(plan: Plan) -> bool:
-    """Whether the period is that of a run in which nobody waits for a longest response.
+def leaves_waiting_out(plan: Plan) -> bool:
+    """Whether the period is that of a run in which trainers never wait for responses that are late.
 
-    So it is where generation runs ahead; a synchronous step's seconds are those of its longest one.
+    So it is where generation runs ahead; a synchronous step's seconds are those of its longest response.
     """
     stream = plan.schedule.streams[0]
     lengths = dict(plan.forecast.workload).get(stream.name) if plan.forecast else None
-    is_stale = bool(stream.models) and plan.schedule.max_staleness > 0
-    return is_stale and lengths is not None and lengths.response_cv > 0
+    staleness = plan.schedule.max_staleness if stream.models else 0
+    return staleness > 0 and lengths is not None and (lengths.response_cv > 0 or staleness % 1 > 0)
 
 
 def lengths_text(lengths: Workload) -> str:

@@ -13,7 +13,7 @@ from hflow.plan.forecast import CycleStep, Period, PhaseMemory
 from hflow.plan.groups import device_ranges
 from hflow.plan.ir import ClusterSpec, Plan
 from hflow.plan.workload import expected_max
-from hflow.report.plan_text.assumptions import leaves_stragglers_out
+from hflow.report.plan_text.assumptions import leaves_waiting_out
 from hflow.report.plan_text.section import NO_FIGURES
 from hflow.report.words import bytes_text, count_text, plural, range_text, seconds_text, share_text
 
@@ -120,7 +120,7 @@ def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
         why = NO_FIGURES if plan.forecast is None else "the seconds of some nodes are not known"
         yield "period", Text(f"unknown: {why}", style="yellow")
         return
-    least = "; at least, `hflow simulate` counts waiting for long responses" * leaves_stragglers_out(plan)
+    least = "; at least, `hflow simulate` counts waiting for late responses" * leaves_waiting_out(plan)
     rate = f" a step: {_rate(plan, period)}{least}"
     yield "period", Text.assemble((seconds_text(period.seconds), "bold"), rate)
     yield "bound by", Text(cycle_line(plan, period.cycle))
