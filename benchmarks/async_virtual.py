@@ -83,6 +83,9 @@ class Rows:
         self.steps.append(dict(values))
         self.log.write(step + 1, values)
 
+    def on_rollout(self, values: Mapping[str, float]) -> None:
+        pass
+
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self.log.write(step, values)
 
@@ -268,6 +271,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="interleaved")
     parser.add_argument("--finish-first", action="store_true", help="schedule.interrupt=false too")
     parser.add_argument("--dry", action="store_true", help="write no result")
+    parser.add_argument("--name", default="async-virtual", help="of the result file")
     args = parser.parse_args()
     kinds = [(eta, True) for eta in args.staleness]
     kinds += [(eta, False) for eta in args.staleness if eta and args.finish_first]
@@ -286,7 +290,7 @@ def main() -> None:
         print({key: round(value, 3) for key, value in row.items()})
     if not args.dry:
         content = {"arguments": vars(args), "load": os.getloadavg(), "summary": summary, "runs": runs}
-        print(harness.write("async-virtual", content))
+        print(harness.write(args.name, content))
 
 
 if __name__ == "__main__":

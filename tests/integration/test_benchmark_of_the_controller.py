@@ -1,0 +1,33 @@
+"""The benchmark with virtual workers runs the real executor, state machine, ledger and metrics."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALL = Namespace(
+    trainers=14,
+    batch=32,
+    slots=4,
+    concurrent=256,
+    mean=20,
+    cv=1.0,
+    max_tokens=80,
+    steps=6,
+    stretch=1.0,
+    real=False,
+)
+
+
+@pytest.mark.parametrize(("staleness", "interrupt"), [(0, True), (2, True), (2, False)])
+def test_small_runs_train_all_steps(staleness: int, interrupt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import async_virtual
+
+    found = async_virtual.measure(SMALL, staleness, interrupt)
+    assert found["steps"] == SMALL.steps
+    assert found["samples"] == pytest.approx(SMALL.steps * SMALL.batch * 8, rel=0.3)
+    assert found["staleness_max"] <= staleness
