@@ -32,16 +32,6 @@ def rew_inf(out: Output) -> PerSequence:
     return out.scores
 
 
-@encode(other)
-def other_view(tokenizer: Tokenizer, prompt: str, completion: str) -> Trajectory:
-    return tokenizer.join(prompt, completion)
-
-
-@infer(other, on="other_view", per="sample", returns="other_score")
-def other_inf(out: Output) -> PerSequence:
-    return out.scores
-
-
 @compute(per="sample", on="actor_gen", returns="reward")
 def total(rm_score: float, other_score: float) -> float:
     return rm_score + other_score
@@ -59,8 +49,8 @@ recipe = Recipe(
         use(nodes.actor_gen, actor, group=4),
         rm_view,
         rew_inf,
-        other_view,
-        other_inf,
+        use(rm_view, other, name="other_view"),
+        use(rew_inf, other, name="other_inf", on="other_view", returns="other_score"),
         total,
         has_spread,
         use(nodes.group_advantage, on="actor_gen"),
