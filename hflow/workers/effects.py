@@ -59,6 +59,11 @@ class Effects:
         """What the episode did so far."""
         return self._recorder.journal
 
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the episode did something else than the journal says that it started from."""
+        return self._recorder.has_diverged
+
     def finish(self) -> None:
         """The body returned.
 

@@ -235,17 +235,17 @@ class Episodes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _attempts(self, start: Start) -> WorkerEvent:
-        """Try until it ends well; only the first try goes on from a journal."""
+        """Try until it ends well. A try goes on from what the one before did: nothing is done twice."""
         journal = start.journal
         for tries_left in reversed(range(1 + start.program.options.get("retries", 0))):
-            answer = await self._attempt(start, journal)
+            effects = Effects(self._sandboxes, self._census, journal)
+            answer = await self._attempt(start, effects)
             if not (tries_left and isinstance(answer, Failed)):
                 break
-            journal = None
+            journal = None if effects.has_diverged else effects.journal
         return answer
 
-    async def _attempt(self, start: Start, journal: Journal | None) -> WorkerEvent:
-        effects = Effects(self._sandboxes, self._census, journal)
+    async def _attempt(self, start: Start, effects: Effects) -> WorkerEvent:
         self._effects[start.program.name, start.sample] = effects
         try:
             stage = self._stages[start.program.name]

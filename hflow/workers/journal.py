@@ -75,6 +75,8 @@ class Recorder:
         """As they began."""
         self._outcomes: dict[int, tuple[Any, bool]] = {}
         """What came of them since, and whether they are done."""
+        self.has_diverged = False
+        """Whether the episode did something else than its journal says."""
 
     def begin(self, kind: str, model: str, asked: Mapping[str, Any]) -> tuple[int, Effect]:
         """The next effect: its index, and what the journal has of it, or an effect that is not done.
@@ -85,7 +87,8 @@ class Recorder:
         index = len(self._effects)
         effect = Effect(kind, model, asked, is_done=False)
         if index < len(self._past):
-            effect = _agreed(index, self._past[index], effect)
+            self._compare(index, self._past[index], effect)
+            effect = self._past[index]
         self._effects.append(effect)
         return index, effect
 
@@ -100,9 +103,19 @@ class Recorder:
             EpisodeError: when the journal goes on.
         """
         if len(self._effects) < len(self._past):
+            self.has_diverged = True
             raise EpisodeError(
                 f"the episode ended after {len(self._effects)} effects, its journal has {len(self._past)}; "
                 "it can only be replayed by the body that wrote it"
+            )
+
+    def _compare(self, index: int, past: Effect, now: Effect) -> None:
+        what = _difference(past, now)
+        if what is not None:
+            self.has_diverged = True
+            raise EpisodeError(
+                f"effect {index} of the replayed episode is {what}; it can only be replayed by the body that "
+                "wrote it"
             )
 
     @property
@@ -125,16 +138,11 @@ def asked_of(prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any
     }
 
 
-def _agreed(index: int, past: Effect, now: Effect) -> Effect:
-    """The journal's effect, if it is the one that the episode asks for."""
+def _difference(past: Effect, now: Effect) -> str | None:
+    """What the episode asks for in the place of the journal's effect, in words; None where it is the same."""
     if (past.kind, past.model) != (now.kind, now.model):
-        what = f"{now.kind} of {now.model!r}, the journal has {past.kind} of {past.model!r}"
-    else:
-        differing = [name for name in now.asked if past.asked.get(name) != now.asked[name]]
-        if not differing:
-            return past
-        name = differing[0]
-        what = f"{now.kind} with {name}={now.asked[name]!r}, the journal has {past.asked.get(name)!r}"
-    raise EpisodeError(
-        f"effect {index} of the replayed episode is {what}; it can only be replayed by the body that wrote it"
-    )
+        return f"{now.kind} of {now.model!r}, the journal has {past.kind} of {past.model!r}"
+    for name in now.asked:
+        if past.asked.get(name) != now.asked[name]:
+            return f"{now.kind} with {name}={now.asked[name]!r}, the journal has {past.asked.get(name)!r}"
+    return None
