@@ -21,6 +21,7 @@ from unittest import mock
 import harness
 import numpy as np
 import torch
+from neighbour import architecture
 
 from hflow.backends.base import ModelSettings, SamplingParams
 from hflow.backends.embedded_engine import EmbeddedEngine
@@ -39,11 +40,9 @@ def one_band() -> Iterator[None]:
 def tokens_per_second(args: argparse.Namespace, mean: int) -> float:
     """Of steps after the slots have come apart."""
     longest = 5 * mean
-    sizes = {"hidden_size": args.hidden, "intermediate_size": 4 * args.hidden, "vocab_size": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": args.layers}
-    architecture = {"model_type": "qwen2", **sizes, **heads, "max_position_embeddings": longest + 16}
+    sizes = architecture(args.layers, args.hidden, longest + 16)
     options = {"max_running": args.slots, "max_model_len": longest + 16}
-    engine = EmbeddedEngine(ModelSettings("actor", architecture=architecture), options)
+    engine = EmbeddedEngine(ModelSettings("actor", architecture=sizes), options)
     random, drawn = Random(0), 0
     warm_up = 3 * mean
     for step in range(warm_up + args.steps):

@@ -32,10 +32,11 @@ def busy(core: int, work: Work, layers: int, hidden: int) -> Iterator[None]:
         started.wait()
 
 
-def architecture(layers: int, hidden: int) -> dict[str, Any]:
+def architecture(layers: int, hidden: int, num_positions: int = 2 * MOST_TOKENS) -> dict[str, Any]:
+    """A random Qwen2 with a vocabulary of 32."""
     sizes = {"vocab_size": 32, "hidden_size": hidden, "intermediate_size": 4 * hidden}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": layers}
-    return {"model_type": "qwen2", **sizes, **heads, "max_position_embeddings": 2 * MOST_TOKENS}
+    return {"model_type": "qwen2", **sizes, **heads, "max_position_embeddings": num_positions}
 
 
 def train(layers: int, hidden: int) -> Iterator[None]:

@@ -63,7 +63,12 @@ def largest_lag(edge: Edge, max_staleness: float, sync_every: int = 1) -> int:
 
 def steps_ahead(max_staleness: float, sync_every: int) -> int:
     """Batches that generation may begin beyond those of a sync: `staleness * sync_every`, rounded up."""
-    return math.ceil(round(max_staleness * sync_every, 6))
+    return math.ceil(exact(max_staleness * sync_every))
+
+
+def exact(product: float) -> float:
+    """A product of decimals without the last bits, by which 0.7 x 10 would be more than 7."""
+    return round(product, 6)
 
 
 def behind_batch(graph: Graph) -> frozenset[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from hflow.graph.lags import steps_ahead
+from hflow.graph.lags import exact, steps_ahead
 from hflow.plan.ir import Level, Schedule
 
 
@@ -22,7 +22,7 @@ def admission_limit(version: int, batch: int, max_staleness: float, sync_every: 
     """
     groups_a_sync = sync_every * max(1, batch)
     syncs = version // sync_every
-    return (syncs + 1) * groups_a_sync + math.floor(round(max_staleness * groups_a_sync, 6))
+    return (syncs + 1) * groups_a_sync + math.floor(exact(max_staleness * groups_a_sync))
 
 
 def certified_lag(max_staleness: float, sync_every: int) -> int:
@@ -32,6 +32,12 @@ def certified_lag(max_staleness: float, sync_every: int) -> int:
     admission it trains at step `ceil((eta + n + 1) * s) - 1` at the latest, with weights of step `n * s`.
     """
     return sync_every + steps_ahead(max_staleness, sync_every) - 1
+
+
+def splits_batch(schedule: Schedule) -> bool:
+    """Whether generation may begin a part of a batch early, and not all of it."""
+    eta, sync_every = schedule.max_staleness, schedule.sync_every
+    return steps_ahead(eta, sync_every) != exact(eta * sync_every)
 
 
 def age_limit(schedule: Schedule) -> int | None:

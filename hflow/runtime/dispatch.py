@@ -60,10 +60,9 @@ class Placer:
         self._load: dict[int, int] = dict.fromkeys(range(plan.cluster.num_devices), 0)
         self._home: dict[tuple[str, int], int] = {}
         self._unfinished: dict[tuple[str, int], int] = {}
-        self._members: dict[tuple[str, int], int] = {}
-        """Samples of a group that were not refused."""
-        self._left: set[tuple[str, int]] = set()
-        """Groups that are bound, or of which all were refused: forgotten once nothing of them runs."""
+        self._waiting: dict[tuple[str, int], int] = {}
+        """Samples of a group that are neither refused nor bound; without any, and with nothing of it running,
+        a group is forgotten."""
 
     def place(self, stream: str, group: int, num_samples: int) -> int:
         """Choose a worker for a group and remember it."""
@@ -74,7 +73,7 @@ class Placer:
             worker = min(heads, key=self._load.__getitem__)
         self._load[worker] += num_samples
         self._home[stream, group] = worker
-        self._unfinished[stream, group] = self._members[stream, group] = num_samples
+        self._unfinished[stream, group] = self._waiting[stream, group] = num_samples
         return worker
 
     def evened(self, stream: str, groups: Iterable[int]) -> dict[int, int]:
@@ -119,21 +118,19 @@ class Placer:
 
     def refused(self, stream: str, group: int, num_samples: int) -> None:
         """Samples of a group left the run; they may still occupy an engine."""
-        self._members[stream, group] -= num_samples
-        if self._members[stream, group] == 0:
-            self.forget(stream, (group,))
+        self._waiting[stream, group] -= num_samples
+        self._forget_finished(stream, group)
 
     def forget(self, stream: str, groups: Iterable[int]) -> None:
         """Groups that are bound to a batch; a refused member may still occupy an engine."""
         for group in groups:
-            self._left.add((stream, group))
+            self._waiting[stream, group] = 0
             self._forget_finished(stream, group)
 
     def _forget_finished(self, stream: str, group: int) -> None:
         key = (stream, group)
-        if key in self._left and self._unfinished[key] == 0:
-            self._left.remove(key)
-            del self._home[key], self._unfinished[key], self._members[key]
+        if self._waiting[key] == 0 and self._unfinished[key] == 0:
+            del self._home[key], self._unfinished[key], self._waiting[key]
 
 
 def _heads(plan: Plan, stream: ScheduledStream) -> tuple[int, ...]:

@@ -473,6 +473,9 @@ def test_staleness_in_words():
     assert "(max_staleness 2 + 1) x sync_every 3 - 1 = 8" in stale
     half = words(plan_of(max_staleness=0.5, sync_every=3))
     assert "(max_staleness 0.5 + 1) x sync_every 3, rounded up, - 1 = 4" in half
+    assert "(max_staleness 0.7 + 1) x sync_every 10 - 1 = 16" in words(
+        plan_of(max_staleness=0.7, sync_every=10)
+    )
     assert "no model makes the samples" in words(plan_of(sft()))
     assert "unbounded" in words(replace(plan_of(), staleness_bound=None))
 

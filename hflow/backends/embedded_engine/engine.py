@@ -132,7 +132,7 @@ class EmbeddedEngine(GenerationEngine):
     def cancel(self, request_id: int) -> None:
         """Forget a request, wherever it is; nothing is returned for it."""
         self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
-        self._leave([slot for slot, r in enumerate(self._running) if r.request_id == request_id])
+        self._arrange([slot for slot, r in enumerate(self._running) if r.request_id == request_id])
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Generated]]:
@@ -243,24 +243,22 @@ class EmbeddedEngine(GenerationEngine):
             for slot in left
         ]
         if left or has_entered or any(outgrows_band(len(request.ids)) for request in self._running):
-            self._leave(left)
+            self._arrange(left)
         return finished
 
-    def _leave(self, left: Sequence[int]) -> None:
-        """Free slots, and arrange the sequences that stay by their lengths."""
-        num_before, gone = len(self._running), frozenset(left)
-        slots = np.array([slot for slot in range(num_before) if slot not in gone], np.int64)
+    def _arrange(self, left: Sequence[int]) -> None:
+        """Free the slots of those that left, and arrange the others by their lengths."""
+        gone = frozenset(left)
+        slots = np.array([slot for slot in range(len(self._running)) if slot not in gone], np.int64)
         lengths = np.array([len(self._running[slot].ids) for slot in slots], np.int64)
         arranged = arrange(slots, lengths)
         moves = arranged != slots
-        if not gone and not moves.any():
-            return
         if moves.any():
-            self._cache.move(
-                self._tensor(slots[moves]), self._tensor(arranged[moves]), int(lengths[moves].max())
-            )
-        self._running = [self._running[slot] for slot in slots[np.argsort(arranged)]]
-        self._rows = None
+            sources, targets = self._tensor(slots[moves]), self._tensor(arranged[moves])
+            self._cache.move(sources, targets, int(lengths[moves].max()))
+        if gone or moves.any():
+            self._running = [self._running[slot] for slot in slots[np.argsort(arranged)]]
+            self._rows = None
 
     def _tensor(self, values: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self._device)

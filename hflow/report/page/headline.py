@@ -127,8 +127,9 @@ def _speed(plan: Plan, forecast: Forecast, period: Period) -> Iterator[Tile]:
     stream = plan.schedule.streams[0]
     samples = (stream.batch or 0) * stream.group_size
     lengths = dict(forecast.workload).get(stream.name)
-    steady = "at least: nobody waits for late responses" * leaves_waiting_out(plan)
-    yield Tile("Period", seconds_text(period.seconds), f"a step, {steady or 'in the steady state'}", "period")
+    least = "at least: nobody waits for late responses"
+    when = least if leaves_waiting_out(plan) else "in the steady state"
+    yield Tile("Period", seconds_text(period.seconds), f"a step, {when}", "period")
     tokens = samples * (lengths.prompt + expected_max(lengths, 1)) / period.seconds if lengths else 0.0
     rate = f"{count_text(tokens)} tokens/s" if lengths else ""
     yield Tile("Throughput", f"{count_text(samples / period.seconds)} samples/s", rate, "throughput")

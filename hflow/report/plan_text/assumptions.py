@@ -9,6 +9,7 @@ from rich.text import Text
 
 from hflow.plan.hardware import Hardware
 from hflow.plan.ir import Plan
+from hflow.plan.staleness import splits_batch
 from hflow.plan.workload import Workload
 from hflow.report.plan_text.section import NO_FIGURES, Section
 from hflow.report.words import count_text, share_text
@@ -45,8 +46,8 @@ def leaves_waiting_out(plan: Plan) -> bool:
     """
     stream = plan.schedule.streams[0]
     lengths = dict(plan.forecast.workload).get(stream.name) if plan.forecast else None
-    staleness = plan.schedule.max_staleness if stream.models else 0
-    return staleness > 0 and lengths is not None and (lengths.response_cv > 0 or staleness % 1 > 0)
+    runs_ahead = bool(stream.models) and plan.schedule.max_staleness > 0
+    return runs_ahead and lengths is not None and (lengths.response_cv > 0 or splits_batch(plan.schedule))
 
 
 def lengths_text(lengths: Workload) -> str:

@@ -120,8 +120,8 @@ def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
         why = NO_FIGURES if plan.forecast is None else "the seconds of some nodes are not known"
         yield "period", Text(f"unknown: {why}", style="yellow")
         return
-    least = "; at least, `hflow simulate` counts waiting for late responses" * leaves_waiting_out(plan)
-    rate = f" a step: {_rate(plan, period)}{least}"
+    least = "; at least, `hflow simulate` counts waiting for late responses"
+    rate = f" a step: {_rate(plan, period)}{least if leaves_waiting_out(plan) else ''}"
     yield "period", Text.assemble((seconds_text(period.seconds), "bold"), rate)
     yield "bound by", Text(cycle_line(plan, period.cycle))
 

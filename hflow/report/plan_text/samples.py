@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.plan.ir import Plan, Schedule, ScheduledStream
-from hflow.plan.staleness import certified_lag
+from hflow.plan.staleness import certified_lag, splits_batch
 from hflow.report.plan_text.section import Section, add_row, number, table, text
 from hflow.report.words import plural
 
@@ -68,5 +68,5 @@ def _why(schedule: Schedule, bound: int) -> str:
     eta, sync = schedule.max_staleness, schedule.sync_every
     if bound != certified_lag(eta, sync):
         return f"drop_older_than is {bound}"
-    rounded = "" if (eta * sync) % 1 == 0 else ", rounded up,"
+    rounded = ", rounded up," if splits_batch(schedule) else ""
     return f"(max_staleness {eta} + 1) x sync_every {sync}{rounded} - 1 = {bound}"
