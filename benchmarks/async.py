@@ -34,12 +34,12 @@ import harness
 import neighbour
 
 from hflow import launch
-from hflow.launch.compiled import compile_recipe
-from hflow.launch.running import Means, run_compiled
-from hflow.runtime.metrics import read_metrics
-from hflow.runtime.simulate import simulate_run
-from hflow.runtime.simulate_plan import trained_part
-from hflow.workers.ray_processes import RayProcesses
+from hflow.launch.compile import compile_recipe
+from hflow.launch.run_recipe import RunEnvironment, run_compiled
+from hflow.runtime.execution.metrics_log import read_metrics
+from hflow.runtime.simulation.simulate import simulate_run
+from hflow.runtime.simulation.simulate_plan import trained_part
+from hflow.workers.ray.ray_actors import RayActors
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "grpo_async.py"
 NEVER = 1_000_000
@@ -88,12 +88,12 @@ def overrides(args: argparse.Namespace, kind: Kind, out: str) -> list[str]:
     ]
 
 
-def measure(args: argparse.Namespace, kind: Kind, processes: RayProcesses) -> dict[str, Any]:
+def measure(args: argparse.Namespace, kind: Kind, processes: RayActors) -> dict[str, Any]:
     """Means over the steps after the first few."""
     with tempfile.TemporaryDirectory() as out:
         compiled = compile_recipe(RECIPE, overrides(args, kind, out))
         cpu, begin = time.process_time(), time.monotonic()
-        summary = run_compiled(compiled, False, Means(processes=processes, is_quiet=True))
+        summary = run_compiled(compiled, False, RunEnvironment(processes=processes, is_quiet=True))
         share = (time.process_time() - cpu) / (time.monotonic() - begin)
         rows = read_metrics(summary.directory / "metrics.jsonl")
         spans = json.loads((summary.directory / "trace.json").read_text())["traceEvents"]
@@ -213,7 +213,7 @@ def main() -> None:
     runs = []
     beside: dict[str, list[float]] = {"generation": [], "training": []}
     with tempfile.TemporaryDirectory() as out:
-        processes = RayProcesses(compile_recipe(RECIPE, overrides(args, (0, True), out)).plan.cluster)
+        processes = RayActors(compile_recipe(RECIPE, overrides(args, (0, True), out)).plan.cluster)
     processes.start()
     try:
         for _ in range(args.rounds):

@@ -31,20 +31,19 @@ import harness
 from virtual_workers import ControllerTime, Traffic, VirtualWorkers
 
 from hflow import launch
-from hflow.data.order import RowOrder
-from hflow.plan.ir import Plan
-from hflow.runtime.checkpoint import Checkpoints
-from hflow.runtime.draws import Draw, Durations, response_seconds
+from hflow.data.row_order import RowOrder
+from hflow.planner.ir import Plan
 from hflow.runtime.events import Refusal
-from hflow.runtime.executor import Executor
+from hflow.runtime.execution.checkpoint import Checkpoints
+from hflow.runtime.execution.executor import Executor
+from hflow.runtime.execution.metrics_log import MetricsLog
+from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.execution.trace import Trace
 from hflow.runtime.ledger import Ledger, audit, header_of
-from hflow.runtime.metrics import MetricsLog
-from hflow.runtime.rundir import RunDir
-from hflow.runtime.simulate import simulate_run
-from hflow.runtime.simulate_plan import Simulation, simulate_plan, trained_part
-from hflow.runtime.trace import Trace
-from hflow.workers.base import Span
-from hflow.workers.steady import forget_garbage
+from hflow.runtime.simulation.simulate import Draw, Durations, response_seconds, simulate_run
+from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, trained_part
+from hflow.workers.interface import Span
+from hflow.workers.process_setup import freeze_gc
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "grpo_async.py"
 SEED = 0
@@ -149,7 +148,7 @@ async def execute(plan: Plan, durations: Durations, token: float, slots: int) ->
     workers = VirtualWorkers(plan, durations, -(-slots // len(heads)), token, 200, traffic)
     order = {stream.name: RowOrder(100_000 if stream.batch else 1, SEED) for stream in plan.schedule.streams}
     with tempfile.TemporaryDirectory() as out:
-        directory = RunDir.create(out, "virtual")
+        directory = RunDirectory.create(out, "virtual")
         with closing(MetricsLog(directory.metrics, directory.tensorboard)) as log:
             rows = Rows(log, Trace(), loop.time)
             with Ledger(directory.ledger, header_of(plan)) as ledger:
@@ -163,7 +162,7 @@ async def execute(plan: Plan, durations: Durations, token: float, slots: int) ->
 
 
 async def _timed(executor: Executor, workers: VirtualWorkers) -> dict[str, Any]:
-    forget_garbage()
+    freeze_gc()
     clock = asyncio.get_running_loop().time
     probe = Probe(clock)
     whole, own_thread, begin = time.process_time(), time.thread_time(), clock()

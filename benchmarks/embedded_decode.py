@@ -9,8 +9,8 @@ import time
 
 import torch
 
-from hflow.backends.base import ModelSettings, SamplingParams
 from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.interface import ModelSettings, SamplingParams
 
 
 def main(model: str, num_prompts: int, group: int, prompt_tokens: int, max_tokens: int) -> None:

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from neighbour import architecture
 
-from hflow.backends.base import ModelSettings, SamplingParams
 from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.interface import ModelSettings, SamplingParams
 
 PROMPT = 7
 
@@ -32,7 +32,7 @@ PROMPT = 7
 @contextmanager
 def one_band() -> Iterator[None]:
     """Let all sequences be of one band."""
-    whole = mock.patch("hflow.backends.embedded_engine.slots._band", np.zeros_like)
+    whole = mock.patch("hflow.backends.embedded_engine.cache._band", np.zeros_like)
     with whole, mock.patch("hflow.backends.embedded_engine.engine.outgrows_band", return_value=False):
         yield
 

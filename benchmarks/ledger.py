@@ -22,7 +22,7 @@ import harness
 from hflow.runtime.events import Accept, FormBatch, OpenGroup, StepDone
 from hflow.runtime.ledger import Header, Ledger, audit, writer
 from hflow.runtime.ledger.header import NodeRow, StreamRow
-from hflow.workers.base import ComputeReady, SampleReady
+from hflow.workers.interface import ComputeReady, SampleReady
 
 GROUP = 8
 BATCH = 64

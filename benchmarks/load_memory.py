@@ -37,15 +37,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from hflow.backends.base import ModelSettings, Seat
+from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
 from hflow.backends.torch_model.build import DTYPES
 
 prepare("cpu")
 
 from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
-from hflow.backends.megatron.mapping import Place, backbone_shapes, parameters  # noqa: E402
-from hflow.backends.megatron.sizes import read_sizes  # noqa: E402
+from hflow.backends.megatron.hf_mapping import Place, backbone_shapes, parameters  # noqa: E402
+from hflow.backends.megatron.model_dims import read_sizes  # noqa: E402
 
 MODEL = Path(__file__).parents[1] / "configs" / "model" / "qwen2.5-0.5b.yaml"
 LAYOUT = (1, 2, 2)
@@ -122,7 +122,7 @@ def measure(rank: int, directory: Path, dtype: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(minutes=10))
-    seat = Seat(dist.group.WORLD, *LAYOUT)
+    seat = RankPosition(dist.group.WORLD, *LAYOUT)
     MegatronModel(ModelSettings("tiny", architecture=TINY, dtype=dtype), seat).save(str(directory / "tiny"))
     settings = ModelSettings("actor", path=str(directory / "checkpoint"), dtype=dtype)
     model, load = peaks(lambda: MegatronModel(settings, seat))

@@ -24,18 +24,18 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.base import ModelSettings, Seat
 from hflow.backends.common.inputs import Tokens, tokens_of
+from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
 from hflow.data.batch import Batch, Column
 from hflow.types import Unit
 
 prepare("cpu")
 
-from hflow.backends.megatron.grid import Grid  # noqa: E402
 from hflow.backends.megatron.model import Stage, build  # noqa: E402
+from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
 from hflow.backends.megatron.schedule import Schedule  # noqa: E402
-from hflow.backends.megatron.vocab import VocabParallelLogits  # noqa: E402
+from hflow.backends.megatron.vocab_parallel import VocabParallelLogits  # noqa: E402
 
 VOCAB = 5000
 """Padded to 5,120 rows."""
@@ -109,14 +109,14 @@ def run(rank: int, path: str) -> None:
     for case, (layout, sizes) in itertools.product(cases(), LAYOUTS.items()):
         group = groups[int(np.prod(sizes))]
         if rank < int(np.prod(sizes)):
-            compare(Path(path) / name_of(*case), layout, Seat(group, *sizes))
+            compare(Path(path) / name_of(*case), layout, RankPosition(group, *sizes))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def compare(path: Path, layout: str, seat: Seat) -> None:
+def compare(path: Path, layout: str, seat: RankPosition) -> None:
     """Leave the differences of one case in `LAYOUT.json`."""
-    stage = build(ModelSettings("actor", path=str(path)), Grid.of(seat))
+    stage = build(ModelSettings("actor", path=str(path)), ParallelState.of(seat))
     stage.module.eval()
     micro = [tokens_of(batch, stage.device, stage.dtype) for batch in packs()]
     schedule = Schedule(stage, stage.module)

@@ -30,19 +30,26 @@ import torch
 import torch.distributed as dist
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
-from hflow.backends.base import Call, ModelSettings, OptimSettings, SamplingParams, Seat, TrainShard
 from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.interface import (
+    ModelSettings,
+    NodeCall,
+    OptimSettings,
+    RankPosition,
+    SamplingParams,
+    TrainShard,
+)
 from hflow.backends.torch_model import TorchModel
 from hflow.data.batch import Batch, Column
 from hflow.dsl import bind
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Read
-from hflow.plan.compile import compile_plan
-from hflow.plan.ir import ClusterSpec
-from hflow.plan.memory import memory_phases
-from hflow.plan.request import ModelRequest, PlanRequest
-from hflow.plan.shape import num_parameters, read_shape
-from hflow.plan.workload import WorkloadRequest
+from hflow.planner.compile import compile_plan
+from hflow.planner.ir import ClusterSpec
+from hflow.planner.memory import memory_phases
+from hflow.planner.model_shape import num_parameters, read_shape
+from hflow.planner.request import ModelRequest, PlanRequest
+from hflow.planner.workload import WorkloadRequest
 from hflow.types import Unit
 
 SEPARATE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -222,13 +229,13 @@ def batch_of(case: Case, rank: int, vocab: int) -> Batch:
     return Batch(ids, ids // 2, lengths, {n: Column(Unit.TOKEN, v) for n, v in columns.items()})
 
 
-def call_of(body: Any, unit: str, fields: dict[str, str], **options: Any) -> Call:
+def call_of(body: Any, unit: str, fields: dict[str, str], **options: Any) -> NodeCall:
     reads = tuple(
         Read(name, field, "gen", "gen", Unit.TOKEN, Unit.TOKEN, "tensor") for name, field in fields.items()
     )
     knobs = {"behav_weight_cap": None} if fields else {}
     returns = (("result", unit),)
-    return Call("node", body, reads, (("out", "output"),), returns, bool(fields), knobs, options)
+    return NodeCall("node", body, reads, (("out", "output"),), returns, bool(fields), knobs, options)
 
 
 TRAIN = call_of(
@@ -240,7 +247,7 @@ TRAIN = call_of(
 INFER = call_of(nodes.ref_inf, "token", {})
 
 
-def work_of(case: Case, architecture: dict[str, Any], seat: Seat, rank: int) -> Callable[[], Any]:
+def work_of(case: Case, architecture: dict[str, Any], seat: RankPosition, rank: int) -> Callable[[], Any]:
     """What the case does again and again; the model is built and everything has happened once."""
     vocab = architecture["vocab_size"]
     if case.phase == "generate":
@@ -281,13 +288,13 @@ def generation(case: Case, architecture: dict[str, Any]) -> Callable[[], Any]:
 def measure(case: Case, rank: int, store: str) -> None:
     """One rank of a case: print the bytes that it held at its peak."""
     torch.set_num_threads(1)
-    seat = Seat()
+    seat = RankPosition()
     if case.dp > 1:
         files = dist.FileStore(store, case.dp)
         dist.init_process_group(
             "gloo", store=files, rank=rank, world_size=case.dp, timeout=timedelta(minutes=5)
         )
-        seat = Seat(dist.group.WORLD, case.dp)
+        seat = RankPosition(dist.group.WORLD, case.dp)
     warm = dataclasses.replace(case, sequences=4, tokens=32)
     work_of(warm, case.architecture | TINY, seat, rank)()
     gc.collect()

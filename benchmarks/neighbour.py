@@ -55,8 +55,8 @@ def train(layers: int, hidden: int) -> Iterator[None]:
 
 def generate(layers: int, hidden: int) -> Iterator[None]:
     """Steps of an engine whose slots are full."""
-    from hflow.backends.base import ModelSettings, SamplingParams
     from hflow.backends.embedded_engine import EmbeddedEngine
+    from hflow.backends.interface import ModelSettings, SamplingParams
 
     settings = ModelSettings("neighbour", architecture=architecture(layers, hidden))
     engine, random = EmbeddedEngine(settings, {"max_running": NUM_SEQUENCES}), Random(0)

@@ -21,21 +21,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hflow.plan.ir import PUBLISH_PREFIX, Plan
-from hflow.runtime.draws import Durations, seconds_of
-from hflow.workers.base import (
+from hflow.planner.data.redistribute import Move
+from hflow.planner.ir import PUBLISH_PREFIX, Plan
+from hflow.runtime.simulation.simulate import Durations, seconds_of
+from hflow.workers.interface import (
     ComputeOrder,
     ComputeReady,
-    Drawn,
+    EngineStats,
     Failed,
     GroupOrder,
-    Loaded,
-    Move,
     NodeResult,
     NodeTask,
     Report,
     SampleReady,
     Span,
+    WeightsLoaded,
     WorkerEvent,
     Workers,
     WorkerSetup,
@@ -69,7 +69,7 @@ class _Engine:
     running: dict[int, _Sample] = field(default_factory=dict)
     waiting: deque[_Sample] = field(default_factory=deque)
     busy_since: float = 0.0
-    drawn: Drawn = field(default_factory=Drawn)
+    drawn: EngineStats = field(default_factory=EngineStats)
     awake_since: float = 0.0
 
 
@@ -192,7 +192,7 @@ class VirtualWorkers(Workers):
                     engine.waiting.append(moved or _Sample(order.stream, number, seconds))
             self._fill(worker, now)
 
-    async def give_up(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
+    async def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
         """Whole groups leave with what they have; on an engine that sleeps all wait."""
         self.traffic.messages += 1
         with self._own():
@@ -255,7 +255,7 @@ class VirtualWorkers(Workers):
         await asyncio.sleep(seconds_of(self._durations, f"{PUBLISH_PREFIX}{replica}", 0))
         return ()
 
-    async def wake(self, replica: str, version: int) -> Loaded:
+    async def wake(self, replica: str, version: int) -> WeightsLoaded:
         """New weights take the replica's seconds; then its engines go on with what they had."""
         heads = self._heads[replica]
         self.traffic.messages += len(heads)
@@ -269,7 +269,7 @@ class VirtualWorkers(Workers):
                 engine.version, engine.is_awake, engine.awake_since = version, True, self._loop.time()
                 self._fill(worker, moment)
             await asyncio.sleep(0)
-        return Loaded()
+        return WeightsLoaded()
 
     async def sleep(self, replica: str) -> None:
         """What runs keeps what it has, and comes before what waits."""
@@ -365,14 +365,14 @@ class VirtualWorkers(Workers):
         self.traffic.slot_seconds += spent
         del engine.running[sample.number]
         if not engine.running:
-            engine.drawn += Drawn(seconds=now - engine.busy_since)
+            engine.drawn += EngineStats(seconds=now - engine.busy_since)
 
     def _finish(self, worker: int, sample: _Sample, now: float) -> None:
         engine = self._engines[worker]
         self._stop(engine, sample, now)
         runs = tuple(self._runs(sample))
         num_tokens = sum(tokens for _, tokens in runs)
-        engine.drawn += Drawn(num_tokens=num_tokens)
+        engine.drawn += EngineStats(num_tokens=num_tokens)
         oldest, newest = runs[0][0], runs[-1][0]
         length = self._prompt + num_tokens
         ready = SampleReady(sample.stream, sample.number, length, num_tokens, oldest, newest, runs, 1)
@@ -395,7 +395,7 @@ class VirtualWorkers(Workers):
         for sample in stopped:
             self._stop(engine, sample, now)
         kept = sum(round(sum(spent for _, spent in sample.segments) / self._pace) for sample in stopped)
-        engine.drawn += Drawn(num_interrupted=len(stopped), num_kept=kept)
+        engine.drawn += EngineStats(num_interrupted=len(stopped), num_kept=kept)
         engine.waiting.extendleft(reversed(stopped))
         engine.is_awake = False
         note = {"version": engine.version}
@@ -414,13 +414,13 @@ class VirtualWorkers(Workers):
             engine.waiting.remove(sample)
         self._put(worker, Failed(self._sources[sample.stream], number, "failed", "released"), now)
 
-    def _take_drawn(self, worker: int, now: float) -> Drawn:
+    def _take_drawn(self, worker: int, now: float) -> EngineStats:
         engine = self._engines.get(worker)
         if engine is None:
-            return Drawn()
-        drawn, engine.drawn = engine.drawn, Drawn()
+            return EngineStats()
+        drawn, engine.drawn = engine.drawn, EngineStats()
         if engine.running:
-            drawn += Drawn(seconds=now - engine.busy_since)
+            drawn += EngineStats(seconds=now - engine.busy_since)
             engine.busy_since = now
         return drawn
 

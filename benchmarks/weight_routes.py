@@ -19,12 +19,12 @@ from typing import Any
 
 import harness
 
-from hflow.launch.compiled import compile_recipe
-from hflow.launch.setup import make_setup
-from hflow.plan.ir import Plan
-from hflow.plan.shape import num_parameters
-from hflow.workers.base import Workers
-from hflow.workers.ray_group import RayWorkers
+from hflow.launch.compile import compile_recipe
+from hflow.launch.worker_setup import make_setup
+from hflow.planner.ir import Plan
+from hflow.planner.model_shape import num_parameters
+from hflow.workers.interface import Workers
+from hflow.workers.ray.ray_workers import RayWorkers
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "grpo.py"
 ENGINE = "actor@gen"

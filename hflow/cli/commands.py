@@ -5,7 +5,10 @@ from __future__ import annotations
 import typer
 
 from hflow import launch
-from hflow.cli import ledger, machine, plans, runs
+from hflow.cli import doctor_command as machine
+from hflow.cli import ledger_commands as ledger
+from hflow.cli import plan_commands as plans
+from hflow.cli import run_commands as runs
 
 
 def _examples(*commands: str) -> str:

@@ -7,8 +7,8 @@ from typing import NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from hflow.cli.codes import INTERRUPTED, USER_ERROR, StoppedByUser
 from hflow.cli.commands import app
+from hflow.cli.exit_codes import INTERRUPTED, USER_ERROR, StoppedByUser
 from hflow.errors import HflowError
 
 

@@ -9,10 +9,41 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hflow.config.frozen import FrozenDict, freeze
 from hflow.errors import ConfigError, nearest
+
+# -------------------- A dict that does not change, so that a configuration is a value down to its
+# leaves.
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def _refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+    raise TypeError("a configuration does not change: compose another one")
+
+
+class FrozenDict(dict[K, V]):
+    """Reads, pickles, copies and serialises as a dict; every change is a TypeError."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (FrozenDict, (dict(self),))
+
+
+for _name in ["__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"]:
+    setattr(FrozenDict, _name, _refuse)
+
+
+def freeze(value: Any) -> Any:
+    """The value with every dict frozen and every list made a tuple, however deep."""
+    if isinstance(value, dict):
+        return FrozenDict({key: freeze(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item) for item in value)
+    return value
+
 
 T = TypeVar("T")
 
@@ -38,7 +69,7 @@ def build(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
         if name not in fields:
             raise ConfigError(unknown(path, name, fields))
         arguments[name] = convert(hints[name], value, path)
-        _check_least(arguments[name], fields[name].metadata.get("least"), path)
+        _check_least(arguments[name], fields[name].metadata.get("minimum"), path)
     for name, field in fields.items():
         if name not in arguments and field.default is field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{join(key, name)} is missing, and has no default")

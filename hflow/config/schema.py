@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def _least(least: float, default: Any) -> Any:
-    return field(default=default, metadata={"least": least})
+def _minimum(least: float, default: Any) -> Any:
+    return field(default=default, metadata={"minimum": least})
 
 
 def _empty() -> Any:
@@ -23,18 +23,18 @@ def _empty() -> Any:
 class OptimConfig:
     """AdamW and its learning-rate schedule. Steps are optimizer steps, not steps of the run."""
 
-    lr: float = _least(0, 1e-6)
+    lr: float = _minimum(0, 1e-6)
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = _least(0, 1e-8)
-    weight_decay: float = _least(0, 0.0)
-    warmup_steps: int = _least(0, 0)
+    eps: float = _minimum(0, 1e-8)
+    weight_decay: float = _minimum(0, 0.0)
+    warmup_steps: int = _minimum(0, 0)
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate goes from the warm-up's end to the run's."""
-    min_lr_ratio: float = _least(0, 0.0)
+    min_lr_ratio: float = _minimum(0, 0.0)
     """The last learning rate over `lr`, for `linear` and `cosine`."""
-    clip_grad: float = _least(0, 1.0)
+    clip_grad: float = _minimum(0, 1.0)
     """Largest global gradient norm; 0 turns clipping off."""
 
 
@@ -51,9 +51,9 @@ class GenConfig:
     transport: Literal["auto", "store", "disk"] = "auto"
     """How new weights reach engines with devices of their own: through the object store, or files in the
     run's directory, which all machines must share then; `auto`: the plan chooses, and says why."""
-    max_running: int = _least(1, 256)
+    max_running: int = _minimum(1, 256)
     """Sequences that one engine decodes at once."""
-    max_model_len: int = _least(2, 2048)
+    max_model_len: int = _minimum(2, 2048)
     """Tokens of prompt and completion together."""
 
 
@@ -79,7 +79,7 @@ class ModelConfig:
     """Its device group: replicas with one group's name share devices and take turns; null: as planned."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Precision of the forward and backward pass; null: that of the model it starts from, or else fp32."""
-    tokens_per_microbatch: int = _least(1, 16384)
+    tokens_per_microbatch: int = _minimum(1, 16384)
     """Packed tokens of one forward. No result depends on it."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
@@ -107,7 +107,7 @@ class DataConfig:
     """Which part of a generator's rows."""
     shuffle: bool = True
     """Whether every pass takes the rows in another order, seeded by `seed`."""
-    limit: int | None = _least(1, None)
+    limit: int | None = _minimum(1, None)
     """Rows to take; null: all."""
 
 
@@ -115,11 +115,11 @@ class DataConfig:
 class WorkloadConfig:
     """Lengths in tokens that the plan's estimates assume; null: hflow's guess, and the plan says so."""
 
-    prompt: int | None = _least(1, None)
+    prompt: int | None = _minimum(1, None)
     """Tokens of a prompt."""
-    response_mean: float | None = _least(1, None)
+    response_mean: float | None = _minimum(1, None)
     """Mean tokens of a response."""
-    response_cv: float | None = _least(0, None)
+    response_cv: float | None = _minimum(0, None)
     """Standard deviation of the responses over their mean; 0: all alike."""
 
 
@@ -127,24 +127,24 @@ class WorkloadConfig:
 class ScheduleConfig:
     """How far generation may run ahead of training, and what happens to samples that get old: `schedule`."""
 
-    max_staleness: float = _least(0, 0)
+    max_staleness: float = _minimum(0, 0)
     """Syncs that the weights of a trained token may lie behind (eta): 0 is synchronous, 2 to 8 is typical.
     With 0.5 half of the next sync's groups are begun early."""
-    sync_every: int = _least(1, 1)
+    sync_every: int = _minimum(1, 1)
     """Steps from one sync of the generation engines' weights to the next."""
-    max_concurrent: int = _least(1, 256)
+    max_concurrent: int = _minimum(1, 256)
     """Samples in flight, over all engines."""
     interrupt: bool = True
     """Whether a sync interrupts samples, which keep their tokens and go on with the new weights (partial
     rollout); false: engines finish what runs before they take weights."""
     age_rule: bool = True
     """Whether samples are dropped, or aborted, before they would train too old."""
-    drop_older_than: int | None = _least(0, None)
+    drop_older_than: int | None = _minimum(0, None)
     """The age rule's limit, in versions; null: the lag that the plan certifies."""
-    queue: int | None = _least(1, None)
+    queue: int | None = _minimum(1, None)
     """Accepted groups that wait for their batch at most, the oldest dropped beyond; null: no bound besides
     admission's."""
-    max_refused_per_step: int = _least(0, 1000)
+    max_refused_per_step: int = _minimum(0, 1000)
     """Groups refused in one step above which the run stops."""
 
 
@@ -156,19 +156,19 @@ class RunConfig:
     """The run's name, by default the recipe's file name. Results lie in OUT/NAME/TIME."""
     out: str = "runs"
     """Directory of results; like all paths, relative to the working directory."""
-    seed: int = _least(0, 0)
+    seed: int = _minimum(0, 0)
     """Seeds the order of data, sampling, minibatches and random weights."""
-    steps: int = _least(1, 100)
+    steps: int = _minimum(1, 100)
     """Training steps."""
-    batch: int = _least(1, 32)
+    batch: int = _minimum(1, 32)
     """Groups a step; a group is one prompt with its samples."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """How far generation may run ahead of training."""
-    save_every: int = _least(0, 0)
+    save_every: int = _minimum(0, 0)
     """Steps from one checkpoint to the next; 0 keeps only the one at the end."""
     workers: Literal["ray", "inproc"] = "ray"
     """Where workers live: in processes that Ray starts, or all in this one."""
-    collective_timeout: float = _least(1, 600.0)
+    collective_timeout: float = _minimum(1, 600.0)
     """Seconds that a rank waits for the others of a collective; then the run ends, saying who is missing."""
     cluster: str = "cpu-1x1"
     """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process."""
@@ -177,7 +177,7 @@ class RunConfig:
     its own, so that trainers and engines on one machine do not take them from each other; null: not bound."""
     network: str | None = None
     """The link between machines, such as `ib-ndr`; null: the usual one of such devices."""
-    device_memory_gib: float | None = _least(0, None)
+    device_memory_gib: float | None = _minimum(0, None)
     """Memory of one device that the plan may use; null: all that such a device has."""
     placement: str | None = None
     """Devices and layouts in short, as in `actor=0-3:d2t2p1 actor.gen=4-7:d4`; null: `groups` and the

@@ -9,12 +9,45 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from hflow.data.characters import character_tokenizer
 from hflow.data.chat import ChatTemplate
 from hflow.errors import DataError
 from hflow.types import Trajectory
+
+# -------------------- A tokenizer of single characters, for models that are trained from scratch on
+# small alphabets.
+
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+"""Ids 0 to 3; the alphabet's characters follow in their order."""
+
+
+def character_tokenizer(alphabet: str) -> Any:
+    """Build a Hugging Face tokenizer with one token a character.
+
+    Raises:
+        DataError: when the alphabet is empty or holds a character twice.
+    """
+    if not alphabet:
+        raise DataError("the tokenizer's alphabet is empty, list the characters of your data")
+    repeated = [c for i, c in enumerate(alphabet) if c in alphabet[:i]]
+    if repeated:
+        raise DataError(f"the tokenizer's alphabet holds {repeated[0]!r} twice, list each character once")
+    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    build: Any = PreTrainedTokenizerFast
+    return build(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+    )
+
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Where none of these is, transformers would make up an empty tokenizer."""

@@ -1,11 +1,11 @@
 """The recipe language: what recipes import, and the functions that read them."""
 
-from hflow.dsl.bind import bind, overridable
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.load import load_recipe
 from hflow.dsl.model import Model
 from hflow.dsl.nodetype import Context, NodeType, Shapes
 from hflow.dsl.options import Option
+from hflow.dsl.overrides import bind, overridable
 from hflow.dsl.recipe import Recipe
 from hflow.dsl.sandbox import sandbox
 from hflow.dsl.use import use

@@ -6,7 +6,7 @@ import types
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-from hflow.graph.fields import UNIT_NAMES
+from hflow.graph.field_table import UNIT_NAMES
 from hflow.types import Engine, Output, Sequences, State, Tokenizer, Unit
 from hflow.types.units import Provided
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hflow.dsl.annotations import unit_of
-from hflow.dsl.place import caller
+from hflow.dsl.source_location import caller
 from hflow.errors import RecipeError
 from hflow.graph.ir import DatasetSpec
 from hflow.types import Unit

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hflow.dsl.place import place_of
-from hflow.dsl.results import Fault, Results
+from hflow.dsl.return_types import Fault, ReturnTypes
 from hflow.dsl.signature import Signature, read_signature
+from hflow.dsl.source_location import place_of
 from hflow.errors import RecipeError
+from hflow.graph.errors import refusal
 from hflow.graph.ir import Where
-from hflow.graph.refusal import refusal
 
 if TYPE_CHECKING:
     from hflow.dsl.nodetype import NodeType
@@ -33,7 +33,7 @@ class Definition:
     body: Callable[..., Any]
     where: Where
     signature: Signature
-    results: Results
+    results: ReturnTypes
     knobs: Mapping[str, Any]
     reads: Mapping[str, str] = field(default_factory=dict)
     """parameter -> field, where they differ."""

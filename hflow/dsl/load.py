@@ -8,8 +8,8 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-from hflow.dsl.place import shown
 from hflow.dsl.recipe import Recipe
+from hflow.dsl.source_location import shown
 from hflow.errors import HflowError, RecipeError, nearest
 
 PREFIX = "hflow_recipe_"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from hflow.dsl.place import caller
+from hflow.dsl.source_location import caller
 from hflow.errors import RecipeError, nearest
 from hflow.graph.ir import ModelSpec
 

@@ -14,11 +14,11 @@ from hflow.dsl.annotations import Form
 from hflow.dsl.definition import ATTRIBUTE, define
 from hflow.dsl.model import Model
 from hflow.dsl.options import COMMON, GROUPED, Options
-from hflow.dsl.place import caller
-from hflow.dsl.results import Fault, Results, read_fields
+from hflow.dsl.return_types import Fault, ReturnTypes, read_fields
+from hflow.dsl.source_location import caller
 from hflow.errors import RecipeError, nearest
+from hflow.graph.errors import refusal
 from hflow.graph.ir import Level
-from hflow.graph.refusal import refusal
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 
@@ -155,7 +155,7 @@ class NodeType:
         """Fire: inputs by parameter name in, the body's results out."""
         return context.body(**inputs, **context.knobs)
 
-    def read_results(self, hint: Any, function: str, fault: Fault) -> Results:
+    def read_results(self, hint: Any, function: str, fault: Fault) -> ReturnTypes:
         """What a body with this result annotation returns."""
         return read_fields(hint, self.names, function, self.form, fault)
 

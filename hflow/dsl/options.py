@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hflow.dsl.values import conform
+from hflow.dsl.value_types import conform
 
 
 @dataclass(frozen=True)
@@ -13,16 +13,16 @@ class Option:
     """One option of a decorator.
 
     Attributes:
-        type: what it may be, as `hflow.dsl.values` writes types.
+        type: what it may be, as `hflow.dsl.value_types` writes types.
         default: its value when the recipe does not say.
-        least: smallest number allowed.
-        most: largest number allowed.
+        minimum: smallest number allowed.
+        maximum: largest number allowed.
     """
 
     type: str
     default: Any = None
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
 
     def check(self, value: Any) -> Any:
         """Return the value as the type wants it.
@@ -33,54 +33,54 @@ class Option:
         """
         value = conform(value, self.type)
         if isinstance(value, int | float):
-            if self.least is not None and value < self.least:
-                raise ValueError(f"{value!r}, less than {self.least}")
-            if self.most is not None and value > self.most:
-                raise ValueError(f"{value!r}, more than {self.most}")
+            if self.minimum is not None and value < self.minimum:
+                raise ValueError(f"{value!r}, less than {self.minimum}")
+            if self.maximum is not None and value > self.maximum:
+                raise ValueError(f"{value!r}, more than {self.maximum}")
         return value
 
 
 Options = dict[str, Option]
 
 _NAMES = "None | str | tuple[str, ...]"
-_POSITIVE = Option("None | float", None, least=0.001)
+_POSITIVE = Option("None | float", None, minimum=0.001)
 
 COMMON: Options = {
     "returns": Option(_NAMES),
     "on": Option("None | str"),
-    "every": Option("int", 1, least=1),
-    "after": Option("int", 0, least=0),
+    "every": Option("int", 1, minimum=1),
+    "after": Option("int", 0, minimum=0),
 }
 """Every node has them."""
 
-STREAM: Options = {"group": Option("int", 1, least=1)}
+STREAM: Options = {"group": Option("int", 1, minimum=1)}
 """Nodes that open a stream: samples a prompt."""
 
 POOLED: Options = {
     "timeout": _POSITIVE,
-    "retries": Option("int", 0, least=0),
-    "concurrency": Option("None | int", None, least=1),
+    "retries": Option("int", 0, minimum=0),
+    "concurrency": Option("None | int", None, minimum=1),
 }
 """Bodies that run sample by sample: seconds a try, further tries, bodies at once."""
 
 SAMPLING: Options = {
-    "temperature": Option("float", 1.0, least=0.0),
-    "top_p": Option("float", 1.0, least=0.0, most=1.0),
-    "top_k": Option("int", 0, least=0),
-    "max_tokens": Option("int", 128, least=1),
+    "temperature": Option("float", 1.0, minimum=0.0),
+    "top_p": Option("float", 1.0, minimum=0.0, maximum=1.0),
+    "top_k": Option("int", 0, minimum=0),
+    "max_tokens": Option("int", 128, minimum=1),
     "stop": Option("tuple[str, ...]", ()),
     "tool_format": Option("None | str"),
 }
 """How tokens are drawn; `top_k` 0 means all, `max_tokens` is a completion's limit, `tool_format` how
 calls are written: `hermes` (the default), or the two characters around one."""
 
-GROUPED: Options = {"min_group": Option("None | int", None, least=1)}
+GROUPED: Options = {"min_group": Option("None | int", None, minimum=1)}
 """Nodes that may need several samples of a prompt; a smaller group is refused."""
 
 LEARNING: Options = {
     "reduce": Option("None | str"),
-    "minibatches": Option("int", 1, least=1),
-    "epochs": Option("int", 1, least=1),
+    "minibatches": Option("int", 1, minimum=1),
+    "epochs": Option("int", 1, minimum=1),
     "prox": Option("None | 'recompute' | 'loglinear' | 'metrics' | 'none'"),
     "mask": Option("None | str"),
 }

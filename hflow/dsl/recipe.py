@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.definition import Definition, definition_of
-from hflow.dsl.freeze import freeze
+from hflow.dsl.implicit_nodes import implicit_nodes
 from hflow.dsl.model import Model
 from hflow.dsl.nodetype import Context, NodeType
-from hflow.dsl.place import caller, caller_module
-from hflow.dsl.prox import implicit_nodes
+from hflow.dsl.source_location import caller, caller_module
+from hflow.dsl.to_spec import freeze
 from hflow.errors import RecipeError
 from hflow.graph.ir import RecipeSpec, Where
 

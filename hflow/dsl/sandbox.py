@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hflow.dsl.options import Option
-from hflow.dsl.place import caller
-from hflow.graph.refusal import refusal
+from hflow.dsl.source_location import caller
+from hflow.graph.errors import refusal
 from hflow.types.sandbox import ATTRIBUTE, Sandbox
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OPTIONS = {
-    "timeout": Option("float", 10.0, least=0.001),
-    "memory_mb": Option("int", 512, least=16),
+    "timeout": Option("float", 10.0, minimum=0.001),
+    "memory_mb": Option("int", 512, minimum=16),
 }
 
 

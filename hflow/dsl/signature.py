@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from hflow.dsl.annotations import ALLOWED, PROVIDED, Form, hint_text, read_hint, without_none
-from hflow.dsl.values import conform, type_text
+from hflow.dsl.value_types import conform, type_text
 from hflow.errors import RecipeError
+from hflow.graph.errors import refusal
 from hflow.graph.ir import Knob, Parameter, Where
-from hflow.graph.refusal import refusal
 from hflow.types import Tensor
 
 _EMPTY = inspect.Parameter.empty

@@ -8,11 +8,11 @@ from typing import Any
 
 from hflow.dsl.definition import Definition, define, definition_of
 from hflow.dsl.model import Model
-from hflow.dsl.place import caller
-from hflow.dsl.values import conform
+from hflow.dsl.source_location import caller
+from hflow.dsl.value_types import conform
 from hflow.errors import RecipeError, nearest
+from hflow.graph.errors import refusal
 from hflow.graph.ir import Where
-from hflow.graph.refusal import refusal
 
 
 def use(

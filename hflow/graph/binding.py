@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hflow.errors import RecipeError, nearest
-from hflow.graph.fields import UNIT_NAMES, Field, Fields, column_fields
+from hflow.graph.errors import refusal
+from hflow.graph.field_table import UNIT_NAMES, Field, Fields, column_fields
 from hflow.graph.ir import Level, Node, NodeSpec, Parameter, Read, RecipeSpec
 from hflow.graph.prox import framework_parameters, makes_own_prox
-from hflow.graph.refusal import refusal
 from hflow.graph.streams import Placed
 from hflow.types import Unit
 

@@ -9,12 +9,12 @@ import networkx as nx
 
 from hflow.graph.binding import bind_node, near_unbound
 from hflow.graph.check import check_graph
-from hflow.graph.fields import index_fields
+from hflow.graph.edges import data_edges, overwrite_edges, same_step, state_edges, weight_edges
+from hflow.graph.field_table import index_fields
 from hflow.graph.ir import Edge, Graph, Node, RecipeSpec, Stream
-from hflow.graph.lags import data_edges, overwrite_edges, same_step, state_edges, weight_edges
 from hflow.graph.prox import check_prox, settle_prox, unread_prox
 from hflow.graph.streams import place
-from hflow.graph.warn import warnings_of
+from hflow.graph.warnings import warnings_of
 
 
 def build_graph(spec: RecipeSpec) -> Graph:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import networkx as nx
 
-from hflow.graph.fields import UNIT_NAMES
+from hflow.graph.edges import behind_batch, same_step
+from hflow.graph.errors import refusal
+from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import EdgeKind, Graph, Level, Node
-from hflow.graph.lags import behind_batch, same_step
-from hflow.graph.refusal import refusal
 from hflow.types import Unit
 
 REDUCTIONS: Mapping[Unit, tuple[str, ...]] = {

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from hflow.graph.errors import refusal
 from hflow.graph.ir import Node, NodeSpec, Parameter, RecipeSpec
-from hflow.graph.refusal import refusal
 from hflow.graph.streams import Placed
 from hflow.types import Unit
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import networkx as nx
 
-from hflow.graph.fields import UNIT_NAMES
+from hflow.graph.edges import behind_batch, same_step
+from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import Edge, EdgeKind, Graph, Level, Node, Read, Stream
-from hflow.graph.lags import behind_batch, same_step
 
 
 def render_text(graph: Graph) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hflow.errors import nearest
+from hflow.graph.errors import refusal
 from hflow.graph.ir import NodeSpec, RecipeSpec, Stream
-from hflow.graph.refusal import refusal
 from hflow.types import Unit
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hflow.launch.compiled import Compiled, check, compile_recipe, compose, plan
-from hflow.launch.ledgers import SAMPLE_COLUMNS, count_samples, samples, why
+from hflow.launch.compile import Compiled, check, compile_recipe, compose, plan
+from hflow.launch.ledger_queries import SAMPLE_COLUMNS, count_samples, samples, why
 from hflow.launch.lockfile import compare, compile_locked, compose_locked, document
 from hflow.report.summary import RunSummary
 
 if TYPE_CHECKING:
-    from hflow.launch.twin import Twin
-    from hflow.runtime.simulate_plan import Simulation
+    from hflow.launch.twin_run import Twin
+    from hflow.runtime.simulation.simulate_plan import Simulation
 
 __all__ = [
     "SAMPLE_COLUMNS",
@@ -50,7 +50,7 @@ def run(recipe: str | Path, overrides: Sequence[str] = (), live: bool | None = N
     Raises:
         HflowError: for anything that a user can mend, before or during the run.
     """
-    from hflow.launch.running import run_compiled
+    from hflow.launch.run_recipe import run_compiled
 
     return run_compiled(compile_recipe(recipe, overrides), live)
 
@@ -72,7 +72,7 @@ def run_plan(
     Raises:
         HflowError: as `run`, and where the plan is another one now.
     """
-    from hflow.launch.running import run_compiled
+    from hflow.launch.run_recipe import run_compiled
 
     return run_compiled(compile_locked(file, recipe, overrides), live)
 
@@ -91,7 +91,7 @@ def simulate(
     Raises:
         HflowError: as `plan`, and where the plan has no seconds to simulate with.
     """
-    from hflow.runtime.simulate_plan import simulate_plan
+    from hflow.runtime.simulation.simulate_plan import simulate_plan
 
     asked = overrides if steps is None else (*overrides, f"steps={steps}")
     return simulate_plan(plan(recipe, asked), steps, seed)
@@ -117,7 +117,7 @@ def twin(
     Raises:
         HflowError: as `run`.
     """
-    from hflow.launch.twin import default_layouts, run_twin
+    from hflow.launch.twin_run import default_layouts, run_twin
 
     if layouts is not None and not layouts:
         layouts = default_layouts(recipe, overrides, tell)

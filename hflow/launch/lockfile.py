@@ -17,9 +17,9 @@ from typing import Any
 from hflow.config import RunConfig, load_config, to_mapping, to_yaml
 from hflow.config.build import build
 from hflow.errors import ConfigError, PlanError, RecipeError
-from hflow.launch.compiled import Compiled, compile_recipe
-from hflow.plan.diff import PlanDiff, diff_plans, more
-from hflow.plan.serialise import to_json
+from hflow.launch.compile import Compiled, compile_recipe
+from hflow.planner.diff import PlanDiff, diff_plans, more
+from hflow.planner.serialise import to_json
 
 FORMAT = 1
 """Format of plan files: rises when rows change so that older ones cannot be compared."""

@@ -4,7 +4,7 @@
 change means copying a node's few lines into the recipe.
 """
 
-from hflow.dsl.prox import actor_inf
+from hflow.dsl.implicit_nodes import actor_inf
 from hflow.nodes.advantages import gae, group_advantage, kl_reward, leave_one_out, returns_to_go
 from hflow.nodes.generation import actor_gen, pair, sft_view
 from hflow.nodes.inference import critic_inf, ref_inf, rew_inf

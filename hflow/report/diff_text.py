@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hflow.plan.diff import Change, Effect, PlanDiff
+from hflow.planner.diff import Change, Effect, PlanDiff
 
 _STYLES = {Effect.SAME: "dim", Effect.NEW: "yellow", Effect.RESHARD: "cyan", Effect.REFUSE: "bold red"}
 _NUM_SHORT = 12

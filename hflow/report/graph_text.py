@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from hflow.graph.ir import Graph
+from hflow.graph.draw import Placed, to_dot, to_mermaid
+from hflow.graph.ir import Edge, EdgeKind, Graph
 from hflow.graph.render import render_text
+from hflow.planner.diff.formatting import devices
+from hflow.planner.ir import Plan
+from hflow.planner.placement.node_placement import SAVE_PREFIX
 
 
 def render_graph(graph: Graph) -> Text:
@@ -14,3 +18,32 @@ def render_graph(graph: Graph) -> Text:
     text.highlight_regex(r"(?m)^warning: .*$", "yellow")
     text.highlight_regex(r"(?m)^(recipe|stage) .*$", "bold")
     return text
+
+
+# -------------------- A plan as Graphviz and Mermaid sources: its graph with device groups, orders and
+# saving.
+
+
+def plan_dot(plan: Plan) -> str:
+    """Graphviz source of a plan."""
+    return to_dot(plan.graph, _placed(plan))
+
+
+def plan_mermaid(plan: Plan) -> str:
+    """Mermaid source of a plan."""
+    return to_mermaid(plan.graph, _placed(plan))
+
+
+def _placed(plan: Plan) -> Placed:
+    saves = [p.node for p in plan.placements if p.node.startswith(SAVE_PREFIX)]
+    groups = {
+        f"group {group.name}: devices {devices(group.devices)}": tuple(
+            placement.node for placement in plan.placements if placement.group == group.name
+        )
+        for group in plan.groups
+    }
+    return Placed(
+        saves=tuple((name, name.removeprefix(SAVE_PREFIX)) for name in saves),
+        orders=tuple((row.group, Edge(EdgeKind.ORDER, row.src, row.dst, row.lag)) for row in plan.order),
+        groups=tuple((title, nodes) for title, nodes in groups.items() if nodes),
+    )

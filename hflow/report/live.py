@@ -6,9 +6,11 @@ Both take the same rows, and know nothing of the run that makes them.
 from __future__ import annotations
 
 import abc
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
@@ -18,9 +20,34 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hflow.report.rollout import Rollout
-from hflow.report.rollout_text import rollout_lines, rollout_words
-from hflow.report.spark import sparkline
+from hflow.report.live_rollout import Rollout, rollout_lines, rollout_words
+
+# -------------------- A curve in one line of text.
+
+
+LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values, oldest first, in at most `width` characters.
+
+    More values than that are averaged into `width` bins. The lowest bin is drawn `▁`, the highest
+    `█`; equal ones all `▁`. What is not finite is left out.
+    """
+    bins = _bins([value for value in values if math.isfinite(value)], width)
+    if not bins:
+        return ""
+    low, span = min(bins), max(bins) - min(bins)
+    top = len(LEVELS) - 1
+    return "".join(LEVELS[round((value - low) / span * top) if span else 0] for value in bins)
+
+
+def _bins(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    edges = [len(values) * i // width for i in range(width + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
 
 CURVE_WIDTH = 30
 VALUE_WIDTH = 10

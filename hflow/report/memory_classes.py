@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hflow.plan.forecast import Parts, PhaseMemory
+from hflow.planner.forecast import Parts, PhaseMemory
 
 KINDS = (
     ("weights", ("weight", "cast", "param")),

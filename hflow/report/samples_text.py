@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hflow.report.words import plural
+from hflow.report.formatting import plural
 
 SHOWN = ("stream", "id", "row", "tokens", "oldest", "newest", "reward", "end", "step", "lag")
 WHY = ("reason", "node")

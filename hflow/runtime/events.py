@@ -129,7 +129,7 @@ class RunGroup:
 
 
 @dataclass(frozen=True)
-class RunArrivals:
+class RunStreamingInference:
     """Run a model on samples or groups that have arrived. The node reports on each of its keys."""
 
     node: str
@@ -236,7 +236,7 @@ Instruction = (
     OpenGroup
     | RunSample
     | RunGroup
-    | RunArrivals
+    | RunStreamingInference
     | Refuse
     | Accept
     | FormBatch

@@ -1,20 +1,10 @@
 """The vocabulary of recipes and runs. Nothing here imports torch or ray."""
 
-from hflow.types.engine import Engine, State, Tokenizer
-from hflow.types.episode import EpisodeState
+from hflow.types.engine import Engine, EpisodeState, State, Tokenizer
 from hflow.types.output import Output
 from hflow.types.sequences import Sequences
 from hflow.types.trajectory import STOP_REASONS, ToolCall, Trajectory
-from hflow.types.units import (
-    Json,
-    Metrics,
-    PerGroup,
-    PerSequence,
-    PerToken,
-    Tensor,
-    Text,
-    Unit,
-)
+from hflow.types.units import Json, Metrics, PerGroup, PerSequence, PerToken, Tensor, Text, Unit
 
 __all__ = [
     "STOP_REASONS",

@@ -11,20 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from hflow.workers.base import (
+from hflow.planner.data.redistribute import Move
+from hflow.workers.interface import (
     ComputeOrder,
     GroupOrder,
-    Loaded,
-    Move,
     NodeResult,
     NodeTask,
     Report,
     Span,
+    WeightsLoaded,
     Workers,
     WorkerSetup,
 )
-from hflow.workers.shipments import Handles, Sent
-from hflow.workers.transports.memory import MemoryTransport
+from hflow.workers.weights.publisher import Handles, Sent
+from hflow.workers.weights.transports.memory import MemoryTransport
 from hflow.workers.worker import Worker
 
 T = TypeVar("T")
@@ -57,9 +57,9 @@ class InprocWorkers(Workers):
         """Start sources."""
         self._worker.open_groups(worker, orders)
 
-    async def give_up(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
+    async def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
         """Stop groups that another worker goes on with."""
-        return await self._on_thread(lambda: self._worker.give_up(worker, stream, groups))
+        return await self._on_thread(lambda: self._worker.detach_groups(worker, stream, groups))
 
     async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
         """Queue sample- and group-level bodies."""
@@ -82,7 +82,7 @@ class InprocWorkers(Workers):
         self._published[replica] = await self._on_device(lambda: self._worker.publish(replica, version))
         return ((0, self._published[replica][1].span),)
 
-    async def wake(self, replica: str, version: int) -> Loaded:
+    async def wake(self, replica: str, version: int) -> WeightsLoaded:
         """Bring a generation replica to a version and start it."""
         if replica in self._apart and self._worker.lacks(replica, version) and replica not in self._published:
             await self.publish(replica, version)
@@ -90,11 +90,11 @@ class InprocWorkers(Workers):
         given = None if handles is None else [handles]
         taken = await self._on_lane(replica, lambda: self._worker.wake(replica, version, given))
         if taken is None:
-            return Loaded()
+            return WeightsLoaded()
         if sent is None:
-            return Loaded(0, (taken.own_digest,), (taken.held_digest,))
+            return WeightsLoaded(0, (taken.own_digest,), (taken.held_digest,))
         await self._on_thread(lambda: self._worker.free(replica))
-        return Loaded(0, tuple(sent.digests.values()), (taken.held_digest,))
+        return WeightsLoaded(0, tuple(sent.digests.values()), (taken.held_digest,))
 
     async def sleep(self, replica: str) -> None:
         """Interrupt a generation replica."""

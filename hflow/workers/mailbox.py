@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from hflow.workers.base import Report, Span, WorkerEvent
+from hflow.workers.interface import Report, Span, WorkerEvent
 
 LINGER_SECONDS = 0.01
 """Longest time that an event waits for others while more are to come: a message costs the controller

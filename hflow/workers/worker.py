@@ -1,7 +1,7 @@
 """`Worker`: one device's process, or all of them in one. A message comes in, a part acts on it.
 
 open_groups         encode bodies on a thread, episodes on the engines' loop
-give_up             episodes, as journals
+detach_groups             episodes, as journals
 compute             the pool of body processes; encode bodies for views
 poll                the mailbox
 run                 batch nodes
@@ -18,10 +18,19 @@ import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from hflow.backends.base import SHARDS
+from hflow.backends.interface import SHARDS, ModelBackend, RankPosition
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
-from hflow.workers.base import (
+from hflow.planner.ir import Replica
+from hflow.workers.bodies.batch_nodes import BatchNodes, merged
+from hflow.workers.bodies.compute import Computes
+from hflow.workers.bodies.encoding import Encoder
+from hflow.workers.error_location import blame
+from hflow.workers.generation.engine_driver import EngineDriver
+from hflow.workers.generation.engines import Engines, Taken
+from hflow.workers.generation.episode_result import Row
+from hflow.workers.generation.episodes import Episodes
+from hflow.workers.interface import (
     ComputeOrder,
     GroupOrder,
     NodeProgram,
@@ -31,24 +40,71 @@ from hflow.workers.base import (
     Span,
     WorkerSetup,
 )
-from hflow.workers.batch_nodes import BatchNodes, merged
-from hflow.workers.blame import blame
-from hflow.workers.compute import Computes
-from hflow.workers.cores import bind_cores
-from hflow.workers.encoding import Encoder
-from hflow.workers.engine_driver import EngineDriver
-from hflow.workers.engines import Engines, Taken
-from hflow.workers.episodes import Episodes
 from hflow.workers.mailbox import Mailbox, pause_seconds
-from hflow.workers.opened import Row
-from hflow.workers.replicas import build_backends, build_engines, build_tokenizers, hosted_replicas
-from hflow.workers.routes import Routes
-from hflow.workers.rows import DatasetRows
-from hflow.workers.shipments import Handles, Sent, Shipments, transports
-from hflow.workers.store import Store
-from hflow.workers.transfer import Parcel, pack, unpack
-from hflow.workers.transports.base import Transport
-from hflow.workers.world import Membership, World
+from hflow.workers.process_groups import Membership, World
+from hflow.workers.process_setup import bind_cores
+from hflow.workers.storage.dataset_rows import DatasetRows
+from hflow.workers.storage.store import Store
+from hflow.workers.weights.publisher import Handles, Sent, WeightPublisher, WorkerRoutes, transports
+from hflow.workers.weights.transfer import Parcel, pack, unpack
+from hflow.workers.weights.transports.interface import Transport
+
+# -------------------- Builds what a worker hosts of the plan's replicas, by the launcher's factories.
+
+
+def hosted_replicas(setup: WorkerSetup, hosted: Sequence[int]) -> list[Replica]:
+    """The plan's replicas that have a rank among these workers, in the plan's order."""
+    return [replica for replica in setup.plan.replicas if set(replica.workers) & set(hosted)]
+
+
+def build_backends(
+    setup: WorkerSetup, replicas: Sequence[Replica], world: World | None
+) -> dict[str, ModelBackend]:
+    """Training and inference replicas, with the optimizer's state where they go on; may be a collective."""
+    backends: dict[str, ModelBackend] = {}
+    for replica in replicas:
+        if replica.role != "gen":
+            settings, layout = setup.models[replica.model], replica.layout
+            group = world.group(replica) if world else None
+            seat = RankPosition(group, layout.data, layout.tensor, layout.pipe)
+            backend = backends[replica.name] = setup.factories[replica.backend](settings, seat)
+            if settings.resume:
+                backend.load_shards(f"{settings.path}/{SHARDS}")
+    return backends
+
+
+def build_engines(
+    setup: WorkerSetup,
+    replicas: Sequence[Replica],
+    backends: Mapping[str, ModelBackend],
+    tokenizers: Mapping[str, TextTokenizer],
+) -> tuple[dict[str, EngineDriver], frozenset[str]]:
+    """Generation replicas, and which of them use the storage of the replica that trains here."""
+    source = {route.dst: route.src for route in setup.plan.weights if route.how == "shared"}
+    drivers: dict[str, EngineDriver] = {}
+    sharing = set()
+    for replica in replicas:
+        if replica.role != "gen":
+            continue
+        module = backends[source[replica.name]].shared_module() if replica.name in source else None
+        if module is not None:
+            sharing.add(replica.name)
+        engine = setup.factories[replica.backend](
+            setup.models[replica.model],
+            setup.engines[replica.name],
+            module,
+            tokenizers[replica.model].decode,
+        )
+        drivers[replica.name] = EngineDriver(engine)
+    return drivers, frozenset(sharing)
+
+
+def build_tokenizers(setup: WorkerSetup, verb: str) -> dict[str, TextTokenizer]:
+    """Tokenizers of the models that nodes of a verb use. A thread needs instances of its own."""
+    models = {
+        model for program in setup.programs.values() if program.verb == verb for model in program.models
+    }
+    return {model: TextTokenizer(setup.tokenizers[model]) for model in sorted(models)}
 
 
 class Worker:
@@ -82,9 +138,9 @@ class Worker:
         self._store = Store()
         self._rows = DatasetRows(self._plan, setup.datasets)
         self._build_generation(*self._build_models(member))
-        routes = Routes(self._plan, hosted, self._backends)
+        routes = WorkerRoutes(self._plan, hosted, self._backends)
         ways = transports(self._plan, setup.exchange, hosted[0], store)
-        self._shipments = Shipments(routes, hosted[0], ways)
+        self._shipments = WeightPublisher(routes, hosted[0], ways)
         self._build_bodies()
 
     def _build_models(
@@ -150,9 +206,9 @@ class Worker:
         journals = {s: held for order in orders for s, held in (order.journals or {}).items()}
         self._episodes.open_groups(by_verb["generate"], sink, journals)
 
-    def give_up(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
+    def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
         """Stop groups whose samples all run; returns orders by which others go on with them."""
-        orders = self._episodes.give_up(self._plan.graph.stream(stream).source, groups)
+        orders = self._episodes.detach_groups(self._plan.graph.stream(stream).source, groups)
         self._mailboxes[worker].expect(-sum(len(order.samples) for order in orders))
         return orders
 
@@ -231,9 +287,9 @@ class Worker:
     def _numbers(self, task: NodeTask) -> tuple[float, ...]:
         """What the controller is told of a task's samples; nothing where no shard lies."""
         program = self._setup.programs[task.node]
-        if program.told is None or not task.samples:
+        if program.reported is None or not task.samples:
             return ()
-        return tuple(float(x) for x in self._store.values(program.stream, program.told, task.samples))
+        return tuple(float(x) for x in self._store.values(program.stream, program.reported, task.samples))
 
     def publish(self, replica: str, version: int) -> tuple[Handles, Sent]:
         """Put what a generation replica pulls of the weights here where its workers can take it."""

@@ -38,12 +38,12 @@ class Judge(NodeType):
     options: ClassVar = NodeType.options | {
         "url": Option("str", "http://127.0.0.1:8000/v1"),
         "model": Option("str", "judge"),
-        "best": Option("float", 10.0, least=0.001),
-        "attempts": Option("int", 4, least=1),
-        "patience": Option("float", 0.5, least=0.0),
-        "request_timeout": Option("float", 15.0, least=0.001),
-        "timeout": Option("None | float", 60.0, least=0.001),
-        "concurrency": Option("None | int", 64, least=1),
+        "best": Option("float", 10.0, minimum=0.001),
+        "attempts": Option("int", 4, minimum=1),
+        "patience": Option("float", 0.5, minimum=0.0),
+        "request_timeout": Option("float", 15.0, minimum=0.001),
+        "timeout": Option("None | float", 60.0, minimum=0.001),
+        "concurrency": Option("None | int", 64, minimum=1),
     }
 
     def read_results(self, hint: Any, function: str, fault: Any) -> Any:

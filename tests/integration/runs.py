@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from hflow.launch.compiled import compile_recipe
-from hflow.launch.running import Means, run_compiled
+from hflow.launch.compile import compile_recipe
+from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.report.summary import RunSummary
-from hflow.runtime.metrics import read_metrics
-from hflow.workers.ray_processes import RayProcesses
+from hflow.runtime.execution.metrics_log import read_metrics
+from hflow.workers.ray.ray_actors import RayActors
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -28,17 +28,17 @@ TINY = [
 ]
 
 
-def run(recipe: str | Path, out: Path, *overrides: str, processes: RayProcesses | None = None) -> RunSummary:
+def run(recipe: str | Path, out: Path, *overrides: str, processes: RayActors | None = None) -> RunSummary:
     """Run a recipe as `hflow run` does, in these worker processes or in some of its own."""
     compiled = compile_recipe(ROOT / recipe, [f"out={out}", *overrides])
-    return run_compiled(compiled, False, Means(processes=processes))
+    return run_compiled(compiled, False, RunEnvironment(processes=processes))
 
 
 @contextmanager
-def worker_processes(num_workers: int) -> Iterator[RayProcesses]:
+def worker_processes(num_workers: int) -> Iterator[RayActors]:
     """Worker processes for several runs: to start them is most of what a small run takes."""
     cluster = compile_recipe(ROOT / "recipes/sft.py", [f"cluster=cpu-1x{num_workers}"]).plan.cluster
-    made = RayProcesses(cluster)
+    made = RayActors(cluster)
     made.start()
     try:
         yield made

@@ -10,11 +10,11 @@ import pytest
 import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 
-from hflow.backends.base import Seat
+from hflow.backends.interface import RankPosition
 from hflow.backends.torch_model import TorchModel
 from hflow.errors import NotYetError
-from hflow.launch.compiled import compile_recipe
-from hflow.launch.models import model_settings
+from hflow.launch.compile import compile_recipe
+from hflow.launch.model_settings import model_settings
 
 GOOD = ROOT / "tests" / "graphs" / "good"
 OWN_KINDS = ROOT / "tests" / "integration" / "recipes" / "own_kinds.py"
@@ -83,7 +83,10 @@ def test_a_good_recipe_runs_and_learns(name: str, rows: Path, tmp_path: Path) ->
         assert [key for key, value in row.items() if not math.isfinite(value)] == []
     settings = model_settings(compile_recipe(GOOD / f"{name}.py", overrides))
     for model in trained:
-        before, after = dict(TorchModel(settings[model], Seat()).weights()), weights_of(summary, model)
+        before, after = (
+            dict(TorchModel(settings[model], RankPosition()).weights()),
+            weights_of(summary, model),
+        )
         common = before.keys() & after.keys()
         assert common
         assert max(float((before[key] - after[key]).abs().max()) for key in common) > 1e-5

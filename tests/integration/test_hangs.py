@@ -19,10 +19,10 @@ import ray
 import torch.distributed as dist
 
 from hflow.errors import RunError
-from hflow.launch.compiled import compile_recipe
-from hflow.launch.setup import make_setup
-from hflow.workers.base import NodeTask, WorkerSetup
-from hflow.workers.ray_group import RayWorkers
+from hflow.launch.compile import compile_recipe
+from hflow.launch.worker_setup import make_setup
+from hflow.workers.interface import NodeTask, WorkerSetup
+from hflow.workers.ray.ray_workers import RayWorkers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import worker_kit as kit

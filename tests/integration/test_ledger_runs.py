@@ -15,13 +15,13 @@ from rich.console import Console
 from runs import ROOT, TINY, run, steps_of
 
 from hflow.errors import RunError
-from hflow.report.story_text import render_story
+from hflow.report.sample_history_text import render_story
 from hflow.report.summary import RunSummary
+from hflow.runtime.execution.metrics_log import read_metrics
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
-from hflow.runtime.ledger.story import tell
-from hflow.runtime.metrics import read_metrics
-from hflow.workers.ray_processes import RayProcesses
+from hflow.runtime.ledger.sample_history import tell
+from hflow.workers.ray.ray_actors import RayActors
 
 RECIPE = '''"""A reward that fails on some samples, and a filter."""
 
@@ -73,7 +73,7 @@ ASKED = [
 INPROC = ["workers=inproc", "cluster=cpu-1x1"]
 
 
-def picky(directory: Path, *overrides: str, processes: RayProcesses | None = None) -> RunSummary:
+def picky(directory: Path, *overrides: str, processes: RayActors | None = None) -> RunSummary:
     recipe = directory / "picky.py"
     recipe.write_text(RECIPE)
     return run(recipe, directory / "runs", *ASKED, *overrides, processes=processes)
@@ -117,7 +117,7 @@ def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_p
 
 
 @pytest.mark.ray
-def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path, two_processes: RayProcesses):
+def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path, two_processes: RayActors):
     ledger = check(picky(tmp_path, "steps=2", "cluster=cpu-1x2", processes=two_processes), 2)
     assert {row["worker"] for row in select(ledger, "end = 'trained'").to_json()} == {0, 1}
     assert count(ledger, "reason = 'failed' and message is not null") > 0
@@ -170,7 +170,7 @@ JUDGED = [
 ]
 
 
-def judged(out: Path, *overrides: str, processes: RayProcesses | None = None) -> RunSummary:
+def judged(out: Path, *overrides: str, processes: RayActors | None = None) -> RunSummary:
     recipe = "tests/integration/recipes/judged.py"
     return run(recipe, out, *JUDGED, "steps=2", *overrides, processes=processes)
 
@@ -215,7 +215,7 @@ def test_rewards_of_batch_nodes_are_in_the_ledger(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_every_rank_tells_of_its_own_samples(tmp_path: Path, two_processes: RayProcesses) -> None:
+def test_every_rank_tells_of_its_own_samples(tmp_path: Path, two_processes: RayActors) -> None:
     check_rewards(judged(tmp_path, "cluster=cpu-1x2", processes=two_processes))
 
 

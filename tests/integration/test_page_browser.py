@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
-from hflow.plan.compile import compile_plan
-from hflow.plan.request import ModelRequest
-from hflow.plan.shape import ModelShape
+from hflow.planner.compile import compile_plan
+from hflow.planner.model_shape import ModelShape
+from hflow.planner.request import ModelRequest
 from hflow.report.page import render_page
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 
 from hflow.report.summary import RunSummary
-from hflow.workers.ray_processes import RayProcesses
+from hflow.workers.ray.ray_actors import RayActors
 
 pytestmark = pytest.mark.ray
 
@@ -69,7 +69,7 @@ def test_all_four_deployments_are_there() -> None:
 
 @pytest.mark.parametrize("deployment", COMMANDS)
 def test_placement_changes_no_result(
-    deployment: str, alone: Alone, rows: str, four_processes: RayProcesses, tmp_path: Path
+    deployment: str, alone: Alone, rows: str, four_processes: RayActors, tmp_path: Path
 ) -> None:
     recipe, *overrides = shlex.split(COMMANDS[deployment])
     placed = run(recipe, tmp_path, *overrides, *small(recipe, rows), processes=four_processes)

@@ -14,13 +14,13 @@ from runs import ROOT, run, steps_of, weights_of
 from hflow.backends.embedded_engine import EmbeddedEngine
 from hflow.backends.torch_model import TorchModel
 from hflow.errors import RunError
-from hflow.launch.compiled import compile_recipe
-from hflow.launch.factories import FACTORIES
-from hflow.launch.running import Means, run_compiled
+from hflow.launch.compile import compile_recipe
+from hflow.launch.registry import FACTORIES
+from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.report.summary import RunSummary
-from hflow.workers.transports.disk import DiskTransport
-from hflow.workers.transports.memory import MemoryTransport
-from hflow.workers.weights import Bucket
+from hflow.workers.weights.buckets import Bucket
+from hflow.workers.weights.transports.disk import DiskTransport
+from hflow.workers.weights.transports.memory import MemoryTransport
 
 RECIPE = "recipes/grpo_async.py"
 GRPO = ["workers=inproc", "models.actor.path=null", "batch=4", "nodes.eval_gen.every=3"]
@@ -102,7 +102,7 @@ def test_the_trainer_goes_on_while_the_engine_loads(tmp_path: Path) -> None:
     compiled = compile_recipe(
         ROOT / RECIPE, [f"out={tmp_path}", *GRPO, "steps=5", "schedule.max_staleness=2"]
     )
-    means = Means(factories={**FACTORIES, "torch": Trainer, "embedded": Engine}, is_quiet=True)
+    means = RunEnvironment(factories={**FACTORIES, "torch": Trainer, "embedded": Engine}, is_quiet=True)
     summary = run_compiled(compiled, False, means)
     assert summary.steps == 5
     versions = [version for _, version, _ in commits(summary)]

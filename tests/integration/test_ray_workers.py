@@ -17,9 +17,10 @@ import ray
 
 from hflow.data.batch import Batch, Column
 from hflow.errors import RunError
+from hflow.planner.data.redistribute import Move
 from hflow.types import Unit
-from hflow.workers.base import Failed, Move, SampleReady, WorkerSetup
-from hflow.workers.ray_group import RayWorkers
+from hflow.workers.interface import Failed, SampleReady, WorkerSetup
+from hflow.workers.ray.ray_workers import RayWorkers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import worker_kit as kit

@@ -12,16 +12,16 @@ import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 
-from hflow.backends.base import Generated, Seat
+from hflow.backends.interface import Generated, RankPosition
 from hflow.backends.torch_model import TorchModel
 from hflow.errors import NotYetError
-from hflow.launch.compiled import compile_recipe
-from hflow.launch.models import model_settings
-from hflow.launch.setup import make_setup
-from hflow.workers.base import GroupOrder, SampleReady
-from hflow.workers.engine_driver import EngineDriver
+from hflow.launch.compile import compile_recipe
+from hflow.launch.model_settings import model_settings
+from hflow.launch.worker_setup import make_setup
+from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.inproc import InprocWorkers
-from hflow.workers.ray_processes import RayProcesses
+from hflow.workers.interface import GroupOrder, SampleReady
+from hflow.workers.ray.ray_actors import RayActors
 
 ALONE = ["workers=inproc", "cluster=cpu-1x1"]
 SMALL = ["steps=2", "batch=8", "data.heldout.limit=6", "save_every=1"]
@@ -45,7 +45,7 @@ def test_both_policies_learn_from_their_duels(tmp_path: Path) -> None:
     settings = model_settings(compile_recipe(ROOT / "recipes" / "self_play.py", [*ALONE, *DUEL]))
     moved = {}
     for name in ("alice", "bob"):
-        before = dict(TorchModel(settings[name], Seat()).weights())
+        before = dict(TorchModel(settings[name], RankPosition()).weights())
         after = weights_of(summary, name)
         moved[name] = {key: after[key] - before[key] for key in before.keys() & after.keys()}
         assert max(float(change.abs().max()) for change in moved[name].values()) > 1e-4
@@ -53,7 +53,7 @@ def test_both_policies_learn_from_their_duels(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_duels_on_two_workers_are_those_of_one_process(two_processes: RayProcesses, tmp_path: Path) -> None:
+def test_duels_on_two_workers_are_those_of_one_process(two_processes: RayActors, tmp_path: Path) -> None:
     alone = run("recipes/self_play.py", tmp_path / "alone", *ALONE, *DUEL)
     apart = run("recipes/self_play.py", tmp_path / "apart", *DUEL, "cluster=cpu-1x2", processes=two_processes)
     for ours, theirs in zip(steps_of(alone), steps_of(apart), strict=True):
@@ -100,7 +100,7 @@ def test_an_agent_with_a_tool_learns(paid: Path, tmp_path: Path) -> None:
 
 @pytest.mark.ray
 def test_an_agent_on_two_workers_is_that_of_one_process(
-    paid: Path, two_processes: RayProcesses, tmp_path: Path
+    paid: Path, two_processes: RayActors, tmp_path: Path
 ) -> None:
     alone = run(paid, tmp_path / "alone", *ALONE, *AGENT)
     apart = run(paid, tmp_path / "apart", *AGENT, "cluster=cpu-1x2", processes=two_processes)

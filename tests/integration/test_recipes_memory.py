@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from hflow.errors import NotYetError, RunError
 from hflow.report.summary import RunSummary
-from hflow.workers.ray_processes import RayProcesses
+from hflow.workers.ray.ray_actors import RayActors
 
 EMA = "recipes/custom/ema_teacher.py"
 SMALL = [
@@ -65,7 +65,7 @@ def test_a_teacher_is_the_moving_average_of_the_weights_that_each_step_began_wit
 
 @pytest.mark.ray
 def test_a_teacher_does_not_depend_on_the_number_of_ranks(
-    ema: RunSummary, two_processes: RayProcesses, tmp_path: Path
+    ema: RunSummary, two_processes: RayActors, tmp_path: Path
 ) -> None:
     """Two gloo ranks, weights sharded by FSDP, against one process."""
     apart = run(EMA, tmp_path, *EMA_OPTIONS, processes=two_processes)
@@ -134,7 +134,7 @@ def test_an_adaptive_kl_weight_lives_from_step_to_step(ppo: RunSummary) -> None:
 
 @pytest.mark.ray
 def test_the_memory_of_a_node_stays_where_it_runs(
-    ppo: RunSummary, two_processes: RayProcesses, tmp_path: Path
+    ppo: RunSummary, two_processes: RayActors, tmp_path: Path
 ) -> None:
     apart = run(PPO, tmp_path, *PPO_OPTIONS, processes=two_processes)
     for ours, theirs in zip(steps_of(apart), steps_of(ppo), strict=True):

@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 from runs import TINY, run, steps_of
 
-from hflow.report.story_text import render_story
+from hflow.report.sample_history_text import render_story
 from hflow.report.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
-from hflow.runtime.ledger.story import tell
+from hflow.runtime.ledger.sample_history import tell
 
 RECIPE = '''"""A reward that goes wrong in every way: the prompt says how, the completion on which samples."""
 

@@ -11,8 +11,8 @@ from runs import ROOT, TINY, largest_difference, run, steps_of, weights_of
 from hflow.report.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
-from hflow.runtime.ledger.story import tell
-from hflow.workers.ray_processes import RayProcesses
+from hflow.runtime.ledger.sample_history import tell
+from hflow.workers.ray.ray_actors import RayActors
 
 RECIPE = ROOT / "tests/integration/recipes/rewarded.py"
 ASKED = [*TINY, "+model@models.rm=tiny-qwen2", "models.rm.path=null", "batch=4", "steps=3"]
@@ -76,7 +76,7 @@ def test_two_models_work_on_the_same_groups(tmp_path: Path) -> None:
     ids=["data", "tensor"],
 )
 def test_on_several_ranks_while_generation_runs_ahead(
-    placement: str, changes: list[str], engines: set[int], tmp_path: Path, four_processes: RayProcesses
+    placement: str, changes: list[str], engines: set[int], tmp_path: Path, four_processes: RayActors
 ) -> None:
     """A group stays on the engine that it was sent to, and its scores come back there."""
     asked = [*ASKED, "cluster=cpu-1x4", f"placement={placement}", "schedule.max_staleness=2", *changes]

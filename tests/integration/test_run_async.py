@@ -14,7 +14,7 @@ from runs import ROOT, TINY, largest_difference, run, steps_of, weights_of
 from hflow.errors import PlanError
 from hflow.report.summary import RunSummary
 from hflow.runtime.ledger import audit
-from hflow.workers.ray_processes import RayProcesses
+from hflow.workers.ray.ray_actors import RayActors
 
 pytestmark = pytest.mark.ray
 
@@ -43,7 +43,7 @@ def assert_certified(summary: RunSummary, num_steps: int) -> list[dict[str, Any]
     return rows
 
 
-def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path, two_processes: RayProcesses) -> None:
+def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path, two_processes: RayActors) -> None:
     """The engine apart, over Ray, its weights by disk; and on the trainer's device, in this process."""
     options = [*GRPO, "steps=3", "schedule.max_staleness=0"]
     disk = "models.actor.gen.transport=disk"
@@ -59,7 +59,7 @@ def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path, two_process
     assert largest_difference(weights_of(apart), weights_of(shared)) < 1e-5
 
 
-def test_generation_runs_ahead_within_the_certificate(tmp_path: Path, two_processes: RayProcesses) -> None:
+def test_generation_runs_ahead_within_the_certificate(tmp_path: Path, two_processes: RayActors) -> None:
     summary = run("recipes/grpo_async.py", tmp_path, *GRPO, "steps=8", processes=two_processes)
     rows = assert_certified(summary, 8)
     assert_published_in_order(summary)
@@ -109,7 +109,7 @@ def test_groups_move_to_the_engine_that_has_less_to_do(tmp_path: Path) -> None:
     assert audit(summary.directory / "ledger.sqlite") == []
 
 
-def test_a_critic_beside_engines_that_run_ahead(tmp_path: Path, two_processes: RayProcesses) -> None:
+def test_a_critic_beside_engines_that_run_ahead(tmp_path: Path, two_processes: RayActors) -> None:
     rows = assert_certified(
         run("recipes/ppo_async.py", tmp_path, *PPO, "steps=5", processes=two_processes), 5
     )

@@ -14,7 +14,7 @@ import pytest
 from runs import ROOT, module, run, worker_processes
 
 from hflow.errors import ConfigError, PlanError
-from hflow.launch.twin import Twin, run_twin
+from hflow.launch.twin_run import Twin, run_twin
 from hflow.report.twin_text import (
     CHANGE_TOLERANCE,
     LEAST_SCALE,
@@ -23,7 +23,7 @@ from hflow.report.twin_text import (
     TwinResult,
     WeightPair,
 )
-from hflow.workers.ray_processes import RayProcesses
+from hflow.workers.ray.ray_actors import RayActors
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -39,7 +39,7 @@ PPO = ["models.critic.optim.warmup_steps=0", "batch=32"]
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[RayProcesses]:
+def processes() -> Iterator[RayActors]:
     with worker_processes(NUM_WORKERS) as made:
         yield made
 
@@ -88,7 +88,7 @@ def judge() -> Iterator[list[str]]:
     server.server_close()
 
 
-def twin(recipe: str, overrides: list[str], layouts: list[str] | None, processes: RayProcesses) -> Twin:
+def twin(recipe: str, overrides: list[str], layouts: list[str] | None, processes: RayActors) -> Twin:
     return run_twin(ROOT / recipe, overrides, layouts, 3, lambda line: None, processes)
 
 
@@ -130,7 +130,7 @@ def test_a_divided_recipe_computes_what_one_process_does(
     rows: list[str],
     judge: list[str],
     teacher: list[str],
-    processes: RayProcesses,
+    processes: RayActors,
 ) -> None:
     overrides = [*SMALL, *changes, *([] if name in OWN_ROWS else rows)]
     for model in LEARNERS.get(name, ["actor"]):
@@ -144,9 +144,7 @@ def test_a_divided_recipe_computes_what_one_process_does(
     assert all(scale > 0 for name, scale in sizes.items() if name.endswith("/grad_norm")), sizes
 
 
-def test_layouts_and_backends_as_configured(
-    checkpoint: Path, rows: list[str], processes: RayProcesses
-) -> None:
+def test_layouts_and_backends_as_configured(checkpoint: Path, rows: list[str], processes: RayActors) -> None:
     """An actor cut in two, and a critic on both of its workers that is not."""
     overrides = [*SMALL, *PPO, *rows, f"models.actor.path={checkpoint}", "cluster=cpu-1x2"]
     overrides += ["models.actor.backend=megatron", "models.actor.layout=t2", "models.critic.layout=d2"]
@@ -156,7 +154,7 @@ def test_layouts_and_backends_as_configured(
     assert found.notes == ("actor_train trains from the first step on (after=10)",)
 
 
-def test_a_body_that_looks_at_its_rank_is_found_out(tmp_path: Path, processes: RayProcesses) -> None:
+def test_a_body_that_looks_at_its_rank_is_found_out(tmp_path: Path, processes: RayActors) -> None:
     recipe = tmp_path / "ranked.py"
     recipe.write_text(RANKED)
     overrides = ["+model@models.actor=tiny-qwen2", "+data@data.train=addition", "batch=8"]
@@ -190,7 +188,7 @@ recipe = Recipe("ranked", data, [view, learn])
 """
 
 
-def test_what_cannot_be_compared_is_refused(processes: RayProcesses) -> None:
+def test_what_cannot_be_compared_is_refused(processes: RayActors) -> None:
     sft = ROOT / "recipes/sft.py"
     with pytest.raises(ConfigError, match=r"--steps is 1; a twin needs at least 2"):
         run_twin(sft, [], ["d2"], 1, lambda line: None, processes)

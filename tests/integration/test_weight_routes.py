@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from hflow.data.batch import Batch, Column
 from hflow.types import Unit
-from hflow.workers.base import Loaded, NodeTask, ShardInput
-from hflow.workers.ray_group import RayWorkers
+from hflow.workers.interface import NodeTask, ShardInput, WeightsLoaded
+from hflow.workers.ray.ray_workers import RayWorkers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import worker_kit as kit
@@ -108,7 +108,7 @@ def test_engines_pull_what_was_trained(cluster: None, name: str, tmp_path: Path)
             loaded = await workers.wake("actor@gen", 1)
             assert loaded.num_bytes == route.moved_bytes
             assert loaded.sent == loaded.held == (loaded.held[0],) * 2
-            assert await workers.wake("actor@gen", 1) == Loaded()
+            assert await workers.wake("actor@gen", 1) == WeightsLoaded()
             compare(start, [await engine_weights(workers, worker) for worker in (2, 3)])
         finally:
             await workers.close()

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import plan_graphs as graphs
 
-from hflow.plan.cost.flops import Work
-from hflow.plan.cost.generation import Rollout
-from hflow.plan.cost.side import Side
-from hflow.plan.hardware import Device, Efficiency, Hardware, Link
-from hflow.plan.ir import Replica
-from hflow.plan.layout import Layout
-from hflow.plan.request import ModelRequest
-from hflow.plan.shape import ModelShape
-from hflow.plan.traits import traits
+from hflow.planner.backend_traits import traits
+from hflow.planner.cost.flops import Work
+from hflow.planner.cost.generation import Rollout
+from hflow.planner.cost.replica_costs import ReplicaCosts
+from hflow.planner.hardware import Device, Efficiency, Hardware, Link
+from hflow.planner.ir import Replica
+from hflow.planner.layout import Layout
+from hflow.planner.model_shape import ModelShape
+from hflow.planner.request import ModelRequest
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 32000, is_tied=False)
@@ -51,7 +51,7 @@ def side(shape=SMALL, layout="d1", hardware=TOY, backend="torch", per_machine=8,
     axes = Layout.parse(layout)
     replica = Replica("m", "m", role, made.name, axes, "all", tuple(range(axes.world)), (0,))
     cluster = replace(graphs.cluster_of("cpu-1x1"), num_nodes=9999, devices_per_node=per_machine)
-    return replace(Side.of(replica, shape, ModelRequest(**asked), hardware, cluster), backend=made)
+    return replace(ReplicaCosts.of(replica, shape, ModelRequest(**asked), hardware, cluster), backend=made)
 
 
 def named(parts):

@@ -16,14 +16,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hflow.backends.base import Generated, ModelSettings, SamplingParams
 from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.interface import Generated, ModelSettings, SamplingParams
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.workers.effects import Effects
-from hflow.workers.engine_driver import EngineDriver
-from hflow.workers.episode import EpisodeEngine, sample_seed
-from hflow.workers.journal import Journal
-from hflow.workers.sandboxes import Sandboxes
+from hflow.workers.generation.engine_driver import EngineDriver
+from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
+from hflow.workers.generation.journal import Journal
+from hflow.workers.generation.recorded_effects import RecordedEffects
+from hflow.workers.generation.sandboxes import Sandboxes
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789+-=_ \n\"{}[]<>/:,.'?"
 TEMPLATE = (
@@ -158,15 +158,15 @@ def shared_sandboxes() -> Sandboxes:
     return made
 
 
-def new_effects(journal: Journal | None = None) -> Effects:
+def new_effects(journal: Journal | None = None) -> RecordedEffects:
     """An episode's effects."""
-    return Effects(shared_sandboxes(), journal=journal)
+    return RecordedEffects(shared_sandboxes(), journal=journal)
 
 
 def episode(
     driver: EngineDriver,
     tokenizer: TextTokenizer,
-    effects: Effects,
+    effects: RecordedEffects,
     *,
     sample: int = 0,
     tools: str | None = None,

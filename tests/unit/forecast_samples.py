@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hflow.graph.ir import Level
-from hflow.plan.forecast import (
+from hflow.planner.forecast import (
     CycleStep,
     EdgeTraffic,
     Forecast,
@@ -20,9 +20,9 @@ from hflow.plan.forecast import (
     Slot,
     StepTraffic,
 )
-from hflow.plan.hardware import Device, Hardware, Link
-from hflow.plan.ir import EdgeRule, Plan, ScheduledNode, WeightRoute
-from hflow.plan.workload import Workload
+from hflow.planner.hardware import Device, Hardware, Link
+from hflow.planner.ir import EdgeRule, Plan, ScheduledNode, WeightRoute
+from hflow.planner.workload import Workload
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

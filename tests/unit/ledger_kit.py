@@ -12,13 +12,13 @@ from typing import Any
 from state_driver import Generating, World
 from state_script import grpo
 
-from hflow.plan.ir import Level, Schedule
+from hflow.planner.ir import Level, Schedule
 from hflow.runtime import events as ev
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.ledger.header import bare_header
-from hflow.runtime.ledger.opened import open_ledger
 from hflow.runtime.ledger.query import select
-from hflow.workers.base import ComputeReady, SampleReady
+from hflow.runtime.ledger.schema import open_ledger
+from hflow.workers.interface import ComputeReady, SampleReady
 
 
 class LedgerWorld(World):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hflow.backends.attention import PackedLayout
-from hflow.backends.base import ModelSettings
+from hflow.backends.interface import ModelSettings
+from hflow.backends.packed_attention import PackedLayout
 from hflow.backends.torch_model.heads import ScalarHead, save_head
 
 VOCAB = 300

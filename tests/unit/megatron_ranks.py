@@ -11,7 +11,7 @@ import megatron_kit as kit
 import torch
 import torch.distributed as dist
 
-from hflow.backends.base import Seat
+from hflow.backends.interface import RankPosition
 from hflow.backends.megatron.device import prepare
 
 prepare("cpu")
@@ -26,11 +26,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate  # noqa: E402
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
-from hflow.backends.megatron import weights  # noqa: E402
-from hflow.backends.megatron.grid import Grid  # noqa: E402
+from hflow.backends.megatron import weight_export as weights  # noqa: E402
+from hflow.backends.megatron.hf_export import save  # noqa: E402
 from hflow.backends.megatron.model import Stage, build  # noqa: E402
-from hflow.backends.megatron.save import save  # noqa: E402
-from hflow.backends.megatron.weights import held_blocks, named_weights  # noqa: E402
+from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
+from hflow.backends.megatron.weight_export import held_blocks, named_weights  # noqa: E402
 
 
 def run(rank: int, path: Path) -> None:
@@ -48,7 +48,8 @@ def run(rank: int, path: Path) -> None:
                 compute(case, groups[ranks], path)
     side_by_side(groups, rank, path)
     torch.save(
-        [coordinates(Grid.of(Seat(groups[kit.ALL], *sizes))) for sizes in kit.GRIDS], path / f"{rank}.pt"
+        [coordinates(ParallelState.of(RankPosition(groups[kit.ALL], *sizes))) for sizes in kit.GRIDS],
+        path / f"{rank}.pt",
     )
     dist.barrier()
     dist.destroy_process_group()
@@ -56,7 +57,7 @@ def run(rank: int, path: Path) -> None:
 
 def compute(case: kit.Case, group: Any, path: Path) -> None:
     """Outputs, gradients and exported weights of a case."""
-    stage = build(kit.settings(case, path), Grid.of(Seat(group, *case.layout)))
+    stage = build(kit.settings(case, path), ParallelState.of(RankPosition(group, *case.layout)))
     ddp = DistributedDataParallel(
         stage.config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True),
@@ -135,7 +136,7 @@ def loss(stage: Stage, pack: kit.Pack, hidden: torch.Tensor, outputs: list[torch
     return total, torch.tensor(int(len(outputs) == 1)), {}
 
 
-def coordinates(grid: Grid) -> dict[str, Any]:
+def coordinates(grid: ParallelState) -> dict[str, Any]:
     """Where a rank is, and the ranks of its groups."""
     names = ("tp", "dp", "pp", "mp", "tp_dp_cp", "intra_dist_opt")
     ranks = {name: dist.get_process_group_ranks(getattr(grid.groups, name)) for name in names}
@@ -148,8 +149,12 @@ def side_by_side(groups: dict[tuple[int, ...], Any], rank: int, path: Path) -> N
     """An actor and a critic of other layouts on the same two ranks, in turns."""
     if rank not in kit.FIRST:
         return
-    actor = build(kit.settings(kit.CASES["qwen2 t2"], path), Grid.of(Seat(groups[kit.FIRST], 1, 2, 1)))
-    critic = build(kit.settings(kit.CASES["value t2"], path), Grid.of(Seat(groups[kit.FIRST], 1, 1, 2)))
+    actor = build(
+        kit.settings(kit.CASES["qwen2 t2"], path), ParallelState.of(RankPosition(groups[kit.FIRST], 1, 2, 1))
+    )
+    critic = build(
+        kit.settings(kit.CASES["value t2"], path), ParallelState.of(RankPosition(groups[kit.FIRST], 1, 1, 2))
+    )
     for name, stage in (("actor", actor), ("critic", critic), ("actor again", actor)):
         outputs = forward(stage, kit.packs())
         if stage.grid.is_head:

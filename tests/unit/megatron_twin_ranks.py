@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch_kit as kit
 
-from hflow.backends.base import Seat, TrainShard
-from hflow.backends.common.cutting import Minibatch
 from hflow.backends.common.inputs import prepare as prepare_batch
+from hflow.backends.common.microbatches import Minibatch
+from hflow.backends.interface import RankPosition, TrainShard
 from hflow.backends.megatron.device import prepare
 from hflow.data.batch import Column
 from hflow.errors import HflowError
@@ -25,8 +25,8 @@ from hflow.types import Unit
 prepare("cpu")
 
 from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
-from hflow.backends.megatron.grid import Grid  # noqa: E402
-from hflow.backends.megatron.inputs import share_out  # noqa: E402
+from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
+from hflow.backends.megatron.runner import share_out  # noqa: E402
 
 Groups = dict[tuple[int, ...], Any]
 
@@ -44,7 +44,7 @@ def run(rank: int, path: Path, act: Callable[[int, Path, Groups], None]) -> None
 
 def model(twin: twins.Twin, path: Path, group: Any, **changes: Any) -> MegatronModel:
     settings = dataclasses.replace(kit.SETTINGS, **twins.settings(twin, path / "checkpoint") | changes)
-    return MegatronModel(settings, Seat(group, twin.data, twin.tensor, twin.pipe))
+    return MegatronModel(settings, RankPosition(group, twin.data, twin.tensor, twin.pipe))
 
 
 def place(twin: twins.Twin, group: Any) -> tuple[int, bool]:
@@ -150,7 +150,7 @@ def infer_twin(twin: twins.Twin, group: Any, path: Path) -> None:
 
 def receive(group: Any, path: Path) -> None:
     """What each of four ranks gets of its head's minibatches."""
-    grid = Grid.of(Seat(group, data=1, tensor=2, pipe=2))
+    grid = ParallelState.of(RankPosition(group, data=1, tensor=2, pipe=2))
     whole = prepare_batch(twins.batch(), "lm")
     mine = [Minibatch((whole.take([0, 1]), whole.take([2])), 3, {Unit.TOKEN: 7})] if grid.is_head else None
     torch.save(share_out(grid, mine, torch.device("cpu")), path / f"received.{group.rank()}.pt")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch_kit as kit
 
-from hflow.backends.base import Call, TrainShard
+from hflow.backends.interface import NodeCall, TrainShard
 from hflow.data.batch import Batch, Column
 from hflow.types import Unit
 
@@ -33,7 +33,7 @@ def pairs(out: Any, seqs: Any) -> torch.Tensor:
     return -torch.nn.functional.logsigmoid(chosen - rejected)
 
 
-NODES: dict[str, tuple[Call, dict[str, Any]]] = {
+NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     "sft": (kit.call(sft, "token", [], reduce="token-mean"), {}),
     "ppo": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2), {}),
     "critic": (kit.VALUE, {"head": "value"}),
@@ -159,13 +159,13 @@ def likeliest(out: Any) -> tuple[torch.Tensor, ...]:
     return out.topk(3)
 
 
-def returning(body: Any, **units: str) -> Call:
+def returning(body: Any, **units: str) -> NodeCall:
     """A call whose results have these names and units, at a temperature of 0.7."""
     made = kit.call(body, "token", [], temperature=0.7)
     return dataclasses.replace(made, returns=tuple(units.items()))
 
 
-CALLS: dict[str, dict[str, Call]] = {
+CALLS: dict[str, dict[str, NodeCall]] = {
     "lm": {
         "several": returning(several, logprobs="token", entropy="token", of="token"),
         "topk": returning(likeliest, ids="token", likeliest="token"),

@@ -11,16 +11,16 @@ import plan_graphs as graphs
 import torch_kit as kit
 from torch.profiler import ProfilerActivity, profile
 
-from hflow.backends.base import ModelSettings, OptimSettings, Seat, TrainShard
+from hflow.backends.interface import ModelSettings, OptimSettings, RankPosition, TrainShard
 from hflow.backends.torch_model import TorchModel
 from hflow.data.batch import Batch, Column
-from hflow.plan.ir import Replica
-from hflow.plan.layout import Layout
-from hflow.plan.memory.microbatch import MicroBatch
-from hflow.plan.memory.rank import Rank
-from hflow.plan.request import ModelRequest
-from hflow.plan.shape import ModelShape, read_shape
-from hflow.plan.traits import traits
+from hflow.planner.backend_traits import traits
+from hflow.planner.ir import Replica
+from hflow.planner.layout import Layout
+from hflow.planner.memory.microbatch import MicroBatch
+from hflow.planner.memory.rank import Rank
+from hflow.planner.model_shape import ModelShape, read_shape
+from hflow.planner.request import ModelRequest
 from hflow.types import Unit
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)
@@ -100,14 +100,18 @@ def batch_of(num_sequences: int, length: int, vocab: int, seed: int = 0) -> Batc
 
 
 def real_peaks(
-    architecture: dict[str, Any], num_sequences: int, length: int, seat: Seat | None = None, **changes: Any
+    architecture: dict[str, Any],
+    num_sequences: int,
+    length: int,
+    seat: RankPosition | None = None,
+    **changes: Any,
 ) -> tuple[int, int]:
     """Bytes of a second training step and of an inference, beyond weights and optimizer state."""
     settings = ModelSettings(
         "m", trainable=True, architecture=architecture, optim=OptimSettings(lr=1e-4), **changes
     )
     model, batch = (
-        TorchModel(settings, seat or Seat()),
+        TorchModel(settings, seat or RankPosition()),
         batch_of(num_sequences, length, architecture["vocab_size"]),
     )
     shard = TrainShard((batch,))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 from state_script import publishers
 
-from hflow.plan.ir import PUBLISH_PREFIX, Level, Schedule, ScheduledNode, ScheduledStream
-from hflow.runtime.simulate import simulate
+from hflow.planner.ir import PUBLISH_PREFIX, Level, Schedule, ScheduledNode, ScheduledStream
+from hflow.runtime.simulation.simulate import simulate
 
 GROUPS = ("g0", "g1", "g2")
 MODELS = ("actor", "critic")

@@ -21,10 +21,10 @@ from hflow.graph.ir import (
     Stream,
     Where,
 )
-from hflow.launch.hardware import known_devices
-from hflow.plan.cluster import parse_cluster
-from hflow.plan.ir import ClusterSpec
-from hflow.plan.request import PlanRequest
+from hflow.launch.plan_request import known_devices
+from hflow.planner.cluster import parse_cluster
+from hflow.planner.ir import ClusterSpec
+from hflow.planner.request import PlanRequest
 from hflow.types import Unit
 
 COLUMNS = {"prompt": Unit.TEXT, "answer": Unit.TEXT}

@@ -9,12 +9,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from random import Random
 
-from hflow.plan.ir import Level, Schedule, ScheduledNode
-from hflow.plan.staleness import staleness_bound
+from hflow.planner.ir import Level, Schedule, ScheduledNode
+from hflow.planner.staleness import staleness_bound
 from hflow.runtime import events as ev
-from hflow.runtime.cadence import evaluation_due, node_fires
-from hflow.runtime.invariants import check_invariants
-from hflow.runtime.state import RunState
+from hflow.runtime.state.firing_rules import evaluation_due, node_fires
+from hflow.runtime.state.invariants import check_invariants
+from hflow.runtime.state.run_state import RunState
 
 
 @dataclass
@@ -244,7 +244,7 @@ class World:
         self._fire(what.node, what.group)
         self._complete(what.node, what.group)
 
-    def _do_RunArrivals(self, what: ev.RunArrivals) -> None:
+    def _do_RunStreamingInference(self, what: ev.RunStreamingInference) -> None:
         node = self.nodes[what.node]
         assert node.group is not None
         assert not self.at_station[node.group], f"{node.group} is on {self.at_station[node.group]}"

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from state_script import publishers
 
-from hflow.plan.ir import Level, Schedule, ScheduledNode, ScheduledStream
+from hflow.planner.ir import Level, Schedule, ScheduledNode, ScheduledStream
 
 GROUPS = ("g0", "g1", "g2")
 

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from hflow.plan.ir import Level, Schedule, ScheduledNode, ScheduledStream
+from hflow.planner.ir import Level, Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
-from hflow.runtime.invariants import check_invariants
-from hflow.runtime.state import RunState
+from hflow.runtime.state.invariants import check_invariants
+from hflow.runtime.state.run_state import RunState
 
 ENGINE = "actor@gen"
 
@@ -75,7 +75,7 @@ def spell(what: ev.Instruction) -> str:
             return f"open {stream} {number}"
         case ev.RunSample(node, key) | ev.RunGroup(node, key) | ev.RunBatch(node, key):
             return f"{node} {key}"
-        case ev.RunArrivals(node, _, keys):
+        case ev.RunStreamingInference(node, _, keys):
             return f"{node} on {' '.join(map(str, keys))}"
         case ev.Refuse(_, _, samples, node, reason):
             return f"refuse {' '.join(map(str, samples))} {node} {reason}"
@@ -163,7 +163,7 @@ class Script:
                 return []
             case ev.RunSample(node, key) | ev.RunGroup(node, key) | ev.RunBatch(node, key):
                 return [ev.NodeDone(node, key)]
-            case ev.RunArrivals(node, _, keys):
+            case ev.RunStreamingInference(node, _, keys):
                 return [ev.NodeDone(node, key) for key in keys]
             case ev.Publish(replica, version):
                 return [ev.Published(replica, version)]

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 from state_driver import Generating, World
 
-from hflow.plan.ir import Schedule, ScheduledNode, ScheduledStream
+from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
-from hflow.runtime.sample_graph import SampleGraph
+from hflow.runtime.state.groups import SampleDependencies
 
-STATIC = (Schedule, ScheduledStream, SampleGraph)
+STATIC = (Schedule, ScheduledStream, SampleDependencies)
 
 
 @dataclass

@@ -1,10 +1,10 @@
 """Staleness of samples, by hand."""
 
-from hflow.runtime.ages import Ages
+from hflow.runtime.execution.step_metrics import StalenessMetrics
 
 
 def test_a_lag_has_a_part_in_flight_and_one_in_the_queue() -> None:
-    ages = Ages()
+    ages = StalenessMetrics()
     ages.arrive(0, 3, 3)
     ages.arrive(1, 2, 4)
     ages.arrive(2, 5, 5)
@@ -27,7 +27,7 @@ def test_a_lag_has_a_part_in_flight_and_one_in_the_queue() -> None:
 
 
 def test_what_left_is_forgotten() -> None:
-    ages = Ages()
+    ages = StalenessMetrics()
     ages.arrive(0, 0, 0)
     ages.forget((0, 7))
     assert ages.bind((0,), 1) == {}

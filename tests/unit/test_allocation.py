@@ -13,12 +13,12 @@ from plan_graphs import ema, grpo, infer, ppo, request
 from hflow.config import load_config
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph, ModelSpec, Node
-from hflow.launch.compiled import compile_recipe
-from hflow.plan.allocation import allocate
-from hflow.plan.compile import compile_plan
-from hflow.plan.groups import device_ranges
-from hflow.plan.ir import Plan
-from hflow.plan.request import ModelRequest
+from hflow.launch.compile import compile_recipe
+from hflow.planner.compile import compile_plan
+from hflow.planner.ir import Plan
+from hflow.planner.placement.allocation import allocate
+from hflow.planner.placement.device_groups import device_ranges
+from hflow.planner.request import ModelRequest
 
 ROOT = Path(__file__).parents[2]
 

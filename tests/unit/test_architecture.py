@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch_kit as kit
 
-from hflow.backends.architecture import max_length, read_config
-from hflow.backends.base import ModelSettings
+from hflow.backends.hf_config import max_length, read_config
+from hflow.backends.interface import ModelSettings
 from hflow.errors import BackendError
 
 

@@ -11,19 +11,19 @@ from test_prefixes import apart, shared_batch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hflow.backends.base import Seat
+from hflow.backends.interface import RankPosition
 from hflow.data.batch import Batch
-from hflow.data.prefixes import share_prefixes
-from hflow.launch.factories import FACTORIES
-from hflow.plan.shape import FAMILIES
-from hflow.plan.traits import TRAITS
+from hflow.data.shared_prefix import share_prefixes
+from hflow.launch.registry import FACTORIES
+from hflow.planner.backend_traits import TRAITS
+from hflow.planner.model_shape import FAMILIES
 
 TRAINED = [name for name, facts in TRAITS.items() if facts.kind == "train"]
 
 
 def rows_computed(backend: str, batch: Batch) -> int:
     """Rows that go through each layer in a forward."""
-    model = FACTORIES[backend](dataclasses.replace(kit.SETTINGS, trainable=False), Seat())
+    model = FACTORIES[backend](dataclasses.replace(kit.SETTINGS, trainable=False), RankPosition())
     hidden, rows = kit.ARCHITECTURE["hidden_size"], list[int]()
 
     def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -51,6 +51,6 @@ def test_prompts_that_a_group_shares_are_computed_once(backend: str) -> None:
 
 
 def test_megatron_builds_the_families_that_it_is_planned_for() -> None:
-    from hflow.backends.megatron.sizes import FAMILIES as BUILT
+    from hflow.backends.megatron.model_dims import FAMILIES as BUILT
 
     assert set(BUILT) == set(FAMILIES) == set(TRAITS["megatron"].families or ())

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hflow.data.batch import Batch, Column
-from hflow.data.binding import bind, sequences_of, unpack
-from hflow.data.row_binding import bind_rows, unpack_rows
+from hflow.data.batch_arguments import bind, sequences_of, unpack
+from hflow.data.row_arguments import bind_rows, unpack_rows
 from hflow.errors import RecipeError, RunError
 from hflow.graph.ir import Read
 from hflow.types import Output, Unit

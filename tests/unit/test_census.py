@@ -1,6 +1,6 @@
 """Episodes of all workers, by state."""
 
-from hflow.runtime.census import Census
+from hflow.runtime.execution.step_metrics import EpisodeCounts
 
 
 def states(generating: int, in_tools: int, ended: int) -> dict[str, int]:
@@ -8,7 +8,7 @@ def states(generating: int, in_tools: int, ended: int) -> dict[str, int]:
 
 
 def test_the_last_reports_of_all_workers_are_summed() -> None:
-    census = Census()
+    census = EpisodeCounts()
     census.reported(0, states(4, 1, 10))
     census.reported(1, states(2, 0, 5))
     census.reported(0, states(3, 2, 12))
@@ -17,7 +17,7 @@ def test_the_last_reports_of_all_workers_are_summed() -> None:
 
 
 def test_a_row_has_means_over_the_reports_and_those_that_ended_since_the_last_row() -> None:
-    census = Census()
+    census = EpisodeCounts()
     census.has_turns = True
     census.reported(0, states(4, 0, 1))
     census.reported(1, states(2, 1, 2))
@@ -35,6 +35,6 @@ def test_a_row_has_means_over_the_reports_and_those_that_ended_since_the_last_ro
 
 
 def test_episodes_of_one_turn_have_no_row() -> None:
-    census = Census()
+    census = EpisodeCounts()
     census.reported(0, states(4, 0, 1))
     assert census.close() == {}

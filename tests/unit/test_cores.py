@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from hflow.errors import ConfigError, HflowError
-from hflow.launch.compiled import plan
-from hflow.plan.ir import ClusterSpec
+from hflow.launch.compile import plan
+from hflow.planner.ir import ClusterSpec
 from hflow.report.plan_text.header import cluster_line
 
 RECIPE = "recipes/grpo.py"
@@ -46,7 +46,7 @@ def test_what_cannot_be_bound_is_refused(change: list[str], reason: str) -> None
 
 CHILD = """
 import os, threading, torch
-from hflow.workers.cores import bind_cores
+from hflow.workers.process_setup import bind_cores
 begun, bound, seen = threading.Event(), threading.Event(), []
 def look():
     begun.set()

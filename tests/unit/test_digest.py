@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hflow.errors import RunError
-from hflow.plan.slices import Slice
-from hflow.runtime.commits import commit
-from hflow.types.boxes import Box
-from hflow.workers.base import Loaded
-from hflow.workers.digest import MODULUS, MOST_ENTRIES, digest_of, slice_digest, tensor_digest
-from hflow.workers.weights import Content
+from hflow.planner.weights.weight_slices import Slice
+from hflow.runtime.execution.engine_control import commit
+from hflow.types.tensor_slices import Box
+from hflow.workers.interface import WeightsLoaded
+from hflow.workers.weights.buckets import Content
+from hflow.workers.weights.checksum import MODULUS, MOST_ENTRIES, digest_of, slice_digest, tensor_digest
 
 SHAPES = [(), (7,), (5, 3), (4, 3, 2), (1, 6), (0, 3)]
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64]
@@ -128,10 +128,10 @@ def test_dtype_and_shape_count():
 
 
 def test_a_version_is_committed_when_all_ranks_hold_what_was_sent():
-    assert commit("actor@gen", 3, Loaded()) is None
-    assert commit("actor@gen", 3, Loaded(8, (255, 255), (255, 255))) == "00000000000000ff"
+    assert commit("actor@gen", 3, WeightsLoaded()) is None
+    assert commit("actor@gen", 3, WeightsLoaded(8, (255, 255), (255, 255))) == "00000000000000ff"
     with pytest.raises(RunError) as refused:
-        commit("actor@gen", 3, Loaded(8, (255, 255), (255, 254)))
+        commit("actor@gen", 3, WeightsLoaded(8, (255, 255), (255, 254)))
     assert str(refused.value) == (
         "actor@gen does not hold the weights of version 3: their digest was 00000000000000ff where they were "
         "taken, and is 00000000000000fe in the engine"

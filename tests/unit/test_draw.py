@@ -10,10 +10,10 @@ from plan_graphs import agent, changed, ema, grpo, ppo, request, sft
 
 from hflow.graph.draw import to_dot, to_mermaid
 from hflow.graph.ir import Edge, EdgeKind, Graph
-from hflow.plan.compile import compile_plan
-from hflow.plan.ir import Plan
-from hflow.plan.request import ModelRequest
-from hflow.report.plan_drawing import plan_dot, plan_mermaid
+from hflow.planner.compile import compile_plan
+from hflow.planner.ir import Plan
+from hflow.planner.request import ModelRequest
+from hflow.report.graph_text import plan_dot, plan_mermaid
 
 STRING = r'"(?:[^"\\]|\\.)*"'
 ATTRIBUTE = rf"\w+=(?:\w+|{STRING})"

@@ -28,7 +28,7 @@ from hflow import (
     use,
 )
 from hflow.dsl import Option
-from hflow.dsl.values import conform, type_text
+from hflow.dsl.value_types import conform, type_text
 from hflow.errors import RecipeError
 from hflow.graph.ir import Knob, Level, NodeSpec, Parameter, Returned
 from hflow.types import Unit

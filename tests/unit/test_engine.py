@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.base import Generated, ModelSettings, SamplingParams
 from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.interface import Generated, ModelSettings, SamplingParams
 from hflow.errors import BackendError, ConfigError
 
 VOCAB = 32

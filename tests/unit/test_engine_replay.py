@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_engine import PROMPTS, full_logprobs, generate, reference, run, settings
 
-from hflow.backends.base import SamplingParams
 from hflow.backends.embedded_engine.replay import Draws, RecordingEngine, ReplayingEngine
+from hflow.backends.interface import SamplingParams
 from hflow.errors import RunError
 
 DRAWN = [SamplingParams(max_tokens=6, seed=seed) for seed in range(len(PROMPTS))]

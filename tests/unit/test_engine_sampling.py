@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hflow.backends.base import SamplingParams
-from hflow.backends.embedded_engine.sampling import SamplingRows, draw
-from hflow.backends.embedded_engine.uniform import seed_words, uniforms
+from hflow.backends.embedded_engine.sampling import SamplingRows, draw, seed_words, uniforms
+from hflow.backends.interface import SamplingParams
 
 CPU = torch.device("cpu")
 PROBABILITIES = [0.4, 0.05, 0.3, 0.25]

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.backends.embedded_engine.cache import KVCache, padded_length
-from hflow.backends.embedded_engine.slots import Band, arrange, bands, outgrows_band
+from hflow.backends.embedded_engine.cache import Band, KVCache, arrange, bands, outgrows_band, padded_length
 
 
 @st.composite

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import plan_graphs as graphs
 import pytest
 
-from hflow.plan.compile import compile_plan
-from hflow.plan.request import ModelRequest
-from hflow.workers.environment import environment
-from hflow.workers.ray_cluster import Reservation, by_machine
+from hflow.planner.compile import compile_plan
+from hflow.planner.request import ModelRequest
+from hflow.workers.process_setup import environment
+from hflow.workers.ray.ray_cluster import Reservation, by_machine
 
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from episode_kit import Gated, driving, model_settings, new_effects, until
 
-from hflow.backends.base import ModelSettings, SamplingParams
 from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.interface import ModelSettings, SamplingParams
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, RunError
 from hflow.types import Engine, Trajectory
-from hflow.workers.engine_driver import EngineDriver
-from hflow.workers.episode import EpisodeEngine, sample_seed
+from hflow.workers.generation.engine_driver import EngineDriver
+from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
 
 ALPHABET = "0123456789+= abcdefghijklmnop[]\n"
 TEMPLATE = (

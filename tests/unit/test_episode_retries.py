@@ -10,8 +10,8 @@ import torch
 import worker_kit as kit
 
 from hflow.types import Engine, Trajectory
-from hflow.workers.base import Failed, SampleReady, WorkerEvent, WorkerSetup
 from hflow.workers.inproc import InprocWorkers
+from hflow.workers.interface import Failed, SampleReady, WorkerEvent, WorkerSetup
 
 GEN = "actor_gen"
 FIELDS = ("input_ids", "behav_logprobs", "versions", "completion")

@@ -11,9 +11,9 @@ import torch
 import worker_kit as kit
 
 from hflow.types import Engine, EpisodeState, Trajectory
-from hflow.workers.base import Failed, GroupOrder, SampleReady, WorkerSetup
+from hflow.workers.generation.journal import Journal
 from hflow.workers.inproc import InprocWorkers
-from hflow.workers.journal import Journal
+from hflow.workers.interface import Failed, GroupOrder, SampleReady, WorkerSetup
 
 GEN = "actor_gen"
 FIELDS = ("input_ids", "loss_mask", "behav_logprobs", "versions", "completion")
@@ -107,10 +107,10 @@ def test_a_worker_gives_up_groups_that_another_goes_on_with(
 
     async def work(workers: InprocWorkers) -> tuple[list[list[Any]], int]:
         await left(workers)
-        assert await workers.give_up(0, GEN, [7]) == []
-        given = await workers.give_up(0, GEN, [0, 1])
+        assert await workers.detach_groups(0, GEN, [7]) == []
+        given = await workers.detach_groups(0, GEN, [0, 1])
         assert [(order.group, order.samples) for order in given] == [(0, (0, 1)), (1, (2, 3))]
-        assert await workers.give_up(0, GEN, [0, 1]) == []
+        assert await workers.detach_groups(0, GEN, [0, 1]) == []
         monkeypatch.setitem(globals(), "_open", True)
         await workers.open_groups(0, given)
         await workers.wake("actor@gen", 1)

@@ -7,8 +7,8 @@ import pytest
 
 from hflow.dsl import bind, load_recipe
 from hflow.graph.build import build_graph
+from hflow.graph.edges import behind_batch, largest_lag, same_step
 from hflow.graph.ir import Edge, EdgeKind, Graph, Read, Stream
-from hflow.graph.lags import behind_batch, largest_lag, same_step
 from hflow.graph.render import stages
 from hflow.types import Unit
 

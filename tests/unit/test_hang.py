@@ -8,21 +8,21 @@ from traceback import FrameSummary
 
 import pytest
 
-from hflow.plan.ir import Replica
-from hflow.plan.layout import Layout
-from hflow.workers.blame import shown
-from hflow.workers.hang import Call, report, waiting
-from hflow.workers.standing import Standing, StrandedError, Watch, awaited
+from hflow.planner.ir import Replica
+from hflow.planner.layout import Layout
+from hflow.workers.error_location import shown
+from hflow.workers.hangs.hang_report import WorkerCall, report, waiting
+from hflow.workers.hangs.stack_probe import StackProbe, StackSnapshot, StrandedError, awaited
 
 TITLE = "node 'learn', step 2"
 WORKERS = (4, 5, 6)
 REPLICA = Replica("actor@train", "actor", "train", "torch", Layout(3), "train", WORKERS, WORKERS)
-CALL = Call(TITLE, "running node 'learn' of step 2", WORKERS, REPLICA)
+CALL = WorkerCall(TITLE, "running node 'learn' of step 2", WORKERS, REPLICA)
 C10D = "/lib/torch/distributed/distributed_c10d.py"
 
 
-def at(place: str, waits: str = "", doing: str = TITLE, **counts: int) -> Standing:
-    return Standing(doing, place, waits, counts)
+def at(place: str, waits: str = "", doing: str = TITLE, **counts: int) -> StackSnapshot:
+    return StackSnapshot(doing, place, waits, counts)
 
 
 def test_a_rank_at_another_node_is_missing() -> None:
@@ -38,7 +38,7 @@ def test_a_rank_at_another_node_is_missing() -> None:
 
 
 def test_several_ranks_are_missing() -> None:
-    standings = {4: None, 5: at("f (x.py:1)", "barrier"), 6: Standing()}
+    standings = {4: None, 5: at("f (x.py:1)", "barrier"), 6: StackSnapshot()}
     assert report(CALL, 0.5, standings) == (
         "node 'learn', step 2: worker 4 (rank 0 of actor@train) did not join within 0.5 s: it does not "
         "answer, as its process is stopped or its interpreter is held; nor did worker 6 (rank 2 of "
@@ -90,7 +90,7 @@ def test_a_handle_that_is_waited_for() -> None:
 
 
 def test_a_thread_is_placed_in_the_file_of_its_body() -> None:
-    watch, entered, leave = Watch(dict), threading.Event(), threading.Event()
+    watch, entered, leave = StackProbe(dict), threading.Event(), threading.Event()
 
     def body() -> None:
         entered.set()
@@ -107,12 +107,12 @@ def test_a_thread_is_placed_in_the_file_of_its_body() -> None:
     leave.set()
     thread.join()
     line = body.__code__.co_firstlineno + 2
-    assert standing == Standing(TITLE, f"body ({shown(__file__)}:{line})", "", {})
-    assert watch.standing() == Standing()
+    assert standing == StackSnapshot(TITLE, f"body ({shown(__file__)}:{line})", "", {})
+    assert watch.standing() == StackSnapshot()
 
 
 def test_an_error_of_a_body_stays_what_it_is() -> None:
-    with pytest.raises(RuntimeError, match="by request") as error, Watch(dict).at(TITLE):
+    with pytest.raises(RuntimeError, match="by request") as error, StackProbe(dict).at(TITLE):
         raise RuntimeError("by request")
     assert not isinstance(error.value, StrandedError)
 

@@ -12,13 +12,12 @@ from hflow.config.compose import config_dir
 from hflow.dsl.load import load_recipe
 from hflow.errors import ConfigError, HflowError, NotYetError, PlanError
 from hflow.graph.build import build_graph
-from hflow.launch.compiled import compile_recipe
-from hflow.launch.hardware import cluster_hardware, known_devices, known_links
-from hflow.launch.limits import refuse_unrunnable
-from hflow.launch.models import model_settings
-from hflow.launch.planning import plan_request
-from hflow.plan.request import PlanRequest
-from hflow.plan.shape import num_parameters, read_shape
+from hflow.launch.compile import compile_recipe
+from hflow.launch.model_settings import model_settings
+from hflow.launch.plan_request import cluster_hardware, known_devices, known_links, plan_request
+from hflow.launch.unsupported import refuse_unrunnable
+from hflow.planner.model_shape import num_parameters, read_shape
+from hflow.planner.request import PlanRequest
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GRPO, PPO = RECIPES / "grpo.py", RECIPES / "ppo.py"
@@ -216,8 +215,8 @@ def test_a_model_by_name_has_the_published_number_of_parameters(name: str, count
 
 
 def test_a_model_by_name_is_one_that_transformers_builds():
-    from hflow.backends.architecture import read_config
-    from hflow.backends.base import ModelSettings
+    from hflow.backends.hf_config import read_config
+    from hflow.backends.interface import ModelSettings
 
     for name in PUBLISHED:
         architecture = yaml.safe_load((config_dir() / "model" / f"{name}.yaml").read_text())["architecture"]

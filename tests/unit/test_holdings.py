@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from hflow.runtime.holdings import Holdings
+from hflow.runtime.execution.data_locations import DataLocations
 
 FIRST, SECOND = (0, 1, 2, 3), (4, 5, 6, 7)
 
 
-def two_batches() -> Holdings:
+def two_batches() -> DataLocations:
     """Samples on workers 5 (even ones) and 6; worker 0 made `ref` of all of them."""
-    holdings = Holdings()
+    holdings = DataLocations()
     for sample in (*FIRST, *SECOND):
         holdings.arrive(sample, 5 + sample % 2, length=10 * sample)
     for batch in (FIRST, SECOND):

@@ -8,22 +8,22 @@ from collections.abc import Mapping
 import pytest
 
 from hflow.errors import RunError
-from hflow.workers.hang import Call
-from hflow.workers.inquiry import Inquiry, WorkerDiedError
-from hflow.workers.standing import Standing, StrandedError
+from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
+from hflow.workers.hangs.hang_report import WorkerCall
+from hflow.workers.hangs.stack_probe import StackSnapshot, StrandedError
 
 TITLE = "node 'learn', step 2"
-CALL = Call(TITLE, "running node 'learn' of step 2", (0, 1))
+CALL = WorkerCall(TITLE, "running node 'learn' of step 2", (0, 1))
 TIMEOUT = 0.5
 DIED = WorkerDiedError("worker 0 died while running node 'learn' of step 2: killed")
 
 
-def waits(count: int = 5) -> Standing:
-    return Standing(TITLE, "f (x.py:1)", "all_reduce", {"all": count})
+def waits(count: int = 5) -> StackSnapshot:
+    return StackSnapshot(TITLE, "f (x.py:1)", "all_reduce", {"all": count})
 
 
-def computes(count: int = 4) -> Standing:
-    return Standing(TITLE, "g (x.py:2)", "", {"all": count})
+def computes(count: int = 4) -> StackSnapshot:
+    return StackSnapshot(TITLE, "g (x.py:2)", "", {"all": count})
 
 
 Answer = tuple[float, object]
@@ -38,11 +38,13 @@ async def _answer(answer: Answer) -> object:
     return what
 
 
-def outcome(answers: Mapping[int, Answer], probed: Mapping[int, list[Standing | Exception | None]]) -> object:
+def outcome(
+    answers: Mapping[int, Answer], probed: Mapping[int, list[StackSnapshot | Exception | None]]
+) -> object:
     """What collecting these answers returns, where workers say these things when asked, the last for good."""
     left = {worker: list(said) for worker, said in probed.items()}
 
-    async def probe(worker: int) -> Standing | None:
+    async def probe(worker: int) -> StackSnapshot | None:
         said = left[worker].pop(0) if len(left[worker]) > 1 else left[worker][0]
         if isinstance(said, Exception):
             raise said
@@ -50,12 +52,12 @@ def outcome(answers: Mapping[int, Answer], probed: Mapping[int, list[Standing | 
 
     async def collect() -> list[object]:
         sent = {worker: _answer(answer) for worker, answer in answers.items()}
-        return await Inquiry(CALL, probe, TIMEOUT).collect(sent)
+        return await HangDetector(CALL, probe, TIMEOUT).collect(sent)
 
     return asyncio.run(collect())
 
 
-def error(answers: Mapping[int, Answer], probed: Mapping[int, list[Standing | Exception | None]]) -> str:
+def error(answers: Mapping[int, Answer], probed: Mapping[int, list[StackSnapshot | Exception | None]]) -> str:
     with pytest.raises(RunError) as failure:
         outcome(answers, probed)
     return str(failure.value)

@@ -27,14 +27,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hflow import sandbox
-from hflow.backends.base import Generated
+from hflow.backends.interface import Generated
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import EpisodeError
 from hflow.types import EpisodeState, Trajectory
-from hflow.workers.effects import Effects
-from hflow.workers.engine_driver import EngineDriver
-from hflow.workers.episode import EpisodeEngine
-from hflow.workers.journal import Effect, Journal
+from hflow.workers.generation.engine_driver import EngineDriver
+from hflow.workers.generation.episode_engine import EpisodeEngine
+from hflow.workers.generation.journal import Effect, Journal
+from hflow.workers.generation.recorded_effects import RecordedEffects
 
 one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)
 plain = pytest.fixture(episode_kit.plain_tokenizer, scope="module")
@@ -68,8 +68,8 @@ def play(
     plain: TextTokenizer,
     journal: Journal | None = None,
     body: Callable[[EpisodeEngine], Any] = body,
-) -> tuple[Any, Effects]:
-    async def main() -> tuple[Any, Effects]:
+) -> tuple[Any, RecordedEffects]:
+    async def main() -> tuple[Any, RecordedEffects]:
         effects = new_effects(journal)
         result = await body(episode(driver, plain, effects, tools="[]"))
         effects.finish()
@@ -242,7 +242,7 @@ def test_an_episode_is_interrupted_in_every_state(plain: TextTokenizer) -> None:
     gated = Gated(model_settings(plain.num_tokens), {"max_model_len": 1000}, None, plain.decode)
     census: Counter[EpisodeState] = Counter()
 
-    async def nap(driver: EngineDriver, effects: Effects, state: EpisodeState) -> None:
+    async def nap(driver: EngineDriver, effects: RecordedEffects, state: EpisodeState) -> None:
         assert effects.watch.state is state
         assert {s: n for s, n in census.items() if n} == {state: 1}
         driver.interrupt()
@@ -253,7 +253,7 @@ def test_an_episode_is_interrupted_in_every_state(plain: TextTokenizer) -> None:
         driver.resume()
 
     async def main(driver: EngineDriver) -> Trajectory:
-        effects = Effects(shared_sandboxes(), census)
+        effects = RecordedEffects(shared_sandboxes(), census)
         engine = episode(driver, plain, effects)
         await nap(driver, effects, EpisodeState.PENDING)
         effects.watch.begin()

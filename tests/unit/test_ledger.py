@@ -16,7 +16,7 @@ from hflow.errors import ConfigError, RunError
 from hflow.runtime import events as ev
 from hflow.runtime.ledger import audit, rewind, writer
 from hflow.runtime.ledger.query import count, select
-from hflow.runtime.ledger.story import tell
+from hflow.runtime.ledger.sample_history import tell
 
 
 @pytest.fixture

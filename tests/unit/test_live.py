@@ -4,8 +4,7 @@ import math
 import pytest
 from rich.console import Console
 
-from hflow.report.live import LiveDisplay, LiveRow, PlainDisplay, open_display
-from hflow.report.spark import sparkline
+from hflow.report.live import LiveDisplay, LiveRow, PlainDisplay, open_display, sparkline
 
 
 def shown(live: bool | None, terminal: bool, rows: list[LiveRow]) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from hflow import launch
 from hflow.errors import ConfigError, HflowError, PlanError, RecipeError
-from hflow.plan.diff import Effect
+from hflow.planner.diff import Effect
 
 RECIPE = '''"""GRPO, as small as it gets."""
 

@@ -11,21 +11,21 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hflow.backends.base import ModelSettings, Seat
+from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
-from hflow.backends.megatron.mapping import Place
-from hflow.backends.megatron.sizes import check_split, read_sizes
+from hflow.backends.megatron.hf_mapping import Place
+from hflow.backends.megatron.model_dims import check_split, read_sizes
 from hflow.errors import BackendError
 
 prepare("cpu")
 
-from hflow.backends.megatron.grid import Grid  # noqa: E402
 from hflow.backends.megatron.model import build  # noqa: E402
+from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
 
 
 def refused(message: str, architecture: dict[str, Any], **changes: Any) -> None:
     with pytest.raises(BackendError, match=message) as error:
-        build(ModelSettings("actor", architecture=architecture, **changes), Grid.of(Seat()))
+        build(ModelSettings("actor", architecture=architecture, **changes), ParallelState.of(RankPosition()))
     assert "\n" not in str(error.value)
 
 
@@ -83,7 +83,10 @@ def test_key_value_heads_that_cannot_be_shared_nor_repeated_are_refused():
 
 def test_a_process_alone_is_a_grid_of_one():
     """Also for a replica whose ranks it hosts all."""
-    one, all_of_four = Grid.of(Seat()), Grid.of(Seat(None, data=2, tensor=2))
+    one, all_of_four = (
+        ParallelState.of(RankPosition()),
+        ParallelState.of(RankPosition(None, data=2, tensor=2)),
+    )
     for grid in (one, all_of_four):
         assert (grid.data, grid.tensor, grid.pipe, grid.d, grid.t, grid.p) == (1, 1, 1, 0, 0, 0)
         assert grid.is_first_stage
@@ -95,7 +98,10 @@ def test_a_process_alone_is_a_grid_of_one():
 
 def test_building_leaves_the_random_state_alone():
     state = torch.get_rng_state()
-    build(ModelSettings("actor", architecture=kit.QWEN2, sequence_parallel=True), Grid.of(Seat()))
+    build(
+        ModelSettings("actor", architecture=kit.QWEN2, sequence_parallel=True),
+        ParallelState.of(RankPosition()),
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -114,7 +120,7 @@ import torch
 torch.cuda.is_available = lambda: True
 torch.cuda.current_device = lambda: 0
 from hflow.backends.megatron.device import prepare
-print(prepare("cuda"), "hflow.backends.megatron.shim" in sys.modules)
+print(prepare("cuda"), "hflow.backends.megatron.cpu_shim" in sys.modules)
 linear = sys.modules["megatron.core.tensor_parallel.layers"].ColumnParallelLinear
 print("__cpu_as_cuda__" in linear.__init__.__code__.co_names, "cuda" in linear.__init__.__code__.co_names)
 try:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hflow.plan.layout import Layout, RankOrder
+from hflow.planner.layout import Layout, RankOrder
 
 
 @pytest.fixture(scope="module")

@@ -16,37 +16,37 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from hflow.backends.base import ModelSettings, Seat
+from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
-from hflow.backends.megatron.mapping import Place, backbone_shapes, padded_vocabulary, parameters
-from hflow.backends.megatron.sizes import Sizes, check_split, read_sizes
+from hflow.backends.megatron.hf_mapping import Place, backbone_shapes, padded_vocabulary, parameters
+from hflow.backends.megatron.model_dims import ModelDims, check_split, read_sizes
 from hflow.backends.torch_model import TorchModel
 from hflow.errors import BackendError
-from hflow.plan.layout import Layout
-from hflow.plan.shape import read_shape, tensors
-from hflow.plan.sharding import held
-from hflow.plan.traits import traits
-from hflow.types.boxes import Box
+from hflow.planner.backend_traits import traits
+from hflow.planner.layout import Layout
+from hflow.planner.model_shape import read_shape, tensors
+from hflow.planner.weights.sharding import held
+from hflow.types.tensor_slices import Box
 
 prepare("cpu")
 
-from hflow.backends.megatron.grid import Grid  # noqa: E402
+from hflow.backends.megatron.checkpoint_reader import fill  # noqa: E402
+from hflow.backends.megatron.hf_export import save  # noqa: E402
 from hflow.backends.megatron.model import Stage, build  # noqa: E402
-from hflow.backends.megatron.save import save  # noqa: E402
-from hflow.backends.megatron.source import fill  # noqa: E402
-from hflow.backends.megatron.weights import named_weights  # noqa: E402
+from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
+from hflow.backends.megatron.weight_export import named_weights  # noqa: E402
 
 MEGATRON = traits("megatron")
 CASE = kit.Case("model", architecture=kit.QWEN2 | kit.UNTIED)
 
 
-def sizes_of(architecture: Mapping[str, Any], head: str = "lm") -> Sizes:
+def sizes_of(architecture: Mapping[str, Any], head: str = "lm") -> ModelDims:
     options = {key: value for key, value in architecture.items() if key != "model_type"}
     return read_sizes(AutoConfig.for_model(architecture["model_type"], **options), head)
 
 
 # ------------------------------------------------------------------------------- the plan's boxes
-def boxes(sizes: Sizes, place: Place) -> dict[str, Box]:
+def boxes(sizes: ModelDims, place: Place) -> dict[str, Box]:
     """The smallest box around what a rank holds of each tensor."""
     found: dict[str, Box] = {}
     for row in parameters(sizes, place):
@@ -108,13 +108,13 @@ def test_tensors_are_those_of_the_plan():
 
 
 @st.composite
-def divided(draw: st.DrawFn) -> tuple[Sizes, int, int]:
+def divided(draw: st.DrawFn) -> tuple[ModelDims, int, int]:
     """Sizes with numbers of tensor ranks and stages that divide them."""
     tensor = draw(st.sampled_from([1, 2, 3, 4]))
     kv = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if n % tensor == 0 or tensor % n == 0]))
     queries = draw(st.integers(1, 3)) * (tensor if kv < tensor else 1)
     head = draw(st.sampled_from(["lm", "value", "score"]))
-    sizes = Sizes(
+    sizes = ModelDims(
         num_layers=draw(st.integers(1, 5)),
         hidden=6,
         intermediate=tensor * draw(st.integers(1, 4)),
@@ -169,7 +169,7 @@ def test_padding_is_zero_and_the_rest_is_where_megatron_looks_for_it():
 
 # ------------------------------------------------------------------------------- reading and writing
 def alone(settings: ModelSettings) -> Stage:
-    return build(settings, Grid.of(Seat()))
+    return build(settings, ParallelState.of(RankPosition()))
 
 
 def weights(stage: Stage) -> dict[str, torch.Tensor]:
@@ -195,12 +195,12 @@ def test_one_file_or_many(tmp_path, shard, file_bytes):
 def test_both_backends_draw_and_save_alike(tmp_path, head):
     """Without a checkpoint; megatron reads what torch saved, and torch what megatron saved."""
     drawn = ModelSettings("actor", architecture=kit.QWEN3 | kit.UNTIED, seed=9, head=head)
-    wanted = dict(TorchModel(drawn, Seat()).weights())
+    wanted = dict(TorchModel(drawn, RankPosition()).weights())
     ours = alone(drawn)
     assert_equal(weights(ours), wanted)
     save(ours, tmp_path / "ours")
     saved = ModelSettings("actor", path=str(tmp_path / "ours"), head=head)
-    theirs = TorchModel(saved, Seat())
+    theirs = TorchModel(saved, RankPosition())
     assert_equal(dict(theirs.weights()), wanted)
     theirs.save(str(tmp_path / "theirs"))
     assert_equal(weights(alone(ModelSettings("actor", path=str(tmp_path / "theirs"), head=head))), wanted)
@@ -215,7 +215,7 @@ def test_a_critic_starts_from_a_language_model(tmp_path):
     kit.write_checkpoint(CASE, tmp_path)
     critic = weights(alone(kit.settings(CASE, tmp_path, head="value")))
     assert "lm_head.weight" not in critic
-    torch_critic = TorchModel(kit.settings(CASE, tmp_path, head="value"), Seat())
+    torch_critic = TorchModel(kit.settings(CASE, tmp_path, head="value"), RankPosition())
     assert_equal(critic, dict(torch_critic.weights()))
     with pytest.raises(BackendError, match=r"has no score_head.safetensors: it is not the checkpoint of a"):
         alone(kit.settings(CASE, tmp_path, head="score", trainable=False))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hflow.runtime.metrics import MetricsLog, read_metrics
-from hflow.runtime.rundir import RunDir
+from hflow.runtime.execution.metrics_log import MetricsLog, read_metrics
+from hflow.runtime.execution.run_directory import RunDirectory
 
 
 def test_rows_are_on_disk_before_the_log_is_closed(tmp_path: Path):
@@ -59,7 +59,7 @@ def test_shares_of_lags_are_histograms_in_tensorboard(tmp_path: Path):
 
 
 def test_a_run_directory_and_latest(tmp_path: Path):
-    runs = [RunDir.create(tmp_path, "grpo") for _ in range(3)]
+    runs = [RunDirectory.create(tmp_path, "grpo") for _ in range(3)]
     assert len({run.path for run in runs}) == 3
     assert os.readlink(tmp_path / "grpo" / "latest") == runs[-1].path.name
     for run in runs:
@@ -71,7 +71,7 @@ def test_a_run_directory_and_latest(tmp_path: Path):
 
 
 def test_the_files_of_a_run(tmp_path: Path):
-    run = RunDir.create(tmp_path, "grpo")
+    run = RunDirectory.create(tmp_path, "grpo")
     files = [run.config, run.plan, run.metrics, run.trace, run.summary]
     assert [f.name for f in files] == [
         "config.yaml",

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from hflow.errors import RunError
 from hflow.types import State
-from hflow.workers.states import States
+from hflow.workers.bodies.batch_nodes import NodeStates
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -18,14 +18,14 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_what_is_kept_comes_back(memory):
-    states = States()
+    states = NodeStates()
     states.keep("controller", State(memory))
     assert states.of("controller") == memory
     assert states.of("another") == {}
 
 
 def test_a_state_that_is_not_kept_is_forgotten():
-    states = States()
+    states = NodeStates()
     states.keep("controller", State(beta=0.5, seen=[1]))
     state = states.of("controller")
     state["beta"] = 7.0
@@ -35,7 +35,7 @@ def test_a_state_that_is_not_kept_is_forgotten():
 
 @pytest.mark.parametrize("value", [torch.ones(1), float("nan"), float("inf"), {1, 2}, object()])
 def test_what_is_no_json_is_refused(value):
-    states = States()
+    states = NodeStates()
     with pytest.raises(
         RunError, match=r"node 'controller': its state must be JSON.* such as float\(tensor\)"
     ):

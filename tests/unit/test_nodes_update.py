@@ -8,8 +8,8 @@ import torch
 import torch_kit as kit
 
 from hflow.errors import RunError
-from hflow.workers.base import NodeProgram
-from hflow.workers.updates import update_weights
+from hflow.workers.bodies.batch_nodes import update_weights
+from hflow.workers.interface import NodeProgram
 
 
 def program(body: Callable[..., Any], **knobs: Any) -> NodeProgram:

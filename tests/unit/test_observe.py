@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hflow.launch.compiled import plan
-from hflow.launch.observe import RunObserver
+from hflow.launch.compile import plan
+from hflow.launch.observer import RunObserver
 from hflow.report.live import Display, LiveRow
-from hflow.runtime.metrics import MetricsLog, read_metrics
-from hflow.runtime.trace import Trace
+from hflow.runtime.execution.metrics_log import MetricsLog, read_metrics
+from hflow.runtime.execution.trace import Trace
 
 ROOT = Path(__file__).parents[2]
 BUSY = {"time/step_seconds": 2.0, "busy/engines": 0.5, "busy/trainers": 0.25}

@@ -14,18 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_graphs import agent, grpo, ppo, request, sft
 
-from hflow.plan.compile import compile_plan
-from hflow.plan.forecast import CycleStep, Period, Slot
-from hflow.plan.ir import Plan
-from hflow.plan.request import ModelRequest
-from hflow.plan.serialise import plain
-from hflow.plan.shape import ModelShape
+from hflow.planner.compile import compile_plan
+from hflow.planner.forecast import CycleStep, Period, Slot
+from hflow.planner.ir import Plan
+from hflow.planner.model_shape import ModelShape
+from hflow.planner.request import ModelRequest
+from hflow.planner.serialise import plain
+from hflow.report.formatting import MINUS
 from hflow.report.page import render_page
 from hflow.report.page.gantt import Gantt, gantt_view
 from hflow.report.page.memory_view import memory_view
 from hflow.report.page.routes import Sets
 from hflow.report.page.view import page_view
-from hflow.report.words import MINUS
 
 SHAPE = ModelShape("qwen2", 4, 128, 256, 8, 4, 16, 512, is_tied=True, has_qkv_bias=True)
 BEFORE = f"k{MINUS}1"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan_preview import planned
 
-from hflow.runtime.dispatch import Placer
+from hflow.runtime.execution.group_placement import GroupPlacer
 
 STREAM, SIZE, NUM_ENGINES = "actor_gen", 3, 4
 PLAN, _ = planned(graphs.grpo(group=SIZE), "cpu-1x4", batch=4)
@@ -15,7 +15,7 @@ PLAN, _ = planned(graphs.grpo(group=SIZE), "cpu-1x4", batch=4)
 @given(st.lists(st.integers(0, SIZE), min_size=1, max_size=40), st.randoms(use_true_random=False))
 @settings(deadline=None)
 def test_groups_go_one_by_one_to_the_engine_with_least_to_do(finished, rng):
-    placer = Placer(PLAN)
+    placer = GroupPlacer(PLAN)
     load, home = dict.fromkeys(range(NUM_ENGINES), 0), {}
     for group, num in enumerate(finished):
         home[group] = placer.place(STREAM, group, SIZE)
@@ -37,7 +37,7 @@ def test_groups_go_one_by_one_to_the_engine_with_least_to_do(finished, rng):
 @given(st.lists(st.sampled_from(("finish", "refuse")), min_size=2 * SIZE, max_size=2 * SIZE))
 def test_groups_are_forgotten_when_nothing_of_them_is_left(order):
     """Whatever is refused before or after it has finished."""
-    placer = Placer(PLAN)
+    placer = GroupPlacer(PLAN)
     placer.place(STREAM, 0, SIZE)
     left = {"finish": SIZE, "refuse": SIZE}
     for what in (*order, *["finish"] * SIZE, *["refuse"] * SIZE):
@@ -51,7 +51,7 @@ def test_groups_are_forgotten_when_nothing_of_them_is_left(order):
 
 
 def test_a_bound_group_is_forgotten_when_its_refused_members_have_left_their_engine():
-    placer = Placer(PLAN)
+    placer = GroupPlacer(PLAN)
     placer.place(STREAM, 0, SIZE)
     placer.refused(STREAM, 0, 1)
     for _ in range(SIZE - 1):

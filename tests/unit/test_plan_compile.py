@@ -7,11 +7,11 @@ import pytest
 from plan_graphs import agent, changed, ema, grpo, ppo, request, sft, without
 
 from hflow.graph.ir import Level, Stream
-from hflow.plan.compile import compile_plan
-from hflow.plan.ir import BatchCut, OrderEdge
-from hflow.plan.layout import Layout
-from hflow.plan.replicas import trained_models
-from hflow.plan.request import ModelRequest
+from hflow.planner.compile import compile_plan
+from hflow.planner.ir import BatchCut, OrderEdge
+from hflow.planner.layout import Layout
+from hflow.planner.placement.replicas import trained_models
+from hflow.planner.request import ModelRequest
 
 
 def node_of(plan, name):

@@ -21,12 +21,13 @@ from cost_kit import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.backends.common.chunks import LOGITS_PER_CHUNK
-from hflow.backends.torch_model.placement import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
-from hflow.data.prefixes import LEAST_SAVED as BACKEND_LEAST_SAVED
-from hflow.plan.cost import sync as syncing
-from hflow.plan.cost.collectives import Ranks, all_gather, all_reduce, axis_ranks, reduce_scatter, send
-from hflow.plan.cost.flops import (
+from hflow.backends.common.chunked import LOGITS_PER_CHUNK
+from hflow.backends.torch_model.fsdp import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
+from hflow.data.shared_prefix import LEAST_SAVED as BACKEND_LEAST_SAVED
+from hflow.planner.backend_traits import traits
+from hflow.planner.cost import sync as syncing
+from hflow.planner.cost.collectives import Ranks, all_gather, all_reduce, axis_ranks, reduce_scatter, send
+from hflow.planner.cost.flops import (
     LEAST_SAVED,
     attention_flops,
     head_parameters,
@@ -38,10 +39,10 @@ from hflow.plan.cost.flops import (
     token_flops,
     work_of,
 )
-from hflow.plan.cost.generation import Phase, decode_step, generate, replay
-from hflow.plan.cost.roofline import COMPUTE, LATENCY, MEMORY, NETWORK, Part, Rates, bound, node_time
-from hflow.plan.cost.sync import redistribution, saving, sync
-from hflow.plan.cost.training import (
+from hflow.planner.cost.generation import Phase, decode_step, generate, replay
+from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, NETWORK, Part, Rates, bound, node_time
+from hflow.planner.cost.sync import redistribution, saving, sync
+from hflow.planner.cost.training import (
     LOGITS_AT_ONCE,
     MIN_UNIT_BYTES,
     bubble,
@@ -51,14 +52,13 @@ from hflow.plan.cost.training import (
     train,
     update,
 )
-from hflow.plan.forecast import EdgeTraffic
-from hflow.plan.ir import Replica, WeightRoute
-from hflow.plan.layout import Layout
-from hflow.plan.routing import rank_order
-from hflow.plan.shape import num_parameters
-from hflow.plan.traits import traits
-from hflow.plan.workload import Workload
-from hflow.workers.weights import BUCKET_BYTES
+from hflow.planner.forecast import EdgeTraffic
+from hflow.planner.ir import Replica, WeightRoute
+from hflow.planner.layout import Layout
+from hflow.planner.model_shape import num_parameters
+from hflow.planner.routing import rank_order
+from hflow.planner.workload import Workload
+from hflow.workers.weights.buckets import BUCKET_BYTES
 
 
 # ------------------------------------------------------------------------------ FLOPs and weights

@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hflow.graph.ir import Level
-from hflow.launch.hardware import known_devices, known_links
-from hflow.plan.compile import compile_plan
-from hflow.plan.cost import node_times
-from hflow.plan.cost.flops import work_of
-from hflow.plan.cost.generation import generate
-from hflow.plan.cost.training import forward, train
-from hflow.plan.hardware import Hardware, Link
-from hflow.plan.preview import preview_traffic
-from hflow.plan.request import ModelRequest
-from hflow.plan.shape import ModelShape
-from hflow.plan.workload import Workload, WorkloadRequest, workloads
+from hflow.launch.plan_request import known_devices, known_links
+from hflow.planner.compile import compile_plan
+from hflow.planner.cost import node_times
+from hflow.planner.cost.flops import work_of
+from hflow.planner.cost.generation import generate
+from hflow.planner.cost.training import forward, train
+from hflow.planner.data.traffic_estimate import preview_traffic
+from hflow.planner.hardware import Hardware, Link
+from hflow.planner.model_shape import ModelShape
+from hflow.planner.request import ModelRequest
+from hflow.planner.workload import Workload, WorkloadRequest, workloads
 
 # ------------------------------------------------------------------------------------- monotonic
 devices = st.builds(

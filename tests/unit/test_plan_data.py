@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_graphs import cluster_of
 
-from hflow.plan.balance import SLACK, Load, assign
-from hflow.plan.cut import cut_minibatches, shards
-from hflow.plan.ir import BatchCut, EdgeRule
-from hflow.plan.redistribute import Move, redistribute
-from hflow.plan.traffic import collective_steps, lower_bound_bytes, moved_bytes
+from hflow.planner.data.minibatches import SLACK, Load, assign, cut_minibatches, shards
+from hflow.planner.data.redistribute import Move, redistribute
+from hflow.planner.data.traffic_estimate import collective_steps, lower_bound_bytes, moved_bytes
+from hflow.planner.ir import BatchCut, EdgeRule
 
 CLUSTER = cluster_of("cpu-2x4")
 FIELDS = ("s/advantages", "s/input_ids", "s/reward")

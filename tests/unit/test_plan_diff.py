@@ -15,19 +15,19 @@ from rich.console import Console
 
 from hflow.errors import PlanError
 from hflow.graph.ir import BodyRef, DatasetSpec, Graph, Knob, Where
-from hflow.plan.compile import compile_plan
-from hflow.plan.diff import Change, Effect, PlanDiff, diff_plans
-from hflow.plan.diff.compare import facts
-from hflow.plan.diff.estimates import estimates
-from hflow.plan.diff.rows import Lone
-from hflow.plan.diff.texts import devices
-from hflow.plan.forecast import CycleStep, EdgeTraffic, Forecast, NodeTime, Period, PhaseMemory
-from hflow.plan.hardware import Device, Efficiency, Hardware, Link
-from hflow.plan.ir import Plan
-from hflow.plan.request import ModelRequest
-from hflow.plan.serialise import digested, to_json
-from hflow.plan.shape import ModelShape
-from hflow.plan.workload import Workload
+from hflow.planner.compile import compile_plan
+from hflow.planner.diff import Change, Effect, PlanDiff, diff_plans
+from hflow.planner.diff.compare import facts
+from hflow.planner.diff.facts import estimates
+from hflow.planner.diff.formatting import devices
+from hflow.planner.diff.plan_rows import Lone
+from hflow.planner.forecast import CycleStep, EdgeTraffic, Forecast, NodeTime, Period, PhaseMemory
+from hflow.planner.hardware import Device, Efficiency, Hardware, Link
+from hflow.planner.ir import Plan
+from hflow.planner.model_shape import ModelShape
+from hflow.planner.request import ModelRequest
+from hflow.planner.serialise import digested, to_json
+from hflow.planner.workload import Workload
 from hflow.report.diff_text import render_diff
 
 GIB = 2**30

@@ -11,9 +11,9 @@ from plan_graphs import agent, changed, grpo, ppo, request
 
 from hflow.errors import PlanError
 from hflow.graph.ir import BodyRef, Knob, Where
-from hflow.plan.compile import compile_plan
-from hflow.plan.request import ModelRequest
-from hflow.plan.serialise import plan_digest, to_json
+from hflow.planner.compile import compile_plan
+from hflow.planner.request import ModelRequest
+from hflow.planner.serialise import plan_digest, to_json
 
 HERE = Path(__file__).parent
 
@@ -78,7 +78,7 @@ def test_the_digest_changes_with_a_knob_an_option_or_a_body():
 
 def test_another_process_plans_the_same_and_needs_neither_torch_nor_ray():
     code = (
-        "import sys; from plan_graphs import ppo, request; from hflow.plan.compile import compile_plan; "
+        "import sys; from plan_graphs import ppo, request; from hflow.planner.compile import compile_plan; "
         "from hflow.report.plan_text import render_plan; plan = compile_plan(ppo(), request()); "
         "render_plan(plan); assert not {'torch', 'ray'} & set(sys.modules); sys.stdout.write(plan.digest)"
     )

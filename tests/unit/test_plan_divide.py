@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from plan_graphs import grpo
 
 from hflow.errors import PlanError
-from hflow.plan.compile import compile_plan
-from hflow.plan.divide import check_layouts
-from hflow.plan.ir import ClusterSpec, Replica
-from hflow.plan.layout import Layout
-from hflow.plan.request import ModelRequest, PlanRequest
-from hflow.plan.shape import ModelShape, tensors
-from hflow.plan.sharding import pieces
-from hflow.plan.traits import TRAITS
+from hflow.planner.backend_traits import TRAITS
+from hflow.planner.compile import compile_plan
+from hflow.planner.ir import ClusterSpec, Replica
+from hflow.planner.layout import Layout
+from hflow.planner.layout_checks import check_layouts
+from hflow.planner.model_shape import ModelShape, tensors
+from hflow.planner.request import ModelRequest, PlanRequest
+from hflow.planner.weights.sharding import pieces
 
 QWEN_7B = ModelShape("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, is_tied=False, has_qkv_bias=True)
 """28 heads, 4 key-value heads, an intermediate size of 2**9 * 37."""

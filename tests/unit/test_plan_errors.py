@@ -7,8 +7,8 @@ from plan_graphs import changed, compute, grpo, ppo, request, sft, train
 
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Level, Node, Stream
-from hflow.plan.compile import compile_plan
-from hflow.plan.request import ModelRequest
+from hflow.planner.compile import compile_plan
+from hflow.planner.request import ModelRequest
 
 
 def refused(graph, message, cluster="cpu-1x2", **changes):

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from plan_graphs import cluster_of
 
 from hflow.errors import PlanError
-from hflow.plan.ir import Replica, RoutingRow
-from hflow.plan.layout import Layout, RankOrder
-from hflow.plan.routing import data_key, grouping, routing_table, shard_key
+from hflow.planner.ir import Replica, RoutingRow
+from hflow.planner.layout import Layout, RankOrder
+from hflow.planner.routing import data_key, grouping, routing_table, shard_key
 
 sizes = st.integers(1, 5)
 layouts = st.builds(Layout, sizes, sizes, sizes)

@@ -9,16 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_kit import LLAMA_7B, SMALL, microbatch, rank
 
-from hflow.backends.base import ModelSettings, SamplingParams
-from hflow.backends.common.chunks import LOGITS_PER_CHUNK
+from hflow.backends.common.chunked import LOGITS_PER_CHUNK
 from hflow.backends.embedded_engine import EmbeddedEngine
 from hflow.backends.embedded_engine.cache import KVCache, padded_length
 from hflow.backends.embedded_engine.options import EngineOptions
-from hflow.backends.torch_model import gather, placement
+from hflow.backends.interface import ModelSettings, SamplingParams
+from hflow.backends.torch_model import fsdp as placement
+from hflow.backends.torch_model import weight_export as gather
 from hflow.errors import PlanError
-from hflow.plan.compile import compile_plan
-from hflow.plan.layout import Layout
-from hflow.plan.memory import (
+from hflow.planner.backend_traits import traits
+from hflow.planner.compile import compile_plan
+from hflow.planner.layout import Layout
+from hflow.planner.memory import (
     activations,
     check_memory,
     engine,
@@ -28,14 +30,13 @@ from hflow.plan.memory import (
     transfer,
     unknown_models,
 )
-from hflow.plan.memory.microbatch import largest_microbatch
-from hflow.plan.memory.model_state import model_state
-from hflow.plan.memory.sizes import stage_sizes
-from hflow.plan.request import ModelRequest
-from hflow.plan.shape import num_parameters
-from hflow.plan.traits import traits
-from hflow.plan.workload import Workload, WorkloadRequest
-from hflow.workers import weights as worker_weights
+from hflow.planner.memory.microbatch import largest_microbatch
+from hflow.planner.memory.rank import stage_sizes
+from hflow.planner.memory.resident import model_state
+from hflow.planner.model_shape import num_parameters
+from hflow.planner.request import ModelRequest
+from hflow.planner.workload import Workload, WorkloadRequest
+from hflow.workers.weights import buckets as worker_weights
 
 NUM_7B = 6_738_415_616
 MIB = 2**20

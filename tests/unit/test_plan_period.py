@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from period_schedules import Timed, settled_period, timed_schedules
 from state_script import ENGINE, arriving, batch, encoded, generated, group, grpo, sample, schedule
 
-from hflow.plan.forecast import Period, Slot
-from hflow.plan.ir import PUBLISH_PREFIX, Schedule, ScheduledStream
-from hflow.plan.period import steady_period
-from hflow.runtime.simulate import simulate
+from hflow.planner.forecast import Period, Slot
+from hflow.planner.ir import PUBLISH_PREFIX, Schedule, ScheduledStream
+from hflow.planner.period import steady_period
+from hflow.runtime.simulation.simulate import simulate
 
 SLOW = {
     "deadline": None,

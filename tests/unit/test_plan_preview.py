@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hflow.graph.ir import TRAJECTORY_FIELDS
-from hflow.plan.compile import compile_plan
-from hflow.plan.cut import cut_minibatches, shards
-from hflow.plan.field_sizes import field_size
-from hflow.plan.homes import sample_homes
-from hflow.plan.order import topological_order
-from hflow.plan.preview import NUM_STEPS, preview_traffic
-from hflow.plan.redistribute import redistribute
-from hflow.plan.request import ModelRequest
-from hflow.plan.workload import Workload, sample_lengths
-from hflow.runtime.dispatch import Placer, root_of
-from hflow.runtime.holdings import Holdings
+from hflow.planner.compile import compile_plan
+from hflow.planner.data.dispatch_model import sample_homes
+from hflow.planner.data.field_sizes import field_size
+from hflow.planner.data.minibatches import cut_minibatches, shards
+from hflow.planner.data.redistribute import redistribute
+from hflow.planner.data.traffic_estimate import NUM_STEPS, preview_traffic
+from hflow.planner.node_order import topological_order
+from hflow.planner.request import ModelRequest
+from hflow.planner.workload import Workload, sample_lengths
+from hflow.runtime.execution.data_locations import DataLocations
+from hflow.runtime.execution.group_placement import GroupPlacer, root_of
 from hflow.types import Trajectory, Unit
-from hflow.workers.store import Store
+from hflow.workers.storage.store import Store
 
 
 def planned(graph, cluster="cpu-1x2", layouts=None, **changes):
@@ -112,7 +112,7 @@ def replayed(plan, request, workload):
     size = stream.group_size
     lengths = sample_lengths(workload, request.batch * size, request.seed)
     homes = sample_homes(plan, request, stream, [length - workload.prompt for length in lengths])
-    holdings, samples = Holdings(), tuple(range(len(lengths)))
+    holdings, samples = DataLocations(), tuple(range(len(lengths)))
     for sample, (home, length) in enumerate(zip(homes, lengths, strict=True)):
         holdings.arrive(sample, home, length)
     groups = {g: list(range(g * size, (g + 1) * size)) for g in range(request.batch)}
@@ -243,7 +243,7 @@ def test_groups_go_where_the_dispatcher_sends_them(first, max_concurrent):
     responses = [10**10 * tokens + rng.randrange(10**10) for tokens in first for _ in range(3)]
     graph = graphs.grpo(group=3)
     plan, request = planned(graph, "cpu-1x4", batch=len(first), max_concurrent=max_concurrent)
-    placer, flying, expected, now = Placer(plan), [], [], 0
+    placer, flying, expected, now = GroupPlacer(plan), [], [], 0
     for group in range(len(first)):
         while len(flying) + 3 > max_concurrent:
             flying.sort()

@@ -8,10 +8,10 @@ from plan_graphs import request
 
 from hflow.dsl.load import load_recipe
 from hflow.graph.build import build_graph
-from hflow.plan.compile import compile_plan
-from hflow.plan.ir import Plan
-from hflow.plan.request import ModelRequest
-from hflow.plan.serialise import to_json
+from hflow.planner.compile import compile_plan
+from hflow.planner.ir import Plan
+from hflow.planner.request import ModelRequest
+from hflow.planner.serialise import to_json
 
 ROOT = Path(__file__).parents[2]
 CUSTOM = [path for path in sorted(ROOT.glob("recipes/custom/*.py")) if "\nrecipe = " in path.read_text()]

@@ -10,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_graphs import grpo
 
-from hflow.plan.compile import compile_plan
-from hflow.plan.ir import ClusterSpec, Replica, RouteRow, WeightRoute
-from hflow.plan.layout import Layout
-from hflow.plan.overlap import Overlap, overlaps
-from hflow.plan.request import ModelRequest, PlanRequest
-from hflow.plan.reshard import senders, with_rows
-from hflow.plan.routing import rank_order
-from hflow.plan.shape import ModelShape, tensors
-from hflow.plan.sharding import Piece, held
-from hflow.plan.traits import TRAITS
+from hflow.planner.backend_traits import TRAITS
+from hflow.planner.compile import compile_plan
+from hflow.planner.ir import ClusterSpec, Replica, RouteRow, WeightRoute
+from hflow.planner.layout import Layout
+from hflow.planner.model_shape import ModelShape, tensors
+from hflow.planner.request import ModelRequest, PlanRequest
+from hflow.planner.routing import rank_order
+from hflow.planner.weights.resharding import BoxOverlap, overlaps, senders, with_rows
+from hflow.planner.weights.sharding import Piece, held
 
 NOTHING = -1
 """An entry that a worker does not have."""
@@ -178,12 +177,12 @@ def test_overlaps_of_a_grid_with_rows():
     grid = tuple(Piece((rows, columns), ()) for rows in edges for columns in edges)
     rows = (Piece(((3, 4), (0, 4)), ()), Piece(((0, 3), (0, 4)), ()))
     assert overlaps(grid, rows) == (
-        Overlap(((0, 2), (0, 2)), 0, 1),
-        Overlap(((0, 2), (2, 4)), 1, 1),
-        Overlap(((2, 3), (0, 2)), 2, 1),
-        Overlap(((2, 3), (2, 4)), 3, 1),
-        Overlap(((3, 4), (0, 2)), 2, 0),
-        Overlap(((3, 4), (2, 4)), 3, 0),
+        BoxOverlap(((0, 2), (0, 2)), 0, 1),
+        BoxOverlap(((0, 2), (2, 4)), 1, 1),
+        BoxOverlap(((2, 3), (0, 2)), 2, 1),
+        BoxOverlap(((2, 3), (2, 4)), 3, 1),
+        BoxOverlap(((3, 4), (0, 2)), 2, 0),
+        BoxOverlap(((3, 4), (2, 4)), 3, 0),
     )
 
 

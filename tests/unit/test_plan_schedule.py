@@ -5,10 +5,10 @@ from collections import deque
 import pytest
 from plan_graphs import agent, ema, grpo, ppo, request, sft, without
 
-from hflow.plan.compile import compile_plan
-from hflow.plan.request import ModelRequest
+from hflow.planner.compile import compile_plan
+from hflow.planner.request import ModelRequest
 from hflow.runtime import events as ev
-from hflow.runtime.state import RunState
+from hflow.runtime.state.run_state import RunState
 
 ROWS = 3
 """Rows of an evaluation."""
@@ -33,7 +33,7 @@ def run(plan, limit=20_000):
                         events.append(ev.Exhausted(stream, group))
                 case ev.RunSample(node, key) | ev.RunGroup(node, key, _) | ev.RunBatch(node, key):
                     events.append(ev.NodeDone(node, key))
-                case ev.RunArrivals(node, _, keys):
+                case ev.RunStreamingInference(node, _, keys):
                     events.extend(ev.NodeDone(node, key) for key in keys)
                 case ev.Publish(replica, at):
                     events.append(ev.Published(replica, at))

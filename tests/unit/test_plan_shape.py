@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.base import ModelSettings, Seat
+from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.torch_model import TorchModel
-from hflow.backends.torch_model.gather import _num_held
+from hflow.backends.torch_model.weight_export import _num_held
 from hflow.errors import PlanError
-from hflow.plan.layout import Layout
-from hflow.plan.shape import (
+from hflow.planner.backend_traits import TRAITS
+from hflow.planner.layout import Layout
+from hflow.planner.model_shape import (
     FAMILIES,
     TensorSpec,
     layer_template,
@@ -24,9 +25,8 @@ from hflow.plan.shape import (
     read_shape,
     tensors,
 )
-from hflow.plan.sharding import box_of, held, is_on_stage, pieces, stage_layers
-from hflow.plan.traits import TRAITS
-from hflow.types.boxes import numel
+from hflow.planner.weights.sharding import box_of, held, is_on_stage, pieces, stage_layers
+from hflow.types.tensor_slices import numel
 
 SMALL = {
     "vocab_size": 96,
@@ -85,7 +85,7 @@ def test_missing_keys_have_the_defaults_of_transformers(family):
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_scalar_head_takes_the_place_of_the_output_matrix_as_in_the_torch_backend(head, is_tied):
     architecture = {"model_type": "llama", **SMALL, "tie_word_embeddings": is_tied}
-    model = TorchModel(ModelSettings("critic", head, architecture=architecture), Seat())
+    model = TorchModel(ModelSettings("critic", head, architecture=architecture), RankPosition())
     built = [(name, tuple(x.shape)) for name, x in model.weights()]
     shape = read_shape(architecture, head)
     assert named(shape) == built

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from test_plan_reshard import NOTHING, assert_same, cases, cluster, memories, replica, route_of, shape_of
 
-from hflow.plan.slices import Slice, kept, outgoing
-from hflow.types.boxes import within
+from hflow.planner.weights.weight_slices import Slice, kept, outgoing
+from hflow.types.tensor_slices import within
 
 
 def at(piece: Slice):

@@ -15,19 +15,19 @@ from rich.console import Console
 from hflow.dsl.load import load_recipe
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Edge, EdgeKind
-from hflow.plan.compile import compile_plan
-from hflow.plan.forecast import CycleStep, Period, PhaseMemory, Slot
-from hflow.plan.ir import Plan
-from hflow.plan.request import ModelRequest
-from hflow.plan.workload import Workload
+from hflow.planner.compile import compile_plan
+from hflow.planner.forecast import CycleStep, Period, PhaseMemory, Slot
+from hflow.planner.ir import Plan
+from hflow.planner.request import ModelRequest
+from hflow.planner.workload import Workload
 from hflow.report.memory_classes import device_classes
 from hflow.report.plan_text import render_plan
 from hflow.report.plan_text.assumptions import lengths_text
-from hflow.report.plan_text.bar import memory_bar
 from hflow.report.plan_text.devices import devices_section
 from hflow.report.plan_text.gantt import gantt
 from hflow.report.plan_text.graph import cadence, describe_edge
 from hflow.report.plan_text.header import cluster_line, cycle_line
+from hflow.report.plan_text.memory import memory_bar
 from hflow.report.plan_text.replicas import marks_of
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hflow.errors import PlanError
-from hflow.plan.compile import compile_plan
-from hflow.plan.request import ModelRequest
-from hflow.plan.workload import (
+from hflow.planner.compile import compile_plan
+from hflow.planner.request import ModelRequest
+from hflow.planner.workload import (
     Workload,
     WorkloadRequest,
     cdf,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hflow.workers.pool import Pool, PoolBody
-from hflow.workers.pool_child import Outcome
+from hflow.workers.bodies.pool import Pool, PoolBody
+from hflow.workers.bodies.pool_child import Outcome
 
 
 def double(x: int) -> int:

@@ -9,9 +9,9 @@ import torch_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.backends.base import TrainShard
+from hflow.backends.interface import TrainShard
 from hflow.data.batch import Batch, Column
-from hflow.data.prefixes import share_prefixes
+from hflow.data.shared_prefix import share_prefixes
 from hflow.types import Unit
 
 SEQUENCES = st.lists(

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.data.order import RowOrder
-from hflow.data.prompts import DataSettings, open_dataset
+from hflow.data.datasets import DataSettings, open_dataset
+from hflow.data.row_order import RowOrder
 from hflow.errors import DataError
 from hflow.types import Unit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from state_script import ENGINE, Script, batch, generated, schedule
 
-from hflow.plan.ir import Schedule, ScheduledStream
+from hflow.planner.ir import Schedule, ScheduledStream
 from hflow.runtime import events as ev
 
 

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from hflow.report.live import LiveRow, open_display
-from hflow.report.rollout import WINDOW, Rollout, Tally
-from hflow.report.rollout_text import MAX_BINS
+from hflow.report.live_rollout import MAX_BINS, WINDOW, Rollout, Tally
 
 STEP = {
     "time/step_seconds": 0.5,

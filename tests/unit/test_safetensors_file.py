@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hflow.backends.common.safetensors_file import write_fp32
+from hflow.backends.megatron.hf_export import write_fp32
 
 TENSORS = {
     "matrix": torch.randn(5, 3).T,  # not contiguous

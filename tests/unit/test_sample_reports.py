@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hflow.launch.compiled import check
-from hflow.plan.numbers import told_field, told_number
+from hflow.launch.compile import check
+from hflow.planner.reported_field import reported_field, reported_number
 from hflow.types import Trajectory
-from hflow.workers.opened import ready
+from hflow.workers.generation.episode_result import ready
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +50,7 @@ def test_a_written_sample_has_no_runs():
     ],
 )
 def test_one_number_of_a_sample_is_told(returns: list[tuple[str, str]], told: str | None):
-    assert told_number(returns) == told
+    assert reported_number(returns) == told
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,5 @@ def test_one_number_of_a_sample_is_told(returns: list[tuple[str, str]], told: st
 )
 def test_advantages_values_and_losses_are_not_told(recipe: str, told: dict[str, str]):
     graph = check(ROOT / recipe, [])
-    found = {node.name: told_field(graph, node.name) for node in graph.nodes}
+    found = {node.name: reported_field(graph, node.name) for node in graph.nodes}
     assert {name: field for name, field in found.items() if field} == told

@@ -17,9 +17,9 @@ from pebble import ProcessPool
 
 from hflow import sandbox
 from hflow.types.sandbox import sandbox_of
-from hflow.workers.processes import CleanContext
-from hflow.workers.sandbox_child import refuse_network
-from hflow.workers.sandboxes import Sandboxes, ToolFailed
+from hflow.workers.forkserver import CleanContext
+from hflow.workers.generation.sandbox_child import refuse_network
+from hflow.workers.generation.sandboxes import Sandboxes, ToolFailed
 
 
 @sandbox(timeout=5.0, memory_mb=256)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hflow.backends.common.shards import INDEX, key
+from hflow.backends.common.sharded_checkpoint import INDEX, key
 from hflow.backends.megatron.device import prepare
 from hflow.errors import BackendError
-from hflow.types.boxes import within
+from hflow.types.tensor_slices import within
 
 prepare("cpu")
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from state_script import ENGINE, batch, encoded, generated, schedule
 
-from hflow.plan.ir import PUBLISH_PREFIX, ScheduledStream
-from hflow.runtime.simulate import simulate
+from hflow.planner.ir import PUBLISH_PREFIX, ScheduledStream
+from hflow.runtime.simulation.simulate import simulate
 
 
 def chain(*groups: str):

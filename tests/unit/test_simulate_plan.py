@@ -13,9 +13,9 @@ from rich.console import Console
 
 from hflow import launch
 from hflow.errors import PlanError
-from hflow.plan.ir import Plan
+from hflow.planner.ir import Plan
 from hflow.report.simulation_text import render_simulation
-from hflow.runtime.simulate_plan import Simulation, simulate_plan, trained_part
+from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, trained_part
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LONG = ("workload.response_mean=20", "nodes.actor_gen.max_tokens=100", "nodes.eval_gen.max_tokens=100")

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from state_script import ENGINE, batch, encoded, generated, schedule
 
-from hflow.plan.ir import Schedule
-from hflow.plan.staleness import staleness_bound
-from hflow.plan.workload import Workload, expected_max
-from hflow.runtime.draws import response_seconds
-from hflow.runtime.simulate import simulate_run
-from hflow.runtime.simulated import LagRow
+from hflow.planner.ir import Schedule
+from hflow.planner.staleness import staleness_bound
+from hflow.planner.workload import Workload, expected_max
+from hflow.runtime.simulation.simulate import response_seconds, simulate_run
+from hflow.runtime.simulation.simulation_result import LagRow
 
 BATCH = 16
 

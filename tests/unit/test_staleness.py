@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hflow.runtime.staleness import (
-    admission_limit,
-    capacity,
-    certified_lag,
-    is_stale,
-    look_ahead_limit,
-)
+from hflow.runtime.state.staleness import admission_limit, capacity, certified_lag, is_stale, look_ahead_limit
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from state_script import ENGINE, Script, batch, encoded, generated, group, grpo, sample, schedule
 
-from hflow.plan.ir import ScheduledStream
+from hflow.planner.ir import ScheduledStream
 from hflow.runtime import events as ev
-from hflow.runtime.state import RunState
+from hflow.runtime.state.run_state import RunState
 
 
 def side(every: int = 1, after: int = 0, engine: str | None = ENGINE, size: int = 1) -> ScheduledStream:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from state_driver import World
 from state_schedules import schedules, synchronous
 
-from hflow.plan.ir import Schedule
+from hflow.planner.ir import Schedule
 from hflow.runtime import events as ev
 
 SEEDS = st.integers(0, 2**16)

@@ -9,8 +9,8 @@ import pytest
 from state_script import ENGINE, arriving, batch, generated, group, sample, schedule
 from state_space import Space, explore
 
-from hflow.plan.ir import Level, Schedule, ScheduledStream
-from hflow.plan.staleness import staleness_bound
+from hflow.planner.ir import Level, Schedule, ScheduledStream
+from hflow.planner.staleness import staleness_bound
 from hflow.runtime import events as ev
 
 SALTS = (0, 2, 6)

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hflow.data.batch import Batch, Column
+from hflow.planner.data.redistribute import Move
 from hflow.types import Trajectory, Unit
-from hflow.workers.base import Move
-from hflow.workers.store import Store
-from hflow.workers.transfer import by_ends, pack, unpack
+from hflow.workers.storage.store import Store
+from hflow.workers.weights.transfer import by_ends, pack, unpack
 
 FIELDS = ("gen/input_ids", "gen/behav_logprobs", "gen/loss_mask", "gen/prompt", "gen/num_tokens")
 

@@ -6,8 +6,8 @@ import torch
 import torch_kit as kit
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.attention import PackedLayout, packed_attention
-from hflow.backends.common import chunks
+from hflow.backends.common import chunked as chunks
+from hflow.backends.packed_attention import PackedLayout, packed_attention
 from hflow.backends.torch_model import TorchModel
 from hflow.errors import BackendError, RunError
 from hflow.types import Unit

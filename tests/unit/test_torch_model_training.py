@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch_kit as kit
 
-from hflow.backends.base import OptimSettings, TrainShard
 from hflow.backends.common.learning_rate import learning_rate
+from hflow.backends.interface import OptimSettings, TrainShard
 from hflow.data.batch import Column
 from hflow.errors import BackendError, RecipeError, RunError
 from hflow.types import Unit

@@ -4,8 +4,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.runtime.trace import CONTROLLER, Trace, nested_rows
-from hflow.workers.base import Span
+from hflow.runtime.execution.trace import CONTROLLER, Trace, nested_rows
+from hflow.workers.interface import Span
 
 
 def read(trace: Trace, path: Path) -> list[dict]:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from hflow.errors import RunError
-from hflow.plan.slices import Slice
-from hflow.workers.transports.base import Transport
-from hflow.workers.transports.disk import DiskTransport
-from hflow.workers.transports.memory import MemoryTransport
-from hflow.workers.weights import Bucket, BucketRow
+from hflow.planner.weights.weight_slices import Slice
+from hflow.workers.weights.buckets import Bucket, BucketRow
+from hflow.workers.weights.transports.disk import DiskTransport
+from hflow.workers.weights.transports.interface import Transport
+from hflow.workers.weights.transports.memory import MemoryTransport
 
 
 def bucket(num_bytes: int = 12) -> Bucket:

@@ -8,11 +8,11 @@ import pytest
 import torch
 import worker_kit as kit
 
-from hflow.launch.compiled import compile_recipe
-from hflow.launch.setup import make_setup
+from hflow.launch.compile import compile_recipe
+from hflow.launch.worker_setup import make_setup
 from hflow.types import Engine, Trajectory
-from hflow.workers.base import Failed, SampleReady, WorkerSetup
 from hflow.workers.inproc import InprocWorkers
+from hflow.workers.interface import Failed, SampleReady, WorkerSetup
 
 GAME = Path(__file__).parents[1] / "graphs" / "good" / "game.py"
 TINY = [f"+model@models.{name}=tiny-qwen2" for name in ("alice", "bob")]

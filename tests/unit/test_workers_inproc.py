@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from worker_kit import read, with_workers
 
 from hflow.errors import RunError
+from hflow.planner.data.redistribute import Move
 from hflow.types import State
-from hflow.workers.base import ComputeReady, Failed, Move, SampleReady, Workers, WorkerSetup
 from hflow.workers.inproc import InprocWorkers
+from hflow.workers.interface import ComputeReady, Failed, SampleReady, Workers, WorkerSetup
 
 GEN = "actor_gen"
 

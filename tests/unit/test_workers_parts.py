@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from hflow.errors import RunError
-from hflow.plan.slices import Slice
+from hflow.planner.weights.weight_slices import Slice
 from hflow.types import Sequences
-from hflow.workers.base import ComputeReady, Report, Span
-from hflow.workers.batch_nodes import reduce_metric
-from hflow.workers.blame import blame
+from hflow.workers.bodies.batch_nodes import reduce_metric
+from hflow.workers.error_location import blame
+from hflow.workers.generation.generate_runner import PausableTimeout
+from hflow.workers.interface import ComputeReady, Report, Span
 from hflow.workers.mailbox import Mailbox, pause_seconds
-from hflow.workers.patience import Patience
-from hflow.workers.weights import Content, pack_buckets, put_together, unpack_bucket
+from hflow.workers.weights.buckets import Content, pack_buckets, put_together, unpack_bucket
 
 
 def some_weights() -> dict[str, torch.Tensor]:
@@ -91,7 +91,7 @@ def test_a_tensor_that_lacks_a_slice_is_refused() -> None:
 
 def test_time_stands_still_while_the_engine_sleeps() -> None:
     async def main() -> tuple[bool, bool]:
-        patience = Patience()
+        patience = PausableTimeout()
 
         async def episode() -> bool:
             try:
@@ -106,7 +106,7 @@ def test_time_stands_still_while_the_engine_sleeps() -> None:
         asleep = task.done()
         patience.run()
         await asyncio.sleep(0.02)
-        patience.stand()
+        patience.pause()
         await asyncio.sleep(0.2)
         paused = task.done()
         patience.run()
@@ -118,7 +118,7 @@ def test_time_stands_still_while_the_engine_sleeps() -> None:
 
 def test_no_limit_is_no_limit() -> None:
     async def main() -> None:
-        patience = Patience()
+        patience = PausableTimeout()
         patience.run()
         async with patience.limit(None) as clock:
             await asyncio.sleep(0)

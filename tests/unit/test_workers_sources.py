@@ -14,11 +14,11 @@ from worker_kit import read, with_workers
 
 from hflow.backends.embedded_engine import EmbeddedEngine
 from hflow.errors import DataError, NotYetError, RecipeError, RunError
-from hflow.launch.compiled import compile_recipe
-from hflow.launch.setup import make_setup
+from hflow.launch.compile import compile_recipe
+from hflow.launch.worker_setup import make_setup
 from hflow.types import Engine, Tokenizer, Trajectory
-from hflow.workers.base import Failed, SampleReady, WorkerSetup
 from hflow.workers.inproc import InprocWorkers
+from hflow.workers.interface import Failed, SampleReady, WorkerSetup
 
 GEN = "actor_gen"
 SFT = Path(__file__).parents[2] / "recipes" / "sft.py"

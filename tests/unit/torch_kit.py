@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hflow import algo
-from hflow.backends.base import Call, ModelSettings, OptimSettings, Seat, TrainShard
+from hflow.backends.interface import ModelSettings, NodeCall, OptimSettings, RankPosition, TrainShard
 from hflow.backends.torch_model import TorchModel
 from hflow.data.batch import Batch, Column
 from hflow.graph.ir import Read
@@ -38,7 +38,7 @@ SETTINGS = ModelSettings(
 
 
 def model(num_shards: int = 1, group: Any = None, **changes: Any) -> TorchModel:
-    return TorchModel(dataclasses.replace(SETTINGS, **changes), Seat(group, num_shards))
+    return TorchModel(dataclasses.replace(SETTINGS, **changes), RankPosition(group, num_shards))
 
 
 def weights(backend: TorchModel) -> dict[str, torch.Tensor]:
@@ -78,12 +78,14 @@ def read(parameter: str, unit: Unit, field: str | None = None) -> Read:
     return Read(parameter, field or parameter, "gen", "gen", unit, unit, "tensor")
 
 
-def call(body: Any, unit: str, reads: list[Read], *, metrics: bool = False, **options: Any) -> Call:
+def call(body: Any, unit: str, reads: list[Read], *, metrics: bool = False, **options: Any) -> NodeCall:
     names = body.__code__.co_varnames[: body.__code__.co_argcount]
     kinds = {"out": "output", "seqs": "sequences"}
     provided = tuple((name, kinds[name]) for name in names if name in kinds)
     temperature = options.pop("temperature", 1.0)
-    return Call("node", body, tuple(reads), provided, (("result", unit),), metrics, {}, options, temperature)
+    return NodeCall(
+        "node", body, tuple(reads), provided, (("result", unit),), metrics, {}, options, temperature
+    )
 
 
 # ---------------------------------------------------------------------------------- bodies

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hflow.backends.common import chunks
-from hflow.backends.megatron.vocab import VocabParallelLogits, measured
+from hflow.backends.common import chunked as chunks
+from hflow.backends.megatron.vocab_parallel import VocabParallelLogits, measured
 
 NUM_ROWS, HIDDEN, VOCAB, PART = 11, 6, 13, 8
 """The second rank has 5 of the 13 tokens and 3 rows of padding."""

@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hflow.launch.compiled import compile_recipe
-from hflow.launch.setup import make_setup
-from hflow.workers.base import (
+from hflow.launch.compile import compile_recipe
+from hflow.launch.worker_setup import make_setup
+from hflow.workers.inproc import InprocWorkers
+from hflow.workers.interface import (
     ComputeOrder,
     GroupOrder,
     NodeTask,
@@ -20,7 +21,6 @@ from hflow.workers.base import (
     Workers,
     WorkerSetup,
 )
-from hflow.workers.inproc import InprocWorkers
 
 T = TypeVar("T")
 RECIPE = Path(__file__).with_name("worker_recipe.py")

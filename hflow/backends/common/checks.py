@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedConfig
 
-from hflow.backends.architecture import max_length
-from hflow.backends.base import Call
+from hflow.backends.hf_config import max_length
+from hflow.backends.interface import NodeCall
 from hflow.data.batch import Batch
-from hflow.data.binding import column
+from hflow.data.batch_arguments import column
 from hflow.errors import BackendError, RunError
 
 
@@ -37,7 +37,7 @@ def check_sequences(model: str, config: PreTrainedConfig, batches: Iterable[Batc
             )
 
 
-def check_temperature(call: Call) -> None:
+def check_temperature(call: NodeCall) -> None:
     """Refuse a policy of temperature 0, under which nothing has a log-prob.
 
     Raises:

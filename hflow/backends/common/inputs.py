@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hflow.backends.attention import PackedLayout, SharedRows
+from hflow.backends.packed_attention import PackedLayout, SharedRows
 from hflow.data.batch import Batch, Column
-from hflow.data.binding import column, sequences_of, to_tensor
-from hflow.data.prefixes import share_prefixes
+from hflow.data.batch_arguments import column, sequences_of, to_tensor
+from hflow.data.shared_prefix import share_prefixes
 from hflow.types import Sequences, Unit
 
 LEARNED = "is_learned"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hflow.backends.base import OptimSettings
+from hflow.backends.interface import OptimSettings
 from hflow.errors import BackendError
 
 SCHEDULES = ("constant", "linear", "cosine")

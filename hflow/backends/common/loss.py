@@ -2,33 +2,87 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from hflow.backends.base import Call
 from hflow.backends.common.inputs import Packed
-from hflow.backends.common.meter import Meter
+from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.common.prox import Progress, approximation_errors, made_fields
-from hflow.backends.common.reduce import entry_weights
-from hflow.data.binding import bind
-from hflow.data.returned import check_shape, split_result
-from hflow.errors import RunError
+from hflow.backends.interface import NodeCall
+from hflow.data.batch_arguments import bind
+from hflow.data.unpack_returns import check_shape, split_result
+from hflow.errors import RecipeError, RunError
 from hflow.types import Output, Unit
+
+# -------------------- How entries of a loss become one number: weights that sum to 1 over the whole
+# minibatch.
+# The denominators are global, so a micro-batch's share of the loss is `sum(weight * loss)` and
+# shares of all micro-batches on all ranks simply add up.
+
+
+REDUCTIONS: Mapping[Unit, str] = {
+    Unit.TOKEN: r"token-mean|seq-mean-token-sum|seq-mean-token-mean|token-sum/[1-9]\d*",
+    Unit.SEQUENCE: "seq-mean",
+    Unit.GROUP: "group-mean",
+}
+"""The reductions of a loss of each unit, as patterns."""
+
+
+def check_reduction(node: str, unit: Unit, reduce: str | None) -> str:
+    """The reduction, if it is one of the loss's unit.
+
+    Raises:
+        RecipeError: when it is not.
+    """
+    pattern = REDUCTIONS.get(unit, "")
+    if reduce is None or re.fullmatch(pattern, reduce) is None:
+        known = pattern.replace("|", ", ").replace(r"[1-9]\d*", "N")
+        raise RecipeError(f"node {node!r}: a loss per {unit} cannot be reduced by {reduce!r}; known: {known}")
+    return reduce
+
+
+def entry_weights(reduce: str, packed: Packed, totals: Mapping[Unit, int]) -> Tensor:
+    """The weight of each entry of the loss; 0 where nothing is learned.
+
+    Args:
+        reduce: a reduction that `check_reduction` let pass.
+        packed: the micro-batch.
+        totals: entries of each unit that count in the whole minibatch, over all ranks.
+
+    Returns:
+        `[T]`, `[S]` or `[P]` as the reduction's unit is. `token-sum/N` divides by the constant N,
+        `seq-mean-*` by the number of sequences, `seq-mean-token-mean` by each one's learned tokens
+        first.
+    """
+    if reduce == "group-mean":
+        return packed.valid[Unit.GROUP] / totals[Unit.GROUP]
+    if reduce == "seq-mean":
+        return packed.valid[Unit.SEQUENCE] / totals[Unit.SEQUENCE]
+    tokens = packed.valid[Unit.TOKEN].float()
+    if reduce == "token-mean":
+        return tokens / totals[Unit.TOKEN]
+    if reduce.startswith("token-sum/"):
+        return tokens / int(reduce.removeprefix("token-sum/"))
+    if reduce == "seq-mean-token-mean":
+        tokens = tokens / packed.seqs.count().clamp(min=1)[packed.seqs.index]
+    return tokens / totals[Unit.SEQUENCE]
 
 
 @dataclass(frozen=True)
 class Loss:
     """A train node's body, in one update of one step."""
 
-    call: Call
+    call: NodeCall
     name: str
     unit: Unit
     reduce: str
     totals: dict[Unit, int]
     progress: Progress
 
-    def share(self, packed: Packed, output: Output, meter: Meter) -> Tensor:
+    def share(self, packed: Packed, output: Output, meter: MetricAccumulator) -> Tensor:
         """Run the body, note its metrics, and weigh its entries.
 
         Raises:

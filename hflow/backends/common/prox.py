@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from hflow.algo import loglinear_prox
-from hflow.backends.base import Call
 from hflow.backends.common.inputs import Packed
-from hflow.data.binding import column, to_tensor
+from hflow.backends.interface import NodeCall
+from hflow.data.batch_arguments import column, to_tensor
 from hflow.types import Output
 
 PROX = "prox_logprobs"
@@ -32,14 +32,16 @@ class Progress:
         return self.step + self.update / self.num_updates
 
 
-def made_fields(call: Call, output: Output, packed: Packed, progress: Progress) -> dict[str, Tensor]:
+def made_fields(call: NodeCall, output: Output, packed: Packed, progress: Progress) -> dict[str, Tensor]:
     """Fields that the node makes itself: with `prox="loglinear"`, the proximal log-probs."""
     if call.options.get("prox") != "loglinear" or all(read.field != PROX for read in call.reads):
         return {}
     return {PROX: _approximate(output.logprobs, packed, progress.step, progress.version)}
 
 
-def approximation_errors(call: Call, output: Output, packed: Packed, progress: Progress) -> dict[str, Any]:
+def approximation_errors(
+    call: NodeCall, output: Output, packed: Packed, progress: Progress
+) -> dict[str, Any]:
     """With `prox="metrics"`: how far log-linear prox is from the recomputed one, per token.
 
     `prox_error` is the library's rule, `prox_error_fixed` takes `v_theta = v_prox + 1` throughout.

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from hflow.backends.attention import PackedLayout, packed_attention
-from hflow.backends.embedded_engine.cache import KVCache
-from hflow.backends.embedded_engine.slots import Band
+from hflow.backends.embedded_engine.cache import Band, KVCache
+from hflow.backends.packed_attention import PackedLayout, packed_attention
 
 ATTENTION = "hflow_embedded"
 """Name under which HF models find `attend`. No mask function has this name, so that they build

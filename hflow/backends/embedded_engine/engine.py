@@ -8,7 +8,7 @@ equal and enter together are computed once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,45 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hflow.backends.base import Generated, GenerationEngine, ModelSettings, SamplingParams
 from hflow.backends.embedded_engine.admission import PromptGroup, admit
-from hflow.backends.embedded_engine.cache import KVCache
-from hflow.backends.embedded_engine.module import build_module
+from hflow.backends.embedded_engine.cache import KVCache, arrange, outgrows_band
+from hflow.backends.embedded_engine.module import build_module, load_in_place
 from hflow.backends.embedded_engine.options import EngineOptions
 from hflow.backends.embedded_engine.packing import pack
 from hflow.backends.embedded_engine.request import Request
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
-from hflow.backends.embedded_engine.slots import arrange, outgrows_band
-from hflow.backends.embedded_engine.stopping import Decode, stop_reason
-from hflow.backends.embedded_engine.weights import load_in_place
+from hflow.backends.interface import Generated, GenerationEngine, ModelSettings, SamplingParams
 from hflow.errors import BackendError
+
+# -------------------- When a sequence ends.
+
+
+Decode = Callable[[Sequence[int]], str]
+
+_TOKENS_PER_CHARACTER = 4
+"""Most tokens that one character can take: the bytes of its UTF-8 code."""
+
+
+def stop_reason(request: Request, decode: Decode | None) -> str | None:
+    """`stop` or `length` when the token just drawn ends the request, else None."""
+    if request.ids[-1] in request.stop_ids:
+        return "stop"
+    if request.params.stop and decode is not None and _ends_with_stop(request, decode):
+        return "stop"
+    return "length" if len(request.ids) >= request.max_length else None
+
+
+def _ends_with_stop(request: Request, decode: Decode) -> bool:
+    """Whether a stop string is in the last drawn characters.
+
+    Only as many tokens as the longest stop string can span are decoded; an earlier occurrence
+    would have ended the request earlier.
+    """
+    stops = request.params.stop
+    window = _TOKENS_PER_CHARACTER * max(map(len, stops)) + 1
+    first_drawn = request.num_prompt - request.params.num_resumed
+    text = decode(request.ids[max(first_drawn, len(request.ids) - window) :])
+    return any(stop in text for stop in stops)
 
 
 class EmbeddedEngine(GenerationEngine):

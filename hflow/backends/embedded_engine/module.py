@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hflow.backends.architecture import read_config, refusals
-from hflow.backends.attention import check_supported
-from hflow.backends.base import ModelSettings
 from hflow.backends.embedded_engine.attention import ATTENTION
-from hflow.errors import BackendError
+from hflow.backends.hf_config import read_config, refusals
+from hflow.backends.interface import ModelSettings
+from hflow.backends.packed_attention import check_supported
+from hflow.errors import BackendError, nearest
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -88,3 +89,37 @@ def _place(module: nn.Module, path: str, tensor: torch.Tensor) -> None:
     """Set a parameter or buffer by its dotted path."""
     parent, _, name = path.rpartition(".")
     setattr(module.get_submodule(parent), name, tensor)
+
+
+# -------------------- Taking a new version of the weights into a module, in place.
+
+
+def load_in_place(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy `(Hugging Face name, full tensor)` pairs into a module.
+
+    Tied tensors are one storage: any of their names fills it.
+
+    Raises:
+        BackendError: for a name that the module lacks, a wrong shape, or a tensor left out.
+    """
+    targets = module.state_dict(keep_vars=True)
+    missing = {tensor.data_ptr(): name for name, tensor in reversed(targets.items())}
+    with torch.no_grad():
+        for name, tensor in weights:
+            if name not in targets:
+                raise BackendError(
+                    f"new weights hold {name!r}, which the engine's model lacks{nearest(name, targets)}"
+                )
+            target = targets[name]
+            if target.shape != tensor.shape:
+                raise BackendError(
+                    f"new weights have {name!r} of shape {tuple(tensor.shape)}, the engine's model "
+                    f"{tuple(target.shape)}; give both the same architecture"
+                )
+            target.copy_(tensor)
+            missing.pop(target.data_ptr(), None)
+    if missing:
+        names = sorted(missing.values())
+        raise BackendError(
+            f"new weights lack {len(names)} tensors of the engine's model, the first is {names[0]!r}"
+        )

@@ -10,12 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hflow.backends.attention import PackedLayout, Padding
 from hflow.backends.embedded_engine.admission import PromptGroup
 from hflow.backends.embedded_engine.attention import PackedStep
-from hflow.backends.embedded_engine.cache import KVCache, additive_mask, padded_length
+from hflow.backends.embedded_engine.cache import KVCache, additive_mask, bands, padded_length
 from hflow.backends.embedded_engine.request import Request
-from hflow.backends.embedded_engine.slots import bands
+from hflow.backends.packed_attention import PackedLayout, Padding
 
 Ints = npt.NDArray[np.int64]
 

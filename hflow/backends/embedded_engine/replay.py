@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hflow.backends.base import Generated, SamplingParams
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.embedded_engine.request import Request
+from hflow.backends.interface import Generated, SamplingParams
 from hflow.errors import RunError
 
 Draws = dict[tuple[int, tuple[int, ...]], list[int]]

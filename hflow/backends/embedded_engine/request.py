@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hflow.backends.base import Generated, SamplingParams
+from hflow.backends.interface import Generated, SamplingParams
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hflow.backends.attention import PackedLayout, attend
+from hflow.backends.packed_attention import PackedLayout, attend
 
 
 @dataclass(frozen=True)

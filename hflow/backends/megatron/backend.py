@@ -8,23 +8,78 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hflow.backends.base import Call, ModelBackend, ModelSettings, Seat, TrainShard
+from hflow.backends.common import infer as inference
+from hflow.backends.common import train as training
 from hflow.backends.common.checks import check_sequences, check_temperature
-from hflow.backends.common.cutting import Cutting
+from hflow.backends.common.inputs import Packed, Tokens
+from hflow.backends.common.loss import Loss
+from hflow.backends.common.microbatches import Cutting, Minibatch
+from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.megatron import shards
-from hflow.backends.megatron.grid import Grid
-from hflow.backends.megatron.inference import infer
-from hflow.backends.megatron.masters import gather
+from hflow.backends.megatron.hf_export import save
+from hflow.backends.megatron.master_weights import gather
 from hflow.backends.megatron.model import build
-from hflow.backends.megatron.optim import Optimizer
+from hflow.backends.megatron.optimizer import Optimizer
+from hflow.backends.megatron.parallel_state import ParallelState
 from hflow.backends.megatron.runner import Runner
-from hflow.backends.megatron.save import save
 from hflow.backends.megatron.schedule import Schedule
-from hflow.backends.megatron.training import train
-from hflow.backends.megatron.weights import held_blocks, named_weights
+from hflow.backends.megatron.weight_export import held_blocks, named_weights
 from hflow.data.batch import Batch
 from hflow.errors import BackendError
-from hflow.types.boxes import Block
+from hflow.types.tensor_slices import Block
+
+# -------------------- Infer nodes on a replica of data, tensor and pipeline ranks.
+
+
+def infer(runner: Runner, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
+    """Run an infer body over shards; on heads, a batch of the returned fields for each."""
+
+    def finish(tokens: Tokens, hidden: Tensor) -> Batch | None:
+        if not isinstance(tokens, Packed):
+            return None
+        return inference.returned_fields(call, tokens, runner.output(call, tokens, hidden))
+
+    def run(mine: Minibatch | None) -> list[Batch]:
+        (minibatch,) = runner.received(None if mine is None else [mine])
+        results = runner.schedule.forward(runner.microbatches(minibatch), finish)
+        return [result for result in results if result is not None]
+
+    runner.stage.module.eval()
+    if runner.stage.grid.is_head:
+        return inference.infer(call, shards, runner.cutting, run)
+    run(None)
+    return []
+
+
+# -------------------- Train nodes on a replica of data, tensor and pipeline ranks.
+
+
+def train(
+    runner: Runner, optimizer: Optimizer, call: NodeCall, shards: Sequence[TrainShard], step: int
+) -> dict[str, float]:
+    """Run every minibatch of every epoch; return metrics over the step, on heads.
+
+    Raises:
+        RunError, RecipeError: as `common.training.train`.
+    """
+
+    def accumulate(loss: Loss, minibatch: Minibatch, record: training.Record) -> None:
+        def share(tokens: Tokens, hidden: Tensor) -> Tensor:
+            if not isinstance(tokens, Packed):
+                return hidden[:0].sum()
+            part = loss.share(tokens, runner.output(call, tokens, hidden), record.meter)
+            record.loss += part.detach()
+            return part
+
+        optimizer.forget()
+        runner.schedule.backward(runner.microbatches(minibatch), share)
+
+    grid = runner.stage.grid
+    mine = runner.cutting.minibatches(call, shards) if grid.is_head else None
+    minibatches = runner.received(mine)
+    runner.stage.module.train()
+    record = training.train(call, step, minibatches, accumulate, optimizer, grid.group)
+    return record.finish(runner.cutting.group) if grid.is_head else {}
 
 
 class MegatronModel(ModelBackend):
@@ -35,21 +90,21 @@ class MegatronModel(ModelBackend):
     the same calls. Results do not depend on the layout, as every denominator is global.
     """
 
-    def __init__(self, settings: ModelSettings, seat: Seat) -> None:
+    def __init__(self, settings: ModelSettings, seat: RankPosition) -> None:
         """Build this rank's part of the model; a collective over the seat's group.
 
         Raises:
             BackendError: when the settings, the architecture, the layout or the checkpoint do not fit.
         """
         self.settings = settings
-        self._stage = stage = build(settings, Grid.of(seat))
+        self._stage = stage = build(settings, ParallelState.of(seat))
         self._optimizer = Optimizer(stage, settings) if settings.trainable else None
         module = stage.module if self._optimizer is None else self._optimizer.module
         heads = stage.grid.groups.dp if stage.grid.data > 1 else None
         cutting = Cutting(settings.tokens_per_microbatch, settings.head, heads, stage.device)
         self._runner = Runner(stage, Schedule(stage, module), cutting)
 
-    def infer(self, call: Call, shards: Sequence[Batch]) -> list[Batch]:
+    def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
         """Run a no-grad forward and the body; on heads, a batch of the returned fields per shard.
 
         Raises:
@@ -60,7 +115,7 @@ class MegatronModel(ModelBackend):
         check_sequences(self.settings.name, self._stage.hf_config, shards)
         return infer(self._runner, call, shards)
 
-    def train(self, call: Call, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
+    def train(self, call: NodeCall, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
         """Run all minibatches and epochs of one step; on heads, globally averaged metrics.
 
         Besides the body's: `loss` and `grad_norm` (means over the updates), `lr` (of the last one)

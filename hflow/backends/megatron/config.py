@@ -16,13 +16,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
-from hflow.backends.base import ModelSettings
+from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.attention import PackedAttention
-from hflow.backends.megatron.grid import Grid
-from hflow.backends.megatron.mapping import stage_layers
-from hflow.backends.megatron.norm import RMSNorm
-from hflow.backends.megatron.qkv import RepeatedQkv
-from hflow.backends.megatron.sizes import Sizes
+from hflow.backends.megatron.hf_mapping import stage_layers
+from hflow.backends.megatron.layers import RepeatedQkv, RMSNorm
+from hflow.backends.megatron.model_dims import ModelDims
+from hflow.backends.megatron.parallel_state import ParallelState
 
 _ALWAYS: Mapping[str, Any] = {
     "normalization": "RMSNorm",
@@ -52,7 +51,7 @@ _RECOMPUTE: Mapping[str, Any] = {
 
 
 def transformer_config(
-    sizes: Sizes, epsilon: float, settings: ModelSettings, dtype: torch.dtype, grid: Grid
+    sizes: ModelDims, epsilon: float, settings: ModelSettings, dtype: torch.dtype, grid: ParallelState
 ) -> TransformerConfig:
     """Megatron's configuration for one rank.
 
@@ -91,7 +90,7 @@ def transformer_config(
     )
 
 
-def block_spec(sizes: Sizes, grid: Grid) -> TransformerBlockSubmodules:
+def block_spec(sizes: ModelDims, grid: ParallelState) -> TransformerBlockSubmodules:
     """The layers of this rank's stage; making groups for copied key-value heads is a collective."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=sizes.has_qk_norm)
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules

@@ -21,7 +21,7 @@ def prepare(name: str) -> torch.device:
     """
     device = local_device(name)
     if device.type == "cpu":
-        from hflow.backends.megatron import shim
+        from hflow.backends.megatron import cpu_shim as shim
 
         shim.install()
     # Megatron calls them by their old names.

@@ -8,25 +8,77 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.distributed import ProcessGroup
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedConfig
 
-from hflow.backends.architecture import read_config, refusals
-from hflow.backends.attention import PackedLayout
-from hflow.backends.base import ModelSettings
 from hflow.backends.device import local_device
+from hflow.backends.hf_config import read_config, refusals
+from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.attention import PackedInputs, rotary_frequencies
+from hflow.backends.megatron.checkpoint_reader import fill, open_source
 from hflow.backends.megatron.config import block_spec, transformer_config
-from hflow.backends.megatron.grid import Grid
-from hflow.backends.megatron.heads import enter_scalar, enter_vocabulary, part_of_logits
-from hflow.backends.megatron.mapping import Parameter, padded_vocabulary, parameters
-from hflow.backends.megatron.sizes import Sizes, check_split, read_sizes
-from hflow.backends.megatron.source import fill, open_source
+from hflow.backends.megatron.hf_mapping import Parameter, padded_vocabulary, parameters
+from hflow.backends.megatron.model_dims import ModelDims, check_split, read_sizes
+from hflow.backends.megatron.parallel_state import ParallelState
+from hflow.backends.packed_attention import PackedLayout
 from hflow.backends.torch_model.build import DTYPES, HEADS, check_choice
 from hflow.backends.torch_model.heads import ScalarHead
+
+# -------------------- How the last stage's hidden states reach its head, and the head's part of the
+# vocabulary.
+# The head runs on the rows that a node asks for only, so the model returns hidden states and not logits.
+
+
+PADDED = -1e30
+"""Logit of a vocabulary entry that is padding: its probability is 0, and 0 times it is 0, not nan."""
+
+
+def enter_vocabulary(hidden: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Hidden states `[U', 1, D]` of all tokens on all tensor ranks.
+
+    Each rank's gradient is of its part of the vocabulary only; the backward pass sums them.
+    """
+    if sequence_parallel:
+        gathered: Tensor = gather_from_sequence_parallel_region(hidden, group=tp_group)
+        return gathered
+    copied: Tensor = copy_to_tensor_model_parallel_region(hidden, group=tp_group)
+    return copied
+
+
+def enter_scalar(hidden: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Hidden states `[U', 1, D]` of all tokens on all tensor ranks, which all compute the whole head.
+
+    Each rank's gradient is the whole one already.
+    """
+    if not sequence_parallel:
+        return hidden
+    gathered: Tensor = gather_from_sequence_parallel_region(
+        hidden, tensor_parallel_output_grad=False, group=tp_group
+    )
+    return gathered
+
+
+def part_of_logits(rows: Tensor, weight: Tensor, num_valid: int) -> Tensor:
+    """Logits `[N, V' / T]` of hidden states `[N, D]` that have entered the vocabulary.
+
+    Args:
+        rows: hidden states.
+        weight: this rank's rows of the output matrix, `[V' / T, D]`.
+        num_valid: how many of them are no padding.
+    """
+    logits = linear(rows, weight)
+    if num_valid < len(weight):
+        logits[:, num_valid:] = PADDED
+    return logits
+
 
 _RNG = "model-parallel-rng"
 """Megatron's random state for dropout in sharded regions, which it asks for though there is none."""
@@ -41,8 +93,8 @@ class Stage:
     `[U, D]`, the same on all tensor ranks, which are ready for `logits` or the scalar `output_layer`."""
     config: TransformerConfig
     hf_config: PreTrainedConfig
-    sizes: Sizes
-    grid: Grid
+    sizes: ModelDims
+    grid: ParallelState
     dtype: torch.dtype
     """What the model computes in, and its weights are in; a scalar head is in fp32."""
     device: torch.device
@@ -98,7 +150,7 @@ class Stage:
         return part_of_logits(rows, weight, num_valid)
 
 
-def build(settings: ModelSettings, grid: Grid) -> Stage:
+def build(settings: ModelSettings, grid: ParallelState) -> Stage:
     """Build this rank's stage and load its weights, reading no more of a checkpoint than them.
 
     Making the model is a collective over the grid. It is in training mode.
@@ -119,7 +171,9 @@ def build(settings: ModelSettings, grid: Grid) -> Stage:
     return stage
 
 
-def _empty(settings: ModelSettings, hf_config: PreTrainedConfig, sizes: Sizes, grid: Grid) -> Stage:
+def _empty(
+    settings: ModelSettings, hf_config: PreTrainedConfig, sizes: ModelDims, grid: ParallelState
+) -> Stage:
     """A stage whose weights have no values yet."""
     _make_ready()
     device, dtype = local_device(settings.device), DTYPES[settings.dtype]

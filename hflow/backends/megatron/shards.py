@@ -12,13 +12,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hflow.backends.common.shard_source import open_shards
-from hflow.backends.common.shards import MEAN, SQUARE, WEIGHT, About, State, write_shards
-from hflow.backends.megatron.mapping import Parameter, Part, Place, parameters
+from hflow.backends.common.sharded_checkpoint import (
+    MEAN,
+    SQUARE,
+    WEIGHT,
+    About,
+    State,
+    open_shards,
+    write_shards,
+)
+from hflow.backends.megatron.hf_mapping import Parameter, Part, Place, parameters
 from hflow.backends.megatron.model import Stage
-from hflow.backends.megatron.optim import Optimizer
-from hflow.backends.megatron.weights import held_blocks
-from hflow.types.boxes import Box, meet, numel, sizes, whole, within
+from hflow.backends.megatron.optimizer import Optimizer
+from hflow.backends.megatron.weight_export import held_blocks
+from hflow.types.tensor_slices import Box, meet, numel, sizes, whole, within
 
 
 def save(stage: Stage, optimizer: Optimizer | None, directory: Path) -> None:

@@ -10,21 +10,71 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hflow.backends.base import Call, ModelBackend, ModelSettings, Seat, TrainShard
+from hflow.backends.common import infer as inference
+from hflow.backends.common import train as training
 from hflow.backends.common.checks import check_sequences
-from hflow.backends.common.cutting import Cutting
+from hflow.backends.common.loss import Loss
+from hflow.backends.common.microbatches import Cutting, Minibatch
 from hflow.backends.device import local_device
-from hflow.backends.torch_model import shards, weights
+from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
+from hflow.backends.torch_model import shards
+from hflow.backends.torch_model import weight_export as weights
 from hflow.backends.torch_model.build import DTYPES, build
-from hflow.backends.torch_model.inference import infer
-from hflow.backends.torch_model.module import PackedModel
-from hflow.backends.torch_model.optim import Optimizer
-from hflow.backends.torch_model.placement import place
+from hflow.backends.torch_model.fsdp import place
+from hflow.backends.torch_model.optimizer import Optimizer
+from hflow.backends.torch_model.packed_model import PackedModel
 from hflow.backends.torch_model.runner import Runner
-from hflow.backends.torch_model.training import train
 from hflow.data.batch import Batch
 from hflow.errors import BackendError
-from hflow.types.boxes import Block
+from hflow.types.tensor_slices import Block
+
+# -------------------- Infer nodes on a whole or an FSDP-sharded model.
+
+
+@torch.no_grad()
+def infer(runner: Runner, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
+    """Run an infer body over shards; a batch of the returned fields for each, in its own order."""
+
+    def run(minibatch: Minibatch) -> list[Batch]:
+        results = [
+            runner.forward(
+                batch, call, lambda packed, output: inference.returned_fields(call, packed, output)
+            )
+            for batch in minibatch.microbatches
+        ]
+        for _ in range(minibatch.num_microbatches - len(minibatch.microbatches)):
+            runner.idle()
+        return results
+
+    runner.module.eval()
+    return inference.infer(call, shards, runner.cutting, run)
+
+
+# -------------------- Train nodes on a whole or an FSDP-sharded model.
+
+
+def train(
+    runner: Runner, optimizer: Optimizer, call: NodeCall, shards: Sequence[TrainShard], step: int
+) -> dict[str, float]:
+    """Run every minibatch of every epoch; return metrics over the step, the same on all ranks.
+
+    Raises:
+        RunError, RecipeError: as `common.training.train`.
+    """
+
+    def accumulate(loss: Loss, minibatch: Minibatch, record: training.Record) -> None:
+        for batch in minibatch.microbatches:
+            share = runner.forward(
+                batch, loss.call, lambda packed, output: loss.share(packed, output, record.meter)
+            )
+            torch.autograd.backward(share)
+            record.loss += share.detach()
+        for _ in range(minibatch.num_microbatches - len(minibatch.microbatches)):
+            torch.autograd.backward(runner.idle())
+
+    minibatches = runner.cutting.minibatches(call, shards)
+    runner.module.train()
+    return training.train(call, step, minibatches, accumulate, optimizer, runner.group).finish(runner.group)
 
 
 class TorchModel(ModelBackend):
@@ -35,7 +85,7 @@ class TorchModel(ModelBackend):
     metrics are the same in all cases, as every denominator is global.
     """
 
-    def __init__(self, settings: ModelSettings, seat: Seat) -> None:
+    def __init__(self, settings: ModelSettings, seat: RankPosition) -> None:
         """Build the model; every rank reads the checkpoint or draws the same weights.
 
         Raises:
@@ -62,7 +112,7 @@ class TorchModel(ModelBackend):
         cutting = Cutting(settings.tokens_per_microbatch, settings.head, self.group, device)
         return Runner(module, device, dtype, self.group, cutting)
 
-    def infer(self, call: Call, shards: Sequence[Batch]) -> list[Batch]:
+    def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
         """Run a no-grad forward and the body; return a batch of the returned fields per shard.
 
         Raises:
@@ -71,7 +121,7 @@ class TorchModel(ModelBackend):
         check_sequences(self.settings.name, self._model.config, shards)
         return infer(self._runner, call, shards)
 
-    def train(self, call: Call, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
+    def train(self, call: NodeCall, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
         """Run all minibatches and epochs of one step; return globally averaged metrics.
 
         Besides the body's: `loss` and `grad_norm` (means over the updates), `lr` (of the last one)

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from hflow.backends.architecture import read_config, refusals
-from hflow.backends.attention import PACKED, check_supported
-from hflow.backends.base import ModelSettings
 from hflow.backends.common.checks import refuse_tensors
+from hflow.backends.hf_config import read_config, refusals
+from hflow.backends.interface import ModelSettings
+from hflow.backends.packed_attention import PACKED, check_supported
 from hflow.backends.torch_model.heads import ScalarHead, head_file
 from hflow.errors import BackendError, nearest
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hflow.backends.base import Call
 from hflow.backends.common.checks import check_temperature
-from hflow.backends.common.cutting import Cutting
 from hflow.backends.common.inputs import Packed, empty_shard, to_device
-from hflow.backends.torch_model.module import PackedModel
+from hflow.backends.common.microbatches import Cutting
+from hflow.backends.interface import NodeCall
+from hflow.backends.torch_model.packed_model import PackedModel
 from hflow.data.batch import Batch
 from hflow.types import Output
 
@@ -34,7 +34,7 @@ class Runner:
     touched: dict[str, set[str]] = field(default_factory=dict)
     """node -> parts of the output that its body touched so far."""
 
-    def forward(self, batch: Batch, call: Call, consume: Callable[[Packed, Output], Result]) -> Result:
+    def forward(self, batch: Batch, call: NodeCall, consume: Callable[[Packed, Output], Result]) -> Result:
         """Run one prepared micro-batch; `consume` runs within the forward, on whole weights.
 
         Raises:

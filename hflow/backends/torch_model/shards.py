@@ -9,11 +9,18 @@ from pathlib import Path
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from hflow.backends.common.shard_source import open_shards
-from hflow.backends.common.shards import MEAN, SQUARE, WEIGHT, About, State, write_shards
-from hflow.backends.torch_model.module import PackedModel
-from hflow.backends.torch_model.optim import Optimizer
-from hflow.backends.torch_model.weights import held_blocks, named_parameters
+from hflow.backends.common.sharded_checkpoint import (
+    MEAN,
+    SQUARE,
+    WEIGHT,
+    About,
+    State,
+    open_shards,
+    write_shards,
+)
+from hflow.backends.torch_model.optimizer import Optimizer
+from hflow.backends.torch_model.packed_model import PackedModel
+from hflow.backends.torch_model.weight_export import held_blocks, named_parameters
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from hflow.plan.ir import Plan
-from hflow.plan.serialise import plain
+from hflow.planner.ir import Plan
+from hflow.planner.serialise import plain
 from hflow.report.page.view import PageView, page_view
 
 STYLES = ("base.css", "graph.css", "charts.css", "devices.css", "print.css")

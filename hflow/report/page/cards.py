@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hflow.graph.ir import EdgeKind, Level, Node
-from hflow.plan.ir import Plan
+from hflow.planner.ir import Plan
 from hflow.report.page.edges import Arrow
 from hflow.report.page.shapes import known_verb
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hflow.plan.ir import Plan, Replica
-from hflow.plan.routing import rank_order
+from hflow.planner.ir import Plan, Replica
+from hflow.planner.routing import rank_order
+from hflow.report.formatting import bytes_text, plural, range_text
 from hflow.report.page.routes import RouteView, Sets, route_views
-from hflow.report.words import bytes_text, plural, range_text
 
 LARGE, MEDIUM = 8, 64
 """Most devices of a cluster that is drawn with large and with medium squares."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hflow.graph.ir import EdgeKind
-from hflow.plan.forecast import EdgeTraffic, StepTraffic
-from hflow.plan.ir import Plan, RouteRow, WeightRoute
+from hflow.planner.forecast import EdgeTraffic, StepTraffic
+from hflow.planner.ir import Plan, RouteRow, WeightRoute
+from hflow.report.formatting import DASH, TIMES, bytes_text, count_text, plural, range_text
 from hflow.report.page.edges import SAMPLES, Arrow
 from hflow.report.page.node_details import Facts
 from hflow.report.page.routes import data_id, weights_id
-from hflow.report.words import DASH, TIMES, bytes_text, count_text, plural, range_text
 
 MOST_ROWS = 60
 """Rows of a weight route that the page lists."""

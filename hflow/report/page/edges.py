@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from hflow.graph.edges import largest_lag
 from hflow.graph.ir import Edge, EdgeKind
-from hflow.graph.lags import largest_lag
-from hflow.plan.ir import Plan
-from hflow.plan.placement import SAVE_PREFIX
+from hflow.planner.ir import Plan
+from hflow.planner.placement.node_placement import SAVE_PREFIX
 
 SAMPLES = ("samples",)
 """What passes along a data edge that names no fields."""

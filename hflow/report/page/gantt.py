@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hflow.plan.forecast import Period, Slot
-from hflow.plan.ir import Plan
+from hflow.planner.forecast import Period, Slot
+from hflow.planner.ir import Plan
+from hflow.report.formatting import MINUS, plural, seconds_text, share_text
 from hflow.report.page.refs import ref_of
-from hflow.report.words import MINUS, plural, seconds_text, share_text
 
 NUM_PERIODS, MOST_PERIODS = 2, 4
 """Periods drawn; up to the second number where steps differ, as some nodes do not fire in each."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hflow.graph.render import stages
-from hflow.plan.ir import Plan
+from hflow.planner.ir import Plan
 from hflow.report.page.cards import LINE, Card, CardRow, make_card
 from hflow.report.page.edges import Arrow, arrows
 from hflow.report.page.layered import make_chain, order_columns

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.plan.forecast import Forecast, Period
-from hflow.plan.hardware import Hardware
-from hflow.plan.ir import Plan
-from hflow.plan.workload import expected_max
+from hflow.planner.forecast import Forecast, Period
+from hflow.planner.hardware import Hardware
+from hflow.planner.ir import Plan
+from hflow.planner.workload import expected_max
+from hflow.report.formatting import bytes_text, count_text, plural, seconds_text, share_text
 from hflow.report.page.refs import ref_of
 from hflow.report.plan_text.assumptions import leaves_waiting_out, lengths_text
-from hflow.report.words import bytes_text, count_text, plural, seconds_text, share_text
 
 
 @dataclass(frozen=True)

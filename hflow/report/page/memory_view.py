@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.plan.forecast import PhaseMemory
-from hflow.plan.ir import Plan
+from hflow.planner.forecast import PhaseMemory
+from hflow.planner.ir import Plan
+from hflow.report.formatting import bytes_text, plural, range_text, share_text
 from hflow.report.memory_classes import KINDS, DeviceClass, device_classes, kind_of
-from hflow.report.words import bytes_text, plural, range_text, share_text
 
 MOST_CLASSES = 6
 """Classes of devices that are shown at once."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.graph.fields import UNIT_NAMES
+from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import Node, Read
-from hflow.plan.forecast import NodeTime
-from hflow.plan.ir import Plan
+from hflow.planner.forecast import NodeTime
+from hflow.planner.ir import Plan
+from hflow.report.formatting import plural, range_text, seconds_text
 from hflow.report.page.shapes import VERBS, known_verb
-from hflow.report.words import plural, range_text, seconds_text
 
 Facts = tuple[tuple[str, str], ...]
 """(what, value) in words."""

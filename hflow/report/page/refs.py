@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hflow.plan.ir import PUBLISH_PREFIX, Plan
+from hflow.planner.ir import PUBLISH_PREFIX, Plan
 
 
 def ref_of(plan: Plan, name: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hflow.plan.forecast import EdgeTraffic
-from hflow.plan.ir import Plan, WeightRoute
-from hflow.report.words import bytes_text, plural
+from hflow.planner.forecast import EdgeTraffic
+from hflow.planner.ir import Plan, WeightRoute
+from hflow.report.formatting import bytes_text, plural
 
 MOST_FLOWS = 2048
 """Largest flows of a route that the page holds."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.plan.ir import Plan, Replica
-from hflow.plan.shape import num_parameters
+from hflow.planner.ir import Plan, Replica
+from hflow.planner.model_shape import num_parameters
+from hflow.report.formatting import TIMES, bytes_text, parameters_text, range_text, seconds_text
 from hflow.report.page.edge_details import Listing, route_listing
 from hflow.report.page.node_details import Part, time_parts
-from hflow.report.words import TIMES, bytes_text, parameters_text, range_text, seconds_text
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hflow.plan.ir import Plan
+from hflow.planner.ir import Plan
+from hflow.report.formatting import seconds_text
 from hflow.report.page.devices import DevicesView, devices_view, group_colours
 from hflow.report.page.edge_details import EdgeDetail, edge_details
 from hflow.report.page.edges import arrows
@@ -14,8 +15,45 @@ from hflow.report.page.headline import Headline, headline
 from hflow.report.page.memory_view import MemoryView, memory_view
 from hflow.report.page.node_details import NodeDetail, node_details
 from hflow.report.page.tables import Tables, tables
-from hflow.report.page.terms import TERMS
-from hflow.report.words import seconds_text
+
+# -------------------- The words of the page, explained to somebody who never saw hflow.
+
+
+TERMS: tuple[tuple[str, str], ...] = (
+    ("step", "One round: samples are generated and scored, then the models learn from them once."),
+    ("period", "Seconds from one step to the next once the run has settled. Steps may overlap."),
+    (
+        "critical cycle",
+        "The loop of nodes that sets the period: each waits for the one before it, and the first, in "
+        "the next step, for the last. Making anything else faster changes nothing.",
+    ),
+    ("throughput", "Samples and tokens that a settled run works through in a second."),
+    ("peak", "The most memory that any one device holds in any phase, beside what it has."),
+    (
+        "staleness",
+        "How many versions of the weights may lie between the one that wrote a token and the one that learns "
+        "from it. 0 is on policy: answers are always those of the newest weights.",
+    ),
+    ("node", "One function of the recipe. What it reads and returns are its edges."),
+    ("lag", "How many steps an edge crosses: with lag 1, what one step made is read by the next."),
+    ("replica", "One copy of a model on some devices: actor@train learns, actor@gen writes answers."),
+    (
+        "layout",
+        "How a replica is split over devices: d2t4p1 is 2 copies of the data axis, each with 4 tensor shards "
+        "and 1 pipeline stage.",
+    ),
+    ("dp-head", "The device of a data rank that receives its samples and returns its results."),
+    ("group", "Devices whose replicas take turns in a fixed order."),
+    (
+        "redistribution",
+        "Moving samples to the devices that need them next. "
+        "The lower bound is what no balanced split avoids.",
+    ),
+    ("weight route", "Which slice of which tensor goes from training devices to generating ones."),
+    ("phase", "A part of a step with memory needs of its own: generation, waking, or one batch node."),
+    ("digest", "A fingerprint of all that decides a run. Equal digests run alike."),
+)
+"""(word, explanation)."""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from hflow.graph.ir import EdgeKind
 from hflow.report.page.cards import Card
 from hflow.report.page.edges import Arrow
 from hflow.report.page.layered import Chain
-from hflow.report.page.paths import curve, hook, rounded
 from hflow.report.page.places import DUMMY, GAP_Y, Chains, Places, is_loop, leads_back
+
+# -------------------- SVG paths of edges: curves from column to column, and ways back around the cards.
+
+
+Point = tuple[float, float]
+RADIUS = 9.0
+
+
+def curve(stops: Sequence[tuple[float, float, float]]) -> str:
+    """A line through `(left, right, y)` stops: level between left and right, smooth in the gaps.
+
+    The first stop is the source's right side, the last one the destination's left side.
+    """
+    parts = [f"M{stops[0][1]:.1f} {stops[0][2]:.1f}"]
+    for (_, x1, y1), (left, right, y2) in pairwise(stops):
+        bend = (left - x1) / 2
+        parts.append(f"C{x1 + bend:.1f} {y1:.1f} {left - bend:.1f} {y2:.1f} {left:.1f} {y2:.1f}")
+        if right > left:
+            parts.append(f"H{right:.1f}")
+    return "".join(parts)
+
+
+def rounded(points: Sequence[Point]) -> str:
+    """A path of level and upright pieces with round corners."""
+    parts = [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
+    for before, corner, after in zip(points, points[1:], points[2:], strict=False):
+        reach = min(RADIUS, _length(before, corner) / 2, _length(corner, after) / 2)
+        start, stop = _towards(corner, before, reach), _towards(corner, after, reach)
+        parts.append(f"L{start[0]:.1f} {start[1]:.1f}Q{corner[0]:.1f} {corner[1]:.1f}")
+        parts.append(f" {stop[0]:.1f} {stop[1]:.1f}")
+    parts.append(f"L{points[-1][0]:.1f} {points[-1][1]:.1f}")
+    return "".join(parts)
+
+
+def hook(x: float, start: float, stop: float, reach: float) -> str:
+    """From one card to another of the same column, along their left sides."""
+    return f"M{x:.1f} {start:.1f}C{x - reach:.1f} {start:.1f} {x - reach:.1f} {stop:.1f} {x:.1f} {stop:.1f}"
+
+
+def _length(a: Point, b: Point) -> float:
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+
+
+def _towards(corner: Point, other: Point, reach: float) -> Point:
+    """The point on the way from a corner to another one, so far from the corner."""
+    length = _length(corner, other) or 1.0
+    return (
+        corner[0] + (other[0] - corner[0]) / length * reach,
+        corner[1] + (other[1] - corner[1]) / length * reach,
+    )
+
 
 ELBOW, STEP, NUM_STEPS = 16, 6, 4
 """Ways back turn so far beside the cards: the first, and each next one, of so many."""

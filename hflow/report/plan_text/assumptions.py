@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from hflow.plan.hardware import Hardware
-from hflow.plan.ir import Plan
-from hflow.plan.staleness import splits_batch
-from hflow.plan.workload import Workload
+from hflow.planner.hardware import Hardware
+from hflow.planner.ir import Plan
+from hflow.planner.staleness import splits_batch
+from hflow.planner.workload import Workload
+from hflow.report.formatting import count_text, share_text
 from hflow.report.plan_text.section import NO_FIGURES, Section
-from hflow.report.words import count_text, share_text
 
 NOTE = "Estimates are as good as these numbers: bytes and seconds above follow from them."
 

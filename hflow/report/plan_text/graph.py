@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
+from hflow.graph.edges import largest_lag
 from hflow.graph.ir import Edge, EdgeKind, Level, Node
-from hflow.graph.lags import largest_lag
-from hflow.plan.ir import Plan
-from hflow.plan.order import stages
+from hflow.planner.ir import Plan
+from hflow.planner.node_order import stages
+from hflow.report.formatting import plural, range_text
 from hflow.report.plan_text.section import Section, add_row, dim, lines, table, text
-from hflow.report.words import plural, range_text
 
 NOTE = (
     "What one step computes. A node starts when all that it waits for is done: data (fields that it reads), "

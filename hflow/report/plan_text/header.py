@@ -9,13 +9,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hflow.plan.forecast import CycleStep, Period, PhaseMemory
-from hflow.plan.groups import device_ranges
-from hflow.plan.ir import ClusterSpec, Plan
-from hflow.plan.workload import expected_max
+from hflow.planner.forecast import CycleStep, Period, PhaseMemory
+from hflow.planner.ir import ClusterSpec, Plan
+from hflow.planner.placement.device_groups import device_ranges
+from hflow.planner.workload import expected_max
+from hflow.report.formatting import bytes_text, count_text, plural, range_text, seconds_text, share_text
 from hflow.report.plan_text.assumptions import leaves_waiting_out
 from hflow.report.plan_text.section import NO_FIGURES
-from hflow.report.words import bytes_text, count_text, plural, range_text, seconds_text, share_text
 
 LEAST_SHARE = 0.01
 """Nodes with less than this share of the critical cycle are counted, not named, in the one line."""

@@ -2,17 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hflow.plan.ir import Plan
-from hflow.report.memory_classes import DeviceClass, device_classes
-from hflow.report.plan_text.bar import legend, memory_bar
+from hflow.planner.forecast import PhaseMemory
+from hflow.planner.ir import Plan
+from hflow.report.formatting import bytes_text, plural, range_text, share_text
+from hflow.report.memory_classes import KINDS, DeviceClass, device_classes, kind_of
 from hflow.report.plan_text.section import GAP, NO_FIGURES, Section, dim, number, table, text
-from hflow.report.words import bytes_text, plural, range_text, share_text
+
+# -------------------- A memory bar in letters: readable without colours, and the same everywhere.
+# Each letter stands for a kind of bytes. A kind's columns are what its bytes round to when the bar is
+# filled from the left, so that rounding never adds up.
+
+
+LETTERS = "wgoalkbrx"
+"""The letter of each kind in `KINDS`, and `x` for any other."""
+NAMES = (*(name for name, _ in KINDS), "other")
+COLOURS = (
+    "cyan",
+    "magenta",
+    "blue",
+    "green",
+    "yellow",
+    "red",
+    "dark_orange3",
+    "bright_black",
+    "bright_black",
+)
+FREE, LIMIT = "·", "|"
+
+
+def memory_bar(phase: PhaseMemory, scale: int, capacity: int, width: int) -> Text:
+    """The bar of one phase.
+
+    Args:
+        phase: what is held.
+        scale: bytes of the whole width: the capacity, or the peak where that is more.
+        capacity: a `|` marks it where the bar goes on beyond it.
+        width: columns.
+    """
+    bar, filled, end = Text(), 0.0, 0
+    for parts, is_resident in ((phase.resident, True), (phase.transient, False)):
+        for kind, size in _by_kind(parts):
+            filled += size
+            start, end = end, round(filled / scale * width)
+            letter = LETTERS[kind].upper() if is_resident else LETTERS[kind]
+            bar.append(letter * (end - start), COLOURS[kind])
+    bar.append(FREE * (width - end), "dim")
+    return bar if scale <= capacity else _marked(bar, round(capacity / scale * width))
+
+
+def legend(names: Iterable[str]) -> Text:
+    """The letters of the kinds that occur among item names."""
+    kinds = sorted({_kind(name) for name in names})
+    return Text("  ").join(Text.assemble((LETTERS[k], COLOURS[k]), f" {NAMES[k]}") for k in kinds)
+
+
+def _by_kind(parts: Iterable[tuple[str, int]]) -> list[tuple[int, int]]:
+    sizes: dict[int, int] = {}
+    for name, size in parts:
+        sizes[_kind(name)] = sizes.get(_kind(name), 0) + size
+    return sorted(sizes.items())
+
+
+def _kind(name: str) -> int:
+    return kind_of(name) - 1
+
+
+def _marked(bar: Text, at: int) -> Text:
+    return Text.assemble(bar[:at], (LIMIT, "bold red"), bar[at + 1 :])
+
 
 BUDGET = 22
 """Lines of the classes that are shown with bars; the others have one line each, then a count."""

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from hflow.plan.forecast import Period
-from hflow.plan.ir import Plan
+from hflow.planner.forecast import Period
+from hflow.planner.ir import Plan
+from hflow.report.formatting import plural, seconds_text
 from hflow.report.plan_text.gantt import gantt
 from hflow.report.plan_text.header import step_name
 from hflow.report.plan_text.section import NO_FIGURES, Section, add_row, number, table, text
-from hflow.report.words import plural, seconds_text
 
 MOST_CYCLE_ROWS = 10
 NOTE = (

@@ -6,11 +6,11 @@ from string import ascii_uppercase
 
 from rich.text import Text
 
-from hflow.plan.ir import Plan
-from hflow.plan.routing import rank_order
-from hflow.plan.shape import num_parameters
+from hflow.planner.ir import Plan
+from hflow.planner.model_shape import num_parameters
+from hflow.planner.routing import rank_order
+from hflow.report.formatting import parameters_text, range_text
 from hflow.report.plan_text.section import Section, add_row, dim, table, text
-from hflow.report.words import parameters_text, range_text
 
 NOTE = (
     "A replica is one copy of a model. Its layout cuts it: d ways over data, t ways inside tensors, p ways "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from hflow.plan.ir import Plan, Schedule, ScheduledStream
-from hflow.plan.staleness import certified_lag, splits_batch
+from hflow.planner.ir import Plan, Schedule, ScheduledStream
+from hflow.planner.staleness import certified_lag, splits_batch
+from hflow.report.formatting import plural
 from hflow.report.plan_text.section import Section, add_row, number, table, text
-from hflow.report.words import plural
 
 NOTE = (
     "A stream is a flow of samples: a prompt with several answers is a group. Staleness is how many updates "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from hflow.plan.forecast import NodeTime
-from hflow.plan.ir import Plan, ScheduledNode
+from hflow.planner.forecast import NodeTime
+from hflow.planner.ir import Plan, ScheduledNode
+from hflow.report.formatting import plural, seconds_text
 from hflow.report.plan_text.graph import cadence
 from hflow.report.plan_text.section import NO_FIGURES, Section, add_row, dim, number, table, text
-from hflow.report.words import plural, seconds_text
 
 MOST_NODES = 20
 LEAST_PART = 0.005

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from hflow.plan.ir import Plan, Replica, WeightRoute
+from hflow.planner.ir import Plan, Replica, WeightRoute
+from hflow.report.formatting import bytes_text, range_text
 from hflow.report.plan_text.section import Section, add_row, dim, lines, number, table, text
-from hflow.report.words import bytes_text, range_text
 
 NOTE = (
     "How new weights reach another copy of the model. shared: both use the same memory; gather: put together "

@@ -6,8 +6,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from hflow.runtime.ledger.opened import open_ledger
-from hflow.runtime.ledger.schema import survives
+from hflow.runtime.ledger.schema import open_ledger, survives
 
 EXAMPLES = 3
 """Samples that a violation names."""

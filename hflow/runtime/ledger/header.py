@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hflow.graph.ir import Graph, Level
-from hflow.plan.ir import Plan, Schedule
-from hflow.plan.numbers import PREFERRED, told_field
-from hflow.plan.placement import SAVE_PREFIX
-from hflow.plan.staleness import staleness_bound
+from hflow.planner.ir import Plan, Schedule
+from hflow.planner.placement.node_placement import SAVE_PREFIX
+from hflow.planner.reported_field import PREFERRED, reported_field
+from hflow.planner.staleness import staleness_bound
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _node_row(graph: Graph | None, name: str, stream: str, *, per_group: bool) -
     """A node, with the number that it tells of each sample and its place where there is a graph."""
     if graph is None or name.startswith(SAVE_PREFIX):
         return NodeRow(name, stream, per_group)
-    return NodeRow(name, stream, per_group, told_field(graph, name), str(graph.node(name).spec.where))
+    return NodeRow(name, stream, per_group, reported_field(graph, name), str(graph.node(name).spec.where))
 
 
 def _judge(graph: Graph | None, stream: str, nodes: Iterable[NodeRow]) -> str | None:

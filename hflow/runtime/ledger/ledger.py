@@ -22,7 +22,7 @@ from hflow.runtime.ledger.header import Header
 from hflow.runtime.ledger.rows import Closing, Commit, Issued, Rewind, Rows
 from hflow.runtime.ledger.schema import APPENDED, FORMAT, TABLES, VIEW, survives
 from hflow.runtime.ledger.writer import Writer, unwritable
-from hflow.workers.base import ComputeReady, NodeResult, SampleReady
+from hflow.workers.interface import ComputeReady, NodeResult, SampleReady
 
 KEPT = (Accept, Refuse, FormBatch, StepDone)
 """Instructions that say what became of samples."""

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hflow.errors import ConfigError
-from hflow.runtime.ledger.opened import open_ledger
-from hflow.runtime.ledger.schema import COLUMNS, LARGEST
+from hflow.runtime.ledger.schema import COLUMNS, LARGEST, open_ledger
 
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hflow.runtime.events import Accept, FormBatch, OpenGroup, Refuse, StepDone
 from hflow.runtime.ledger.header import Header
-from hflow.workers.base import ComputeReady, NodeResult, SampleReady
+from hflow.workers.interface import ComputeReady, NodeResult, SampleReady
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,12 @@ closings    the run ended, and how
 
 from __future__ import annotations
 
+import sqlite3
+from pathlib import Path
+from urllib.parse import quote
+
+from hflow.errors import ConfigError
+
 FORMAT = 2
 
 LARGEST = 2**63 - 1
@@ -143,3 +149,29 @@ LEFT JOIN computed AS c ON c.node = s.judge AND c.key = i.sample AND {survives("
 LEFT JOIN nodes AS n ON n.id = e.node
 WHERE {survives("i")};
 """
+
+
+# -------------------- Opens a ledger for reading, also while its run goes on.
+
+
+def open_ledger(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write.
+
+    A ledger that nobody has open has no log beside it, and can be read where nothing can be written.
+
+    Raises:
+        ConfigError: when there is no ledger, or none that this version reads.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no ledger {path}; it is part of the directory that `hflow run` makes")
+    is_still = not path.with_name(f"{path.name}-wal").exists()
+    database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro{'&immutable=1' * is_still}", uri=True)
+    try:
+        (found,) = database.execute("SELECT value FROM about WHERE key = 'format'").fetchone()
+    except sqlite3.DatabaseError as error:
+        database.close()
+        raise ConfigError(f"{path} is no ledger of hflow: {error}") from error
+    if found != FORMAT:
+        database.close()
+        raise ConfigError(f"{path} has format {found}; this version of hflow reads {FORMAT}")
+    return database

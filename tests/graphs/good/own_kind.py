@@ -30,7 +30,7 @@ ref = Model("ref", init_from=actor)
 class Audit(NodeType):
     """A batch body whose result is clipped."""
 
-    options: ClassVar = NodeType.options | {"limit": Option("float", 1.0, least=0.0)}
+    options: ClassVar = NodeType.options | {"limit": Option("float", 1.0, minimum=0.0)}
 
     def run(self, context: Context, inputs: Mapping[str, Any]) -> Any:
         return context.body(**inputs, **context.knobs).clamp(max=context.options["limit"])

@@ -1,0 +1,137 @@
+"""From `ModelSettings` to a Hugging Face configuration whose numbers fit each other.
+
+The launcher reads models with it as the backends do, so that a wrong one is refused before a run begins.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from hflow.backends.interface import ModelSettings
+from hflow.errors import BackendError, nearest
+
+_REFUSALS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+"""What transformers and torch raise at a model that cannot be built."""
+
+_COUNTS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size")
+_MISSPELT = 0.8
+"""Similarity above which an unknown key is a misspelt one; transformers takes keys that it never shows."""
+
+
+def read_config(settings: ModelSettings) -> PreTrainedConfig:
+    """The configuration of a model's checkpoint or architecture, checked.
+
+    Raises:
+        BackendError: when there is none, or no causal language model can be built from it.
+    """
+    with refusals(settings.name):
+        if settings.path is not None:
+            config = _of_checkpoint(Path(settings.path))
+        elif settings.architecture is not None:
+            config = _of_architecture(settings.architecture)
+        else:
+            raise BackendError("it has neither a path nor an architecture; set one")
+        _check_causal_lm(config)
+        _check_numbers(config)
+    return config
+
+
+def max_length(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that a model has positions for; None where nothing bounds it."""
+    found: int | None = getattr(config, "max_position_embeddings", None)
+    return found
+
+
+@contextmanager
+def refusals(name: str) -> Iterator[None]:
+    """Say which model is refused, and turn what transformers and torch raise into one line of ours.
+
+    Raises:
+        BackendError: for whatever is wrong with the model.
+    """
+    subject = f"model {name!r}: "
+    try:
+        yield
+    except BackendError as error:
+        raise BackendError(subject + str(error).removeprefix(subject)) from error
+    except _REFUSALS as error:
+        reason = " ".join(str(error).split())
+        raise BackendError(f"{subject}it cannot be built: {type(error).__name__}: {reason:.200}") from error
+
+
+def _of_checkpoint(path: Path) -> PreTrainedConfig:
+    if not (path / "config.json").is_file():
+        raise BackendError(f"{path} is not an HF checkpoint: it has no config.json")
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+    return config
+
+
+def _of_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
+    options = dict(architecture)
+    model_type = options.pop("model_type", None)
+    if model_type is None:
+        raise BackendError("its architecture needs a model_type, such as 'qwen2'")
+    try:
+        known = AutoConfig.for_model(model_type)
+    except ValueError:
+        raise BackendError(f"transformers has no architecture of model_type {model_type!r}") from None
+    names = [*known.to_dict(), *known.attribute_map]
+    for key in options:
+        if key not in names and difflib.get_close_matches(key, names, n=1, cutoff=_MISSPELT):
+            raise BackendError(f"a {model_type} architecture has no key {key!r}{nearest(key, names)}")
+    return AutoConfig.for_model(model_type, **options)
+
+
+def _check_causal_lm(config: PreTrainedConfig) -> None:
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise BackendError(f"model_type {config.model_type!r} is no causal language model")
+    if getattr(config, "is_decoder", True) is False:
+        raise BackendError(f"model_type {config.model_type!r} looks at later tokens; set is_decoder to true")
+
+
+def _check_numbers(config: PreTrainedConfig) -> None:
+    """Refuse sizes of attention that a forward would stumble over."""
+    for name in _COUNTS:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value < 1:
+            raise BackendError(f"{name} is {value}; it must be at least 1")
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    if not isinstance(hidden, int) or not isinstance(heads, int):
+        return
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None)
+    if size in (None, hidden // heads) and hidden % heads:
+        raise BackendError(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set num_attention_heads "
+            f"to {_nearest_divisor(hidden, heads, groups)}"
+        )
+    if heads % groups:
+        raise BackendError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}; set "
+            f"num_key_value_heads to {_nearest_divisor(heads, groups)}"
+        )
+
+
+def _nearest_divisor(number: int, wanted: int, factor: int = 1) -> int:
+    """The divisor of a number that is nearest to the wanted, if possible a multiple of `factor`."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    fitting = [n for n in divisors if n % factor == 0]
+    return min(fitting or divisors, key=lambda n: (abs(n - wanted), n))

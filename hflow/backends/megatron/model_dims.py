@@ -1,0 +1,113 @@
+"""The sizes of a model that megatron can build, read from its Hugging Face configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from hflow.errors import BackendError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""`model_type`s whose layers megatron's GPT model computes."""
+
+_ROPES = ("default", "linear", "llama3")
+"""Rotary embeddings that are one vector of frequencies, whatever the length."""
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """Axes: D hidden, V vocabulary, F intermediate, H heads, K key-value heads, E head size."""
+
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    is_tied: bool
+    """Whether the output matrix is the embedding."""
+    has_qkv_bias: bool
+    has_out_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    head: str
+    """`lm`, `value` or `score`."""
+
+
+def read_sizes(config: PreTrainedConfig, head: str) -> ModelDims:
+    """Sizes of a model with a head.
+
+    Raises:
+        BackendError: when megatron's layers would not compute what the Hugging Face model does.
+    """
+    _check(config)
+    family = config.model_type
+    biased = family in ("llama", "qwen3") and bool(config.attention_bias)
+    return ModelDims(
+        num_layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab=config.vocab_size,
+        is_tied=head == "lm" and bool(config.tie_word_embeddings),
+        has_qkv_bias=family == "qwen2" or biased,
+        has_out_bias=biased,
+        has_mlp_bias=family == "llama" and bool(config.mlp_bias),
+        has_qk_norm=family == "qwen3",
+        head=head,
+    )
+
+
+def _check(config: PreTrainedConfig) -> None:
+    family = config.model_type
+    if family not in FAMILIES:
+        raise BackendError(
+            f"model_type {family!r} is not one that the megatron backend builds ({', '.join(FAMILIES)}); "
+            "use the torch backend"
+        )
+    if config.hidden_act != "silu":
+        raise BackendError(
+            f"hidden_act {config.hidden_act!r} is not silu, which megatron computes; use the torch backend"
+        )
+    layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    window = getattr(config, "sliding_window", None)
+    if layers or window is not None:
+        what = ", ".join(sorted(layers)) or f"a sliding window of {window}"
+        raise BackendError(f"{family} uses {what}; only full causal attention is supported")
+    rope = config.rope_parameters["rope_type"]
+    if rope not in _ROPES:
+        raise BackendError(f"rope_type {rope!r} is not one of {', '.join(_ROPES)}; use the torch backend")
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise BackendError(f"{family} rotates a part of each head, which the megatron backend does not")
+
+
+def check_split(sizes: ModelDims, tensor: int, pipe: int) -> None:
+    """Refuse a layout that would split what must stay whole.
+
+    Raises:
+        BackendError: naming the nearest size that works.
+    """
+    if sizes.num_layers < pipe:
+        raise BackendError(
+            f"{sizes.num_layers} layers cannot fill {pipe} pipeline stages; use at most {sizes.num_layers}"
+        )
+    if not _can_share(sizes, tensor):
+        fitting = [n for n in range(1, sizes.num_heads + 1) if _can_share(sizes, n)]
+        nearest = min(fitting, key=lambda n: (abs(n - tensor), n))
+        raise BackendError(
+            f"{tensor} tensor ranks cannot share {sizes.num_heads} heads, {sizes.num_kv_heads} key-value "
+            f"heads and {sizes.intermediate} MLP rows; use {nearest}"
+        )
+
+
+def _can_share(sizes: ModelDims, tensor: int) -> bool:
+    kv = sizes.num_kv_heads
+    return (
+        sizes.num_heads % tensor == 0
+        and sizes.intermediate % tensor == 0
+        and (kv % tensor == 0 or tensor % kv == 0)
+    )

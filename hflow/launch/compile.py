@@ -1,0 +1,101 @@
+"""From a recipe's path and overrides to the checked graph and the compiled plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hflow.config import RunConfig, load_config, to_yaml, validate_names
+from hflow.dsl import bind, load_recipe, overridable
+from hflow.graph.build import build_graph
+from hflow.graph.ir import Graph
+from hflow.launch.plan_request import plan_request
+from hflow.planner.compile import compile_plan
+from hflow.planner.ir import Plan
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One recipe with one configuration, as far as planning goes."""
+
+    config: RunConfig
+    graph: Graph
+    bodies: Mapping[str, Callable[..., Any]]
+    """Node name -> the decorated function."""
+    plan: Plan
+    recipe: Path
+    """The recipe's Python file."""
+
+
+def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
+    """Read a recipe and its configuration and build the graph.
+
+    Raises:
+        RecipeError: for a recipe that cannot be right.
+        ConfigError: for a key or value that does not exist or fit.
+    """
+    return read_recipe(recipe, overrides)[1]
+
+
+def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
+    """Compile the plan of a recipe.
+
+    Raises:
+        RecipeError: as `check`.
+        ConfigError: as `check`.
+        PlanError: when the graph cannot be laid out as asked.
+    """
+    return compile_recipe(recipe, overrides).plan
+
+
+def compose(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The composed configuration as YAML."""
+    return to_yaml(read_recipe(recipe, overrides)[0])
+
+
+def compile_recipe(
+    recipe: str | Path, overrides: Sequence[str] = (), config: RunConfig | None = None
+) -> Compiled:
+    """Everything that a run is made from, short of torch and ray.
+
+    Args:
+        recipe: path of the recipe's file.
+        overrides: configuration as `key=value`.
+        config: a whole configuration, in the place of the recipe's YAML and overrides.
+
+    Raises:
+        HflowError: as `plan`.
+    """
+    config, graph, bodies = read_recipe(recipe, overrides, config)
+    made = compile_plan(graph, plan_request(config, graph, recipe))
+    return Compiled(config, graph, bodies, made, Path(recipe))
+
+
+def read_recipe(
+    recipe: str | Path, overrides: Sequence[str] = (), config: RunConfig | None = None
+) -> tuple[RunConfig, Graph, Mapping[str, Callable[..., Any]]]:
+    """A recipe's configuration, its graph, and its bodies by node.
+
+    Args:
+        recipe: path of the recipe's file.
+        overrides: configuration as `key=value`.
+        config: a whole configuration, in the place of the recipe's YAML and overrides.
+
+    Raises:
+        RecipeError: for a recipe that cannot be right.
+        ConfigError: for a key or value that does not exist or fit.
+    """
+    loaded = load_recipe(recipe)
+    config = config or load_config(recipe, overrides)
+    spec = loaded.spec()
+    validate_names(
+        config,
+        models=[model.name for model in spec.models],
+        data=[dataset.name for dataset in spec.datasets],
+        nodes={node.name: overridable(node) for node in spec.nodes},
+    )
+    bound = bind(spec, config.nodes)
+    options = {node.name: dict(node.options) for node in bound.nodes}
+    return config, build_graph(bound), loaded.bodies(options)

@@ -1,0 +1,157 @@
+"""From the configuration to the `PlanRequest`: cluster, sizes and places of models, numbers of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from hflow.config import ModelConfig, RunConfig, flatten
+from hflow.config.build import build
+from hflow.config.hardware import Kind, read_hardware
+from hflow.errors import ConfigError, PlanError, nearest
+from hflow.graph.ir import Graph, ModelSpec
+from hflow.launch.model_metadata import model_dtype, model_shape, overruled_architectures
+from hflow.planner.cluster import device_of, parse_cluster
+from hflow.planner.hardware import Device, Hardware, Link
+from hflow.planner.ir import ClusterSpec
+from hflow.planner.request import ModelRequest, PlanRequest
+from hflow.planner.workload import WorkloadRequest
+
+# -------------------- From the configuration to the cluster and the figures of its devices and links.
+
+
+T = TypeVar("T", Device, Link)
+
+
+def known_devices(recipe: str | Path) -> dict[str, Device]:
+    """Devices that a cluster's name may use, by name.
+
+    Raises:
+        ConfigError: for a file that is not what it should be.
+        PlanError: for a figure that no device can have.
+    """
+    return _known(Device, "devices", recipe)
+
+
+def known_links(recipe: str | Path) -> dict[str, Link]:
+    """Links that devices and `network` may name; raises as `known_devices`."""
+    return _known(Link, "links", recipe)
+
+
+def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec, Hardware]:
+    """The cluster that a configuration names, and what its devices and links can do.
+
+    Raises:
+        ConfigError: for an unknown link, or a file that is not what it should be.
+        PlanError: for an unknown device, or a figure that no device can have.
+    """
+    devices, links = known_devices(recipe), known_links(recipe)
+    cluster = parse_cluster(config.cluster, devices)
+    device = devices[device_of(config.cluster)]
+    if config.cores is not None:
+        cluster = replace(cluster, cores=_cores(config, cluster))
+    if config.device_memory_gib is not None:
+        device = _with_memory(device, config.device_memory_gib)
+        cluster = replace(cluster, memory_bytes=device.memory_bytes)
+    intra = _link(f"hardware.devices.{device.name}.link", device.link, links)
+    if config.network is not None:
+        inter = _link("network", config.network, links)
+    else:
+        inter = _link(f"hardware.devices.{device.name}.network", device.network, links)
+    return cluster, Hardware(device, intra, inter)
+
+
+def _known(cls: type[T], kind: Kind, recipe: str | Path) -> dict[str, T]:
+    found = {}
+    for name, values in read_hardware(kind, recipe).items():
+        key = f"hardware.{kind}.{name}"
+        try:
+            found[name] = build(cls, {"name": name, **values}, key)
+        except PlanError as error:
+            raise PlanError(f"{key}.{error}") from error
+    return found
+
+
+def _cores(config: RunConfig, cluster: ClusterSpec) -> tuple[int, ...]:
+    """Cores of each device of a machine."""
+    cores, num_devices = config.cores or (), cluster.devices_per_node
+    if config.workers == "inproc":
+        raise ConfigError("cores binds worker processes, of which workers=inproc has none; leave it out")
+    if not cores or min(cores) < 1 or len(cores) not in (1, num_devices):
+        raise ConfigError(
+            f"cores is {list(cores)}; name the cores of each of a machine's {num_devices} devices, or one "
+            "number for all of them"
+        )
+    return cores if len(cores) == num_devices else cores * num_devices
+
+
+def _with_memory(device: Device, memory_gib: float) -> Device:
+    if memory_gib <= device.overhead_gib:
+        raise ConfigError(
+            f"device_memory_gib is {memory_gib:g}, but a {device.name} needs {device.overhead_gib:g} for its "
+            f"runtime alone; set it to more than {device.overhead_gib:g}"
+        )
+    return replace(device, memory_gib=memory_gib)
+
+
+def _link(key: str, name: str, links: dict[str, Link]) -> Link:
+    if name not in links:
+        raise ConfigError(f"{key}: unknown link {name!r}{nearest(name, links)} (known: {', '.join(links)})")
+    return links[name]
+
+
+RESULT_KEYS = ("models.", "data.", "workers")
+"""Configuration that changes what a run computes but is no part of the plan's own rows."""
+
+
+def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanRequest:
+    """What the planner is asked for.
+
+    Args:
+        config: the configuration, its names checked.
+        graph: the recipe's graph.
+        recipe: path of the recipe's Python file; a user's hardware lies beside it.
+
+    Raises:
+        ConfigError: for an unknown link, or a file that is not what it should be.
+        PlanError: for an unknown device.
+    """
+    cluster, hardware = cluster_hardware(config, recipe)
+    return PlanRequest(
+        cluster=cluster,
+        batch=config.batch,
+        num_steps=config.steps,
+        models={spec.name: _model(config, graph, spec) for spec in graph.models},
+        groups=config.groups,
+        placement=config.placement,
+        **dataclasses.asdict(config.schedule),
+        save_every=config.save_every,
+        seed=config.seed,
+        hardware=hardware,
+        workload=WorkloadRequest(**dataclasses.asdict(config.workload)),
+        settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
+        warnings=overruled_architectures(config),
+    )
+
+
+def _model(config: RunConfig, graph: Graph, spec: ModelSpec) -> ModelRequest:
+    model = config.models.get(spec.name, ModelConfig())
+    return ModelRequest(
+        layout=model.layout,
+        gen_layout=model.gen.layout,
+        group=model.group,
+        gen_group=model.gen.group,
+        backend=model.backend,
+        engine=model.gen.engine,
+        transport=model.gen.transport,
+        shape=model_shape(config, graph, spec),
+        dtype=model_dtype(config, graph, spec),
+        tokens_per_microbatch=model.tokens_per_microbatch,
+        recompute=model.activation_checkpointing,
+        sequence_parallel=model.sequence_parallel,
+        saves_optimizer=model.save_optimizer,
+        max_running=model.gen.max_running,
+        max_model_len=model.gen.max_model_len,
+    )

@@ -1,6 +1,0 @@
-"""What changed between two plans, and what that means for a resume."""
-
-from hflow.plan.diff.compare import Change, PlanDiff, diff_plans, more
-from hflow.plan.diff.effects import Effect
-
-__all__ = ["Change", "Effect", "PlanDiff", "diff_plans", "more"]

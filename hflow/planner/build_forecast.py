@@ -1,0 +1,48 @@
+"""The forecast of a plan: lengths, memory, traffic, seconds, period."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hflow.graph.ir import EdgeKind
+from hflow.planner.cost import drawing_pace, node_times
+from hflow.planner.data.traffic_estimate import preview_traffic
+from hflow.planner.forecast import Forecast, NodeTime, Period
+from hflow.planner.ir import Plan
+from hflow.planner.memory import memory_phases, unknown_models
+from hflow.planner.period import steady_period
+from hflow.planner.request import PlanRequest
+from hflow.planner.workload import workloads
+
+
+def forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
+    """Everything that can be estimated about a plan; None without figures of the hardware."""
+    if request.hardware is None:
+        return None
+    lengths = workloads(plan, request)
+    traffic = preview_traffic(plan, request, dict(lengths)[plan.schedule.streams[0].name])
+    times = node_times(plan, request, dict(lengths), traffic)
+    missing = tuple(_missing(plan))
+    return Forecast(
+        workload=lengths,
+        memory=memory_phases(plan, request),
+        times=times,
+        period=None if missing else _period(plan, times),
+        traffic=traffic,
+        missing=missing,
+        pace=drawing_pace(plan, request, dict(lengths), traffic),
+    )
+
+
+def _period(plan: Plan, times: Iterable[NodeTime]) -> Period | None:
+    data = [edge for edge in plan.graph.edges if edge.kind is EdgeKind.DATA and edge.lag == 0]
+    fields = {(edge.src, edge.dst): ", ".join(edge.fields) for edge in data if edge.fields}
+    return steady_period(plan.schedule, {row.node: row.seconds for row in times}, fields)
+
+
+def _missing(plan: Plan) -> Iterator[str]:
+    for model in unknown_models(plan):
+        yield (
+            f"{model}: its sizes are unknown to the planner, so its memory, routes and seconds are left "
+            f"out, and with them the period"
+        )

@@ -1,0 +1,42 @@
+"""Clusters by name: `h100-8x8` is eight machines with eight H100 each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from hflow.errors import PlanError, nearest
+from hflow.planner.hardware import Device
+from hflow.planner.ir import ClusterSpec
+
+_PATTERN = re.compile(r"([\w.-]+)-([1-9]\d*)x([1-9]\d*)")
+
+
+def parse_cluster(name: str, devices: Mapping[str, Device]) -> ClusterSpec:
+    """Read `DEVICE-NODESxDEVICES`, as in `cpu-1x2` or `a100-80g-2x8`.
+
+    Args:
+        name: the cluster's name.
+        devices: known devices by name.
+
+    Raises:
+        PlanError: when the name has another form or an unknown device.
+    """
+    kind, num_nodes, devices_per_node = _split(name)
+    if kind not in devices:
+        near = nearest(kind, [device for device in devices if device.startswith(kind)] or devices)
+        raise PlanError(f"cluster {name!r}: unknown device {kind!r}{near} (known: {', '.join(devices)})")
+    device = devices[kind]
+    return ClusterSpec(name, device.type, num_nodes, devices_per_node, device.memory_bytes)
+
+
+def device_of(name: str) -> str:
+    """The device in a cluster's name, `a100-80g` in `a100-80g-2x8`."""
+    return _split(name)[0]
+
+
+def _split(name: str) -> tuple[str, int, int]:
+    match = _PATTERN.fullmatch(name)
+    if match is None:
+        raise PlanError(f"cluster {name!r} is not understood; write DEVICE-NODESxDEVICES, as in cpu-1x2")
+    return match.group(1), int(match.group(2)), int(match.group(3))

@@ -1,0 +1,77 @@
+"""The frozen rules of data: what each batch node reads, and how train nodes cut their batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hflow.graph.ir import Graph, Level, Node
+from hflow.planner.ir import BatchCut, EdgeRule, Placement
+from hflow.types import Unit
+
+
+def edge_rules(
+    graph: Graph, levels: Mapping[str, Level], placements: Iterable[Placement]
+) -> tuple[EdgeRule, ...]:
+    """One rule for every batch node, and for models that run as samples arrive."""
+    at = {placement.node: placement for placement in placements}
+    return tuple(
+        _rule(node, at[node.name])
+        for node in graph.nodes
+        if levels[node.name] is Level.BATCH or node.spec.verb == "infer"
+    )
+
+
+def save_rule(placement: Placement, stream: str) -> EdgeRule:
+    """The rule of a node that saves a model: it reads no field."""
+    return EdgeRule(placement.node, stream, (), placement.heads, by_group=False, policy="balanced")
+
+
+def batch_cuts(graph: Graph) -> tuple[tuple[str, BatchCut], ...]:
+    """How each train node cuts its batch."""
+    return tuple((node.name, _cut(node)) for node in graph.nodes if node.spec.verb == "train")
+
+
+def keeps_groups_whole(node: Node) -> bool:
+    """Whether a group must stay on one rank: its members meet in the body or in the loss.
+
+    A body that is given `Sequences` may look at groups, so it counts as one that does.
+    """
+    units = {read.unit for read in node.reads} | {returned.unit for returned in node.spec.returns}
+    return (
+        node.spec.level is Level.GROUP
+        or Unit.GROUP in units
+        or node.spec.option("reduce") == "group-mean"
+        or any(read.field == "group" for read in node.reads)
+        or any(kind == "sequences" for _, kind in node.spec.provided)
+    )
+
+
+def _cut(node: Node) -> BatchCut:
+    minibatches, epochs = node.spec.option("minibatches", 1), node.spec.option("epochs", 1)
+    return BatchCut(minibatches, epochs, by_group=keeps_groups_whole(node))
+
+
+def _rule(node: Node, placement: Placement) -> EdgeRule:
+    fields = {f"{read.stream}/{read.field}" for read in node.reads if read.producer != node.name}
+    fields |= {f"{node.stream}/{name}" for name in _needed(node)}
+    return EdgeRule(
+        consumer=node.name,
+        stream=node.stream,
+        fields=tuple(sorted(fields)),
+        heads=placement.heads,
+        by_group=keeps_groups_whole(node),
+        policy="balanced" if placement.replicas else "single",
+    )
+
+
+def _needed(node: Node) -> tuple[str, ...]:
+    """Fields of its own stream that a verb needs beside the body's reads.
+
+    A forward needs the tokens. Numbers per token are 0 where the loss mask is 0, also in bodies of
+    samples and groups that fire by batch, and `Sequences` holds the mask.
+    """
+    if any(kind == "output" for _, kind in node.spec.provided) or node.spec.verb in ("infer", "train"):
+        return ("input_ids", "loss_mask")
+    is_packed = node.spec.runs_as_compute and node.spec.level is Level.BATCH
+    reads_tokens = any(read.unit is Unit.TOKEN for read in node.reads)
+    return ("loss_mask",) if is_packed or reads_tokens else ()

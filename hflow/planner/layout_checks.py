@@ -1,0 +1,78 @@
+"""A layout that cannot cut its model is refused, with the nearest one that can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hflow.errors import PlanError
+from hflow.planner.backend_traits import BackendTraits, traits
+from hflow.planner.ir import Replica
+from hflow.planner.layout import Layout
+from hflow.planner.model_shape import ModelShape, TensorSpec, layer_template, other_tensors
+from hflow.planner.request import PlanRequest
+from hflow.planner.weights.sharding import can_share
+
+_CUTS = {
+    "model.layers.{}.self_attn.q_proj.weight": "{} heads",
+    "model.layers.{}.self_attn.k_proj.weight": "{} key-value heads",
+    "model.layers.{}.mlp.gate_proj.weight": "an intermediate size of {}",
+    "model.embed_tokens.weight": "a vocabulary of {}",
+}
+"""One tensor for each kind of unit that the tensor axis cuts, and what a message calls its units."""
+
+
+def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
+    """Refuse layouts whose tensor or pipeline axis does not divide a model of known sizes.
+
+    The tensor size must divide heads, key-value heads (or be a multiple of them), the intermediate size
+    and, unless the backend pads it, the vocabulary. Every stage needs a layer.
+
+    Raises:
+        PlanError: naming the replica, the number, sizes that fit and the nearest layout that works.
+    """
+    for replica in replicas:
+        asked = request.models.get(replica.model)
+        if asked is not None and asked.shape is not None:
+            _check(replica, asked.shape, traits(replica.backend))
+
+
+def _check(replica: Replica, shape: ModelShape, facts: BackendTraits) -> None:
+    layout, cuts = replica.layout, _cut_tensors(shape)
+    fits_pipe = range(1, shape.num_layers + 1)
+    if layout.pipe in fits_pipe and all(can_share(spec, facts, layout.tensor) for spec, _ in cuts):
+        return
+    fits_tensor = [
+        size for size in range(1, layout.world + 1) if all(can_share(spec, facts, size) for spec, _ in cuts)
+    ]
+    best = _nearest_layout(layout, fits_tensor, fits_pipe)
+    for spec, units in cuts:
+        if not can_share(spec, facts, layout.tensor):
+            most = layout.data * layout.tensor
+            fitting = _fitting([size for size in fits_tensor if size <= most], layout.tensor, best.tensor)
+            raise PlanError(
+                f"{replica.name}: {units.format(spec.cut_units)} cannot be split over {layout.tensor} tensor "
+                f"ranks; {fitting}: {best}"
+            )
+    raise PlanError(
+        f"{replica.name}: {shape.num_layers} layers cannot be split over {layout.pipe} pipeline stages; "
+        f"{_fitting(fits_pipe, layout.pipe, best.pipe)}: {best}"
+    )
+
+
+def _cut_tensors(shape: ModelShape) -> list[tuple[TensorSpec, str]]:
+    found = {spec.name: spec for spec in (*layer_template(shape), *other_tensors(shape))}
+    return [(found[name], units) for name, units in _CUTS.items()]
+
+
+def _nearest_layout(layout: Layout, fits_tensor: Sequence[int], fits_pipe: Sequence[int]) -> Layout:
+    """The layout for as many devices that fits and changes least, the pipeline before the tensor axis."""
+    world = layout.world
+    pairs = [(t, p) for t in fits_tensor for p in fits_pipe if world % (t * p) == 0]
+    t, p = min(pairs, key=lambda pair: (abs(pair[1] - layout.pipe), abs(pair[0] - layout.tensor), pair))
+    return Layout(world // (t * p), t, p)
+
+
+def _fitting(sizes: Sequence[int], wanted: int, chosen: int) -> str:
+    """The size that fits and is nearest, and the one that the proposed layout has."""
+    nearest = min(sizes, key=lambda size: (abs(size - wanted), size))
+    return f"{nearest} fits" if nearest == chosen else f"{nearest} and {chosen} fit"

@@ -1,0 +1,139 @@
+"""The part of the plan that the state machine reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from hflow.graph.ir import EdgeKind, Graph, Level, Node, Stream
+from hflow.planner.ir import Placement, Replica, Schedule, ScheduledNode, ScheduledStream
+from hflow.planner.node_order import returns_keep, root_stream, root_streams, same_step
+from hflow.planner.placement.node_placement import SAVE_PREFIX
+from hflow.planner.placement.replicas import batch_replica, is_source, written_models
+from hflow.planner.request import PlanRequest
+
+Orders = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def make_schedule(
+    graph: Graph,
+    request: PlanRequest,
+    levels: Mapping[str, Level],
+    placements: Sequence[Placement],
+    replicas: Sequence[Replica],
+    orders: Orders,
+    saved: Sequence[str],
+) -> Schedule:
+    """Fold the graph into root streams and the nodes that fire on them."""
+    at = {placement.node: placement for placement in placements}
+    roots = root_streams(graph)
+    opened_by = {stream.source for stream in roots}
+    nodes = [_node(graph, node, levels, at[node.name]) for node in graph.nodes if node.name not in opened_by]
+    saves = [_save(graph, model, at[SAVE_PREFIX + model], request, roots[0].name) for model in saved]
+    busy = [group for group, _ in orders]
+    engines = {g: tuple(r.name for r in replicas if r.role == "gen" and r.group == g) for g in busy}
+    written = written_models(graph)
+    apart = [r for r in replicas if r.role == "gen" and r.group not in busy and r.model in written]
+    return Schedule(
+        streams=tuple(_stream(graph, root, at, request.batch) for root in roots),
+        nodes=(*nodes, *saves),
+        orders=orders,
+        shared=tuple((group, names) for group, names in engines.items() if names),
+        num_steps=request.num_steps,
+        publishers=tuple((r.name, batch_replica(tuple(replicas), r.model).group) for r in apart),
+        max_staleness=_whole(request.max_staleness),
+        sync_every=request.sync_every,
+        max_concurrent=request.max_concurrent,
+        max_refused_per_step=request.max_refused_per_step,
+        interrupt=request.interrupt,
+        age_rule=request.age_rule,
+        drop_older_than=request.drop_older_than,
+        queue=request.queue,
+    )
+
+
+def _whole(number: float) -> float:
+    """An integer where a number is one, so that 2 and 2.0 are the same plan."""
+    return int(number) if number == int(number) else number
+
+
+def _stream(graph: Graph, root: Stream, at: Mapping[str, Placement], batch: int) -> ScheduledStream:
+    family = [node for node in graph.nodes if root_stream(graph, node).name == root.name]
+    sources = [node for node in family if is_source(node)]
+    return ScheduledStream(
+        name=root.name,
+        source=root.source,
+        group_size=root.group,
+        batch=batch if root.trained else None,
+        replicas=_distinct(name for node in sources for name in at[node.name].replicas),
+        models=_distinct(model for node in sources for model in node.spec.reads_weights),
+        min_group=_min_group(family, root.group),
+        every=root.every,
+        after=root.after,
+    )
+
+
+def _min_group(family: Iterable[Node], group_size: int) -> int:
+    """The most members that any body asks for."""
+    asked: list[int] = [node.spec.option("min_group", 1) for node in family]
+    return min(max(asked), group_size)
+
+
+def _node(graph: Graph, node: Node, levels: Mapping[str, Level], placement: Placement) -> ScheduledNode:
+    return ScheduledNode(
+        name=node.name,
+        level=levels[node.name],
+        stream=root_stream(graph, node).name,
+        needs=_needs(graph, node, levels),
+        group=placement.group if levels[node.name] is Level.BATCH or node.spec.verb == "infer" else None,
+        reads=_distinct(
+            edge.model
+            for edge in graph.edges
+            if edge.dst == node.name
+            and edge.kind is EdgeKind.WEIGHTS
+            and edge.lag > 0
+            and not edge.at_most
+            and edge.model
+        ),
+        writes=node.spec.writes_weights,
+        keep=returns_keep(node),
+        every=node.spec.every,
+        after=node.spec.after,
+    )
+
+
+def _needs(graph: Graph, node: Node, levels: Mapping[str, Level]) -> tuple[str, ...]:
+    """What must be done before a node.
+
+    A root's source is left out, as nothing fires before it; so are per-sample and per-group nodes
+    for a batch node, as a batch is formed of samples that have them all.
+    """
+    before = set(same_step(graph).predecessors(node.name))
+    if not is_source(node):
+        before.add(graph.stream(node.stream).source)
+    roots = {stream.source for stream in root_streams(graph)}
+    if levels[node.name] is Level.BATCH:
+        before = {name for name in before if levels[name] is Level.BATCH}
+    return tuple(other.name for other in graph.nodes if other.name in before - roots)
+
+
+def _save(graph: Graph, model: str, placement: Placement, request: PlanRequest, stream: str) -> ScheduledNode:
+    every = request.save_every or request.num_steps
+    return ScheduledNode(
+        name=SAVE_PREFIX + model,
+        level=Level.BATCH,
+        stream=stream,
+        needs=tuple(node.name for node in graph.nodes if model in node.spec.writes_weights),
+        group=placement.group,
+        every=every,
+        after=every - 1,
+        at_end=True,
+    )
+
+
+def station_groups(schedule: Schedule) -> tuple[str, ...]:
+    """Device groups on which models run as samples and groups arrive."""
+    return _distinct(node.group for node in schedule.nodes if node.level is not Level.BATCH)
+
+
+def _distinct(names: Iterable[str | None]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name is not None))

@@ -1,0 +1,154 @@
+"""Numbers that do not fit together are refused with the nearest change that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hflow.errors import NotYetError, PlanError
+from hflow.graph.ir import Graph
+from hflow.planner.backend_traits import traits
+from hflow.planner.ir import BatchCut, EdgeRule, Replica
+from hflow.planner.node_order import root_stream, root_streams
+from hflow.planner.placement.replicas import is_source
+from hflow.planner.request import PlanRequest
+
+LEAST = {
+    "batch": 1,
+    "num_steps": 1,
+    "sync_every": 1,
+    "max_concurrent": 1,
+    "max_staleness": 0,
+    "max_refused_per_step": 0,
+    "save_every": 0,
+}
+
+MOST_STALENESS = 10**6
+"""Far beyond what any run could use."""
+
+
+def check_request(graph: Graph, request: PlanRequest) -> None:
+    """Refuse numbers that are too small for any run of this graph.
+
+    Raises:
+        PlanError: naming the number and its least value, or a setting that the model's backend has not.
+    """
+    for name, least in LEAST.items():
+        if getattr(request, name) < least:
+            raise PlanError(f"{name} is {getattr(request, name)}; it must be at least {least}")
+    for name, asked in request.models.items():
+        if asked.sequence_parallel is not None and not traits(asked.backend).cuts_layers:
+            raise PlanError(
+                f"models.{name}.sequence_parallel is {str(asked.sequence_parallel).lower()}, but the "
+                f"{asked.backend} backend has no tensor ranks that could share tokens; leave it out, or set "
+                f"models.{name}.backend=megatron"
+            )
+    _check_ages(request)
+    for stream in root_streams(graph):
+        if stream.group > request.max_concurrent:
+            raise PlanError(
+                f"schedule.max_concurrent is {request.max_concurrent}, but a group of {stream.name!r} has "
+                f"{stream.group} samples; set schedule.max_concurrent to {stream.group} or more"
+            )
+
+
+def _check_ages(request: PlanRequest) -> None:
+    """Refuse rules by which no batch could ever be young enough, or full."""
+    if request.max_staleness > MOST_STALENESS:
+        raise PlanError(
+            f"schedule.max_staleness is {request.max_staleness}; it must be at most {MOST_STALENESS:,}, and "
+            "from 4 on little is gained"
+        )
+    least = request.sync_every - 1
+    if request.drop_older_than is not None and not request.age_rule:
+        raise PlanError(
+            f"schedule.drop_older_than is {request.drop_older_than}, but schedule.age_rule is off; leave out "
+            "one of them"
+        )
+    if request.drop_older_than is not None and request.drop_older_than < least:
+        raise PlanError(
+            f"schedule.drop_older_than is {request.drop_older_than}, but weights reach the engines every "
+            f"{request.sync_every} steps only; set schedule.drop_older_than to {least} or more"
+        )
+    if request.queue is not None and request.queue < request.batch:
+        raise PlanError(
+            f"schedule.queue is {request.queue}, but a batch has {request.batch} groups; set schedule.queue "
+            f"to {request.batch} or more"
+        )
+
+
+def check_streams(graph: Graph) -> None:
+    """Refuse graphs without one stream that makes the steps.
+
+    Raises:
+        PlanError: when no stream is trained, or a node changes a model by another stream's batches.
+        NotYetError: when several are trained.
+    """
+    trained = [stream for stream in root_streams(graph) if stream.trained]
+    if not trained:
+        raise PlanError(
+            f"recipe {graph.name!r} has no stream fed by {graph.dataset!r}; add a generate or encode node"
+        )
+    if len(trained) > 1:
+        names = " and ".join(repr(stream.name) for stream in trained)
+        raise NotYetError(f"{names} are both fed by {graph.dataset!r}; feed all but one with other datasets")
+    for node in graph.nodes:
+        root = root_stream(graph, node)
+        if node.spec.writes_weights and not root.trained:
+            raise PlanError(
+                f"node {node.name!r} changes {node.spec.writes_weights[0]!r} on stream {root.name!r}, which "
+                f"makes no steps; put it on {trained[0].name!r}"
+            )
+
+
+def check_splits(
+    rules: Iterable[EdgeRule], cuts: Mapping[str, BatchCut], batch: int, group_size: int
+) -> None:
+    """Refuse batches that leave a dp rank without work.
+
+    Args:
+        rules: what every batch node splits, and over how many ranks.
+        cuts: train node -> its cut.
+        batch: groups a step.
+        group_size: samples a group.
+
+    Raises:
+        PlanError: naming the batch that fits.
+    """
+    for rule in rules:
+        cut = cuts.get(rule.consumer)
+        minibatches = cut.minibatches if cut else 1
+        if batch < minibatches:
+            raise PlanError(
+                f"{rule.consumer}: a batch of {batch} groups cannot be cut into {minibatches} minibatches; "
+                f"set batch to {minibatches} or more, or minibatches to {batch} or less"
+            )
+        dp, units = len(rule.heads), 1 if rule.by_group else group_size
+        if rule.policy == "balanced" and rule.fields and batch // minibatches * units < dp:
+            least = -(-dp // units) * minibatches
+            what = "groups" if rule.by_group else "samples"
+            raise PlanError(
+                f"{rule.consumer}: a minibatch of {batch // minibatches * units} {what} cannot be split over "
+                f"{dp} dp ranks; set batch to {least} or more, or take a layout of "
+                f"d{batch // minibatches * units} or less"
+            )
+
+
+def plan_warnings(graph: Graph, replicas: Iterable[Replica], group_sizes: Mapping[str, int]) -> list[str]:
+    """What is allowed, but probably not meant."""
+    warnings = []
+    for node in graph.nodes:
+        top_p, top_k = node.spec.option("top_p"), node.spec.option("top_k")
+        cuts_off = (top_p is not None and top_p < 1) or bool(top_k)
+        if is_source(node) and cuts_off and root_stream(graph, node).trained:
+            warnings.append(
+                f"{node.name} samples with top_p={top_p}, top_k={top_k}: behav_logprobs are those of the "
+                "truncated distribution and not comparable with theta and prox"
+            )
+    for replica in replicas:
+        idle = group_sizes[replica.group] - replica.layout.world
+        if idle:
+            warnings.append(
+                f"{replica.name} uses {replica.layout.world} of the {group_sizes[replica.group]} devices "
+                f"of group {replica.group!r}; {idle} idle during its turn"
+            )
+    return warnings

@@ -1,0 +1,216 @@
+"""`hflow simulate` on a terminal: how fast, how stale, who waits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from hflow.planner.forecast import Period, Slot
+from hflow.report.formatting import count_text, plural, seconds_text, share_text
+from hflow.report.plan_text.gantt import gantt
+from hflow.report.plan_text.header import staleness_line
+from hflow.report.plan_text.section import WIDEST, Section, add_row, number, shown, table, text
+
+if TYPE_CHECKING:
+    from hflow.runtime.simulation.simulate_plan import Simulation
+    from hflow.workers.interface import Span
+
+
+# -------------------- How old the trained samples were, as a histogram with the parts in flight and in
+# the queue.
+
+
+STALENESS_NOTE = (
+    "Steps that the weights moved on between a sample's oldest token and the step that trained it: while it "
+    "was drawn (in flight), and while it waited for its batch (in queue). Means over the samples of each lag."
+)
+IN_FLIGHT, IN_QUEUE = "▒", "█"
+WIDEST_BAR = 40
+NUMBERS = 50
+"""Columns that the numbers beside a bar take."""
+
+
+def staleness_section(simulation: Simulation, width: int) -> Section:
+    """A row for each lag."""
+    rows: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for row in simulation.run.lags:
+        rows[row.in_flight + row.in_queue].append((row.in_flight, row.num_samples))
+    if not rows:
+        return Section("Staleness", absent="nothing is generated")
+    totals = {lag: sum(num for _, num in parts) for lag, parts in rows.items()}
+    room = max(1, min(WIDEST_BAR, width - NUMBERS))
+    shown = table(
+        number("lag"), number("samples"), number("share"), number("in flight"), number("in queue"), text("")
+    )
+    for lag, parts in sorted(rows.items()):
+        in_flight = sum(flight * num for flight, num in parts) / totals[lag]
+        columns = round(room * totals[lag] / max(totals.values()))
+        cells = (count_text(part) for part in (in_flight, lag - in_flight))
+        share = share_text(totals[lag] / sum(totals.values()))
+        add_row(shown, str(lag), f"{totals[lag]:,}", share, *cells, _bar(columns, in_flight, lag))
+    legend = Text.assemble((IN_FLIGHT, "yellow"), " in flight  ", (IN_QUEUE, "cyan"), " in queue, or fresh")
+    return Section("Staleness", STALENESS_NOTE, (shown, legend))
+
+
+def _bar(columns: int, in_flight: float, lag: int) -> Text:
+    flight = round(columns * in_flight / lag) if lag else 0
+    return Text.assemble((IN_FLIGHT * flight, "yellow"), (IN_QUEUE * (columns - flight), "cyan"))
+
+
+# -------------------- Some steps of the stride drawn as they were simulated: batch nodes, and engines
+# that have samples.
+
+
+NUM_STEPS = 4
+"""Steps drawn."""
+CHART_NOTE = (
+    "From the end of one step on, in the middle of the run. Idle shares are those of the whole stride."
+)
+
+
+def chart_section(simulation: Simulation, width: int) -> Section:
+    """A lane for each device group and engine; an engine's bars say when it has samples to draw."""
+    ends = simulation.run.timeline.step_ends
+    first = len(ends) // 2
+    num_steps = min(NUM_STEPS, len(ends) - 1 - first)
+    start, end = ends[first], ends[first + num_steps]
+    window = Period(
+        seconds=(end - start) / num_steps,
+        cycle=(),
+        slots=tuple(_slots(simulation, start, end)),
+        idle=simulation.run.idle,
+        num_steps=num_steps,
+    )
+    return Section("Some steps", CHART_NOTE, tuple(gantt(window, width)))
+
+
+def _slots(simulation: Simulation, start: float, end: float) -> Iterator[Slot]:
+    """What runs between two moments, cut to them."""
+    replicas = simulation.plan.schedule.streams[0].replicas
+    batch_nodes = (span for span in simulation.run.timeline.spans if span.lane not in replicas)
+    for span in sorted((*batch_nodes, *simulation.run.generating), key=_by_start):
+        if span.start < end and span.end > start:
+            first = max(span.start, start)
+            yield Slot(_name(simulation, span), span.lane, first - start, min(span.end, end) - first)
+
+
+def _name(simulation: Simulation, span: Span) -> str:
+    stream = simulation.plan.schedule.streams[0]
+    return stream.source if span.name in stream.replicas else span.name
+
+
+def _by_start(span: Span) -> float:
+    return span.start
+
+
+# -------------------- The head of the report: speed next to what the plan says and what is possible, and
+# what was lost.
+
+
+DROPS = ("stale", "queue_full")
+"""Reasons that a rule about time gives, whatever the sample is."""
+
+
+def header(simulation: Simulation) -> Panel:
+    """A frame with one line for each thing that a reader asks first."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
+    for label, value in _rows(simulation):
+        grid.add_row(label, value)
+    plan = simulation.plan
+    title = Text(f"{plan.recipe} on {plan.cluster.name}, on a virtual clock", style="bold")
+    return Panel(grid, title=title, box=box.ROUNDED)
+
+
+def _rows(simulation: Simulation) -> Iterator[tuple[str, Text]]:
+    run, period = simulation.run, simulation.period
+    steps, planned_steps = simulation.num_steps, simulation.plan.schedule.num_steps
+    yield (
+        "simulated",
+        Text(f"{steps:,} of {plural(planned_steps, 'step')}, seed {simulation.seed}; no evaluations"),
+    )
+    speed = f" a step: {count_text(1 / period)} steps/s, {count_text(run.samples_per_second)} samples/s"
+    yield "speed", Text.assemble((seconds_text(period), "bold"), speed)
+    yield "plan's period", Text(_planned(simulation))
+    yield "limit", Text(_limit(simulation))
+    yield "idle", Text(", ".join(f"{lane} {share_text(share)}" for lane, share in run.idle))
+    yield "staleness", Text(_staleness(simulation))
+    yield "interrupted", Text(_interrupted(simulation))
+    for label, is_drop in (("refused", False), ("dropped", True)):
+        yield label, Text(_lost(simulation, is_drop=is_drop))
+
+
+def _planned(simulation: Simulation) -> str:
+    forecast = simulation.plan.forecast
+    period = forecast.period if forecast else None
+    if period is None:
+        return "unknown"
+    more = round(100 * (simulation.period / period.seconds - 1), 1)
+    compared = f"{abs(more):g} % {'more' if more > 0 else 'less'}" if more else "as much"
+    return f"{seconds_text(period.seconds)} a step; the simulated step takes {compared}"
+
+
+def _limit(simulation: Simulation) -> str:
+    generation, training = map(seconds_text, (simulation.generation_alone, simulation.training_alone))
+    how = "the sum, on shared devices, of" if simulation.plan.schedule.shared else "the larger of"
+    return (
+        f"{seconds_text(simulation.limit)} a step, {how} generation alone {generation} and training alone "
+        f"{training}; {share_text(simulation.limit / simulation.period)} of that speed is reached"
+    )
+
+
+def _staleness(simulation: Simulation) -> str:
+    found = simulation.run.staleness()
+    certificate = staleness_line(simulation.plan)
+    if not found:
+        return f"none: nothing is generated ({certificate})"
+    mean = sum(lag * num for lag, num in found.items()) / sum(found.values())
+    return f"{count_text(mean)} on average, {max(found)} at most; by the plan {certificate}"
+
+
+def _interrupted(simulation: Simulation) -> str:
+    times, tokens = simulation.run.interruptions, simulation.tokens_kept
+    if not times:
+        return "none"
+    return f"{plural(times, 'time')}; {count_text(round(tokens))} tokens were kept, and not drawn again"
+
+
+def _lost(simulation: Simulation, *, is_drop: bool) -> str:
+    rows = [(reason, num) for reason, num in simulation.run.refused if (reason in DROPS) == is_drop]
+    return ", ".join(f"{plural(num, 'sample')} {reason}" for reason, num in rows) or "none"
+
+
+# -------------------- The whole report of a simulated run: a head with the verdicts, staleness, and some
+# steps drawn.
+
+
+class SimulationReport:
+    """A simulated run as something that rich can print at any width."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The parts, for the width that the console has."""
+        width = min(options.max_width, WIDEST)
+        for part in self._parts(width):
+            yield from console.render(part, options.update(width=width))
+
+    def _parts(self, width: int) -> Iterator[RenderableType]:
+        yield header(self._simulation)
+        for section in (staleness_section(self._simulation, width), chart_section(self._simulation, width)):
+            if not section.absent:
+                yield from shown(section)
+
+
+def render_simulation(simulation: Simulation) -> RenderableType:
+    """The report of a simulated run, as wide as the console on which it is printed and at most `WIDEST`."""
+    return SimulationReport(simulation)

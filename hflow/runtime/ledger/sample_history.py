@@ -1,0 +1,193 @@
+"""The life of one sample, gathered from the ledger's tables."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hflow.errors import ConfigError, nearest
+from hflow.runtime.ledger.schema import COLUMNS, LARGEST, open_ledger, survives
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A node was done with the sample, or with its group."""
+
+    node: str
+    field: str | None
+    value: float | None
+    """The number that it gave the sample."""
+    at: float
+    """Seconds since the run's start."""
+
+
+@dataclass(frozen=True)
+class Mate:
+    """Another member of the sample's group."""
+
+    id: int
+    end: str | None
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that some of its tokens were drawn with, and which they were."""
+
+    version: int
+    replica: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class SampleHistory:
+    """What became of one sample. Times are seconds since the run's start."""
+
+    sample: Mapping[str, Any]
+    """Its row of the view `samples`."""
+    dataset: str | None
+    segments: tuple[tuple[int, int], ...]
+    """Runs of generated tokens: (version, number of tokens)."""
+    weights: tuple[Weights, ...]
+    """Of the versions that generated its tokens, on every generation replica that held them."""
+    computed: tuple[Computed, ...]
+    mates: tuple[Mate, ...]
+    bound_at: float | None
+    """When its batch was formed."""
+    max_lag: int | None
+    """The largest lag that the plan lets a trained token have."""
+    closing: str | None
+    """How the run ended; None: it goes on, or was killed."""
+
+    def to_json(self) -> dict[str, Any]:
+        """One object: the sample's row, and what it has more than one of."""
+        more = asdict(self)
+        row = dict(more.pop("sample"))
+        return {**row, **more, "segments": [{"version": v, "tokens": n} for v, n in self.segments]}
+
+
+def tell(path: Path, name: str) -> SampleHistory:
+    """The story of a sample.
+
+    Args:
+        path: of the ledger.
+        name: an id of the trained stream, or `STREAM/ID`.
+
+    Raises:
+        ConfigError: when there is no ledger, or no such sample in it.
+    """
+    database = open_ledger(path)
+    try:
+        return _story(database, *_find(database, name))
+    finally:
+        database.close()
+
+
+def _find(database: sqlite3.Connection, name: str) -> tuple[int, int]:
+    """Number of the stream, and the sample's id."""
+    stream_name, _, number = name.rpartition("/")
+    streams = dict(database.execute("SELECT name, id FROM streams ORDER BY is_trained DESC, id"))
+    if not number.isdecimal():
+        raise ConfigError(f"a sample is a number, or STREAM/NUMBER, not {name!r}")
+    stream_name = stream_name or next(iter(streams))
+    if stream_name not in streams:
+        hint = nearest(stream_name, streams)
+        raise ConfigError(f"there is no stream {stream_name!r}{hint}; there are {', '.join(streams)}")
+    sample = min(int(number), LARGEST)
+    first, last, found = database.execute(
+        f"SELECT MIN(sample), MAX(sample), SUM(sample = ?) FROM issued AS i "
+        f"WHERE stream = ? AND {survives('i')}",
+        (sample, streams[stream_name]),
+    ).fetchone()
+    if first is None:
+        raise ConfigError(f"{stream_name} has no sample {number}, as none was issued")
+    if not found:
+        raise ConfigError(f"{stream_name} has no sample {number}; it has {first} to {last}")
+    return streams[stream_name], sample
+
+
+def _story(database: sqlite3.Connection, stream: int, sample: int) -> SampleHistory:
+    names = ", ".join(f'"{name}"' for name in COLUMNS)
+    stream_name, dataset = database.execute(
+        "SELECT name, dataset FROM streams WHERE id = ?", (stream,)
+    ).fetchone()
+    values = database.execute(
+        f"SELECT {names} FROM samples WHERE stream = ? AND id = ?", (stream_name, sample)
+    ).fetchone()
+    row = dict(zip(COLUMNS, values, strict=True))
+    about = dict(database.execute("SELECT key, value FROM about"))
+    return SampleHistory(
+        sample=row,
+        dataset=dataset,
+        segments=tuple(
+            database.execute(
+                "SELECT version, tokens FROM segments AS g WHERE stream = ? AND sample = ? "
+                f"AND {survives('g')} ORDER BY number",
+                (stream, sample),
+            )
+        ),
+        weights=_weights(database, stream, sample),
+        computed=_computed(database, stream, sample, row["group_id"]),
+        mates=_mates(database, stream_name, sample, row["group_id"]),
+        bound_at=_bound_at(database, stream, row),
+        max_lag=about["max_lag"],
+        closing=_closing(database),
+    )
+
+
+def _computed(database: sqlite3.Connection, stream: int, sample: int, group: int) -> tuple[Computed, ...]:
+    """What nodes made of the sample, and of its group while it belonged to it.
+
+    Batch nodes of an evaluation work on samples that are through.
+    """
+    rows = database.execute(
+        f"""
+        SELECT n.name, n.field, c.value, c.time / 1e3 FROM nodes AS n JOIN computed AS c ON c.node = n.id
+        AND c.key = CASE WHEN n.per_group THEN :group ELSE :sample END AND {survives("c")}
+        WHERE n.stream = :stream AND NOT EXISTS (
+            SELECT 1 FROM ends AS e WHERE e.stream = :stream AND e.sample = :sample AND e.seq < c.seq
+            AND e.kind <> 'evaluated' AND {survives("e")})
+        ORDER BY c.seq""",
+        {"group": group, "sample": sample, "stream": stream},
+    )
+    return tuple(Computed(*row) for row in rows)
+
+
+def _weights(database: sqlite3.Connection, stream: int, sample: int) -> tuple[Weights, ...]:
+    rows = database.execute(
+        f"""
+        SELECT DISTINCT c.version, c.replica, c.digest FROM commits AS c
+        WHERE {survives("c")} AND c.version IN (
+            SELECT g.version FROM segments AS g WHERE stream = ? AND sample = ? AND {survives("g")})
+        ORDER BY c.version, c.replica""",
+        (stream, sample),
+    )
+    return tuple(Weights(*row) for row in rows)
+
+
+def _mates(database: sqlite3.Connection, stream: str, sample: int, group: int) -> tuple[Mate, ...]:
+    rows = database.execute(
+        'SELECT id, "end", reason FROM samples WHERE stream = ? AND group_id = ? AND id <> ? ORDER BY id',
+        (stream, group, sample),
+    )
+    return tuple(Mate(*row) for row in rows)
+
+
+def _bound_at(database: sqlite3.Connection, stream: int, row: Mapping[str, Any]) -> float | None:
+    if row["end"] != "trained":
+        return None
+    (found,) = database.execute(
+        f"SELECT time / 1e3 FROM batches AS b WHERE stream = ? AND step = ? AND {survives('b')}",
+        (stream, row["step"]),
+    ).fetchone()
+    return float(found)
+
+
+def _closing(database: sqlite3.Connection) -> str | None:
+    found = database.execute(
+        f"SELECT reason FROM closings AS c WHERE {survives('c')} ORDER BY seq DESC"
+    ).fetchone()
+    return str(found[0]) if found else None

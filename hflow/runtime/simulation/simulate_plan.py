@@ -1,0 +1,155 @@
+"""A plan on a virtual clock: the seconds and lengths of its forecast, its schedule, the same `RunState`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hflow.errors import PlanError
+from hflow.planner.forecast import Forecast
+from hflow.planner.ir import Plan, Schedule
+from hflow.planner.period import steady_period
+from hflow.planner.workload import expected_max
+from hflow.runtime.simulation.simulate import Draw, response_seconds, simulate_run
+from hflow.runtime.simulation.simulation_result import SimulatedRun
+
+LEAST_STEPS, MOST_STEPS = 4, 64
+"""Steps simulated: those that a period needs, and as many as show it where nobody says how many."""
+MOST_SAMPLES = 100_000
+"""Samples simulated, about, where nobody says how many steps: some seconds of work."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A plan's run on a virtual clock, and the seconds a step that it is compared with."""
+
+    plan: Plan
+    run: SimulatedRun
+    num_steps: int
+    seed: int
+    generation_alone: float
+    """Seconds of one batch on engines whose slots are always full."""
+    training_alone: float
+    """Seconds a step of the batch nodes, if samples and new weights took no time."""
+    limit: float
+    """The larger of the two; their sum where engines and batch nodes share devices."""
+    tokens_kept: float
+    """Response tokens that interrupted samples had, and went on from: they need not be drawn again."""
+
+    @property
+    def period(self) -> float:
+        """Seconds a step in the stride."""
+        return self.run.timeline.period()
+
+    def document(self) -> dict[str, Any]:
+        """As plain values for `json.dumps`: seconds, shares of 1, counts over the whole run."""
+        run, forecast = self.run, self.plan.forecast
+        planned = forecast.period if forecast else None
+        return {
+            "recipe": self.plan.recipe,
+            "digest": self.plan.digest,
+            "steps": self.num_steps,
+            "seed": self.seed,
+            "seconds_per_step": self.period,
+            "planned_seconds_per_step": planned.seconds if planned else None,
+            "generation_alone": self.generation_alone,
+            "training_alone": self.training_alone,
+            "limit": self.limit,
+            "samples_per_second": run.samples_per_second,
+            "idle": dict(run.idle),
+            "mean_generating": run.mean_generating,
+            "staleness_bound": self.plan.staleness_bound,
+            "staleness": [vars(row) for row in run.lags],
+            "interruptions": run.interruptions,
+            "tokens_kept": self.tokens_kept,
+            "refused": dict(run.refused),
+        }
+
+
+def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Simulation:
+    """Run a plan's trained stream on a virtual clock; evaluations are left out, as in the plan's period.
+
+    Args:
+        plan: what is run, with a forecast.
+        num_steps: steps, at most those of the plan; None: enough to see the stride.
+        seed: of the responses' lengths.
+
+    Raises:
+        PlanError: for a plan whose seconds are unknown, too few steps, or a run that ends before.
+    """
+    forecast = _known(plan)
+    num_steps = _steps(plan.schedule) if num_steps is None else num_steps
+    if num_steps < LEAST_STEPS:
+        raise PlanError(
+            f"{num_steps} steps are too few to see a stride; simulate at least {LEAST_STEPS}, as in "
+            f"--steps {MOST_STEPS}"
+        )
+    schedule = replace(trained_part(plan.schedule), num_steps=num_steps)
+    stream = schedule.streams[0]
+    nodes: dict[str, float | Draw] = {row.node: row.seconds for row in forecast.times}
+    nodes.pop(stream.source, None)
+    pace, workload = forecast.pace, dict(forecast.workload)[stream.name]
+    durations, slots, generation = nodes, {}, 0.0
+    if pace is not None:
+        durations = {**nodes, stream.source: response_seconds(workload, pace.seconds_per_token, seed)}
+        slots = {stream.name: pace.slots}
+        response = expected_max(workload, 1) * pace.seconds_per_token
+        generation = (stream.batch or 0) * stream.group_size * response / pace.slots
+    run = simulate_run(schedule, durations, slots=slots)
+    training = _training_alone(schedule, forecast)
+    return Simulation(
+        plan=plan,
+        run=run,
+        num_steps=num_steps,
+        seed=seed,
+        generation_alone=generation,
+        training_alone=training,
+        limit=generation + training if schedule.shared else max(generation, training),
+        tokens_kept=run.seconds_kept / pace.seconds_per_token if pace else 0.0,
+    )
+
+
+def trained_part(schedule: Schedule) -> Schedule:
+    """A schedule without its side streams."""
+    stream = schedule.streams[0]
+    nodes = tuple(node for node in schedule.nodes if node.stream == stream.name)
+    return replace(
+        schedule,
+        streams=(stream,),
+        nodes=nodes,
+        orders=_only({node.name for node in nodes}, schedule.orders),
+        shared=_only(set(stream.replicas), schedule.shared),
+    )
+
+
+def _only(
+    names: set[str], rows: tuple[tuple[str, tuple[str, ...]], ...]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    kept = ((group, tuple(name for name in members if name in names)) for group, members in rows)
+    return tuple((group, members) for group, members in kept if members)
+
+
+def _known(plan: Plan) -> Forecast:
+    if plan.forecast is None:
+        raise PlanError("the plan has no figures of its devices, so nothing can be simulated; set cluster")
+    unknown = [line.partition(":")[0] for line in plan.forecast.missing]
+    if unknown:
+        raise PlanError(
+            f"the sizes of {', '.join(unknown)} are unknown, so there are no seconds to simulate with; set "
+            f"models.{unknown[0]}.path to a checkpoint, or model@models.{unknown[0]} to one of configs/model"
+        )
+    return plan.forecast
+
+
+def _steps(schedule: Schedule) -> int:
+    stream = schedule.streams[0]
+    affordable = MOST_SAMPLES // ((stream.batch or 1) * stream.group_size)
+    return min(schedule.num_steps, MOST_STEPS, max(4 * LEAST_STEPS, affordable))
+
+
+def _training_alone(schedule: Schedule, forecast: Forecast) -> float:
+    names = {node.name for node in schedule.nodes}
+    seconds: Mapping[str, float] = {row.node: row.seconds for row in forecast.times if row.node in names}
+    period = steady_period(schedule, seconds)
+    return period.seconds if period else 0.0

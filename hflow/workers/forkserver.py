@@ -1,0 +1,62 @@
+"""A multiprocessing context whose children are forked from a small, clean server process.
+
+The standard contexts either fork this process (with its threads, torch and CUDA) or run the
+main script again in every child, which for a Ray actor imports ray and for a script without a
+`__main__` guard starts it anew. Children of this one import what their task needs, nothing else,
+and start in milliseconds.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
+from typing import Any
+
+_PRELOADED = ["hflow.workers.bodies.pool_child"]
+
+_server = forkserver.ForkServer()
+_server.set_forkserver_preload(_PRELOADED)
+
+
+class _Popen(popen_forkserver.Popen):
+    """The standard launch, but from our own server and without the parent's main module."""
+
+    _fds: list[int]
+
+    def _launch(self, process_obj: Any) -> None:
+        preparation = spawn.get_preparation_data(process_obj.name)
+        preparation.pop("init_main_from_name", None)
+        preparation.pop("init_main_from_path", None)
+        message = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, message)
+            reduction.dump(process_obj, message)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, to_child = _server.connect_to_new_process(self._fds)
+        self.finalizer = util.Finalize(self, _close, (os.dup(to_child), self.sentinel))
+        with open(to_child, "wb") as pipe:
+            pipe.write(message.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+class CleanProcess(ForkServerProcess):
+    """A process started by the clean server."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        return _Popen(process_obj)
+
+
+class CleanContext(ForkServerContext):
+    """Use as `mp_context`; locks and pipes are the standard ones."""
+
+    Process = CleanProcess

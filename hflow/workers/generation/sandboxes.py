@@ -1,0 +1,83 @@
+"""`Sandboxes`: tools in processes of their own, killed when their time is up."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Mapping
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from hflow.types.sandbox import Sandbox
+from hflow.workers.bodies.pool_child import too_long
+from hflow.workers.forkserver import CleanContext
+from hflow.workers.generation.sandbox_child import confine, run_tool
+from hflow.workers.pickling import ship
+
+Tool = Callable[..., Any]
+
+
+class ToolFailed(Exception):
+    """What a tool that failed says, in one line."""
+
+
+class Sandboxes:
+    """Processes for each tool, started when it is first called.
+
+    They are of the same clean kind as the pool's, see `processes`. A call is made once: unlike a
+    body, a tool that was killed is not tried again.
+
+    Args:
+        num_processes: most calls of one tool at once.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        self._num_processes = num_processes
+        self._pools: dict[Tool, ProcessPool] = {}
+
+    async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
+        """Call a tool; cancelling the awaiting task kills the process.
+
+        Raises:
+            ToolFailed: when it raised, died or took too long.
+            RunError: when it cannot be sent to another process.
+        """
+        pool = self._pool(tool, limits)
+        call = pool.schedule(run_tool, args=(arguments,), timeout=limits.timeout)
+        try:
+            answer = await asyncio.wrap_future(call)
+        except TimeoutError:
+            raise ToolFailed(too_long(limits.timeout)) from None
+        except (ProcessExpired, BrokenProcessPool):
+            raise ToolFailed("its process died") from None
+        has_failed, result = pickle.loads(answer)
+        if has_failed:
+            raise ToolFailed(result)
+        return result
+
+    def close(self) -> None:
+        """Kill what runs and end the processes."""
+        for pool in self._pools.values():
+            _end(pool)
+        self._pools.clear()
+
+    def _pool(self, tool: Tool, limits: Sandbox) -> ProcessPool:
+        pool = self._pools.get(tool)
+        if pool is not None and not pool.active:  # all its processes died while they had nothing to do
+            _end(pool)
+            pool = None
+        if pool is None:
+            pool = self._pools[tool] = ProcessPool(
+                self._num_processes,
+                initializer=confine,
+                initargs=(ship(tool, [tool]), limits.memory_mb),
+                context=CleanContext(),
+            )
+        return pool
+
+
+def _end(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()

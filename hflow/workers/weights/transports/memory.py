@@ -1,0 +1,25 @@
+"""Buckets that stay in the process that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hflow.workers.weights.buckets import Bucket
+from hflow.workers.weights.transports.interface import Transport
+
+
+class MemoryTransport(Transport):
+    """A handle is the bucket itself."""
+
+    def put(self, bucket: Bucket) -> Any:
+        """Keep the bucket."""
+        return bucket
+
+    def take(self, handle: Any) -> Bucket:
+        """The same bucket."""
+        assert isinstance(handle, Bucket)
+        return handle
+
+    def free(self, handles: Iterable[Any]) -> None:
+        """Nothing to do: a bucket lives as long as its handle."""

@@ -1,0 +1,27 @@
+"""Buckets in Ray's object store: shared memory on one machine, fetched once by each other one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+
+from hflow.workers.weights.buckets import Bucket
+from hflow.workers.weights.transports.interface import Transport
+
+
+class RayTransport(Transport):
+    """A handle is a reference; the bucket lives as long as anybody has it."""
+
+    def put(self, bucket: Bucket) -> Any:
+        """Copy the bucket into the store."""
+        return ray.put(bucket)
+
+    def take(self, handle: Any) -> Bucket:
+        """Map the bucket, without a copy on the machine that has it."""
+        bucket: Bucket = ray.get(handle)
+        return bucket
+
+    def free(self, handles: Iterable[Any]) -> None:
+        """Nothing to do: a bucket lives as long as its handle."""
