@@ -44,8 +44,8 @@ from hflow.backends.torch_model.build import DTYPES
 prepare("cpu")
 
 from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
-from hflow.backends.megatron.hf_mapping import Place, backbone_shapes, parameters  # noqa: E402
-from hflow.backends.megatron.model_dims import read_sizes  # noqa: E402
+from hflow.backends.megatron.hf_mapping import ShardPosition, backbone_shapes, parameters  # noqa: E402
+from hflow.backends.megatron.model_dims import read_dims  # noqa: E402
 
 MODEL = Path(__file__).parents[1] / "configs" / "model" / "qwen2.5-0.5b.yaml"
 LAYOUT = (1, 2, 2)
@@ -64,7 +64,7 @@ def write_checkpoint(path: Path, dtype: torch.dtype) -> int:
     """A random checkpoint in several files; the bytes of its tensors."""
     config = config_of()
     config.save_pretrained(path)
-    shapes = backbone_shapes(read_sizes(config, "lm"))
+    shapes = backbone_shapes(read_dims(config, "lm"))
     files: list[dict[str, torch.Tensor]] = [{}]
     weight_map: dict[str, str] = {}
 
@@ -152,7 +152,9 @@ def measured(directory: Path, dtype: str) -> list[dict[str, Any]]:
 def shard_bytes(rank: int, dtype: torch.dtype) -> int:
     """Of the parameters of a rank, a tied output matrix on the last stage included."""
     _, tensor, pipe = LAYOUT
-    rows = parameters(read_sizes(config_of(), "lm"), Place(rank % tensor, tensor, rank // tensor, pipe))
+    rows = parameters(
+        read_dims(config_of(), "lm"), ShardPosition(rank % tensor, tensor, rank // tensor, pipe)
+    )
     return sum(math.prod(row.shape) for row in rows) * dtype.itemsize
 
 

@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.common.inputs import Tokens, tokens_of
+from hflow.backends.common.inputs import PackedTokens, tokens_of
 from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
 from hflow.data.batch import Batch, Column
@@ -34,7 +34,7 @@ prepare("cpu")
 
 from hflow.backends.megatron.model import Stage, build  # noqa: E402
 from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
-from hflow.backends.megatron.schedule import Schedule  # noqa: E402
+from hflow.backends.megatron.schedule import PipelineSchedule  # noqa: E402
 from hflow.backends.megatron.vocab_parallel import VocabParallelLogits  # noqa: E402
 
 VOCAB = 5000
@@ -119,9 +119,9 @@ def compare(path: Path, layout: str, seat: RankPosition) -> None:
     stage = build(ModelSettings("actor", path=str(path)), ParallelState.of(seat))
     stage.module.eval()
     micro = [tokens_of(batch, stage.device, stage.dtype) for batch in packs()]
-    schedule = Schedule(stage, stage.module)
+    schedule = PipelineSchedule(stage, stage.module)
     found = schedule.forward(micro, lambda tokens, hidden: outputs(stage, tokens, hidden))
-    if not stage.grid.is_head:
+    if not stage.parallel.is_head:
         return
     logits, logprobs, largest = [], [], []
     for (got, got_picked), (wanted, picked) in zip(found, torch.load(path / "expected.pt"), strict=True):
@@ -132,14 +132,14 @@ def compare(path: Path, layout: str, seat: RankPosition) -> None:
     (path / f"{layout}.json").write_text(json.dumps(row))
 
 
-def outputs(stage: Stage, tokens: Tokens, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def outputs(stage: Stage, tokens: PackedTokens, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """All logits `[T, V']` by every tensor rank's part of them, and the backend's own log-probs `[T]`."""
     rows = tokens.widen(hidden)
     part = stage.logits(rows).float()
-    parts = [torch.empty_like(part) for _ in range(stage.grid.tensor)]
-    dist.all_gather(parts, part.contiguous(), group=stage.grid.groups.tp)
+    parts = [torch.empty_like(part) for _ in range(stage.parallel.tensor)]
+    dist.all_gather(parts, part.contiguous(), group=stage.parallel.groups.tp)
     source = VocabParallelLogits(
-        rows, stage.logits, stage.vocab_start, stage.vocab_rows, stage.grid.groups.tp, temperature=1.0
+        rows, stage.logits, stage.vocab_start, stage.vocab_rows, stage.parallel.groups.tp, temperature=1.0
     )
     return torch.cat(parts, dim=-1), source.logprobs_of(following(tokens.input_ids)[:, None])[:, 0]
 

@@ -115,12 +115,12 @@ class ModelBackend(abc.ABC):
     """One replica's shard of a model for inference and training."""
 
     @abc.abstractmethod
-    def __init__(self, settings: ModelSettings, seat: RankPosition) -> None:
+    def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
         """Build it.
 
         Args:
             settings: what to build.
-            seat: this process's place among the replica's ranks.
+            position: this process's place among the replica's ranks.
         """
 
     @abc.abstractmethod
@@ -197,7 +197,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Generated:
+class GenerationResult:
     """What an engine returns for one request; all four tuples have one length."""
 
     ids: tuple[int, ...]
@@ -218,11 +218,11 @@ class GenerationEngine(abc.ABC):
         """Forget a request, waiting or running; nothing is returned for it."""
 
     @abc.abstractmethod
-    def step(self) -> list[tuple[int, Generated]]:
+    def step(self) -> list[tuple[int, GenerationResult]]:
         """Admit waiting requests, draw one token for every running one; return the finished."""
 
     @abc.abstractmethod
-    def interrupt(self) -> list[tuple[int, Generated]]:
+    def interrupt(self) -> list[tuple[int, GenerationResult]]:
         """Abort everything; return what each unfinished request has so far (`abort`)."""
 
     @property

@@ -38,7 +38,7 @@ _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "chunk_si
 
 
 @dataclass(frozen=True)
-class Padding:
+class PaddedLayout:
     """How T packed tokens lie in N padded slots, bucket after bucket, row after row."""
 
     shapes: tuple[tuple[int, int], ...]
@@ -69,7 +69,7 @@ class PackedLayout:
     max_length: int
     cumulative: Tensor
     """int32 `[S + 1]`."""
-    padding: Padding | None
+    padding: PaddedLayout | None
     """None where all sequences are of one length, or the kernel needs no padding."""
     shared: SharedRows | None = None
     """Where q, k and v arrive as `[U]` rows, several tokens of one prefix sharing a row."""
@@ -196,7 +196,7 @@ class _Spread(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, padding: Padding) -> Tensor:
+    def forward(ctx: Any, x: Tensor, padding: PaddedLayout) -> Tensor:
         ctx.padding = padding
         return x.index_select(0, padding.token_of_slot)
 
@@ -209,7 +209,7 @@ class _Collect(torch.autograd.Function):
     """Padded slots `[N, ...]` back to packed tokens `[T, ...]`; padding gets gradient 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, padding: Padding) -> Tensor:
+    def forward(ctx: Any, x: Tensor, padding: PaddedLayout) -> Tensor:
         ctx.padding = padding
         return x.index_select(0, padding.slot_of_token)
 
@@ -219,11 +219,11 @@ class _Collect(torch.autograd.Function):
         return spread.masked_fill_(~ctx.padding.filled[:, None, None], 0), None
 
 
-_spread: Callable[[Tensor, Padding], Tensor] = _Spread.apply
-_collect: Callable[[Tensor, Padding], Tensor] = _Collect.apply
+_spread: Callable[[Tensor, PaddedLayout], Tensor] = _Spread.apply
+_collect: Callable[[Tensor, PaddedLayout], Tensor] = _Collect.apply
 
 
-def _padding(lengths: npt.NDArray[np.int64], device: torch.device | str) -> Padding:
+def _padding(lengths: npt.NDArray[np.int64], device: torch.device | str) -> PaddedLayout:
     """Sequences by decreasing length, cut into buckets; all index tables on the host first."""
     order = np.argsort(-lengths, kind="stable")
     starts = np.cumsum(lengths) - lengths
@@ -240,7 +240,7 @@ def _padding(lengths: npt.NDArray[np.int64], device: torch.device | str) -> Padd
     token_of_slot, mask = np.concatenate(tokens), np.concatenate(filled)
     slot_of_token = np.empty(int(lengths.sum()), dtype=np.int64)
     slot_of_token[token_of_slot[mask]] = np.flatnonzero(mask)
-    return Padding(
+    return PaddedLayout(
         tuple(shapes),
         torch.from_numpy(token_of_slot).to(device),
         torch.from_numpy(slot_of_token).to(device),

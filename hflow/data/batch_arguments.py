@@ -20,7 +20,7 @@ from hflow.errors import RunError, nearest
 from hflow.types import Output, Sequences, Unit
 
 
-class BoundBody(Protocol):
+class BodySignature(Protocol):
     """What binding needs of a `backends.base.Call` or of a worker's `NodeProgram`."""
 
     @property
@@ -60,7 +60,7 @@ OWN_READ = "@"
 
 
 def bind(
-    call: BoundBody,
+    call: BodySignature,
     batch: Batch,
     seqs: Sequences,
     output: Output | None = None,
@@ -92,7 +92,7 @@ def bind(
 
 
 def unpack(
-    node: str, call: BoundBody, result: Any, batch: Batch, seqs: Sequences
+    node: str, call: BodySignature, result: Any, batch: Batch, seqs: Sequences
 ) -> tuple[dict[str, Column], dict[str, Any]]:
     """Columns and metrics out of what a batch-level body returned.
 

@@ -122,7 +122,7 @@ class DataSettings:
     """Use this many rows from the beginning; None uses all."""
 
 
-class PromptSource(Protocol):
+class RowSource(Protocol):
     """Rows by number."""
 
     def __len__(self) -> int: ...
@@ -136,17 +136,17 @@ class PromptSource(Protocol):
         ...
 
 
-_FILES: Mapping[str, Callable[[Path, Columns], PromptSource]] = {
+_FILES: Mapping[str, Callable[[Path, Columns], RowSource]] = {
     ".jsonl": JsonLines,
     ".parquet": Parquet,
 }
-_GENERATORS: Mapping[str, Callable[[str, Columns], PromptSource]] = {
+_GENERATORS: Mapping[str, Callable[[str, Columns], RowSource]] = {
     "addition": Addition,
     "addition-pairs": AdditionPairs,
 }
 
 
-def open_dataset(settings: DataSettings, columns: Columns) -> PromptSource:
+def open_dataset(settings: DataSettings, columns: Columns) -> RowSource:
     """Open a dataset and check its first row, so that a wrong file is refused at once.
 
     Raises:
@@ -163,7 +163,7 @@ def open_dataset(settings: DataSettings, columns: Columns) -> PromptSource:
     return source
 
 
-def _file(path: str, columns: Columns) -> PromptSource:
+def _file(path: str, columns: Columns) -> RowSource:
     file = Path(path)
     if not file.is_file():
         raise DataError(f"there is no data file {path}")
@@ -172,7 +172,7 @@ def _file(path: str, columns: Columns) -> PromptSource:
     return _FILES[file.suffix](file, columns)
 
 
-def _generated(settings: DataSettings, columns: Columns) -> PromptSource:
+def _generated(settings: DataSettings, columns: Columns) -> RowSource:
     name = str(settings.generator)
     if name not in _GENERATORS:
         raise DataError(
@@ -184,7 +184,7 @@ def _generated(settings: DataSettings, columns: Columns) -> PromptSource:
 class _First:
     """The first rows of a source."""
 
-    def __init__(self, source: PromptSource, limit: int) -> None:
+    def __init__(self, source: RowSource, limit: int) -> None:
         self._source = source
         self._limit = limit
 

@@ -13,14 +13,16 @@ from typing import Any, Literal
 import numpy as np
 
 from hflow.data.batch import Batch, Column
-from hflow.data.batch_arguments import BoundBody, column, column_read
+from hflow.data.batch_arguments import BodySignature, column, column_read
 from hflow.data.unpack_returns import check_rows, column_of_rows, split_result
 from hflow.types import Unit
 
-RowLevel = Literal["sample", "group"]
+CallLevel = Literal["sample", "group"]
 
 
-def bind_rows(call: BoundBody, batch: Batch, sizes: Sequence[int], level: RowLevel) -> list[dict[str, Any]]:
+def bind_rows(
+    call: BodySignature, batch: Batch, sizes: Sequence[int], level: CallLevel
+) -> list[dict[str, Any]]:
     """Keyword arguments of each call: values for a sample, lists over the members for a group.
 
     Parameters that are provided (`Tokenizer`, `State`, `Engine`) are added by the caller.
@@ -45,7 +47,12 @@ def bind_rows(call: BoundBody, batch: Batch, sizes: Sequence[int], level: RowLev
 
 
 def unpack_rows(
-    node: str, call: BoundBody, results: Sequence[Any], batch: Batch, sizes: Sequence[int], level: RowLevel
+    node: str,
+    call: BodySignature,
+    results: Sequence[Any],
+    batch: Batch,
+    sizes: Sequence[int],
+    level: CallLevel,
 ) -> tuple[dict[str, Column], list[dict[str, Any]]]:
     """Columns out of what the calls returned, and the metrics of each.
 

@@ -20,7 +20,7 @@ LEAST_SAVED = 0.1
 
 
 @dataclass(frozen=True)
-class Sharing:
+class PrefixSharing:
     """T packed tokens in U computed rows."""
 
     token_of_row: Rows
@@ -29,7 +29,7 @@ class Sharing:
     """int64 `[T]`: the computed row of each token."""
 
 
-def share_prefixes(batch: Batch) -> Sharing | None:
+def share_prefixes(batch: Batch) -> PrefixSharing | None:
     """Find the tokens that several sequences of a group begin with.
 
     Args:
@@ -48,7 +48,7 @@ def share_prefixes(batch: Batch) -> Sharing | None:
     token_of_row = np.flatnonzero(owner == np.arange(len(owner)))
     if len(token_of_row) > (1 - LEAST_SAVED) * len(owner):
         return None
-    return Sharing(token_of_row, np.searchsorted(token_of_row, owner))
+    return PrefixSharing(token_of_row, np.searchsorted(token_of_row, owner))
 
 
 def _groups(labels: Rows) -> list[Rows]:

@@ -20,7 +20,7 @@ Tool = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedCalls:
     """The calls in a turn, and how many blocks looked like one."""
 
     calls: tuple[ToolCall, ...]
@@ -48,7 +48,7 @@ class ToolFormat(Protocol):
         """
         ...
 
-    def parse(self, text: str, tools: Sequence[Tool]) -> Parsed:
+    def parse(self, text: str, tools: Sequence[Tool]) -> ParsedCalls:
         """The calls in the text of a turn, stop texts included."""
         ...
 
@@ -70,12 +70,12 @@ class Hermes:
         if twice := [name for name in names if names.count(name) > 1]:
             raise RecipeError(f"two tools are named {twice[0]!r}; a model calls tools by name, rename one")
 
-    def parse(self, text: str, tools: Sequence[Tool]) -> Parsed:
+    def parse(self, text: str, tools: Sequence[Tool]) -> ParsedCalls:
         """Every closed block that names a tool."""
         names = [tool.__name__ for tool in tools]
         blocks = [_json_call(body, names) if end else None for body, end in self._block.findall(text)]
         calls = tuple(call for call in blocks if call is not None)
-        return Parsed(calls, len(blocks) - len(calls))
+        return ParsedCalls(calls, len(blocks) - len(calls))
 
     def failure(self, message: str) -> str:
         """The error, as such."""
@@ -113,14 +113,14 @@ class Marked:
                     f"tool {tool.__name__!r} takes no argument, so it cannot be called in marks"
                 )
 
-    def parse(self, text: str, tools: Sequence[Tool]) -> Parsed:
+    def parse(self, text: str, tools: Sequence[Tool]) -> ParsedCalls:
         """The marked text that ends the turn."""
         turn, closed, _ = text.partition(self.closing)
         head, opened, argument = turn.rpartition(self.opening)
         if not (closed and opened):
-            return Parsed((), turn.count(self.opening) + bool(closed))
+            return ParsedCalls((), turn.count(self.opening) + bool(closed))
         name = next(iter(inspect.signature(tools[0]).parameters))
-        return Parsed((ToolCall(tools[0].__name__, {name: argument}),), head.count(self.opening))
+        return ParsedCalls((ToolCall(tools[0].__name__, {name: argument}),), head.count(self.opening))
 
     def failure(self, message: str) -> str:
         """The third character, or the error in words."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from hflow.backends.hf_config import max_length, read_config, refusals
 from hflow.backends.interface import ModelSettings
-from hflow.backends.megatron.checkpoint_reader import open_source
-from hflow.backends.megatron.model_dims import read_sizes
+from hflow.backends.megatron.checkpoint_reader import open_weights
+from hflow.backends.megatron.model_dims import read_dims
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import ConfigError
 from hflow.graph.ir import NodeSpec
@@ -39,9 +39,9 @@ def check_agreement(compiled: Compiled, setup: WorkerSetup) -> None:
 def _check_megatron(settings: ModelSettings, config: Any) -> None:
     """Read a checkpoint's table of tensors here: ranks would each find a fault of their own in it."""
     with refusals(settings.name):
-        sizes = read_sizes(config, settings.head)
+        dims = read_dims(config, settings.head)
         if settings.path is not None:
-            with open_source(settings, sizes):
+            with open_weights(settings, dims):
                 pass
 
 

@@ -12,7 +12,7 @@ import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 
-from hflow.backends.interface import Generated, RankPosition
+from hflow.backends.interface import GenerationResult, RankPosition
 from hflow.backends.torch_model import TorchModel
 from hflow.errors import NotYetError
 from hflow.launch.compile import compile_recipe
@@ -120,10 +120,10 @@ def test_an_agent_starts_from_written_examples(tmp_path: Path) -> None:
 
 def test_what_an_agent_drew_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stored sample is what its engine answered, turn for turn, and all else in it is masked."""
-    heard: list[tuple[tuple[int, ...], Generated]] = []
+    heard: list[tuple[tuple[int, ...], GenerationResult]] = []
     submit = EngineDriver.submit
 
-    async def overheard(driver: EngineDriver, prompt_ids: Any, *rest: Any) -> Generated:
+    async def overheard(driver: EngineDriver, prompt_ids: Any, *rest: Any) -> GenerationResult:
         drawn = await submit(driver, prompt_ids, *rest)
         heard.append((tuple(prompt_ids), drawn))
         return drawn
@@ -152,7 +152,7 @@ def test_what_an_agent_drew_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -
     num_turns = num_calls = 0
     for ids, mask, logprobs, versions, turns, calls in zip(*columns, strict=True):
         mine = [(p, d) for p, d in heard if tuple(ids[: len(p) + len(d.ids)]) == p + d.ids]
-        longest: dict[int, Generated] = {len(prompt): drawn for prompt, drawn in mine}
+        longest: dict[int, GenerationResult] = {len(prompt): drawn for prompt, drawn in mine}
         assert len(longest) == turns
         expected = [(False, 0.0, -1)] * len(ids)
         for start, drawn in longest.items():

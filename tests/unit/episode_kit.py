@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hflow.backends.embedded_engine import EmbeddedEngine
-from hflow.backends.interface import Generated, ModelSettings, SamplingParams
+from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
@@ -95,7 +95,7 @@ class Gated(EmbeddedEngine):
 
     num_allowed = 0
 
-    def step(self) -> list[tuple[int, Generated]]:
+    def step(self) -> list[tuple[int, GenerationResult]]:
         """Draw while that is allowed; otherwise return nothing, having done nothing."""
         if self.num_allowed == 0:
             time.sleep(0.001)
@@ -115,9 +115,9 @@ class Heard(EngineDriver):
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         super().__init__(engine)
-        self.heard: list[tuple[tuple[int, ...], Generated]] = []
+        self.heard: list[tuple[tuple[int, ...], GenerationResult]] = []
 
-    async def submit(self, prompt_ids: Any, params: SamplingParams, *rest: Any) -> Generated:
+    async def submit(self, prompt_ids: Any, params: SamplingParams, *rest: Any) -> GenerationResult:
         """Generate, and remember it."""
         drawn = await super().submit(prompt_ids, params, *rest)
         self.heard.append((tuple(prompt_ids), drawn))

@@ -62,7 +62,7 @@ def compute(case: kit.Case, group: Any, path: Path) -> None:
         stage.config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True),
         stage.module,
-        pg_collection=stage.grid.groups,
+        pg_collection=stage.parallel.groups,
     )
     stage.config.finalize_model_grads_func = finalize_model_grads
     outputs = run_schedule(stage, ddp, kit.packs())
@@ -74,7 +74,7 @@ def compute(case: kit.Case, group: Any, path: Path) -> None:
         "blocks": [(block.tensor, block.box, block.values.clone()) for block in held_blocks(stage)],
     }
     save(stage, path / "saved" / case.name, file_bytes=20_000)
-    if stage.grid.is_head:
+    if stage.parallel.is_head:
         torch.save(outputs, path / f"{case.name}.outputs.pt")
     torch.save(results, path / f"{case.name}.{group.rank()}.pt")
 
@@ -85,10 +85,10 @@ def norm(stage: Stage) -> torch.Tensor:
         weight.main_grad.square().sum()
         for weight in stage.module.parameters()
         if param_is_not_shared(weight)
-        and param_is_not_tensor_parallel_duplicate(weight, stage.grid.groups.tp)
+        and param_is_not_tensor_parallel_duplicate(weight, stage.parallel.groups.tp)
     ]
     square = torch.stack(counted).sum()
-    dist.all_reduce(square, group=stage.grid.group)
+    dist.all_reduce(square, group=stage.parallel.group)
     return square.sqrt()
 
 
@@ -103,8 +103,8 @@ def run_schedule(
         result = model(**stage.inputs(pack.ids, pack.positions, pack.layout(stage.dtype)))
         return result, lambda hidden: loss(stage, pack, hidden, outputs)
 
-    pipe = {"p2p_communicator": P2PCommunicator(stage.grid.groups.pp, stage.config)}
-    get_forward_backward_func(pp_size=stage.grid.pipe, vp_size=None)(
+    pipe = {"p2p_communicator": P2PCommunicator(stage.parallel.groups.pp, stage.config)}
+    get_forward_backward_func(pp_size=stage.parallel.pipe, vp_size=None)(
         forward_step_func=step,
         data_iterator=[iter(batches)],
         model=[model],
@@ -112,8 +112,8 @@ def run_schedule(
         seq_length=1,  # Exchanged for each micro-batch.
         micro_batch_size=1,
         forward_only=forward_only,
-        pg_collection=stage.grid.groups,
-        **(pipe if stage.grid.pipe > 1 else {}),
+        pg_collection=stage.parallel.groups,
+        **(pipe if stage.parallel.pipe > 1 else {}),
     )
     return outputs
 
@@ -123,8 +123,8 @@ def loss(stage: Stage, pack: kit.Pack, hidden: torch.Tensor, outputs: list[torch
     weights = kit.output_weights(pack, stage.head)
     if stage.head == "lm":
         output = stage.logits(hidden).float()
-        parts = [torch.empty_like(output) for _ in range(stage.grid.tensor)]
-        dist.all_gather(parts, output.detach().contiguous(), group=stage.grid.groups.tp)
+        parts = [torch.empty_like(output) for _ in range(stage.parallel.tensor)]
+        dist.all_gather(parts, output.detach().contiguous(), group=stage.parallel.groups.tp)
         outputs.append(torch.cat(parts, dim=-1))
         columns = weights[:, stage.vocab_start : stage.vocab_start + output.shape[1]]
         total = (output[:, : columns.shape[1]] * columns).sum()
@@ -157,11 +157,11 @@ def side_by_side(groups: dict[tuple[int, ...], Any], rank: int, path: Path) -> N
     )
     for name, stage in (("actor", actor), ("critic", critic), ("actor again", actor)):
         outputs = forward(stage, kit.packs())
-        if stage.grid.is_head:
+        if stage.parallel.is_head:
             torch.save(outputs, path / f"{name}.pt")
     alike = [kit.with_other_tokens(pack, sequence=1) for pack in kit.packs()]
     outputs = forward(actor, alike)
-    if actor.grid.is_head:
+    if actor.parallel.is_head:
         torch.save(outputs, path / "other tokens.pt")
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.backends.embedded_engine import EmbeddedEngine
-from hflow.backends.interface import Generated, ModelSettings, SamplingParams
+from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
 from hflow.errors import BackendError, ConfigError
 
 VOCAB = 32
@@ -48,7 +48,7 @@ def reference(name: str = "qwen2", seed: int = 3) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def run(engine: EmbeddedEngine) -> dict[int, Generated]:
+def run(engine: EmbeddedEngine) -> dict[int, GenerationResult]:
     results = {}
     while engine.num_unfinished:
         results.update(engine.step())
@@ -57,7 +57,7 @@ def run(engine: EmbeddedEngine) -> dict[int, Generated]:
 
 def generate(
     engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-) -> dict[int, Generated]:
+) -> dict[int, GenerationResult]:
     for i, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
         engine.add(i, prompt, sampling)
     return run(engine)
@@ -114,7 +114,7 @@ def test_results_depend_neither_on_slots_nor_on_order_nor_on_arrival() -> None:
     few_slots = generate(EmbeddedEngine(settings(), {"max_running": 3}), prompts, params)
     tiny_budget = generate(EmbeddedEngine(settings(), {"max_tokens_per_step": 5}), prompts, params)
     late = EmbeddedEngine(settings(), {"max_running": 7})
-    arrived: dict[int, Generated] = {}
+    arrived: dict[int, GenerationResult] = {}
     for i in reversed(range(24)):
         late.add(i, prompts[i], params[i])
         arrived.update(late.step())

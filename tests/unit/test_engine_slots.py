@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.backends.embedded_engine.cache import Band, KVCache, arrange, bands, outgrows_band, padded_length
+from hflow.backends.embedded_engine.cache import (
+    KVCache,
+    LengthBand,
+    arrange,
+    bands,
+    outgrows_band,
+    padded_length,
+)
 
 
 @st.composite
@@ -20,9 +27,9 @@ def sequences(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 def test_bands_by_hand():
     assert list(bands(np.array([300, 257, 100, 32, 1]))) == [
-        Band(0, 2, 304),
-        Band(2, 3, 112),
-        Band(3, 5, 32),
+        LengthBand(0, 2, 304),
+        LengthBand(2, 3, 112),
+        LengthBand(3, 5, 32),
     ]
     assert list(bands(np.array([], np.int64))) == []
 

@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hflow import sandbox
-from hflow.backends.interface import Generated
+from hflow.backends.interface import GenerationResult
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import EpisodeError
 from hflow.types import EpisodeState, Trajectory
@@ -118,8 +118,8 @@ def test_every_beginning_of_a_journal_leads_to_the_same_end(driver: Heard, plain
 def test_a_partial_completion_goes_on_with_what_is_left(driver: Heard, plain: TextTokenizer) -> None:
     (talk, _), effects = play(driver, plain)
     *before, last = effects.journal.effects
-    drawn: Generated = last.outcome
-    cut = Generated(drawn.ids[:2], drawn.logprobs[:2], (7, 7), "abort")
+    drawn: GenerationResult = last.outcome
+    cut = GenerationResult(drawn.ids[:2], drawn.logprobs[:2], (7, 7), "abort")
     part = dataclasses.replace(last, outcome=cut, is_done=False)
     driver.heard.clear()
     num_before = driver.drawn.num_tokens
@@ -209,8 +209,10 @@ def test_whatever_an_episode_does_is_replayed(
     kept = list(effects.journal.effects[: cut + 1])
     last = kept[-1]
     if last.kind == "complete" and len(last.outcome.ids) > num_kept:
-        whole: Generated = last.outcome
-        part = Generated(*(row[:num_kept] for row in (whole.ids, whole.logprobs, whole.versions)), "abort")
+        whole: GenerationResult = last.outcome
+        part = GenerationResult(
+            *(row[:num_kept] for row in (whole.ids, whole.logprobs, whole.versions)), "abort"
+        )
         kept[-1] = dataclasses.replace(last, outcome=part, is_done=False)
     drawn_before = sum(len(e.outcome.ids) for e in kept if e.kind == "complete")
     num_all = sum(len(e.outcome.ids) for e in effects.journal.effects if e.kind == "complete")

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
-from hflow.backends.megatron.hf_mapping import Place
-from hflow.backends.megatron.model_dims import check_split, read_sizes
+from hflow.backends.megatron.hf_mapping import ShardPosition
+from hflow.backends.megatron.model_dims import check_split, read_dims
 from hflow.errors import BackendError
 
 prepare("cpu")
@@ -65,7 +65,7 @@ def test_settings_that_do_not_fit_are_refused(changes, message):
 )
 def test_layouts_that_do_not_fit_are_refused(tensor, pipe, message):
     options = {key: value for key, value in kit.QWEN2.items() if key != "model_type"}
-    sizes = read_sizes(AutoConfig.for_model("qwen2", **options), "lm")
+    sizes = read_dims(AutoConfig.for_model("qwen2", **options), "lm")
     check_split(sizes, 4, 3)
     with pytest.raises(BackendError, match=message):
         check_split(sizes, tensor, pipe)
@@ -75,7 +75,7 @@ def test_key_value_heads_that_cannot_be_shared_nor_repeated_are_refused():
     """6 heads by 3 key-value heads: 2 ranks would have 1.5 of the latter, 6 have each twice."""
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "model_type": "qwen3"}
     options = {key: value for key, value in (kit.QWEN2 | changes).items() if key != "model_type"}
-    sizes = read_sizes(AutoConfig.for_model("qwen3", **options), "lm")
+    sizes = read_dims(AutoConfig.for_model("qwen3", **options), "lm")
     check_split(sizes, 6, 1)
     with pytest.raises(BackendError, match="use 1"):
         check_split(sizes, 2, 1)
@@ -92,7 +92,7 @@ def test_a_process_alone_is_a_grid_of_one():
         assert grid.is_first_stage
         assert grid.is_last_stage
         assert grid.is_head
-        assert grid.place == Place()
+        assert grid.place == ShardPosition()
         assert grid.groups.tp.size() == grid.group.size() == 1
 
 

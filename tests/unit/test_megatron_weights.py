@@ -18,8 +18,8 @@ from transformers import AutoConfig
 
 from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
-from hflow.backends.megatron.hf_mapping import Place, backbone_shapes, padded_vocabulary, parameters
-from hflow.backends.megatron.model_dims import ModelDims, check_split, read_sizes
+from hflow.backends.megatron.hf_mapping import ShardPosition, backbone_shapes, padded_vocabulary, parameters
+from hflow.backends.megatron.model_dims import ModelDims, check_split, read_dims
 from hflow.backends.torch_model import TorchModel
 from hflow.errors import BackendError
 from hflow.planner.backend_traits import traits
@@ -40,16 +40,16 @@ MEGATRON = traits("megatron")
 CASE = kit.Case("model", architecture=kit.QWEN2 | kit.UNTIED)
 
 
-def sizes_of(architecture: Mapping[str, Any], head: str = "lm") -> ModelDims:
+def dims_of(architecture: Mapping[str, Any], head: str = "lm") -> ModelDims:
     options = {key: value for key, value in architecture.items() if key != "model_type"}
-    return read_sizes(AutoConfig.for_model(architecture["model_type"], **options), head)
+    return read_dims(AutoConfig.for_model(architecture["model_type"], **options), head)
 
 
 # ------------------------------------------------------------------------------- the plan's boxes
-def boxes(sizes: ModelDims, place: Place) -> dict[str, Box]:
+def boxes(dims: ModelDims, place: ShardPosition) -> dict[str, Box]:
     """The smallest box around what a rank holds of each tensor."""
     found: dict[str, Box] = {}
-    for row in parameters(sizes, place):
+    for row in parameters(dims, place):
         for part in row.parts:
             if part.length:
                 found[part.tensor] = around(found.get(part.tensor, part.box), part.box)
@@ -77,25 +77,27 @@ LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1"]
 )
 def test_a_rank_holds_what_the_plan_says(architecture, head, layout):
     """Remainders of layers, repeated key-value heads, a vocabulary that is padded."""
-    sizes, shape, grid = sizes_of(architecture, head), read_shape(architecture, head), Layout.parse(layout)
+    dims, shape, grid = dims_of(architecture, head), read_shape(architecture, head), Layout.parse(layout)
     for t in range(grid.tensor):
         for p in range(grid.pipe):
             planned = {spec.name: box for spec, box in held(shape, MEGATRON, grid, (0, t, p))}
-            assert boxes(sizes, Place(t, grid.tensor, p, grid.pipe)) == planned
+            assert boxes(dims, ShardPosition(t, grid.tensor, p, grid.pipe)) == planned
 
 
 def test_the_vocabulary_is_padded_as_planned():
     """300 tokens on 2 ranks: a multiple of 2 x 128, so 512, of which rank 1 has 300 - 256 = 44."""
     assert padded_vocabulary(300, 2) == 512
-    sizes = sizes_of(kit.QWEN2)
-    (embedding,) = [r for r in parameters(sizes, Place(1, 2)) if r.name.startswith("embedding")]
+    dims = dims_of(kit.QWEN2)
+    (embedding,) = [r for r in parameters(dims, ShardPosition(1, 2)) if r.name.startswith("embedding")]
     assert embedding.shape == (256, 32)
     assert embedding.parts[0].span == (256, 300)
     assert padded_vocabulary(151936, 8) == 152576  # 149 x 1024
 
 
 def test_layers_go_to_the_first_stages():
-    names = [{r.name for r in parameters(sizes_of(kit.QWEN2), Place(stage=p, num_stages=2))} for p in (0, 1)]
+    names = [
+        {r.name for r in parameters(dims_of(kit.QWEN2), ShardPosition(stage=p, num_stages=2))} for p in (0, 1)
+    ]
     assert "decoder.layers.1.mlp.linear_fc2.weight" in names[0]
     assert "decoder.layers.1.mlp.linear_fc2.weight" not in names[1]
     assert "decoder.layers.0.mlp.linear_fc2.weight" in names[1]
@@ -104,7 +106,7 @@ def test_layers_go_to_the_first_stages():
 def test_tensors_are_those_of_the_plan():
     for architecture in (kit.QWEN2, kit.QWEN3 | kit.UNTIED, kit.LLAMA | {"mlp_bias": True}, kit.MISTRAL):
         planned = {spec.name: spec.shape for spec in tensors(read_shape(architecture))}
-        assert backbone_shapes(sizes_of(architecture)) == planned
+        assert backbone_shapes(dims_of(architecture)) == planned
 
 
 @st.composite
@@ -114,7 +116,7 @@ def divided(draw: st.DrawFn) -> tuple[ModelDims, int, int]:
     kv = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if n % tensor == 0 or tensor % n == 0]))
     queries = draw(st.integers(1, 3)) * (tensor if kv < tensor else 1)
     head = draw(st.sampled_from(["lm", "value", "score"]))
-    sizes = ModelDims(
+    dims = ModelDims(
         num_layers=draw(st.integers(1, 5)),
         hidden=6,
         intermediate=tensor * draw(st.integers(1, 4)),
@@ -129,18 +131,18 @@ def divided(draw: st.DrawFn) -> tuple[ModelDims, int, int]:
         has_qk_norm=draw(st.booleans()),
         head=head,
     )
-    return sizes, tensor, draw(st.integers(1, sizes.num_layers))
+    return dims, tensor, draw(st.integers(1, dims.num_layers))
 
 
 @given(divided())
 def test_ranks_read_every_entry_and_only_their_own(drawn):
     """Entry by entry, copies apart: each tensor is read once, and parameters are filled but for padding."""
-    sizes, tensor, pipe = drawn
-    check_split(sizes, tensor, pipe)
-    counts = {name: torch.zeros(shape) for name, shape in backbone_shapes(sizes).items()}
+    dims, tensor, pipe = drawn
+    check_split(dims, tensor, pipe)
+    counts = {name: torch.zeros(shape) for name, shape in backbone_shapes(dims).items()}
     for t in range(tensor):
         for p in range(pipe):
-            for row in parameters(sizes, Place(t, tensor, p, pipe)):
+            for row in parameters(dims, ShardPosition(t, tensor, p, pipe)):
                 spare = math.prod(row.shape) - sum(math.prod(b - a for a, b in x.box) for x in row.parts)
                 assert spare == 0 or "embedding" in row.name or "output_layer" in row.name
                 for part in row.parts:
@@ -152,10 +154,10 @@ def test_ranks_read_every_entry_and_only_their_own(drawn):
 
 def test_padding_is_zero_and_the_rest_is_where_megatron_looks_for_it():
     """One key-value head has two query heads: rows are q0 q1 k v of the rank's head, 8 rows each."""
-    sizes = sizes_of(kit.QWEN2)
-    rows = parameters(sizes, Place(1, 2))
+    dims = dims_of(kit.QWEN2)
+    rows = parameters(dims, ShardPosition(1, 2))
     values = {row.name: torch.full(row.shape, 7.0) for row in rows}
-    whole = {name: torch.randn(shape) for name, shape in backbone_shapes(sizes).items()}
+    whole = {name: torch.randn(shape) for name, shape in backbone_shapes(dims).items()}
     fill(rows, values, lambda part: whole[part.tensor][tuple(slice(*span) for span in part.box)])
     embedding = values["embedding.word_embeddings.weight"]
     assert torch.equal(embedding[:44], whole["model.embed_tokens.weight"][256:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hflow.data.tool_formats import Hermes, Marked, Parsed, tool_format
+from hflow.data.tool_formats import Hermes, Marked, ParsedCalls, tool_format
 from hflow.data.tool_schemas import tool_schema
 from hflow.errors import RecipeError
 from hflow.types import ToolCall
@@ -64,7 +64,7 @@ ONE = '\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
     ],
 )
 def test_hermes_blocks(text: str, calls: list[ToolCall], num_malformed: int) -> None:
-    assert Hermes().parse(text, [add, search]) == Parsed(tuple(calls), num_malformed)
+    assert Hermes().parse(text, [add, search]) == ParsedCalls(tuple(calls), num_malformed)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_hermes_blocks(text: str, calls: list[ToolCall], num_malformed: int) -> 
 )
 def test_marked_calls(text: str, argument: str | None, num_malformed: int) -> None:
     calls = () if argument is None else (ToolCall("search", {"query": argument}),)
-    assert Marked("[", "]").parse(text, [search]) == Parsed(calls, num_malformed)
+    assert Marked("[", "]").parse(text, [search]) == ParsedCalls(calls, num_malformed)
 
 
 def test_what_a_failed_tool_answers() -> None:

@@ -7,8 +7,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from hflow.backends.common.inputs import Packed, prepare
-from hflow.backends.common.microbatches import Cutting, Minibatch
+from hflow.backends.common.inputs import PackedBatch, prepare
+from hflow.backends.common.microbatches import MicrobatchSplitter, Minibatch
 from hflow.backends.interface import NodeCall
 from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import bind, unpack
@@ -18,7 +18,7 @@ Run = Callable[[Minibatch], list[Batch]]
 """Runs micro-batches, as many as any rank has; returns what the body made of each of this rank's."""
 
 
-def infer(call: NodeCall, shards: Sequence[Batch], cutting: Cutting, run: Run) -> list[Batch]:
+def infer(call: NodeCall, shards: Sequence[Batch], cutting: MicrobatchSplitter, run: Run) -> list[Batch]:
     """Run an infer body over shards; a batch of the returned fields for each, in its own order.
 
     Args:
@@ -40,7 +40,7 @@ def infer(call: NodeCall, shards: Sequence[Batch], cutting: Cutting, run: Run) -
     return [whole.take(np.arange(start, end)) for start, end in pairwise(bounds)]
 
 
-def returned_fields(call: NodeCall, packed: Packed, output: Output) -> Batch:
+def returned_fields(call: NodeCall, packed: PackedBatch, output: Output) -> Batch:
     """What the body returns for one micro-batch. Metrics of infer bodies are not kept."""
     result = call.body(**bind(call, packed.batch, packed.seqs, output))
     columns, _ = unpack(call.node, call, result, packed.batch, packed.seqs)

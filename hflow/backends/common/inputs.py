@@ -20,7 +20,7 @@ LEARNED = "is_learned"
 
 
 @dataclass(frozen=True)
-class Tokens:
+class PackedTokens:
     """T tokens of S sequences as the layers of a model see them."""
 
     input_ids: Tensor
@@ -43,7 +43,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Packed(Tokens):
+class PackedBatch(PackedTokens):
     """S sequences of T tokens as one forward and its body see them, N of the tokens being learned."""
 
     batch: Batch
@@ -88,7 +88,7 @@ def count_entries(batch: Batch) -> dict[Unit, int]:
     }
 
 
-def tokens_of(batch: Batch, device: torch.device, dtype: torch.dtype) -> Tokens:
+def tokens_of(batch: Batch, device: torch.device, dtype: torch.dtype) -> PackedTokens:
     """Lay out a batch on the device, with all index tables made on the host.
 
     Args:
@@ -100,7 +100,7 @@ def tokens_of(batch: Batch, device: torch.device, dtype: torch.dtype) -> Tokens:
     shared = _shared_rows(batch, device)
     input_ids = to_tensor(column(batch, "input_ids").values, device)
     position_ids = to_tensor(positions, device)
-    return Tokens(
+    return PackedTokens(
         input_ids=input_ids,
         computed_ids=input_ids if shared is None else input_ids[shared.token_of_row],
         position_ids=position_ids if shared is None else position_ids[shared.token_of_row],
@@ -108,11 +108,11 @@ def tokens_of(batch: Batch, device: torch.device, dtype: torch.dtype) -> Tokens:
     )
 
 
-def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Packed:
+def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> PackedBatch:
     """Move a prepared batch to the device; as `tokens_of`, for the rank that runs the body."""
     seqs = sequences_of(batch, device)
     learned = to_tensor(batch.columns[LEARNED].values, device)
-    return Packed(
+    return PackedBatch(
         **vars(tokens_of(batch, device, dtype)),
         batch=batch,
         seqs=seqs,

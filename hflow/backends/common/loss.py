@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hflow.backends.common.inputs import Packed
+from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.metrics import MetricAccumulator
-from hflow.backends.common.prox import Progress, approximation_errors, made_fields
+from hflow.backends.common.prox import UpdateProgress, approximation_errors, made_fields
 from hflow.backends.interface import NodeCall
 from hflow.data.batch_arguments import bind
 from hflow.data.unpack_returns import check_shape, split_result
@@ -44,7 +44,7 @@ def check_reduction(node: str, unit: Unit, reduce: str | None) -> str:
     return reduce
 
 
-def entry_weights(reduce: str, packed: Packed, totals: Mapping[Unit, int]) -> Tensor:
+def entry_weights(reduce: str, packed: PackedBatch, totals: Mapping[Unit, int]) -> Tensor:
     """The weight of each entry of the loss; 0 where nothing is learned.
 
     Args:
@@ -80,9 +80,9 @@ class Loss:
     unit: Unit
     reduce: str
     totals: dict[Unit, int]
-    progress: Progress
+    progress: UpdateProgress
 
-    def share(self, packed: Packed, output: Output, meter: MetricAccumulator) -> Tensor:
+    def share(self, packed: PackedBatch, output: Output, meter: MetricAccumulator) -> Tensor:
         """Run the body, note its metrics, and weigh its entries.
 
         Raises:

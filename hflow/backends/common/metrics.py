@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hflow.backends.common.inputs import Packed
+from hflow.backends.common.inputs import PackedBatch
 from hflow.data.unpack_returns import metric_tensor, num_entries
 from hflow.errors import RunError
 from hflow.types import Unit
@@ -33,7 +33,7 @@ class MetricAccumulator:
         self._values: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
 
-    def add(self, node: str, metrics: Mapping[str, Any], packed: Packed, unit: Unit) -> None:
+    def add(self, node: str, metrics: Mapping[str, Any], packed: PackedBatch, unit: Unit) -> None:
         """Take one micro-batch's metrics.
 
         A tensor `[T]`, `[S]` or `[P]` is taken entry by entry. A single number stands for all
@@ -93,7 +93,7 @@ def _how(name: str) -> str:
     return suffix if suffix in ("max", "min", "sum") else "mean"
 
 
-def _unit_of(node: str, name: str, x: Tensor, packed: Packed, unit: Unit) -> Unit:
+def _unit_of(node: str, name: str, x: Tensor, packed: PackedBatch, unit: Unit) -> Unit:
     """The unit whose length a metric has; the loss's where several have it."""
     fitting = [u for u in (unit, *_UNITS) if list(x.shape) == [num_entries(u, packed.seqs)]]
     if not fitting:

@@ -32,7 +32,7 @@ class Minibatch:
 
 
 @dataclass(frozen=True)
-class Cutting:
+class MicrobatchSplitter:
     """How a rank cuts what it is given."""
 
     tokens: int

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hflow.backends.common.inputs import Packed
+from hflow.backends.common.inputs import PackedBatch
 from hflow.types import Output
 
 MEASURES = ("entropy", "logprobs")
@@ -35,7 +35,7 @@ class LmOutput(Output):
     compute together, in one pass over the logits.
     """
 
-    def __init__(self, logits: Logits, packed: Packed, wanted: set[str]) -> None:
+    def __init__(self, logits: Logits, packed: PackedBatch, wanted: set[str]) -> None:
         super().__init__()
         self._logits = logits
         self._packed = packed
@@ -71,7 +71,7 @@ class LmOutput(Output):
 class ScalarOutput(Output):
     """Values of a critic, or scores of a reward model, by the model's head."""
 
-    def __init__(self, scalars: Tensor, packed: Packed, kind: str) -> None:
+    def __init__(self, scalars: Tensor, packed: PackedBatch, kind: str) -> None:
         """Take one number for each of the T tokens; `kind` is `value` or `score`."""
         super().__init__()
         self._scalars = scalars

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hflow.algo import loglinear_prox
-from hflow.backends.common.inputs import Packed
+from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.interface import NodeCall
 from hflow.data.batch_arguments import column, to_tensor
 from hflow.types import Output
@@ -17,7 +17,7 @@ PROX = "prox_logprobs"
 
 
 @dataclass(frozen=True)
-class Progress:
+class UpdateProgress:
     """How far the weights have moved within a step."""
 
     step: int
@@ -32,7 +32,9 @@ class Progress:
         return self.step + self.update / self.num_updates
 
 
-def made_fields(call: NodeCall, output: Output, packed: Packed, progress: Progress) -> dict[str, Tensor]:
+def made_fields(
+    call: NodeCall, output: Output, packed: PackedBatch, progress: UpdateProgress
+) -> dict[str, Tensor]:
     """Fields that the node makes itself: with `prox="loglinear"`, the proximal log-probs."""
     if call.options.get("prox") != "loglinear" or all(read.field != PROX for read in call.reads):
         return {}
@@ -40,7 +42,7 @@ def made_fields(call: NodeCall, output: Output, packed: Packed, progress: Progre
 
 
 def approximation_errors(
-    call: NodeCall, output: Output, packed: Packed, progress: Progress
+    call: NodeCall, output: Output, packed: PackedBatch, progress: UpdateProgress
 ) -> dict[str, Any]:
     """With `prox="metrics"`: how far log-linear prox is from the recomputed one, per token.
 
@@ -57,7 +59,7 @@ def approximation_errors(
     }
 
 
-def _approximate(theta: Tensor, packed: Packed, v_prox: float, v_theta: float) -> Tensor:
+def _approximate(theta: Tensor, packed: PackedBatch, v_prox: float, v_theta: float) -> Tensor:
     behav = to_tensor(column(packed.batch, "behav_logprobs").values, theta.device)
     versions = to_tensor(column(packed.batch, "versions").values, theta.device)
     prox = loglinear_prox(theta, behav, versions, v_prox, v_theta)

@@ -42,7 +42,7 @@ _VOLATILE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transfor
 
 
 @dataclass(frozen=True)
-class State:
+class BlockState:
     """One box of a checkpoint tensor as it is trained."""
 
     tensor: str
@@ -54,7 +54,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class About:
+class CheckpointInfo:
     """Which model it is, and how far its optimizer is."""
 
     config: Mapping[str, Any]
@@ -63,7 +63,7 @@ class About:
     """Steps of the optimizer. Where there was none, there are no moments."""
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, head: str, num_steps: int) -> About:
+    def of(cls, config: PreTrainedConfig, head: str, num_steps: int) -> CheckpointInfo:
         """Of a model with this HF config and head."""
         said = {key: value for key, value in config.to_diff_dict().items() if key not in _VOLATILE}
         return cls(json.loads(json.dumps(said, default=str)), head, num_steps)
@@ -80,7 +80,9 @@ def key(tensor: str, box: Box, kind: str) -> str:
     return f"{tensor}[{spans}].{kind}"
 
 
-def write_shards(directory: Path, states: Iterable[State], about: About, group: ProcessGroup | None) -> None:
+def write_shards(
+    directory: Path, states: Iterable[BlockState], about: CheckpointInfo, group: ProcessGroup | None
+) -> None:
     """Write this rank's states beside those of the others; a collective over the replica's ranks.
 
     Args:
@@ -116,9 +118,9 @@ def _wait(group: ProcessGroup | None) -> None:
         dist.barrier(group)
 
 
-def _files(states: Iterable[State], kinds: tuple[str, ...]) -> Iterator[list[State]]:
+def _files(states: Iterable[BlockState], kinds: tuple[str, ...]) -> Iterator[list[BlockState]]:
     """The states of each file."""
-    held: list[State] = []
+    held: list[BlockState] = []
     num_bytes = 0
     for state in states:
         held.append(state)
@@ -130,7 +132,7 @@ def _files(states: Iterable[State], kinds: tuple[str, ...]) -> Iterator[list[Sta
         yield held
 
 
-def _write(path: Path, states: list[State], kinds: tuple[str, ...]) -> None:
+def _write(path: Path, states: list[BlockState], kinds: tuple[str, ...]) -> None:
     tensors = {
         key(state.tensor, state.box, kind): state.values[kind].detach().cpu().contiguous()
         for state in states
@@ -141,7 +143,7 @@ def _write(path: Path, states: list[State], kinds: tuple[str, ...]) -> None:
     _sync(path)
 
 
-def _publish(fresh: Path, directory: Path, about: About) -> None:
+def _publish(fresh: Path, directory: Path, about: CheckpointInfo) -> None:
     """Write the index of all files, and give the directory its name."""
     tensors: dict[str, Any] = {}
     for path in sorted(fresh.glob("rank-*.safetensors")):
@@ -173,11 +175,11 @@ def _sync(path: Path) -> None:
 
 
 @dataclass
-class ShardSource:
+class ShardReader:
     """A sharded checkpoint of which the index is read; files are opened when they are needed."""
 
     directory: Path
-    about: About
+    about: CheckpointInfo
     boxes: Mapping[str, list[tuple[Box, str]]]
     """Tensor -> its boxes, each with its file."""
     _stack: ExitStack
@@ -214,8 +216,8 @@ class ShardSource:
 
 @contextmanager
 def open_shards(
-    directory: Path, about: About, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[ShardSource]:
+    directory: Path, about: CheckpointInfo, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[ShardReader]:
     """A sharded checkpoint of this very model.
 
     Args:
@@ -227,7 +229,7 @@ def open_shards(
         BackendError: when there is none, or it is of another model: the key or the tensors are named.
     """
     index = _index(directory)
-    found = About(index["config"], index["head"], index["num_steps"])
+    found = CheckpointInfo(index["config"], index["head"], index["num_steps"])
     _check_model(directory, found, about)
     held = {name: tuple(row["shape"]) for name, row in index["tensors"].items()}
     misshapen = {name for name in held.keys() & shapes.keys() if held[name] != shapes[name]}
@@ -237,7 +239,7 @@ def open_shards(
         for name, row in index["tensors"].items()
     }
     with ExitStack() as stack:
-        yield ShardSource(directory, found, boxes, stack)
+        yield ShardReader(directory, found, boxes, stack)
 
 
 def _index(directory: Path) -> dict[str, Any]:
@@ -251,7 +253,7 @@ def _index(directory: Path) -> dict[str, Any]:
     return index
 
 
-def _check_model(directory: Path, found: About, wanted: About) -> None:
+def _check_model(directory: Path, found: CheckpointInfo, wanted: CheckpointInfo) -> None:
     ours, theirs = ({"head": about.head, **about.config} for about in (wanted, found))
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):

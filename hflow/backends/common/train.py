@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from hflow.backends.common.loss import Loss, check_reduction
 from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.common.microbatches import Minibatch
-from hflow.backends.common.prox import Progress
+from hflow.backends.common.prox import UpdateProgress
 from hflow.backends.interface import NodeCall
 from hflow.errors import RunError
 from hflow.types import Unit
@@ -36,7 +36,7 @@ class Optimizer(Protocol):
 
 
 @dataclass
-class Record:
+class StepRecord:
     """What the updates of a step leave behind on a rank."""
 
     meter: MetricAccumulator = field(default_factory=MetricAccumulator)
@@ -59,7 +59,7 @@ class Record:
         }
 
 
-Accumulate = Callable[[Loss, Minibatch, Record], None]
+Accumulate = Callable[[Loss, Minibatch, StepRecord], None]
 """Sums the gradients of a minibatch over all its micro-batches and ranks; notes losses and metrics."""
 
 
@@ -70,7 +70,7 @@ def train(
     accumulate: Accumulate,
     optimizer: Optimizer,
     group: ProcessGroup | None,
-) -> Record:
+) -> StepRecord:
     """Run every minibatch of every epoch.
 
     A minibatch of which nothing is learned anywhere is skipped: no optimizer step is made.
@@ -91,12 +91,12 @@ def train(
     unit = Unit(unit_name)
     reduce = check_reduction(call.node, unit, call.options.get("reduce"))
     num_updates = len(minibatches) * int(call.options.get("epochs", 1))
-    record = Record(num_tokens=sum(minibatch.totals[Unit.TOKEN] for minibatch in minibatches))
+    record = StepRecord(num_tokens=sum(minibatch.totals[Unit.TOKEN] for minibatch in minibatches))
     for update in range(num_updates):
         minibatch = minibatches[update % len(minibatches)]
         if not minibatch.totals[unit]:
             continue
-        loss = Loss(call, name, unit, reduce, minibatch.totals, Progress(step, update, num_updates))
+        loss = Loss(call, name, unit, reduce, minibatch.totals, UpdateProgress(step, update, num_updates))
         accumulate(loss, minibatch, record)
         norm = optimizer.gradient_norm()
         record.norms.append(norm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from hflow.backends.embedded_engine.request import Request
+from hflow.backends.embedded_engine.request import GenerationRequest
 
 
 @dataclass(frozen=True)
@@ -13,16 +13,16 @@ class PromptGroup:
     """Requests that continue the same tokens (the members of a group)."""
 
     ids: tuple[int, ...]
-    members: tuple[Request, ...]
+    members: tuple[GenerationRequest, ...]
 
 
-def admit(waiting: deque[Request], free_slots: int, token_budget: int) -> list[PromptGroup]:
+def admit(waiting: deque[GenerationRequest], free_slots: int, token_budget: int) -> list[PromptGroup]:
     """Take requests from the front of `waiting`, first come first served.
 
     Stops at the first request that has no slot, or whose prompt would exceed the budget of
     distinct prompt tokens; the first prompt of a step enters whatever its length.
     """
-    groups: dict[tuple[int, ...], list[Request]] = {}
+    groups: dict[tuple[int, ...], list[GenerationRequest]] = {}
     num_tokens = 0
     while waiting and free_slots:
         ids = tuple(waiting[0].ids)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from hflow.backends.embedded_engine.cache import Band, KVCache
+from hflow.backends.embedded_engine.cache import KVCache, LengthBand
 from hflow.backends.packed_attention import PackedLayout, packed_attention
 
 ATTENTION = "hflow_embedded"
@@ -30,7 +30,7 @@ class PackedStep:
     cache: KVCache
     num_decoding: int
     """B."""
-    bands: tuple[Band, ...]
+    bands: tuple[LengthBand, ...]
     """Of the B decoding rows."""
     decode_mask: Tensor | None
     """Additive `[B, 1, 1, longest band]`."""
@@ -101,7 +101,7 @@ def _store(step: PackedStep, layer: int, keys: Tensor, values: Tensor) -> None:
     step.cache.write(layer, step.stored_slots, step.stored_positions, keys, values)
 
 
-def _decode(step: PackedStep, layer: int, band: Band, queries: Tensor, scale: float) -> Tensor:
+def _decode(step: PackedStep, layer: int, band: LengthBand, queries: Tensor, scale: float) -> Tensor:
     """One query a sequence, of `[B, heads, head_dim]`, over its slot: those of one band.
 
     Query heads that share keys become rows of one product, which saves repeating the keys.

@@ -116,7 +116,7 @@ _ENDS = padded_length(1) * 2 ** np.arange(32)
 _LARGEST = frozenset(_ENDS.tolist())
 
 
-class Band(NamedTuple):
+class LengthBand(NamedTuple):
     """Sequences in slots `first .. last - 1`, which attend over `length` tokens."""
 
     first: int
@@ -149,13 +149,13 @@ def arrange(slots: Ints, lengths: Ints) -> Ints:
     return arranged
 
 
-def bands(lengths: Ints) -> Iterator[Band]:
+def bands(lengths: Ints) -> Iterator[LengthBand]:
     """The bands of sequences that are arranged, by slot."""
     band = _band(lengths)
     starts = [0, *(np.flatnonzero(np.diff(band)) + 1).tolist(), len(band)]
     for first, last in pairwise(starts):
         if first < last:
-            yield Band(first, last, padded_length(int(lengths[first:last].max())))
+            yield LengthBand(first, last, padded_length(int(lengths[first:last].max())))
 
 
 def _band(lengths: Ints) -> Ints:

@@ -21,9 +21,9 @@ from hflow.backends.embedded_engine.cache import KVCache, arrange, outgrows_band
 from hflow.backends.embedded_engine.module import build_module, load_in_place
 from hflow.backends.embedded_engine.options import EngineOptions
 from hflow.backends.embedded_engine.packing import pack
-from hflow.backends.embedded_engine.request import Request
+from hflow.backends.embedded_engine.request import GenerationRequest
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
-from hflow.backends.interface import Generated, GenerationEngine, ModelSettings, SamplingParams
+from hflow.backends.interface import GenerationEngine, GenerationResult, ModelSettings, SamplingParams
 from hflow.errors import BackendError
 
 # -------------------- When a sequence ends.
@@ -35,7 +35,7 @@ _TOKENS_PER_CHARACTER = 4
 """Most tokens that one character can take: the bytes of its UTF-8 code."""
 
 
-def stop_reason(request: Request, decode: Decode | None) -> str | None:
+def stop_reason(request: GenerationRequest, decode: Decode | None) -> str | None:
     """`stop` or `length` when the token just drawn ends the request, else None."""
     if request.ids[-1] in request.stop_ids:
         return "stop"
@@ -44,7 +44,7 @@ def stop_reason(request: Request, decode: Decode | None) -> str | None:
     return "length" if len(request.ids) >= request.max_length else None
 
 
-def _ends_with_stop(request: Request, decode: Decode) -> bool:
+def _ends_with_stop(request: GenerationRequest, decode: Decode) -> bool:
     """Whether a stop string is in the last drawn characters.
 
     Only as many tokens as the longest stop string can span are decoded; an earlier occurrence
@@ -102,8 +102,8 @@ class EmbeddedEngine(GenerationEngine):
         self._num_layers = int(config.num_hidden_layers)
         self._max_length = min(self._options.max_model_len, int(config.max_position_embeddings))
         self._cache = KVCache(self._options.max_running)
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._waiting: deque[GenerationRequest] = deque()
+        self._running: list[GenerationRequest] = []
         """Slot -> request."""
         self._rows: SamplingRows | None = None
         """Sampling parameters of the running; None when membership changed."""
@@ -145,7 +145,7 @@ class EmbeddedEngine(GenerationEngine):
         if params.stop and self._decode is None:
             raise BackendError("stop strings need an engine that was given a tokenizer's decode")
         self._waiting.append(
-            Request(
+            GenerationRequest(
                 request_id=request_id,
                 params=params,
                 ids=list(prompt_ids),
@@ -162,7 +162,7 @@ class EmbeddedEngine(GenerationEngine):
         self._arrange([slot for slot, r in enumerate(self._running) if r.request_id == request_id])
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[int, Generated]]:
+    def step(self) -> list[tuple[int, GenerationResult]]:
         """Admit what fits, draw one token for every running sequence; return the finished."""
         assert not self._asleep, "step() of a sleeping engine"
         free_slots = self._options.max_running - len(self._running)
@@ -176,7 +176,7 @@ class EmbeddedEngine(GenerationEngine):
         self._draw(logits)
         return self._finish(has_entered=bool(groups))
 
-    def interrupt(self) -> list[tuple[int, Generated]]:
+    def interrupt(self) -> list[tuple[int, GenerationResult]]:
         """Abort everything and return what there is, the running in slot order, then the waiting."""
         unfinished = [*self._running, *self._waiting]
         self._running, self._rows = [], None
@@ -261,7 +261,7 @@ class EmbeddedEngine(GenerationEngine):
         """The tokens that the running requests go on with, `[S]`; None: they are drawn."""
         return None
 
-    def _finish(self, has_entered: bool) -> list[tuple[int, Generated]]:
+    def _finish(self, has_entered: bool) -> list[tuple[int, GenerationResult]]:
         """Take finished sequences out of their slots, and see to it that the others are arranged."""
         reasons = [stop_reason(request, self._decode) for request in self._running]
         left = [slot for slot, reason in enumerate(reasons) if reason is not None]
@@ -298,7 +298,7 @@ class EmbeddedEngine(GenerationEngine):
     @torch.inference_mode()
     def _probe(self, name: str) -> None:
         """Run two tokens, so that an architecture that does not fit is refused here."""
-        probe = Request(-1, SamplingParams(), [0, 0], 2, 3)
+        probe = GenerationRequest(-1, SamplingParams(), [0, 0], 2, 3)
         self._forward([PromptGroup((0, 0), (probe,))])
         num_seen = self._cache.num_layers
         if num_seen != self._num_layers:

@@ -13,8 +13,8 @@ from torch import Tensor
 from hflow.backends.embedded_engine.admission import PromptGroup
 from hflow.backends.embedded_engine.attention import PackedStep
 from hflow.backends.embedded_engine.cache import KVCache, additive_mask, bands, padded_length
-from hflow.backends.embedded_engine.request import Request
-from hflow.backends.packed_attention import PackedLayout, Padding
+from hflow.backends.embedded_engine.request import GenerationRequest
+from hflow.backends.packed_attention import PackedLayout, PaddedLayout
 
 Ints = npt.NDArray[np.int64]
 
@@ -39,7 +39,7 @@ class PackedForward:
 
 
 def pack(
-    running: Sequence[Request],
+    running: Sequence[GenerationRequest],
     groups: Sequence[PromptGroup],
     cache: KVCache,
     dtype: torch.dtype,
@@ -134,7 +134,7 @@ def _layout(lengths: Ints, dtype: torch.dtype, device: torch.device) -> PackedLa
         num_sequences=len(lengths),
         max_length=int(lengths.max()),
         cumulative=torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)),
-        padding=Padding(
+        padding=PaddedLayout(
             shapes=tuple((int(count), int(width)) for width, count in shapes),
             token_of_slot=torch.from_numpy(token_of_slot),
             slot_of_token=torch.from_numpy(slot_of_token),

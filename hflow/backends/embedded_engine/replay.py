@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.embedded_engine.request import Request
-from hflow.backends.interface import Generated, SamplingParams
+from hflow.backends.embedded_engine.request import GenerationRequest
+from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.errors import RunError
 
 Draws = dict[tuple[int, tuple[int, ...]], list[int]]
@@ -46,15 +46,15 @@ class RecordingEngine(EmbeddedEngine):
         super().add(request_id, prompt_ids, params)
         self._keys[request_id] = _key(params, prompt_ids)
 
-    def step(self) -> list[tuple[int, Generated]]:
+    def step(self) -> list[tuple[int, GenerationResult]]:
         """Draw; return the finished."""
         return self._noted(super().step())
 
-    def interrupt(self) -> list[tuple[int, Generated]]:
+    def interrupt(self) -> list[tuple[int, GenerationResult]]:
         """Abort everything; return what there is."""
         return self._noted(super().interrupt())
 
-    def _noted(self, ended: list[tuple[int, Generated]]) -> list[tuple[int, Generated]]:
+    def _noted(self, ended: list[tuple[int, GenerationResult]]) -> list[tuple[int, GenerationResult]]:
         for request_id, generated in ended:
             self._draws.setdefault(self._keys.pop(request_id), []).extend(generated.ids)
         return ended
@@ -76,7 +76,7 @@ class ReplayingEngine(EmbeddedEngine):
     def _forced(self) -> Tensor:
         return torch.tensor([self._next(request) for request in self._running], device=self._device)
 
-    def _next(self, request: Request) -> int:
+    def _next(self, request: GenerationRequest) -> int:
         """The token that comes next in a request.
 
         Raises:

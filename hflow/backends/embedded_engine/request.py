@@ -1,14 +1,14 @@
-"""`Request`: one sequence on its way through the engine."""
+"""`GenerationRequest`: one sequence on its way through the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hflow.backends.interface import Generated, SamplingParams
+from hflow.backends.interface import GenerationResult, SamplingParams
 
 
 @dataclass(eq=False)
-class Request:
+class GenerationRequest:
     """A prompt and what was drawn after it so far.
 
     `ids` is the prompt followed by the drawn tokens; `logprobs` and `versions` speak of the
@@ -25,9 +25,9 @@ class Request:
     versions: list[int] = field(default_factory=list)
     stop_ids: frozenset[int] = frozenset()
 
-    def generated(self, stop_reason: str) -> Generated:
+    def generated(self, stop_reason: str) -> GenerationResult:
         """What the request has drawn, as its owner receives it."""
-        return Generated(
+        return GenerationResult(
             ids=tuple(self.ids[self.num_prompt :]),
             logprobs=tuple(self.logprobs),
             versions=tuple(self.versions),

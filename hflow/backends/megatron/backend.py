@@ -11,18 +11,18 @@ from torch import Tensor
 from hflow.backends.common import infer as inference
 from hflow.backends.common import train as training
 from hflow.backends.common.checks import check_sequences, check_temperature
-from hflow.backends.common.inputs import Packed, Tokens
+from hflow.backends.common.inputs import PackedBatch, PackedTokens
 from hflow.backends.common.loss import Loss
-from hflow.backends.common.microbatches import Cutting, Minibatch
+from hflow.backends.common.microbatches import MicrobatchSplitter, Minibatch
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.megatron import shards
 from hflow.backends.megatron.hf_export import save
 from hflow.backends.megatron.master_weights import gather
 from hflow.backends.megatron.model import build
-from hflow.backends.megatron.optimizer import Optimizer
+from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.parallel_state import ParallelState
-from hflow.backends.megatron.runner import Runner
-from hflow.backends.megatron.schedule import Schedule
+from hflow.backends.megatron.runner import MegatronRunner
+from hflow.backends.megatron.schedule import PipelineSchedule
 from hflow.backends.megatron.weight_export import held_blocks, named_weights
 from hflow.data.batch import Batch
 from hflow.errors import BackendError
@@ -31,11 +31,11 @@ from hflow.types.tensor_slices import Block
 # -------------------- Infer nodes on a replica of data, tensor and pipeline ranks.
 
 
-def infer(runner: Runner, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
+def infer(runner: MegatronRunner, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
     """Run an infer body over shards; on heads, a batch of the returned fields for each."""
 
-    def finish(tokens: Tokens, hidden: Tensor) -> Batch | None:
-        if not isinstance(tokens, Packed):
+    def finish(tokens: PackedTokens, hidden: Tensor) -> Batch | None:
+        if not isinstance(tokens, PackedBatch):
             return None
         return inference.returned_fields(call, tokens, runner.output(call, tokens, hidden))
 
@@ -45,7 +45,7 @@ def infer(runner: Runner, call: NodeCall, shards: Sequence[Batch]) -> list[Batch
         return [result for result in results if result is not None]
 
     runner.stage.module.eval()
-    if runner.stage.grid.is_head:
+    if runner.stage.parallel.is_head:
         return inference.infer(call, shards, runner.cutting, run)
     run(None)
     return []
@@ -55,7 +55,11 @@ def infer(runner: Runner, call: NodeCall, shards: Sequence[Batch]) -> list[Batch
 
 
 def train(
-    runner: Runner, optimizer: Optimizer, call: NodeCall, shards: Sequence[TrainShard], step: int
+    runner: MegatronRunner,
+    optimizer: MegatronOptimizer,
+    call: NodeCall,
+    shards: Sequence[TrainShard],
+    step: int,
 ) -> dict[str, float]:
     """Run every minibatch of every epoch; return metrics over the step, on heads.
 
@@ -63,9 +67,9 @@ def train(
         RunError, RecipeError: as `common.training.train`.
     """
 
-    def accumulate(loss: Loss, minibatch: Minibatch, record: training.Record) -> None:
-        def share(tokens: Tokens, hidden: Tensor) -> Tensor:
-            if not isinstance(tokens, Packed):
+    def accumulate(loss: Loss, minibatch: Minibatch, record: training.StepRecord) -> None:
+        def share(tokens: PackedTokens, hidden: Tensor) -> Tensor:
+            if not isinstance(tokens, PackedBatch):
                 return hidden[:0].sum()
             part = loss.share(tokens, runner.output(call, tokens, hidden), record.meter)
             record.loss += part.detach()
@@ -74,12 +78,12 @@ def train(
         optimizer.forget()
         runner.schedule.backward(runner.microbatches(minibatch), share)
 
-    grid = runner.stage.grid
-    mine = runner.cutting.minibatches(call, shards) if grid.is_head else None
+    parallel = runner.stage.parallel
+    mine = runner.cutting.minibatches(call, shards) if parallel.is_head else None
     minibatches = runner.received(mine)
     runner.stage.module.train()
-    record = training.train(call, step, minibatches, accumulate, optimizer, grid.group)
-    return record.finish(runner.cutting.group) if grid.is_head else {}
+    record = training.train(call, step, minibatches, accumulate, optimizer, parallel.group)
+    return record.finish(runner.cutting.group) if parallel.is_head else {}
 
 
 class MegatronModel(ModelBackend):
@@ -90,19 +94,19 @@ class MegatronModel(ModelBackend):
     the same calls. Results do not depend on the layout, as every denominator is global.
     """
 
-    def __init__(self, settings: ModelSettings, seat: RankPosition) -> None:
-        """Build this rank's part of the model; a collective over the seat's group.
+    def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
+        """Build this rank's part of the model; a collective over the position's group.
 
         Raises:
             BackendError: when the settings, the architecture, the layout or the checkpoint do not fit.
         """
         self.settings = settings
-        self._stage = stage = build(settings, ParallelState.of(seat))
-        self._optimizer = Optimizer(stage, settings) if settings.trainable else None
+        self._stage = stage = build(settings, ParallelState.of(position))
+        self._optimizer = MegatronOptimizer(stage, settings) if settings.trainable else None
         module = stage.module if self._optimizer is None else self._optimizer.module
-        heads = stage.grid.groups.dp if stage.grid.data > 1 else None
-        cutting = Cutting(settings.tokens_per_microbatch, settings.head, heads, stage.device)
-        self._runner = Runner(stage, Schedule(stage, module), cutting)
+        heads = stage.parallel.groups.dp if stage.parallel.data > 1 else None
+        cutting = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, heads, stage.device)
+        self._runner = MegatronRunner(stage, PipelineSchedule(stage, module), cutting)
 
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
         """Run a no-grad forward and the body; on heads, a batch of the returned fields per shard.
@@ -149,7 +153,7 @@ class MegatronModel(ModelBackend):
         """Write the fp32 weights in HF layout (`config.json`, safetensors); a collective."""
         values = None
         if self._optimizer is not None and self._stage.dtype != torch.float32:
-            values = gather(self._stage, self._optimizer.masters)
+            values = gather(self._stage, self._optimizer.master_weights)
         save(self._stage, Path(directory), values)
 
     def save_shards(self, directory: str) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from hflow.backends.common.checks import refuse_tensors
 from hflow.backends.interface import ModelSettings
-from hflow.backends.megatron.hf_mapping import Parameter, Part, backbone_shapes
+from hflow.backends.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
 from hflow.backends.megatron.model_dims import ModelDims
 from hflow.backends.torch_model import weight_export as weights
 from hflow.backends.torch_model.build import build, scalar_head
 from hflow.errors import BackendError
 
-Read = Callable[[Part], Tensor]
+Read = Callable[[TensorPart], Tensor]
 """Makes a block of a checkpoint tensor."""
 
 INDEX = "model.safetensors.index.json"
@@ -28,7 +28,7 @@ SINGLE = "model.safetensors"
 
 
 @contextmanager
-def open_source(settings: ModelSettings, sizes: ModelDims) -> Iterator[Read]:
+def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[Read]:
     """Read blocks of a model's weights: of a checkpoint only what is asked for, file by file.
 
     Without a checkpoint the whole model is drawn on every rank, the same one that the torch backend draws.
@@ -42,12 +42,12 @@ def open_source(settings: ModelSettings, sizes: ModelDims) -> Iterator[Read]:
         yield lambda part: _block(drawn[part.tensor], part)
         return
     path = Path(settings.path)
-    small = _head_tensors(settings, sizes)
+    small = _head_tensors(settings, dims)
     with ExitStack() as files:
         tensors = _open(path, files)
-        _check(path, tensors, sizes)
+        _check(path, tensors, dims)
 
-        def read(part: Part) -> Tensor:
+        def read(part: TensorPart) -> Tensor:
             if part.tensor in small:
                 return _block(small[part.tensor], part)
             return _block(tensors[part.tensor], part)
@@ -56,7 +56,7 @@ def open_source(settings: ModelSettings, sizes: ModelDims) -> Iterator[Read]:
 
 
 @torch.no_grad()
-def fill(rows: Iterable[Parameter], tensors: Mapping[str, Tensor], read: Read) -> None:
+def fill(rows: Iterable[MappedParameter], tensors: Mapping[str, Tensor], read: Read) -> None:
     """Set parameters, by name, to their blocks of the checkpoint; padding becomes 0."""
     for row in rows:
         target = tensors[row.name]
@@ -67,11 +67,11 @@ def fill(rows: Iterable[Parameter], tensors: Mapping[str, Tensor], read: Read) -
                 target.narrow(part.axis, part.at, part.length).copy_(read(part))
 
 
-def _head_tensors(settings: ModelSettings, sizes: ModelDims) -> dict[str, Tensor]:
+def _head_tensors(settings: ModelSettings, dims: ModelDims) -> dict[str, Tensor]:
     """The weights of a scalar head, by the names that they have in exports."""
     if settings.head == "lm":
         return {}
-    head = scalar_head(settings, sizes.hidden)
+    head = scalar_head(settings, dims.hidden)
     return {weights.scalar_prefix(settings.head) + name: x for name, x in head.state_dict().items()}
 
 
@@ -91,21 +91,21 @@ def _open(path: Path, files: ExitStack) -> dict[str, Any]:
     return tensors
 
 
-def _check(path: Path, tensors: Mapping[str, Any], sizes: ModelDims) -> None:
+def _check(path: Path, tensors: Mapping[str, Any], dims: ModelDims) -> None:
     """A checkpoint must hold exactly the model's tensors; an output matrix that has no use is passed over."""
-    wanted = {name: list(shape) for name, shape in backbone_shapes(sizes).items()}
+    wanted = {name: list(shape) for name, shape in backbone_shapes(dims).items()}
     found = {name: slice_.get_shape() for name, slice_ in tensors.items()}
-    unknown = {name for name in found.keys() - wanted.keys() if not _is_spare(name, sizes)}
+    unknown = {name for name in found.keys() - wanted.keys() if not _is_spare(name, dims)}
     misshapen = {name for name in found.keys() & wanted.keys() if found[name] != wanted[name]}
     refuse_tensors(path, wanted.keys() - found.keys(), unknown, misshapen)
 
 
-def _is_spare(name: str, sizes: ModelDims) -> bool:
+def _is_spare(name: str, dims: ModelDims) -> bool:
     """Whether a tensor may be there though the model does not have it."""
-    has_output = sizes.head == "lm" and not sizes.is_tied
+    has_output = dims.head == "lm" and not dims.is_tied
     return (name == "lm_head.weight" and not has_output) or name.endswith(".rotary_emb.inv_freq")
 
 
-def _block(tensor: Any, part: Part) -> Tensor:
+def _block(tensor: Any, part: TensorPart) -> Tensor:
     block: Tensor = tensor[tuple(slice(*span) for span in part.box)]
     return block

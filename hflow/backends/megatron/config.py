@@ -51,37 +51,37 @@ _RECOMPUTE: Mapping[str, Any] = {
 
 
 def transformer_config(
-    sizes: ModelDims, epsilon: float, settings: ModelSettings, dtype: torch.dtype, grid: ParallelState
+    dims: ModelDims, epsilon: float, settings: ModelSettings, dtype: torch.dtype, parallel: ParallelState
 ) -> TransformerConfig:
     """Megatron's configuration for one rank.
 
     Args:
-        sizes: of the model.
+        dims: of the model.
         epsilon: of its norms.
         settings: what recomputation and sequence parallelism are taken from.
         dtype: what the model computes in.
-        grid: this rank's place.
+        parallel: this rank's place.
     """
     return TransformerConfig(
         **_ALWAYS,
         cuda_graph_scope=[],
         **(_RECOMPUTE if settings.activation_checkpointing else {}),
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden,
-        ffn_hidden_size=sizes.intermediate,
-        num_attention_heads=sizes.num_heads,
-        num_query_groups=max(sizes.num_kv_heads, grid.tensor),  # with copies
-        kv_channels=sizes.head_dim,
+        num_layers=dims.num_layers,
+        hidden_size=dims.hidden,
+        ffn_hidden_size=dims.intermediate,
+        num_attention_heads=dims.num_heads,
+        num_query_groups=max(dims.num_kv_heads, parallel.tensor),  # with copies
+        kv_channels=dims.head_dim,
         layernorm_epsilon=epsilon,
-        qk_layernorm=sizes.has_qk_norm,
-        add_qkv_bias=sizes.has_qkv_bias,
+        qk_layernorm=dims.has_qk_norm,
+        add_qkv_bias=dims.has_qkv_bias,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=grid.tensor,
-        pipeline_model_parallel_size=grid.pipe,
-        pipeline_model_parallel_layout=_StageLayers(sizes.num_layers, grid.pipe, grid.p),
-        sequence_parallel=grid.tensor > 1 and _shares_tokens(settings),
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipe,
+        pipeline_model_parallel_layout=_StageLayers(dims.num_layers, parallel.pipe, parallel.p),
+        sequence_parallel=parallel.tensor > 1 and _shares_tokens(settings),
         # Over NCCL two stages that send to each other at once must do so in one batch; gloo has none.
         batch_p2p_comm=settings.device == "cuda",
         init_method=_leave,
@@ -90,24 +90,24 @@ def transformer_config(
     )
 
 
-def block_spec(sizes: ModelDims, grid: ParallelState) -> TransformerBlockSubmodules:
+def block_spec(dims: ModelDims, parallel: ParallelState) -> TransformerBlockSubmodules:
     """The layers of this rank's stage; making groups for copied key-value heads is a collective."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=sizes.has_qk_norm)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=dims.has_qk_norm)
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.mlp.params["ffn_hidden_size"] = sizes.intermediate
+    parts.mlp.params["ffn_hidden_size"] = dims.intermediate
     attention.core_attention = PackedAttention
-    if sizes.has_qk_norm:
+    if dims.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if sizes.num_kv_heads < grid.tensor:
-        copies = grid.tensor_block(grid.tensor // sizes.num_kv_heads)
+    if dims.num_kv_heads < parallel.tensor:
+        copies = parallel.tensor_block(parallel.tensor // dims.num_kv_heads)
         attention.linear_qkv = partial(RepeatedQkv, copies=copies)
-    if sizes.has_out_bias:
+    if dims.has_out_bias:
         attention.linear_proj = _biased(RowParallelLinear)
-    if sizes.has_mlp_bias:
+    if dims.has_mlp_bias:
         parts.mlp.submodules.linear_fc1 = _biased(ColumnParallelLinear)
         parts.mlp.submodules.linear_fc2 = _biased(RowParallelLinear)
-    first, last = stage_layers(sizes.num_layers, grid.pipe)[grid.p]
+    first, last = stage_layers(dims.num_layers, parallel.pipe)[parallel.p]
     return TransformerBlockSubmodules(layer_specs=[layer] * (last - first), layer_norm=RMSNorm)
 
 

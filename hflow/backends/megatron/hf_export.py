@@ -80,8 +80,8 @@ def save(
         values: as of `named_weights`.
         file_bytes: the most that a file holds, unless a single tensor is larger.
     """
-    if stage.grid.d == 0:
-        is_writer = stage.grid.group.rank() == 0
+    if stage.parallel.d == 0:
+        is_writer = stage.parallel.group.rank() == 0
         weights = named_weights(stage, _DTYPE, values, is_taker=is_writer)
         if is_writer:
             directory.mkdir(parents=True, exist_ok=True)
@@ -89,11 +89,11 @@ def save(
             _describe(stage.hf_config).save_pretrained(directory)
         else:
             assert not list(weights)
-    dist.barrier(stage.grid.group)
+    dist.barrier(stage.parallel.group)
 
 
 def _write(stage: Stage, directory: Path, weights: Iterable[Named], file_bytes: int) -> None:
-    shapes = backbone_shapes(stage.sizes)
+    shapes = backbone_shapes(stage.dims)
     files = _files({name: math.prod(shape) * _DTYPE.itemsize for name, shape in shapes.items()}, file_bytes)
     for file, named in groupby(weights, key=lambda pair: files.get(pair[0])):
         if file is None:

@@ -1,7 +1,7 @@
 """Which blocks of which checkpoint tensors each parameter of a rank consists of.
 
 All reading and writing of weights goes through these rows: loading takes a rank's blocks, export puts the
-blocks of all ranks together. They follow from sizes and coordinates alone, so every rank knows what every
+blocks of all ranks together. They follow from dims and coordinates alone, so every rank knows what every
 other holds. Pipeline stages own whole layers, the remainder going to the first stages; tensor ranks share
 heads, MLP rows and the padded vocabulary.
 """
@@ -22,7 +22,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A block of a checkpoint tensor, whole on all axes but one, and its place in a parameter."""
 
     tensor: str
@@ -47,13 +47,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class MappedParameter:
     """One parameter of a rank; what no part covers is padding."""
 
     name: str
     """As in `named_parameters` of the stage, whose layers count from 0."""
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     is_copy: bool = False
     """Whether the same weights are counted on another rank: a tied output matrix on the last stage, a
     key-value head that several tensor ranks hold."""
@@ -65,7 +65,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardPosition:
     """A rank's place among the tensor ranks and the pipeline stages."""
 
     tensor: int = 0
@@ -92,118 +92,120 @@ def padded_vocabulary(vocab: int, num_tensor: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-def parameters(sizes: ModelDims, place: Place) -> tuple[Parameter, ...]:
+def parameters(dims: ModelDims, place: ShardPosition) -> tuple[MappedParameter, ...]:
     """The parameters of a rank."""
-    return tuple(_stage(sizes, place))
+    return tuple(_stage(dims, place))
 
 
-def backbone_shapes(sizes: ModelDims) -> dict[str, tuple[int, ...]]:
+def backbone_shapes(dims: ModelDims) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model with its shape, in the order of the layers, but for a scalar head's."""
-    rows = parameters(replace(sizes, head="lm", is_tied=sizes.is_tied or sizes.head != "lm"), Place())
+    rows = parameters(replace(dims, head="lm", is_tied=dims.is_tied or dims.head != "lm"), ShardPosition())
     return {part.tensor: part.shape for row in rows for part in row.parts}
 
 
-def _stage(sizes: ModelDims, place: Place) -> Iterator[Parameter]:
+def _stage(dims: ModelDims, place: ShardPosition) -> Iterator[MappedParameter]:
     embedding = "model.embed_tokens.weight"
     if place.stage == 0:
-        yield _vocabulary("embedding.word_embeddings.weight", embedding, sizes, place)
-    first, last = stage_layers(sizes.num_layers, place.num_stages)[place.stage]
+        yield _vocabulary("embedding.word_embeddings.weight", embedding, dims, place)
+    first, last = stage_layers(dims.num_layers, place.num_stages)[place.stage]
     for layer in range(first, last):
-        yield from _layer(sizes, place, f"decoder.layers.{layer - first}.", f"model.layers.{layer}.")
+        yield from _layer(dims, place, f"decoder.layers.{layer - first}.", f"model.layers.{layer}.")
     if place.stage < place.num_stages - 1:
         return
-    yield _whole("decoder.final_layernorm.weight", "model.norm.weight", (sizes.hidden,))
-    if sizes.head != "lm":
-        yield _whole("output_layer.weight", f"{sizes.head}_head.weight", (1, sizes.hidden))
-        yield _whole("output_layer.bias", f"{sizes.head}_head.bias", (1,))
-    elif not sizes.is_tied:
-        yield _vocabulary("output_layer.weight", "lm_head.weight", sizes, place)
+    yield _whole("decoder.final_layernorm.weight", "model.norm.weight", (dims.hidden,))
+    if dims.head != "lm":
+        yield _whole("output_layer.weight", f"{dims.head}_head.weight", (1, dims.hidden))
+        yield _whole("output_layer.bias", f"{dims.head}_head.bias", (1,))
+    elif not dims.is_tied:
+        yield _vocabulary("output_layer.weight", "lm_head.weight", dims, place)
     elif place.num_stages > 1:
-        yield _vocabulary("output_layer.weight", embedding, sizes, place, is_copy=True)
+        yield _vocabulary("output_layer.weight", embedding, dims, place, is_copy=True)
 
 
-def _layer(sizes: ModelDims, place: Place, ours: str, theirs: str) -> Iterator[Parameter]:
-    heads, attention, mlp = sizes.num_heads * sizes.head_dim, f"{ours}self_attention.", f"{ours}mlp."
-    yield _whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (sizes.hidden,))
-    yield from _qkv(sizes, place, f"{attention}linear_qkv.", f"{theirs}self_attn.", "weight", (sizes.hidden,))
-    if sizes.has_qkv_bias:
-        yield from _qkv(sizes, place, f"{attention}linear_qkv.", f"{theirs}self_attn.", "bias", ())
-    if sizes.has_qk_norm:
+def _layer(dims: ModelDims, place: ShardPosition, ours: str, theirs: str) -> Iterator[MappedParameter]:
+    heads, attention, mlp = dims.num_heads * dims.head_dim, f"{ours}self_attention.", f"{ours}mlp."
+    yield _whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (dims.hidden,))
+    yield from _qkv(dims, place, f"{attention}linear_qkv.", f"{theirs}self_attn.", "weight", (dims.hidden,))
+    if dims.has_qkv_bias:
+        yield from _qkv(dims, place, f"{attention}linear_qkv.", f"{theirs}self_attn.", "bias", ())
+    if dims.has_qk_norm:
         for x in "qk":
             norm = f"{theirs}self_attn.{x}_norm.weight"
-            yield _whole(f"{attention}{x}_layernorm.weight", norm, (sizes.head_dim,))
-    yield _columns(f"{attention}linear_proj.weight", f"{theirs}self_attn.o_proj.weight", sizes, heads, place)
-    if sizes.has_out_bias:
-        yield _whole(f"{attention}linear_proj.bias", f"{theirs}self_attn.o_proj.bias", (sizes.hidden,))
+            yield _whole(f"{attention}{x}_layernorm.weight", norm, (dims.head_dim,))
+    yield _columns(f"{attention}linear_proj.weight", f"{theirs}self_attn.o_proj.weight", dims, heads, place)
+    if dims.has_out_bias:
+        yield _whole(f"{attention}linear_proj.bias", f"{theirs}self_attn.o_proj.bias", (dims.hidden,))
     norm = f"{theirs}post_attention_layernorm.weight"
-    yield _whole(f"{ours}pre_mlp_layernorm.weight", norm, (sizes.hidden,))
-    yield _gate_up(sizes, place, f"{mlp}linear_fc1.", f"{theirs}mlp.", "weight", (sizes.hidden,))
-    if sizes.has_mlp_bias:
-        yield _gate_up(sizes, place, f"{mlp}linear_fc1.", f"{theirs}mlp.", "bias", ())
+    yield _whole(f"{ours}pre_mlp_layernorm.weight", norm, (dims.hidden,))
+    yield _gate_up(dims, place, f"{mlp}linear_fc1.", f"{theirs}mlp.", "weight", (dims.hidden,))
+    if dims.has_mlp_bias:
+        yield _gate_up(dims, place, f"{mlp}linear_fc1.", f"{theirs}mlp.", "bias", ())
     down = f"{theirs}mlp.down_proj."
-    yield _columns(f"{mlp}linear_fc2.weight", f"{down}weight", sizes, sizes.intermediate, place)
-    if sizes.has_mlp_bias:
-        yield _whole(f"{mlp}linear_fc2.bias", f"{down}bias", (sizes.hidden,))
+    yield _columns(f"{mlp}linear_fc2.weight", f"{down}weight", dims, dims.intermediate, place)
+    if dims.has_mlp_bias:
+        yield _whole(f"{mlp}linear_fc2.bias", f"{down}bias", (dims.hidden,))
 
 
-def _whole(name: str, tensor: str, shape: tuple[int, ...]) -> Parameter:
+def _whole(name: str, tensor: str, shape: tuple[int, ...]) -> MappedParameter:
     """A parameter that every tensor rank has whole."""
-    return Parameter(name, shape, (Part(tensor, shape, 0, (0, shape[0]), 0),))
+    return MappedParameter(name, shape, (TensorPart(tensor, shape, 0, (0, shape[0]), 0),))
 
 
-def _vocabulary(name: str, tensor: str, sizes: ModelDims, place: Place, is_copy: bool = False) -> Parameter:
+def _vocabulary(
+    name: str, tensor: str, dims: ModelDims, place: ShardPosition, is_copy: bool = False
+) -> MappedParameter:
     """A matrix `[V, D]`, its padded rows shared."""
-    start, stop = place.share(padded_vocabulary(sizes.vocab, place.num_tensor))
-    span = (min(start, sizes.vocab), min(stop, sizes.vocab))
-    part = Part(tensor, (sizes.vocab, sizes.hidden), 0, span, 0)
-    return Parameter(name, (stop - start, sizes.hidden), (part,), is_copy)
+    start, stop = place.share(padded_vocabulary(dims.vocab, place.num_tensor))
+    span = (min(start, dims.vocab), min(stop, dims.vocab))
+    part = TensorPart(tensor, (dims.vocab, dims.hidden), 0, span, 0)
+    return MappedParameter(name, (stop - start, dims.hidden), (part,), is_copy)
 
 
-def _columns(name: str, tensor: str, sizes: ModelDims, width: int, place: Place) -> Parameter:
+def _columns(name: str, tensor: str, dims: ModelDims, width: int, place: ShardPosition) -> MappedParameter:
     """A matrix `[D, width]`, its columns shared."""
-    part = Part(tensor, (sizes.hidden, width), 1, place.share(width), 0)
-    return Parameter(name, (sizes.hidden, part.length), (part,))
+    part = TensorPart(tensor, (dims.hidden, width), 1, place.share(width), 0)
+    return MappedParameter(name, (dims.hidden, part.length), (part,))
 
 
 def _gate_up(
-    sizes: ModelDims, place: Place, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
-) -> Parameter:
+    dims: ModelDims, place: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
+) -> MappedParameter:
     """Rows of the gate, then the same rows of the up projection; `rest` is the shape of a row."""
-    share = place.share(sizes.intermediate)
-    gate = Part(f"{theirs}gate_proj.{kind}", (sizes.intermediate, *rest), 0, share, 0)
-    up = Part(f"{theirs}up_proj.{kind}", (sizes.intermediate, *rest), 0, share, gate.length)
-    return Parameter(ours + kind, (2 * gate.length, *rest), (gate, up))
+    share = place.share(dims.intermediate)
+    gate = TensorPart(f"{theirs}gate_proj.{kind}", (dims.intermediate, *rest), 0, share, 0)
+    up = TensorPart(f"{theirs}up_proj.{kind}", (dims.intermediate, *rest), 0, share, gate.length)
+    return MappedParameter(ours + kind, (2 * gate.length, *rest), (gate, up))
 
 
 def _qkv(
-    sizes: ModelDims, place: Place, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
-) -> Iterator[Parameter]:
+    dims: ModelDims, place: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
+) -> Iterator[MappedParameter]:
     """For each key-value head its query heads, its k and its v, in one parameter.
 
     Ranks that repeat a key-value head have it in a parameter apart from their query heads.
     """
-    size, num_heads, num_kv = sizes.head_dim, sizes.num_heads, sizes.num_kv_heads
+    size, num_heads, num_kv = dims.head_dim, dims.num_heads, dims.num_kv_heads
 
-    def block(x: str, units: int, first: int, last: int, at: int) -> Part:
+    def block(x: str, units: int, first: int, last: int, at: int) -> TensorPart:
         span = (first * size, last * size)
-        return Part(f"{theirs}{x}_proj.{kind}", (units * size, *rest), 0, span, at * size)
+        return TensorPart(f"{theirs}{x}_proj.{kind}", (units * size, *rest), 0, span, at * size)
 
     if num_kv < place.num_tensor:
         copies = place.num_tensor // num_kv
         first, last = place.share(num_heads)
         group = place.tensor // copies
         k, v = (block(x, num_kv, group, group + 1, i) for i, x in enumerate("kv"))
-        yield Parameter(
+        yield MappedParameter(
             f"{ours}q_{kind}", ((last - first) * size, *rest), (block("q", num_heads, first, last, 0),)
         )
-        yield Parameter(f"{ours}kv_{kind}", (2 * size, *rest), (k, v), place.tensor % copies > 0)
+        yield MappedParameter(f"{ours}kv_{kind}", (2 * size, *rest), (k, v), place.tensor % copies > 0)
         return
     queries = num_heads // num_kv
     first, last = place.share(num_kv)
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for i, group in enumerate(range(first, last)):
         at = i * (queries + 2)
         parts.append(block("q", num_heads, group * queries, (group + 1) * queries, at))
         parts.append(block("k", num_kv, group, group + 1, at + queries))
         parts.append(block("v", num_kv, group, group + 1, at + queries + 1))
-    yield Parameter(ours + kind, ((last - first) * (queries + 2) * size, *rest), tuple(parts))
+    yield MappedParameter(ours + kind, ((last - first) * (queries + 2) * size, *rest), tuple(parts))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hflow.backends.interface import ModelSettings
-from hflow.backends.megatron.checkpoint_reader import fill, open_source
+from hflow.backends.megatron.checkpoint_reader import fill, open_weights
 from hflow.backends.megatron.model import Stage
 
 
@@ -49,7 +49,7 @@ def ranges_of(stage: Stage, optimizer: Any) -> dict[str, MasterWeight]:
     return found
 
 
-def masters_of(stage: Stage, ranges: dict[str, MasterWeight]) -> dict[str, MasterWeight]:
+def separate_master_weights(stage: Stage, ranges: dict[str, MasterWeight]) -> dict[str, MasterWeight]:
     """Those of the ranges that are apart from the model; none where it computes in fp32."""
     halves = {n for n, weight in stage.module.named_parameters() if weight.dtype != torch.float32}
     return {name: master for name, master in ranges.items() if name in halves}
@@ -60,7 +60,7 @@ def load(stage: Stage, settings: ModelSettings, masters: dict[str, MasterWeight]
     """Read them from the model's checkpoint, which the model has rounded; one parameter at a time."""
     if not masters:
         return
-    with open_source(settings, stage.sizes) as read:
+    with open_weights(settings, stage.dims) as read:
         for row in stage.parameters:
             if row.name in masters:
                 master, whole = masters[row.name], torch.empty(row.shape, dtype=torch.float32)
@@ -79,6 +79,6 @@ def gather(stage: Stage, masters: dict[str, MasterWeight]) -> dict[str, Tensor]:
     parts = dict(zip(halves, flat.split([x.numel() for x in halves.values()]), strict=True))
     for name, master in masters.items():
         parts[name][master.start : master.stop] = master.shard
-    if stage.grid.data > 1 and len(flat):
-        dist.all_reduce(flat, group=stage.grid.groups.dp)
+    if stage.parallel.data > 1 and len(flat):
+        dist.all_reduce(flat, group=stage.parallel.groups.dp)
     return weights | {name: part.view(weights[name].shape) for name, part in parts.items()}

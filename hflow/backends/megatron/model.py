@@ -23,10 +23,10 @@ from hflow.backends.device import local_device
 from hflow.backends.hf_config import read_config, refusals
 from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.attention import PackedInputs, rotary_frequencies
-from hflow.backends.megatron.checkpoint_reader import fill, open_source
+from hflow.backends.megatron.checkpoint_reader import fill, open_weights
 from hflow.backends.megatron.config import block_spec, transformer_config
-from hflow.backends.megatron.hf_mapping import Parameter, padded_vocabulary, parameters
-from hflow.backends.megatron.model_dims import ModelDims, check_split, read_sizes
+from hflow.backends.megatron.hf_mapping import MappedParameter, padded_vocabulary, parameters
+from hflow.backends.megatron.model_dims import ModelDims, check_split, read_dims
 from hflow.backends.megatron.parallel_state import ParallelState
 from hflow.backends.packed_attention import PackedLayout
 from hflow.backends.torch_model.build import DTYPES, HEADS, check_choice
@@ -93,12 +93,12 @@ class Stage:
     `[U, D]`, the same on all tensor ranks, which are ready for `logits` or the scalar `output_layer`."""
     config: TransformerConfig
     hf_config: PreTrainedConfig
-    sizes: ModelDims
-    grid: ParallelState
+    dims: ModelDims
+    parallel: ParallelState
     dtype: torch.dtype
     """What the model computes in, and its weights are in; a scalar head is in fp32."""
     device: torch.device
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[MappedParameter, ...]
     """Which blocks of the checkpoint each of the module's parameters holds."""
     frequencies: Tensor
     """Of the rotary embedding, `[E / 2]`."""
@@ -106,17 +106,17 @@ class Stage:
     @property
     def head(self) -> str:
         """`lm`, `value` or `score`."""
-        return self.sizes.head
+        return self.dims.head
 
     @property
     def vocab_start(self) -> int:
         """The first token of this rank's part of the vocabulary."""
-        return self.grid.t * self.vocab_rows
+        return self.parallel.t * self.vocab_rows
 
     @property
     def vocab_rows(self) -> int:
         """Size of this rank's part of the vocabulary, padding included: `V' / T`."""
-        return padded_vocabulary(self.sizes.vocab, self.grid.tensor) // self.grid.tensor
+        return padded_vocabulary(self.dims.vocab, self.parallel.tensor) // self.parallel.tensor
 
     def inputs(self, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout) -> dict[str, Any]:
         """What `module` is called with, on every stage.
@@ -128,7 +128,7 @@ class Stage:
         """
         packed = PackedInputs.of(layout, position_ids, self.frequencies, self.dtype)
         # Under sequence parallelism tensor ranks share tokens equally.
-        surplus = -len(input_ids) % self.grid.tensor if self.config.sequence_parallel else 0
+        surplus = -len(input_ids) % self.parallel.tensor if self.config.sequence_parallel else 0
         return {
             "input_ids": pad(input_ids, (0, surplus))[None],
             "position_ids": None,
@@ -142,18 +142,18 @@ class Stage:
         The part of rank t begins at token `t * V' / T`; padding has logit `heads.PADDED`. Gradients of
         the hidden states are summed over the tensor ranks where they left the model.
         """
-        if self.sizes.is_tied:
+        if self.dims.is_tied:
             weight = self.module.shared_embedding_or_output_weight()
         else:
             weight = self.module.output_layer.weight
-        num_valid = min(max(self.sizes.vocab - self.vocab_start, 0), self.vocab_rows)
+        num_valid = min(max(self.dims.vocab - self.vocab_start, 0), self.vocab_rows)
         return part_of_logits(rows, weight, num_valid)
 
 
-def build(settings: ModelSettings, grid: ParallelState) -> Stage:
+def build(settings: ModelSettings, parallel: ParallelState) -> Stage:
     """Build this rank's stage and load its weights, reading no more of a checkpoint than them.
 
-    Making the model is a collective over the grid. It is in training mode.
+    Making the model is a collective over the parallel. It is in training mode.
 
     Raises:
         BackendError: when the settings, the architecture, the layout or the checkpoint do not fit.
@@ -162,41 +162,41 @@ def build(settings: ModelSettings, grid: ParallelState) -> Stage:
     check_choice("dtype", settings.dtype, DTYPES)
     hf_config = read_config(settings)
     with refusals(settings.name):
-        sizes = read_sizes(hf_config, settings.head)
-        check_split(sizes, grid.tensor, grid.pipe)
-        stage = _empty(settings, hf_config, sizes, grid)
-        with open_source(settings, sizes) as read:
+        dims = read_dims(hf_config, settings.head)
+        check_split(dims, parallel.tensor, parallel.pipe)
+        stage = _empty(settings, hf_config, dims, parallel)
+        with open_weights(settings, dims) as read:
             fill(stage.parameters, dict(stage.module.named_parameters()), read)
     stage.module.requires_grad_(settings.trainable)
     return stage
 
 
 def _empty(
-    settings: ModelSettings, hf_config: PreTrainedConfig, sizes: ModelDims, grid: ParallelState
+    settings: ModelSettings, hf_config: PreTrainedConfig, dims: ModelDims, parallel: ParallelState
 ) -> Stage:
     """A stage whose weights have no values yet."""
     _make_ready()
     device, dtype = local_device(settings.device), DTYPES[settings.dtype]
-    config = transformer_config(sizes, hf_config.rms_norm_eps, settings, dtype, grid)
+    config = transformer_config(dims, hf_config.rms_norm_eps, settings, dtype, parallel)
     with torch.device(device):
         module = _PackedModel(
             config,
-            block_spec(sizes, grid),
-            vocab_size=padded_vocabulary(sizes.vocab, grid.tensor),
+            block_spec(dims, parallel),
+            vocab_size=padded_vocabulary(dims.vocab, parallel.tensor),
             max_sequence_length=hf_config.max_position_embeddings,
-            pre_process=grid.is_first_stage,
-            post_process=grid.is_last_stage,
-            share_embeddings_and_output_weights=sizes.is_tied,
+            pre_process=parallel.is_first_stage,
+            post_process=parallel.is_last_stage,
+            share_embeddings_and_output_weights=dims.is_tied,
             position_embedding_type="none",
-            pg_collection=grid.groups,
+            pg_collection=parallel.groups,
         )
-    if sizes.head != "lm" and grid.is_last_stage:
-        module.output_layer = ScalarHead(sizes.hidden, settings.seed).to(device)
-    rows = parameters(sizes, grid.place)
+    if dims.head != "lm" and parallel.is_last_stage:
+        module.output_layer = ScalarHead(dims.hidden, settings.seed).to(device)
+    rows = parameters(dims, parallel.place)
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
     assert shapes == {row.name: row.shape for row in rows}, "megatron's parameters are others than ours"
-    frequencies = rotary_frequencies(hf_config, sizes.head_dim).to(device)
-    return Stage(module, config, hf_config, sizes, grid, dtype, device, rows, frequencies)
+    frequencies = rotary_frequencies(hf_config, dims.head_dim).to(device)
+    return Stage(module, config, hf_config, dims, parallel, dtype, device, rows, frequencies)
 
 
 class _PackedModel(GPTModel):  # type: ignore[misc]  # megatron has no types

@@ -1,4 +1,4 @@
-"""The sizes of a model that megatron can build, read from its Hugging Face configuration."""
+"""The dims of a model that megatron can build, read from its Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelDims:
     """`lm`, `value` or `score`."""
 
 
-def read_sizes(config: PreTrainedConfig, head: str) -> ModelDims:
+def read_dims(config: PreTrainedConfig, head: str) -> ModelDims:
     """Sizes of a model with a head.
 
     Raises:
@@ -85,29 +85,29 @@ def _check(config: PreTrainedConfig) -> None:
         raise BackendError(f"{family} rotates a part of each head, which the megatron backend does not")
 
 
-def check_split(sizes: ModelDims, tensor: int, pipe: int) -> None:
+def check_split(dims: ModelDims, tensor: int, pipe: int) -> None:
     """Refuse a layout that would split what must stay whole.
 
     Raises:
         BackendError: naming the nearest size that works.
     """
-    if sizes.num_layers < pipe:
+    if dims.num_layers < pipe:
         raise BackendError(
-            f"{sizes.num_layers} layers cannot fill {pipe} pipeline stages; use at most {sizes.num_layers}"
+            f"{dims.num_layers} layers cannot fill {pipe} pipeline stages; use at most {dims.num_layers}"
         )
-    if not _can_share(sizes, tensor):
-        fitting = [n for n in range(1, sizes.num_heads + 1) if _can_share(sizes, n)]
+    if not _can_share(dims, tensor):
+        fitting = [n for n in range(1, dims.num_heads + 1) if _can_share(dims, n)]
         nearest = min(fitting, key=lambda n: (abs(n - tensor), n))
         raise BackendError(
-            f"{tensor} tensor ranks cannot share {sizes.num_heads} heads, {sizes.num_kv_heads} key-value "
-            f"heads and {sizes.intermediate} MLP rows; use {nearest}"
+            f"{tensor} tensor ranks cannot share {dims.num_heads} heads, {dims.num_kv_heads} key-value "
+            f"heads and {dims.intermediate} MLP rows; use {nearest}"
         )
 
 
-def _can_share(sizes: ModelDims, tensor: int) -> bool:
-    kv = sizes.num_kv_heads
+def _can_share(dims: ModelDims, tensor: int) -> bool:
+    kv = dims.num_kv_heads
     return (
-        sizes.num_heads % tensor == 0
-        and sizes.intermediate % tensor == 0
+        dims.num_heads % tensor == 0
+        and dims.intermediate % tensor == 0
         and (kv % tensor == 0 or tensor % kv == 0)
     )

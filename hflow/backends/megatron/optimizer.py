@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hflow.backends.common.learning_rate import check_schedule, learning_rate
 from hflow.backends.interface import ModelSettings, OptimSettings
-from hflow.backends.megatron.master_weights import load, masters_of, ranges_of
+from hflow.backends.megatron.master_weights import load, ranges_of, separate_master_weights
 from hflow.backends.megatron.model import Stage
 
 # -------------------- AdamW with the state of fused kernels: one step count for each group of
@@ -77,7 +77,7 @@ class GroupAdamW(torch.optim.AdamW):
         return [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
 
 
-class Optimizer:
+class MegatronOptimizer:
     """Sums gradients over data parallelism and steps; vectors (norms, biases) are not decayed.
 
     Every rank keeps fp32 weights and moments of its part only; the stepped weights are gathered.
@@ -93,9 +93,9 @@ class Optimizer:
         self._inner = _distributed(stage, self.module, settings)
         self.ranges = ranges_of(stage, self._inner)
         """What this rank steps of each parameter."""
-        self.masters = masters_of(stage, self.ranges)
+        self.master_weights = separate_master_weights(stage, self.ranges)
         """What is stepped in place of this rank's parameters in half precision."""
-        load(stage, model, self.masters)
+        load(stage, model, self.master_weights)
         self.num_steps = 0
 
     @property
@@ -141,7 +141,7 @@ def _summing(stage: Stage) -> Any:
     assert config.calculate_per_token_loss, "megatron would divide gradients by the number of ranks"
     config.finalize_model_grads_func = _finalize
     buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    return DistributedDataParallel(config, buffers, stage.module, pg_collection=stage.grid.groups)
+    return DistributedDataParallel(config, buffers, stage.module, pg_collection=stage.parallel.groups)
 
 
 def _finalize(
@@ -153,7 +153,7 @@ def _finalize(
 
 @torch.no_grad()  # it steps views of the weights, which would not be leaves
 def _distributed(stage: Stage, module: Any, settings: OptimSettings) -> Any:
-    groups = stage.grid.groups
+    groups = stage.parallel.groups
     adam = GroupAdamW(
         _parts(stage.module, settings.weight_decay), lr=settings.lr, betas=settings.betas, eps=settings.eps
     )

@@ -1,4 +1,4 @@
-"""A replica's ranks as a grid of data, tensor and pipeline coordinates, with a process group for each axis.
+"""A replica's ranks on data, tensor and pipeline axes, with a process group for each axis.
 
 Megatron's global `parallel_state` stays uninitialised: groups are handed to what needs them, so replicas of
 different layouts live side by side in one process.
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
 from hflow.backends.interface import RankPosition
-from hflow.backends.megatron.hf_mapping import Place
+from hflow.backends.megatron.hf_mapping import ShardPosition
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class ParallelState:
     _made: _Groups = field(repr=False)
 
     @classmethod
-    def of(cls, seat: RankPosition) -> ParallelState:
-        """Make the groups; a collective over the seat's group.
+    def of(cls, position: RankPosition) -> ParallelState:
+        """Make the groups; a collective over the position's group.
 
-        A process that hosts all ranks of a replica is a grid of one, as no result depends on the layout.
+        A process that hosts all ranks of a replica is a parallel of one, as no result depends on the layout.
         """
-        group, sizes = seat.group, (seat.data, seat.tensor, seat.pipe)
+        group, sizes = position.group, (position.data, position.tensor, position.pipe)
         if group is None:
             group, sizes = _alone(), (1, 1, 1)
         data, tensor, pipe = sizes
-        assert data * tensor * pipe == group.size(), f"{seat} has {group.size()} ranks"
+        assert data * tensor * pipe == group.size(), f"{position} has {group.size()} ranks"
         rest, t = divmod(group.rank(), tensor)
         p, d = divmod(rest, data)
         made = _Groups(group)
@@ -59,9 +59,9 @@ class ParallelState:
         return cls(data, tensor, pipe, d, t, p, group, groups, made)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ShardPosition:
         """Coordinates that decide which weights this rank holds."""
-        return Place(self.t, self.tensor, self.p, self.pipe)
+        return ShardPosition(self.t, self.tensor, self.p, self.pipe)
 
     @property
     def is_first_stage(self) -> bool:

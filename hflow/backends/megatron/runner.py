@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hflow.backends.common.inputs import Packed, Tokens, empty_shard, to_device, tokens_of
-from hflow.backends.common.microbatches import Cutting, Minibatch
+from hflow.backends.common.inputs import PackedBatch, PackedTokens, empty_shard, to_device, tokens_of
+from hflow.backends.common.microbatches import MicrobatchSplitter, Minibatch
 from hflow.backends.interface import NodeCall
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.parallel_state import ParallelState
-from hflow.backends.megatron.schedule import Schedule
+from hflow.backends.megatron.schedule import PipelineSchedule
 from hflow.backends.megatron.vocab_parallel import output_of
 from hflow.data.batch import Column
 from hflow.types import Output
@@ -34,24 +34,26 @@ Columns = dict[str, Column]
 Value = TypeVar("Value")
 
 
-def share_out(grid: ParallelState, mine: Sequence[Minibatch] | None, device: torch.device) -> list[Minibatch]:
+def share_out(
+    parallel: ParallelState, mine: Sequence[Minibatch] | None, device: torch.device
+) -> list[Minibatch]:
     """The minibatches of this rank's data index; a collective over its tensor and pipeline ranks.
 
     Args:
-        grid: this rank's place.
+        parallel: this rank's place.
         mine: the head's, prepared and cut; None on other ranks.
-        device: where collectives of the grid's groups find their tensors.
+        device: where collectives of the parallel's groups find their tensors.
 
     Returns:
         On the last stage, what the head has; on the others, without the columns that only bodies read.
     """
     whole = None if mine is None else list(mine)
-    tensor_ranks = grid.groups.tp
-    if grid.pipe == 1:
+    tensor_ranks = parallel.groups.tp
+    if parallel.pipe == 1:
         return _sent(whole, tensor_ranks, 0, device)
     stages = None if whole is None else [_for_layers(minibatch) for minibatch in whole]
-    received = _sent(stages, grid.groups.mp, (grid.pipe - 1) * grid.tensor, device)
-    if not grid.is_last_stage:
+    received = _sent(stages, parallel.groups.mp, (parallel.pipe - 1) * parallel.tensor, device)
+    if not parallel.is_last_stage:
         return received
     rest = None if whole is None else [_for_bodies(minibatch) for minibatch in whole]
     return [_joined(*parts) for parts in zip(received, _sent(rest, tensor_ranks, 0, device), strict=True)]
@@ -86,33 +88,33 @@ def _sent(value: Value | None, group: ProcessGroup, source: int, device: torch.d
 
 
 @dataclass(frozen=True)
-class Runner:
+class MegatronRunner:
     """Everything here but `output` is called by all ranks of a replica together."""
 
     stage: Stage
-    schedule: Schedule
-    cutting: Cutting
+    schedule: PipelineSchedule
+    cutting: MicrobatchSplitter
     """The head's: agrees with the other data indices' heads."""
     touched: dict[str, set[str]] = field(default_factory=dict)
     """node -> parts of the output that its body touched so far."""
 
     def received(self, mine: Sequence[Minibatch] | None) -> list[Minibatch]:
         """The minibatches that this data index's head has; other ranks have None."""
-        return share_out(self.stage.grid, mine, self.stage.device)
+        return share_out(self.stage.parallel, mine, self.stage.device)
 
-    def microbatches(self, minibatch: Minibatch) -> list[Tokens]:
+    def microbatches(self, minibatch: Minibatch) -> list[PackedTokens]:
         """Micro-batches on the device, as many on every rank.
 
-        Those that a body will see, on the last stage, are `Packed`. Those behind, with which a rank takes
-        part in what others do, are one token of which nothing is learned.
+        The last stage, which runs the body, gets `PackedBatch`. A rank with fewer micro-batches than others
+        is filled up with micro-batches of one unlearned token.
         """
         device, dtype = self.stage.device, self.stage.dtype
-        is_last = self.stage.grid.is_last_stage
+        is_last = self.stage.parallel.is_last_stage
         filled = [(to_device if is_last else tokens_of)(b, device, dtype) for b in minibatch.microbatches]
         num_idle = minibatch.num_microbatches - len(filled)
         return [*filled, *[tokens_of(empty_shard(), device, dtype)] * num_idle]
 
-    def output(self, call: NodeCall, packed: Packed, hidden: Tensor) -> Output:
+    def output(self, call: NodeCall, packed: PackedBatch, hidden: Tensor) -> Output:
         """What the body gets, on the last stage; a collective over its tensor ranks when it is touched."""
         touched = self.touched.setdefault(call.node, set())
         return output_of(self.stage, packed, hidden, call.temperature, touched)

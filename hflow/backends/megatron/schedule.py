@@ -15,22 +15,24 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 
-from hflow.backends.common.inputs import Tokens
+from hflow.backends.common.inputs import PackedTokens
 from hflow.backends.megatron.model import Stage
 
-Finish = Callable[[Tokens, Tensor], Any]
+Finish = Callable[[PackedTokens, Tensor], Any]
 """From a micro-batch and its hidden states `[U, D]` to what the last stage makes of them."""
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """Runs micro-batches through the stages of a replica; all its ranks run it together."""
 
     stage: Stage
     module: nn.Module
     """The stage's module, or what wraps it to sum gradients."""
 
-    def backward(self, microbatches: Sequence[Tokens], share: Callable[[Tokens, Tensor], Tensor]) -> None:
+    def backward(
+        self, microbatches: Sequence[PackedTokens], share: Callable[[PackedTokens, Tensor], Tensor]
+    ) -> None:
         """Sum the gradients of all micro-batches, over data parallelism too.
 
         Args:
@@ -38,31 +40,33 @@ class Schedule:
             share: on the last stage, a micro-batch's part of the loss.
         """
 
-        def finish(tokens: Tokens, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+        def finish(tokens: PackedTokens, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
             # Losses are weighed already, so there is no number of tokens for megatron to divide by.
             return share(tokens, hidden), torch.zeros((), dtype=torch.int, device=hidden.device), None
 
         self._run(microbatches, finish, forward_only=False)
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[Tokens], finish: Finish) -> list[Any]:
+    def forward(self, microbatches: Sequence[PackedTokens], finish: Finish) -> list[Any]:
         """Run forward passes; on the last stage, what `finish` returned for each micro-batch."""
 
-        def collect(tokens: Tokens, hidden: Tensor, non_loss_data: bool) -> Any:
+        def collect(tokens: PackedTokens, hidden: Tensor, non_loss_data: bool) -> Any:
             return finish(tokens, hidden)
 
         return self._run(microbatches, collect, forward_only=True)
 
     def _run(
-        self, microbatches: Sequence[Tokens], finish: Callable[..., Any], forward_only: bool
+        self, microbatches: Sequence[PackedTokens], finish: Callable[..., Any], forward_only: bool
     ) -> list[Any]:
         if not microbatches:
             return []
-        stage, groups = self.stage, self.stage.grid.groups
+        stage, groups = self.stage, self.stage.parallel.groups
         lengths = [self._rows_between(tokens) for tokens in microbatches]
-        run = get_forward_backward_func(pp_size=stage.grid.pipe, vp_size=None)
+        run = get_forward_backward_func(pp_size=stage.parallel.pipe, vp_size=None)
 
-        def forward_step(rest: Iterator[Tokens], module: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(
+            rest: Iterator[PackedTokens], module: nn.Module
+        ) -> tuple[Tensor, Callable[..., Any]]:
             tokens = next(rest)
             hidden = module(**stage.inputs(tokens.computed_ids, tokens.position_ids, tokens.layout))
             return hidden, partial(finish, tokens)
@@ -77,14 +81,14 @@ class Schedule:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
             pg_collection=groups,
-            p2p_communicator=_KnownShapes(stage, lengths) if stage.grid.pipe > 1 else None,
+            p2p_communicator=_KnownShapes(stage, lengths) if stage.parallel.pipe > 1 else None,
         )
         return results
 
-    def _rows_between(self, tokens: Tokens) -> int:
+    def _rows_between(self, tokens: PackedTokens) -> int:
         """Rows that a tensor rank passes on to the next stage."""
         num_rows = len(tokens.computed_ids)
-        return -(-num_rows // self.stage.grid.tensor) if self.stage.config.sequence_parallel else num_rows
+        return -(-num_rows // self.stage.parallel.tensor) if self.stage.config.sequence_parallel else num_rows
 
 
 class _KnownShapes(P2PCommunicator):  # type: ignore[misc]  # megatron has no types
@@ -94,7 +98,7 @@ class _KnownShapes(P2PCommunicator):  # type: ignore[misc]  # megatron has no ty
     """
 
     def __init__(self, stage: Stage, lengths: Sequence[int]) -> None:
-        super().__init__(stage.grid.groups.pp, stage.config)
+        super().__init__(stage.parallel.groups.pp, stage.config)
         shapes = [(length, 1, stage.config.hidden_size) for length in lengths]
         self._forward, self._backward = iter(shapes), iter(shapes)
 

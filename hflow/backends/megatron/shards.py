@@ -16,28 +16,28 @@ from hflow.backends.common.sharded_checkpoint import (
     MEAN,
     SQUARE,
     WEIGHT,
-    About,
-    State,
+    BlockState,
+    CheckpointInfo,
     open_shards,
     write_shards,
 )
-from hflow.backends.megatron.hf_mapping import Parameter, Part, Place, parameters
+from hflow.backends.megatron.hf_mapping import MappedParameter, ShardPosition, TensorPart, parameters
 from hflow.backends.megatron.model import Stage
-from hflow.backends.megatron.optimizer import Optimizer
+from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.weight_export import held_blocks
 from hflow.types.tensor_slices import Box, meet, numel, sizes, whole, within
 
 
-def save(stage: Stage, optimizer: Optimizer | None, directory: Path) -> None:
+def save(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:
     """Write a sharded checkpoint; a collective over the replica."""
     rows = _written(stage)
     states = _frozen(stage, rows) if optimizer is None else _states(rows, optimizer)
-    write_shards(directory, states, _about(stage, optimizer), stage.grid.group)
+    write_shards(directory, states, _about(stage, optimizer), stage.parallel.group)
 
 
-def load(stage: Stage, optimizer: Optimizer | None, directory: Path) -> None:
+def load(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:
     """Take a sharded checkpoint; the model in half precision is its rounding."""
-    whole_model = parameters(stage.sizes, Place())
+    whole_model = parameters(stage.dims, ShardPosition())
     shapes = {part.tensor: part.shape for row in whole_model for part in row.parts}
     with open_shards(directory, _about(stage, optimizer), shapes) as source:
         for block in held_blocks(stage):
@@ -64,34 +64,39 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
         start = end
 
 
-def _about(stage: Stage, optimizer: Optimizer | None) -> About:
-    return About.of(stage.hf_config, stage.head, 0 if optimizer is None else optimizer.num_steps)
+def _about(stage: Stage, optimizer: MegatronOptimizer | None) -> CheckpointInfo:
+    return CheckpointInfo.of(stage.hf_config, stage.head, 0 if optimizer is None else optimizer.num_steps)
 
 
-def _written(stage: Stage) -> list[Parameter]:
+def _written(stage: Stage) -> list[MappedParameter]:
     """The parameters that this rank writes: those with the same blocks are shared out to their holders."""
-    grid = stage.grid
-    held = [parameters(stage.sizes, Place(t, grid.tensor, grid.p, grid.pipe)) for t in range(grid.tensor)]
+    parallel = stage.parallel
+    held = [
+        parameters(stage.dims, ShardPosition(t, parallel.tensor, parallel.p, parallel.pipe))
+        for t in range(parallel.tensor)
+    ]
     mine = []
     for index, rows in enumerate(zip(*held, strict=True)):
-        row = rows[grid.t]
+        row = rows[parallel.t]
         holders = [t for t, other in enumerate(rows) if other.parts == row.parts]
         is_elsewhere = all(other.is_copy for other in rows)  # on another stage
-        if not is_elsewhere and holders[index % len(holders)] == grid.t:
+        if not is_elsewhere and holders[index % len(holders)] == parallel.t:
             mine.append(row)
     return mine
 
 
-def _frozen(stage: Stage, rows: list[Parameter]) -> Iterator[State]:
+def _frozen(stage: Stage, rows: list[MappedParameter]) -> Iterator[BlockState]:
     """Of a model that nothing steps data ranks hold the same: the first one writes."""
-    names = {row.name for row in rows} if stage.grid.d == 0 else set()
+    names = {row.name for row in rows} if stage.parallel.d == 0 else set()
     for row in stage.parameters:
         if row.name in names:
             weight = stage.module.get_parameter(row.name).detach().float()
             yield from _cut(row, whole(row.shape), {WEIGHT: weight.view(row.shape)})
 
 
-def _states(rows: tuple[Parameter, ...] | list[Parameter], optimizer: Optimizer) -> Iterator[State]:
+def _states(
+    rows: tuple[MappedParameter, ...] | list[MappedParameter], optimizer: MegatronOptimizer
+) -> Iterator[BlockState]:
     """The boxes of all that this rank steps of some parameters."""
     for row in rows:
         if row.name not in optimizer.ranges:
@@ -107,16 +112,16 @@ def _states(rows: tuple[Parameter, ...] | list[Parameter], optimizer: Optimizer)
             at += size
 
 
-def _cut(row: Parameter, box: Box, values: Mapping[str, Tensor]) -> Iterator[State]:
+def _cut(row: MappedParameter, box: Box, values: Mapping[str, Tensor]) -> Iterator[BlockState]:
     """A box of a parameter as boxes of checkpoint tensors; padding is in none."""
     for part in row.parts:
         met = meet(_place(part, row), box) if part.length else None
         if met is not None:
             cut = {kind: x[within(met, box)] for kind, x in values.items()}
-            yield State(part.tensor, part.shape, _moved(met, part.axis, part.span[0] - part.at), cut)
+            yield BlockState(part.tensor, part.shape, _moved(met, part.axis, part.span[0] - part.at), cut)
 
 
-def _place(part: Part, row: Parameter) -> Box:
+def _place(part: TensorPart, row: MappedParameter) -> Box:
     """Where a part lies in its parameter."""
     box = whole(row.shape)
     return (*box[: part.axis], (part.at, part.at + part.length), *box[part.axis + 1 :])

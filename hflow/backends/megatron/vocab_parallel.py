@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.backends.common.chunked import in_chunks
-from hflow.backends.common.inputs import Packed
+from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.output import LmOutput, ScalarOutput
 from hflow.backends.megatron.model import Stage
 from hflow.types import Output
@@ -144,7 +144,9 @@ def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
 # -------------------- What a node's body gets on the last stage, on all of its tensor ranks alike.
 
 
-def output_of(stage: Stage, packed: Packed, hidden: Tensor, temperature: float, wanted: set[str]) -> Output:
+def output_of(
+    stage: Stage, packed: PackedBatch, hidden: Tensor, temperature: float, wanted: set[str]
+) -> Output:
     """The output of a micro-batch.
 
     Args:
@@ -161,7 +163,7 @@ def output_of(stage: Stage, packed: Packed, hidden: Tensor, temperature: float, 
         part=stage.logits,
         start=stage.vocab_start,
         size=stage.vocab_rows,
-        group=stage.grid.groups.tp,
+        group=stage.parallel.groups.tp,
         temperature=temperature,
     )
     return LmOutput(logits, packed, wanted)

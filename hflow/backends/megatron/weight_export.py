@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hflow.backends.megatron.hf_mapping import Parameter, Place, parameters
+from hflow.backends.megatron.hf_mapping import MappedParameter, ShardPosition, parameters
 from hflow.backends.megatron.model import Stage
 from hflow.types.tensor_slices import Block
 
@@ -22,7 +22,7 @@ BUCKET_BYTES = 64 << 20
 """The most that a rank's part of a bucket has, unless a single parameter has more; that goes in pieces."""
 
 Named = tuple[str, Tensor]
-Rows = tuple[Parameter, ...]
+Rows = tuple[MappedParameter, ...]
 """One parameter as each tensor rank holds it."""
 
 
@@ -60,7 +60,7 @@ def named_weights(
     """
     dtype = stage.dtype if dtype is None else dtype
     values = dict(stage.module.named_parameters()) if values is None else values
-    for p in range(stage.grid.pipe):
+    for p in range(stage.parallel.pipe):
         for bucket in _buckets(stage, p, dtype):
             columns = _everywhere(stage, p, bucket, values, dtype, is_taker)
             if is_taker:
@@ -70,8 +70,11 @@ def named_weights(
 
 def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[Rows]]:
     """The parameters of a pipeline stage that are not copies of another stage's; a large one is alone."""
-    grid = stage.grid
-    held = [parameters(stage.sizes, Place(t, grid.tensor, p, grid.pipe)) for t in range(grid.tensor)]
+    parallel = stage.parallel
+    held = [
+        parameters(stage.dims, ShardPosition(t, parallel.tensor, p, parallel.pipe))
+        for t in range(parallel.tensor)
+    ]
     bucket: list[Rows] = []
     num_bytes = 0
     for rows in zip(*held, strict=True):
@@ -99,24 +102,24 @@ def _everywhere(
 
     Piece by piece, so that only takers ever have more than a bucket. Nothing for the others.
     """
-    grid, shapes = stage.grid, [rows[0].shape for rows in bucket]
+    parallel, shapes = stage.parallel, [rows[0].shape for rows in bucket]
     lengths = [math.prod(shape) for shape in shapes]
     total, size = sum(lengths), BUCKET_BYTES // dtype.itemsize
-    mine = [values[rows[0].name].detach().reshape(-1) for rows in bucket] if grid.p == p else []
-    if grid.tensor * grid.pipe == 1:
+    mine = [values[rows[0].name].detach().reshape(-1) for rows in bucket] if parallel.p == p else []
+    if parallel.tensor * parallel.pipe == 1:
         return [flat.to(dtype).view(1, *shape) for flat, shape in zip(mine, shapes, strict=True)]
     flat = mine[0] if len(mine) == 1 else torch.cat(mine) if mine else None
-    received = torch.empty(grid.tensor, total if is_taker else 0, dtype=dtype, device=stage.device)
+    received = torch.empty(parallel.tensor, total if is_taker else 0, dtype=dtype, device=stage.device)
     for start in range(0, total, size):
         stop = min(start + size, total)
-        slots = received[:, start:stop] if is_taker else received.new_empty(grid.tensor, stop - start)
-        own = slots[grid.t]
+        slots = received[:, start:stop] if is_taker else received.new_empty(parallel.tensor, stop - start)
+        own = slots[parallel.t]
         if flat is not None:
             own.copy_(flat[start:stop])
-        if grid.pipe > 1:
-            dist.broadcast(own, group=grid.groups.pp, group_src=p)
-        if grid.tensor > 1:
-            dist.all_gather(list(slots), own, group=grid.groups.tp)
+        if parallel.pipe > 1:
+            dist.broadcast(own, group=parallel.groups.pp, group_src=p)
+        if parallel.tensor > 1:
+            dist.all_gather(list(slots), own, group=parallel.groups.tp)
     if not is_taker:
         return []
     columns = received.split(lengths, dim=1)

@@ -14,16 +14,16 @@ from hflow.backends.common import infer as inference
 from hflow.backends.common import train as training
 from hflow.backends.common.checks import check_sequences
 from hflow.backends.common.loss import Loss
-from hflow.backends.common.microbatches import Cutting, Minibatch
+from hflow.backends.common.microbatches import MicrobatchSplitter, Minibatch
 from hflow.backends.device import local_device
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.torch_model import shards
 from hflow.backends.torch_model import weight_export as weights
 from hflow.backends.torch_model.build import DTYPES, build
 from hflow.backends.torch_model.fsdp import place
-from hflow.backends.torch_model.optimizer import Optimizer
+from hflow.backends.torch_model.optimizer import TorchOptimizer
 from hflow.backends.torch_model.packed_model import PackedModel
-from hflow.backends.torch_model.runner import Runner
+from hflow.backends.torch_model.runner import TorchRunner
 from hflow.data.batch import Batch
 from hflow.errors import BackendError
 from hflow.types.tensor_slices import Block
@@ -32,7 +32,7 @@ from hflow.types.tensor_slices import Block
 
 
 @torch.no_grad()
-def infer(runner: Runner, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
+def infer(runner: TorchRunner, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
     """Run an infer body over shards; a batch of the returned fields for each, in its own order."""
 
     def run(minibatch: Minibatch) -> list[Batch]:
@@ -54,7 +54,7 @@ def infer(runner: Runner, call: NodeCall, shards: Sequence[Batch]) -> list[Batch
 
 
 def train(
-    runner: Runner, optimizer: Optimizer, call: NodeCall, shards: Sequence[TrainShard], step: int
+    runner: TorchRunner, optimizer: TorchOptimizer, call: NodeCall, shards: Sequence[TrainShard], step: int
 ) -> dict[str, float]:
     """Run every minibatch of every epoch; return metrics over the step, the same on all ranks.
 
@@ -62,7 +62,7 @@ def train(
         RunError, RecipeError: as `common.training.train`.
     """
 
-    def accumulate(loss: Loss, minibatch: Minibatch, record: training.Record) -> None:
+    def accumulate(loss: Loss, minibatch: Minibatch, record: training.StepRecord) -> None:
         for batch in minibatch.microbatches:
             share = runner.forward(
                 batch, loss.call, lambda packed, output: loss.share(packed, output, record.meter)
@@ -85,23 +85,23 @@ class TorchModel(ModelBackend):
     metrics are the same in all cases, as every denominator is global.
     """
 
-    def __init__(self, settings: ModelSettings, seat: RankPosition) -> None:
+    def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
         """Build the model; every rank reads the checkpoint or draws the same weights.
 
         Raises:
             BackendError: when the settings, the architecture or the checkpoint do not fit.
         """
         self.settings = settings
-        self.group = seat.group if seat.group is not None and seat.group.size() > 1 else None
+        self.group = position.group if position.group is not None and position.group.size() > 1 else None
         self._model, head = build(settings)
         self._runner = self._placed(head)
         self._optimizer = (
-            Optimizer(self._runner.module.parameters(), settings.optim, self.group)
+            TorchOptimizer(self._runner.module.parameters(), settings.optim, self.group)
             if settings.trainable
             else None
         )
 
-    def _placed(self, head: nn.Module) -> Runner:
+    def _placed(self, head: nn.Module) -> TorchRunner:
         settings, device = self.settings, local_device(self.settings.device)
         dtype = DTYPES[settings.dtype]
         module = PackedModel(self._model.base_model, head, settings.head)
@@ -109,8 +109,8 @@ class TorchModel(ModelBackend):
         if settings.activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         place(module, _decoder_layers(self._model), device, dtype, self.group)
-        cutting = Cutting(settings.tokens_per_microbatch, settings.head, self.group, device)
-        return Runner(module, device, dtype, self.group, cutting)
+        cutting = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
+        return TorchRunner(module, device, dtype, self.group, cutting)
 
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
         """Run a no-grad forward and the body; return a batch of the returned fields per shard.
@@ -173,9 +173,9 @@ class TorchModel(ModelBackend):
         """Take weights and moments from what any layout or backend wrote; each rank reads its rows."""
         shards.load(self._trained(), Path(directory))
 
-    def _trained(self) -> shards.Trained:
+    def _trained(self) -> shards.TrainedModel:
         module = self._runner.module
-        return shards.Trained(self._model, module, self.settings.head, self._optimizer)
+        return shards.TrainedModel(self._model, module, self.settings.head, self._optimizer)
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -16,7 +16,7 @@ from hflow.backends.common.learning_rate import check_schedule, learning_rate
 from hflow.backends.interface import OptimSettings
 
 
-class Optimizer:
+class TorchOptimizer:
     """AdamW; vectors (norms, biases) are not decayed. Sharded weights are stepped as plain tensors."""
 
     def __init__(

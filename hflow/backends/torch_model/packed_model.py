@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hflow.backends.common.chunked import in_chunks
-from hflow.backends.common.inputs import Packed
+from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.output import LmOutput, ScalarOutput
 from hflow.types import Output
 
@@ -94,7 +94,7 @@ class PackedModel(nn.Module):
 
     def forward(
         self,
-        packed: Packed,
+        packed: PackedBatch,
         consume: Callable[[Output], Result] | None,
         temperature: float = 1.0,
         wanted: Callable[[], set[str]] = set,

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.backends.common.checks import check_temperature
-from hflow.backends.common.inputs import Packed, empty_shard, to_device
-from hflow.backends.common.microbatches import Cutting
+from hflow.backends.common.inputs import PackedBatch, empty_shard, to_device
+from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.interface import NodeCall
 from hflow.backends.torch_model.packed_model import PackedModel
 from hflow.data.batch import Batch
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Runner:
+class TorchRunner:
     """A placed model and what surrounds its forward."""
 
     module: PackedModel
@@ -30,11 +30,13 @@ class Runner:
     dtype: torch.dtype
     group: ProcessGroup | None
     """The ranks that its weights are sharded over; None for one."""
-    cutting: Cutting
+    cutting: MicrobatchSplitter
     touched: dict[str, set[str]] = field(default_factory=dict)
     """node -> parts of the output that its body touched so far."""
 
-    def forward(self, batch: Batch, call: NodeCall, consume: Callable[[Packed, Output], Result]) -> Result:
+    def forward(
+        self, batch: Batch, call: NodeCall, consume: Callable[[PackedBatch, Output], Result]
+    ) -> Result:
         """Run one prepared micro-batch; `consume` runs within the forward, on whole weights.
 
         Raises:

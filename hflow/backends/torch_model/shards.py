@@ -13,47 +13,47 @@ from hflow.backends.common.sharded_checkpoint import (
     MEAN,
     SQUARE,
     WEIGHT,
-    About,
-    State,
+    BlockState,
+    CheckpointInfo,
     open_shards,
     write_shards,
 )
-from hflow.backends.torch_model.optimizer import Optimizer
+from hflow.backends.torch_model.optimizer import TorchOptimizer
 from hflow.backends.torch_model.packed_model import PackedModel
 from hflow.backends.torch_model.weight_export import held_blocks, named_parameters
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A model with its head, and what steps it."""
 
     model: PreTrainedModel
     module: PackedModel
     head: str
-    optimizer: Optimizer | None
+    optimizer: TorchOptimizer | None
     """None of a frozen model."""
 
     @property
-    def about(self) -> About:
+    def about(self) -> CheckpointInfo:
         """Which model it is."""
         num_steps = 0 if self.optimizer is None else self.optimizer.num_steps
-        return About.of(self.model.config, self.head, num_steps)
+        return CheckpointInfo.of(self.model.config, self.head, num_steps)
 
-    def states(self) -> Iterator[State]:
+    def states(self) -> Iterator[BlockState]:
         """Yield this rank's rows of every weight; those of no two ranks overlap."""
         for weight, block in held_blocks(self.model, self.module, self.module.head, self.head):
             values = {WEIGHT: block.values}
             if self.optimizer is not None:
                 values[MEAN], values[SQUARE] = self.optimizer.moments(weight)
-            yield State(block.tensor, block.shape, block.box, values)
+            yield BlockState(block.tensor, block.shape, block.box, values)
 
 
-def save(trained: Trained, directory: Path, group: ProcessGroup | None) -> None:
+def save(trained: TrainedModel, directory: Path, group: ProcessGroup | None) -> None:
     """Write a sharded checkpoint; a collective over the group."""
     write_shards(directory, trained.states(), trained.about, group)
 
 
-def load(trained: Trained, directory: Path) -> None:
+def load(trained: TrainedModel, directory: Path) -> None:
     """Take a sharded checkpoint."""
     named = named_parameters(trained.model, trained.module.head, trained.head)
     shapes = {name: tuple(weight.shape) for name, weight in named}

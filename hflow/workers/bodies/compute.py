@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hflow.data.batch import Batch, Column
-from hflow.data.row_arguments import RowLevel, bind_rows, unpack_rows
+from hflow.data.row_arguments import CallLevel, bind_rows, unpack_rows
 from hflow.data.unpack_returns import metric_value
 from hflow.errors import RunError
 from hflow.types import Unit
@@ -214,7 +214,7 @@ def read_fields(program: NodeProgram, stream: str) -> list[str]:
     return sorted(fields)
 
 
-def row_level(program: NodeProgram) -> RowLevel:
+def row_level(program: NodeProgram) -> CallLevel:
     """Whether a body is called for a sample or for a group."""
     return "group" if program.level == "group" else "sample"
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hflow.backends.interface import Generated, GenerationEngine, SamplingParams
+from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams
 from hflow.errors import HflowError, RunError
 from hflow.workers.interface import EngineStats
 from hflow.workers.weights.checksum import digest_of
@@ -34,16 +34,16 @@ class _Request:
     request_id: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    future: asyncio.Future[Generated]
-    drawn: Generated = field(default_factory=lambda: Generated((), (), (), "abort"))
-    on_part: Callable[[Generated], None] | None = None
+    future: asyncio.Future[GenerationResult]
+    drawn: GenerationResult = field(default_factory=lambda: GenerationResult((), (), (), "abort"))
+    on_part: Callable[[GenerationResult], None] | None = None
     """Takes what is drawn when the request is interrupted."""
 
-    def extend(self, part: Generated) -> None:
+    def extend(self, part: GenerationResult) -> None:
         if not self.drawn.ids:
             self.drawn = part
             return
-        self.drawn = Generated(
+        self.drawn = GenerationResult(
             self.drawn.ids + part.ids,
             self.drawn.logprobs + part.logprobs,
             self.drawn.versions + part.versions,
@@ -62,7 +62,7 @@ class _Request:
         engine.add(self.request_id, self.prompt_ids + self.drawn.ids, params)
 
 
-_Outcome = tuple[_Request, Generated | HflowError]
+_Outcome = tuple[_Request, GenerationResult | HflowError]
 
 
 class EngineDriver:
@@ -90,9 +90,9 @@ class EngineDriver:
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
-        drawn: Generated | None = None,
-        on_part: Callable[[Generated], None] | None = None,
-    ) -> Generated:
+        drawn: GenerationResult | None = None,
+        on_part: Callable[[GenerationResult], None] | None = None,
+    ) -> GenerationResult:
         """Generate; cancelling the awaiting task cancels the request.
 
         Args:
@@ -248,12 +248,12 @@ class EngineDriver:
                 self._held[item.request_id] = item
         return refused
 
-    def _finished(self, request_id: int, part: Generated) -> _Outcome:
+    def _finished(self, request_id: int, part: GenerationResult) -> _Outcome:
         request = self._held.pop(request_id)
         self._record(request, part)
         return request, request.drawn
 
-    def _record(self, request: _Request, part: Generated) -> None:
+    def _record(self, request: _Request, part: GenerationResult) -> None:
         request.extend(part)
         self.drawn += EngineStats(num_tokens=len(part.ids))
 

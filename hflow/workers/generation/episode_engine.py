@@ -10,9 +10,9 @@ from random import Random
 from time import time
 from typing import Any
 
-from hflow.backends.interface import Generated, SamplingParams
+from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.data.tokenizer import TextTokenizer
-from hflow.data.tool_formats import Parsed, ToolFormat, tool_format
+from hflow.data.tool_formats import ParsedCalls, ToolFormat, tool_format
 from hflow.data.tool_schemas import tool_schema
 from hflow.errors import DataError, EpisodeError
 from hflow.types import ToolCall, Trajectory
@@ -49,7 +49,7 @@ def continued(talk: Trajectory, ids: Sequence[int]) -> Trajectory:
 
 
 def answered(
-    talk: Trajectory, generated: Generated, text: str, calls: tuple[ToolCall, ...] = ()
+    talk: Trajectory, generated: GenerationResult, text: str, calls: tuple[ToolCall, ...] = ()
 ) -> Trajectory:
     """`talk` with a generated turn behind it, which says `text` and calls tools.
 
@@ -203,10 +203,10 @@ class EpisodeEngine:
             stop=params.stop if stop is None else tuple(stop),
         )
 
-    def _parsed(self, text: str, tools: Sequence[Tool]) -> Parsed:
+    def _parsed(self, text: str, tools: Sequence[Tool]) -> ParsedCalls:
         """The calls in a turn, if there are tools to call."""
         if not tools:
-            return Parsed(())
+            return ParsedCalls(())
         found = self._format.parse(text, tools)
         self._effects.counts["malformed_calls"] += found.num_malformed
         return found

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hflow.backends.interface import Generated, SamplingParams
+from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.errors import EpisodeError
 
 
@@ -27,7 +27,7 @@ class Effect:
     """Of the engine that was asked."""
     asked: Mapping[str, Any]
     outcome: Any = None
-    """Tokens as `Generated`; a tool's result and whether it failed; a number."""
+    """Tokens as `GenerationResult`; a tool's result and whether it failed; a number."""
     is_done: bool = True
     """False where the episode was left in it; a completion may have tokens already."""
 
@@ -43,7 +43,9 @@ class Effect:
             return effect
         said = effect.outcome
         ids, logprobs, versions = (tuple(said[name]) for name in ("ids", "logprobs", "versions"))
-        return dataclasses.replace(effect, outcome=Generated(ids, logprobs, versions, said["stop_reason"]))
+        return dataclasses.replace(
+            effect, outcome=GenerationResult(ids, logprobs, versions, said["stop_reason"])
+        )
 
 
 @dataclass(frozen=True)

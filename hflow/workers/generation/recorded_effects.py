@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hflow.backends.interface import Generated, SamplingParams
+from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.errors import HflowError
 from hflow.types import EpisodeState
 from hflow.types.sandbox import sandbox_of
@@ -141,11 +141,11 @@ class RecordedEffects:
 
     async def complete(
         self, driver: EngineDriver, model: str, prompt_ids: Sequence[int], params: SamplingParams
-    ) -> Generated:
+    ) -> GenerationResult:
         """Draw tokens, as far as the journal does not have them."""
         index, effect = self._recorder.begin("complete", model, asked_of(prompt_ids, params))
         if effect.is_done:
-            done: Generated = effect.outcome
+            done: GenerationResult = effect.outcome
             return done
         on_part = partial(self._recorder.keep, index, is_done=False)
         with self.watch.doing(EpisodeState.GENERATING):
