@@ -149,6 +149,15 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class ReportConfig:
+    """What a run shows while it runs: `report`."""
+
+    show: tuple[str, ...] | None = None
+    """Metrics in the live panel and the plain lines, as names or globs of `metrics.jsonl`, such as
+    `[time/*,actor_train/grad_norm]`; null: losses, and what samples are scored with."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The whole configuration of one run."""
 
@@ -166,6 +175,8 @@ class RunConfig:
     """How far generation may run ahead of training."""
     save_every: int = _minimum(0, 0)
     """Steps from one checkpoint to the next; 0 keeps only the one at the end."""
+    report: ReportConfig = field(default_factory=ReportConfig)
+    """What is shown while it runs."""
     workers: Literal["ray", "inproc"] = "ray"
     """Where workers live: in processes that Ray starts, or all in this one."""
     collective_timeout: float = _minimum(1, 600.0)
