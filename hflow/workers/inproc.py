@@ -92,9 +92,9 @@ class InprocWorkers(Workers):
         if taken is None:
             return WeightsLoaded()
         if sent is None:
-            return WeightsLoaded(0, (taken.own_digest,), (taken.held_digest,))
+            return WeightsLoaded(0, (taken.local_checksum,), (taken.engine_checksum,))
         await self._on_thread(lambda: self._worker.free(replica))
-        return WeightsLoaded(0, tuple(sent.digests.values()), (taken.held_digest,))
+        return WeightsLoaded(0, tuple(sent.digests.values()), (taken.engine_checksum,))
 
     async def sleep(self, replica: str) -> None:
         """Interrupt a generation replica."""

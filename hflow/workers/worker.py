@@ -22,14 +22,13 @@ from hflow.backends.interface import SHARDS, ModelBackend, RankPosition
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
 from hflow.planner.ir import Replica
-from hflow.workers.bodies.batch_nodes import BatchNodes, merged
-from hflow.workers.bodies.compute import Computes
-from hflow.workers.bodies.encoding import Encoder
+from hflow.workers.bodies.batch_node_runner import BatchNodeRunner, merge_tasks
+from hflow.workers.bodies.compute_runner import ComputeRunner
+from hflow.workers.bodies.encode_runner import EncodeRunner
 from hflow.workers.error_location import blame
 from hflow.workers.generation.engine_driver import EngineDriver
-from hflow.workers.generation.engines import Engines, Taken
-from hflow.workers.generation.episode_result import Row
-from hflow.workers.generation.episodes import Episodes
+from hflow.workers.generation.engine_manager import EngineManager, EngineUpdate
+from hflow.workers.generation.episode_loop import EpisodeLoop
 from hflow.workers.interface import (
     ComputeOrder,
     GroupOrder,
@@ -43,8 +42,8 @@ from hflow.workers.interface import (
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import Membership, World
 from hflow.workers.process_setup import bind_cores
-from hflow.workers.storage.dataset_rows import DatasetRows
-from hflow.workers.storage.store import Store
+from hflow.workers.storage.dataset_rows import DatasetRow, DatasetRows
+from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.weights.publisher import Handles, Sent, WeightPublisher, WorkerRoutes, transports
 from hflow.workers.weights.transfer import Parcel, pack, unpack
 from hflow.workers.weights.transports.interface import Transport
@@ -135,7 +134,7 @@ class Worker:
         self._hosted = tuple(hosted)
         pause = pause_seconds(setup.plan.cluster.num_devices)
         self._mailboxes = {index: Mailbox(index, pause) for index in hosted}
-        self._store = Store()
+        self._store = SampleStore()
         self._rows = DatasetRows(self._plan, setup.datasets)
         self._build_generation(*self._build_models(member))
         routes = WorkerRoutes(self._plan, hosted, self._backends)
@@ -167,7 +166,7 @@ class Worker:
             for name, program in self._programs("generate").items()
             if set(self._plan.placement(name).replicas) <= drivers.keys()
         }
-        self._episodes = Episodes(
+        self._episodes = EpisodeLoop(
             self._plan,
             programs,
             self._store,
@@ -177,16 +176,20 @@ class Worker:
             self._fail,
             self._setup.pool_processes,
         )
-        self._engines = Engines(self._plan, drivers, self._backends, sharing, self._episodes, self._note)
+        self._engines = EngineManager(
+            self._plan, drivers, self._backends, sharing, self._episodes, self._note
+        )
 
     def _build_bodies(self) -> None:
         """Last, as it starts processes: whatever can be refused has been built by then."""
         setup = self._setup
         tokenizers = build_tokenizers(setup, "encode")
-        self._encoder = Encoder(self._plan, self._programs("encode"), self._store, tokenizers, self._fail)
+        self._encoder = EncodeRunner(
+            self._plan, self._programs("encode"), self._store, tokenizers, self._fail
+        )
         rows = {name: p for name, p in self._programs("compute").items() if p.level != "batch"}
-        self._computes = Computes(rows, self._store, setup.pool_processes, self._fail)
-        self._batch_nodes = BatchNodes(
+        self._computes = ComputeRunner(rows, self._store, setup.pool_processes, self._fail)
+        self._batch_nodes = BatchNodeRunner(
             self._plan, setup.programs, self._store, self._backends, self._computes
         )
 
@@ -198,7 +201,7 @@ class Worker:
         """Start sources."""
         sink = self._mailboxes[worker].put
         self._mailboxes[worker].expect(sum(len(order.samples) for order in orders))
-        by_verb: dict[str, list[tuple[GroupOrder, Row]]] = {"encode": [], "generate": []}
+        by_verb: dict[str, list[tuple[GroupOrder, DatasetRow]]] = {"encode": [], "generate": []}
         for order in orders:
             row = self._rows.row(order.stream, order.row)
             by_verb[self._verb(self._plan.graph.stream(order.stream).source)].append((order, row))
@@ -228,7 +231,7 @@ class Worker:
         report = self._mailboxes[worker].wait()
         first = worker == self._hosted[0]  # which speaks for all indices that live here
         states = {state.value: num for state, num in self._episodes.states().items()} if first else {}
-        return dataclasses.replace(report, drawn=self._engines.take_drawn(), episodes=states)
+        return dataclasses.replace(report, drawn=self._engines.take_stats(), episodes=states)
 
     def lacks(self, replica: str, version: int) -> bool:
         """Whether an engine here has other weights than those of a version."""
@@ -269,7 +272,7 @@ class Worker:
             RunError: when the node failed; the message names node, step, worker and line.
         """
         start = time.time()
-        task = merged(tasks)
+        task = merge_tasks(tasks)
         try:
             metrics = self._batch_nodes.run(task)
         except HflowError as error:
@@ -295,7 +298,7 @@ class Worker:
         """Put what a generation replica pulls of the weights here where its workers can take it."""
         return self._shipments.publish(replica, version)
 
-    def wake(self, replica: str, version: int, sent: Sequence[Handles] | None = None) -> Taken | None:
+    def wake(self, replica: str, version: int, sent: Sequence[Handles] | None = None) -> EngineUpdate | None:
         """Bring an engine to a version of the weights, let it run, and return what it took, if anything.
 
         Args:

@@ -33,7 +33,7 @@ from hflow.errors import EpisodeError
 from hflow.types import EpisodeState, Trajectory
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine
-from hflow.workers.generation.journal import Effect, Journal
+from hflow.workers.generation.journal import Journal, JournalEntry
 from hflow.workers.generation.recorded_effects import RecordedEffects
 
 one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)
@@ -88,7 +88,7 @@ def test_a_whole_journal_is_replayed_without_doing_anything(driver: Heard, plain
     assert seen[4].startswith("error: TypeError: double() got an unexpected keyword")
     journal = moved(effects.journal)
     assert journal == effects.journal
-    assert [effect.kind for effect in journal.effects] == [
+    assert [effect.kind for effect in journal.entries] == [
         *("complete", "random", "time", "call", "complete", "call", "random", "call", "complete")
     ]
     driver.heard.clear()
@@ -102,11 +102,13 @@ def test_a_whole_journal_is_replayed_without_doing_anything(driver: Heard, plain
 
 def test_every_beginning_of_a_journal_leads_to_the_same_end(driver: Heard, plain: TextTokenizer) -> None:
     (talk, seen), effects = play(driver, plain)
-    whole = effects.journal.effects
+    whole = effects.journal.entries
     for length in range(len(whole) + 1):
         driver.heard.clear()
         calls.clear()
-        calls[next(e.asked["arguments"]["question"] for e in whole if e.asked.get("tool") == "oracle")] = 0
+        calls[
+            next(e.request["arguments"]["question"] for e in whole if e.request.get("tool") == "oracle")
+        ] = 0
         (again, seen_again), _ = play(driver, plain, Journal(whole[:length]))
         assert again == talk
         seen_again[1] = seen[1] if length <= 2 else seen_again[1]  # the time of a fresh effect is new
@@ -117,7 +119,7 @@ def test_every_beginning_of_a_journal_leads_to_the_same_end(driver: Heard, plain
 
 def test_a_partial_completion_goes_on_with_what_is_left(driver: Heard, plain: TextTokenizer) -> None:
     (talk, _), effects = play(driver, plain)
-    *before, last = effects.journal.effects
+    *before, last = effects.journal.entries
     drawn: GenerationResult = last.outcome
     cut = GenerationResult(drawn.ids[:2], drawn.logprobs[:2], (7, 7), "abort")
     part = dataclasses.replace(last, outcome=cut, is_done=False)
@@ -131,13 +133,13 @@ def test_a_partial_completion_goes_on_with_what_is_left(driver: Heard, plain: Te
 
 def test_what_differs_is_refused_with_the_reason(driver: Heard, plain: TextTokenizer) -> None:
     _, effects = play(driver, plain)
-    whole = effects.journal.effects
+    whole = effects.journal.entries
 
     def changed(index: int, **changes: Any) -> Journal:
         return Journal((*whole[:index], dataclasses.replace(whole[index], **changes), *whole[index + 1 :]))
 
     def asked(index: int, **changes: Any) -> Journal:
-        return changed(index, asked={**whole[index].asked, **changes})
+        return changed(index, request={**whole[index].request, **changes})
 
     wrong = {
         r"effect 2 .* is time of 'actor', the journal has random of 'actor'": changed(2, kind="random"),
@@ -146,7 +148,9 @@ def test_what_differs_is_refused_with_the_reason(driver: Heard, plain: TextToken
         r"effect 4 .* complete with max_tokens=12, the journal has 3": asked(4, max_tokens=3),
         r"effect 3 .* call with tool='oracle', the journal has 'seer'": asked(3, tool="seer"),
         r"effect 5 .* call with arguments=\{'number': 21\}, the journal": asked(5, arguments={"number": 2}),
-        r"ended after 9 effects, its journal has 10": Journal((*whole, Effect("time", "actor", {}, 1.0))),
+        r"ended after 9 effects, its journal has 10": Journal(
+            (*whole, JournalEntry("time", "actor", {}, 1.0))
+        ),
     }
     for reason, journal in wrong.items():
         with pytest.raises(EpisodeError, match=reason):
@@ -206,7 +210,7 @@ def test_whatever_an_episode_does_is_replayed(
 ) -> None:
     """From any beginning of its journal, the last completion of which may lack its end."""
     expected, effects = play(driver, plain, body=acting(ops))
-    kept = list(effects.journal.effects[: cut + 1])
+    kept = list(effects.journal.entries[: cut + 1])
     last = kept[-1]
     if last.kind == "complete" and len(last.outcome.ids) > num_kept:
         whole: GenerationResult = last.outcome
@@ -215,7 +219,7 @@ def test_whatever_an_episode_does_is_replayed(
         )
         kept[-1] = dataclasses.replace(last, outcome=part, is_done=False)
     drawn_before = sum(len(e.outcome.ids) for e in kept if e.kind == "complete")
-    num_all = sum(len(e.outcome.ids) for e in effects.journal.effects if e.kind == "complete")
+    num_all = sum(len(e.outcome.ids) for e in effects.journal.entries if e.kind == "complete")
     driver.heard.clear()
     num_before = driver.drawn.num_tokens
     again, replayed = play(driver, plain, moved(Journal(tuple(kept))), acting(ops))
@@ -223,7 +227,7 @@ def test_whatever_an_episode_does_is_replayed(
         x.input_ids if isinstance(x, Trajectory) else x for x in expected
     ]
     assert driver.drawn.num_tokens - num_before == num_all - drawn_before
-    assert len(replayed.journal.effects) == len(effects.journal.effects)
+    assert len(replayed.journal.entries) == len(effects.journal.entries)
 
 
 def test_an_episode_is_interrupted_in_every_state(plain: TextTokenizer) -> None:
@@ -264,7 +268,7 @@ def test_an_episode_is_interrupted_in_every_state(plain: TextTokenizer) -> None:
         gated.num_allowed = 3
         await until(lambda: gated.num_allowed == 0)
         await nap(driver, effects, EpisodeState.GENERATING)
-        (part,) = effects.journal.effects
+        (part,) = effects.journal.entries
         assert (part.is_done, len(part.outcome.ids), part.outcome.stop_reason) == (False, 3, "abort")
         gated.num_allowed = 1000
         await until(lambda: effects.watch.state is not EpisodeState.GENERATING)

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from hflow.errors import RunError
 from hflow.types import State
-from hflow.workers.bodies.batch_nodes import NodeStates
+from hflow.workers.bodies.batch_node_runner import NodeStates
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -22,7 +22,7 @@ from hflow.planner.workload import Workload, sample_lengths
 from hflow.runtime.execution.data_locations import DataLocations
 from hflow.runtime.execution.group_placement import GroupPlacer, root_of
 from hflow.types import Trajectory, Unit
-from hflow.workers.storage.store import Store
+from hflow.workers.storage.sample_store import SampleStore
 
 
 def planned(graph, cluster="cpu-1x2", layouts=None, **changes):
@@ -263,7 +263,7 @@ def test_written_groups_take_turns_on_the_ranks_that_train_on_them():
 
 # -------------------------------------------------------------------------------- sizes of fields
 def test_numbers_are_as_wide_as_a_store_packs_them():
-    store, graph = Store(), graphs.grpo()
+    store, graph = SampleStore(), graphs.grpo()
     logprobs, mask = (0.0, -1.0, -2.0, -3.0), (False, True, True, True)
     trajectory = Trajectory(
         input_ids=(5, 6, 7, 8), loss_mask=mask, behav_logprobs=logprobs, versions=(-1, 0, 0, 0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hflow.workers.bodies.pool import Pool, PoolBody
-from hflow.workers.bodies.pool_child import Outcome
+from hflow.workers.bodies.pool_child import JobResult
 
 
 def double(x: int) -> int:
@@ -88,17 +88,17 @@ class Bench:
     """A pool of one body under the name `body`, and what came out of it."""
 
     def __init__(self, body: Callable[..., Any], num_processes: int, **options: Any) -> None:
-        self._outcomes: queue.SimpleQueue[Sequence[Outcome] | BaseException] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[Sequence[JobResult] | BaseException] = queue.SimpleQueue()
         self.pool = Pool(
             {"body": PoolBody(body, **options)}, num_processes, self._outcomes.put, self._outcomes.put
         )
 
-    def run(self, calls: dict[int, dict[str, Any]]) -> dict[int, Outcome]:
+    def run(self, calls: dict[int, dict[str, Any]]) -> dict[int, JobResult]:
         self.pool.submit("body", calls)
         return self.wait(len(calls))
 
-    def wait(self, count: int) -> dict[int, Outcome]:
-        ended: dict[int, Outcome] = {}
+    def wait(self, count: int) -> dict[int, JobResult]:
+        ended: dict[int, JobResult] = {}
         while len(ended) < count:
             found = self._outcomes.get(timeout=60)
             if isinstance(found, BaseException):

@@ -9,7 +9,7 @@ import pytest
 from hflow.launch.compile import check
 from hflow.planner.reported_field import reported_field, reported_number
 from hflow.types import Trajectory
-from hflow.workers.generation.episode_result import ready
+from hflow.workers.storage.sample_writer import sample_ready_event
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,20 +22,20 @@ def trajectory(*versions: int) -> Trajectory:
 
 def test_a_sample_is_reported_with_its_runs_of_versions():
     """Tokens of tools and prompts belong to no run, and do not cut one."""
-    report = ready("gen", 3, [trajectory(-1, -1, 4, 4, -1, 4, 5, -1, 7, 7)], 0.5)
+    report = sample_ready_event("gen", 3, [trajectory(-1, -1, 4, 4, -1, 4, 5, -1, 7, 7)], 0.5)
     assert report.segments == ((4, 3), (5, 1), (7, 2))
     assert (report.oldest, report.newest, report.num_learned, report.length) == (4, 7, 6, 10)
     assert (report.num_turns, report.value) == (2, 0.5)
 
 
 def test_trajectories_that_were_made_side_by_side_have_sums_by_version():
-    report = ready("alice", 0, [trajectory(-1, 4, 4, 6), trajectory(4, -1, 5, 6)])
+    report = sample_ready_event("alice", 0, [trajectory(-1, 4, 4, 6), trajectory(4, -1, 5, 6)])
     assert report.segments == ((4, 3), (5, 1), (6, 2))
     assert (report.oldest, report.newest, report.num_learned, report.length) == (4, 6, 6, 8)
 
 
 def test_a_written_sample_has_no_runs():
-    report = ready("sft", 0, [Trajectory.learned((1, 2), (3,))])
+    report = sample_ready_event("sft", 0, [Trajectory.learned((1, 2), (3,))])
     assert (report.segments, report.oldest, report.newest) == ((), -1, -1)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hflow.data.batch import Batch, Column
 from hflow.planner.data.redistribute import Move
 from hflow.types import Trajectory, Unit
-from hflow.workers.storage.store import Store
+from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.weights.transfer import by_ends, pack, unpack
 
 FIELDS = ("gen/input_ids", "gen/behav_logprobs", "gen/loss_mask", "gen/prompt", "gen/num_tokens")
@@ -36,8 +36,8 @@ def batch_of(samples: list[int], *names: str) -> Batch:
     return pack(store_of(samples), samples, names or FIELDS)["gen"]
 
 
-def store_of(samples: list[int]) -> Store:
-    store = Store()
+def store_of(samples: list[int]) -> SampleStore:
+    store = SampleStore()
     for sample in samples:
         columns = {"prompt": (Unit.TEXT, f"prompt {sample // 2}")}
         store.put_trajectory("gen", sample, sample // 2, trajectory(sample, length_of(sample)), columns)
@@ -110,7 +110,7 @@ def test_a_join_keeps_the_full_name_and_the_readers_lengths() -> None:
 def test_values_as_bodies_read_them() -> None:
     store = store_of([2])
     assert store.values("gen", "behav_logprobs", [2]) == [[0.0, -0.5, -1.0]]
-    moved = Store()
+    moved = SampleStore()
     moved.put("gen", batch_of([1, 2]))
     assert moved.values("gen", "input_ids", [2, 1]) == [[200, 201, 202], [100, 101]]
     assert moved.values("gen", "num_tokens", [2]) == [2]
@@ -119,7 +119,7 @@ def test_values_as_bodies_read_them() -> None:
 
 
 def test_a_gathered_batch_may_be_written_to() -> None:
-    store = Store()
+    store = SampleStore()
     sent = batch_of([0, 1, 2])
     for column in sent.columns.values():
         if isinstance(column.values, np.ndarray):
@@ -134,13 +134,13 @@ def test_a_gathered_batch_may_be_written_to() -> None:
 def test_release_frees_a_sample_everywhere_and_no_other() -> None:
     store = store_of([0, 1])
     store.put_trajectory("view", 0, 0, trajectory(0, 2), {})
-    before = store.num_held()
+    before = store.num_values()
     store.release([0], ["gen", "view"])
     assert not store.has("gen", "prompt", 0)
     assert not store.has("view", "input_ids", 0)
     assert store.has("gen", "prompt", 1)
     store.release([1], ["gen", "view"])
-    assert store.num_held() == 0 < before
+    assert store.num_values() == 0 < before
 
 
 def test_release_of_one_field() -> None:
@@ -166,7 +166,7 @@ def test_summaries_are_of_numeric_sequence_fields() -> None:
 
 
 def test_a_parcel_carries_every_stream() -> None:
-    source, target = store_of([0, 1]), Store()
+    source, target = store_of([0, 1]), SampleStore()
     source.put_trajectory("view", 1, 0, trajectory(1, 3), {})
     num_bytes = unpack(target, pack(source, [1], ["gen/prompt", "gen/input_ids", "view/input_ids"]))
     assert num_bytes == len("prompt 0") + 2 * 8 + 3 * 8
@@ -196,7 +196,7 @@ def test_what_comes_after_the_release_is_dropped() -> None:
     store.release([0], ["gen"])
     store.add("gen", late)
     store.add_value("gen", "reward", Unit.SEQUENCE, [0], 1.0)
-    assert store.num_held() == 0
+    assert store.num_values() == 0
 
 
 def test_of_what_comes_late_only_the_released_is_dropped() -> None:

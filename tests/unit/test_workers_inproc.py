@@ -206,7 +206,7 @@ def test_training_changes_what_the_engine_draws_with(setup: WorkerSetup) -> None
         for result in await workers.run(halves):
             assert result.metrics["grad_norm"] > 0
         await workers.release(0, samples, GEN, None)
-        assert workers._worker._store.num_held() == 0
+        assert workers._worker._store.num_values() == 0
         await workers.wake("actor@gen", 1)
         await workers.open_groups(0, kit.group_orders(GEN, range(4)))
         events = await kit.collect(workers, 0, 8)
@@ -270,7 +270,7 @@ def test_released_samples_are_answered_and_leave_nothing(setup: WorkerSetup) -> 
         await workers.compute(0, kit.sample_orders("score", [2]) + kit.sample_orders("view", [3]))
         events = await kit.collect(workers, 0, 2)
         assert {(type(event), event.key) for event in events} == {(Failed, 2), (Failed, 3)}
-        assert workers._worker._store.num_held() == 0
+        assert workers._worker._store.num_values() == 0
 
     with_workers(setup, work)
 

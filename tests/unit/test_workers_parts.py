@@ -14,9 +14,9 @@ import torch
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Slice
 from hflow.types import Sequences
-from hflow.workers.bodies.batch_nodes import reduce_metric
+from hflow.workers.bodies.batch_node_runner import reduce_metric
 from hflow.workers.error_location import blame
-from hflow.workers.generation.generate_runner import PausableTimeout
+from hflow.workers.generation.generate_runner import PausableClock
 from hflow.workers.interface import ComputeReady, Report, Span
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.weights.buckets import Content, pack_buckets, put_together, unpack_bucket
@@ -91,11 +91,11 @@ def test_a_tensor_that_lacks_a_slice_is_refused() -> None:
 
 def test_time_stands_still_while_the_engine_sleeps() -> None:
     async def main() -> tuple[bool, bool]:
-        patience = PausableTimeout()
+        clock = PausableClock()
 
         async def episode() -> bool:
             try:
-                async with patience.limit(0.1):
+                async with clock.timeout(0.1):
                     await asyncio.sleep(60)
             except TimeoutError:
                 return True
@@ -104,12 +104,12 @@ def test_time_stands_still_while_the_engine_sleeps() -> None:
         task = asyncio.create_task(episode())
         await asyncio.sleep(0.2)
         asleep = task.done()
-        patience.run()
+        clock.run()
         await asyncio.sleep(0.02)
-        patience.pause()
+        clock.pause()
         await asyncio.sleep(0.2)
         paused = task.done()
-        patience.run()
+        clock.run()
         assert await asyncio.wait_for(task, 60)
         return asleep, paused
 
@@ -118,11 +118,11 @@ def test_time_stands_still_while_the_engine_sleeps() -> None:
 
 def test_no_limit_is_no_limit() -> None:
     async def main() -> None:
-        patience = PausableTimeout()
-        patience.run()
-        async with patience.limit(None) as clock:
+        clock = PausableClock()
+        clock.run()
+        async with clock.timeout(None) as timeout:
             await asyncio.sleep(0)
-        assert not clock.expired()
+        assert not timeout.expired()
 
     asyncio.run(main())
 

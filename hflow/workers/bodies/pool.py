@@ -20,18 +20,18 @@ from typing import Any
 from pebble import ProcessPool
 
 from hflow.errors import RunError
-from hflow.workers.bodies.lanes import (
+from hflow.workers.bodies.pool_child import Job, JobId, JobResult, cancelled, install, is_async
+from hflow.workers.bodies.pool_lanes import (
     MOST_PROCESSES,
     STAGGER_SECONDS,
     AsyncLane,
-    Ended,
+    FinishedCall,
     IsolatedLane,
-    Lane,
-    Return,
+    JobResults,
+    PoolLane,
     SharedLane,
     SyncLane,
 )
-from hflow.workers.bodies.pool_child import Job, Name, Outcome, cancelled, install, is_async
 from hflow.workers.forkserver import CleanContext
 from hflow.workers.pickling import ship
 
@@ -67,16 +67,16 @@ class Pool:
         self,
         bodies: Mapping[str, PoolBody],
         num_processes: int,
-        on_outcomes: Callable[[Sequence[Outcome]], None],
+        on_outcomes: Callable[[Sequence[JobResult]], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
         self._bodies = bodies
         self._on_outcomes = on_outcomes
         self._on_error = on_error
-        self._inbox: queue.SimpleQueue[Sequence[Job] | _Cancel | Return | None] = queue.SimpleQueue()
-        self._attempts: dict[Name, int] = {}
+        self._inbox: queue.SimpleQueue[Sequence[Job] | _Cancel | FinishedCall | None] = queue.SimpleQueue()
+        self._attempts: dict[JobId, int] = {}
         """Of the jobs that have not ended."""
-        self._unwanted: set[Name] = set()
+        self._unwanted: set[JobId] = set()
         awaited = {name for name, spec in bodies.items() if is_async(spec.body)}
         self._chunks = SyncLane(
             partial(self._start, set(bodies) - awaited, num_processes),
@@ -98,7 +98,7 @@ class Pool:
         shared: dict[str, SharedLane] = {n: self._steps if n in awaited else self._chunks for n in bodies}
         for lane in set(shared.values()):
             lane.start()
-        self._lane_of: dict[str, Lane] = {**shared}
+        self._lane_of: dict[str, PoolLane] = {**shared}
         self._thread = threading.Thread(target=self._serve, name="body-pool", daemon=True)
         self._thread.start()
 
@@ -118,7 +118,7 @@ class Pool:
         timeout = self._bodies[node].timeout
         self._inbox.put([Job(node, key, arguments, timeout) for key, arguments in calls.items()])
 
-    def cancel(self, names: Iterable[Name]) -> None:
+    def cancel(self, names: Iterable[JobId]) -> None:
         """Give up calls (node, key), which end as failed; of those that ended already nothing is said."""
         self._inbox.put(_Cancel(tuple(names)))
 
@@ -152,9 +152,9 @@ class Pool:
             self._take(message)
         return True
 
-    def _take(self, message: Sequence[Job] | _Cancel | Return) -> None:
+    def _take(self, message: Sequence[Job] | _Cancel | FinishedCall) -> None:
         match message:
-            case Return():
+            case FinishedCall():
                 ended, lost = message.lane.settle(message)
                 self._isolate(lost)
                 self._finish(ended)
@@ -179,7 +179,7 @@ class Pool:
                 for job in self._chunks.take_out(node):
                     self._alone.queue(job)
 
-    def _finish(self, ended: Ended) -> None:
+    def _finish(self, ended: JobResults) -> None:
         """Try again what may be tried again; hand on the rest."""
         final = []
         for job, outcome in ended:
@@ -199,4 +199,4 @@ class Pool:
 class _Cancel:
     """Calls that nobody waits for any more."""
 
-    names: tuple[Name, ...]
+    names: tuple[JobId, ...]

@@ -19,7 +19,7 @@ from hflow.workers.error_location import blame
 ASYNC_STEP_SECONDS = 0.05
 """Longest wait of one step of the asynchronous lane before new jobs are taken in."""
 
-Name = tuple[str, int]
+JobId = tuple[str, int]
 """What a job is for: its node, and a sample or a group."""
 CANCELLED = "was cancelled"
 
@@ -34,13 +34,13 @@ class Job:
     timeout: float | None = None
 
     @property
-    def name(self) -> Name:
+    def name(self) -> JobId:
         """What it is for."""
         return self.node, self.key
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobResult:
     """What became of a job: `reason` None means that `value` is the body's result."""
 
     node: str
@@ -52,9 +52,9 @@ class Outcome:
     """Whether its process had to be killed, or died: a further attempt runs alone."""
 
 
-def cancelled(job: Job) -> Outcome:
+def cancelled(job: Job) -> JobResult:
     """The outcome of a job that nobody wants any more."""
-    return Outcome(job.node, job.key, reason="failed", message=CANCELLED)
+    return JobResult(job.node, job.key, reason="failed", message=CANCELLED)
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Child:
 
     bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
     loop: asyncio.AbstractEventLoop | None = None
-    running: dict[Name, asyncio.Task[Outcome]] = field(default_factory=dict)
+    running: dict[JobId, asyncio.Task[JobResult]] = field(default_factory=dict)
 
 
 _child = _Child()
@@ -103,12 +103,12 @@ def run_chunk(jobs: Sequence[Job], slice_seconds: float) -> bytes:
     return _pickled(outcomes)
 
 
-def _run(job: Job) -> Outcome:
+def _run(job: Job) -> JobResult:
     body = _child.bodies[job.node]
     try:
-        return Outcome(job.node, job.key, body(**job.arguments))
+        return JobResult(job.node, job.key, body(**job.arguments))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - as a body may
-        return Outcome(job.node, job.key, reason="failed", message=blame(error, body))
+        return JobResult(job.node, job.key, reason="failed", message=blame(error, body))
 
 
 def run_alone(job: Job) -> bytes:
@@ -118,7 +118,7 @@ def run_alone(job: Job) -> bytes:
     return _pickled([_run(job)])
 
 
-def run_async(jobs: Sequence[Job], unwanted: Sequence[Name] = ()) -> bytes:
+def run_async(jobs: Sequence[Job], unwanted: Sequence[JobId] = ()) -> bytes:
     """Start jobs on this process's loop, and wait a moment for any that run to finish.
 
     Args:
@@ -142,18 +142,18 @@ def run_async(jobs: Sequence[Job], unwanted: Sequence[Name] = ()) -> bytes:
     return _pickled([_child.running.pop(name).result() for name in finished])
 
 
-async def _await(job: Job) -> Outcome:
+async def _await(job: Job) -> JobResult:
     body = _child.bodies[job.node]
     clock = asyncio.timeout(job.timeout)
     try:
         async with clock:
-            return Outcome(job.node, job.key, await body(**job.arguments))
+            return JobResult(job.node, job.key, await body(**job.arguments))
     except asyncio.CancelledError:
         return cancelled(job)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - as a body may
         if clock.expired():
-            return Outcome(job.node, job.key, reason="timeout", message=too_long(job.timeout))
-        return Outcome(job.node, job.key, reason="failed", message=blame(error, body))
+            return JobResult(job.node, job.key, reason="timeout", message=too_long(job.timeout))
+        return JobResult(job.node, job.key, reason="failed", message=blame(error, body))
 
 
 def too_long(timeout: float | None) -> str:
@@ -161,7 +161,7 @@ def too_long(timeout: float | None) -> str:
     return f"took longer than its timeout of {timeout:g} s"
 
 
-def _pickled(outcomes: list[Outcome]) -> bytes:
+def _pickled(outcomes: list[JobResult]) -> bytes:
     """Pickle outcomes; one whose value cannot be pickled becomes a failure of its own."""
     try:
         return pickle.dumps(outcomes, pickle.HIGHEST_PROTOCOL)
@@ -169,12 +169,12 @@ def _pickled(outcomes: list[Outcome]) -> bytes:
         return pickle.dumps([_picklable(outcome) for outcome in outcomes], pickle.HIGHEST_PROTOCOL)
 
 
-def _picklable(outcome: Outcome) -> Outcome:
+def _picklable(outcome: JobResult) -> JobResult:
     try:
         pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         message = f"returned a value that cannot be sent between processes: {error}"
-        return Outcome(outcome.node, outcome.key, reason="failed", message=message)
+        return JobResult(outcome.node, outcome.key, reason="failed", message=message)
     return outcome
 
 

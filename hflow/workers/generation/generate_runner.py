@@ -18,90 +18,12 @@ from hflow.workers.bodies.pool_child import too_long
 from hflow.workers.error_location import blame
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
-from hflow.workers.generation.episode_result import Opener, Row
 from hflow.workers.generation.journal import Journal
 from hflow.workers.generation.recorded_effects import RecordedEffects
 from hflow.workers.interface import ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
-from hflow.workers.storage.dataset_rows import bad_row
-from hflow.workers.storage.store import Store
-
-# -------------------- Time limits of episodes that stand still while their engine sleeps.
-
-
-class Limit:
-    """Cancels a block after so many seconds of an engine that is awake, and raises `TimeoutError`."""
-
-    def __init__(self, patience: PausableTimeout, seconds: float | None) -> None:
-        self._patience = patience
-        self._seconds = seconds or 0.0
-        self._clock = None if seconds is None else asyncio.Timeout(None)
-
-    def expired(self) -> bool:
-        """Whether it was this limit that ended the block."""
-        return self._clock is not None and self._clock.expired()
-
-    async def __aenter__(self) -> Limit:
-        if self._clock is not None:
-            await self._clock.__aenter__()
-            self._patience.begin(self._clock, self._seconds)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._clock is not None:
-            self._patience.end(self._clock)
-            await self._clock.__aexit__(kind, error, traceback)
-
-
-class PausableTimeout:
-    """Limits of the episodes on one engine; all on the event loop's thread. Starts standing still.
-
-    An engine that shares its devices with training sleeps for much of a step, which is no fault
-    of the episodes that it interrupted.
-    """
-
-    def __init__(self) -> None:
-        self._left: dict[asyncio.Timeout, float] = {}
-        """Limit -> seconds left when time last stood still or began to run."""
-        self._runs = False
-
-    def limit(self, seconds: float | None) -> Limit:
-        """A limit to enter with `async with`; None: it never ends the block."""
-        return Limit(self, seconds)
-
-    def begin(self, clock: asyncio.Timeout, seconds: float) -> None:
-        """A limit's clock was entered."""
-        self._left[clock] = seconds
-        self._schedule(clock)
-
-    def end(self, clock: asyncio.Timeout) -> None:
-        """A limit's clock was left."""
-        self._left.pop(clock, None)
-
-    def run(self) -> None:
-        """The engine is awake."""
-        if not self._runs:
-            self._runs = True
-            for clock in self._left:
-                self._schedule(clock)
-
-    def pause(self) -> None:
-        """The engine sleeps."""
-        now = asyncio.get_running_loop().time()
-        self._runs = False
-        for clock in self._left:
-            if not clock.expired():
-                self._left[clock] = max(0.0, (clock.when() or now) - now)
-                clock.reschedule(None)
-
-    def _schedule(self, clock: asyncio.Timeout) -> None:
-        if self._runs and not clock.expired():
-            clock.reschedule(asyncio.get_running_loop().time() + self._left[clock])
-
+from hflow.workers.storage.dataset_rows import DatasetRow, row_error
+from hflow.workers.storage.sample_store import SampleStore
+from hflow.workers.storage.sample_writer import SampleWriter
 
 # -------------------- What an episode starts from, and how its node draws.
 
@@ -115,7 +37,7 @@ class EpisodeStart:
     group: int
     inputs: Mapping[str, Any]
     """The body's fields, by parameter."""
-    row: Row = field(default_factory=dict)
+    row: DatasetRow = field(default_factory=dict)
     """The dataset's row of a root stream's sample."""
     order: GroupOrder | None = None
     """What asked for it; None where it stands beside a sample of another stream."""
@@ -147,7 +69,7 @@ class GenerateRunner:
     Attributes:
         program: the node's.
         replicas: model -> the generation replica that draws for it.
-        patience: time limits, which stand still unless all of its engines are awake.
+        clock: drives the timeouts of its episodes; it runs while all of its engines are awake.
         limit: bounds how many of its episodes run at once.
     """
 
@@ -155,7 +77,7 @@ class GenerateRunner:
         self,
         plan: Plan,
         program: NodeProgram,
-        store: Store,
+        store: SampleStore,
         drivers: Mapping[str, EngineDriver],
         tokenizers: Mapping[str, TextTokenizer],
         seed: int,
@@ -175,10 +97,10 @@ class GenerateRunner:
         """
         self.program = program
         self.replicas = {plan.replica(name).model: name for name in plan.placement(program.name).replicas}
-        self.patience = PausableTimeout()
+        self.clock = PausableClock()
         self.limit = limit_of(program)
         self._plan = plan
-        self._opener = Opener.of(program, plan.graph, store)
+        self._opener = SampleWriter.of(program, plan.graph, store)
         self._drivers = {model: drivers[replica] for model, replica in self.replicas.items()}
         self._tokenizers = tokenizers
         self._params = params_of(program)
@@ -199,16 +121,16 @@ class GenerateRunner:
         timeout = program.options.get("timeout")
         arguments = self._arguments(start, effects)
         try:
-            async with self.patience.limit(timeout) as clock:
+            async with self.clock.timeout(timeout) as limit:
                 result = await program.body(**arguments)
             effects.finish()
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            if isinstance(error, TimeoutError) and clock.expired():
+            if isinstance(error, TimeoutError) and limit.expired():
                 return Failed(program.name, sample, "timeout", too_long(timeout))
             for driver in self._drivers.values():
                 driver.check()
             if isinstance(error, DataError) and start.order is not None:
-                raise bad_row(self._plan, start.order, error) from error
+                raise row_error(self._plan, start.order, error) from error
             if isinstance(error, HflowError) and not isinstance(error, _REFUSING):
                 raise
             return Failed(program.name, sample, "failed", blame(error, program.body))
@@ -238,3 +160,79 @@ class GenerateRunner:
             model,
             self._tool_format,
         )
+
+
+class PausableClock:
+    """Time that runs while the engines of a node are awake; drives the timeouts of its episodes.
+
+    An engine that shares its devices with training sleeps for much of a step, which must not count
+    against the episodes that it interrupted. The clock starts paused. It belongs to the thread of the
+    event loop.
+    """
+
+    def __init__(self) -> None:
+        self._remaining: dict[asyncio.Timeout, float] = {}
+        """Active timeout -> seconds that remained when the clock last started or paused."""
+        self._is_running = False
+
+    def timeout(self, seconds: float | None) -> PausableTimeout:
+        """Return a timeout to enter with `async with`; None: it never ends the block."""
+        return PausableTimeout(self, seconds)
+
+    def add(self, timeout: asyncio.Timeout, seconds: float) -> None:
+        """Drive a timeout whose block was entered."""
+        self._remaining[timeout] = seconds
+        self._schedule(timeout)
+
+    def remove(self, timeout: asyncio.Timeout) -> None:
+        """Stop driving a timeout whose block was left."""
+        self._remaining.pop(timeout, None)
+
+    def run(self) -> None:
+        """Let time run: the engines are awake."""
+        if not self._is_running:
+            self._is_running = True
+            for timeout in self._remaining:
+                self._schedule(timeout)
+
+    def pause(self) -> None:
+        """Stop time: an engine sleeps."""
+        now = asyncio.get_running_loop().time()
+        self._is_running = False
+        for timeout in self._remaining:
+            if not timeout.expired():
+                self._remaining[timeout] = max(0.0, (timeout.when() or now) - now)
+                timeout.reschedule(None)
+
+    def _schedule(self, timeout: asyncio.Timeout) -> None:
+        if self._is_running and not timeout.expired():
+            timeout.reschedule(asyncio.get_running_loop().time() + self._remaining[timeout])
+
+
+class PausableTimeout:
+    """Cancels a block after some seconds of a `PausableClock`, and raises `TimeoutError`."""
+
+    def __init__(self, clock: PausableClock, seconds: float | None) -> None:
+        self._clock = clock
+        self._seconds = seconds or 0.0
+        self._timeout = None if seconds is None else asyncio.Timeout(None)
+
+    def expired(self) -> bool:
+        """Return whether this timeout ended the block."""
+        return self._timeout is not None and self._timeout.expired()
+
+    async def __aenter__(self) -> PausableTimeout:
+        if self._timeout is not None:
+            await self._timeout.__aenter__()
+            self._clock.add(self._timeout, self._seconds)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._timeout is not None:
+            self._clock.remove(self._timeout)
+            await self._timeout.__aexit__(kind, error, traceback)

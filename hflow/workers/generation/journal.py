@@ -18,14 +18,14 @@ from hflow.errors import EpisodeError
 
 
 @dataclass(frozen=True)
-class Effect:
+class JournalEntry:
     """One effect of an episode."""
 
     kind: str
     """`complete`, `call`, `random` or `time`."""
     model: str
     """Of the engine that was asked."""
-    asked: Mapping[str, Any]
+    request: Mapping[str, Any]
     outcome: Any = None
     """Tokens as `GenerationResult`; a tool's result and whether it failed; a number."""
     is_done: bool = True
@@ -36,7 +36,7 @@ class Effect:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Effect:
+    def from_json(cls, row: Mapping[str, Any]) -> JournalEntry:
         """The effect of a plain row."""
         effect = cls(**row)
         if effect.kind != "complete" or effect.outcome is None:
@@ -52,19 +52,19 @@ class Effect:
 class Journal:
     """The effects of one episode, as far as it came."""
 
-    effects: tuple[Effect, ...] = ()
+    entries: tuple[JournalEntry, ...] = ()
 
     def to_json(self) -> list[dict[str, Any]]:
         """As plain values; `from_json` reads them, on any worker."""
-        return [effect.to_json() for effect in self.effects]
+        return [effect.to_json() for effect in self.entries]
 
     @classmethod
     def from_json(cls, rows: Sequence[Mapping[str, Any]]) -> Journal:
         """The journal of plain rows."""
-        return cls(tuple(map(Effect.from_json, rows)))
+        return cls(tuple(map(JournalEntry.from_json, rows)))
 
 
-class Recorder:
+class JournalRecorder:
     """Writes the journal of a running episode, and reads the one that it started from.
 
     Effects that run at the same time are told apart by the order in which they begin; a body that
@@ -72,22 +72,22 @@ class Recorder:
     """
 
     def __init__(self, past: Journal | None = None) -> None:
-        self._past = past.effects if past else ()
-        self._effects: list[Effect] = []
+        self._past = past.entries if past else ()
+        self._effects: list[JournalEntry] = []
         """As they began."""
         self._outcomes: dict[int, tuple[Any, bool]] = {}
         """What came of them since, and whether they are done."""
         self.has_diverged = False
         """Whether the episode did something else than its journal says."""
 
-    def begin(self, kind: str, model: str, asked: Mapping[str, Any]) -> tuple[int, Effect]:
+    def begin(self, kind: str, model: str, request: Mapping[str, Any]) -> tuple[int, JournalEntry]:
         """The next effect: its index, and what the journal has of it, or an effect that is not done.
 
         Raises:
             EpisodeError: when the journal has another effect there.
         """
         index = len(self._effects)
-        effect = Effect(kind, model, asked, is_done=False)
+        effect = JournalEntry(kind, model, request, is_done=False)
         if index < len(self._past):
             self._compare(index, self._past[index], effect)
             effect = self._past[index]
@@ -111,7 +111,7 @@ class Recorder:
                 "it can only be replayed by the body that wrote it"
             )
 
-    def _compare(self, index: int, past: Effect, now: Effect) -> None:
+    def _compare(self, index: int, past: JournalEntry, now: JournalEntry) -> None:
         what = _difference(past, now)
         if what is not None:
             self.has_diverged = True
@@ -129,7 +129,7 @@ class Recorder:
         return Journal((*effects, *self._past[len(effects) :]))
 
 
-def asked_of(prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+def completion_request(prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
     """What tells one completion from another, in short."""
     digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=8).hexdigest()
     return {
@@ -140,11 +140,11 @@ def asked_of(prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any
     }
 
 
-def _difference(past: Effect, now: Effect) -> str | None:
+def _difference(past: JournalEntry, now: JournalEntry) -> str | None:
     """What the episode asks for in the place of the journal's effect, in words; None where it is the same."""
     if (past.kind, past.model) != (now.kind, now.model):
         return f"{now.kind} of {now.model!r}, the journal has {past.kind} of {past.model!r}"
-    for name in now.asked:
-        if past.asked.get(name) != now.asked[name]:
-            return f"{now.kind} with {name}={now.asked[name]!r}, the journal has {past.asked.get(name)!r}"
+    for name in now.request:
+        if past.request.get(name) != now.request[name]:
+            return f"{now.kind} with {name}={now.request[name]!r}, the journal has {past.request.get(name)!r}"
     return None

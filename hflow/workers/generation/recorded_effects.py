@@ -19,7 +19,7 @@ from hflow.types import EpisodeState
 from hflow.types.sandbox import sandbox_of
 from hflow.workers.error_location import said
 from hflow.workers.generation.engine_driver import EngineDriver
-from hflow.workers.generation.journal import Journal, Recorder, asked_of
+from hflow.workers.generation.journal import Journal, JournalRecorder, completion_request
 from hflow.workers.generation.sandboxes import Sandboxes, ToolFailed
 
 # -------------------- What the episodes of a worker do, counted by state.
@@ -47,9 +47,9 @@ class EpisodeStatus:
         """The body has ended, or never began."""
         self._become(EpisodeState.TERMINATED)
 
-    def doing(self, state: EpisodeState) -> Doing:
+    def doing(self, state: EpisodeState) -> _Activity:
         """While the block runs, the episode generates or processes tools."""
-        return Doing(self, state)
+        return _Activity(self, state)
 
     def count(self, state: EpisodeState, change: int) -> None:
         """It does so once more, or once less."""
@@ -68,7 +68,7 @@ class EpisodeStatus:
         self.state = state
 
 
-class Doing:
+class _Activity:
     """A block in which an episode does something."""
 
     __slots__ = ("_state", "_watch")
@@ -112,7 +112,7 @@ class RecordedEffects:
         self.watch = EpisodeStatus(Counter() if census is None else census)
         self.counts: dict[str, int] = {}
         self._sandboxes = sandboxes
-        self._recorder = Recorder(journal)
+        self._recorder = JournalRecorder(journal)
         self._offered: set[Tool] = set()
 
     @property
@@ -143,7 +143,7 @@ class RecordedEffects:
         self, driver: EngineDriver, model: str, prompt_ids: Sequence[int], params: SamplingParams
     ) -> GenerationResult:
         """Draw tokens, as far as the journal does not have them."""
-        index, effect = self._recorder.begin("complete", model, asked_of(prompt_ids, params))
+        index, effect = self._recorder.begin("complete", model, completion_request(prompt_ids, params))
         if effect.is_done:
             done: GenerationResult = effect.outcome
             return done

@@ -23,7 +23,7 @@ from hflow.workers.process_setup import freeze_gc
 from hflow.workers.weights.transfer import Parcel, Wanted
 
 if TYPE_CHECKING:
-    from hflow.workers.generation.engines import Taken
+    from hflow.workers.generation.engine_manager import EngineUpdate
     from hflow.workers.process_groups import Membership
     from hflow.workers.weights.publisher import Handles, Sent
 
@@ -130,7 +130,7 @@ class WorkerProcess:
             return self._worker.publish(replica, version)
 
     @ray.method(concurrency_group="device")
-    def wake(self, replica: str, version: int, *published: Handles) -> Taken | None:
+    def wake(self, replica: str, version: int, *published: Handles) -> EngineUpdate | None:
         """Bring an engine to a version, by what each source published; returns what it took."""
         with self._watch.at(f"loading weights {version} into {replica}"):
             return self._worker.wake(replica, version, published or None)

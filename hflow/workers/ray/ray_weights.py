@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hflow.planner.ir import Plan, Replica, WeightRoute
-from hflow.workers.generation.engines import Taken
+from hflow.workers.generation.engine_manager import EngineUpdate
 from hflow.workers.hangs.hang_report import WorkerCall
 from hflow.workers.interface import Span, WeightsLoaded
 from hflow.workers.weights.checksum import MODULUS
@@ -100,14 +100,16 @@ class RayWeights:
         await asyncio.gather(*(self._send(worker, "free", replica) for worker in shipment.notes))
 
 
-def _confirmed(engine: Replica, taken: Sequence[Taken | None], notes: Mapping[int, Sent]) -> WeightsLoaded:
+def _confirmed(
+    engine: Replica, taken: Sequence[EngineUpdate | None], notes: Mapping[int, Sent]
+) -> WeightsLoaded:
     """What all ranks of an engine took, beside what senders noted for each of them."""
     took = {worker: one for worker, one in zip(engine.workers, taken, strict=True) if one is not None}
     sent = {worker: sum(note.digests.get(worker, 0) for note in notes.values()) for worker in took}
     return WeightsLoaded(
         num_bytes=sum(one.num_bytes for one in took.values()),
-        sent=tuple((one.own_digest + sent[worker]) % MODULUS for worker, one in took.items()),
-        held=tuple(one.held_digest for one in took.values()),
+        sent=tuple((one.local_checksum + sent[worker]) % MODULUS for worker, one in took.items()),
+        held=tuple(one.engine_checksum for one in took.values()),
     )
 
 

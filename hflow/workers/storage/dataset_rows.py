@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from hflow.data.datasets import DataSettings, open_dataset
 from hflow.errors import DataError
 from hflow.planner.ir import Plan
-from hflow.workers.generation.episode_result import Row
+from hflow.types import Unit
 from hflow.workers.interface import GroupOrder
+
+DatasetRow = Mapping[str, tuple[Unit, Any]]
+"""Dataset column -> its unit and value."""
 
 
 class DatasetRows:
@@ -21,7 +25,7 @@ class DatasetRows:
             name: open_dataset(settings[name], self._units[name]) for name in set(self._dataset.values())
         }
 
-    def row(self, stream: str, index: int) -> Row:
+    def row(self, stream: str, index: int) -> DatasetRow:
         """A row of the dataset that feeds a stream.
 
         Raises:
@@ -32,7 +36,7 @@ class DatasetRows:
         return {column: (units[column], value) for column, value in self._open[name].row(index).items()}
 
 
-def bad_row(plan: Plan, order: GroupOrder, error: DataError) -> DataError:
+def row_error(plan: Plan, order: GroupOrder, error: DataError) -> DataError:
     """What a source's body says of a row that it cannot read, with the row's dataset and number."""
     dataset = plan.graph.stream(order.stream).dataset
     return DataError(f"data.{dataset} row {order.row}: {error}")

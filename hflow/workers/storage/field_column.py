@@ -28,14 +28,14 @@ TOKEN_DTYPES: Mapping[str, type[np.generic]] = {
 """What a trajectory's tuples are packed as; other values take the dtype of their contents."""
 
 
-class Chunk(NamedTuple):
+class PackedValues(NamedTuple):
     """Packed values of one field; for TOKEN, row r is tokens `offsets[r]:offsets[r + 1]`."""
 
     values: Values
     offsets: npt.NDArray[np.int64] | None
 
 
-Cell = tuple[Chunk | None, Any]
+Cell = tuple[PackedValues | None, Any]
 """A row of a chunk, or None and a loose value."""
 
 
@@ -53,7 +53,7 @@ class FieldColumn:
     def __len__(self) -> int:
         return len(self._cells)
 
-    def put(self, samples: Iterable[int], chunk: Chunk) -> None:
+    def put(self, samples: Iterable[int], chunk: PackedValues) -> None:
         """Take row r of a chunk as the value of the r-th sample."""
         self._cells.update((sample, (chunk, row)) for row, sample in enumerate(samples))
 
@@ -70,7 +70,7 @@ class FieldColumn:
         """The Python value of each sample: scalars, texts, JSON, and lists for TOKEN."""
         return [self._value(*self._cells[sample]) for sample in samples]
 
-    def _value(self, chunk: Chunk | None, row: Any) -> Any:
+    def _value(self, chunk: PackedValues | None, row: Any) -> Any:
         if chunk is None:
             return list(row) if self.unit is Unit.TOKEN else row
         if chunk.offsets is not None:
@@ -97,18 +97,18 @@ class FieldColumn:
         ]
         return Column(self.unit, self._merge(parts, list(rows_of.values())))
 
-    def _take(self, chunk: Chunk | None, rows: list[Any]) -> Chunk:
+    def _take(self, chunk: PackedValues | None, rows: list[Any]) -> PackedValues:
         if chunk is None:
             return _pack_loose(self.field, self.unit, rows)
         if isinstance(chunk.values, list):
-            return Chunk([chunk.values[row] for row in rows], None)
+            return PackedValues([chunk.values[row] for row in rows], None)
         wanted = np.asarray(rows, dtype=np.int64)
         if chunk.offsets is None:
-            return Chunk(chunk.values[wanted], None)
+            return PackedValues(chunk.values[wanted], None)
         lengths = np.diff(chunk.offsets)[wanted]
-        return Chunk(_take_spans(chunk.values, chunk.offsets[wanted], lengths), _offsets(lengths))
+        return PackedValues(_take_spans(chunk.values, chunk.offsets[wanted], lengths), _offsets(lengths))
 
-    def _merge(self, parts: list[Chunk], places: list[list[int]]) -> Values:
+    def _merge(self, parts: list[PackedValues], places: list[list[int]]) -> Values:
         """Join parts whose r-th row belongs at place `places[part][r]`."""
         if not parts:
             return [] if self.unit in (Unit.TEXT, Unit.JSON) else np.zeros(0, np.float32)
@@ -125,13 +125,15 @@ class FieldColumn:
         return _take_spans(packed, _offsets(lengths)[:-1][order], lengths[order])
 
 
-def _pack_loose(field: str, unit: Unit, values: list[Any]) -> Chunk:
+def _pack_loose(field: str, unit: Unit, values: list[Any]) -> PackedValues:
     if unit in (Unit.TEXT, Unit.JSON):
-        return Chunk(values, None)
+        return PackedValues(values, None)
     if unit is Unit.TOKEN:
         lengths = np.fromiter(map(len, values), np.int64, len(values))
-        return Chunk(_numbers(list(chain.from_iterable(values)), TOKEN_DTYPES.get(field)), _offsets(lengths))
-    return Chunk(_numbers(values, None), None)
+        return PackedValues(
+            _numbers(list(chain.from_iterable(values)), TOKEN_DTYPES.get(field)), _offsets(lengths)
+        )
+    return PackedValues(_numbers(values, None), None)
 
 
 def _numbers(values: list[Any], dtype: type[np.generic] | None) -> Array:

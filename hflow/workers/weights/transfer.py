@@ -16,7 +16,7 @@ from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import ClusterSpec, WeightRoute
 from hflow.planner.weights.weight_slices import Receivers, Slice, kept, outgoing
 from hflow.types.tensor_slices import Block, meet, numel, sizes, whole, within
-from hflow.workers.storage.store import Store
+from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.weights.buckets import Bucket, Content, pack_buckets, put_together, unpack_bucket
 from hflow.workers.weights.checksum import MODULUS, slice_digest
 
@@ -25,7 +25,7 @@ Parcel = Mapping[str, Batch]
 
 
 # --------------------------------------------------------------------------------- samples
-def pack(store: Store, samples: Sequence[int], fields: Iterable[str]) -> dict[str, Batch]:
+def pack(store: SampleStore, samples: Sequence[int], fields: Iterable[str]) -> dict[str, Batch]:
     """Pack `stream/field` names of samples, stream by stream."""
     by_stream: dict[str, list[str]] = {}
     for name in fields:
@@ -33,7 +33,7 @@ def pack(store: Store, samples: Sequence[int], fields: Iterable[str]) -> dict[st
     return {stream: store.gather(stream, names, samples) for stream, names in by_stream.items()}
 
 
-def unpack(store: Store, parcel: Parcel) -> int:
+def unpack(store: SampleStore, parcel: Parcel) -> int:
     """Put a parcel's fields into a store; returns its bytes."""
     for stream, batch in parcel.items():
         store.put(stream, batch)
@@ -117,7 +117,7 @@ class IncomingWeights:
         self.num_bytes = 0
 
     @property
-    def own_digest(self) -> int:
+    def local_checksum(self) -> int:
         """Digest of what this worker holds itself; complete when all has arrived."""
         return self._own.digest
 

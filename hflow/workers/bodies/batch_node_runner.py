@@ -1,4 +1,4 @@
-"""`BatchNodes`: runs one batch node on the shards that this worker holds."""
+"""`BatchNodeRunner`: runs one batch node on the shards that this worker holds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hflow.errors import NotYetError, RunError
 from hflow.planner.ir import Plan
 from hflow.types import Sequences, State
 from hflow.types.tensor_slices import Block
-from hflow.workers.bodies.compute import Computes
+from hflow.workers.bodies.compute_runner import ComputeRunner
 from hflow.workers.interface import NodeProgram, NodeTask, ShardInput
-from hflow.workers.storage.store import Store
+from hflow.workers.storage.sample_store import SampleStore
 
 # -------------------- `NodeStates`: the memory of nodes, JSON, kept where the node runs from one firing to
 # the next.
@@ -104,7 +104,7 @@ def _checked(program: NodeProgram, name: str, weight: Tensor, result: object) ->
 Metrics = dict[str, float]
 
 
-class BatchNodes:
+class BatchNodeRunner:
     """Inputs out of the store, the verb's action, outputs into the store.
 
     Args:
@@ -119,9 +119,9 @@ class BatchNodes:
         self,
         plan: Plan,
         programs: Mapping[str, NodeProgram],
-        store: Store,
+        store: SampleStore,
         backends: Mapping[str, ModelBackend],
-        computes: Computes,
+        computes: ComputeRunner,
     ) -> None:
         self._plan = plan
         self._programs = programs
@@ -225,7 +225,7 @@ def reduce_metric(name: str, value: Tensor, seqs: Sequences) -> float:
             return float(entries.mean())
 
 
-def merged(tasks: Mapping[int, NodeTask]) -> NodeTask:
+def merge_tasks(tasks: Mapping[int, NodeTask]) -> NodeTask:
     """The tasks of several workers as one, shards in the order of their dp ranks."""
     first = next(iter(tasks.values()))
     shards = sorted((shard for task in tasks.values() for shard in task.shards), key=lambda shard: shard.dp)

@@ -12,16 +12,13 @@ from hflow.data.unpack_returns import check_value, split_result
 from hflow.errors import RecipeError
 from hflow.planner.ir import Graph
 from hflow.types import Trajectory, Unit
-from hflow.workers.bodies.compute import put_metrics
 from hflow.workers.interface import NodeProgram, SampleReady
-from hflow.workers.storage.store import Store
-
-Row = Mapping[str, tuple[Unit, Any]]
-"""Dataset column -> its unit and value."""
+from hflow.workers.storage.dataset_rows import DatasetRow
+from hflow.workers.storage.sample_store import SampleStore
 
 
 @dataclass(frozen=True)
-class Opener:
+class SampleWriter:
     """Puts a source's results away.
 
     Attributes:
@@ -32,10 +29,10 @@ class Opener:
 
     program: NodeProgram
     streams: tuple[str, ...]
-    store: Store
+    store: SampleStore
 
     @classmethod
-    def of(cls, program: NodeProgram, graph: Graph, store: Store) -> Opener:
+    def of(cls, program: NodeProgram, graph: Graph, store: SampleStore) -> SampleWriter:
         """The opener of a node's streams."""
         return cls(program, tuple(s.name for s in graph.streams if s.source == program.name), store)
 
@@ -50,7 +47,9 @@ class Opener:
         results, metrics = split_result(program.name, declared, program.metrics, result)
         return results[: len(self.streams)], results[len(self.streams) :], metrics
 
-    def put(self, sample: int, group: int, result: Any, row: Row, parent: str | None = None) -> SampleReady:
+    def put(
+        self, sample: int, group: int, result: Any, row: DatasetRow, parent: str | None = None
+    ) -> SampleReady:
         """Put one sample with its dataset row into the store; returns the event that reports it."""
         trajectories, fields, metrics = self.split(result)
         for stream, trajectory in zip(self.streams, trajectories, strict=True):
@@ -58,11 +57,11 @@ class Opener:
             self.store.put_trajectory(stream, sample, group, trajectory, row, parent)
             self._put_fields(stream, sample, len(trajectory.input_ids), fields)
         self.report(sample, metrics)
-        return ready(self.streams[0], sample, trajectories, _number(self.program, fields))
+        return sample_ready_event(self.streams[0], sample, trajectories, _number(self.program, fields))
 
     def report(self, sample: int, metrics: Mapping[str, Any]) -> None:
         """Keep numbers beside a sample, which are averaged over the batch."""
-        put_metrics(self.store, self.streams[0], self.program.name, (sample,), metrics)
+        self.store.add_metrics(self.streams[0], self.program.name, (sample,), metrics)
 
     def _put_fields(self, stream: str, sample: int, num_tokens: int, fields: Sequence[Any]) -> None:
         """Every stream that a source opens has its fields."""
@@ -90,7 +89,7 @@ class Opener:
             raise RecipeError(f"node {self.program.name!r} must return a trajectory with tokens, not {got}")
 
 
-def ready(
+def sample_ready_event(
     stream: str, sample: int, trajectories: Sequence[Trajectory], value: float | None = None
 ) -> SampleReady:
     """The event that reports a sample, with all its trajectories, and the number that its source gave it.

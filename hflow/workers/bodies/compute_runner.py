@@ -1,4 +1,4 @@
-"""`Computes`: per-sample and per-group bodies, from their order to fields in the store."""
+"""`ComputeRunner`: per-sample and per-group bodies, from their order to fields in the store."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from hflow.data.batch import Batch, Column
 from hflow.data.row_arguments import CallLevel, bind_rows, unpack_rows
-from hflow.data.unpack_returns import metric_value
 from hflow.errors import RunError
 from hflow.types import Unit
 from hflow.workers.bodies.pool import Pool, PoolBody
-from hflow.workers.bodies.pool_child import Outcome
+from hflow.workers.bodies.pool_child import JobResult
 from hflow.workers.interface import ComputeOrder, ComputeReady, Failed, NodeProgram, WorkerEvent
-from hflow.workers.storage.store import Store
+from hflow.workers.storage.sample_store import SampleStore
 
-Sink = Callable[[Sequence[WorkerEvent]], None]
+EventSink = Callable[[Sequence[WorkerEvent]], None]
 
-RELEASED = "its sample left the run"
+SAMPLE_RELEASED = "its sample left the run"
 """The answer to an order that came too late; whoever refused the sample expects an answer."""
 
 
@@ -34,7 +32,7 @@ class _Round:
     program: NodeProgram
     shape: Batch
     """Their samples, without columns."""
-    sink: Sink
+    sink: EventSink
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class _Call:
         return found
 
 
-class Computes:
+class ComputeRunner:
     """Binds inputs, sends them to the pool, stores what comes back.
 
     Args:
@@ -66,7 +64,7 @@ class Computes:
     def __init__(
         self,
         programs: Mapping[str, NodeProgram],
-        store: Store,
+        store: SampleStore,
         num_processes: int,
         on_error: Callable[[BaseException], None],
     ) -> None:
@@ -79,7 +77,7 @@ class Computes:
         bodies = {name: _pool_body(program) for name, program in programs.items()}
         self._pool = Pool(bodies, num_processes, self._take, self._fail)
 
-    def submit(self, orders: Iterable[ComputeOrder], sink: Sink) -> None:
+    def submit(self, orders: Iterable[ComputeOrder], sink: EventSink) -> None:
         """Queue bodies; `sink` receives a `ComputeReady` or `Failed` for each order."""
         by_node: dict[str, list[ComputeOrder]] = defaultdict(list)
         for order in orders:
@@ -87,13 +85,13 @@ class Computes:
         for node, held in by_node.items():
             self._submit(self._programs[node], held, sink)
 
-    def _submit(self, program: NodeProgram, orders: Sequence[ComputeOrder], sink: Sink) -> None:
+    def _submit(self, program: NodeProgram, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
         """Bind the calls of one node together; one by one where samples were released meanwhile."""
         samples = [sample for order in orders for sample in order.samples]
         fields = read_fields(program, program.stream)
-        inputs = self._store.gather_held(program.stream, fields, samples)
+        inputs = self._store.gather_if_present(program.stream, fields, samples)
         if inputs is None and len(orders) == 1:
-            sink([Failed(program.name, orders[0].key, "failed", RELEASED)])
+            sink([Failed(program.name, orders[0].key, "failed", SAMPLE_RELEASED)])
         elif inputs is None:
             for order in orders:
                 self._submit(program, [order], sink)
@@ -117,7 +115,7 @@ class Computes:
         released = set(samples)
         with self._lock:
             calls = [(n, call) for n, call in self._calls.items() if _speaks_of(call, n[1], released)]
-        gone = [n for n, call in calls if not self._store.holds_any(call.round.program.stream, call.samples)]
+        gone = [n for n, call in calls if not self._store.has_any(call.round.program.stream, call.samples)]
         if gone:
             self._pool.cancel(gone)
 
@@ -156,8 +154,8 @@ class Computes:
         return [ComputeOrder(node, group, tuple(held)) for group, held in members.items()]
 
     # ------------------------------------------------------------------- the pool's thread
-    def _take(self, outcomes: Sequence[Outcome]) -> None:
-        rounds: dict[_Round, list[tuple[Outcome, range]]] = defaultdict(list)
+    def _take(self, outcomes: Sequence[JobResult]) -> None:
+        rounds: dict[_Round, list[tuple[JobResult, range]]] = defaultdict(list)
         with self._lock:
             for outcome in outcomes:
                 call = self._calls.pop((outcome.node, outcome.key))
@@ -165,7 +163,7 @@ class Computes:
         for held, answered in rounds.items():
             held.sink(self._settle(held, answered))
 
-    def _settle(self, held: _Round, answered: Sequence[tuple[Outcome, range]]) -> list[WorkerEvent]:
+    def _settle(self, held: _Round, answered: Sequence[tuple[JobResult, range]]) -> list[WorkerEvent]:
         events: list[WorkerEvent] = [
             Failed(outcome.node, outcome.key, outcome.reason, outcome.message)
             for outcome, _ in answered
@@ -174,7 +172,7 @@ class Computes:
         done = [(outcome, rows) for outcome, rows in answered if outcome.reason is None]
         return [*events, *self._stored(held, done)] if done else events
 
-    def _stored(self, held: _Round, done: Sequence[tuple[Outcome, range]]) -> list[ComputeReady]:
+    def _stored(self, held: _Round, done: Sequence[tuple[JobResult, range]]) -> list[ComputeReady]:
         """Put the results of a round's calls away."""
         program = held.program
         batch = held.shape.take([row for _, rows in done for row in rows])
@@ -185,7 +183,7 @@ class Computes:
         if program.metrics:
             for (_, rows), values in zip(done, metrics, strict=True):
                 samples = _Call(held, rows).samples
-                put_metrics(self._store, program.stream, program.name, samples, values)
+                self._store.add_metrics(program.stream, program.name, samples, values)
         keeps = _keeps(columns.get("keep"), sizes)
         numbers = _numbers(program, columns, len(done))
         return [
@@ -217,18 +215,6 @@ def read_fields(program: NodeProgram, stream: str) -> list[str]:
 def row_level(program: NodeProgram) -> CallLevel:
     """Whether a body is called for a sample or for a group."""
     return "group" if program.level == "group" else "sample"
-
-
-def put_metrics(
-    store: Store, stream: str, node: str, samples: Sequence[int], metrics: Mapping[str, Any]
-) -> None:
-    """Keep what a body reports beside its fields, so that it is averaged over the batch.
-
-    Raises:
-        RunError: when it is no number.
-    """
-    for name, value in metrics.items():
-        store.add_value(stream, f"{node}.{name}", Unit.SEQUENCE, samples, metric_value(node, name, value))
 
 
 def _keeps(column: Column | None, sizes: Sequence[int]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""`Encoder`: encode bodies, one after the other on a thread: texts -> trajectories."""
+"""`EncodeRunner`: encode bodies, one after the other on a thread: texts -> trajectories."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hflow.data.row_arguments import bind_rows
 from hflow.errors import DataError, NotYetError
 from hflow.planner.ir import Plan
 from hflow.types import Tokenizer
-from hflow.workers.bodies.compute import RELEASED, Sink, read_fields
+from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, read_fields
 from hflow.workers.error_location import blame
-from hflow.workers.generation.episode_result import Opener, Row
 from hflow.workers.interface import ComputeOrder, ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
-from hflow.workers.storage.dataset_rows import bad_row
-from hflow.workers.storage.store import Store
+from hflow.workers.storage.dataset_rows import DatasetRow, row_error
+from hflow.workers.storage.sample_store import SampleStore
+from hflow.workers.storage.sample_writer import SampleWriter
 
 
-class Encoder:
+class EncodeRunner:
     """Opens groups of written samples, and views of samples that exist.
 
     A body that raises refuses its sample. A `DataError` of a source speaks of the dataset's row, and
@@ -36,7 +36,7 @@ class Encoder:
         self,
         plan: Plan,
         programs: Mapping[str, NodeProgram],
-        store: Store,
+        store: SampleStore,
         tokenizers: Mapping[str, Tokenizer],
         on_error: Callable[[BaseException], None],
     ) -> None:
@@ -45,17 +45,19 @@ class Encoder:
                 raise NotYetError(f"encode node {program.name!r} cannot be timed yet; remove its timeout")
         self._plan = plan
         self._programs = programs
-        self._openers = {name: Opener.of(program, plan.graph, store) for name, program in programs.items()}
+        self._openers = {
+            name: SampleWriter.of(program, plan.graph, store) for name, program in programs.items()
+        }
         self._store = store
         self._tokenizers = tokenizers
         self._on_error = on_error
         self._thread = ThreadPoolExecutor(1, "hflow-encode")
 
-    def open_groups(self, orders: Sequence[tuple[GroupOrder, Row]], sink: Sink) -> None:
+    def open_groups(self, orders: Sequence[tuple[GroupOrder, DatasetRow]], sink: EventSink) -> None:
         """Queue groups of written streams; they are answered together."""
         self._queue(lambda: sink([event for order, row in orders for event in self._opened(order, row)]))
 
-    def view(self, orders: Sequence[ComputeOrder], sink: Sink) -> None:
+    def view(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
         """Queue samples of streams that derive from others; they are answered together."""
         self._queue(lambda: sink([self._viewed(order) for order in orders]))
 
@@ -72,14 +74,14 @@ class Encoder:
         except Exception as error:  # noqa: BLE001 - the poll raises it
             self._on_error(error)
 
-    def _opened(self, order: GroupOrder, row: Row) -> Sequence[WorkerEvent]:
+    def _opened(self, order: GroupOrder, row: DatasetRow) -> Sequence[WorkerEvent]:
         source = self._plan.graph.stream(order.stream).source
         program, opener = self._programs[source], self._openers[source]
         arguments = {read.parameter: row[read.field][1] for read in program.reads}
         try:
             result, failure = self._call(program, {**program.knobs, **arguments})
         except DataError as error:
-            raise bad_row(self._plan, order, error) from error
+            raise row_error(self._plan, order, error) from error
         if failure:
             return [Failed(source, sample, "failed", failure) for sample in order.samples]
         members = opener.members(result, len(order.samples))
@@ -92,9 +94,9 @@ class Encoder:
         program = self._programs[order.node]
         (sample,) = order.samples
         source = program.reads[0].stream
-        inputs = self._store.gather_held(source, read_fields(program, source), order.samples)
+        inputs = self._store.gather_if_present(source, read_fields(program, source), order.samples)
         if inputs is None:
-            return Failed(order.node, order.key, "failed", RELEASED)
+            return Failed(order.node, order.key, "failed", SAMPLE_RELEASED)
         (arguments,) = bind_rows(program, inputs, [1], "sample")
         try:
             result, failure = self._call(program, arguments)

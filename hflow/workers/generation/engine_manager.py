@@ -1,4 +1,4 @@
-"""`Engines`: brings the generation replicas of a worker to a version of the weights, and to sleep."""
+"""`EngineManager`: brings the generation replicas of a worker to a version of the weights, and to sleep."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 from hflow.backends.interface import ModelBackend
 from hflow.planner.ir import Plan, WeightRoute
 from hflow.workers.generation.engine_driver import EngineDriver
-from hflow.workers.generation.episodes import Episodes
+from hflow.workers.generation.episode_loop import EpisodeLoop
 from hflow.workers.interface import EngineStats, Span
 from hflow.workers.weights.checksum import MODULUS, tensor_digest
 from hflow.workers.weights.transfer import IncomingWeights
 
 
 @dataclass(frozen=True)
-class Taken:
+class EngineUpdate:
     """What an engine took; digests as in `workers.digest`."""
 
     num_bytes: int
     """Pulled from other workers."""
-    own_digest: int
+    local_checksum: int
     """Of what did not come from other workers, or is shared with them."""
-    held_digest: int
+    engine_checksum: int
     """Of what it generates with now."""
 
 
-class Engines:
+class EngineManager:
     """All engines start asleep, as nobody has committed weights yet.
 
     Args:
@@ -48,7 +48,7 @@ class Engines:
         drivers: Mapping[str, EngineDriver],
         backends: Mapping[str, ModelBackend],
         sharing: frozenset[str],
-        episodes: Episodes,
+        episodes: EpisodeLoop,
         on_span: Callable[[Span], None],
     ) -> None:
         self._routes: dict[str, WeightRoute] = {route.dst: route for route in plan.weights}
@@ -69,7 +69,7 @@ class Engines:
         """Whether an engine has other weights than those of a version."""
         return self._versions.get(replica) != version
 
-    def wake(self, replica: str, version: int, arriving: IncomingWeights | None) -> Taken | None:
+    def wake(self, replica: str, version: int, arriving: IncomingWeights | None) -> EngineUpdate | None:
         """Give an engine the weights of a version, unless it has them, and let it run.
 
         Returns what it took, if anything.
@@ -99,7 +99,7 @@ class Engines:
         version = {"version": self._versions[replica]}
         self._on_span(Span(f"generate {replica}", "generate", start, time.time(), version))
 
-    def take_drawn(self) -> EngineStats:
+    def take_stats(self) -> EngineStats:
         """What the engines did since the last call."""
         with self._lock:
             total = sum((driver.drawn for driver in self._drivers.values()), EngineStats())
@@ -111,7 +111,7 @@ class Engines:
         for driver in self._drivers.values():
             driver.close()
 
-    def _take(self, replica: str, version: int, arriving: IncomingWeights | None) -> Taken | None:
+    def _take(self, replica: str, version: int, arriving: IncomingWeights | None) -> EngineUpdate | None:
         start = time.time()
         driver, route = self._drivers[replica], self._routes.get(replica)
         taken = None
@@ -120,12 +120,12 @@ class Engines:
         elif replica in self._sharing:
             driver.set_version(version)
             held = driver.digest()
-            taken = Taken(0, held, held)
+            taken = EngineUpdate(0, held, held)
         else:
             named = _Named(self._backends[route.src].weights() if arriving is None else arriving)
             driver.load(iter(named), version)
-            num_bytes, own = (arriving.num_bytes, arriving.own_digest) if arriving else (0, named.digest)
-            taken = Taken(num_bytes, own, driver.digest(named.names))
+            num_bytes, own = (arriving.num_bytes, arriving.local_checksum) if arriving else (0, named.digest)
+            taken = EngineUpdate(num_bytes, own, driver.digest(named.names))
         self._versions[replica] = version
         note = {"version": version, "pulled_bytes": taken.num_bytes if taken else 0}
         self._on_span(Span(f"weights {replica}", "weights", start, time.time(), note))

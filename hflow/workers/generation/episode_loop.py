@@ -1,4 +1,4 @@
-"""`Episodes`: generate bodies, all on one event loop in a thread beside the engines.
+"""`EpisodeLoop`: generate bodies, all on one event loop in a thread beside the engines.
 
 A sample starts from a row of the dataset; that of a derived stream, beside a sample that exists.
 """
@@ -16,18 +16,18 @@ from hflow.data.row_arguments import bind_rows
 from hflow.data.tokenizer import TextTokenizer
 from hflow.planner.ir import Plan
 from hflow.types import EpisodeState
-from hflow.workers.bodies.compute import RELEASED, Sink, read_fields
+from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, read_fields
 from hflow.workers.generation.engine_driver import EngineDriver
-from hflow.workers.generation.episode_result import Row
 from hflow.workers.generation.generate_runner import EpisodeStart, GenerateRunner
 from hflow.workers.generation.journal import Journal
 from hflow.workers.generation.recorded_effects import RecordedEffects
 from hflow.workers.generation.sandboxes import Sandboxes
 from hflow.workers.interface import ComputeOrder, Failed, GroupOrder, NodeProgram, WorkerEvent
-from hflow.workers.storage.store import Store
+from hflow.workers.storage.dataset_rows import DatasetRow
+from hflow.workers.storage.sample_store import SampleStore
 
 
-class Episodes:
+class EpisodeLoop:
     """Runs an episode for every sample of a group, and answers each exactly once.
 
     A body that raises, or asks an engine for what it refuses, refuses its sample. Other errors of
@@ -48,7 +48,7 @@ class Episodes:
         self,
         plan: Plan,
         programs: Mapping[str, NodeProgram],
-        store: Store,
+        store: SampleStore,
         drivers: Mapping[str, EngineDriver],
         tokenizers: Mapping[str, TextTokenizer],
         seed: int,
@@ -71,7 +71,7 @@ class Episodes:
         """Stopped, as another worker goes on with them: they are not answered here."""
         self._census: Counter[EpisodeState] = Counter()
         self._sandboxes = Sandboxes(num_processes)
-        self._answers: dict[Sink, list[WorkerEvent]] = {}
+        self._answers: dict[EventSink, list[WorkerEvent]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hflow-episodes", daemon=True)
         self._thread.start()
@@ -79,14 +79,14 @@ class Episodes:
     # -------------------------------------------------------------------- from other threads
     def open_groups(
         self,
-        orders: Sequence[tuple[GroupOrder, Row]],
-        sink: Sink,
+        orders: Sequence[tuple[GroupOrder, DatasetRow]],
+        sink: EventSink,
         journals: Mapping[int, Journal] | None = None,
     ) -> None:
         """Start the episodes of groups; samples of which there is a journal go on from where it ends."""
         self._loop.call_soon_threadsafe(self._open, orders, sink, journals or {})
 
-    def view(self, orders: Sequence[ComputeOrder], sink: Sink) -> None:
+    def view(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
         """Start episodes beside samples that exist, in streams that derive from theirs."""
         self._loop.call_soon_threadsafe(self._view, orders, sink)
 
@@ -148,10 +148,13 @@ class Episodes:
         for stage in self._stages.values():
             replicas = stage.replicas.values()
             if replica in replicas:
-                (stage.patience.run if self._awake.issuperset(replicas) else stage.patience.pause)()
+                (stage.clock.run if self._awake.issuperset(replicas) else stage.clock.pause)()
 
     def _open(
-        self, orders: Sequence[tuple[GroupOrder, Row]], sink: Sink, journals: Mapping[int, Journal]
+        self,
+        orders: Sequence[tuple[GroupOrder, DatasetRow]],
+        sink: EventSink,
+        journals: Mapping[int, Journal],
     ) -> None:
         for order, row in orders:
             program = self._stages[self._plan.graph.stream(order.stream).source].program
@@ -162,37 +165,37 @@ class Episodes:
                     EpisodeStart(program, sample, order.group, inputs, row, order, journal=journal), sink
                 )
 
-    def _view(self, orders: Sequence[ComputeOrder], sink: Sink) -> None:
+    def _view(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
         for order in orders:
             program = self._stages[order.node].program
             parent = self._plan.graph.stream(program.stream).parent
             assert parent is not None, f"{program.name} does not derive from a stream"
-            held = self._store.gather_held(parent, read_fields(program, parent), order.samples)
+            held = self._store.gather_if_present(parent, read_fields(program, parent), order.samples)
             if held is None:
-                self._answer(sink, Failed(order.node, order.key, "failed", RELEASED))
+                self._answer(sink, Failed(order.node, order.key, "failed", SAMPLE_RELEASED))
                 continue
             (inputs,) = bind_rows(program, held, [1], "sample")
             self._start(EpisodeStart(program, order.key, int(held.groups[0]), inputs, parent=parent), sink)
 
-    def _start(self, start: EpisodeStart, sink: Sink) -> None:
+    def _start(self, start: EpisodeStart, sink: EventSink) -> None:
         name, sample = start.program.name, start.sample
         task = self._loop.create_task(self._attempts(start))
         self._running[name, sample] = task
         self._starts[name, sample] = start
         task.add_done_callback(partial(self._ended, name, sample, sink))
 
-    def _ended(self, node: str, sample: int, sink: Sink, task: asyncio.Task[WorkerEvent]) -> None:
+    def _ended(self, node: str, sample: int, sink: EventSink, task: asyncio.Task[WorkerEvent]) -> None:
         del self._running[node, sample], self._starts[node, sample]
         if (node, sample) in self._given_up:
             self._given_up.remove((node, sample))
         elif task.cancelled():
-            self._answer(sink, Failed(node, sample, "failed", RELEASED))
+            self._answer(sink, Failed(node, sample, "failed", SAMPLE_RELEASED))
         elif error := task.exception():
             self._on_error(error)
         else:
             self._answer(sink, task.result())
 
-    def _answer(self, sink: Sink, event: WorkerEvent) -> None:
+    def _answer(self, sink: EventSink, event: WorkerEvent) -> None:
         """Report an event, together with all others of this turn of the loop."""
         if not self._answers:
             self._loop.call_soon(self._flush)

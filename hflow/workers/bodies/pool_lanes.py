@@ -18,8 +18,8 @@ from pebble import ProcessExpired, ProcessPool
 from hflow.workers.bodies.pool_child import (
     ASYNC_STEP_SECONDS,
     Job,
-    Name,
-    Outcome,
+    JobId,
+    JobResult,
     run_alone,
     run_async,
     run_chunk,
@@ -29,19 +29,19 @@ from hflow.workers.bodies.pool_child import (
 PATIENCE_SECONDS = 1.0
 """Nobody waits longer for a neighbour in the same process: it is killed, and all its jobs run alone."""
 
-Ended = list[tuple[Job, Outcome]]
+JobResults = list[tuple[Job, JobResult]]
 
 
 @dataclass(frozen=True)
-class Return:
+class FinishedCall:
     """A call into a child process that ended, one way or another."""
 
-    lane: Lane
+    lane: PoolLane
     jobs: Sequence[Job]
     """The jobs that were sent with it."""
     future: Future[bytes]
 
-    def outcomes(self) -> list[Outcome] | None:
+    def outcomes(self) -> list[JobResult] | None:
         """What the child reported; None when it was killed or died.
 
         Raises:
@@ -50,22 +50,22 @@ class Return:
         lost = TimeoutError | ProcessExpired | BrokenProcessPool
         if self.future.cancelled() or isinstance(self.future.exception(), lost):
             return None
-        outcomes: list[Outcome] = pickle.loads(self.future.result())
+        outcomes: list[JobResult] = pickle.loads(self.future.result())
         return outcomes
 
-    def blame(self, job: Job) -> Outcome:
+    def blame(self, job: Job) -> JobResult:
         """The outcome of the one job that its process was killed for, or died of."""
         error = None if self.future.cancelled() else self.future.exception()
         if isinstance(error, TimeoutError):
-            return Outcome(job.node, job.key, reason="timeout", message=too_long(job.timeout), killed=True)
+            return JobResult(job.node, job.key, reason="timeout", message=too_long(job.timeout), killed=True)
         code = f" (exit code {error.exitcode})" if isinstance(error, ProcessExpired) else ""
-        return Outcome(job.node, job.key, reason="failed", message=f"its process died{code}", killed=True)
+        return JobResult(job.node, job.key, reason="failed", message=f"its process died{code}", killed=True)
 
 
-class Lane(abc.ABC):
+class PoolLane(abc.ABC):
     """A queue of jobs in front of processes; used by the pool's thread only."""
 
-    def __init__(self, on_return: Callable[[Return], None]) -> None:
+    def __init__(self, on_return: Callable[[FinishedCall], None]) -> None:
         self._on_return = on_return
 
     @abc.abstractmethod
@@ -77,11 +77,11 @@ class Lane(abc.ABC):
         """Start what can be started."""
 
     @abc.abstractmethod
-    def settle(self, returned: Return) -> tuple[Ended, list[Job]]:
+    def settle(self, returned: FinishedCall) -> tuple[JobResults, list[Job]]:
         """The jobs that a return ended, and those that were lost with their process; others wait again."""
 
     @abc.abstractmethod
-    def cancel(self, names: Iterable[Name]) -> list[Job]:
+    def cancel(self, names: Iterable[JobId]) -> list[Job]:
         """Let go of jobs: those that had not started are returned, those that run return soon."""
 
     @abc.abstractmethod
@@ -101,13 +101,13 @@ class Lane(abc.ABC):
         return future
 
     def _returned(self, jobs: Sequence[Job], future: Future[bytes]) -> None:
-        self._on_return(Return(self, jobs, future))
+        self._on_return(FinishedCall(self, jobs, future))
 
 
-class SharedLane(Lane):
+class SharedLane(PoolLane):
     """A lane whose jobs share the processes of one pool, which is there from the start."""
 
-    def __init__(self, start: Callable[[], ProcessPool], on_return: Callable[[Return], None]) -> None:
+    def __init__(self, start: Callable[[], ProcessPool], on_return: Callable[[FinishedCall], None]) -> None:
         super().__init__(on_return)
         self._start = start
         self._processes = start()
@@ -156,7 +156,7 @@ class SyncLane(SharedLane):
         start: Callable[[], ProcessPool],
         num_processes: int,
         concurrency: Mapping[str, int],
-        on_return: Callable[[Return], None],
+        on_return: Callable[[FinishedCall], None],
     ) -> None:
         super().__init__(start, on_return)
         self._num_processes = num_processes
@@ -175,7 +175,7 @@ class SyncLane(SharedLane):
                 if self._has_room(node):
                     self._send_chunk(node)
 
-    def settle(self, returned: Return) -> tuple[Ended, list[Job]]:
+    def settle(self, returned: FinishedCall) -> tuple[JobResults, list[Job]]:
         """Outcomes of the jobs that ran; what did not start waits again, a killed chunk is lost."""
         jobs = returned.jobs
         self._flying[jobs[0].node] -= 1
@@ -185,7 +185,7 @@ class SyncLane(SharedLane):
         self._waiting.setdefault(jobs[0].node, deque()).extendleft(reversed(jobs[len(outcomes) :]))
         return list(zip(jobs, outcomes, strict=False)), []
 
-    def cancel(self, names: Iterable[Name]) -> list[Job]:
+    def cancel(self, names: Iterable[JobId]) -> list[Job]:
         """Let go of jobs that wait; those in a chunk run, as they do not take long."""
         gone = set(names)
         found = []
@@ -224,13 +224,13 @@ class AsyncLane(SharedLane):
         self,
         start: Callable[[], ProcessPool],
         concurrency: Mapping[str, int],
-        on_return: Callable[[Return], None],
+        on_return: Callable[[FinishedCall], None],
     ) -> None:
         super().__init__(start, on_return)
         self._concurrency = concurrency
         self._waiting: deque[Job] = deque()
-        self._running: dict[Name, Job] = {}
-        self._cancelled: list[Name] = []
+        self._running: dict[JobId, Job] = {}
+        self._cancelled: list[JobId] = []
         self._stepping = False
 
     def queue(self, job: Job) -> None:
@@ -248,7 +248,7 @@ class AsyncLane(SharedLane):
             cancelled, self._cancelled = self._cancelled, []
             self._send(new, ASYNC_STEP_SECONDS + PATIENCE_SECONDS, run_async, cancelled)
 
-    def settle(self, returned: Return) -> tuple[Ended, list[Job]]:
+    def settle(self, returned: FinishedCall) -> tuple[JobResults, list[Job]]:
         """Outcomes of the jobs that finished; with a process, all that ran there is lost."""
         self._stepping = False
         outcomes = returned.outcomes()
@@ -258,7 +258,7 @@ class AsyncLane(SharedLane):
         self._running.clear()
         return [], lost
 
-    def cancel(self, names: Iterable[Name]) -> list[Job]:
+    def cancel(self, names: Iterable[JobId]) -> list[Job]:
         """Let go of jobs; those that run end with the next step."""
         gone = set(names)
         self._cancelled += gone & self._running.keys()
@@ -295,7 +295,7 @@ GRACE_SECONDS = 1.0
 """An asynchronous body is stopped by its loop; one that blocks the loop, by its end, this long after."""
 
 
-class IsolatedLane(Lane):
+class IsolatedLane(PoolLane):
     """Queues by node, and processes of one job each."""
 
     def __init__(
@@ -303,7 +303,7 @@ class IsolatedLane(Lane):
         start: Callable[[], ProcessPool],
         concurrency: Mapping[str, int],
         awaited: Set[str],
-        on_return: Callable[[Return], None],
+        on_return: Callable[[FinishedCall], None],
     ) -> None:
         """Set it.
 
@@ -319,7 +319,7 @@ class IsolatedLane(Lane):
         self._awaited = awaited
         self._waiting: dict[str, deque[Job]] = {}
         self._idle: list[ProcessPool] = []
-        self._busy: dict[Name, tuple[ProcessPool, Future[bytes]]] = {}
+        self._busy: dict[JobId, tuple[ProcessPool, Future[bytes]]] = {}
         self._next_start = 0.0
         self.is_starting = False
         """Whether jobs wait for a process that may be started soon."""
@@ -341,7 +341,7 @@ class IsolatedLane(Lane):
                 running[node] += 1
                 self._run(jobs.popleft(), process)
 
-    def settle(self, returned: Return) -> tuple[Ended, list[Job]]:
+    def settle(self, returned: FinishedCall) -> tuple[JobResults, list[Job]]:
         """The outcome of the one job."""
         (job,) = returned.jobs
         process, _ = self._busy.pop(job.name)
@@ -349,7 +349,7 @@ class IsolatedLane(Lane):
         outcomes = returned.outcomes()
         return [(job, returned.blame(job) if outcomes is None else outcomes[0])], []
 
-    def cancel(self, names: Iterable[Name]) -> list[Job]:
+    def cancel(self, names: Iterable[JobId]) -> list[Job]:
         """Let go of jobs; the processes of those that run are killed."""
         gone = set(names)
         found = []

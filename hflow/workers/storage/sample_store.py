@@ -1,4 +1,4 @@
-"""`Store`: what one worker holds, by stream, field and sample.
+"""`SampleStore`: what one worker holds, by stream, field and sample.
 
 It owns what the worker's nodes produced and what the plan moved here, until the controller
 releases it. Streams that derive from a root share its sample ids. Sources, body callbacks and
@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 
 from hflow.data.batch import Batch
+from hflow.data.unpack_returns import metric_value
 from hflow.planner.ir import TRAJECTORY_FIELDS
 from hflow.types import Trajectory, Unit
-from hflow.workers.storage.field_column import Chunk, FieldColumn
+from hflow.workers.storage.field_column import FieldColumn, PackedValues
 
 _ATTRIBUTES = tuple(name for name in TRAJECTORY_FIELDS if name not in ("messages", "group"))
 """Fields that are attributes of a trajectory as they are."""
 _attributes_of = attrgetter(*_ATTRIBUTES)
 
 
-class Store:
+class SampleStore:
     """Fields of samples. Missing samples and fields are bugs of the plan, not of the user."""
 
     def __init__(self) -> None:
@@ -84,6 +85,15 @@ class Store:
                 for sample in samples:
                     shelf.put_loose(sample, value)
 
+    def add_metrics(self, stream: str, node: str, samples: Sequence[int], metrics: Mapping[str, Any]) -> None:
+        """Store what a body reports beside its fields, as fields named `NODE.METRIC`.
+
+        Raises:
+            RunError: when a metric is not a number.
+        """
+        for name, value in metrics.items():
+            self.add_value(stream, f"{node}.{name}", Unit.SEQUENCE, samples, metric_value(node, name, value))
+
     def _knows(self, stream: str, samples: Sequence[int]) -> bool:
         shapes = self._shapes.get(stream, {})
         return all(sample in shapes for sample in samples)
@@ -91,7 +101,7 @@ class Store:
     def _put_columns(self, stream: str, batch: Batch, samples: list[int]) -> None:
         for name, column in batch.columns.items():
             offsets = batch.offsets if column.unit is Unit.TOKEN else None
-            self._shelf(stream, name, column.unit).put(samples, Chunk(column.values, offsets))
+            self._shelf(stream, name, column.unit).put(samples, PackedValues(column.values, offsets))
 
     def _source_shelves(self, stream: str) -> list[FieldColumn]:
         shelves = self._sources.get(stream)
@@ -119,11 +129,11 @@ class Store:
                 fields of another stream join by sample and keep their full name.
             samples: sample ids.
         """
-        batch = self.gather_held(stream, fields, samples)
+        batch = self.gather_if_present(stream, fields, samples)
         assert batch is not None, f"samples of {stream} are read that this worker does not hold"
         return batch
 
-    def gather_held(self, stream: str, fields: Iterable[str], samples: Sequence[int]) -> Batch | None:
+    def gather_if_present(self, stream: str, fields: Iterable[str], samples: Sequence[int]) -> Batch | None:
         """Like `gather`, or None when one of the samples was released."""
         with self._lock:
             if not self._knows(stream, samples):
@@ -146,7 +156,7 @@ class Store:
         shelf = self._shelves.get(stream, {}).get(field)
         return shelf is not None and sample in shelf
 
-    def holds_any(self, stream: str, samples: Iterable[int]) -> bool:
+    def has_any(self, stream: str, samples: Iterable[int]) -> bool:
         """Whether this worker holds any of these samples of a stream."""
         with self._lock:
             shapes = self._shapes.get(stream, {})
@@ -203,7 +213,7 @@ class Store:
                 if shelf := self._shelves.get(stream, {}).get(field):
                     shelf.drop(samples)
 
-    def num_held(self) -> int:
+    def num_values(self) -> int:
         """Values held, over all streams and fields."""
         with self._lock:
             return sum(len(shelf) for fields in self._shelves.values() for shelf in fields.values())
