@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -41,6 +42,25 @@ PROBE_SECONDS = 10.0
 """Longest wait for a worker to say where it stands."""
 
 
+@dataclass(eq=False)
+class _PendingCall:
+    """A call of several workers that has not ended."""
+
+    call: WorkerCall
+    unanswered: set[int]
+    task: asyncio.Task[list[Any]] | None = None
+    """Collects the answers; fails with the error that explains those of all workers."""
+
+
+@dataclass(frozen=True)
+class _Death:
+    """The end of a worker's process."""
+
+    error: WorkerDiedError
+    pending: _PendingCall | None
+    """The call that its device was working on; None: it was idle."""
+
+
 class RayWorkers(Workers):
     """The workers of one run. Its methods are called from one event loop.
 
@@ -58,12 +78,11 @@ class RayWorkers(Workers):
         self._processes = processes
         self._owns_processes = processes is None
         self._plan: Plan
-        self._doing: dict[int, list[str]] = {}
-        """worker -> what it was asked to do on its device and has not answered."""
-        self._died: dict[int, str] = {}
-        """worker -> what it did when it died."""
+        self._pending: list[_PendingCall] = []
+        """In the order in which they were sent, which is that in which devices work on them."""
+        self._deaths: dict[int, _Death] = {}
         self._silent: set[int] = set()
-        """Workers that did not say where they stand."""
+        """Workers that did not answer a probe."""
         self._weights: RayWeights
         self._timeout: float
 
@@ -76,7 +95,6 @@ class RayWorkers(Workers):
             environments = [environment(setup.plan, worker) for worker in everyone]
             self._processes = RayActors(setup.plan.cluster, environments)
         self._processes.start()
-        self._doing = {worker: [] for worker in everyone}
         self._actors = self._processes.actors(len(everyone))
         bodies = [program.body for program in setup.programs.values()]
         shared = ray.put(ship(setup, bodies))
@@ -174,7 +192,12 @@ class RayWorkers(Workers):
         return getattr(self._actors[worker], method).remote(*arguments)
 
     async def _call(self, worker: int, method: str, *arguments: Any) -> Any:
-        return await self._answer(worker, self._send(worker, method, *arguments))
+        """Send one message and wait for its answer.
+
+        Raises:
+            HflowError: what the worker raised; of a dead worker, what explains its death.
+        """
+        return await self._answer_or_cause(worker, self._send(worker, method, *arguments), None)
 
     async def _on_devices(
         self, call: WorkerCall, method: str, arguments: Mapping[int, tuple[Any, ...]]
@@ -193,26 +216,52 @@ class RayWorkers(Workers):
         return WorkerCall(title or doing, doing, tuple(sorted(everyone)), replica)
 
     async def _wait_all(self, call: WorkerCall, sent: Mapping[int, Any]) -> list[Any]:
-        answers = {worker: self._on_device(worker, call.doing, ref) for worker, ref in sent.items()}
-        return await HangDetector(call, self._probe, self._timeout).collect(answers)
+        pending = _PendingCall(call, set(sent))
+        answers = {worker: self._on_device(worker, pending, ref) for worker, ref in sent.items()}
+        detector = HangDetector(call, self._probe, self._timeout)
+        pending.task = asyncio.ensure_future(detector.collect(answers))
+        self._pending.append(pending)
+        try:
+            return await pending.task
+        finally:
+            self._pending.remove(pending)
 
     async def _probe(self, worker: int) -> StackSnapshot | None:
-        """Where a worker's device stands; None: it does not say."""
-        patience = min(PROBE_SECONDS, self._timeout)
+        """Return where a worker's device thread is; None: the worker does not answer."""
+        seconds = min(PROBE_SECONDS, self._timeout)
         try:
-            standing: StackSnapshot = await asyncio.wait_for(self._call(worker, "probe"), patience)
+            snapshot: StackSnapshot = await asyncio.wait_for(
+                self._answer(worker, self._send(worker, "probe")), seconds
+            )
         except TimeoutError:
             self._silent.add(worker)
             return None
         self._silent.discard(worker)
-        return standing
+        return snapshot
 
-    async def _on_device(self, worker: int, doing: str, reference: Any) -> Any:
-        self._doing[worker].append(doing)
+    async def _on_device(self, worker: int, pending: _PendingCall, reference: Any) -> Any:
+        try:
+            return await self._answer_or_cause(worker, reference, pending)
+        finally:
+            pending.unanswered.discard(worker)
+
+    async def _answer_or_cause(self, worker: int, reference: Any, pending: _PendingCall | None) -> Any:
+        """Wait for a worker's answer to a call (None: to a message that is not for its device).
+
+        A process may die because it waited too long for another rank, so a death is explained by the call
+        that its device was working on: only that call's hang detector knows which rank was missing. All else
+        that the death makes fail waits for that call and raises the same error, so that it does not matter
+        which of them ends the run.
+        """
         try:
             return await self._answer(worker, reference)
-        finally:
-            self._doing[worker].remove(doing)
+        except WorkerDiedError:
+            death = self._deaths[worker]
+            if death.pending is None or death.pending is pending or death.pending.task is None:
+                raise
+            await asyncio.wait([death.pending.task])
+            cause = None if death.pending.task.cancelled() else death.pending.task.exception()
+            raise (cause or death.error) from None
 
     async def _answer(self, worker: int, reference: Any) -> Any:
         """Wait for a result.
@@ -227,6 +276,11 @@ class RayWorkers(Workers):
                 raise error.cause from None
             raise
         except RayActorError as error:
-            doing = self._died.setdefault(worker, (*self._doing[worker], "between two nodes")[0])
-            reason = str(error).strip().splitlines()[-1]
-            raise WorkerDiedError(f"worker {worker} died while {doing}: {reason}") from None
+            if worker not in self._deaths:
+                self._deaths[worker] = self._death(worker, str(error).strip().splitlines()[-1])
+            raise self._deaths[worker].error from None
+
+    def _death(self, worker: int, reason: str) -> _Death:
+        pending = next((pending for pending in self._pending if worker in pending.unanswered), None)
+        activity = "idle" if pending is None else pending.call.doing
+        return _Death(WorkerDiedError(f"worker {worker} died while {activity}: {reason}"), pending)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import time
 
 import torch.distributed as dist
@@ -33,16 +32,6 @@ def disagrees(out: Output) -> PerToken:
     return together(out.logprobs)
 
 
-@infer(actor, returns="patient")
-def patient(out: Output) -> PerToken:
-    """Waits in a group that does not time out, so that only a process's death ends the wait."""
-    group = dist.new_group(timeout=datetime.timedelta(hours=1))
-    if dist.get_rank() == 1:
-        time.sleep(3600)  # the missing rank
-    dist.barrier(group)
-    return out.logprobs
-
-
 def together(values: PerToken) -> PerToken:
     dist.all_reduce(values.sum())
     return values
@@ -51,5 +40,5 @@ def together(values: PerToken) -> PerToken:
 recipe = Recipe(
     "hanging",
     data,
-    [use(nodes.sft_view, actor), sleeps, slow, disagrees, patient, use(nodes.sft_train, actor)],
+    [use(nodes.sft_view, actor), sleeps, slow, disagrees, use(nodes.sft_train, actor)],
 )
