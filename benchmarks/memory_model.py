@@ -50,7 +50,7 @@ from hflow.planner.memory import memory_phases
 from hflow.planner.model_shape import num_parameters, read_shape
 from hflow.planner.request import ModelRequest, PlanRequest
 from hflow.planner.workload import WorkloadRequest
-from hflow.types import Unit
+from hflow.types import ScheduleSettings, Unit
 
 SEPARATE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 NUM_STEPS = 3
@@ -173,7 +173,7 @@ def predicted(case: Case) -> dict[str, int]:
         num_steps=4,
         models={"actor": asked, "ref": asked},
         groups={"train": tuple(range(case.dp)), "gen": (case.dp,)},
-        max_concurrent=case.sequences * case.dp,
+        schedule=ScheduleSettings(max_concurrent=case.sequences * case.dp),
         workload=WorkloadRequest(case.tokens // 4, case.tokens * 3 / 4, 0.6 if case.varied else 0.0),
     )
     plan = compile_plan(build_graph(bind(RECIPE.spec(), {})), request)

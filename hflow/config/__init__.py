@@ -3,7 +3,7 @@
 from hflow.config.compose import load_config
 from hflow.config.dump import flatten, to_mapping, to_yaml
 from hflow.config.names import validate_names
-from hflow.config.schema import DataConfig, GenConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
+from hflow.config.schema import DataConfig, GenConfig, ModelConfig, OptimConfig, RunConfig
 
 __all__ = [
     "DataConfig",
@@ -11,7 +11,6 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "RunConfig",
-    "ScheduleConfig",
     "flatten",
     "load_config",
     "to_mapping",

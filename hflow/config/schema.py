@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hflow.types import ScheduleSettings
+
 
 def _minimum(least: float, default: Any) -> Any:
     return field(default=default, metadata={"minimum": least})
@@ -124,31 +126,6 @@ class WorkloadConfig:
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
-    """How far generation may run ahead of training, and what happens to samples that get old: `schedule`."""
-
-    max_staleness: float = _minimum(0, 0)
-    """Syncs that the weights of a trained token may lie behind (eta): 0 is synchronous, 2 to 8 is typical.
-    With 0.5 half of the next sync's groups are begun early."""
-    sync_every: int = _minimum(1, 1)
-    """Steps from one sync of the generation engines' weights to the next."""
-    max_concurrent: int = _minimum(1, 256)
-    """Samples in flight, over all engines."""
-    interrupt: bool = True
-    """Whether a sync interrupts samples, which keep their tokens and go on with the new weights (partial
-    rollout); false: engines finish what runs before they take weights."""
-    age_rule: bool = True
-    """Whether samples are dropped, or aborted, before they would train too old."""
-    drop_older_than: int | None = _minimum(0, None)
-    """The age rule's limit, in versions; null: the lag that the plan certifies."""
-    queue: int | None = _minimum(1, None)
-    """Accepted groups that wait for their batch at most, the oldest dropped beyond; null: no bound besides
-    admission's."""
-    max_refused_per_step: int = _minimum(0, 1000)
-    """Groups refused in one step above which the run stops."""
-
-
-@dataclass(frozen=True)
 class ReportConfig:
     """What a run shows while it runs: `report`."""
 
@@ -171,7 +148,7 @@ class RunConfig:
     """Training steps."""
     batch: int = _minimum(1, 32)
     """Groups a step; a group is one prompt with its samples."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     """How far generation may run ahead of training."""
     save_every: int = _minimum(0, 0)
     """Steps from one checkpoint to the next; 0 keeps only the one at the end."""

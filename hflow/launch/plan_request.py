@@ -126,7 +126,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         models={spec.name: _model(config, graph, spec) for spec in graph.models},
         groups=config.groups,
         placement=config.placement,
-        **dataclasses.asdict(config.schedule),
+        schedule=config.schedule,
         save_every=config.save_every,
         seed=config.seed,
         hardware=hardware,

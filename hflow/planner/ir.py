@@ -6,7 +6,7 @@ is the part that the state machine reads, so that tests can write one by hand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hflow.graph.ir import TRAJECTORY_FIELDS, Graph, Level, Node, Read
@@ -14,6 +14,7 @@ from hflow.planner.forecast import Forecast
 from hflow.planner.hardware import Hardware
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
+from hflow.types import ScheduleSettings
 
 __all__ = [
     "TRAJECTORY_FIELDS",
@@ -262,23 +263,7 @@ class Schedule:
     publishers: tuple[tuple[str, str], ...] = ()
     """Generation replica that shares no group with batch nodes, and whose weights change -> the group that
     trains them, where they are published."""
-    max_staleness: float = 0
-    """eta: syncs that the weights of a trained token may lag behind; an integer where it is whole."""
-    sync_every: int = 1
-    """Steps between two transfers of weights to the engines (s)."""
-    max_concurrent: int = 256
-    """Samples in flight, over all streams."""
-    max_refused_per_step: int = 1000
-    """Groups refused since the last batch was formed, above which the run stops."""
-    interrupt: bool = True
-    """Whether engines that stop interrupt their samples, which go on afterwards; else they finish them."""
-    age_rule: bool = True
-    """Whether samples are dropped before they train too old."""
-    drop_older_than: int | None = None
-    """The age rule's limit, in versions; None: the certified lag ceil((eta + 1) s) - 1."""
-    queue: int | None = None
-    """Accepted groups that wait for their batch at most; beyond, the oldest is dropped. None: no bound
-    besides admission's."""
+    settings: ScheduleSettings = field(default_factory=ScheduleSettings)
 
 
 @dataclass(frozen=True)

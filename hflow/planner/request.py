@@ -10,6 +10,7 @@ from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.workload import WorkloadRequest
+from hflow.types import ScheduleSettings
 
 
 @dataclass(frozen=True)
@@ -69,22 +70,7 @@ class PlanRequest:
     placement: str | None = None
     """Devices and layouts of replicas in short, as `allocation.allocate` reads them; not together with
     groups and layouts above."""
-    max_staleness: float = 0
-    """eta: how many syncs the weights of a trained token may lag behind; 0 is synchronous. A fraction of a
-    sync lets generation begin that share of its groups."""
-    sync_every: int = 1
-    """Steps between two transfers of weights to the engines."""
-    max_concurrent: int = 256
-    """Samples in flight."""
-    max_refused_per_step: int = 1000
-    interrupt: bool = True
-    """Whether engines that stop interrupt their samples, or finish them first."""
-    age_rule: bool = True
-    """Whether samples are dropped before they train too old."""
-    drop_older_than: int | None = None
-    """The age rule's limit, in versions; None: the certified lag."""
-    queue: int | None = None
-    """Accepted groups that wait for their batch at most; None: no bound besides admission's."""
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     save_every: int = 0
     """Steps between two checkpoints; 0 saves at the end only."""
     seed: int = 0

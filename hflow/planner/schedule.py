@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from hflow.graph.ir import EdgeKind, Graph, Level, Node, Stream
 from hflow.planner.ir import Placement, Replica, Schedule, ScheduledNode, ScheduledStream
@@ -40,14 +41,7 @@ def make_schedule(
         shared=tuple((group, names) for group, names in engines.items() if names),
         num_steps=request.num_steps,
         publishers=tuple((r.name, batch_replica(tuple(replicas), r.model).group) for r in apart),
-        max_staleness=_whole(request.max_staleness),
-        sync_every=request.sync_every,
-        max_concurrent=request.max_concurrent,
-        max_refused_per_step=request.max_refused_per_step,
-        interrupt=request.interrupt,
-        age_rule=request.age_rule,
-        drop_older_than=request.drop_older_than,
-        queue=request.queue,
+        settings=replace(request.schedule, max_staleness=_whole(request.schedule.max_staleness)),
     )
 
 

@@ -36,17 +36,17 @@ def certified_lag(max_staleness: float, sync_every: int) -> int:
 
 def splits_batch(schedule: Schedule) -> bool:
     """Whether generation may begin a part of a batch early, and not all of it."""
-    eta, sync_every = schedule.max_staleness, schedule.sync_every
+    eta, sync_every = schedule.settings.max_staleness, schedule.settings.sync_every
     return steps_ahead(eta, sync_every) != exact(eta * sync_every)
 
 
 def age_limit(schedule: Schedule) -> int | None:
     """The largest lag with which the age rule lets a sample train; None where the rule is off."""
-    if not schedule.age_rule:
+    if not schedule.settings.age_rule:
         return None
-    if schedule.drop_older_than is not None:
-        return schedule.drop_older_than
-    return certified_lag(schedule.max_staleness, schedule.sync_every)
+    if schedule.settings.drop_older_than is not None:
+        return schedule.settings.drop_older_than
+    return certified_lag(schedule.settings.max_staleness, schedule.settings.sync_every)
 
 
 def staleness_bound(schedule: Schedule) -> int | None:
@@ -64,7 +64,7 @@ def staleness_bound(schedule: Schedule) -> int | None:
     written = {model for node in schedule.nodes for model in node.writes}
     if written.isdisjoint(trained.models):
         return 0
-    natural = certified_lag(schedule.max_staleness, schedule.sync_every)
+    natural = certified_lag(schedule.settings.max_staleness, schedule.settings.sync_every)
     limits = [age_limit(schedule), natural if _keeps_order(schedule) else None]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -73,4 +73,4 @@ def _keeps_order(schedule: Schedule) -> bool:
     """Whether all samples of some weights are accepted before there is any of newer ones."""
     name = schedule.streams[0].name
     scored = any(node.stream == name and node.level is not Level.BATCH for node in schedule.nodes)
-    return schedule.max_staleness == 0 or not (schedule.interrupt or scored)
+    return schedule.settings.max_staleness == 0 or not (schedule.settings.interrupt or scored)

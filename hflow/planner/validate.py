@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
@@ -11,19 +12,16 @@ from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.node_order import root_stream, root_streams
 from hflow.planner.placement.replicas import is_source
 from hflow.planner.request import PlanRequest
+from hflow.types import ScheduleSettings
 
 LEAST = {
     "batch": 1,
     "num_steps": 1,
-    "sync_every": 1,
-    "max_concurrent": 1,
-    "max_staleness": 0,
-    "max_refused_per_step": 0,
     "save_every": 0,
 }
 
-MOST_STALENESS = 10**6
-"""Far beyond what any run could use."""
+MAX_STALENESS = 10**6
+"""An upper limit far above any useful value."""
 
 
 def check_request(graph: Graph, request: PlanRequest) -> None:
@@ -35,6 +33,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
     for name, least in LEAST.items():
         if getattr(request, name) < least:
             raise PlanError(f"{name} is {getattr(request, name)}; it must be at least {least}")
+    _check_schedule(request.schedule, request.batch)
     for name, asked in request.models.items():
         if asked.sequence_parallel is not None and not traits(asked.backend).cuts_layers:
             raise PlanError(
@@ -42,37 +41,41 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"{asked.backend} backend has no tensor ranks that could share tokens; leave it out, or set "
                 f"models.{name}.backend=megatron"
             )
-    _check_ages(request)
     for stream in root_streams(graph):
-        if stream.group > request.max_concurrent:
+        max_concurrent = request.schedule.max_concurrent
+        if stream.group > max_concurrent:
             raise PlanError(
-                f"schedule.max_concurrent is {request.max_concurrent}, but a group of {stream.name!r} has "
+                f"schedule.max_concurrent is {max_concurrent}, but a group of {stream.name!r} has "
                 f"{stream.group} samples; set schedule.max_concurrent to {stream.group} or more"
             )
 
 
-def _check_ages(request: PlanRequest) -> None:
-    """Refuse rules by which no batch could ever be young enough, or full."""
-    if request.max_staleness > MOST_STALENESS:
+def _check_schedule(settings: ScheduleSettings, batch: int) -> None:
+    """Raise for a value below its minimum, and for rules under which no batch could ever form."""
+    for field in fields(settings):
+        value, minimum = getattr(settings, field.name), field.metadata.get("minimum")
+        if value is not None and minimum is not None and value < minimum:
+            raise PlanError(f"schedule.{field.name} is {value}; it must be at least {minimum}")
+    if settings.max_staleness > MAX_STALENESS:
         raise PlanError(
-            f"schedule.max_staleness is {request.max_staleness}; it must be at most {MOST_STALENESS:,}, and "
-            "from 4 on little is gained"
+            f"schedule.max_staleness is {settings.max_staleness}; it must be at most {MAX_STALENESS:,}, and "
+            "values above 4 gain little"
         )
-    least = request.sync_every - 1
-    if request.drop_older_than is not None and not request.age_rule:
+    if settings.drop_older_than is not None and not settings.age_rule:
         raise PlanError(
-            f"schedule.drop_older_than is {request.drop_older_than}, but schedule.age_rule is off; leave out "
-            "one of them"
+            f"schedule.drop_older_than is {settings.drop_older_than}, but schedule.age_rule is off; "
+            "remove one of them"
         )
-    if request.drop_older_than is not None and request.drop_older_than < least:
+    min_age = settings.sync_every - 1
+    if settings.drop_older_than is not None and settings.drop_older_than < min_age:
         raise PlanError(
-            f"schedule.drop_older_than is {request.drop_older_than}, but weights reach the engines every "
-            f"{request.sync_every} steps only; set schedule.drop_older_than to {least} or more"
+            f"schedule.drop_older_than is {settings.drop_older_than}, but weights reach the engines only "
+            f"every {settings.sync_every} steps; set schedule.drop_older_than to {min_age} or more"
         )
-    if request.queue is not None and request.queue < request.batch:
+    if settings.queue is not None and settings.queue < batch:
         raise PlanError(
-            f"schedule.queue is {request.queue}, but a batch has {request.batch} groups; set schedule.queue "
-            f"to {request.batch} or more"
+            f"schedule.queue is {settings.queue}, but a batch has {batch} groups; set schedule.queue to "
+            f"{batch} or more"
         )
 
 

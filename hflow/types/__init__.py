@@ -2,6 +2,7 @@
 
 from hflow.types.engine import Engine, EpisodeState, State, Tokenizer
 from hflow.types.output import Output
+from hflow.types.schedule_settings import ScheduleSettings
 from hflow.types.sequences import Sequences
 from hflow.types.trajectory import STOP_REASONS, ToolCall, Trajectory
 from hflow.types.units import Json, Metrics, PerGroup, PerSequence, PerToken, Tensor, Text, Unit
@@ -16,6 +17,7 @@ __all__ = [
     "PerGroup",
     "PerSequence",
     "PerToken",
+    "ScheduleSettings",
     "Sequences",
     "State",
     "Tensor",

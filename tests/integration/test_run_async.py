@@ -132,7 +132,7 @@ def test_a_run_without_an_age_rule_has_no_certificate(tmp_path: Path) -> None:
         ),
         (
             ["schedule.sync_every=3", "schedule.drop_older_than=1"],
-            r"schedule.drop_older_than is 1, but weights reach the engines every 3 steps only; set .* to 2",
+            r"schedule.drop_older_than is 1, but set schedule.drop_older_than to 2",
         ),
         (
             ["schedule.max_concurrent=4"],

@@ -199,7 +199,7 @@ def _period(plan: Plan) -> Period:
     busy: dict[str, float] = {}
     for slot in slots:
         busy[slot.lane] = busy.get(slot.lane, 0.0) + slot.seconds
-    overlaps = plan.schedule.max_staleness > 0 and len(busy) > 1
+    overlaps = plan.schedule.settings.max_staleness > 0 and len(busy) > 1
     longest = max(busy, key=lambda lane: busy[lane])
     seconds = busy[longest] if overlaps else now
     on_cycle = [slot.node for slot in slots if not overlaps or slot.lane == longest]

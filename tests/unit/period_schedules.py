@@ -10,6 +10,7 @@ from state_script import publishers
 
 from hflow.planner.ir import PUBLISH_PREFIX, Level, Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime.simulation.simulate import simulate
+from hflow.types import ScheduleSettings
 
 GROUPS = ("g0", "g1", "g2")
 MODELS = ("actor", "critic")
@@ -54,13 +55,15 @@ def timed_schedules(draw: st.DrawFn, *kinds: str) -> Timed:
         tuple(row for row in shared if row[1]),
         FEW_STEPS,
         publishers=publishers([replica for replica, home in homes.items() if home is None], nodes),
-        sync_every=draw(st.sampled_from((1, 1, 2, 3))),
-        max_concurrent=stream.group_size * (stream.batch or 1),
+        settings=ScheduleSettings(
+            sync_every=draw(st.sampled_from((1, 1, 2, 3))),
+            max_concurrent=stream.group_size * (stream.batch or 1),
+        ),
     )
     published = tuple(PUBLISH_PREFIX + replica for replica, _ in schedule.publishers)
     names = ("src", *replicas, *published, *(n.name for n in schedule.nodes))
     seconds = {name: draw(SECONDS) for name in names}
-    ahead = models == ("teacher",) or schedule.sync_every > 1
+    ahead = models == ("teacher",) or schedule.settings.sync_every > 1
     if schedule.shared and ahead and samples:  # else the turn goes on with the next ones meanwhile
         seconds |= {node.name: 0.0 for node in samples}
         seconds["src"] = max(1.0, seconds["src"])

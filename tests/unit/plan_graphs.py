@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 
 from hflow.graph.ir import (
@@ -25,7 +26,7 @@ from hflow.launch.plan_request import known_devices
 from hflow.planner.cluster import parse_cluster
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.request import PlanRequest
-from hflow.types import Unit
+from hflow.types import ScheduleSettings, Unit
 
 COLUMNS = {"prompt": Unit.TEXT, "answer": Unit.TEXT}
 OUTPUT = (("out", "output"),)
@@ -186,7 +187,13 @@ def cluster_of(name: str) -> ClusterSpec:
 
 
 def request(cluster: str = "cpu-1x2", **changes: object) -> PlanRequest:
-    numbers: dict[str, object] = {"batch": 8, "num_steps": 10}
+    """A request with these fields, and these fields of its schedule's settings."""
+    schedule = {
+        field.name: changes.pop(field.name)
+        for field in dataclasses.fields(ScheduleSettings)
+        if field.name in changes
+    }
+    numbers: dict[str, object] = {"batch": 8, "num_steps": 10, "schedule": ScheduleSettings(**schedule)}  # type: ignore[arg-type]
     return PlanRequest(cluster_of(cluster), **(numbers | changes))  # type: ignore[arg-type]
 
 

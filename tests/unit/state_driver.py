@@ -122,7 +122,9 @@ class World:
             check_invariants(self.state)
         flying = len(self.in_flight)
         assert flying <= self.state.admission.max_samples
-        assert flying <= max(self.schedule.max_concurrent, sum(s.group_size for s in self.schedule.streams))
+        assert flying <= max(
+            self.schedule.settings.max_concurrent, sum(s.group_size for s in self.schedule.streams)
+        )
 
     def told(self, instruction: ev.Instruction) -> None:
         """The state machine decided something that is about to be performed."""
@@ -230,8 +232,10 @@ class World:
         size, rules = self.trained.group_size, self.schedule
         members = Counter(s // size for name, s in self.refused if name == self.trained.name)
         lost = sum(count == size for count in members.values())
-        syncs = min(self.version[replica] for replica in self.trained.replicas) // rules.sync_every
-        limit = int((rules.max_staleness + syncs + 1) * rules.sync_every * (self.trained.batch or 1))
+        syncs = min(self.version[replica] for replica in self.trained.replicas) // rules.settings.sync_every
+        limit = int(
+            (rules.settings.max_staleness + syncs + 1) * rules.settings.sync_every * (self.trained.batch or 1)
+        )
         assert len(self.opened[self.trained.name]) - lost <= limit
 
     def _do_RunSample(self, what: ev.RunSample) -> None:
@@ -313,7 +317,7 @@ class World:
             oldest, newest = self.oldest[what.stream, sample]
             assert lag is None or what.step - lag <= oldest
             assert oldest <= newest <= what.step
-            if not self.schedule.interrupt:
+            if not self.schedule.settings.interrupt:
                 assert oldest == newest or len(self.trained.replicas) > 1
             self.lags[what.step - oldest] += 1
             if lag == 0:
@@ -355,7 +359,7 @@ class World:
 
     def _check_lead(self, node: ScheduledNode, step: int) -> None:
         """No writer changes weights that an engine of the trained stream is to get (evaluations apart)."""
-        every, progress = self.schedule.sync_every, self.state.data.progress
+        every, progress = self.schedule.settings.sync_every, self.state.data.progress
         if len(self.streams) > 1 or progress.formed == progress.num_steps:
             return
         for replica in self.apart:
@@ -401,7 +405,7 @@ class World:
         for stream in self.schedule.streams[1:]:
             if what.replica in stream.replicas:
                 assert not any(name == stream.name for name, _ in self.in_flight)
-        if not self.schedule.interrupt and what.replica in self.trained.replicas:
+        if not self.schedule.settings.interrupt and what.replica in self.trained.replicas:
             assert not any(name == self.trained.name for name, _ in self.in_flight)
         self.engine[what.replica] = "sleeping"
         self.bag.append(ev.Asleep(what.replica))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
-from state_script import publishers
+from state_script import changed, publishers
 
 from hflow.planner.ir import Level, Schedule, ScheduledNode, ScheduledStream
+from hflow.types import ScheduleSettings
 
 GROUPS = ("g0", "g1", "g2")
 
@@ -149,9 +149,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
         shared=tuple(row for row in shared if row[1]),
         num_steps=draw(st.integers(1, 6)),
         publishers=publishers(apart, batch) if draw(st.sampled_from((True, True, True, False))) else (),
-        max_concurrent=draw(st.integers(1, 12)),
-        max_refused_per_step=60,
-        **draw(staleness_rules(streams[0].batch or 1)),
+        settings=ScheduleSettings(
+            max_concurrent=draw(st.integers(1, 12)),
+            max_refused_per_step=60,
+            **draw(staleness_rules(streams[0].batch or 1)),
+        ),
     )
 
 
@@ -171,4 +173,4 @@ def staleness_rules(draw: st.DrawFn, batch: int) -> dict[str, Any]:
 
 def synchronous(schedule: Schedule) -> Schedule:
     """The same with eta = 0 and a weight update in every step."""
-    return replace(schedule, max_staleness=0, sync_every=1, drop_older_than=None)
+    return changed(schedule, max_staleness=0, sync_every=1, drop_older_than=None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import fields, replace
 from typing import Any
 
 from hflow.planner.ir import Level, Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.runtime.state.invariants import check_invariants
 from hflow.runtime.state.run_state import RunState
+from hflow.types import ScheduleSettings
 
 ENGINE = "actor@gen"
 
@@ -47,8 +49,16 @@ def schedule(
     orders = tuple((name, tuple(n.name for n in nodes if n.group == name)) for name in groups)
     engines = tuple(dict.fromkeys(r for stream in streams for r in stream.replicas))
     apart = publishers(() if shared else engines, nodes)
-    settings = {"num_steps": 2, "max_concurrent": 64, "publishers": apart, **more}
-    return Schedule(tuple(streams), tuple(nodes), orders, ((shared, engines),) if shared else (), **settings)
+    rows = tuple(streams), tuple(nodes), orders, ((shared, engines),) if shared else ()
+    plain = Schedule(*rows, num_steps=2, publishers=apart, settings=ScheduleSettings(max_concurrent=64))
+    return changed(plain, **more)
+
+
+def changed(schedule: Schedule, **changes: Any) -> Schedule:
+    """A schedule with other values of these fields, its own or those of its settings."""
+    names = {field.name for field in fields(ScheduleSettings)}
+    settings = replace(schedule.settings, **{name: changes[name] for name in names & changes.keys()})
+    return replace(schedule, settings=settings, **{k: v for k, v in changes.items() if k not in names})
 
 
 def publishers(engines: Iterable[str], nodes: Iterable[ScheduledNode]) -> tuple[tuple[str, str], ...]:

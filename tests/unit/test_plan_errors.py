@@ -142,4 +142,4 @@ def test_rules_of_staleness_that_no_batch_could_meet():
         batch=4,
         queue=1,
     )
-    refused(grpo(), "age_rule is off; leave out one of them", drop_older_than=3, age_rule=False)
+    refused(grpo(), "age_rule is off; remove one of them", drop_older_than=3, age_rule=False)

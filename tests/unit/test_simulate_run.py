@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from state_script import ENGINE, batch, encoded, generated, schedule
+from state_script import ENGINE, batch, changed, encoded, generated, schedule
 
 from hflow.planner.ir import Schedule
 from hflow.planner.staleness import staleness_bound
@@ -102,7 +101,7 @@ def test_samples_beyond_the_slots_wait_and_begin_with_the_weights_of_their_turn(
     run = simulate_run(what, seconds, slots={"gen": 2})
     assert run.timeline.period() == pytest.approx(2 + 2 + 5)
     assert run.mean_generating == pytest.approx(2 * 4 / 9)
-    ahead = replace(what, max_staleness=1, num_steps=40)
+    ahead = changed(what, max_staleness=1, num_steps=40)
     slow = simulate_run(ahead, {"gen": 2.0, "train": 1.0}, slots={"gen": 2})
     assert slow.timeline.period() == pytest.approx(4.0)
     assert max(slow.staleness()) <= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from state_script import ENGINE, Script, batch, encoded, generated, group, grpo, sample, schedule
+from state_script import ENGINE, Script, batch, changed, encoded, generated, group, grpo, sample, schedule
 
 from hflow.planner.ir import ScheduledStream
 from hflow.runtime import events as ev
@@ -254,7 +254,7 @@ def test_an_evaluation_keeps_its_weights_while_the_trainer_goes_on():
 
 
 def test_an_evaluation_comes_before_fresh_samples():
-    plan = replace(grpo(shared=True), max_concurrent=4)
+    plan = changed(grpo(shared=True), max_concurrent=4)
     plan = replace(plan, streams=(*plan.streams, side(every=100)))
     trace = Script(plan, rows={"eval": 3}).run()
     assert trace[:5] == ["wake actor@gen 0", *(f"open eval {number}" for number in range(4))]
@@ -308,7 +308,7 @@ def test_keep_refuses_a_member_and_the_group_goes_on():
 
 
 def test_abandoned_samples_occupy_their_place_until_they_report():
-    plan = replace(grpo(shared=False), max_concurrent=4)
+    plan = changed(grpo(shared=False), max_concurrent=4)
     plan = replace(plan, streams=(generated(min_group=2),))
     script = Script(plan, hold={f"gen#{key}" for key in range(6)})
     script.run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -17,6 +16,7 @@ from state_script import (
     Script,
     arriving,
     batch,
+    changed,
     encoded,
     generated,
     group,
@@ -198,7 +198,7 @@ def test_without_the_age_rule_any_lag_can_be_had(steps: int):
 def asynchronous(draw: st.DrawFn) -> Schedule:
     """Any schedule with eta > 0, room for many samples, and engines mostly on devices of their own."""
     what = draw(schedules())
-    return replace(
+    return changed(
         what,
         max_staleness=draw(st.integers(1, 3)),
         num_steps=draw(st.integers(3, 8)),
@@ -230,12 +230,12 @@ def test_no_token_exceeds_the_certificate_and_no_run_gets_stuck(
 @given(schedules(), st.integers(0, 2**16), st.integers(0, 3))
 def test_rules_of_staleness_change_nothing_in_a_synchronous_run(what: Schedule, seed: int, more: int):
     """The same instructions in the same order, whatever the age rule and the queue say."""
-    plain = replace(what, max_staleness=0, interrupt=True, age_rule=True, drop_older_than=None, queue=None)
+    plain = changed(what, max_staleness=0, interrupt=True, age_rule=True, drop_older_than=None, queue=None)
     batch = what.streams[0].batch or 1
     ruled = [
-        replace(plain, age_rule=False),
-        replace(plain, drop_older_than=plain.sync_every - 1 + more),
-        replace(plain, queue=batch + more),
+        changed(plain, age_rule=False),
+        changed(plain, drop_older_than=plain.settings.sync_every - 1 + more),
+        changed(plain, queue=batch + more),
     ]
     worlds = [World(w, Random(seed), {"eval0": 3, "eval1": 5}, 0.05, salt=seed) for w in (plain, *ruled)]
     for world in worlds:

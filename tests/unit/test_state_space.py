@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from state_script import ENGINE, arriving, batch, generated, group, sample, schedule
+from state_script import ENGINE, arriving, batch, changed, generated, group, sample, schedule
 from state_space import Space, explore
 
 from hflow.planner.ir import Level, Schedule, ScheduledStream
@@ -54,7 +54,7 @@ def test_the_certificate_holds_in_every_order_and_is_reached(rules: dict[str, An
     space = explored(what)
     assert space.num_states >= least
     assert max(space.lags) == staleness_bound(what)
-    assert bool(space.interrupted) == (what.max_staleness > 0 and what.interrupt)
+    assert bool(space.interrupted) == (what.settings.max_staleness > 0 and what.settings.interrupt)
 
 
 def test_without_the_age_rule_a_sample_trains_with_a_larger_lag():
@@ -80,7 +80,7 @@ def test_a_model_that_works_on_what_arrives_before_a_keep():
         batch("train", "g", writes=("actor",)),
     ]
     what = schedule([generated(size=1, num_groups=1)], nodes, num_steps=3, max_staleness=1)
-    space = explored(replace(what, max_refused_per_step=0), 0.2)
+    space = explored(changed(what, max_refused_per_step=0), 0.2)
     assert space.num_states >= 200
     assert space.refused[ev.Refusal.STALE] > 0
 

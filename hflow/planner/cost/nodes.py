@@ -51,8 +51,8 @@ class Costs:
         self._rollout = Rollout(
             groups=request.batch,
             group_size=self._stream.group_size,
-            max_concurrent=request.max_concurrent,
-            ahead=certified_lag(request.max_staleness, request.sync_every),
+            max_concurrent=request.schedule.max_concurrent,
+            ahead=certified_lag(request.schedule.max_staleness, request.schedule.sync_every),
             seed=request.seed,
         )
 

@@ -31,7 +31,7 @@ def sample_homes(
     if stream.replicas:
         replica = plan.replica(stream.replicas[0])
         dispatcher = _Dispatcher(
-            replica.heads, request.model(replica.model).max_running, request.max_concurrent
+            replica.heads, request.model(replica.model).max_running, request.schedule.max_concurrent
         )
         groups = [dispatcher.place(responses[g * size : (g + 1) * size]) for g in range(num_groups)]
     else:

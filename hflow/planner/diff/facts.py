@@ -179,7 +179,7 @@ _RULES = {"interrupt": True, "age_rule": True, "drop_older_than": None, "queue":
 
 def placed_facts(rows: Rows, lone: Lone) -> dict[str, Subjects]:
     """Facts by topic, causes before what follows from them."""
-    schedule = rows["schedule"]
+    schedule = {**rows["schedule"], **rows["schedule"].get("settings", {})}  # older plans have no `settings`
     graph_nodes = {node["spec"]["name"] for node in rows["graph"]["nodes"]}
     return {
         "schedule": dict(_numbers(schedule)),

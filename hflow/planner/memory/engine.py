@@ -43,12 +43,14 @@ def engine_load(plan: Plan, rank: Rank, lengths: dict[str, Workload]) -> Load:
     """What the streams of a generation replica ask of each of its engines."""
     streams = [stream for stream in plan.schedule.streams if rank.replica.name in stream.replicas]
     size = max(stream.group_size for stream in streams)
-    num_groups = -(-plan.schedule.max_concurrent // size)
+    num_groups = -(-plan.schedule.settings.max_concurrent // size)
     num_running = min(rank.asked.max_running, -(-num_groups // rank.data) * size)
     prompt = max(lengths[stream.name].prompt for stream in streams)
     longest = max(lengths[stream.name].prompt + lengths[stream.name].max_response for stream in streams)
     # Interrupted sequences enter again with what they have.
-    distinct = num_running * longest if plan.schedule.max_staleness else -(-num_running // size) * prompt
+    distinct = (
+        num_running * longest if plan.schedule.settings.max_staleness else -(-num_running // size) * prompt
+    )
     return Load(num_running, prompt, longest, min(max(TOKENS_PER_STEP, longest), distinct))
 
 

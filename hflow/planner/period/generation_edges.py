@@ -73,7 +73,7 @@ def _link_source(graph: TimedGraph, recurring: SteadyEvents, step: int) -> None:
         if group in last:
             graph.link(last[group], source, step, 1, f"turn of group {group}")
     graph.link(source, source, step, 1, f"next batch of {source}")
-    if recurring.models and recurring.schedule.max_staleness:
+    if recurring.models and recurring.schedule.settings.max_staleness:
         for writer in recurring.writers_of(recurring.models):
             graph.link(writer, FORMED, step, LOOK_AHEAD, "one batch ahead")
     if not recurring.models:
@@ -100,7 +100,7 @@ def _link_syncs(graph: TimedGraph, recurring: SteadyEvents, replica: str) -> Non
     """An engine takes version `step` once it is there, in its turn before the batch that needs it."""
     source, every = recurring.stream.source, recurring.sync_every
     group = recurring.group_of(replica)
-    behind = steps_ahead(recurring.schedule.max_staleness, every)
+    behind = steps_ahead(recurring.schedule.settings.max_staleness, every)
     for step in range(0, graph.num_unrolled, every):
         if replica in recurring.publishers:
             _link_publishing(graph, recurring, replica, step)

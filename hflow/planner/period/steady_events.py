@@ -39,7 +39,7 @@ class SteadyEvents:
             for model in node.writes:
                 self.writers[model] = (*self.writers.get(model, ()), node.name)
         self.models = self.trained(self.stream.models)
-        self.sync_every = schedule.sync_every if self.models else 1
+        self.sync_every = schedule.settings.sync_every if self.models else 1
         self.publishers = dict(schedule.publishers)
         self.num_unrolled = self._unrolled_steps()
 

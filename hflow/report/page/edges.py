@@ -51,7 +51,7 @@ def arrows(plan: Plan) -> tuple[Arrow, ...]:
 def _of_graph(plan: Plan) -> Iterator[Arrow]:
     schedule = plan.schedule
     for edge in plan.graph.edges:
-        lag = largest_lag(edge, schedule.max_staleness, schedule.sync_every)
+        lag = largest_lag(edge, schedule.settings.max_staleness, schedule.settings.sync_every)
         key = f"{edge.kind} {edge.src} {edge.model or edge.fields}"
         yield Arrow("", edge.kind, edge.src, edge.dst, _label(edge), lag, edge.at_most, key)
 

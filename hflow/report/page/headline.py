@@ -119,7 +119,7 @@ def _staleness(plan: Plan) -> tuple[str, str]:
         return "unbounded", "no rule drops old samples"
     if not schedule.streams[0].models:
         return "none", "no model makes the samples"
-    why = f"max_staleness {schedule.max_staleness}, sync_every {schedule.sync_every}"
+    why = f"max_staleness {schedule.settings.max_staleness}, sync_every {schedule.settings.sync_every}"
     return "on policy" if bound == 0 else f"≤ {plural(bound, 'version')}", why
 
 

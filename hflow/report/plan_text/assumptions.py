@@ -46,7 +46,7 @@ def leaves_waiting_out(plan: Plan) -> bool:
     """
     stream = plan.schedule.streams[0]
     lengths = dict(plan.forecast.workload).get(stream.name) if plan.forecast else None
-    runs_ahead = bool(stream.models) and plan.schedule.max_staleness > 0
+    runs_ahead = bool(stream.models) and plan.schedule.settings.max_staleness > 0
     return runs_ahead and lengths is not None and (lengths.response_cv > 0 or splits_batch(plan.schedule))
 
 

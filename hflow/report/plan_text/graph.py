@@ -66,7 +66,7 @@ def _arriving(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {}
     schedule = plan.schedule
     for edge in plan.graph.edges:
-        lag = largest_lag(edge, schedule.max_staleness, schedule.sync_every)
+        lag = largest_lag(edge, schedule.settings.max_staleness, schedule.settings.sync_every)
         found.setdefault(edge.dst, []).append((str(edge.kind), describe_edge(edge) + _lag(lag, edge.at_most)))
     for turn in plan.order:
         found.setdefault(turn.dst, []).append((str(EdgeKind.ORDER), f"after {turn.src}" + _lag(turn.lag)))

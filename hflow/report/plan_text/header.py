@@ -38,7 +38,7 @@ def staleness_line(plan: Plan) -> str:
     schedule = plan.schedule
     return (
         f"the version lag of a trained token is at most {plan.staleness_bound} "
-        f"(max_staleness {schedule.max_staleness}, sync_every {schedule.sync_every})"
+        f"(max_staleness {schedule.settings.max_staleness}, sync_every {schedule.settings.sync_every})"
     )
 
 
@@ -79,7 +79,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
         "run",
         Text(
             f"{plural(schedule.num_steps, 'step')} of {_batch(plan)}; at most "
-            f"{plural(schedule.max_concurrent, 'sample')} in flight"
+            f"{plural(schedule.settings.max_concurrent, 'sample')} in flight"
         ),
     )
     yield "digest", Text(plan.digest)

@@ -18,7 +18,7 @@ NOTE = (
 
 def samples_section(plan: Plan, width: int) -> Section:
     """A row for each stream, then the staleness bound in words."""
-    words = f"{staleness_sentence(plan)} {_stop(plan.schedule.max_refused_per_step)}"
+    words = f"{staleness_sentence(plan)} {_stop(plan.schedule.settings.max_refused_per_step)}"
     return Section("Samples", NOTE, (_streams(plan), Text(), Text(words)))
 
 
@@ -56,7 +56,7 @@ def staleness_sentence(plan: Plan) -> str:
             "Staleness is 0: every token is made by the weights from which its training step starts. "
             "schedule.max_staleness=1 would let generation and training overlap on devices of their own."
         )
-    drops = "; samples that would become older are dropped and counted" if schedule.age_rule else ""
+    drops = "; samples that would become older are dropped and counted" if schedule.settings.age_rule else ""
     return (
         f"Staleness is at most {bound}: a token may be made by weights {plural(bound, 'update')} older than "
         f"those from which its training step starts, as {_why(schedule, bound)}{drops}."
@@ -65,7 +65,7 @@ def staleness_sentence(plan: Plan) -> str:
 
 def _why(schedule: Schedule, bound: int) -> str:
     """What the bound follows from."""
-    eta, sync = schedule.max_staleness, schedule.sync_every
+    eta, sync = schedule.settings.max_staleness, schedule.settings.sync_every
     if bound != certified_lag(eta, sync):
         return f"drop_older_than is {bound}"
     rounded = ", rounded up," if splits_batch(schedule) else ""

@@ -31,7 +31,7 @@ class Admission:
         ]
         together = sum(stream.graph.size for stream in (rollout, *self._reserved))
         largest = max(stream.graph.size for stream in data.streams)
-        self.max_samples = max(data.schedule.max_concurrent, together, largest)
+        self.max_samples = max(data.schedule.settings.max_concurrent, together, largest)
 
     def begin_evaluations(self) -> None:
         """Begin the evaluations whose engines are awake with the weights of a due version."""

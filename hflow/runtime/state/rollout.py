@@ -50,10 +50,11 @@ class Rollout(StreamState):
         self.messages: dict[tuple[str, Refusal], str] = {}
         self._schedule = schedule
         self._progress = progress
-        self.bound = schedule.queue if self.models else None
+        self.bound = schedule.settings.queue if self.models else None
         self.age_limit = age_limit(schedule) if self.models else None
-        assert self.age_limit is None or self.age_limit >= schedule.sync_every - 1, (
-            f"with weights of every {schedule.sync_every} steps nothing is within {self.age_limit} versions"
+        assert self.age_limit is None or self.age_limit >= schedule.settings.sync_every - 1, (
+            f"no sample can be within {self.age_limit} versions: weights change every "
+            f"{schedule.settings.sync_every} steps"
         )
 
     @property
@@ -82,12 +83,12 @@ class Rollout(StreamState):
     @property
     def is_refused_out(self) -> bool:
         """Whether more groups were refused since the last batch than a run may lose."""
-        return self.num_refused > self._schedule.max_refused_per_step
+        return self.num_refused > self._schedule.settings.max_refused_per_step
 
     @property
     def wants_decision(self) -> bool:
         """Whether no batch can be filled any more, too much was refused, or engines are empty at last."""
-        is_drained = self.num_generating == 0 and not self._schedule.interrupt
+        is_drained = self.num_generating == 0 and not self._schedule.settings.interrupt
         return self.is_dry or self.is_refused_out or is_drained
 
     def describe_refusals(self) -> str:
@@ -108,7 +109,10 @@ class Rollout(StreamState):
         """
         if self.models:
             ahead = admission_limit(
-                engine_version, self.batch, self._schedule.max_staleness, self._schedule.sync_every
+                engine_version,
+                self.batch,
+                self._schedule.settings.max_staleness,
+                self._schedule.settings.sync_every,
             )
             if self.age_limit is not None:
                 ahead = min(ahead, (engine_version + self.age_limit + 1) * self.batch)

@@ -57,7 +57,7 @@ def may_bind(data: StateParts) -> bool:
 
 
 def _waits(data: StateParts) -> bool:
-    return bool(data.rollout.models) and data.schedule.max_staleness > 0
+    return bool(data.rollout.models) and data.schedule.settings.max_staleness > 0
 
 
 def _is_asked_for(data: StateParts) -> bool:

@@ -97,7 +97,7 @@ def _lacks(engine: Engine, version: int, data: StateParts) -> bool:
     """Whether an engine should get the weights of `version` in place of those that it was given last."""
     if engine.target < 0:
         return True
-    every = data.schedule.sync_every
+    every = data.schedule.settings.sync_every
     rolls_on = engine.serves_rollout and data.progress.formed < data.progress.num_steps
     if rolls_on and version // every > engine.target // every:
         return True
@@ -132,7 +132,7 @@ def _stop(engine: Engine, data: StateParts) -> None:
     """Put an engine to sleep that must, at once or when its samples are finished."""
     if not _must_sleep(engine, data):
         engine.state = EngineState.AWAKE
-    elif data.schedule.interrupt or _is_idle(engine, data):
+    elif data.schedule.settings.interrupt or _is_idle(engine, data):
         engine.state = EngineState.SLEEPING
         data.emit(Sleep(engine.name))
     else:
