@@ -5,7 +5,7 @@ from hflow.dsl.load import load_recipe
 from hflow.dsl.model import Model
 from hflow.dsl.nodetype import Context, NodeType, Shapes
 from hflow.dsl.options import Option
-from hflow.dsl.overrides import bind, overridable
+from hflow.dsl.overrides import apply_overrides, overridable_keys
 from hflow.dsl.recipe import Recipe
 from hflow.dsl.sandbox import sandbox
 from hflow.dsl.use import use
@@ -21,13 +21,13 @@ __all__ = [
     "Option",
     "Recipe",
     "Shapes",
-    "bind",
+    "apply_overrides",
     "compute",
     "encode",
     "generate",
     "infer",
     "load_recipe",
-    "overridable",
+    "overridable_keys",
     "sandbox",
     "train",
     "update",

@@ -14,14 +14,14 @@ Form = Literal["tensor", "sample", "group", "weights"]
 """How a body sees its fields: packed tensors of a batch, one sample's plain values, lists over a
 group's members, or single weight tensors."""
 
-ALLOWED: dict[Form, str] = {
+ALLOWED_TYPES: dict[Form, str] = {
     "tensor": "PerToken, PerSequence, PerGroup, Text or Json",
     "sample": "str, float, int, bool, list[float], list[int], list[bool], dict or list[dict]",
     "group": "a list over the members, such as list[float] or list[str], or a group's float, int or bool",
     "weights": "Tensor",
 }
 
-PROVIDED: dict[Any, str] = {
+PROVIDED_TYPES: dict[Any, str] = {
     Engine: "engine",
     Output: "output",
     Sequences: "sequences",
@@ -71,7 +71,7 @@ def is_metrics(hint: Any) -> bool:
     return Provided.METRICS in getattr(hint, "__metadata__", ())
 
 
-def without_none(hint: Any) -> tuple[Any, bool]:
+def split_optional(hint: Any) -> tuple[Any, bool]:
     """`X | None` -> (X, True); anything else -> (itself, False)."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint, False
@@ -79,7 +79,7 @@ def without_none(hint: Any) -> tuple[Any, bool]:
     return (rest[0], True) if len(rest) == 1 else (hint, False)
 
 
-def results_of(hint: Any) -> list[Any]:
+def result_hints(hint: Any) -> list[Any]:
     """`tuple[U, V]` -> [U, V]; one type -> [it]; None -> []."""
     if hint is type(None):
         return []

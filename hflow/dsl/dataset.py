@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hflow.dsl.annotations import unit_of
-from hflow.dsl.source_location import caller
+from hflow.dsl.source_location import caller_location
 from hflow.errors import RecipeError
 from hflow.graph.ir import DatasetSpec
 from hflow.types import Unit
@@ -25,7 +25,7 @@ class Dataset:
     """
 
     def __init__(self, name: str = "train", /, **columns: Any) -> None:
-        self.where = caller()
+        self.where = caller_location()
         if not isinstance(name, str) or not name.isidentifier():
             raise RecipeError(
                 f"{self.where}: a dataset's name is an identifier such as 'train', not {name!r}"

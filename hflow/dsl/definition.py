@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hflow.dsl.return_types import Fault, ReturnTypes
+from hflow.dsl.return_types import ErrorFactory, ReturnTypes
 from hflow.dsl.signature import Signature, read_signature
-from hflow.dsl.source_location import place_of
+from hflow.dsl.source_location import definition_location
 from hflow.errors import RecipeError
-from hflow.graph.errors import refusal
-from hflow.graph.ir import Where
+from hflow.graph.errors import recipe_error
+from hflow.graph.ir import SourceLocation
 
 if TYPE_CHECKING:
     from hflow.dsl.nodetype import NodeType
@@ -31,7 +31,7 @@ class Definition:
     name: str
     kind: NodeType
     body: Callable[..., Any]
-    where: Where
+    where: SourceLocation
     signature: Signature
     results: ReturnTypes
     knobs: Mapping[str, Any]
@@ -62,10 +62,10 @@ def define(kind: NodeType, body: Callable[..., Any], of: Definition | None = Non
     Raises:
         RecipeError: when the body is not one that the kind can run.
     """
-    where = of.where if of else place_of(body)
+    where = of.where if of else definition_location(body)
 
     def fault(text: str) -> RecipeError:
-        return refusal(where, body.__name__, text)
+        return recipe_error(where, body.__name__, text)
 
     _check_async(kind, body, fault)
     signature = read_signature(body, where, kind.form, _provides(kind))
@@ -83,7 +83,7 @@ def _provides(kind: NodeType) -> tuple[str, ...]:
     return kind.provides if kind.form == "tensor" else tuple(set(kind.provides) - {"sequences", "state"})
 
 
-def _check_async(kind: NodeType, body: Callable[..., Any], fault: Fault) -> None:
+def _check_async(kind: NodeType, body: Callable[..., Any], fault: ErrorFactory) -> None:
     is_async = inspect.iscoroutinefunction(body)
     if kind.is_async is True and not is_async:
         raise fault(f"an @{kind.verb} body is an episode: write 'async def'")
@@ -91,7 +91,7 @@ def _check_async(kind: NodeType, body: Callable[..., Any], fault: Fault) -> None
         raise fault("only generate and per-sample or per-group compute bodies may be 'async def'")
 
 
-def _check_names(kind: NodeType, signature: Signature, fault: Fault) -> None:
+def _check_names(kind: NodeType, signature: Signature, fault: ErrorFactory) -> None:
     for knob in signature.knobs:
         if knob.name in kind.known:
             raise fault(f"knob {knob.name!r} has the name of an option of @{kind.verb}; rename it")
@@ -101,7 +101,7 @@ def _check_names(kind: NodeType, signature: Signature, fault: Fault) -> None:
             raise fault(f"an @{kind.verb} body takes its {needed.capitalize()}: add a parameter for it")
 
 
-def _engine_order(kind: NodeType, signature: Signature, fault: Fault) -> tuple[str, ...]:
+def _engine_order(kind: NodeType, signature: Signature, fault: ErrorFactory) -> tuple[str, ...]:
     """Engine parameters in the order of the models, which they are named after if several."""
     engines = tuple(name for name, provided in signature.provided if provided == "engine")
     models = tuple(model.name for model in kind.models)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hflow.dsl.recipe import Recipe
-from hflow.dsl.source_location import shown
+from hflow.dsl.source_location import relative_path
 from hflow.errors import HflowError, RecipeError, nearest
 
 PREFIX = "hflow_recipe_"
@@ -38,7 +38,9 @@ def load_recipe(path: str | Path) -> Recipe:
     recipes = [value for value in vars(module).values() if isinstance(value, Recipe)]
     if len(recipes) != 1:
         many = f"it has {len(recipes)} recipes: {', '.join(recipe.name for recipe in recipes)}; keep one"
-        raise RecipeError(f"{shown(str(file.resolve()))}: {many if recipes else 'it has no Recipe(...)'}")
+        raise RecipeError(
+            f"{relative_path(str(file.resolve()))}: {many if recipes else 'it has no Recipe(...)'}"
+        )
     return recipes[0]
 
 
@@ -54,11 +56,13 @@ def _import(file: Path) -> ModuleType:
     except HflowError:
         raise
     except SyntaxError as error:
-        raise RecipeError(f"{shown(error.filename or str(file))}:{error.lineno}: {error.msg}") from error
+        raise RecipeError(
+            f"{relative_path(error.filename or str(file))}:{error.lineno}: {error.msg}"
+        ) from error
     except Exception as error:
         line = _line_in(file, error)
         text = str(error).splitlines()[0] if str(error) else ""
-        raise RecipeError(f"{shown(str(file))}:{line}: {type(error).__name__}: {text}") from error
+        raise RecipeError(f"{relative_path(str(file))}:{line}: {type(error).__name__}: {text}") from error
     return module
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from hflow.dsl.source_location import caller
+from hflow.dsl.source_location import caller_location
 from hflow.errors import RecipeError, nearest
 from hflow.graph.ir import ModelSpec
 
@@ -27,7 +27,7 @@ class Model:
     def __init__(
         self, name: str, *, trainable: bool = False, head: Head = "lm", init_from: Model | None = None
     ) -> None:
-        self.where = caller()
+        self.where = caller_location()
         if not isinstance(name, str) or not name.isidentifier():
             raise RecipeError(f"{self.where}: a model's name is an identifier such as 'actor', not {name!r}")
         if head not in get_args(Head):

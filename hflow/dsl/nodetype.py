@@ -14,17 +14,17 @@ from hflow.dsl.annotations import Form
 from hflow.dsl.definition import ATTRIBUTE, define
 from hflow.dsl.model import Model
 from hflow.dsl.options import COMMON, GROUPED, Options
-from hflow.dsl.return_types import Fault, ReturnTypes, read_fields
-from hflow.dsl.source_location import caller
+from hflow.dsl.return_types import ErrorFactory, ReturnTypes, read_fields
+from hflow.dsl.source_location import caller_location
 from hflow.errors import RecipeError, nearest
-from hflow.graph.errors import refusal
+from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Level
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 
 _FORMS: Mapping[Level, Form] = {Level.SAMPLE: "sample", Level.GROUP: "group", Level.BATCH: "tensor"}
 
-KINDS: dict[str, type[NodeType]] = {}
+NODE_TYPES: dict[str, type[NodeType]] = {}
 """verb -> its type."""
 
 
@@ -80,15 +80,15 @@ class NodeType:
             return
         if "verb" not in cls.__dict__:
             cls.verb = cls.__name__.lower()
-        known = KINDS.get(cls.verb)
+        known = NODE_TYPES.get(cls.verb)
         if known is not None and known.__module__ != cls.__module__:
             raise RecipeError(
-                f"{caller()}: verb {cls.verb!r} is taken by {known.__module__}; set another verb"
+                f"{caller_location()}: verb {cls.verb!r} is taken by {known.__module__}; set another verb"
             )
-        KINDS[cls.verb] = cls
+        NODE_TYPES[cls.verb] = cls
 
     def __init__(self, *models: Model, **options: Any) -> None:
-        self.where = caller()
+        self.where = caller_location()
         self.models = self._checked_models(models)
         self.bound = {name: options.pop(name) for name in self.objects if name in options}
         self.given = self._checked_options(options)
@@ -155,7 +155,7 @@ class NodeType:
         """Fire: inputs by parameter name in, the body's results out."""
         return context.body(**inputs, **context.knobs)
 
-    def read_results(self, hint: Any, function: str, fault: Fault) -> ReturnTypes:
+    def read_results(self, hint: Any, function: str, fault: ErrorFactory) -> ReturnTypes:
         """What a body with this result annotation returns."""
         return read_fields(hint, self.names, function, self.form, fault)
 
@@ -202,4 +202,4 @@ class NodeType:
         return (*self.options, *self.objects)
 
     def _fault(self, text: str) -> RecipeError:
-        return refusal(self.where, self.verb, text)
+        return recipe_error(self.where, self.verb, text)

@@ -86,5 +86,5 @@ LEARNING: Options = {
 }
 """Train nodes: reduction of the loss, updates a step, source of prox_logprobs, extra loss mask."""
 
-FIELDS_OF_SPEC = ("returns", "on", "every", "after", "group", "per")
+SPEC_FIELDS = ("returns", "on", "every", "after", "group", "per")
 """Options that have a place of their own in a `NodeSpec`."""

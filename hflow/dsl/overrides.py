@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hflow.dsl.nodetype import KINDS
+from hflow.dsl.nodetype import NODE_TYPES
 from hflow.dsl.options import Option
 from hflow.dsl.value_types import conform
 from hflow.errors import ConfigError, nearest
-from hflow.graph.ir import NodeSpec, RecipeSpec, Where
+from hflow.graph.ir import NodeSpec, RecipeSpec, SourceLocation
 
 _FIELDS = ("group", "every", "after")
 """Options that are fields of a `NodeSpec`; names, streams and levels are the recipe's alone."""
 
 
-def bind(spec: RecipeSpec, overrides: Mapping[str, Mapping[str, Any]]) -> RecipeSpec:
+def apply_overrides(spec: RecipeSpec, overrides: Mapping[str, Mapping[str, Any]]) -> RecipeSpec:
     """Return the recipe with some knobs and options changed.
 
     Args:
@@ -35,9 +35,9 @@ def bind(spec: RecipeSpec, overrides: Mapping[str, Mapping[str, Any]]) -> Recipe
     return replace(spec, nodes=tuple(_in_step(node, trains, overrides) for node in nodes))
 
 
-def overridable(node: NodeSpec) -> tuple[str, ...]:
+def overridable_keys(node: NodeSpec) -> tuple[str, ...]:
     """What a configuration may change on a node: its knobs and options."""
-    options = KINDS[node.verb].options
+    options = NODE_TYPES[node.verb].options
     fields = tuple(name for name in _FIELDS if name in options)
     return (*(knob.name for knob in node.knobs), *(name for name, _ in node.options), *fields)
 
@@ -50,7 +50,7 @@ def _bind_node(node: NodeSpec, values: Mapping[str, Any]) -> NodeSpec:
 
 def _in_step(
     node: NodeSpec,
-    trains: Mapping[tuple[str, Where], NodeSpec],
+    trains: Mapping[tuple[str, SourceLocation], NodeSpec],
     overrides: Mapping[str, Mapping[str, Any]],
 ) -> NodeSpec:
     """A node that a train node brought along fires when that does, whatever the configuration made of it."""
@@ -64,8 +64,10 @@ def _in_step(
 
 def _bind_value(node: NodeSpec, key: str, value: Any) -> NodeSpec:
     path = f"nodes.{node.name}.{key}"
-    if key not in overridable(node):
-        raise ConfigError(f"{path}: the node has no such knob or option{nearest(key, overridable(node))}")
+    if key not in overridable_keys(node):
+        raise ConfigError(
+            f"{path}: the node has no such knob or option{nearest(key, overridable_keys(node))}"
+        )
     knob = next((knob for knob in node.knobs if knob.name == key), None)
     try:
         if knob is not None:
@@ -81,6 +83,6 @@ def _bind_value(node: NodeSpec, key: str, value: Any) -> NodeSpec:
 
 def _option(node: NodeSpec, key: str) -> Option:
     """The option; one that was decided from the body can be changed, not undone."""
-    option = KINDS[node.verb].options[key]
+    option = NODE_TYPES[node.verb].options[key]
     decided = key in ("min_group", "prox")
     return replace(option, type=option.type.removeprefix("None | ")) if decided else option

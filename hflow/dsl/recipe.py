@@ -14,10 +14,10 @@ from hflow.dsl.definition import Definition, definition_of
 from hflow.dsl.implicit_nodes import implicit_nodes
 from hflow.dsl.model import Model
 from hflow.dsl.nodetype import Context, NodeType
-from hflow.dsl.source_location import caller, caller_module
-from hflow.dsl.to_spec import freeze
+from hflow.dsl.source_location import caller_location, caller_module
+from hflow.dsl.to_spec import to_spec
 from hflow.errors import RecipeError
-from hflow.graph.ir import RecipeSpec, Where
+from hflow.graph.ir import RecipeSpec, SourceLocation
 
 Named = TypeVar("Named", Model, Dataset)
 
@@ -35,7 +35,7 @@ class Recipe:
     """
 
     def __init__(self, name: str, dataset: Dataset, nodes: Sequence[Any]) -> None:
-        self.where = caller()
+        self.where = caller_location()
         self.module = caller_module()
         if not isinstance(name, str) or not name.isidentifier():
             raise RecipeError(f"{self.where}: a recipe's name is an identifier such as 'ppo', not {name!r}")
@@ -54,8 +54,8 @@ class Recipe:
         Raises:
             RecipeError: when a node's model is open, or two models or datasets have one name.
         """
-        listed = [freeze(node) for node in self.nodes]
-        implied = [freeze(node) for node in implicit_nodes(self.nodes)]
+        listed = [to_spec(node) for node in self.nodes]
+        implied = [to_spec(node) for node in implicit_nodes(self.nodes)]
         return RecipeSpec(
             name=self.name,
             dataset=self.dataset.name,
@@ -86,7 +86,7 @@ class Recipe:
         return replace(definition, where=self.where) if is_library else definition
 
     def _check_names(self) -> None:
-        seen: dict[str, Where] = {}
+        seen: dict[str, SourceLocation] = {}
         for node in self.nodes:
             if node.name in seen:
                 raise RecipeError(
@@ -106,7 +106,7 @@ class Recipe:
         others = [node.kind.bound["data"] for node in self.nodes if "data" in node.kind.bound]
         return _distinct([self.dataset, *others])
 
-    def _unlisted(self) -> Iterator[tuple[str, Where]]:
+    def _unlisted(self) -> Iterator[tuple[str, SourceLocation]]:
         """Nodes of the recipe's file that no recipe in it lists, in the order of the file."""
         values = vars(sys.modules[self.module]).values() if self.module in sys.modules else ()
         recipes = [value for value in values if isinstance(value, Recipe)]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from hflow.dsl.annotations import ALLOWED, Form, hint_text, is_metrics, read_hint, results_of
+from hflow.dsl.annotations import ALLOWED_TYPES, Form, hint_text, is_metrics, read_hint, result_hints
 from hflow.errors import RecipeError
 from hflow.graph.ir import Returned
 from hflow.types import Tensor, Trajectory, Unit
 
-Fault = Callable[[str], RecipeError]
+ErrorFactory = Callable[[str], RecipeError]
 """Makes the error for a text, with the body's name and place."""
 
 
@@ -26,7 +26,9 @@ class ReturnTypes:
     """Whether the one trajectory is a list of them: a group."""
 
 
-def read_fields(hint: Any, names: Sequence[str], function: str, form: Form, fault: Fault) -> ReturnTypes:
+def read_fields(
+    hint: Any, names: Sequence[str], function: str, form: Form, fault: ErrorFactory
+) -> ReturnTypes:
     """The results of a body that returns fields.
 
     Args:
@@ -43,7 +45,7 @@ def read_fields(hint: Any, names: Sequence[str], function: str, form: Form, faul
     return ReturnTypes(_named(hints, names, form, fault), metrics=metrics)
 
 
-def read_trajectories(hint: Any, names: Sequence[str], function: str, fault: Fault) -> ReturnTypes:
+def read_trajectories(hint: Any, names: Sequence[str], function: str, fault: ErrorFactory) -> ReturnTypes:
     """The results of a body that opens a stream: trajectories, then fields of the stream."""
     hints, metrics = _split_metrics(hint)
     num_streams = next((i for i, h in enumerate(hints) if not _is_trajectory(h)), len(hints))
@@ -60,7 +62,7 @@ def read_trajectories(hint: Any, names: Sequence[str], function: str, fault: Fau
     return ReturnTypes(fields, tuple(names[:num_streams]), metrics, grouped)
 
 
-def read_loss(hint: Any, fault: Fault) -> ReturnTypes:
+def read_loss(hint: Any, fault: ErrorFactory) -> ReturnTypes:
     """The results of a train body: its loss, perhaps metrics."""
     hints, metrics = _split_metrics(hint)
     if len(hints) != 1:
@@ -71,7 +73,7 @@ def read_loss(hint: Any, fault: Fault) -> ReturnTypes:
     return ReturnTypes((loss,), metrics=metrics)
 
 
-def read_weight(hint: Any, fault: Fault) -> ReturnTypes:
+def read_weight(hint: Any, fault: ErrorFactory) -> ReturnTypes:
     """The result of an update body: the new value of one weight tensor."""
     if hint is not Tensor:
         raise fault("an update body returns a Tensor, the target's new value")
@@ -79,12 +81,14 @@ def read_weight(hint: Any, fault: Fault) -> ReturnTypes:
 
 
 def _split_metrics(hint: Any) -> tuple[list[Any], bool]:
-    hints = results_of(hint)
+    hints = result_hints(hint)
     metrics = bool(hints) and is_metrics(hints[-1])
     return (hints[:-1] if metrics else hints), metrics
 
 
-def _named(hints: Sequence[Any], names: Sequence[str], form: Form, fault: Fault) -> tuple[Returned, ...]:
+def _named(
+    hints: Sequence[Any], names: Sequence[str], form: Form, fault: ErrorFactory
+) -> tuple[Returned, ...]:
     if len(names) != len(hints):
         raise fault(f"it returns {len(hints)} fields, so returns= must name {len(hints)}, not {len(names)}")
     if len(set(names)) != len(names):
@@ -92,10 +96,10 @@ def _named(hints: Sequence[Any], names: Sequence[str], form: Form, fault: Fault)
     return tuple(_field(hint, name, form, fault) for hint, name in zip(hints, names, strict=True))
 
 
-def _field(hint: Any, name: str, form: Form, fault: Fault) -> Returned:
+def _field(hint: Any, name: str, form: Form, fault: ErrorFactory) -> Returned:
     typed = read_hint(hint, form)
     if typed is None:
-        raise fault(f"result {name!r} is {hint_text(hint)}; here a result is {ALLOWED[form]}")
+        raise fault(f"result {name!r} is {hint_text(hint)}; here a result is {ALLOWED_TYPES[form]}")
     return Returned(name, typed.unit, typed.scalar)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hflow.dsl.options import Option
-from hflow.dsl.source_location import caller
-from hflow.graph.errors import refusal
+from hflow.dsl.source_location import caller_location
+from hflow.graph.errors import recipe_error
 from hflow.types.sandbox import ATTRIBUTE, Sandbox
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,13 +28,13 @@ def sandbox(*, timeout: float = 10.0, memory_mb: int = 512) -> Callable[[Functio
     Raises:
         RecipeError: when a limit is not a number in its bounds.
     """
-    where = caller()
+    where = caller_location()
     limits = {}
     for name, value in (("timeout", timeout), ("memory_mb", memory_mb)):
         try:
             limits[name] = _OPTIONS[name].check(value)
         except (TypeError, ValueError) as error:
-            raise refusal(where, "sandbox", f"{name} is {error}") from error
+            raise recipe_error(where, "sandbox", f"{name} is {error}") from error
 
     def decorate(function: Function) -> Function:
         setattr(function, ATTRIBUTE, Sandbox(**limits))

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from hflow.dsl.annotations import ALLOWED, PROVIDED, Form, hint_text, read_hint, without_none
+from hflow.dsl.annotations import ALLOWED_TYPES, PROVIDED_TYPES, Form, hint_text, read_hint, split_optional
 from hflow.dsl.value_types import conform, type_text
 from hflow.errors import RecipeError
-from hflow.graph.errors import refusal
-from hflow.graph.ir import Knob, Parameter, Where
+from hflow.graph.errors import recipe_error
+from hflow.graph.ir import Knob, Parameter, SourceLocation
 from hflow.types import Tensor
 
 _EMPTY = inspect.Parameter.empty
@@ -28,7 +28,9 @@ class Signature:
     """The result's annotation."""
 
 
-def read_signature(body: Callable[..., Any], where: Where, form: Form, provides: Sequence[str]) -> Signature:
+def read_signature(
+    body: Callable[..., Any], where: SourceLocation, form: Form, provides: Sequence[str]
+) -> Signature:
     """Read a body.
 
     Args:
@@ -61,7 +63,9 @@ def read_signature(body: Callable[..., Any], where: Where, form: Form, provides:
 class _Reader:
     """One body under reading."""
 
-    def __init__(self, body: Callable[..., Any], where: Where, form: Form, provides: Sequence[str]) -> None:
+    def __init__(
+        self, body: Callable[..., Any], where: SourceLocation, form: Form, provides: Sequence[str]
+    ) -> None:
         self._name = body.__name__
         self._where = where
         self._form = form
@@ -80,7 +84,7 @@ class _Reader:
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             raise self._fault("edges are passed by name: drop the '/'", parameter)
         if parameter.name not in self._hints:
-            raise self._fault(f"it has no annotation: say {ALLOWED[self._form]}", parameter)
+            raise self._fault(f"it has no annotation: say {ALLOWED_TYPES[self._form]}", parameter)
         return self._hints[parameter.name]
 
     def result(self) -> Any:
@@ -93,7 +97,7 @@ class _Reader:
         """The kind of a parameter that the framework fills in; None for an edge."""
         if hint is Tensor and self._form == "weights":
             return "weight"
-        kind = PROVIDED.get(hint) if isinstance(hint, type) else None
+        kind = PROVIDED_TYPES.get(hint) if isinstance(hint, type) else None
         if kind is not None and kind not in self._provides:
             has = ", ".join(sorted(self._provides)) or "nothing"
             raise self._fault(f"{hint.__name__} is not provided here; this verb has: {has}", parameter)
@@ -101,10 +105,12 @@ class _Reader:
 
     def edge(self, parameter: inspect.Parameter, hint: Any) -> Parameter:
         """A parameter before `*`."""
-        bare, optional = without_none(hint)
+        bare, optional = split_optional(hint)
         typed = read_hint(bare, self._form)
         if typed is None:
-            raise self._fault(f"it is {hint_text(hint)}; here an edge is {ALLOWED[self._form]}", parameter)
+            raise self._fault(
+                f"it is {hint_text(hint)}; here an edge is {ALLOWED_TYPES[self._form]}", parameter
+            )
         if (parameter.default is None) != optional or parameter.default not in (None, _EMPTY):
             raise self._fault(
                 "an edge has no default but None, with '| None'; a hyper-parameter goes after '*'", parameter
@@ -134,4 +140,4 @@ class _Reader:
             raise self._fault(f"its default is {error}", parameter) from error
 
     def _fault(self, text: str, parameter: inspect.Parameter | None = None) -> RecipeError:
-        return refusal(self._where, self._name, text, parameter.name if parameter else None)
+        return recipe_error(self._where, self._name, text, parameter.name if parameter else None)

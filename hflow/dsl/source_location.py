@@ -8,27 +8,27 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from hflow.graph.ir import Where
+from hflow.graph.ir import SourceLocation
 
 
-def caller() -> Where:
+def caller_location() -> SourceLocation:
     """The innermost line of code on the stack that is not part of `hflow.dsl`."""
     frame = _user_frame()
-    return Where(shown(frame.f_code.co_filename), frame.f_lineno)
+    return SourceLocation(relative_path(frame.f_code.co_filename), frame.f_lineno)
 
 
 def caller_module() -> str:
-    """The name of the module whose code `caller` finds."""
+    """The name of the module whose code `caller_location` finds."""
     return _module(_user_frame())
 
 
-def place_of(body: Callable[..., Any]) -> Where:
+def definition_location(body: Callable[..., Any]) -> SourceLocation:
     """Where a function is defined (its first decorator's line)."""
     code = body.__code__
-    return Where(shown(code.co_filename), code.co_firstlineno)
+    return SourceLocation(relative_path(code.co_filename), code.co_firstlineno)
 
 
-def shown(path: str) -> str:
+def relative_path(path: str) -> str:
     """A path as messages show it: relative where it lies below the working directory."""
     here = os.getcwd() + os.sep
     return path.removeprefix(here)

@@ -11,15 +11,15 @@ from typing import Any
 
 from hflow.dsl.definition import Definition
 from hflow.dsl.nodetype import NodeType, Shapes
-from hflow.dsl.options import FIELDS_OF_SPEC
-from hflow.graph.errors import refusal
+from hflow.dsl.options import SPEC_FIELDS
+from hflow.graph.errors import recipe_error
 from hflow.graph.ir import BodyRef, Knob, Level, NodeSpec, Parameter
 from hflow.types import Unit
 
 _LAYOUTS = ("sharded", "single")
 
 
-def freeze(node: Definition) -> NodeSpec:
+def to_spec(node: Definition) -> NodeSpec:
     """The node as a value.
 
     Raises:
@@ -27,7 +27,7 @@ def freeze(node: Definition) -> NodeSpec:
     """
     kind = node.kind
     if kind.is_open:
-        raise refusal(node.where, node.name, f"its model is open: list use({node.name}, MODEL) instead")
+        raise recipe_error(node.where, node.name, f"its model is open: list use({node.name}, MODEL) instead")
     settings = kind.settings
     parameters = tuple(replace(p, field=node.reads.get(p.name, p.name)) for p in node.signature.parameters)
     return NodeSpec(
@@ -73,7 +73,7 @@ def _options(
     kind: NodeType, node: Definition, parameters: tuple[Parameter, ...]
 ) -> tuple[tuple[str, Any], ...]:
     """Every option with its value; those that depend on the body are decided here."""
-    settings = {name: value for name, value in kind.settings.items() if name not in FIELDS_OF_SPEC}
+    settings = {name: value for name, value in kind.settings.items() if name not in SPEC_FIELDS}
     if settings.get("min_group", 0) is None:
         settings["min_group"] = 2 if _needs_group(kind, node, parameters) else 1
     if settings.get("prox", "") is None:
@@ -91,7 +91,9 @@ def _layouts(node: Definition) -> tuple[tuple[str, str], ...]:
     layouts = tuple((result.field, node.kind.layout(result.field)) for result in node.results.fields)
     for field, layout in layouts:
         if layout not in _LAYOUTS:
-            raise refusal(node.where, node.name, f"layout({field!r}) is {layout!r}, not one of {_LAYOUTS}")
+            raise recipe_error(
+                node.where, node.name, f"layout({field!r}) is {layout!r}, not one of {_LAYOUTS}"
+            )
     return layouts
 
 
@@ -102,7 +104,9 @@ def _cost(node: Definition) -> tuple[tuple[str, float], ...]:
     slopes = [cost(s) - constant for s in (Shapes(1, 0, 0), Shapes(0, 1, 0), Shapes(0, 0, 1))]
     predicted = constant + 300 * slopes[0] + 20 * slopes[1] + 5 * slopes[2]
     if abs(cost(Shapes(300, 20, 5)) - predicted) > 1e-6 * max(1.0, abs(predicted)):
-        raise refusal(node.where, node.name, "cost(shapes) must be affine in tokens, sequences and groups")
+        raise recipe_error(
+            node.where, node.name, "cost(shapes) must be affine in tokens, sequences and groups"
+        )
     names = ("constant", "tokens", "sequences", "groups")
     values = (constant, *slopes)
     return tuple(zip(names, values, strict=True)) if any(values) else ()
@@ -117,5 +121,5 @@ def _digest(body: Callable[..., Any], node: Definition) -> str:
     try:
         source = textwrap.dedent(inspect.getsource(body))
     except OSError as error:
-        raise refusal(node.where, node.name, "its source cannot be read; define it in a file") from error
+        raise recipe_error(node.where, node.name, "its source cannot be read; define it in a file") from error
     return hashlib.sha256(source.encode()).hexdigest()[:16]

@@ -8,11 +8,11 @@ from typing import Any
 
 from hflow.dsl.definition import Definition, define, definition_of
 from hflow.dsl.model import Model
-from hflow.dsl.source_location import caller
+from hflow.dsl.source_location import caller_location
 from hflow.dsl.value_types import conform
 from hflow.errors import RecipeError, nearest
-from hflow.graph.errors import refusal
-from hflow.graph.ir import Where
+from hflow.graph.errors import recipe_error
+from hflow.graph.ir import SourceLocation
 
 
 def use(
@@ -35,7 +35,7 @@ def use(
     Raises:
         RecipeError: for anything that is no node, model, parameter, option or knob.
     """
-    where = caller()
+    where = caller_location()
     old = definition_of(node)
     if old is None:
         raise RecipeError(f"{where}: use() takes a decorated function, not {node!r}")
@@ -44,7 +44,7 @@ def use(
     for key in options:
         if key not in old.kind.known:
             hint = nearest(key, (*knobs, *old.kind.known, "name", "reads"))
-            raise refusal(where, old.name, f"it has no option or knob {key!r}{hint}")
+            raise recipe_error(where, old.name, f"it has no option or knob {key!r}{hint}")
     base = replace(old, name=_checked_name(name, old, where), where=where)
     new = define(old.kind.variant(models, options), old.body, of=base)
     bound = {
@@ -53,9 +53,9 @@ def use(
     return replace(new, knobs={**new.knobs, **bound}, reads={**new.reads, **_checked_reads(new, reads or {})})
 
 
-def _checked_name(name: str | None, old: Definition, where: Where) -> str:
+def _checked_name(name: str | None, old: Definition, where: SourceLocation) -> str:
     if name is not None and not name.isidentifier():
-        raise refusal(where, old.name, f"name={name!r} is no identifier")
+        raise recipe_error(where, old.name, f"name={name!r} is no identifier")
     return name or old.name
 
 
@@ -63,7 +63,7 @@ def _bound(node: Definition, key: str, value: Any, kind: str) -> Any:
     try:
         return conform(value, kind)
     except TypeError as error:
-        raise refusal(node.where, node.name, f"knob {key} is {error}") from error
+        raise recipe_error(node.where, node.name, f"knob {key} is {error}") from error
 
 
 def _checked_reads(node: Definition, reads: Mapping[str, str]) -> Mapping[str, str]:
@@ -71,5 +71,5 @@ def _checked_reads(node: Definition, reads: Mapping[str, str]) -> Mapping[str, s
     for parameter in reads:
         if parameter not in known:
             hint = nearest(parameter, known)
-            raise refusal(node.where, node.name, f"reads= names no parameter {parameter!r}{hint}")
+            raise recipe_error(node.where, node.name, f"reads= names no parameter {parameter!r}{hint}")
     return reads

@@ -9,7 +9,7 @@ from hflow.dsl.dataset import Dataset
 from hflow.dsl.model import Model
 from hflow.dsl.nodetype import NodeType
 from hflow.dsl.options import COMMON, GROUPED, LEARNING, POOLED, SAMPLING, STREAM, Option
-from hflow.dsl.return_types import Fault, ReturnTypes, read_loss, read_trajectories, read_weight
+from hflow.dsl.return_types import ErrorFactory, ReturnTypes, read_loss, read_trajectories, read_weight
 from hflow.graph.ir import Level
 
 
@@ -20,7 +20,7 @@ class Source(NodeType, abstract=True):
     objects: ClassVar = {"data": Dataset}
     opens_stream: ClassVar[bool] = True
 
-    def read_results(self, hint: Any, function: str, fault: Fault) -> ReturnTypes:
+    def read_results(self, hint: Any, function: str, fault: ErrorFactory) -> ReturnTypes:
         """Trajectories, then fields."""
         results = read_trajectories(hint, self.names, function, fault)
         if results.grouped and self.verb != "encode":
@@ -44,7 +44,7 @@ class Encode(Source):
         """None: it needs the model's tokenizer only."""
         return ()
 
-    def read_results(self, hint: Any, function: str, fault: Fault) -> ReturnTypes:
+    def read_results(self, hint: Any, function: str, fault: ErrorFactory) -> ReturnTypes:
         """One trajectory, or a list of them: a group."""
         results = super().read_results(hint, function, fault)
         if results.grouped != (self.settings["group"] > 1):
@@ -109,7 +109,7 @@ class Train(NodeType):
         """The model that it trains."""
         return tuple(model.name for model in self.models)
 
-    def read_results(self, hint: Any, function: str, fault: Fault) -> ReturnTypes:
+    def read_results(self, hint: Any, function: str, fault: ErrorFactory) -> ReturnTypes:
         """A loss."""
         if self.names:
             raise fault("a loss is no field: drop returns=")
@@ -148,7 +148,7 @@ class Update(NodeType):
         """The target."""
         return tuple(model.name for model in self.models)
 
-    def read_results(self, hint: Any, function: str, fault: Fault) -> ReturnTypes:
+    def read_results(self, hint: Any, function: str, fault: ErrorFactory) -> ReturnTypes:
         """A weight tensor."""
         return read_weight(hint, fault)
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hflow.errors import RecipeError, nearest
-from hflow.graph.errors import refusal
+from hflow.graph.errors import recipe_error
 from hflow.graph.field_table import UNIT_NAMES, Field, Fields, column_fields
 from hflow.graph.ir import Level, Node, NodeSpec, Parameter, Read, RecipeSpec
 from hflow.graph.prox import framework_parameters, makes_own_prox
-from hflow.graph.streams import Placed
+from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
 
 
-def bind_node(node: NodeSpec, spec: RecipeSpec, placed: Placed, fields: Fields) -> Node:
+def bind_node(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fields: Fields) -> Node:
     """The node with every parameter bound; an optional one that nobody produces stays unbound.
 
     Raises:
         RecipeError: when nobody produces an input, several streams do, or its unit does not fit.
     """
-    tiers = list(_scope(node, spec, placed, fields))
-    stream = placed.works_on[node.name]
+    tiers = list(_scope(node, spec, assignment, fields))
+    stream = assignment.stream_of[node.name]
     reads: list[Read] = []
     unbound: list[str] = []
     for parameter in (*node.parameters, *framework_parameters(node)):
@@ -36,9 +36,11 @@ def bind_node(node: NodeSpec, spec: RecipeSpec, placed: Placed, fields: Fields) 
     return Node(node, stream, tuple(reads), tuple(unbound))
 
 
-def near_unbound(node: Node, spec: RecipeSpec, placed: Placed, fields: Fields) -> Iterator[str]:
+def unbound_notes(
+    node: Node, spec: RecipeSpec, assignment: StreamAssignment, fields: Fields
+) -> Iterator[str]:
     """For each unbound parameter, its name and the nearest field's."""
-    names = [name for tier in _scope(node.spec, spec, placed, fields) for name in tier]
+    names = [name for tier in _scope(node.spec, spec, assignment, fields) for name in tier]
     for parameter in node.spec.parameters:
         if parameter.name in node.unbound:
             yield f"{node.name}({parameter.name}) keeps its default{nearest(parameter.field, names)}"
@@ -48,14 +50,14 @@ Tier = dict[str, list[Field]]
 """Fields at one distance from the reader, by name."""
 
 
-def _scope(node: NodeSpec, spec: RecipeSpec, placed: Placed, fields: Fields) -> Iterator[Tier]:
+def _scope(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fields: Fields) -> Iterator[Tier]:
     """Fields that a node can see, nearest first. A source sees what is there before its samples."""
-    stream = placed.stream(placed.works_on[node.name])
+    stream = assignment.stream(assignment.stream_of[node.name])
     own = node.streams if node.opens_stream else ()
     if node.opens_stream and stream.parent is None:
         yield {name: [field] for name, field in column_fields(spec, stream).items()}
         return
-    for streams in placed.tiers(stream.parent if node.opens_stream and stream.parent else stream.name):
+    for streams in assignment.tiers(stream.parent if node.opens_stream and stream.parent else stream.name):
         tier: Tier = {}
         for name in streams:
             for field in fields[name].values() if name not in own else ():
@@ -123,4 +125,4 @@ def _read(parameter: Parameter, field: Field) -> Read:
 
 
 def _fault(node: NodeSpec, parameter: Parameter, text: str) -> RecipeError:
-    return refusal(node.where, node.name, text, parameter.name)
+    return recipe_error(node.where, node.name, text, parameter.name)

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import networkx as nx
 
-from hflow.graph.binding import bind_node, near_unbound
+from hflow.graph.binding import bind_node, unbound_notes
 from hflow.graph.check import check_graph
-from hflow.graph.edges import data_edges, overwrite_edges, same_step, state_edges, weight_edges
-from hflow.graph.field_table import index_fields
+from hflow.graph.edges import data_edges, overwrite_edges, same_step_order, state_edges, weight_edges
+from hflow.graph.field_table import build_field_table
 from hflow.graph.ir import Edge, Graph, Node, RecipeSpec, Stream
-from hflow.graph.prox import check_prox, settle_prox, unread_prox
-from hflow.graph.streams import place
+from hflow.graph.prox import check_prox, resolve_prox, unread_prox
+from hflow.graph.streams import assign_streams
 from hflow.graph.warnings import warnings_of
 
 
@@ -25,24 +25,24 @@ def build_graph(spec: RecipeSpec) -> Graph:
     Raises:
         RecipeError: with function, parameter, file:line and the nearest name.
     """
-    placed = place(spec)
-    check_prox(spec, placed)
-    spec = settle_prox(spec, placed)
-    fields = index_fields(spec, placed)
-    bound = [bind_node(node, spec, placed, fields) for node in spec.nodes]
+    assignment = assign_streams(spec)
+    check_prox(spec, assignment)
+    spec = resolve_prox(spec, assignment)
+    fields = build_field_table(spec, assignment)
+    bound = [bind_node(node, spec, assignment, fields) for node in spec.nodes]
     skipped = list(unread_prox(bound))
     nodes = [node for node in bound if node not in skipped]
-    edges = _edges(nodes, placed.streams)
+    edges = _edges(nodes, assignment.streams)
     graph = Graph(
         name=spec.name,
         dataset=spec.dataset,
         nodes=tuple(nodes),
         edges=tuple(edges),
-        streams=placed.streams,
+        streams=assignment.streams,
         models=spec.models,
         datasets=spec.datasets,
         skipped=tuple(node.name for node in skipped if not node.spec.implicit),
-        notes=tuple(note for node in nodes for note in near_unbound(node, spec, placed, fields)),
+        notes=tuple(note for node in nodes for note in unbound_notes(node, spec, assignment, fields)),
     )
     check_graph(graph)
     return replace(graph, nodes=_in_order(nodes, edges), warnings=tuple(warnings_of(graph, spec)))
@@ -60,7 +60,7 @@ def _edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> list[Edge]:
 def _in_order(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[Node, ...]:
     """The nodes sorted by their edges of lag 0."""
     place_of = {node.name: i for i, node in enumerate(nodes)}
-    order = same_step(edges)
+    order = same_step_order(edges)
     order.add_nodes_from(place_of)
     return tuple(
         nodes[place_of[name]] for name in nx.lexicographical_topological_sort(order, place_of.__getitem__)

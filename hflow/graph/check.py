@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import networkx as nx
 
-from hflow.graph.edges import behind_batch, same_step
-from hflow.graph.errors import refusal
+from hflow.graph.edges import nodes_after_batch, same_step_order
+from hflow.graph.errors import recipe_error
 from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import EdgeKind, Graph, Level, Node
 from hflow.types import Unit
@@ -69,7 +69,7 @@ def check_cycles(graph: Graph) -> None:
         own = [r for r in node.reads if r.producer == node.name and r.field in _returned(node)]
         if own:
             raise _fault(node, f"a cycle within a step: it reads {own[0].field!r}, which it returns itself")
-    order = same_step(graph.edges)
+    order = same_step_order(graph.edges)
     if nx.is_directed_acyclic_graph(order):
         return
     arcs = nx.find_cycle(order)
@@ -100,7 +100,7 @@ def check_keep(graph: Graph, node: Node) -> None:
         raise _fault(node, "'keep' refuses a sample or group: say per='sample' or per='group'")
     if result.scalar != "bool":
         raise _fault(node, f"'keep' must be a bool, not {result.scalar}")
-    late = behind_batch(graph)
+    late = nodes_after_batch(graph)
     if node.name in late:
         before = [
             e.src for e in graph.edges if e.dst == node.name and e.kind is EdgeKind.DATA and e.src in late
@@ -137,7 +137,7 @@ def check_cadence(graph: Graph, node: Node) -> None:
         if spec.every % maker.every or spec.after < maker.after or (spec.after - maker.after) % maker.every:
             made = f"{maker.name} makes {read.field!r} every {maker.every} steps from step {maker.after}"
             text = f"{made}, but it is read every {spec.every} from step {spec.after}"
-            raise refusal(spec.where, spec.name, text, read.parameter)
+            raise recipe_error(spec.where, spec.name, text, read.parameter)
 
 
 def check_source(graph: Graph, node: Node) -> None:
@@ -166,4 +166,4 @@ def _arc_reason(graph: Graph, src: str, dst: str) -> str:
 
 
 def _fault(node: Node, text: str) -> Exception:
-    return refusal(node.spec.where, node.name, text)
+    return recipe_error(node.spec.where, node.name, text)

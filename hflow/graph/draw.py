@@ -45,7 +45,7 @@ _RESERVED |= {"interpolate", "linkStyle", "style", "subgraph"}
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlanOverlay:
     """What a plan adds to the drawing of its graph."""
 
     saves: tuple[tuple[str, str], ...] = ()
@@ -56,7 +56,7 @@ class Placed:
     """Device groups: title and nodes. A node is in one group at most."""
 
 
-_UNPLACED = Placed()
+_NO_OVERLAY = PlanOverlay()
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Box:
     lines: tuple[str, ...]
 
 
-def to_dot(graph: Graph, placed: Placed = _UNPLACED) -> str:
+def to_dot(graph: Graph, placed: PlanOverlay = _NO_OVERLAY) -> str:
     """Graphviz source: `dot -Tsvg`."""
     boxes = {box.name: f"  {_dot_box(box)}" for box in _boxes(graph, placed)}
     lines = [f"digraph {_dot(graph.name)} {{", *_DOT_DEFAULTS]
@@ -81,7 +81,7 @@ def to_dot(graph: Graph, placed: Placed = _UNPLACED) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_mermaid(graph: Graph, placed: Placed = _UNPLACED) -> str:
+def to_mermaid(graph: Graph, placed: PlanOverlay = _NO_OVERLAY) -> str:
     """Mermaid source, which GitHub and documentation sites draw."""
     drawn = list(_boxes(graph, placed))
     boxes = {box.name: f"  {_mermaid_box(box)}" for box in drawn}
@@ -98,7 +98,7 @@ def to_mermaid(graph: Graph, placed: Placed = _UNPLACED) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _boxes(graph: Graph, placed: Placed) -> Iterator[_Box]:
+def _boxes(graph: Graph, placed: PlanOverlay) -> Iterator[_Box]:
     for node in graph.nodes:
         yield _Box(node.name, node.spec.verb, node.spec.shape, (node.name, _call(node)))
     for name, model in placed.saves:
@@ -109,7 +109,7 @@ def _call(node: Node) -> str:
     return f"{node.spec.verb}({', '.join(node.spec.models)})"
 
 
-def _edges(graph: Graph, placed: Placed) -> Iterator[tuple[Edge, str]]:
+def _edges(graph: Graph, placed: PlanOverlay) -> Iterator[tuple[Edge, str]]:
     """Every edge with its label."""
     yield from ((edge, _label(edge)) for edge in graph.edges)
     for group, edge in placed.orders:

@@ -54,7 +54,7 @@ def overwrite_edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> Iterato
                 yield Edge(EdgeKind.OVERWRITE, reader.name, writer.name, model=model)
 
 
-def largest_lag(edge: Edge, max_staleness: float, sync_every: int = 1) -> int:
+def max_lag(edge: Edge, max_staleness: float, sync_every: int = 1) -> int:
     """Most steps that an edge's weights may lie behind: `(staleness + 1) * sync_every` for generation."""
     if not edge.at_most:
         return edge.lag
@@ -63,15 +63,15 @@ def largest_lag(edge: Edge, max_staleness: float, sync_every: int = 1) -> int:
 
 def steps_ahead(max_staleness: float, sync_every: int) -> int:
     """Batches that generation may begin beyond those of a sync: `staleness * sync_every`, rounded up."""
-    return math.ceil(exact(max_staleness * sync_every))
+    return math.ceil(round_product(max_staleness * sync_every))
 
 
-def exact(product: float) -> float:
+def round_product(product: float) -> float:
     """A product of decimals without the last bits, by which 0.7 x 10 would be more than 7."""
     return round(product, 6)
 
 
-def behind_batch(graph: Graph) -> frozenset[str]:
+def nodes_after_batch(graph: Graph) -> frozenset[str]:
     """Nodes that can only run once a step's batch is formed.
 
     These are the batch nodes, all that depends on one by data, and per-sample or per-group nodes
@@ -83,7 +83,7 @@ def behind_batch(graph: Graph) -> frozenset[str]:
     return frozenset(bound | later)
 
 
-def same_step(edges: Iterable[Edge]) -> nx.DiGraph[str]:
+def same_step_order(edges: Iterable[Edge]) -> nx.DiGraph[str]:
     """The DiGraph of edges with lag 0: the order within a step."""
     return nx.DiGraph((edge.src, edge.dst) for edge in edges if edge.lag == 0)
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hflow.errors import RecipeError
-from hflow.graph.errors import refusal
+from hflow.graph.errors import recipe_error
 from hflow.graph.ir import TRAJECTORY_FIELDS, NodeSpec, RecipeSpec, Stream
-from hflow.graph.streams import Placed, dataset_columns
+from hflow.graph.streams import StreamAssignment, dataset_columns
 from hflow.types import Unit
 
 UNIT_NAMES: Mapping[Unit, str] = {
@@ -37,18 +37,18 @@ Fields = Mapping[str, Mapping[str, Field]]
 """stream -> name -> field."""
 
 
-def index_fields(spec: RecipeSpec, placed: Placed) -> Fields:
+def build_field_table(spec: RecipeSpec, assignment: StreamAssignment) -> Fields:
     """All fields of all streams.
 
     Raises:
         RecipeError: when two nodes make one field in a stream, or one makes a column or a
             trajectory's field again.
     """
-    fields = {stream.name: _carried(spec, stream) for stream in placed.streams}
+    fields = {stream.name: _carried(spec, stream) for stream in assignment.streams}
     for node in spec.nodes:
         if node.verb == "train":
             continue
-        for stream in placed.writes_to[node.name]:
+        for stream in assignment.output_streams[node.name]:
             for result in node.returns:
                 _check_new(spec, node, result.field, fields[stream])
                 made = Field(result.field, stream, node.name, result.unit, result.scalar)
@@ -81,4 +81,6 @@ def _check_new(spec: RecipeSpec, node: NodeSpec, name: str, fields: Mapping[str,
         return
     maker = next(n for n in spec.nodes if n.name == other.producer)
     by = f"{maker.name} at {maker.where}" if other.scalar else f"the dataset or {maker.name}'s trajectory"
-    raise refusal(node.where, node.name, f"field {name!r} of stream {other.stream!r} is already made by {by}")
+    raise recipe_error(
+        node.where, node.name, f"field {name!r} of stream {other.stream!r} is already made by {by}"
+    )

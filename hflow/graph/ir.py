@@ -49,7 +49,7 @@ class EdgeKind(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Where:
+class SourceLocation:
     """A place in the user's source, for messages."""
 
     file: str
@@ -107,7 +107,7 @@ class ModelSpec:
     head: str = "lm"
     trainable: bool = False
     init_from: str | None = None
-    where: Where | None = None
+    where: SourceLocation | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class DatasetSpec:
 
     name: str
     columns: tuple[tuple[str, Unit], ...]
-    where: Where | None = None
+    where: SourceLocation | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class NodeSpec:
     """`encode generate compute infer train update`, or the name of a user's NodeType."""
     level: Level
     body: BodyRef
-    where: Where
+    where: SourceLocation
     models: tuple[str, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     provided: tuple[tuple[str, str], ...] = ()
@@ -179,7 +179,7 @@ class RecipeSpec:
     nodes: tuple[NodeSpec, ...]
     models: tuple[ModelSpec, ...]
     datasets: tuple[DatasetSpec, ...]
-    unlisted: tuple[tuple[str, Where], ...] = ()
+    unlisted: tuple[tuple[str, SourceLocation], ...] = ()
     """Decorated functions in the recipe's file that no recipe lists (name, place)."""
     doc: str = ""
 

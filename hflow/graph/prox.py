@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hflow.graph.errors import refusal
+from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Node, NodeSpec, Parameter, RecipeSpec
-from hflow.graph.streams import Placed
+from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
 
 FIELD = "prox_logprobs"
 _APPROXIMATES = ("loglinear", "metrics")
 
 
-def settle_prox(spec: RecipeSpec, placed: Placed) -> RecipeSpec:
+def resolve_prox(spec: RecipeSpec, assignment: StreamAssignment) -> RecipeSpec:
     """Drop implied `actor_inf`s where one is listed, and bind `prox="none"` to `behav_logprobs`."""
-    listed = {placed.works_on[node.name] for node in spec.nodes if _makes_prox(node) and not node.implicit}
-    kept = [node for node in spec.nodes if not (node.implicit and placed.works_on[node.name] in listed)]
-    return replace(spec, nodes=tuple(_settle(node) for node in kept))
+    listed = {
+        assignment.stream_of[node.name] for node in spec.nodes if _makes_prox(node) and not node.implicit
+    }
+    kept = [node for node in spec.nodes if not (node.implicit and assignment.stream_of[node.name] in listed)]
+    return replace(spec, nodes=tuple(_resolve(node) for node in kept))
 
 
 def makes_own_prox(node: NodeSpec, parameter: Parameter) -> bool:
@@ -52,7 +54,7 @@ def unread_prox(nodes: Sequence[Node]) -> Iterator[Node]:
             yield node
 
 
-def check_prox(spec: RecipeSpec, placed: Placed) -> None:
+def check_prox(spec: RecipeSpec, assignment: StreamAssignment) -> None:
     """Refuse what contradicts `prox=`: other makers, other models, readers that mean otherwise.
 
     Raises:
@@ -60,13 +62,13 @@ def check_prox(spec: RecipeSpec, placed: Placed) -> None:
     """
     for train in spec.nodes:
         if train.verb == "train" and any(parameter.name == FIELD for parameter in train.parameters):
-            same = [n for n in spec.nodes if placed.works_on[n.name] == placed.works_on[train.name]]
+            same = [n for n in spec.nodes if assignment.stream_of[n.name] == assignment.stream_of[train.name]]
             for node in same:
                 _check_maker(node, train)
                 _check_reader(node, train)
 
 
-def _settle(node: NodeSpec) -> NodeSpec:
+def _resolve(node: NodeSpec) -> NodeSpec:
     if node.verb != "train" or node.option("prox") != "none":
         return node
     bound = (replace(p, field="behav_logprobs") if p.field == FIELD else p for p in node.parameters)
@@ -82,14 +84,14 @@ def _check_maker(node: NodeSpec, train: NodeSpec) -> None:
         return
     mode = train.option("prox")
     if node.verb != "infer":
-        raise refusal(
+        raise recipe_error(
             node.where,
             node.name,
             f"it makes {FIELD}, but prox={mode!r} of {train.name} alone decides where they come from: "
             f"name the field otherwise",
         )
     if node.models != train.models:
-        raise refusal(
+        raise recipe_error(
             node.where,
             node.name,
             f"it makes {FIELD} with model {node.models[0]!r}, but {train.name} on the same stream trains "
@@ -103,7 +105,7 @@ def _check_reader(node: NodeSpec, train: NodeSpec) -> None:
         return
     for parameter in node.parameters:
         if parameter.field == FIELD:
-            raise refusal(
+            raise recipe_error(
                 node.where,
                 node.name,
                 f"it reads {FIELD}, but {train.name} has prox={mode!r}, so there are none here: "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import networkx as nx
 
-from hflow.graph.edges import behind_batch, same_step
+from hflow.graph.edges import nodes_after_batch, same_step_order
 from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import Edge, EdgeKind, Graph, Level, Node, Read, Stream
 
@@ -18,7 +18,7 @@ def render_text(graph: Graph) -> str:
 
 def stages(graph: Graph) -> dict[str, int]:
     """Length of the longest chain within a step that leads to each node."""
-    order = same_step(graph.edges)
+    order = same_step_order(graph.edges)
     depth = {node.name: 0 for node in graph.nodes}
     for name in nx.topological_sort(order):
         depth[name] = max((depth[before] + 1 for before in order.predecessors(name)), default=0)
@@ -44,7 +44,7 @@ def _lines(graph: Graph) -> Iterator[str]:
     yield ""
     for stream in graph.streams:
         yield f"stream {stream.name}: {_stream(stream)}"
-    depth, late = stages(graph), behind_batch(graph)
+    depth, late = stages(graph), nodes_after_batch(graph)
     for stage in range(max(depth.values(), default=-1) + 1):
         yield ""
         yield f"stage {stage}"

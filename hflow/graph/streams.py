@@ -6,24 +6,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hflow.errors import nearest
-from hflow.graph.errors import refusal
+from hflow.graph.errors import recipe_error
 from hflow.graph.ir import NodeSpec, RecipeSpec, Stream
 from hflow.types import Unit
 
 
 @dataclass(frozen=True)
-class Placed:
+class StreamAssignment:
     """Streams, and where nodes stand in them.
 
     Attributes:
         streams: roots first, every derived stream after its parent.
-        works_on: node -> the stream it works on; for a source, the first that it opens.
-        writes_to: node -> the streams that its fields go to.
+        stream_of: node -> the stream it works on; for a source, the first that it opens.
+        output_streams: node -> the streams that its fields go to.
     """
 
     streams: tuple[Stream, ...]
-    works_on: Mapping[str, str]
-    writes_to: Mapping[str, tuple[str, ...]]
+    stream_of: Mapping[str, str]
+    output_streams: Mapping[str, tuple[str, ...]]
 
     def stream(self, name: str) -> Stream:
         """The stream of that name."""
@@ -46,7 +46,7 @@ class Placed:
         yield [s.name for s in self.streams if s.name not in seen and self.root(s.name).source == source]
 
 
-def place(spec: RecipeSpec) -> Placed:
+def assign_streams(spec: RecipeSpec) -> StreamAssignment:
     """Resolve the streams of a recipe.
 
     Raises:
@@ -60,11 +60,11 @@ def place(spec: RecipeSpec) -> Placed:
         roots += [node for node in sources if node not in roots and node.on is None]
     streams = [stream for node in roots for stream in _root_streams(node, spec)]
     streams += _derived_streams([node for node in sources if node not in roots], streams, sources)
-    works_on = {node.name: _stream_of(node, streams, sources).name for node in spec.nodes}
-    writes_to = {
-        node.name: node.streams if node.opens_stream else (works_on[node.name],) for node in spec.nodes
+    stream_of = {node.name: _stream_of(node, streams, sources).name for node in spec.nodes}
+    output_streams = {
+        node.name: node.streams if node.opens_stream else (stream_of[node.name],) for node in spec.nodes
     }
-    return Placed(tuple(streams), works_on, writes_to)
+    return StreamAssignment(tuple(streams), stream_of, output_streams)
 
 
 def dataset_columns(spec: RecipeSpec, dataset: str) -> dict[str, Unit]:
@@ -82,7 +82,7 @@ def _is_root(node: NodeSpec, columns: Mapping[str, Unit], spec: RecipeSpec) -> b
     An encode node without either is fed by the recipe's dataset if that has all that it reads.
     """
     if node.data is not None and node.on is not None:
-        raise refusal(
+        raise recipe_error(
             node.where, node.name, "data= opens a stream of its own, on= derives one: keep one of them"
         )
     if node.data is not None or node.on is not None:
@@ -119,7 +119,7 @@ def _derived_streams(
         ready = [node for node in waiting if _has_parent(node, known, sources)]
         if not ready:
             names = " -> ".join(node.name for node in waiting)
-            raise refusal(waiting[0].where, waiting[0].name, f"streams derive from each other: {names}")
+            raise recipe_error(waiting[0].where, waiting[0].name, f"streams derive from each other: {names}")
         derived += [stream for node in ready for stream in _children(node, _parent(node, known, sources))]
         waiting = [node for node in waiting if node not in ready]
     return derived
@@ -127,7 +127,7 @@ def _derived_streams(
 
 def _children(node: NodeSpec, parent: Stream) -> Iterator[Stream]:
     if node.group > 1:
-        raise refusal(
+        raise recipe_error(
             node.where, node.name, "a stream that derives from another has its samples: drop group="
         )
     for name in node.streams:
@@ -159,7 +159,7 @@ def _named(node: NodeSpec, name: str, streams: Sequence[Stream]) -> Stream:
             return stream
     names = [stream.name for stream in streams]
     hint = nearest(name, names) or f"; the streams are {', '.join(names)}"
-    raise refusal(node.where, node.name, f"on={name!r} is no stream{hint}")
+    raise recipe_error(node.where, node.name, f"on={name!r} is no stream{hint}")
 
 
 def _default(node: NodeSpec, streams: Sequence[Stream]) -> Stream:
@@ -168,11 +168,11 @@ def _default(node: NodeSpec, streams: Sequence[Stream]) -> Stream:
     if len(fed) == 1:
         return fed[0]
     if not fed:
-        raise refusal(
+        raise recipe_error(
             node.where, node.name, "no stream is fed by the recipe's dataset: list a generate or encode node"
         )
     names = ", ".join(stream.name for stream in fed)
-    raise refusal(
+    raise recipe_error(
         node.where, node.name, f"the recipe's dataset feeds several streams ({names}): choose with on="
     )
 
@@ -184,4 +184,4 @@ def _check_stream_names(sources: Sequence[NodeSpec], spec: RecipeSpec) -> None:
             other = taken.setdefault(name, source)
             if other is not source:
                 text = f"its stream {name!r} has the name of {other.name} at {other.where}"
-                raise refusal(source.where, source.name, text)
+                raise recipe_error(source.where, source.name, text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hflow.graph.errors import said
+from hflow.graph.errors import format_problem
 from hflow.graph.ir import Graph, Level, Node, RecipeSpec
 from hflow.types import Unit
 
@@ -15,7 +15,7 @@ _REWARD = re.compile(r"(^|_)(reward|score)(_|$)")
 def warnings_of(graph: Graph, spec: RecipeSpec) -> Iterator[str]:
     """Lines to print after a successful check."""
     for name, where in spec.unlisted:
-        yield said(where, name, "no recipe lists this node")
+        yield format_problem(where, name, "no recipe lists this node")
     for node in graph.nodes:
         yield from _unused(graph, node)
         yield from _widened(node)
@@ -32,7 +32,7 @@ def _unused(graph: Graph, node: Node) -> Iterator[str]:
             r.producer == node.name and r.field == result.field for n in graph.nodes for r in n.reads
         )
         if not is_logged and not is_read:
-            yield said(node.spec.where, node.name, f"nobody reads {result.field!r}")
+            yield format_problem(node.spec.where, node.name, f"nobody reads {result.field!r}")
 
 
 def _widened(node: Node) -> Iterator[str]:
@@ -43,7 +43,7 @@ def _widened(node: Node) -> Iterator[str]:
             text = (
                 f"{read.field!r} is repeated on every token; a terminal reward is seqs.at_end({read.field})"
             )
-            yield said(node.spec.where, node.name, text, read.parameter)
+            yield format_problem(node.spec.where, node.name, text, read.parameter)
 
 
 def _truncated(graph: Graph, node: Node) -> Iterator[str]:
@@ -53,4 +53,4 @@ def _truncated(graph: Graph, node: Node) -> Iterator[str]:
     source = graph.node(graph.stream(node.stream).source).spec
     if source.option("top_p", 1.0) < 1 or source.option("top_k", 0) > 0:
         text = f"{source.name} samples with top_p or top_k, so behav_logprobs do not compare with the model's"
-        yield said(node.spec.where, node.name, text, "behav_logprobs")
+        yield format_problem(node.spec.where, node.name, text, "behav_logprobs")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hflow.config import RunConfig, load_config, to_yaml, validate_names
-from hflow.dsl import bind, load_recipe, overridable
+from hflow.dsl import apply_overrides, load_recipe, overridable_keys
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph
 from hflow.launch.plan_request import plan_request
@@ -94,8 +94,8 @@ def read_recipe(
         config,
         models=[model.name for model in spec.models],
         data=[dataset.name for dataset in spec.datasets],
-        nodes={node.name: overridable(node) for node in spec.nodes},
+        nodes={node.name: overridable_keys(node) for node in spec.nodes},
     )
-    bound = bind(spec, config.nodes)
+    bound = apply_overrides(spec, config.nodes)
     options = {node.name: dict(node.options) for node in bound.nodes}
     return config, build_graph(bound), loaded.bodies(options)

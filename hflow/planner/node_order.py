@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import networkx as nx
 
-from hflow.graph.edges import behind_batch
+from hflow.graph.edges import nodes_after_batch
 from hflow.graph.ir import EdgeKind, Graph, Level, Node, Stream
 from hflow.planner.ir import OrderEdge
 from hflow.planner.placement.replicas import is_source, written_models
@@ -71,7 +71,7 @@ def firing_levels(graph: Graph) -> dict[str, Level]:
     flow = data_flow(graph)
     keeps = {node.name for node in graph.nodes if returns_keep(node)}
     written = written_models(graph)
-    at_batch = set(behind_batch(graph))
+    at_batch = set(nodes_after_batch(graph))
     for node in graph.nodes:
         behind = nx.descendants(flow, node.name)
         reads_frozen = node.spec.verb == "infer" and written.isdisjoint(node.spec.reads_weights)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from hflow.graph.edges import exact, steps_ahead
+from hflow.graph.edges import round_product, steps_ahead
 from hflow.planner.ir import Level, Schedule
 
 
@@ -22,7 +22,7 @@ def admission_limit(version: int, batch: int, max_staleness: float, sync_every: 
     """
     groups_a_sync = sync_every * max(1, batch)
     syncs = version // sync_every
-    return (syncs + 1) * groups_a_sync + math.floor(exact(max_staleness * groups_a_sync))
+    return (syncs + 1) * groups_a_sync + math.floor(round_product(max_staleness * groups_a_sync))
 
 
 def certified_lag(max_staleness: float, sync_every: int) -> int:
@@ -37,7 +37,7 @@ def certified_lag(max_staleness: float, sync_every: int) -> int:
 def splits_batch(schedule: Schedule) -> bool:
     """Whether generation may begin a part of a batch early, and not all of it."""
     eta, sync_every = schedule.settings.max_staleness, schedule.settings.sync_every
-    return steps_ahead(eta, sync_every) != exact(eta * sync_every)
+    return steps_ahead(eta, sync_every) != round_product(eta * sync_every)
 
 
 def age_limit(schedule: Schedule) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from hflow.graph.draw import Placed, to_dot, to_mermaid
+from hflow.graph.draw import PlanOverlay, to_dot, to_mermaid
 from hflow.graph.ir import Edge, EdgeKind, Graph
 from hflow.graph.render import render_text
 from hflow.planner.diff.formatting import devices
@@ -34,7 +34,7 @@ def plan_mermaid(plan: Plan) -> str:
     return to_mermaid(plan.graph, _placed(plan))
 
 
-def _placed(plan: Plan) -> Placed:
+def _placed(plan: Plan) -> PlanOverlay:
     saves = [p.node for p in plan.placements if p.node.startswith(SAVE_PREFIX)]
     groups = {
         f"group {group.name}: devices {devices(group.devices)}": tuple(
@@ -42,7 +42,7 @@ def _placed(plan: Plan) -> Placed:
         )
         for group in plan.groups
     }
-    return Placed(
+    return PlanOverlay(
         saves=tuple((name, name.removeprefix(SAVE_PREFIX)) for name in saves),
         orders=tuple((row.group, Edge(EdgeKind.ORDER, row.src, row.dst, row.lag)) for row in plan.order),
         groups=tuple((title, nodes) for title, nodes in groups.items() if nodes),

@@ -19,8 +19,8 @@ from hflow.graph.ir import (
     NodeSpec,
     Read,
     Returned,
+    SourceLocation,
     Stream,
-    Where,
 )
 from hflow.launch.plan_request import known_devices
 from hflow.planner.cluster import parse_cluster
@@ -35,7 +35,7 @@ DEVICES = known_devices(__file__)
 
 def spec(name: str, verb: str, level: Level = Level.BATCH, **changes: object) -> NodeSpec:
     body = BodyRef("recipe", name, f"digest of {name}")
-    return NodeSpec(name, verb, level, body, Where("/home/someone/recipe.py", 7), **changes)  # type: ignore[arg-type]
+    return NodeSpec(name, verb, level, body, SourceLocation("/home/someone/recipe.py", 7), **changes)  # type: ignore[arg-type]
 
 
 def generate(name: str, model: str, group: int = 1, **options: object) -> NodeSpec:

@@ -7,7 +7,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from hflow.dsl import bind, load_recipe, overridable
+from hflow.dsl import apply_overrides, load_recipe, overridable_keys
 from hflow.errors import ConfigError, RecipeError
 from hflow.graph.build import build_graph
 from hflow.graph.ir import NodeSpec, RecipeSpec
@@ -103,7 +103,7 @@ def test_a_body_travels_by_value_to_a_process_without_the_file(tmp_path: Path):
 
 def test_overrides_change_knobs_options_and_fields():
     spec = load_recipe(GOOD / "dapo.py").spec()
-    bound = bind(
+    bound = apply_overrides(
         spec,
         {
             "actor_train": {"clip": 0, "minibatches": 2, "prox": "none", "clip_high": None},
@@ -115,14 +115,14 @@ def test_overrides_change_knobs_options_and_fields():
     assert {k.name: k.value for k in trained.knobs}["clip_high"] is None
     assert (trained.option("minibatches"), trained.option("prox")) == (2, "none")
     assert (generated.group, generated.option("stop")) == (4, ("\n",))
-    assert bind(spec, {}) == spec
+    assert apply_overrides(spec, {}) == spec
     assert node(spec, "actor_gen").group == 16
 
 
 def test_an_override_of_prox_brings_actor_inf_along():
     spec = load_recipe(GOOD / "dapo.py").spec()
     assert "actor_inf" in {node.name for node in build_graph(spec).nodes}
-    unread = build_graph(bind(spec, {"actor_train": {"prox": "none"}}))
+    unread = build_graph(apply_overrides(spec, {"actor_train": {"prox": "none"}}))
     assert "actor_inf" not in {node.name for node in unread.nodes}
     assert unread.skipped == ()
 
@@ -149,12 +149,12 @@ def test_an_override_of_prox_brings_actor_inf_along():
 )
 def test_overrides_that_do_not_fit(overrides: dict, message: str):
     with pytest.raises(ConfigError) as refused:
-        bind(load_recipe(GOOD / "dapo.py").spec(), overrides)
+        apply_overrides(load_recipe(GOOD / "dapo.py").spec(), overrides)
     assert str(refused.value).startswith(message)
 
 
 def test_what_can_be_overridden():
     spec = load_recipe(GOOD / "dapo.py").spec()
-    assert set(overridable(node(spec, "score"))) == {
+    assert set(overridable_keys(node(spec, "score"))) == {
         *("limit", "buffer", "timeout", "retries", "concurrency", "min_group", "every", "after"),
     }

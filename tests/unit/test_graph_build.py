@@ -5,9 +5,9 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from hflow.dsl import bind, load_recipe
+from hflow.dsl import apply_overrides, load_recipe
 from hflow.graph.build import build_graph
-from hflow.graph.edges import behind_batch, largest_lag, same_step
+from hflow.graph.edges import max_lag, nodes_after_batch, same_step_order
 from hflow.graph.ir import Edge, EdgeKind, Graph, Read, Stream
 from hflow.graph.render import stages
 from hflow.types import Unit
@@ -16,7 +16,7 @@ GOOD = Path(__file__).parents[1] / "graphs" / "good"
 
 
 def graph_of(name: str, **overrides: dict) -> Graph:
-    return build_graph(bind(load_recipe(GOOD / f"{name}.py").spec(), overrides))
+    return build_graph(apply_overrides(load_recipe(GOOD / f"{name}.py").spec(), overrides))
 
 
 def edges(graph: Graph, kind: EdgeKind) -> set[tuple[str, str]]:
@@ -35,7 +35,7 @@ def test_the_nodes_of_ppo_run_in_order():
     ]
     depth = stages(graph)
     assert all(depth[edge.src] < depth[edge.dst] for edge in graph.edges if edge.lag == 0)
-    assert nx.is_directed_acyclic_graph(same_step(graph.edges))
+    assert nx.is_directed_acyclic_graph(same_step_order(graph.edges))
 
 
 def test_data_edges_of_ppo():
@@ -71,9 +71,9 @@ def test_readers_come_before_who_overwrites_their_weights():
 @pytest.mark.parametrize(("staleness", "sync_every", "lag"), [(0, 1, 1), (2, 1, 3), (1, 4, 8)])
 def test_largest_lag_of_generation(staleness: int, sync_every: int, lag: int):
     weights = Edge(EdgeKind.WEIGHTS, "actor_train", "actor_gen", lag=1, model="actor", at_most=True)
-    assert largest_lag(weights, staleness, sync_every) == lag
+    assert max_lag(weights, staleness, sync_every) == lag
     exact = Edge(EdgeKind.WEIGHTS, "actor_train", "actor_inf", lag=1, model="actor")
-    assert largest_lag(exact, staleness, sync_every) == 1
+    assert max_lag(exact, staleness, sync_every) == 1
 
 
 def test_streams_of_the_tool_agent():
@@ -110,7 +110,7 @@ def test_two_players_have_two_streams_with_shared_fields():
 def test_evaluation_is_a_stream_of_its_own_that_no_step_waits_for():
     graph = graph_of("eval_gen")
     assert graph.stream("eval_gen") == Stream("eval_gen", "eval_gen", "heldout", None, 1, every=10)
-    later = nx.descendants(same_step(graph.edges), "eval_gen")
+    later = nx.descendants(same_step_order(graph.edges), "eval_gen")
     assert later == {"eval_score"}
 
 
@@ -156,12 +156,12 @@ def test_state_is_an_edge_of_lag_one_to_itself():
 
 
 def test_who_waits_for_the_batch():
-    assert behind_batch(graph_of("dapo")) == {"group_advantage", "actor_inf", "actor_train"}
+    assert nodes_after_batch(graph_of("dapo")) == {"group_advantage", "actor_inf", "actor_train"}
     graph = graph_of("dapo", has_spread={}, score={})
-    assert "has_spread" not in behind_batch(graph)
+    assert "has_spread" not in nodes_after_batch(graph)
     cadenced = graph_of("eval_gen", eval_score={"every": 2})
-    assert "eval_score" in behind_batch(cadenced)
-    assert "eval_gen" not in behind_batch(cadenced)
+    assert "eval_score" in nodes_after_batch(cadenced)
+    assert "eval_gen" not in nodes_after_batch(cadenced)
 
 
 def test_unbound_parameters_are_noted_with_the_nearest_name():

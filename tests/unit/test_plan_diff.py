@@ -14,7 +14,7 @@ from plan_graphs import agent, changed, ema, grpo, ppo, request, sft, without
 from rich.console import Console
 
 from hflow.errors import PlanError
-from hflow.graph.ir import BodyRef, DatasetSpec, Graph, Knob, Where
+from hflow.graph.ir import BodyRef, DatasetSpec, Graph, Knob, SourceLocation
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import Change, Effect, PlanDiff, diff_plans
 from hflow.planner.diff.compare import facts
@@ -65,7 +65,9 @@ def test_a_plan_is_itself():
 
 def test_where_files_lie_is_no_change():
     graph = grpo()
-    moved = tuple(replace(n, spec=replace(n.spec, where=Where("/other/r.py", 90))) for n in graph.nodes)
+    moved = tuple(
+        replace(n, spec=replace(n.spec, where=SourceLocation("/other/r.py", 90))) for n in graph.nodes
+    )
     other = replace(graph, nodes=moved, warnings=("/other/r.py:90: unused",), notes=("unbound",))
     assert diff(rows(graph), rows(other)).changes == ()
     here, there = with_setting("data.data.path", "/a/t.jsonl"), with_setting("data.data.path", "/b/t.jsonl")

@@ -10,7 +10,7 @@ import pytest
 from plan_graphs import agent, changed, grpo, ppo, request
 
 from hflow.errors import PlanError
-from hflow.graph.ir import BodyRef, Knob, Where
+from hflow.graph.ir import BodyRef, Knob, SourceLocation
 from hflow.planner.compile import compile_plan
 from hflow.planner.request import ModelRequest
 from hflow.planner.serialise import plan_digest, to_json
@@ -44,7 +44,9 @@ def test_the_digest_is_that_of_the_plan_without_it():
 
 def test_the_digest_does_not_depend_on_where_files_lie():
     graph = grpo()
-    moved = tuple(replace(n, spec=replace(n.spec, where=Where("/other/r.py", 90))) for n in graph.nodes)
+    moved = tuple(
+        replace(n, spec=replace(n.spec, where=SourceLocation("/other/r.py", 90))) for n in graph.nodes
+    )
     assert digest(replace(graph, nodes=moved, warnings=("/other/r.py:90: unused",))) == digest()
     at = [digest(settings={"models.actor.path": f"{root}/qwen"}) for root in ("/data", "/mnt/x")]
     assert at[0] == at[1] != digest(settings={"models.actor.path": "/data/llama"})

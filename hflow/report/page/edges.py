@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hflow.graph.edges import largest_lag
+from hflow.graph.edges import max_lag
 from hflow.graph.ir import Edge, EdgeKind
 from hflow.planner.ir import Plan
 from hflow.planner.placement.node_placement import SAVE_PREFIX
@@ -51,7 +51,7 @@ def arrows(plan: Plan) -> tuple[Arrow, ...]:
 def _of_graph(plan: Plan) -> Iterator[Arrow]:
     schedule = plan.schedule
     for edge in plan.graph.edges:
-        lag = largest_lag(edge, schedule.settings.max_staleness, schedule.settings.sync_every)
+        lag = max_lag(edge, schedule.settings.max_staleness, schedule.settings.sync_every)
         key = f"{edge.kind} {edge.src} {edge.model or edge.fields}"
         yield Arrow("", edge.kind, edge.src, edge.dst, _label(edge), lag, edge.at_most, key)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from hflow.graph.edges import largest_lag
+from hflow.graph.edges import max_lag
 from hflow.graph.ir import Edge, EdgeKind, Level, Node
 from hflow.planner.ir import Plan
 from hflow.planner.node_order import stages
@@ -66,7 +66,7 @@ def _arriving(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {}
     schedule = plan.schedule
     for edge in plan.graph.edges:
-        lag = largest_lag(edge, schedule.settings.max_staleness, schedule.settings.sync_every)
+        lag = max_lag(edge, schedule.settings.max_staleness, schedule.settings.sync_every)
         found.setdefault(edge.dst, []).append((str(edge.kind), describe_edge(edge) + _lag(lag, edge.at_most)))
     for turn in plan.order:
         found.setdefault(turn.dst, []).append((str(EdgeKind.ORDER), f"after {turn.src}" + _lag(turn.lag)))
