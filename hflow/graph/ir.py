@@ -275,6 +275,16 @@ class Graph:
         """The stream of that name."""
         return next(s for s in self.streams if s.name == name)
 
+    def root_stream(self, name: str) -> Stream:
+        """Return the stream, fed by a dataset, whose samples the stream `name` shares.
+
+        Of several streams that one source opens, it is the first.
+        """
+        stream = self.stream(name)
+        while stream.parent is not None:
+            stream = self.stream(stream.parent)
+        return next(s for s in self.streams if s.source == stream.source)
+
     def model(self, name: str) -> ModelSpec:
         """The model of that name."""
         return next(m for m in self.models if m.name == name)

@@ -11,7 +11,6 @@ from hflow.planner.staleness import staleness_bound
 from hflow.report.live import Display, LiveRow
 from hflow.report.live_rollout import Tally
 from hflow.runtime.events import Refusal
-from hflow.runtime.execution.group_placement import root_of
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.trace import Trace
 from hflow.workers.interface import Span
@@ -85,7 +84,7 @@ def _labels(plan: Plan) -> dict[str, str]:
     for node in graph.nodes:
         if node.spec.verb == "train":
             labels[f"{node.name}/loss"] = "loss" if _is_only(graph, "train") else f"{node.name} loss"
-        trained = graph.stream(root_of(plan, node.stream)).trained
+        trained = graph.root_stream(node.stream).trained
         levels = (Level.SAMPLE,) if trained else (Level.SAMPLE, Level.GROUP)
         for field in _shown_fields(graph, node, levels):
             labels[f"{node.stream}/{field}"] = field if trained else f"held-out {field}"

@@ -26,8 +26,8 @@ from hflow.report.live import Display, open_display
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.executor import Executor
-from hflow.runtime.execution.group_placement import Rows
 from hflow.runtime.execution.metrics_log import MetricsLog
+from hflow.runtime.execution.row_cursor import Rows
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.trace import Trace
 from hflow.runtime.ledger import Ledger, header_of

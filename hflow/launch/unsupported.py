@@ -10,7 +10,6 @@ from hflow.launch.compile import Compiled
 from hflow.launch.model_metadata import model_dtype
 from hflow.launch.registry import FACTORIES
 from hflow.planner.ir import Plan, Replica
-from hflow.runtime.execution.group_placement import root_of
 
 
 def refuse_unrunnable(compiled: Compiled) -> None:
@@ -127,10 +126,10 @@ def _update_reasons(node: Node, compiled: Compiled) -> Iterator[str]:
 def _derived_reasons(node: Node, compiled: Compiled) -> Iterator[str]:
     """Generation beside a sample that exists happens where that is; only the root's tokens have an age."""
     spec, at = node.spec, f"{node.spec.name} ({node.spec.where})"
-    root = root_of(compiled.plan, node.stream)
-    source = compiled.graph.stream(root).source
+    root = compiled.graph.root_stream(node.stream)
+    source = root.source
     if compiled.plan.placement(spec.name).replicas != compiled.plan.placement(source).replicas:
-        yield f"{at}: it derives from {root!r}, so for now it can only use the engines of {source}"
+        yield f"{at}: it derives from {root.name!r}, so for now it can only use the engines of {source}"
     for other in compiled.graph.nodes:
         if other.spec.verb == "train" and other.stream in spec.streams:
             yield f"{at}: {other.name} trains on it, but samples of a derived stream have no age yet"

@@ -15,7 +15,7 @@ from hflow.launch.compile import Compiled
 from hflow.launch.model_settings import model_settings, tokenizer_settings
 from hflow.launch.registry import FACTORIES
 from hflow.planner.reported_field import reported_field
-from hflow.runtime.execution.group_placement import Rows, root_of
+from hflow.runtime.execution.row_cursor import Rows
 from hflow.workers.interface import NodeProgram, Workers, WorkerSetup
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _program(compiled: Compiled, node: Node) -> NodeProgram:
         verb="compute" if spec.runs_as_compute else spec.verb,
         level=spec.level.value,
         stream=node.stream,
-        root=root_of(compiled.plan, node.stream),
+        root=compiled.graph.root_stream(node.stream).name,
         body=compiled.bodies[spec.name],
         reads=node.reads,
         provided=spec.provided,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from hflow.graph.ir import EdgeKind
 from hflow.planner.cost import drawing_pace, node_times
-from hflow.planner.data.traffic_estimate import preview_traffic
+from hflow.planner.data.traffic_estimate import estimate_traffic
 from hflow.planner.forecast import Forecast, NodeTime, Period
 from hflow.planner.ir import Plan
 from hflow.planner.memory import memory_phases, unknown_models
@@ -20,7 +20,7 @@ def forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
     if request.hardware is None:
         return None
     lengths = workloads(plan, request)
-    traffic = preview_traffic(plan, request, dict(lengths)[plan.schedule.streams[0].name])
+    traffic = estimate_traffic(plan, request, dict(lengths)[plan.schedule.streams[0].name])
     times = node_times(plan, request, dict(lengths), traffic)
     missing = tuple(_missing(plan))
     return Forecast(

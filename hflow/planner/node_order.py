@@ -49,10 +49,7 @@ def root_stream(graph: Graph, node: Node) -> Stream:
 
     Streams that one node opens share their samples; the first of them stands for all.
     """
-    stream = opened_stream(graph, node.name) if is_source(node) else graph.stream(node.stream)
-    while stream.parent is not None:
-        stream = graph.stream(stream.parent)
-    return opened_stream(graph, stream.source)
+    return graph.root_stream(opened_stream(graph, node.name).name if is_source(node) else node.stream)
 
 
 def root_streams(graph: Graph) -> tuple[Stream, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hflow.runtime.execution.data_locations import DataLocations
+from hflow.planner.data.data_locations import DataLocations
 
 FIRST, SECOND = (0, 1, 2, 3), (4, 5, 6, 7)
 
@@ -11,15 +11,15 @@ def two_batches() -> DataLocations:
     """Samples on workers 5 (even ones) and 6; worker 0 made `ref` of all of them."""
     holdings = DataLocations()
     for sample in (*FIRST, *SECOND):
-        holdings.arrive(sample, 5 + sample % 2, length=10 * sample)
+        holdings.add_sample(sample, 5 + sample % 2, length=10 * sample)
     for batch in (FIRST, SECOND):
-        holdings.moved(["ids"], batch, 0)
-        holdings.made(["ref"], batch, 0)
+        holdings.add_copies(["ids"], batch, 0)
+        holdings.add_outputs(["ref"], batch, 0)
     return holdings
 
 
 def test_what_was_moved_is_held_twice_and_what_a_batch_node_made_only_there() -> None:
-    at = two_batches().of(["ids", "ref", "reward"], FIRST)
+    at = two_batches().holders(["ids", "ref", "reward"], FIRST)
     assert at["ids"][2] == {5, 0}
     assert at["ref"][2] == {0}
     assert at["reward"][2] == {5}
@@ -27,8 +27,8 @@ def test_what_was_moved_is_held_twice_and_what_a_batch_node_made_only_there() ->
 
 def test_fields_that_lie_alike_share_a_mapping() -> None:
     holdings = two_batches()
-    holdings.made(["a", "b"], FIRST, 1)
-    at = holdings.of(["a", "b", "reward", "ids"], FIRST)
+    holdings.add_outputs(["a", "b"], FIRST, 1)
+    at = holdings.holders(["a", "b", "reward", "ids"], FIRST)
     assert at["a"] is at["b"]
     assert at["a"][0] == {1}
     assert at["reward"] is not at["ids"]
@@ -37,16 +37,16 @@ def test_fields_that_lie_alike_share_a_mapping() -> None:
 def test_dropping_a_field_of_one_step_leaves_that_of_the_next() -> None:
     """Nodes of the next step may have run before the last reader of this one."""
     holdings = two_batches()
-    assert holdings.drop(["ref"], FIRST) == {5: [0, 2], 6: [1, 3], 0: [0, 1, 2, 3]}
-    assert holdings.of(["ref"], SECOND)["ref"][4] == {0}
-    assert holdings.workers(SECOND) == {5: [4, 6], 6: [5, 7], 0: [4, 5, 6, 7]}
+    assert holdings.drop_fields(["ref"], FIRST) == {5: [0, 2], 6: [1, 3], 0: [0, 1, 2, 3]}
+    assert holdings.holders(["ref"], SECOND)["ref"][4] == {0}
+    assert holdings.workers_of(SECOND) == {5: [4, 6], 6: [5, 7], 0: [4, 5, 6, 7]}
 
 
 def test_a_sample_that_leaves_does_not_take_its_batch_along() -> None:
     holdings = two_batches()
     holdings.forget([0])
-    assert holdings.workers([0]) == {}
-    assert holdings.workers(FIRST) == {5: [2], 6: [1, 3], 0: [1, 2, 3]}
+    assert holdings.workers_of([0]) == {}
+    assert holdings.workers_of(FIRST) == {5: [2], 6: [1, 3], 0: [1, 2, 3]}
     holdings.forget(FIRST)
-    assert holdings.workers(FIRST) == {}
+    assert holdings.workers_of(FIRST) == {}
     assert holdings.lengths(SECOND) == {4: 40, 5: 50, 6: 60, 7: 70}

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan_preview import planned
 
-from hflow.runtime.execution.group_placement import GroupPlacer
+from hflow.planner.data.group_placement import GroupPlacer
 
 STREAM, SIZE, NUM_ENGINES = "actor_gen", 3, 4
 PLAN, _ = planned(graphs.grpo(group=SIZE), "cpu-1x4", batch=4)
@@ -31,7 +31,7 @@ def test_groups_go_one_by_one_to_the_engine_with_least_to_do(finished, rng):
             expected[group] = least
             load[home[group]] -= SIZE
             load[least] += SIZE
-    assert placer.evened(STREAM, movable) == expected
+    assert placer.rebalance_moves(STREAM, movable) == expected
 
 
 @given(st.lists(st.sampled_from(("finish", "refuse")), min_size=2 * SIZE, max_size=2 * SIZE))
@@ -56,7 +56,7 @@ def test_a_bound_group_is_forgotten_when_its_refused_members_have_left_their_eng
     placer.refused(STREAM, 0, 1)
     for _ in range(SIZE - 1):
         placer.finished(STREAM, 0)
-    placer.forget(STREAM, [0])
+    placer.bound(STREAM, [0])
     assert placer.home(STREAM, 0) in range(NUM_ENGINES)
     placer.finished(STREAM, 0)
     with pytest.raises(KeyError):

@@ -15,7 +15,7 @@ from hflow.planner.cost import node_times
 from hflow.planner.cost.flops import work_of
 from hflow.planner.cost.generation import generate
 from hflow.planner.cost.training import forward, train
-from hflow.planner.data.traffic_estimate import preview_traffic
+from hflow.planner.data.traffic_estimate import estimate_traffic
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.request import ModelRequest
@@ -95,7 +95,7 @@ def timed(graph, models=None, cluster="cpu-1x2", hardware=TOY, **changes):
     request = graphs.request(cluster, models=models, hardware=hardware, **changes)
     plan = compile_plan(graph, request)
     lengths = dict(workloads(plan, request))
-    traffic = preview_traffic(plan, request, lengths[plan.schedule.streams[0].name])
+    traffic = estimate_traffic(plan, request, lengths[plan.schedule.streams[0].name])
     return {row.node: row for row in node_times(plan, request, lengths, traffic)}
 
 

@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 
 from hflow.graph.ir import TRAJECTORY_FIELDS
 from hflow.planner.compile import compile_plan
-from hflow.planner.data.dispatch_model import sample_homes
+from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.data.field_sizes import field_size
+from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.data.minibatches import cut_minibatches, shards
 from hflow.planner.data.redistribute import redistribute
-from hflow.planner.data.traffic_estimate import NUM_STEPS, preview_traffic
+from hflow.planner.data.traffic_estimate import MAX_LISTED_STEPS, estimate_traffic, generating_workers
 from hflow.planner.node_order import topological_order
 from hflow.planner.request import ModelRequest
 from hflow.planner.workload import Workload, sample_lengths
-from hflow.runtime.execution.data_locations import DataLocations
-from hflow.runtime.execution.group_placement import GroupPlacer, root_of
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage.sample_store import SampleStore
 
@@ -41,7 +40,7 @@ EIGHT_TOKENS = Workload(prompt=3, response_mean=5.0, response_cv=0.0, max_respon
 def test_equal_layouts_move_only_what_one_worker_computes():
     # Two groups of two samples of 8 tokens: group 0 on worker 0, group 1 on worker 1.
     plan, request = planned(graphs.grpo(group=2), batch=2)
-    ref, advantage, train = preview_traffic(plan, request, EIGHT_TOKENS)
+    ref, advantage, train = estimate_traffic(plan, request, EIGHT_TOKENS)
     # A sample's input_ids take 8 x 8 bytes and its loss_mask 8 x 1; all 4 samples are in place.
     assert (ref.consumer, ref.num_bytes, ref.local_bytes) == ("ref_inf", 0, 4 * 72)
     # Worker 0 takes group 1's reward (4), group (8) and loss_mask (8): 2 x 20 bytes.
@@ -59,7 +58,7 @@ def test_equal_layouts_move_only_what_one_worker_computes():
 def test_a_narrower_trainer_pulls_the_other_engines_samples():
     layouts = {"actor": ("d1", "d2"), "ref": ("d1", None)}
     plan, request = planned(graphs.grpo(group=2), layouts=layouts, batch=2)
-    ref, advantage, train = preview_traffic(plan, request, EIGHT_TOKENS)
+    ref, advantage, train = estimate_traffic(plan, request, EIGHT_TOKENS)
     # Everything runs on worker 0: it pulls group 1's fields once, those that it lacks.
     assert ref.num_bytes == 2 * (64 + 8)
     assert advantage.num_bytes == 2 * (4 + 8)
@@ -71,7 +70,7 @@ def test_a_narrower_trainer_pulls_the_other_engines_samples():
 def test_bytes_between_machines_are_counted_apart():
     layouts = {"actor": ("d1", "d4"), "ref": ("d1", None)}
     plan, request = planned(graphs.grpo(group=2), "cpu-2x2", layouts, batch=4)
-    ref = preview_traffic(plan, request, EIGHT_TOKENS)[0]
+    ref = estimate_traffic(plan, request, EIGHT_TOKENS)[0]
     assert ref.num_bytes == 3 * 2 * 72
     assert ref.num_node_bytes == 2 * 2 * 72
     assert ref.busiest_bytes == ref.num_bytes
@@ -81,7 +80,7 @@ def test_every_minibatch_waits_for_its_heaviest_rank():
     # Two samples to a minibatch, one for each rank: the heavier ones of both minibatches add up.
     plan, request = planned(graphs.ppo(minibatches=2), batch=4)
     workload = Workload(prompt=1, response_mean=30.0, response_cv=1.0, max_response=200)
-    edges = {edge.consumer: edge for edge in preview_traffic(plan, request, workload)}
+    edges = {edge.consumer: edge for edge in estimate_traffic(plan, request, workload)}
     lengths = sample_lengths(workload, 4, request.seed)
     cut = dict(plan.cuts)["actor_train"]
     heaviest = [max(lengths[g] for g in part) for part in cut_minibatches(range(4), cut, request.seed, 0)]
@@ -93,11 +92,11 @@ def test_steps_are_the_largest_ones():
     layouts = {"actor": ("d1t1p1", "d8"), "ref": ("d8", None)}
     plan, request = planned(graphs.grpo(group=4), "cpu-1x8", layouts, batch=64)
     workload = Workload(prompt=10, response_mean=40.0, response_cv=0.8, max_response=200)
-    for edge in preview_traffic(plan, request, workload):
+    for edge in estimate_traffic(plan, request, workload):
         sizes = [step.num_bytes for step in edge.steps]
         assert sizes == sorted(sizes, reverse=True)
-        assert len(sizes) == min(NUM_STEPS, edge.num_steps)
-        if edge.num_steps <= NUM_STEPS:
+        assert len(sizes) == min(MAX_LISTED_STEPS, edge.num_steps)
+        if edge.num_steps <= MAX_LISTED_STEPS:
             assert sum(sizes) == edge.num_bytes
 
 
@@ -111,14 +110,14 @@ def replayed(plan, request, workload):
     stream = plan.schedule.streams[0]
     size = stream.group_size
     lengths = sample_lengths(workload, request.batch * size, request.seed)
-    homes = sample_homes(plan, request, stream, [length - workload.prompt for length in lengths])
+    homes = generating_workers(plan, request, stream, [length - workload.prompt for length in lengths])
     holdings, samples = DataLocations(), tuple(range(len(lengths)))
     for sample, (home, length) in enumerate(zip(homes, lengths, strict=True)):
-        holdings.arrive(sample, home, length)
+        holdings.add_sample(sample, home, length)
     groups = {g: list(range(g * size, (g + 1) * size)) for g in range(request.batch)}
     stores = {worker: {} for worker in range(plan.cluster.num_devices)}
     in_order = {name: i for i, name in enumerate(topological_order(plan.graph))}
-    mine = [r for r in plan.rules if r.fields and root_of(plan, r.stream) == stream.name]
+    mine = [r for r in plan.rules if r.fields and plan.graph.root_stream(r.stream).name == stream.name]
     made_by_nodes = {f"{n.stream}/{f.field}" for n in plan.graph.nodes for f in n.spec.returns}
     made_by_batch = {
         f"{plan.graph.node(rule.consumer).stream}/{returned.field}"
@@ -133,7 +132,7 @@ def replayed(plan, request, workload):
             stores[home][field, sample] = value_of(numbers[field], sample, lengths)
     found = {}
     for rule in sorted(mine, key=lambda r: in_order[r.consumer]):
-        holders = holdings.of(rule.fields, samples)
+        holders = holdings.holders(rule.fields, samples)
         assignment = shards(
             rule,
             dict(plan.cuts).get(rule.consumer),
@@ -147,7 +146,7 @@ def replayed(plan, request, workload):
         before = {worker: set(store) for worker, store in stores.items()}
         moved = Counter()
         for move in moves:
-            holdings.moved(move.fields, move.samples, move.dst)
+            holdings.add_copies(move.fields, move.samples, move.dst)
             for key in ((field, sample) for field in move.fields for sample in move.samples):
                 assert key in before[move.src], "sent by a worker that did not hold it"
                 assert key not in before[move.dst], "sent to a worker that held it"
@@ -163,7 +162,7 @@ def replayed(plan, request, workload):
                     stores[head][field, sample], value_of(numbers[field], sample, lengths)
                 )
                 read.add((head, field, sample))
-            holdings.made(outputs, own, head)
+            holdings.add_outputs(outputs, own, head)
             stores[head].update(
                 {(f, s): value_of(numbers[f], s, lengths) for f in outputs for s in own if f in numbers}
             )
@@ -210,7 +209,7 @@ def cases(draw):
 @settings(deadline=None, max_examples=150)
 def test_the_preview_is_what_a_replay_on_arrays_moves(case):
     plan, request, workload = case
-    edges = preview_traffic(plan, request, workload)
+    edges = estimate_traffic(plan, request, workload)
     found = replayed(plan, request, workload)
     assert {e.consumer: (e.num_bytes, e.num_node_bytes, e.num_bytes + e.local_bytes) for e in edges} == found
     for edge in edges:
@@ -222,7 +221,7 @@ def test_the_preview_is_what_a_replay_on_arrays_moves(case):
 
 # ------------------------------------------------------------------------------ where samples lie
 def homes_of(plan, request, responses):
-    return sample_homes(plan, request, plan.schedule.streams[0], responses)
+    return generating_workers(plan, request, plan.schedule.streams[0], responses)
 
 
 def test_a_full_engine_keeps_its_load_while_samples_wait():
@@ -257,7 +256,7 @@ def test_groups_go_where_the_dispatcher_sends_them(first, max_concurrent):
 def test_written_groups_take_turns_on_the_ranks_that_train_on_them():
     plan, request = planned(graphs.sft(), "cpu-1x4", {"actor": ("d2t2", None)}, batch=4)
     assert homes_of(plan, request, [5] * 4) == [0, 2, 0, 2]
-    (edge,) = preview_traffic(plan, request, Workload(4, 4.0, 0.0, 4))
+    (edge,) = estimate_traffic(plan, request, Workload(4, 4.0, 0.0, 4))
     assert edge.num_bytes == 0
 
 

@@ -1,58 +1,137 @@
-"""What one step's redistribution moves, by the functions that the run itself calls.
+"""Estimate the bytes that redistribution moves in one step.
 
-A batch of sampled lengths goes through `shards` and `redistribute` node by node; who holds what is
-kept as the run keeps it. Bytes are those of the fields' values, as the run counts them.
+A batch with sampled lengths goes through the code of the run itself: `GroupPlacer` chooses the worker of each
+group, `shards` and `redistribute` plan what each node's inputs move, and `DataLocations` records who holds
+what. Only the engines are simulated.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hflow.graph.ir import Graph
-from hflow.planner.data.dispatch_model import root_name, sample_homes
+from hflow.graph.ir import Graph, Level
+from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.data.field_sizes import field_size
+from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.data.minibatches import shards
 from hflow.planner.data.redistribute import Holders, Move, Shards, redistribute
 from hflow.planner.forecast import EdgeTraffic, StepTraffic
-from hflow.planner.ir import ClusterSpec, EdgeRule, Level, Plan
+from hflow.planner.ir import ClusterSpec, EdgeRule, Plan, ScheduledStream
 from hflow.planner.node_order import topological_order
 from hflow.planner.request import PlanRequest
 from hflow.planner.workload import Workload, sample_lengths
 
-# -------------------- Bytes of a redistribution beside their lower bound, and its moves as collective
-# steps.
-
+MAX_LISTED_STEPS = 16
+"""How many collective steps of an edge a plan lists, the largest first."""
 
 FieldBytes = Mapping[str, Mapping[int, int]]
 """Field (`stream/field`) -> sample -> bytes."""
 
 
+def estimate_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tuple[EdgeTraffic, ...]:
+    """Return the bytes that the inputs of every node on the trained stream move, in execution order.
+
+    Every node is assumed to run in the step, whatever its `every` and `after`, and no sample is refused.
+
+    Args:
+        plan: its rules, cuts and placements.
+        request: the run's seed, and limits of the engines.
+        workload: lengths of the trained stream's samples.
+    """
+    stream = plan.schedule.streams[0]
+    size, batch = stream.group_size, request.batch
+    lengths = sample_lengths(workload, batch * size, request.seed)
+    workers = generating_workers(plan, request, stream, [length - workload.prompt for length in lengths])
+    locations, samples = DataLocations(), range(len(lengths))
+    for sample in samples:
+        locations.add_sample(sample, workers[sample], lengths[sample])
+    sizes = _FieldSizes(plan.graph, workload.prompt, lengths)
+    tokens = dict(enumerate(lengths))
+    groups = {g: range(g * size, (g + 1) * size) for g in range(batch)}
+    cuts = dict(plan.cuts)
+    streaming = {node.name for node in plan.schedule.nodes if node.level is not Level.BATCH}
+    edges = []
+    for rule in _rules_of_stream(plan, stream.name):
+        holders = locations.holders(rule.fields, samples)
+        cut = cuts.get(rule.consumer)
+        assignment = shards(rule, cut, groups, tokens, holders, seed=request.seed, step=0)
+        moves = redistribute(rule, assignment, holders, plan.cluster)
+        edges.append(_traffic(rule, assignment, moves, tokens, sizes.of(rule.fields), holders, plan.cluster))
+        locations.add_moves(moves)
+        outputs = _outputs(plan.graph, rule.consumer)
+        for head, minibatches in zip(rule.heads, assignment, strict=True):
+            locations.add_outputs(outputs, [s for minibatch in minibatches for s in minibatch], head)
+        if rule.consumer in streaming:  # its outputs are also moved to where the samples are
+            for worker, made in locations.by_home(samples).items():
+                locations.add_copies(outputs, made, worker)
+    return tuple(edges)
+
+
+def generating_workers(
+    plan: Plan, request: PlanRequest, stream: ScheduledStream, responses: Sequence[int]
+) -> list[int]:
+    """Return the worker that generates each sample of one batch, or prepares it for a written stream.
+
+    Time is counted in tokens: every running sequence grows by one token per unit of time. The next group
+    starts as soon as `max_concurrent` allows.
+
+    Args:
+        plan: names the engines, or for a written stream the ranks that train on it.
+        request: limits of the engines.
+        stream: the root stream.
+        responses: tokens of each sample's response; `group_size` neighbours are a group.
+    """
+    placer, size = GroupPlacer(plan), stream.group_size
+    num_groups = len(responses) // size
+    if not stream.replicas:
+        by_group = [placer.place(stream.name, group, size) for group in range(num_groups)]
+        return [worker for worker in by_group for _ in range(size)]
+    num_slots = request.model(plan.replica(stream.replicas[0]).model).max_running
+    slots: dict[int, list[int]] = defaultdict(list)
+    """Worker -> heap of the times at which its used slots become free."""
+    running: list[tuple[int, int, int]] = []
+    """Heap of (end, worker, group) of all samples in flight."""
+    workers, now = [], 0
+    for group in range(num_groups):
+        while len(running) + size > request.schedule.max_concurrent:
+            now, _, finished = heapq.heappop(running)
+            placer.finished(stream.name, finished)
+        worker = placer.place(stream.name, group, size)
+        for response in responses[group * size : (group + 1) * size]:
+            start = now if len(slots[worker]) < num_slots else max(now, heapq.heappop(slots[worker]))
+            heapq.heappush(slots[worker], start + response)
+            heapq.heappush(running, (start + response, worker, group))
+            workers.append(worker)
+    return workers
+
+
 def moved_bytes(moves: Iterable[Move], nbytes: FieldBytes) -> int:
-    """Bytes that moves carry."""
+    """Return the bytes that moves carry."""
     return sum(nbytes[field][s] for move in moves for field in move.fields for s in move.samples)
 
 
 def lower_bound_bytes(
     rule: EdgeRule, tokens: Mapping[int, int], nbytes: FieldBytes, holders: Holders, capacity: int
 ) -> int:
-    """Bytes that any assignment must move whose ranks take at most `capacity` tokens each.
+    """Return the bytes that any assignment must move whose ranks take at most `capacity` tokens each.
 
-    A byte stays only where its sample is assigned to a holder. So what stays is at most (a) every
-    sample at its best rank, and (b) for each rank the best choice of held samples that fits into
-    its capacity, relaxed to a fractional knapsack (Dantzig, 1957). The bound takes the smaller.
+    A byte stays in place only if its sample is assigned to a holder. So the bytes in place are at most (a)
+    those of every sample at its best rank, and (b) for each rank those of the best choice of held samples
+    that fits into its capacity, relaxed to a fractional knapsack (Dantzig, 1957). The bound uses the smaller.
 
     Args:
         rule: fields and heads of the consumer.
         tokens: tokens of each sample to assign.
         nbytes: bytes of each field of each sample.
-        holders: where the fields lie before.
+        holders: where the fields are before.
         capacity: tokens of the heaviest rank, 0 or more.
     """
     total = sum(nbytes[field][sample] for field in rule.fields for sample in tokens)
-    held = _held(rule, tokens, nbytes, holders)
+    held = _held_bytes(rule, tokens, nbytes, holders)
     best: dict[int, int] = defaultdict(int)
     for of_worker in held.values():
         for sample, size in of_worker.items():
@@ -61,35 +140,9 @@ def lower_bound_bytes(
     return total - min(sum(best.values()), best_fill)
 
 
-def _held(
-    rule: EdgeRule, samples: Iterable[int], nbytes: FieldBytes, holders: Holders
-) -> dict[int, dict[int, int]]:
-    """Head -> sample -> bytes of its fields that the head's worker holds, where there are any."""
-    held: dict[int, dict[int, int]] = {head: defaultdict(int) for head in rule.heads}
-    places = [(nbytes[field], holders[field]) for field in rule.fields]
-    for sample in samples:
-        for sizes, at in places:
-            for worker in at.get(sample, ()):
-                if worker in held:
-                    held[worker][sample] += sizes[sample]
-    return held
-
-
-def _knapsack(value: Mapping[int, int], weight: Mapping[int, int], capacity: int) -> int:
-    """The value of the best fractional choice within the capacity, rounded down."""
-    free = sum(value[s] for s in value if weight[s] == 0)
-    worth = sorted((s for s in value if value[s] and weight[s]), key=lambda s: -value[s] / weight[s])
-    kept, room = free, capacity
-    for s in worth:
-        if weight[s] > room:
-            return kept + value[s] * room // weight[s]
-        kept, room = kept + value[s], room - weight[s]
-    return kept
-
-
 @dataclass(frozen=True)
 class CollectiveStep:
-    """Moves that together are one collective, for people to read.
+    """Moves that together are one collective, for display.
 
     `bcast`: one source sends the same to several; `scatter`: one source sends different samples
     to several; `gather`: one destination receives from all its sources.
@@ -123,72 +176,34 @@ class CollectiveStep:
 def collective_steps(moves: Sequence[Move]) -> tuple[CollectiveStep, ...]:
     """Classify moves as broadcasts, scatters and gathers; every move is in exactly one step."""
     steps, rest = [], []
-    for same in _by(moves, lambda move: (move.src, move.samples, move.fields)):
+    for same in _grouped(moves, lambda move: (move.src, move.samples, move.fields)):
         if len(same) > 1:
             steps.append(CollectiveStep("bcast", same[0].src, same))
         else:
             rest.append(same[0])
     single: list[Move] = []
-    for same in _by(rest, lambda move: move.src):
+    for same in _grouped(rest, lambda move: move.src):
         if len({move.dst for move in same}) > 1:
             steps.append(CollectiveStep("scatter", same[0].src, same))
         else:
             single.extend(same)
-    steps += [CollectiveStep("gather", same[0].dst, same) for same in _by(single, lambda move: move.dst)]
+    steps += [CollectiveStep("gather", same[0].dst, same) for same in _grouped(single, lambda move: move.dst)]
     return tuple(steps)
 
 
-def _by(moves: Iterable[Move], key: Callable[[Move], Hashable]) -> list[tuple[Move, ...]]:
-    """Moves with the same key together, in the order of their first."""
-    together: dict[Hashable, list[Move]] = defaultdict(list)
+def _grouped(moves: Iterable[Move], key: Callable[[Move], Hashable]) -> list[tuple[Move, ...]]:
+    """Group moves by key, in the order of their first move."""
+    groups: dict[Hashable, list[Move]] = defaultdict(list)
     for move in moves:
-        together[key(move)].append(move)
-    return [tuple(same) for same in together.values()]
+        groups[key(move)].append(move)
+    return [tuple(group) for group in groups.values()]
 
 
-NUM_STEPS = 16
-"""Collective steps of an edge that are kept, the largest."""
-
-
-def preview_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tuple[EdgeTraffic, ...]:
-    """The bytes that the inputs of every node with a rule on the trained stream move, in the order of firing.
-
-    Every node fires, whatever its `every` and `after`, and no sample is refused.
-
-    Args:
-        plan: its rules, cuts and placements.
-        request: the run's seed, and bounds of the engines.
-        workload: lengths of the trained stream's samples.
-    """
-    stream = plan.schedule.streams[0]
-    size, batch = stream.group_size, request.batch
-    lengths = sample_lengths(workload, batch * size, request.seed)
-    homes = sample_homes(plan, request, stream, [length - workload.prompt for length in lengths])
-    held = _Held(homes)
-    sizes = _Sizes(plan.graph, workload.prompt, lengths)
-    tokens = dict(enumerate(lengths))
-    groups = {g: range(g * size, (g + 1) * size) for g in range(batch)}
-    cuts = dict(plan.cuts)
-    arriving = {node.name for node in plan.schedule.nodes if node.level is not Level.BATCH}
-    edges = []
-    for rule in _rules(plan, stream.name):
-        holders = held.of(rule.fields)
-        cut = cuts.get(rule.consumer)
-        assignment = shards(rule, cut, groups, tokens, holders, seed=request.seed, step=0)
-        moves = redistribute(rule, assignment, holders, plan.cluster)
-        edges.append(_traffic(rule, assignment, moves, tokens, sizes.of(rule.fields), holders, plan.cluster))
-        held.moved(moves)
-        held.made(_outputs(plan.graph, rule.consumer), rule.heads, assignment)
-        if rule.consumer in arriving:
-            held.came_home(_outputs(plan.graph, rule.consumer))
-    return tuple(edges)
-
-
-def _rules(plan: Plan, stream: str) -> list[EdgeRule]:
-    """Rules of the nodes that read data of one stream's samples, in the order of firing."""
+def _rules_of_stream(plan: Plan, stream: str) -> list[EdgeRule]:
+    """Return the rules of the nodes that read data of one root stream's samples, in execution order."""
     rules = {rule.consumer: rule for rule in plan.rules if rule.fields}
     order = [rules[name] for name in topological_order(plan.graph) if name in rules]
-    return [rule for rule in order if root_name(plan.graph, rule.stream) == stream]
+    return [rule for rule in order if plan.graph.root_stream(rule.stream).name == stream]
 
 
 def _outputs(graph: Graph, name: str) -> list[str]:
@@ -196,47 +211,7 @@ def _outputs(graph: Graph, name: str) -> list[str]:
     return [f"{node.stream}/{returned.field}" for returned in node.spec.returns]
 
 
-class _Held:
-    """Who holds which fields of a batch. What the source and its samples' bodies made is at home."""
-
-    def __init__(self, homes: Sequence[int]) -> None:
-        alone = {worker: frozenset((worker,)) for worker in set(homes)}
-        self._home = {sample: alone[worker] for sample, worker in enumerate(homes)}
-        self._at: dict[str, dict[int, frozenset[int]]] = {}
-
-    def of(self, fields: Iterable[str]) -> Holders:
-        """Field -> sample -> workers."""
-        return {name: self._at.get(name, self._home) for name in fields}
-
-    def moved(self, moves: Iterable[Move]) -> None:
-        """Workers pulled fields; the sources keep their copies."""
-        joined: dict[tuple[frozenset[int], int], frozenset[int]] = {}
-        for move in moves:
-            for name in move.fields:
-                if name not in self._at:
-                    self._at[name] = dict(self._home)
-                at = self._at[name]
-                for sample in move.samples:
-                    key = at[sample], move.dst
-                    if key not in joined:
-                        joined[key] = at[sample] | {move.dst}
-                    at[sample] = joined[key]
-
-    def made(self, fields: Iterable[str], heads: Sequence[int], assignment: Shards) -> None:
-        """A batch node left fields of its ranks' samples on their heads."""
-        made: dict[int, frozenset[int]] = {}
-        for head, minibatches in zip(heads, assignment, strict=True):
-            alone = frozenset((head,))
-            made.update((sample, alone) for samples in minibatches for sample in samples)
-        self._at.update((name, dict(made)) for name in fields)
-
-    def came_home(self, fields: Iterable[str]) -> None:
-        """Fields were brought to where their samples are, too."""
-        for name in fields:
-            self._at[name] = {sample: at | self._home[sample] for sample, at in self._at[name].items()}
-
-
-class _Sizes:
+class _FieldSizes:
     """Bytes of each field of each sample."""
 
     def __init__(self, graph: Graph, prompt: int, lengths: Sequence[int]) -> None:
@@ -246,7 +221,7 @@ class _Sizes:
         self._known: dict[str, Mapping[int, int]] = {}
 
     def of(self, fields: Iterable[str]) -> FieldBytes:
-        """Field -> sample -> bytes."""
+        """Return the bytes of these fields for every sample."""
         return {name: self._known.get(name) or self._measure(name) for name in fields}
 
     def _measure(self, name: str) -> Mapping[int, int]:
@@ -265,36 +240,25 @@ def _traffic(
     holders: Holders,
     cluster: ClusterSpec,
 ) -> EdgeTraffic:
-    moved = moved_bytes(moves, nbytes)
+    num_bytes = moved_bytes(moves, nbytes)
     loads = [[sum(tokens[s] for s in samples) for samples in minibatches] for minibatches in assignment]
-    heaviest = max(sum(rank) for rank in loads)
-    steps = [_step(step, nbytes) for step in collective_steps(moves)]
+    capacity = max(sum(rank) for rank in loads)
+    steps = [_step_traffic(step, nbytes) for step in collective_steps(moves)]
     crossing = [m for m in moves if cluster.node_of(m.src) != cluster.node_of(m.dst)]
     return EdgeTraffic(
         consumer=rule.consumer,
-        num_bytes=moved,
-        lower_bound=lower_bound_bytes(rule, tokens, nbytes, holders, heaviest),
-        local_bytes=_read_bytes(rule, assignment, nbytes) - moved,
+        num_bytes=num_bytes,
+        lower_bound=lower_bound_bytes(rule, tokens, nbytes, holders, capacity),
+        local_bytes=_read_bytes(rule, assignment, nbytes) - num_bytes,
         imbalance=sum(map(max, zip(*loads, strict=True))) * len(loads) / sum(tokens.values()),
-        steps=tuple(sorted(steps, key=lambda step: -step.num_bytes)[:NUM_STEPS]),
+        steps=tuple(sorted(steps, key=lambda step: -step.num_bytes)[:MAX_LISTED_STEPS]),
         num_steps=len(steps),
         num_node_bytes=moved_bytes(crossing, nbytes),
-        busiest_bytes=_busiest(moves, nbytes),
+        busiest_bytes=_busiest_bytes(moves, nbytes),
     )
 
 
-def _read_bytes(rule: EdgeRule, assignment: Shards, nbytes: FieldBytes) -> int:
-    """Bytes that the heads read; ranks that share a worker read one copy."""
-    read = {
-        (head, sample)
-        for head, minibatches in zip(rule.heads, assignment, strict=True)
-        for samples in minibatches
-        for sample in samples
-    }
-    return sum(sizes[sample] for sizes in nbytes.values() for _, sample in read)
-
-
-def _step(step: CollectiveStep, nbytes: FieldBytes) -> StepTraffic:
+def _step_traffic(step: CollectiveStep, nbytes: FieldBytes) -> StepTraffic:
     return StepTraffic(
         kind=step.kind,
         root=step.root,
@@ -306,7 +270,19 @@ def _step(step: CollectiveStep, nbytes: FieldBytes) -> StepTraffic:
     )
 
 
-def _busiest(moves: Iterable[Move], nbytes: FieldBytes) -> int:
+def _read_bytes(rule: EdgeRule, assignment: Shards, nbytes: FieldBytes) -> int:
+    """Return the bytes that the heads read; ranks that share a worker read one copy."""
+    read = {
+        (head, sample)
+        for head, minibatches in zip(rule.heads, assignment, strict=True)
+        for samples in minibatches
+        for sample in samples
+    }
+    return sum(sizes[sample] for sizes in nbytes.values() for _, sample in read)
+
+
+def _busiest_bytes(moves: Iterable[Move], nbytes: FieldBytes) -> int:
+    """Return the bytes that the busiest worker sends or receives, whichever is more."""
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     for move in moves:
@@ -314,3 +290,27 @@ def _busiest(moves: Iterable[Move], nbytes: FieldBytes) -> int:
         sent[move.src] += size
         received[move.dst] += size
     return max((*sent.values(), *received.values()), default=0)
+
+
+def _held_bytes(
+    rule: EdgeRule, samples: Iterable[int], nbytes: FieldBytes, holders: Holders
+) -> dict[int, dict[int, int]]:
+    """Return head -> sample -> bytes of the sample's fields that the head's worker holds, where above 0."""
+    held: dict[int, dict[int, int]] = {head: defaultdict(int) for head in rule.heads}
+    sizes_and_holders = [(nbytes[field], holders[field]) for field in rule.fields]
+    for sample in samples:
+        for sizes, workers_of in sizes_and_holders:
+            for worker in workers_of.get(sample, ()):
+                if worker in held:
+                    held[worker][sample] += sizes[sample]
+    return held
+
+
+def _knapsack(value: Mapping[int, int], weight: Mapping[int, int], capacity: int) -> int:
+    """Return the value of the best fractional choice within the capacity, rounded down."""
+    total, room = sum(value[s] for s in value if weight[s] == 0), capacity
+    for s in sorted((s for s in value if value[s] and weight[s]), key=lambda s: -value[s] / weight[s]):
+        if weight[s] > room:
+            return total + value[s] * room // weight[s]
+        total, room = total + value[s], room - weight[s]
+    return total

@@ -10,17 +10,36 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import fsum
 
+from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.ir import TRAJECTORY_FIELDS, EdgeRule, Level, Plan
 from hflow.planner.reported_field import reported_field
-from hflow.runtime.execution.data_locations import DataLocations, StepBatch
-from hflow.runtime.execution.group_placement import root_of
 from hflow.runtime.execution.node_execution import NodeExecution, outputs
 from hflow.runtime.execution.step_metrics import Observer, StepMetrics, means
 from hflow.runtime.state.firing_rules import node_fires
 from hflow.types import Unit
 from hflow.workers.interface import NodeResult, Workers
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The samples that a step is made of, ids ascending."""
+
+    stream: str
+    step: int
+    samples: tuple[int, ...]
+    groups: tuple[int, ...]
+    """The distinct groups, ascending."""
+    group_size: int
+
+    def members(self) -> dict[int, list[int]]:
+        """Group -> its samples."""
+        found: dict[int, list[int]] = {group: [] for group in self.groups}
+        for sample in self.samples:
+            found[sample // self.group_size].append(sample)
+        return found
 
 
 class BatchRunner:
@@ -37,7 +56,7 @@ class BatchRunner:
         self._num_steps = plan.schedule.num_steps
         self._nodes = {node.name: node for node in plan.schedule.nodes}
         self._rules = {rule.consumer: rule for rule in _batch_rules(plan)}
-        self._roots = {name: root_of(plan, rule.stream) for name, rule in self._rules.items()}
+        self._roots = {name: plan.graph.root_stream(rule.stream).name for name, rule in self._rules.items()}
         self._side = frozenset(stream.name for stream in plan.schedule.streams if stream.batch is None)
         self._readers = _readers(plan)
         self._late = _late_fields(plan)
@@ -52,7 +71,7 @@ class BatchRunner:
 
     async def summarize(self, batch: StepBatch, is_evaluation: bool) -> None:
         """Average the stream's numeric fields; an evaluation that no batch node reads ends here."""
-        home = self.holdings[batch.stream].home_of(batch.samples)
+        home = self.holdings[batch.stream].by_home(batch.samples)
         parts = await asyncio.gather(
             *(self._workers.summarize(worker, batch.stream, held) for worker, held in home.items())
         )
@@ -127,7 +146,7 @@ class BatchRunner:
         ]
         if not fields:
             return
-        held = self.holdings[batch.stream].drop(fields, batch.samples)
+        held = self.holdings[batch.stream].drop_fields(fields, batch.samples)
         await asyncio.gather(
             *(
                 self._workers.release(worker, samples, batch.stream, fields)
@@ -141,7 +160,7 @@ class BatchRunner:
 
     async def _release(self, batch: StepBatch) -> None:
         holdings = self.holdings[batch.stream]
-        held = holdings.workers(batch.samples)
+        held = holdings.workers_of(batch.samples)
         holdings.forget(batch.samples)
         del self._batches[batch.stream, batch.step]
         await asyncio.gather(
@@ -167,7 +186,7 @@ def _readers(plan: Plan) -> dict[str, frozenset[str]]:
     tokens = _token_fields(plan)
     readers: dict[str, set[str]] = defaultdict(set)
     for rule in _batch_rules(plan):
-        if root_of(plan, rule.stream) in trained:
+        if plan.graph.root_stream(rule.stream).name in trained:
             for name in tokens.intersection(rule.fields):
                 readers[name].add(rule.consumer)
     return {name: frozenset(nodes) for name, nodes in readers.items()}

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hflow.errors import RunError
+from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.ir import Plan
 from hflow.runtime.events import Asleep, Awake, Event, NodeFailed, Published, Refusal
-from hflow.runtime.execution.group_placement import GroupPlacer
 from hflow.runtime.execution.rebalance import Rebalancer
 from hflow.runtime.execution.step_metrics import Observer, StepMetrics
 from hflow.runtime.ledger import Ledger

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from hflow.errors import RunError
+from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.ir import Plan
 from hflow.runtime import events as ev
-from hflow.runtime.execution.batch_runner import BatchRunner
+from hflow.runtime.execution.batch_runner import BatchRunner, StepBatch
 from hflow.runtime.execution.checkpoint import Checkpoints
-from hflow.runtime.execution.data_locations import StepBatch
 from hflow.runtime.execution.engine_control import EngineControl
-from hflow.runtime.execution.group_placement import GroupPlacer, RowCursor, Rows
 from hflow.runtime.execution.node_execution import NodeExecution, WorkerMessages
 from hflow.runtime.execution.rebalance import Rebalancer
+from hflow.runtime.execution.row_cursor import RowCursor, Rows
 from hflow.runtime.execution.step_metrics import Observer, StepMetrics
 from hflow.runtime.execution.streaming_runner import StreamingRunner
 from hflow.runtime.ledger import Ledger
@@ -155,7 +155,7 @@ class Executor:
             case SampleReady():
                 self._ledger.reported(event)
                 if event.sample not in self._states[event.stream].abandoned:
-                    self._batches.holdings[event.stream].arrive(event.sample, worker, event.length)
+                    self._batches.holdings[event.stream].add_sample(event.sample, worker, event.length)
                     self._scores.arrived(event, is_trained=self._is_trained(event.stream))
                 self._left_source(event.stream, event.sample)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
@@ -230,7 +230,7 @@ class Executor:
         """Free all that there is of refused samples: at home, and where models read them."""
         await self._arrivals.until_free(stream, samples)
         holdings = self._batches.holdings[stream]
-        held = {**holdings.workers(samples), home: samples}
+        held = {**holdings.workers_of(samples), home: samples}
         holdings.forget(samples)
         await asyncio.gather(
             *(self._workers.release(worker, there, stream, None) for worker, there in held.items())
@@ -244,7 +244,7 @@ class Executor:
             self._cursors[what.stream].restart()
         else:
             self._scores.add(what.step, self._scores.ages.bind(what.samples, what.step))
-        self._placer.forget(what.stream, what.groups)
+        self._placer.bound(what.stream, what.groups)
         batch = StepBatch(what.stream, what.step, what.samples, what.groups, stream.group_size)
         self._batches.form(batch)
         summary = self._spawn(self._batches.summarize(batch, is_evaluation))

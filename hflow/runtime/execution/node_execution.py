@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.data.minibatches import shards
 from hflow.planner.data.redistribute import Shards, redistribute
 from hflow.planner.ir import Plan
-from hflow.runtime.execution.data_locations import DataLocations
 from hflow.runtime.execution.step_metrics import Observer, StepMetrics
 from hflow.runtime.ledger import Ledger
 from hflow.workers.interface import ComputeOrder, GroupOrder, NodeResult, NodeTask, ShardInput, Workers
@@ -96,7 +96,7 @@ class NodeExecution:
         """
         rule = self._rules[node]
         samples = [sample for members in groups.values() for sample in members]
-        holders = holdings.of(rule.fields, samples)
+        holders = holdings.holders(rule.fields, samples)
         assignment = shards(
             rule,
             self._cuts.get(node),
@@ -111,11 +111,7 @@ class NodeExecution:
             self._workers.transfer(moves) if moves else _nothing(),
             self._workers.run(node_tasks(node, step, rule.heads, self._ranks(node), assignment)),
         )
-        pulled: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
-        for move in moves:
-            pulled[move.dst, move.fields] += move.samples
-        for (worker, fields), held in pulled.items():
-            holdings.moved(fields, held, worker)
+        holdings.add_moves(moves)
         self._note(node, holdings, results)
         return Fired(results, moved)
 
@@ -130,7 +126,7 @@ class NodeExecution:
 
     def _note(self, node: str, holdings: DataLocations, results: Sequence[NodeResult]) -> None:
         for result in results:
-            holdings.made(outputs(self._plan, node), result.samples, result.worker)
+            holdings.add_outputs(outputs(self._plan, node), result.samples, result.worker)
             self._ledger.reported(result)
             self._observer.on_span(result.worker, result.span)
             if self._plan.placement(node).replicas:

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.ir import Plan
-from hflow.runtime.execution.group_placement import GroupPlacer
 from hflow.runtime.state.stream_state import StreamState
 from hflow.workers.interface import GroupOrder, Workers
 
@@ -55,7 +55,7 @@ class Rebalancer:
 
     async def _spread(self, stream: StreamState) -> tuple[int, list[int]]:
         name = stream.stream.name
-        moves = self._placer.evened(name, reversed(stream.untouched()))
+        moves = self._placer.rebalance_moves(name, reversed(stream.untouched()))
         leaving: dict[int, list[int]] = defaultdict(list)
         for group in moves:
             leaving[self._placer.home(name, group)].append(group)

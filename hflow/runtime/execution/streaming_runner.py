@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
+from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import Plan
 from hflow.runtime.events import NodeDone, RunStreamingInference
-from hflow.runtime.execution.data_locations import DataLocations
-from hflow.runtime.execution.group_placement import root_of
 from hflow.runtime.execution.node_execution import NodeExecution
 from hflow.runtime.ledger import Ledger
 from hflow.workers.interface import ComputeReady, Workers
@@ -42,7 +41,7 @@ class StreamingRunner:
         self._firing = firing
         self._holdings = holdings
         self._ledger = ledger
-        self._roots = {node.name: root_of(plan, node.stream) for node in plan.graph.nodes}
+        self._roots = {node.name: plan.graph.root_stream(node.stream).name for node in plan.graph.nodes}
         self._group_size = {stream.name: stream.group_size for stream in plan.schedule.streams}
         self._busy: dict[tuple[str, int], list[asyncio.Event]] = {}
         """Sample of a root stream -> for each model that works on it, what is set when it is done."""
@@ -82,12 +81,11 @@ class StreamingRunner:
     async def _bring_home(self, node: str, root: str, made: Mapping[int, int]) -> None:
         holdings, fields = self._holdings[root], self._firing.outputs(node)
         ends: dict[tuple[int, int], list[int]] = {}
-        for home, samples in holdings.home_of(made).items():
+        for home, samples in holdings.by_home(made).items():
             for sample in samples:
                 if made[sample] != home:
                     ends.setdefault((made[sample], home), []).append(sample)
         moves = [Move(src, dst, tuple(samples), fields) for (src, dst), samples in sorted(ends.items())]
         if moves:
             await self._workers.transfer(moves)
-        for move in moves:
-            holdings.moved(move.fields, move.samples, move.dst)
+        holdings.add_moves(moves)

@@ -1,0 +1,103 @@
+"""`GroupPlacer`: which worker each group of samples runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+
+from hflow.planner.ir import Plan, ScheduledStream
+
+
+class GroupPlacer:
+    """Places each group on the least loaded worker of its stream; all samples of a group stay together.
+
+    So group-level bodies and prefix caches find the whole group on one worker. A worker's load is the number
+    of its unfinished samples.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._heads = {stream.name: tuple(sorted(_heads(plan, stream))) for stream in plan.schedule.streams}
+        self._written = {stream.name for stream in plan.schedule.streams if not stream.replicas}
+        self._load: dict[int, int] = dict.fromkeys(range(plan.cluster.num_devices), 0)
+        self._home: dict[tuple[str, int], int] = {}
+        self._num_unfinished: dict[tuple[str, int], int] = {}
+        self._num_waiting: dict[tuple[str, int], int] = {}
+        """Samples of a group that are neither refused nor bound to a batch. A group without any, and without
+        unfinished samples, is forgotten."""
+
+    def place(self, stream: str, group: int, num_samples: int) -> int:
+        """Choose a worker for a group and remember it."""
+        heads = self._heads[stream]
+        if stream in self._written:  # there is no engine load to balance, and timing must not matter
+            worker = heads[group % len(heads)]
+        else:
+            worker = min(heads, key=self._load.__getitem__)
+        self._load[worker] += num_samples
+        self._home[stream, group] = worker
+        self._num_unfinished[stream, group] = self._num_waiting[stream, group] = num_samples
+        return worker
+
+    def rebalance_moves(self, stream: str, groups: Iterable[int]) -> dict[int, int]:
+        """Return the groups that should move to a less loaded engine, each with that engine's worker.
+
+        Args:
+            stream: the stream of these groups.
+            groups: groups that may move, the first to move first.
+        """
+        load, moves = dict(self._load), {}
+        by_load = [(load[head], head) for head in self._heads[stream]]
+        heapify(by_load)
+        for group in groups:
+            src, size = self._home[stream, group], self._num_unfinished[stream, group]
+            while by_load[0][0] != load[by_load[0][1]]:  # an outdated entry
+                heappop(by_load)
+            dst = by_load[0][1]
+            if load[src] - load[dst] >= 2 * size:
+                moves[group] = dst
+                load[src] -= size
+                load[dst] += size
+                heappush(by_load, (load[src], src))
+                heappush(by_load, (load[dst], dst))
+        return moves
+
+    def move(self, stream: str, group: int, worker: int) -> None:
+        """Record that a group with all its unfinished samples is now on another worker."""
+        size = self._num_unfinished[stream, group]
+        self._load[self._home[stream, group]] -= size
+        self._load[worker] += size
+        self._home[stream, group] = worker
+
+    def home(self, stream: str, group: int) -> int:
+        """Return the worker that holds a group."""
+        return self._home[stream, group]
+
+    def finished(self, stream: str, group: int) -> None:
+        """Record that one sample of the group no longer occupies its worker."""
+        self._load[self._home[stream, group]] -= 1
+        self._num_unfinished[stream, group] -= 1
+        self._forget_if_empty(stream, group)
+
+    def refused(self, stream: str, group: int, num_samples: int) -> None:
+        """Record that samples of a group left the run; they may still occupy an engine."""
+        self._num_waiting[stream, group] -= num_samples
+        self._forget_if_empty(stream, group)
+
+    def bound(self, stream: str, groups: Iterable[int]) -> None:
+        """Record that groups are bound to a batch; a refused sample may still occupy an engine."""
+        for group in groups:
+            self._num_waiting[stream, group] = 0
+            self._forget_if_empty(stream, group)
+
+    def _forget_if_empty(self, stream: str, group: int) -> None:
+        key = (stream, group)
+        if self._num_waiting[key] == 0 and self._num_unfinished[key] == 0:
+            del self._home[key], self._num_unfinished[key], self._num_waiting[key]
+
+
+def _heads(plan: Plan, stream: ScheduledStream) -> tuple[int, ...]:
+    """Return the engines of a generated stream; for a written stream, the heads of its widest reader."""
+    if stream.replicas:
+        return plan.replica(stream.replicas[0]).heads
+    readers = [rule.heads for rule in plan.rules if plan.graph.root_stream(rule.stream).name == stream.name]
+    widest: tuple[int, ...] = max(readers, key=len, default=(0,))
+    return widest
