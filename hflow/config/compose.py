@@ -22,10 +22,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from hflow.config.build import build, unknown
 from hflow.config.explain import explain
 from hflow.config.schema import RunConfig
 from hflow.errors import ConfigError
+from hflow.validation import from_mapping, unknown_key
 
 _BARE_PLACEMENT = re.compile(r"(\+{0,2}placement)=(?!null$)([^'\"].*)", re.DOTALL)
 
@@ -44,7 +44,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     recipe = Path(recipe).absolute()
     values = _compose(recipe.with_suffix(".yaml"), overrides)
-    return build(RunConfig, {"name": recipe.stem, **values})
+    return from_mapping(RunConfig, {"name": recipe.stem, **values})
 
 
 def config_dir() -> Path:
@@ -81,7 +81,7 @@ def _as_hydra(override: str) -> str:
     except HydraException as error:
         raise ConfigError(f"override {override!r} is not understood: {NOTATION}") from error
     if parsed.key_or_group.partition(".")[0] == "hydra":
-        raise ConfigError(unknown(parsed.key_or_group, "hydra", [f.name for f in fields(RunConfig)]))
+        raise ConfigError(unknown_key(parsed.key_or_group, "hydra", [f.name for f in fields(RunConfig)]))
     is_value = parsed.type is OverrideType.CHANGE and parsed.package is None
     return f"++{override}" if is_value else override
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from hflow.config.build import join, unknown
 from hflow.config.schema import RunConfig
 from hflow.errors import ConfigError
+from hflow.validation import join, unknown_key
 
 
 def validate_names(
@@ -36,4 +36,4 @@ def validate_names(
 def _validate(key: str, given: Collection[str], known: Collection[str]) -> None:
     for name in given:
         if name not in known:
-            raise ConfigError(unknown(join(key, name), name, known))
+            raise ConfigError(unknown_key(join(key, name), name, known))

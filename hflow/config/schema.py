@@ -1,182 +1,177 @@
-"""Every key of a run's configuration: its type, its default, its meaning.
+"""Every configuration key of a run: its type, its default and its meaning.
 
-`null` means "as planned" or "none", as each key says. The metadata `least` is the smallest value
-that a number may have; everything else that a value must be is in its type.
+`null` means "let the plan decide" or "none"; each key says which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
+from pydantic.dataclasses import dataclass
+
 from hflow.types import ScheduleSettings
+from hflow.validation import CHECKED, FrozenDict, FrozenMapping
 
 
-def _minimum(least: float, default: Any) -> Any:
-    return field(default=default, metadata={"minimum": least})
-
-
-def _empty() -> Any:
-    return field(default_factory=dict)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class OptimConfig:
-    """AdamW and its learning-rate schedule. Steps are optimizer steps, not steps of the run."""
+    """AdamW and its learning-rate schedule. Steps are optimizer steps, not training steps of the run."""
 
-    lr: float = _minimum(0, 1e-6)
+    lr: StrictFloat = Field(default=1e-6, ge=0)
     """Learning rate after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = _minimum(0, 1e-8)
-    weight_decay: float = _minimum(0, 0.0)
-    warmup_steps: int = _minimum(0, 0)
+    betas: tuple[StrictFloat, StrictFloat] = (0.9, 0.999)
+    eps: StrictFloat = Field(default=1e-8, ge=0)
+    weight_decay: StrictFloat = Field(default=0.0, ge=0)
+    warmup_steps: StrictInt = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes from the warm-up's end to the run's."""
-    min_lr_ratio: float = _minimum(0, 0.0)
-    """The last learning rate over `lr`, for `linear` and `cosine`."""
-    clip_grad: float = _minimum(0, 1.0)
-    """Largest global gradient norm; 0 turns clipping off."""
+    """How the learning rate changes from the end of the warm-up to the end of the run."""
+    min_lr_ratio: StrictFloat = Field(default=0.0, ge=0)
+    """Final learning rate divided by `lr`, for `linear` and `cosine`."""
+    clip_grad: StrictFloat = Field(default=1.0, ge=0)
+    """Maximum global gradient norm; 0 turns clipping off."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class GenConfig:
-    """How a model generates."""
+    """How a model generates: `models.NAME.gen`."""
 
     engine: Literal["embedded", "vllm"] = "embedded"
-    """The generation engine. `vllm` is planned, but not run yet."""
+    """The generation engine. `vllm` can be planned but not run yet."""
     layout: str | None = None
-    """Axes of its replica, such as `d4t1`; null: as planned."""
+    """Layout of the generating replica, such as `d4t1`; null: the plan decides."""
     group: str | None = None
-    """Device group of its replica; null: as planned."""
+    """Device group of the generating replica; null: the plan decides."""
     transport: Literal["auto", "store", "disk"] = "auto"
-    """How new weights reach engines with devices of their own: through the object store, or files in the
-    run's directory, which all machines must share then; `auto`: the plan chooses, and says why."""
-    max_running: int = _minimum(1, 256)
-    """Sequences that one engine decodes at once."""
-    max_model_len: int = _minimum(2, 2048)
-    """Tokens of prompt and completion together."""
+    """How new weights reach engines on devices of their own: through Ray's object store, or through files in
+    the run's directory, which all machines must share; `auto`: the plan decides, and gives the reason."""
+    max_running: StrictInt = Field(default=256, ge=1)
+    """Maximum number of sequences that one engine decodes at once."""
+    max_model_len: StrictInt = Field(default=2048, ge=2)
+    """Maximum number of tokens of prompt and completion together."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class ModelConfig:
     """One model of the recipe: `models.NAME`."""
 
     path: str | None = None
-    """A local HF checkpoint directory: config, weights and tokenizer come from it."""
-    architecture: Mapping[str, Any] | None = None
-    """An HF config as a mapping with `model_type`. Without `path` the weights start at random; with
-    it, this is what the planner reads while the checkpoint does not exist yet."""
+    """A local Hugging Face checkpoint directory, with config, weights and tokenizer."""
+    architecture: FrozenMapping[str, Any] | None = None
+    """A Hugging Face config as a mapping with `model_type`. Without `path`, weights are random. With `path`,
+    the planner uses this while the checkpoint does not exist yet."""
     alphabet: str | None = None
     """Characters of a character tokenizer, for an `architecture` without a tokenizer of its own."""
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
     backend: Literal["torch", "megatron"] = "torch"
-    """The engine that trains and infers: `torch` (transformers, data parallelism by FSDP2) or `megatron`
+    """The backend for training and inference: `torch` (transformers, data parallelism by FSDP2) or `megatron`
     (megatron-core: tensor, pipeline and data parallelism)."""
     layout: str | None = None
-    """Axes of the replica that trains (or infers), such as `d2t2p1`; null: as planned."""
+    """Layout of the replica that trains or infers, such as `d2t2p1`; null: the plan decides."""
     group: str | None = None
-    """Its device group: replicas with one group's name share devices and take turns; null: as planned."""
+    """Device group of that replica; replicas of one group share its devices and take turns. null: the plan
+    decides."""
     dtype: Literal["fp32", "bf16"] | None = None
-    """Precision of the forward and backward pass; null: that of the model it starts from, or else fp32."""
-    tokens_per_microbatch: int = _minimum(1, 16384)
-    """Packed tokens of one forward. No result depends on it."""
-    activation_checkpointing: bool = False
+    """Precision of forward and backward pass; null: that of the model it is initialised from, else fp32."""
+    tokens_per_microbatch: StrictInt = Field(default=16384, ge=1)
+    """Maximum number of packed tokens in one forward pass. It does not change any result."""
+    activation_checkpointing: StrictBool = False
     """Recompute activations in the backward pass instead of keeping them."""
-    save_optimizer: bool = True
-    """Whether checkpoints of a trained model hold the optimizer's state too, in `shards/` beside the HF
-    files: twelve bytes a parameter more, by every rank, so that all machines must share `out`."""
-    resume: bool = False
-    """Start from the `shards/` in `path`, the optimizer included, whatever layout and backend wrote them."""
-    sequence_parallel: bool | None = None
-    """Whether `megatron`'s tensor ranks share the tokens between their matrices too; null: on CUDA, where it
-    saves memory at no cost."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    gen: GenConfig = field(default_factory=GenConfig)
+    save_optimizer: StrictBool = True
+    """Save the optimizer state of a trained model with its checkpoints, in `shards/` beside the Hugging Face
+    files. It takes 12 bytes per parameter. Every rank writes its part, so all machines must share `out`."""
+    resume: StrictBool = False
+    """Load weights and optimizer state from `shards/` in `path`. The layout and backend may differ from those
+    that saved it."""
+    sequence_parallel: StrictBool | None = None
+    """Use megatron's sequence parallelism; null: on CUDA, where it saves memory at no cost."""
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    gen: GenConfig = Field(default_factory=GenConfig)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class DataConfig:
-    """The rows of one dataset of the recipe: `data.NAME`. Either `path` or `generator`."""
+    """The rows of one dataset of the recipe: `data.NAME`. Set either `path` or `generator`."""
 
     path: str | None = None
-    """A `.jsonl` or `.parquet` file whose columns are those that the recipe declares."""
+    """A `.jsonl` or `.parquet` file with the columns that the recipe declares."""
     generator: str | None = None
     """A named generator of rows, such as `addition`."""
     split: str = "train"
-    """Which part of a generator's rows."""
-    shuffle: bool = True
-    """Whether every pass takes the rows in another order, seeded by `seed`."""
-    limit: int | None = _minimum(1, None)
-    """Rows to take; null: all."""
+    """Which split of a generator's rows to use."""
+    shuffle: StrictBool = True
+    """Shuffle the rows on every pass, seeded by `seed`."""
+    limit: StrictInt | None = Field(default=None, ge=1)
+    """Maximum number of rows; null: all."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class WorkloadConfig:
     """Lengths in tokens that the plan's estimates assume; null: hflow's guess, and the plan says so."""
 
-    prompt: int | None = _minimum(1, None)
+    prompt: StrictInt | None = Field(default=None, ge=1)
     """Tokens of a prompt."""
-    response_mean: float | None = _minimum(1, None)
-    """Mean tokens of a response."""
-    response_cv: float | None = _minimum(0, None)
-    """Standard deviation of the responses over their mean; 0: all alike."""
+    response_mean: StrictFloat | None = Field(default=None, ge=1)
+    """Mean number of tokens of a response."""
+    response_cv: StrictFloat | None = Field(default=None, ge=0)
+    """Standard deviation of the response lengths divided by their mean; 0: all are equal."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class ReportConfig:
     """What a run shows while it runs: `report`."""
 
     show: tuple[str, ...] | None = None
     """Metrics in the live panel and the plain lines, as names or globs of `metrics.jsonl`, such as
-    `[time/*,actor_train/grad_norm]`; null: losses, and what samples are scored with."""
+    `[time/*,actor_train/grad_norm]`; null: the losses and the scores of samples."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class RunConfig:
-    """The whole configuration of one run."""
+    """The whole configuration of a run."""
 
     name: str
-    """The run's name, by default the recipe's file name. Results lie in OUT/NAME/TIME."""
+    """Name of the run, by default the recipe's file name. Results are written to OUT/NAME/TIME."""
     out: str = "runs"
-    """Directory of results; like all paths, relative to the working directory."""
-    seed: int = _minimum(0, 0)
-    """Seeds the order of data, sampling, minibatches and random weights."""
-    steps: int = _minimum(1, 100)
-    """Training steps."""
-    batch: int = _minimum(1, 32)
-    """Groups a step; a group is one prompt with its samples."""
-    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    """Directory of results. All paths are relative to the working directory."""
+    seed: StrictInt = Field(default=0, ge=0)
+    """Seed of data order, sampling, minibatches and random weights."""
+    steps: StrictInt = Field(default=100, ge=1)
+    """Number of training steps."""
+    batch: StrictInt = Field(default=32, ge=1)
+    """Groups per step; a group is one prompt with its samples."""
+    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     """How far generation may run ahead of training."""
-    save_every: int = _minimum(0, 0)
-    """Steps from one checkpoint to the next; 0 keeps only the one at the end."""
-    report: ReportConfig = field(default_factory=ReportConfig)
-    """What is shown while it runs."""
+    save_every: StrictInt = Field(default=0, ge=0)
+    """Training steps between two checkpoints; 0 saves only at the end."""
+    report: ReportConfig = Field(default_factory=ReportConfig)
+    """What the run shows while it runs."""
     workers: Literal["ray", "inproc"] = "ray"
-    """Where workers live: in processes that Ray starts, or all in this one."""
-    collective_timeout: float = _minimum(1, 600.0)
-    """Seconds that a rank waits for the others of a collective; then the run ends, saying who is missing."""
+    """Where workers run: in processes that Ray starts, or all in this process."""
+    collective_timeout: StrictFloat = Field(default=600.0, ge=1)
+    """Seconds that a rank waits in a collective. After that the run ends and names the missing ranks."""
     cluster: str = "cpu-1x1"
     """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process."""
-    cores: tuple[int, ...] | None = None
-    """Processor cores of each device's worker, as in `[6,2]`, or of each alike, `[4]`: a worker is bound to
-    its own, so that trainers and engines on one machine do not take them from each other; null: not bound."""
+    cores: tuple[StrictInt, ...] | None = None
+    """Number of processor cores that each device's worker is bound to, as in `[6,2]`, or one number for all,
+    as in `[4]`. Bound workers of one machine do not compete for cores. null: workers are not bound."""
     network: str | None = None
-    """The link between machines, such as `ib-ndr`; null: the usual one of such devices."""
-    device_memory_gib: float | None = _minimum(0, None)
-    """Memory of one device that the plan may use; null: all that such a device has."""
+    """The link between machines, such as `ib-ndr`; null: the device's usual one."""
+    device_memory_gib: StrictFloat | None = Field(default=None, ge=0)
+    """Memory of one device that the plan may use; null: all of it."""
     placement: str | None = None
-    """Devices and layouts in short, as in `actor=0-3:d2t2p1 actor.gen=4-7:d4`; null: `groups` and the
-    models' own `group` and `layout`."""
-    groups: Mapping[str, tuple[int, ...]] = _empty()
-    """Devices of each device group that models name, as in `groups.gen=[4,5,6,7]`; empty: as planned."""
-    models: Mapping[str, ModelConfig] = _empty()
-    """By the recipe's model names."""
-    data: Mapping[str, DataConfig] = _empty()
-    """By the recipe's dataset names."""
-    nodes: Mapping[str, Mapping[str, Any]] = _empty()
-    """By the recipe's node names: knobs and decorator options, as in `nodes.actor_train.clip`."""
-    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    """What the plan's estimates assume of the data."""
+    """Devices and layouts in short form, as in `actor=0-3:d2t2p1 actor.gen=4-7:d4`; null: `groups`, and the
+    `group` and `layout` of each model."""
+    groups: FrozenMapping[str, tuple[StrictInt, ...]] = Field(default_factory=FrozenDict)
+    """Devices of device groups that models name, as in `groups.gen=[4,5,6,7]`; empty: the plan decides."""
+    models: FrozenMapping[str, ModelConfig] = Field(default_factory=FrozenDict)
+    """By model name in the recipe."""
+    data: FrozenMapping[str, DataConfig] = Field(default_factory=FrozenDict)
+    """By dataset name in the recipe."""
+    nodes: FrozenMapping[str, Mapping[str, Any]] = Field(default_factory=FrozenDict)
+    """By node name in the recipe: knobs and decorator options, as in `nodes.actor_train.clip`."""
+    workload: WorkloadConfig = Field(default_factory=WorkloadConfig)
+    """What the plan's estimates assume about the data."""

@@ -192,7 +192,7 @@ class NodeType:
                 raise self._fault(f"@{self.verb} has no option {name!r}{nearest(name, self.known)}")
             try:
                 checked[name] = self.options[name].check(value)
-            except (TypeError, ValueError) as error:
+            except ValueError as error:
                 raise self._fault(f"option {name} is {error}") from error
         return checked
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hflow.dsl.value_types import conform
+from hflow.validation import check_value
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Option:
     """One option of a decorator.
 
     Attributes:
-        type: what it may be, as `hflow.dsl.value_types` writes types.
+        type: what it may be, written as `hflow.validation.check_value` reads it.
         default: its value when the recipe does not say.
         minimum: smallest number allowed.
         maximum: largest number allowed.
@@ -25,19 +25,12 @@ class Option:
     maximum: float | None = None
 
     def check(self, value: Any) -> Any:
-        """Return the value as the type wants it.
+        """Return the value as the type wants it, such as an int as a float.
 
         Raises:
-            TypeError: of the wrong type; the message reads after "X is".
-            ValueError: out of bounds; likewise.
+            ValueError: of the wrong type or out of bounds; the message reads after "X is".
         """
-        value = conform(value, self.type)
-        if isinstance(value, int | float):
-            if self.minimum is not None and value < self.minimum:
-                raise ValueError(f"{value!r}, less than {self.minimum}")
-            if self.maximum is not None and value > self.maximum:
-                raise ValueError(f"{value!r}, more than {self.maximum}")
-        return value
+        return check_value(value, self.type, self.minimum, self.maximum)
 
 
 Options = dict[str, Option]

@@ -8,9 +8,9 @@ from typing import Any
 
 from hflow.dsl.nodetype import NODE_TYPES
 from hflow.dsl.options import Option
-from hflow.dsl.value_types import conform
 from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import NodeSpec, RecipeSpec, SourceLocation
+from hflow.validation import check_value
 
 _FIELDS = ("group", "every", "after")
 """Options that are fields of a `NodeSpec`; names, streams and levels are the recipe's alone."""
@@ -71,10 +71,10 @@ def _bind_value(node: NodeSpec, key: str, value: Any) -> NodeSpec:
     knob = next((knob for knob in node.knobs if knob.name == key), None)
     try:
         if knob is not None:
-            bound = replace(knob, value=conform(value, knob.type))
+            bound = replace(knob, value=check_value(value, knob.type))
             return replace(node, knobs=tuple(bound if k.name == key else k for k in node.knobs))
         value = _option(node, key).check(value)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is {error}") from error
     if key in _FIELDS:
         return replace(node, **{key: value})

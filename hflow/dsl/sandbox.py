@@ -33,7 +33,7 @@ def sandbox(*, timeout: float = 10.0, memory_mb: int = 512) -> Callable[[Functio
     for name, value in (("timeout", timeout), ("memory_mb", memory_mb)):
         try:
             limits[name] = _OPTIONS[name].check(value)
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise recipe_error(where, "sandbox", f"{name} is {error}") from error
 
     def decorate(function: Function) -> Function:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from hflow.dsl.annotations import ALLOWED_TYPES, PROVIDED_TYPES, Form, hint_text, read_hint, split_optional
-from hflow.dsl.value_types import conform, type_text
 from hflow.errors import RecipeError
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Knob, Parameter, SourceLocation
 from hflow.types import Tensor
+from hflow.validation import check_value, text_of_type
 
 _EMPTY = inspect.Parameter.empty
 
@@ -125,7 +125,7 @@ class _Reader:
 
     def knob(self, parameter: inspect.Parameter, hint: Any) -> Knob:
         """A parameter after `*`."""
-        kind = type_text(hint)
+        kind = text_of_type(hint)
         if kind is None:
             raise self._fault(
                 f"knob of type {hint_text(hint)}: a knob is int, float, bool, str, a Literal, "
@@ -135,8 +135,8 @@ class _Reader:
         if parameter.default is _EMPTY:
             raise self._fault("a knob needs a default", parameter)
         try:
-            return Knob(parameter.name, kind, conform(parameter.default, kind))
-        except TypeError as error:
+            return Knob(parameter.name, kind, check_value(parameter.default, kind))
+        except ValueError as error:
             raise self._fault(f"its default is {error}", parameter) from error
 
     def _fault(self, text: str, parameter: inspect.Parameter | None = None) -> RecipeError:

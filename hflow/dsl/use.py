@@ -9,10 +9,10 @@ from typing import Any
 from hflow.dsl.definition import Definition, define, definition_of
 from hflow.dsl.model import Model
 from hflow.dsl.source_location import caller_location
-from hflow.dsl.value_types import conform
 from hflow.errors import RecipeError, nearest
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import SourceLocation
+from hflow.validation import check_value
 
 
 def use(
@@ -61,8 +61,8 @@ def _checked_name(name: str | None, old: Definition, where: SourceLocation) -> s
 
 def _bound(node: Definition, key: str, value: Any, kind: str) -> Any:
     try:
-        return conform(value, kind)
-    except TypeError as error:
+        return check_value(value, kind)
+    except ValueError as error:
         raise recipe_error(node.where, node.name, f"knob {key} is {error}") from error
 
 

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hflow.config import RunConfig, load_config, to_mapping, to_yaml
-from hflow.config.build import build
 from hflow.errors import ConfigError, PlanError, RecipeError
 from hflow.launch.compile import Compiled, compile_recipe
 from hflow.planner.diff import PlanDiff, diff_plans, more
 from hflow.planner.serialise import to_json
+from hflow.validation import from_mapping
 
 FORMAT = 1
 """Format of plan files: rises when rows change so that older ones cannot be compared."""
@@ -46,7 +46,7 @@ class PlanFile:
             ConfigError: for a key or value that this version does not know, stored or given.
         """
         try:
-            config = build(RunConfig, self.config)
+            config = from_mapping(RunConfig, self.config)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: its configuration does not fit this version: {error}") from error
         if not overrides:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from hflow.config import ModelConfig, RunConfig, flatten
-from hflow.config.build import build
 from hflow.config.hardware import Kind, read_hardware
-from hflow.errors import ConfigError, PlanError, nearest
+from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import Graph, ModelSpec
 from hflow.launch.model_metadata import model_dtype, model_shape, overruled_architectures
 from hflow.planner.cluster import device_of, parse_cluster
@@ -18,6 +17,7 @@ from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.request import ModelRequest, PlanRequest
 from hflow.planner.workload import WorkloadRequest
+from hflow.validation import from_mapping
 
 # -------------------- From the configuration to the cluster and the figures of its devices and links.
 
@@ -29,8 +29,7 @@ def known_devices(recipe: str | Path) -> dict[str, Device]:
     """Devices that a cluster's name may use, by name.
 
     Raises:
-        ConfigError: for a file that is not what it should be.
-        PlanError: for a figure that no device can have.
+        ConfigError: for a hardware file that is not right.
     """
     return _known(Device, "devices", recipe)
 
@@ -44,8 +43,8 @@ def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec
     """The cluster that a configuration names, and what its devices and links can do.
 
     Raises:
-        ConfigError: for an unknown link, or a file that is not what it should be.
-        PlanError: for an unknown device, or a figure that no device can have.
+        ConfigError: for an unknown link, or a hardware file that is not right.
+        PlanError: for an unknown device.
     """
     devices, links = known_devices(recipe), known_links(recipe)
     cluster = parse_cluster(config.cluster, devices)
@@ -66,11 +65,7 @@ def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec
 def _known(cls: type[T], kind: Kind, recipe: str | Path) -> dict[str, T]:
     found = {}
     for name, values in read_hardware(kind, recipe).items():
-        key = f"hardware.{kind}.{name}"
-        try:
-            found[name] = build(cls, {"name": name, **values}, key)
-        except PlanError as error:
-            raise PlanError(f"{key}.{error}") from error
+        found[name] = from_mapping(cls, {"name": name, **values}, f"hardware.{kind}.{name}")
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
@@ -19,9 +18,6 @@ LEAST = {
     "num_steps": 1,
     "save_every": 0,
 }
-
-MAX_STALENESS = 10**6
-"""An upper limit far above any useful value."""
 
 
 def check_request(graph: Graph, request: PlanRequest) -> None:
@@ -51,16 +47,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
 
 
 def _check_schedule(settings: ScheduleSettings, batch: int) -> None:
-    """Raise for a value below its minimum, and for rules under which no batch could ever form."""
-    for field in fields(settings):
-        value, minimum = getattr(settings, field.name), field.metadata.get("minimum")
-        if value is not None and minimum is not None and value < minimum:
-            raise PlanError(f"schedule.{field.name} is {value}; it must be at least {minimum}")
-    if settings.max_staleness > MAX_STALENESS:
-        raise PlanError(
-            f"schedule.max_staleness is {settings.max_staleness}; it must be at most {MAX_STALENESS:,}, and "
-            "values above 4 gain little"
-        )
+    """Raise for rules under which no batch could ever form."""
     if settings.drop_older_than is not None and not settings.age_rule:
         raise PlanError(
             f"schedule.drop_older_than is {settings.drop_older_than}, but schedule.age_rule is off; "

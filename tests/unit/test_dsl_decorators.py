@@ -28,11 +28,11 @@ from hflow import (
     use,
 )
 from hflow.dsl import Option
-from hflow.dsl.value_types import conform, type_text
 from hflow.errors import RecipeError
 from hflow.graph.ir import Knob, Level, NodeSpec, Parameter, Returned
 from hflow.types import Unit
 from hflow.types.sandbox import Sandbox, sandbox_of
+from hflow.validation import check_value, text_of_type
 
 data = Dataset(prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
@@ -244,7 +244,7 @@ def test_sandbox_marks_the_function_and_returns_it():
     assert sandbox_of(tool) == Sandbox(timeout=2.0, memory_mb=64)
     assert sandbox_of(print) is None
     assert tool(1) == 2
-    with pytest.raises(RecipeError, match=r"sandbox: memory_mb is 1, less than 16"):
+    with pytest.raises(RecipeError, match=r"sandbox: memory_mb is 1; it must be at least 16"):
         sandbox(memory_mb=1)
 
 
@@ -259,8 +259,8 @@ def test_sandbox_marks_the_function_and_returns_it():
         (3, "None | int", 3),
     ],
 )
-def test_conform_accepts(value: object, kind: str, result: object):
-    conformed = conform(value, kind)
+def test_check_value_accepts(value: object, kind: str, result: object):
+    conformed = check_value(value, kind)
     assert (conformed, type(conformed)) == (result, type(result))
 
 
@@ -273,15 +273,19 @@ def test_conform_accepts(value: object, kind: str, result: object):
         (None, "float"),
         ("c", "'a' | 'b'"),
         ([1], "tuple[str, ...]"),
+        ({"a"}, "tuple[str, ...]"),
+        (True, "1 | 2"),
+        (float("nan"), "None | float"),
+        ("3", "int"),
     ],
 )
-def test_conform_refuses(value: object, kind: str):
-    with pytest.raises(TypeError, match="not "):
-        conform(value, kind)
+def test_check_value_refuses(value: object, kind: str):
+    with pytest.raises(ValueError, match="it must be "):
+        check_value(value, kind)
 
 
-def test_type_text():
-    assert type_text(float | None) == "float | None"
-    assert type_text(tuple[int, ...]) == "tuple[int, ...]"
-    assert type_text(tuple[int, str]) is None
-    assert type_text(float | dict) is None
+def test_text_of_type():
+    assert text_of_type(float | None) == "float | None"
+    assert text_of_type(tuple[int, ...]) == "tuple[int, ...]"
+    assert text_of_type(tuple[int, str]) is None
+    assert text_of_type(float | dict) is None

@@ -135,11 +135,11 @@ def test_an_override_of_prox_brings_actor_inf_along():
             {"actor_train": {"clib": 1}},
             "nodes.actor_train.clib: the node has no such knob or option; did you mean 'clip'?",
         ),
-        ({"actor_train": {"clip": "low"}}, "nodes.actor_train.clip is 'low', not float"),
-        ({"actor_train": {"epochs": 0}}, "nodes.actor_train.epochs is 0, less than 1"),
+        ({"actor_train": {"clip": "low"}}, "nodes.actor_train.clip is 'low'; it must be float"),
+        ({"actor_train": {"epochs": 0}}, "nodes.actor_train.epochs is 0; it must be at least 1"),
         (
             {"actor_train": {"prox": None}},
-            "nodes.actor_train.prox is None, not 'recompute' or 'loglinear' or 'metrics' or 'none'",
+            "nodes.actor_train.prox is None; it must be 'recompute' or 'loglinear' or 'metrics' or 'none'",
         ),
         (
             {"actor_train": {"returns": "x"}},

@@ -1,0 +1,241 @@
+"""Checks values from YAML files, the command line and recipes against types, with pydantic.
+
+Nothing is converted silently: neither "3" nor 3.0 nor true is an int. An int is accepted as a float, and a
+list as a tuple. nan and inf are refused for every number.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import types
+from collections.abc import Collection, Mapping
+from functools import cache, partial
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
+
+from hflow.errors import ConfigError, nearest
+
+K = TypeVar("K")
+V = TypeVar("V")
+T = TypeVar("T")
+
+CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""The pydantic configuration of every dataclass that is built from a user's values."""
+
+
+def _refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+    raise TypeError("a configuration cannot be changed; use dataclasses.replace to make another one")
+
+
+class FrozenDict(dict[K, V]):
+    """A dict that cannot be changed. It can be read, pickled, copied and written as JSON like any dict."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (FrozenDict, (dict(self),))
+
+
+for _name in ["__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"]:
+    setattr(FrozenDict, _name, _refuse)
+
+
+def freeze(value: Any) -> Any:
+    """Return the value with every dict in it replaced by a `FrozenDict` and every list by a tuple."""
+    if isinstance(value, dict):
+        return FrozenDict({key: freeze(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item) for item in value)
+    return value
+
+
+FrozenMapping = Annotated[Mapping[K, V], AfterValidator(freeze)]
+"""A mapping field of a checked dataclass."""
+
+
+# ---------------------------------------------------------------------- dataclasses from mappings
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
+    """Build a dataclass from a mapping, such as the content of a YAML file.
+
+    Args:
+        cls: a pydantic dataclass with the configuration `CHECKED`.
+        values: nested mappings, lists and scalars. A field that they leave out has its default.
+        key: the dotted key of `values` in the configuration, for messages.
+
+    Raises:
+        ConfigError: for an unknown or missing key, or a value that does not fit. One line, with the key.
+    """
+    try:
+        built: T = _adapter(cls).validate_python(values)  # type: ignore[arg-type]
+        return built
+    except ValidationError as error:
+        raise ConfigError(_describe(error, cls, key)) from error
+
+
+def join(key: str, name: object) -> str:
+    """Return the dotted key of `name` under `key`."""
+    return f"{key}.{name}" if key else str(name)
+
+
+def unknown_key(path: str, name: object, known: Collection[str]) -> str:
+    """Return the message for a key that does not exist, with the nearest one or all that do."""
+    hint = nearest(str(name), known) or f"; known here: {', '.join(sorted(known)) or 'nothing'}"
+    return f"unknown key {path!r}{hint}"
+
+
+_WANTED = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of keys to values",
+    "mapping_type": "a mapping of keys to values",
+    "dataclass_type": "a mapping of keys to values",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt:,.15g}",
+    "greater_than_equal": "at least {ge:,.15g}",
+    "less_than_equal": "at most {le:,.15g}",
+    "too_long": "a list of {max_length} values",
+}
+"""pydantic's type of error -> what the value must be; the fields are those of the error's context."""
+
+
+def _describe(error: ValidationError, cls: type, key: str) -> str:
+    """Return one line about the first error. Unknown keys come first: a mistyped key may also be missing."""
+    errors = error.errors(include_url=False)
+    first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])
+    kind, location, value, context = first["type"], first["loc"], first["input"], first.get("ctx", {})
+    path = _path(key, location)
+    if kind == "unexpected_keyword_argument":
+        return unknown_key(path, location[-1], _field_names(cls, location[:-1]))
+    if kind == "missing":
+        return f"{path} is missing; it has no default"
+    if kind == "value_error":
+        return join(path, context["error"])
+    if kind in _WANTED:
+        return f"{path} is {value!r}; it must be {_WANTED[kind].format_map(context)}"
+    return f"{path} is {value!r}: {first['msg']}"
+
+
+def _path(key: str, location: tuple[int | str, ...]) -> str:
+    for part in location:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        elif part != "[key]":
+            key = join(key, part)
+    return key
+
+
+def _field_names(cls: Any, location: tuple[int | str, ...]) -> list[str]:
+    """Return the fields of the dataclass at a location inside `cls`."""
+    for part in location:
+        # The location names a field of a dataclass, or a key of a mapping of dataclasses.
+        cls = get_type_hints(cls)[str(part)] if dataclasses.is_dataclass(cls) else get_args(cls)[-1]
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+@cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+# ---------------------------------------------------------------------- types written as text
+
+_SCALARS: Mapping[str, Any] = {"int": StrictInt, "float": StrictFloat, "bool": StrictBool, "str": StrictStr}
+_TUPLES: Mapping[str, Any] = {
+    "tuple[int, ...]": tuple[StrictInt, ...],
+    "tuple[float, ...]": tuple[StrictFloat, ...],
+    "tuple[bool, ...]": tuple[StrictBool, ...],
+    "tuple[str, ...]": tuple[StrictStr, ...],
+}
+
+
+def check_value(
+    value: Any, type_text: str, minimum: float | None = None, maximum: float | None = None
+) -> Any:
+    """Check the value of a knob or option, and return it converted to the type (an int to a float).
+
+    Args:
+        value: any value.
+        type_text: alternatives joined by ` | `: `int`, `float`, `bool`, `str`, `None`, a choice as Python
+            writes it, such as `'none'`, or `tuple[T, ...]` of a scalar type.
+        minimum: the smallest number allowed.
+        maximum: the largest number allowed.
+
+    Raises:
+        ValueError: when the value does not fit; the message reads after "X is".
+    """
+    try:
+        return _text_adapter(type_text, minimum, maximum).validate_python(value)
+    except ValidationError as error:
+        kinds = {e["type"]: e.get("ctx", {}) for e in error.errors(include_url=False)}
+        for kind in ("greater_than_equal", "less_than_equal", "finite_number"):
+            if kind in kinds:
+                raise ValueError(f"{value!r}; it must be {_WANTED[kind].format_map(kinds[kind])}") from error
+        raise ValueError(f"{value!r}; it must be {type_text.replace(' | ', ' or ')}") from error
+
+
+def text_of_type(hint: Any) -> str | None:
+    """Return an annotation as `check_value` reads types, or None for a type that knobs cannot have."""
+    if hint is type(None):
+        return "None"
+    if hint in (int, float, bool, str):
+        return str(hint.__name__)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " | ".join(repr(choice) for choice in arguments)
+    if origin in (Union, types.UnionType):
+        parts = [text_of_type(argument) for argument in arguments]
+        return " | ".join(part for part in parts if part) if all(parts) else None
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        return f"tuple[{inner}, ...]" if (inner := text_of_type(arguments[0])) in _SCALARS else None
+    return None
+
+
+@cache
+def _text_adapter(type_text: str, minimum: float | None, maximum: float | None) -> TypeAdapter[Any]:
+    texts = type_text.split(" | ")
+    alternatives = [_type_of(text) for text in texts if text != "None"]
+    if minimum is not None or maximum is not None:
+        bounds = Field(ge=minimum, le=maximum)
+        alternatives = [Annotated[t, bounds] if t in (StrictInt, StrictFloat) else t for t in alternatives]
+    wanted: Any = alternatives[0]
+    if len(alternatives) > 1:
+        wanted = Annotated[Union[tuple(alternatives)], Field(union_mode="left_to_right")]  # noqa: UP007
+    return TypeAdapter(wanted | None if "None" in texts else wanted, config=ConfigDict(allow_inf_nan=False))
+
+
+def _type_of(text: str) -> Any:
+    if text in _TUPLES:
+        return Annotated[_TUPLES[text], Strict(), BeforeValidator(_list_as_tuple)]
+    if text in _SCALARS:
+        return _SCALARS[text]
+    choice = ast.literal_eval(text)
+    return Annotated[Literal[choice], BeforeValidator(partial(_of_type, type(choice)))]
+
+
+def _list_as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _of_type(cls: type, value: Any) -> Any:
+    """Refuse values that are merely equal to a choice: pydantic takes True and 1.0 for 1."""
+    if type(value) is not cls:
+        raise ValueError
+    return value
