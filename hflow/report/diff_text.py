@@ -1,4 +1,4 @@
-"""`hflow plan --diff`: what changed between two plans, by topic, for people."""
+"""The output of `hflow plan --diff`: what changed between two plans, by topic."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hflow.planner.diff import Change, Effect, PlanDiff
 
 _STYLES = {Effect.SAME: "dim", Effect.NEW: "yellow", Effect.RESHARD: "cyan", Effect.REFUSE: "bold red"}
 _NUM_SHORT = 12
-"""Digits of a digest that are shown."""
+"""Number of digits of a digest that are shown."""
 _ABSENT = "-"
 
 
 def render_diff(diff: PlanDiff, before: str, after: str) -> RenderableType:
-    """The differences, then what they mean for a resume.
+    """Render the differences, then what they mean for a resume.
 
     Args:
         diff: the differences.
-        before: what the user calls the first plan.
-        after: and the second.
+        before: the name of the first plan.
+        after: the name of the second plan.
     """
     parts: list[RenderableType] = [
         Text.assemble(("- ", "red"), f"{before}  ", (diff.before[:_NUM_SHORT], "dim")),
@@ -52,7 +52,7 @@ def _table(changes: Iterable[Change]) -> Table:
 
 
 def _joined(subjects: list[str]) -> str:
-    """Subjects in one line; words that all of them end with are said once."""
+    """Join subjects in one line; words that all of them end with appear once."""
     words = [subject.split(" ") for subject in subjects]
     shared = 0
     while len({name[-1 - shared] for name in words}) == 1 and min(map(len, words)) > shared + 1:
@@ -63,7 +63,7 @@ def _joined(subjects: list[str]) -> str:
 
 
 def _alike(changes: Iterable[Change]) -> Iterator[tuple[list[str], Change]]:
-    """Subjects of a topic that changed in the same way, in one row."""
+    """Group the subjects of a topic that changed in the same way."""
     rows: dict[tuple[str | None, str | None, Effect], list[Change]] = {}
     for change in changes:
         rows.setdefault((change.before, change.after, change.effect), []).append(change)

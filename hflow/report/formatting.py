@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: bytes, seconds, counts, devices."""
+"""Numbers as readable text: bytes, seconds, counts, devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TIMES, MINUS, DASH = "\u00d7", "\u2212", "\u2013"
 
 
 def bytes_text(num_bytes: float) -> str:
-    """`61.3 GiB`: three digits in the largest unit that fits."""
+    """Format bytes with three digits in the largest unit that fits, as in `61.3 GiB`."""
     size, unit = float(num_bytes), 0
     while size >= 999.5 and unit < len(BYTE_UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -19,7 +19,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """`41.2 s`, `830 ms`, `12 µs`, `0 s`; from ten minutes on `12.4 min`."""
+    """Format seconds: `41.2 s`, `830 ms`, `12 µs`, `0 s`; from ten minutes on `12.4 min`."""
     if not seconds:
         return "0 s"
     if seconds >= 10 * MINUTE:
@@ -31,27 +31,27 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(number: float) -> str:
-    """`1,024`; small fractions keep three digits."""
+    """Format a count: `1,024`; small numbers keep three digits."""
     return f"{number:,.0f}" if number >= 100 else _digits(number)
 
 
 def parameters_text(number: int) -> str:
-    """`7.62 billion`, `530 million`."""
+    """Format a number of parameters: `7.62 billion`, `530 million`."""
     return f"{_digits(number / 1e9)} billion" if number >= 1e9 else f"{_digits(number / 1e6)} million"
 
 
 def share_text(share: float) -> str:
-    """`12 %`."""
+    """Format a share as a percentage: `12 %`."""
     return f"{100 * share:.0f} %"
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 device`, `1,024 devices`."""
+    """Format a number with its noun: `1 device`, `1,024 devices`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def range_text(numbers: Sequence[int]) -> str:
-    """Runs of neighbours: `0-7`, `0-3, 8-11`; from five runs on the first two and the last."""
+    """Format numbers as runs: `0-7`, `0-3, 8-11`; of five or more runs, the first two and the last."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -65,7 +65,7 @@ def range_text(numbers: Sequence[int]) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three digits at least, without zeros behind the point."""
+    """Format with at least three digits, without trailing zeros."""
     if number < 0.995:
         return f"{number:.2g}"
     places = 0 if number >= 99.95 else 1 if number >= 9.995 else 2

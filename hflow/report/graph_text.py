@@ -1,4 +1,4 @@
-"""`hflow check`: a graph for people, with its warnings marked."""
+"""Graphs as text and as drawings: the output of `hflow check`, and Graphviz and Mermaid sources of a plan."""
 
 from __future__ import annotations
 
@@ -13,24 +13,20 @@ from hflow.planner.placement.node_placement import SAVE_PREFIX
 
 
 def render_graph(graph: Graph) -> Text:
-    """The graph by stage. Lines keep their length, so that a terminal or pager wraps them."""
+    """Render the graph by stage, with warnings marked. The terminal or pager wraps the lines."""
     text = Text(render_text(graph).rstrip("\n"), no_wrap=True, overflow="ignore")
     text.highlight_regex(r"(?m)^warning: .*$", "yellow")
     text.highlight_regex(r"(?m)^(recipe|stage) .*$", "bold")
     return text
 
 
-# -------------------- A plan as Graphviz and Mermaid sources: its graph with device groups, orders and
-# saving.
-
-
 def plan_dot(plan: Plan) -> str:
-    """Graphviz source of a plan."""
+    """Return the Graphviz source of a plan: its graph with device groups, orders and saving."""
     return to_dot(plan.graph, _placed(plan))
 
 
 def plan_mermaid(plan: Plan) -> str:
-    """Mermaid source of a plan."""
+    """Return the Mermaid source of a plan."""
     return to_mermaid(plan.graph, _placed(plan))
 
 

@@ -1,4 +1,4 @@
-"""`hflow why`: the life of one sample, a line for each thing that happened to it."""
+"""The output of `hflow why`: the history of one sample, one line per event."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 STYLES = {"trained": "green", "evaluated": "green", "refused": "red", "dropped": "yellow", "unused": "yellow"}
 
 Line = tuple[float | None, str, str]
-"""Seconds since the run's start, what happened, and more about it."""
+"""Seconds since the run's start, the event, and its details."""
 
 
 def render_story(story: SampleHistory) -> RenderableType:
-    """A headline, and the lines."""
+    """Render a headline and the lines."""
     sample = story.sample
     end = sample["end"] or "no end yet"
     head = Text.assemble(
@@ -37,7 +37,7 @@ def render_story(story: SampleHistory) -> RenderableType:
 
 
 def _in_order(lines: Iterable[Line]) -> list[Line]:
-    """By time, those without one last; what says more about the line before stays behind it."""
+    """Sort lines by time, those without one last; details stay after the line that they belong to."""
     times: list[float] = []
     held = list(lines)
     for at, what, _ in held:
@@ -69,13 +69,13 @@ def _made(story: SampleHistory) -> Iterator[Line]:
     if sample["finished_at"] is not None:
         yield sample["finished_at"], "generated" if story.segments else "encoded", _tokens(story)
     for held in story.weights:
-        yield None, "", f"version {held.version} on {held.replica} had the digest {held.digest}"
+        yield None, "", f"version {held.version} on {held.replica} has the checksum {held.digest}"
 
 
 def _tokens(story: SampleHistory) -> str:
     sample = story.sample
     turns = f" in {sample['turns']} turns" if sample["turns"] > 1 else ""
-    text = f"{sample['tokens']:,} tokens{turns} ({sample['length']:,} with what it was given)"
+    text = f"{sample['tokens']:,} tokens{turns} ({sample['length']:,} with the prompt)"
     if len(story.segments) == 1:
         return f"{text}, by version {story.segments[0][0]}"
     runs = ", then ".join(f"{num:,} by version {version}" for version, num in story.segments)
@@ -126,7 +126,7 @@ def _ended(story: SampleHistory) -> Iterator[Line]:
     elif end == "unused":
         yield sample["ended_at"], end, f"the run ended ({sample['reason']}): {sample['message']}"
     elif story.closing is None:
-        yield None, "", "nothing more so far: its run goes on, or was killed"
+        yield None, "", "no end recorded: the run continues, or was killed"
 
 
 def _lag(story: SampleHistory) -> str:

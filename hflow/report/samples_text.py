@@ -1,4 +1,4 @@
-"""`hflow samples`: rows of samples for people, or as CSV."""
+"""The output of `hflow samples`: a table, or CSV."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hflow.report.formatting import plural
 
 SHOWN = ("stream", "id", "row", "tokens", "oldest", "newest", "reward", "end", "step", "lag")
 WHY = ("reason", "node")
-"""Shown where any row has them."""
+"""Columns that are shown if any row has a value."""
 
 
 def render_samples(rows: Sequence[dict[str, Any]], total: int) -> RenderableType:
-    """A table of the columns that people look at first.
+    """Render a table of the most useful columns.
 
     Args:
-        rows: column -> value, for each sample.
-        total: how many samples there are beside those of `rows`, these included.
+        rows: column -> value, one mapping per sample.
+        total: number of samples in all, including those of `rows`.
     """
     if not rows:
         return Text(f"{'none of ' * bool(total)}{plural(total, 'sample')}", style="dim")
@@ -40,7 +40,7 @@ def render_samples(rows: Sequence[dict[str, Any]], total: int) -> RenderableType
 
 
 def as_csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A line of names, and one for each sample."""
+    """Return CSV: a line of names, then one line per sample."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)

@@ -1,4 +1,4 @@
-"""`hflow simulate` on a terminal: how fast, how stale, who waits."""
+"""The report of `hflow simulate`: speed, staleness, idle devices."""
 
 from __future__ import annotations
 
@@ -23,22 +23,18 @@ if TYPE_CHECKING:
     from hflow.workers.interface import Span
 
 
-# -------------------- How old the trained samples were, as a histogram with the parts in flight and in
-# the queue.
-
-
 STALENESS_NOTE = (
-    "Steps that the weights moved on between a sample's oldest token and the step that trained it: while it "
-    "was drawn (in flight), and while it waited for its batch (in queue). Means over the samples of each lag."
+    "Updates between the weights of a sample's oldest token and the step that trained it: while it was "
+    "generated (in flight), and while it waited for its batch (in queue). Means over the samples of each lag."
 )
 IN_FLIGHT, IN_QUEUE = "▒", "█"
 WIDEST_BAR = 40
 NUMBERS = 50
-"""Columns that the numbers beside a bar take."""
+"""Width of the numbers beside a bar, in columns."""
 
 
 def staleness_section(simulation: Simulation, width: int) -> Section:
-    """A row for each lag."""
+    """Return a row for each lag."""
     rows: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row in simulation.run.lags:
         rows[row.in_flight + row.in_queue].append((row.in_flight, row.num_samples))
@@ -64,19 +60,13 @@ def _bar(columns: int, in_flight: float, lag: int) -> Text:
     return Text.assemble((IN_FLIGHT * flight, "yellow"), (IN_QUEUE * (columns - flight), "cyan"))
 
 
-# -------------------- Some steps of the stride drawn as they were simulated: batch nodes, and engines
-# that have samples.
-
-
 NUM_STEPS = 4
-"""Steps drawn."""
-CHART_NOTE = (
-    "From the end of one step on, in the middle of the run. Idle shares are those of the whole stride."
-)
+"""Number of steps in the chart."""
+CHART_NOTE = "Steps from the middle of the run. Idle shares are those of the whole simulation."
 
 
 def chart_section(simulation: Simulation, width: int) -> Section:
-    """A lane for each device group and engine; an engine's bars say when it has samples to draw."""
+    """Return a lane for each device group and engine; bars of an engine show when it generates."""
     ends = simulation.run.timeline.step_ends
     first = len(ends) // 2
     num_steps = min(NUM_STEPS, len(ends) - 1 - first)
@@ -92,7 +82,7 @@ def chart_section(simulation: Simulation, width: int) -> Section:
 
 
 def _slots(simulation: Simulation, start: float, end: float) -> Iterator[Slot]:
-    """What runs between two moments, cut to them."""
+    """Yield what runs between two moments, cut to them."""
     replicas = simulation.plan.schedule.streams[0].replicas
     batch_nodes = (span for span in simulation.run.timeline.spans if span.lane not in replicas)
     for span in sorted((*batch_nodes, *simulation.run.generating), key=_by_start):
@@ -110,16 +100,12 @@ def _by_start(span: Span) -> float:
     return span.start
 
 
-# -------------------- The head of the report: speed next to what the plan says and what is possible, and
-# what was lost.
-
-
 DROPS = ("stale", "queue_full")
-"""Reasons that a rule about time gives, whatever the sample is."""
+"""Reasons for drops, which concern time and not the sample."""
 
 
 def header(simulation: Simulation) -> Panel:
-    """A frame with one line for each thing that a reader asks first."""
+    """Return a frame with one line for each question that a reader asks first."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
@@ -180,7 +166,7 @@ def _interrupted(simulation: Simulation) -> str:
     times, tokens = simulation.run.interruptions, simulation.tokens_kept
     if not times:
         return "none"
-    return f"{plural(times, 'time')}; {count_text(round(tokens))} tokens were kept, and not drawn again"
+    return f"{plural(times, 'time')}; {count_text(round(tokens))} tokens were kept instead of generated again"
 
 
 def _lost(simulation: Simulation, *, is_drop: bool) -> str:
@@ -188,18 +174,14 @@ def _lost(simulation: Simulation, *, is_drop: bool) -> str:
     return ", ".join(f"{plural(num, 'sample')} {reason}" for reason, num in rows) or "none"
 
 
-# -------------------- The whole report of a simulated run: a head with the verdicts, staleness, and some
-# steps drawn.
-
-
 class SimulationReport:
-    """A simulated run as something that rich can print at any width."""
+    """A simulated run that rich can print at any width."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The parts, for the width that the console has."""
+        """Render the parts at the width of the console."""
         width = min(options.max_width, WIDEST)
         for part in self._parts(width):
             yield from console.render(part, options.update(width=width))
@@ -212,5 +194,5 @@ class SimulationReport:
 
 
 def render_simulation(simulation: Simulation) -> RenderableType:
-    """The report of a simulated run, as wide as the console on which it is printed and at most `WIDEST`."""
+    """Return the report of a simulated run, as wide as its console and at most `WIDEST` columns."""
     return SimulationReport(simulation)

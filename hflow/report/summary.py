@@ -1,4 +1,4 @@
-"""What is left to say when a run has ended."""
+"""The summary that a run prints and stores when it ends."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class RunSummary:
     directory: Path
     """The run's directory."""
     steps: int
-    """Steps done."""
+    """Completed steps."""
     seconds: float
-    """From the workers' being ready to the last step."""
+    """From when the workers are ready to the last step."""
     reason: str
     """Why it ended."""
     plan_digest: str
     samples: Mapping[str, int]
-    """How many samples had each end."""
+    """End -> number of samples."""
     values: Mapping[str, float] = field(default_factory=dict)
-    """Last values of the metrics worth a line, by label."""
+    """Label -> last value of the metrics that the summary shows."""
 
     def to_json(self) -> dict[str, Any]:
-        """The content of `summary.json`; values that are not finite are null."""
+        """Return the content of `summary.json`; non-finite values are null."""
         values = {label: value if math.isfinite(value) else None for label, value in self.values.items()}
         return {**asdict(self), "directory": str(self.directory), "values": values}
 
     def render(self) -> RenderableType:
-        """A headline, the values, and where everything lies."""
+        """Render a headline, the values, and the directory of the results."""
         head = Text(
             f"{self.name}: {self.reason} after {self.steps} steps, {self.seconds:.1f} s", style="bold"
         )
@@ -54,6 +54,6 @@ class RunSummary:
 
 
 def _counted(samples: Mapping[str, int]) -> str:
-    """What became of the samples: the trained first, then by number."""
+    """Describe the ends of the samples: trained first, then by number."""
     ends = sorted(samples.items(), key=lambda end: (end[0] != "trained", -end[1]))
     return ", ".join(f"{num:,} {end}" for end, num in ends)

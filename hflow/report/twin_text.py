@@ -1,4 +1,4 @@
-"""What a twin found: where two runs of one recipe differ, and by how much."""
+"""The result of a twin: where two runs of one recipe differ, and by how much."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TOLERANCE = 1e-4
 CHANGE_TOLERANCE = 1e-3
 """Largest difference of a model's weights, relative to how far they moved (both in the 2-norm)."""
 LEAST_SCALE = 0.01
-"""A difference is relative to this where a metric is smaller: a policy loss is a mean of terms near one that
-cancel each other, and is rounded as these are."""
+"""Smallest scale of a relative difference. A policy loss is a mean of terms near one that
+cancel each other, and has their rounding error."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class MetricPair:
     reference: float
     twin: float
     scale: float
-    """The metric's largest size in the reference."""
+    """The metric's largest absolute value in the reference."""
 
     @property
     def difference(self) -> float:
-        """Relative difference."""
+        """Return the relative difference."""
         return abs(self.twin - self.reference) / max(self.scale, LEAST_SCALE)
 
     @property
     def at(self) -> str:
-        """Which metric it is, and when."""
+        """Return the metric's name and step."""
         return f"{self.name} at step {self.step}"
 
 
@@ -47,7 +47,7 @@ class WeightPair:
 
     model: str
     change: float
-    """2-norm of the difference, relative to that of the reference's change since its first step."""
+    """2-norm of the difference, relative to the 2-norm of the reference's change since its first step."""
 
 
 @dataclass(frozen=True)
@@ -55,30 +55,30 @@ class TwinResult:
     """One layout against one process."""
 
     layout: str
-    """As a person names it: `d2t2p1`, or `as configured`."""
+    """`d2t2p1`, or `as configured`."""
     metrics: tuple[MetricPair, ...]
     weights: tuple[WeightPair, ...]
 
     @property
     def is_equal(self) -> bool:
-        """Whether everything is within its tolerance."""
+        """Return whether everything is within its tolerance."""
         return not (self.failed_metrics or self.failed_weights)
 
     @property
     def failed_metrics(self) -> tuple[MetricPair, ...]:
-        """Metrics that differ; what is not a number differs from everything."""
+        """Return the metrics that differ; NaN differs from everything."""
         return tuple(pair for pair in self.metrics if not pair.difference <= TOLERANCE)
 
     @property
     def failed_weights(self) -> tuple[WeightPair, ...]:
-        """Models whose weights differ."""
+        """Return the models whose weights differ."""
         return tuple(pair for pair in self.weights if not pair.change <= CHANGE_TOLERANCE)
 
 
 def render_twin(
     recipe: str, steps: int, results: Sequence[TwinResult], notes: Sequence[str]
 ) -> RenderableType:
-    """The report of `hflow twin`."""
+    """Render the report of `hflow twin`."""
     head = Text(f"{recipe}: {steps} steps, in one process and divided, in fp32", style="bold")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title in ("layout", "largest difference of"):
@@ -107,7 +107,7 @@ def _rows(result: TwinResult) -> Iterator[tuple[str | Text, ...]]:
 
 
 def _badness(pair: MetricPair) -> tuple[bool, float]:
-    """What is not a number is the worst."""
+    """Return a sort key; NaN is the worst."""
     return math.isnan(pair.difference), pair.difference
 
 

@@ -62,8 +62,8 @@ def lines(text: str) -> list[str]:
             """\
 gen/2: trained at step 1, lag 1
 T issued row 11 of train, group 1 (samples 2 to 3), worker 0, weights of version 0
-T generated 8 tokens (15 with what it was given): 3 by version 0, then 5 by version 1
-version 1 on actor@gen had the digest 00ab
+T generated 8 tokens (15 with the prompt): 3 by version 0, then 5 by version 1
+version 1 on actor@gen has the checksum 00ab
 T score reward 0.5
 T advantage done
 T accepted 3 was refused (failed)
@@ -75,7 +75,7 @@ T trained step 1 is complete; lag 1 of at most 2, 1 in flight and 0 in the queue
             """\
 gen/3: refused (failed)
 T issued row 11 of train, group 1 (samples 2 to 3), worker 0, weights of version 0
-T generated 2 tokens (9 with what it was given), by version 0
+T generated 2 tokens (9 with the prompt), by version 0
 T refused by score (recipes/grpo.py:17), failed: KeyError: 'x' (recipes/grpo.py:19)""",
         ),
         (

@@ -1,7 +1,7 @@
-"""`render_page`: a plan as one HTML file that needs nothing else, neither network nor hflow.
+"""`render_page`: a plan as one self-contained HTML file.
 
-The view (`view.py`) decides what is shown; templates write it as HTML and SVG; the script only reacts to
-the reader. Equal plans give equal bytes.
+`view.py` decides what is shown, templates write it as HTML and SVG, and the script only reacts to the reader.
+Equal plans give equal bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hflow.report.page.view import PageView, page_view
 STYLES = ("base.css", "graph.css", "charts.css", "devices.css", "print.css")
 SCRIPTS = ("select.js", "devices.js", "tips.js", "theme.js")
 IN_SCRIPT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
-"""Signs that could end a script element, as JSON escapes."""
+"""Characters that could end a script element, as JSON escapes."""
 
 
 def render_page(plan: Plan) -> str:
-    """The page of a plan, for `hflow plan --html FILE`."""
+    """Return the HTML page of a plan, for `hflow plan --html FILE`."""
     view = page_view(plan)
     environment = Environment(
         loader=PackageLoader(__name__),
@@ -43,19 +43,19 @@ def render_page(plan: Plan) -> str:
 
 
 def _for_script(view: PageView) -> dict[str, Any]:
-    """What the script looks up; all the rest is in the page's text."""
+    """Return the data that the script needs; everything else is in the page's text."""
     row = plain(view.devices)
     names = ("per_machine", "replicas", "routes", "sets", "peaks")
     return {"devices": {name: row[name] for name in names}, "routing": plain(view.tables.routing)}
 
 
 def _joined(names: tuple[str, ...]) -> Markup:
-    """Own files, that are part of the page as they are."""
+    """Return the contents of template files that are included unchanged."""
     folder = files(__name__) / "templates"
     return Markup("\n".join((folder / name).read_text(encoding="utf-8") for name in names))
 
 
 def _json(value: Any) -> Markup:
-    """JSON that cannot end the script element in which it stands."""
+    """Return JSON that is safe inside a script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return Markup(text.translate(IN_SCRIPT))

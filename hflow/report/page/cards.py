@@ -1,7 +1,6 @@
-"""Nodes as cards: a head, then a row for everything that the node reads and returns.
+"""Nodes as cards: a head, then one row for everything that the node reads and returns.
 
-An edge ends at the row that it fills, so that its fields are written where it arrives and no label
-can lie on top of anything else.
+An edge ends at the row of its fields, so edges need no labels that could overlap.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ HEAD = 46
 LINE = 15
 PAD = 6
 CHAR = 6.7
-"""Width of a letter in a row, in the monospaced font at 11 pixels."""
+"""Width of a character in a row, in pixels (monospaced font at 11 pixels)."""
 HEAD_CHAR = 7.9
-"""Width of a letter in the head, at 13 pixels."""
+"""Width of a character in the head (13 pixels)."""
 NOTE_CHAR = 6.2
-"""Width of a letter in the line below the name."""
+"""Width of a character in the line below the name."""
 NARROWEST, WIDEST = 148, 226
 PORT = HEAD / 2
 """Where edges without a row of their own arrive and leave."""
@@ -30,7 +29,7 @@ PORT = HEAD / 2
 
 @dataclass(frozen=True)
 class CardRow:
-    """Something that a node reads (an edge arrives) or returns (edges leave)."""
+    """One thing that a node reads (an edge arrives) or returns (edges leave)."""
 
     side: str
     """`in` or `out`."""
@@ -49,7 +48,7 @@ class CardRow:
 
 @dataclass(frozen=True)
 class Card:
-    """A node before it has a place."""
+    """The content and size of a node's card, before it has a position."""
 
     name: str
     title: str
@@ -57,12 +56,12 @@ class Card:
     shape: str
     note: str
     group: str
-    """The device group in whose order it takes its turn, or an empty text."""
+    """The device group whose turns it takes; empty if none."""
     rows: tuple[CardRow, ...]
 
     @property
     def group_title(self) -> str:
-        """The group's name, as long as there is room for."""
+        """Return the group's name, shortened to the card's width."""
         return shorten(self.group, 10)
 
     @property
@@ -72,14 +71,14 @@ class Card:
 
     @property
     def width(self) -> float:
-        """Pixels that its longest line needs."""
+        """Return the width of the longest line, in pixels."""
         head = 44 + HEAD_CHAR * len(self.title)
         rows = [30 + CHAR * max(len(line) for line in row.lines) + CHAR * len(row.note) for row in self.rows]
         note = 50 + NOTE_CHAR * (len(self.note) + len(self.group_title))
         return min(WIDEST, max(NARROWEST, head, note, *rows))
 
     def row_tops(self) -> tuple[float, ...]:
-        """The top of each row, below the card's."""
+        """Return the top of each row, relative to the card's top."""
         tops, top = [], float(HEAD + PAD)
         for row in self.rows:
             tops.append(top)
@@ -87,14 +86,14 @@ class Card:
         return tuple(tops)
 
     def port(self, arrow: str) -> float:
-        """Where an edge arrives, below the card's top."""
+        """Return where an edge arrives, relative to the card's top."""
         for row, top in zip(self.rows, self.row_tops(), strict=True):
             if row.arrow == arrow:
                 return top + LINE / 2
         return PORT
 
     def exit(self, kind: EdgeKind) -> float:
-        """Where edges of a kind leave, below the card's top."""
+        """Return where edges of a kind leave, relative to the card's top."""
         wanted = {EdgeKind.DATA: "data", EdgeKind.WEIGHTS: "weights"}.get(kind)
         for row, top in zip(self.rows, self.row_tops(), strict=True):
             if row.side == "out" and row.kind == wanted:
@@ -103,13 +102,13 @@ class Card:
 
 
 def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -> Card:
-    """The card of a node.
+    """Make the card of a node.
 
     Args:
         plan: says where it runs.
         node: the node.
-        arriving: edges that end at it, in the order in which their rows should stand.
-        seconds: how long it takes, or an empty text.
+        arriving: edges that end at it, in the order of their rows.
+        seconds: its time as text; empty if unknown.
     """
     placement = plan.placement(node.name)
     level = next((row.level for row in plan.schedule.nodes if row.name == node.name), Level.SAMPLE)
@@ -128,7 +127,7 @@ def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -
 
 
 def shorten(text: str, num_chars: int) -> str:
-    """A text of at most so many letters, with dots in its middle."""
+    """Shorten a text to a number of characters, with dots in its middle."""
     if len(text) <= num_chars:
         return text
     tail = (num_chars - 1) // 2

@@ -1,4 +1,4 @@
-"""The device grid: machines and their devices, which replicas lie where, and how full each becomes."""
+"""The device grid: machines, their devices, the replicas on each, and how full its memory becomes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hflow.report.formatting import bytes_text, plural, range_text
 from hflow.report.page.routes import RouteView, Sets, route_views
 
 LARGE, MEDIUM = 8, 64
-"""Most devices of a cluster that is drawn with large and with medium squares."""
+"""Largest clusters, in devices, that are drawn with large and with medium squares."""
 NUM_COLOURS = 8
 
 
@@ -21,9 +21,9 @@ class DeviceView:
 
     index: int
     colour: int
-    """Of its group; 0: of no group."""
+    """Colour of its group; 0: no group."""
     fill: float
-    """Share of its memory at the fullest phase, 0 where that is unknown."""
+    """Share of its memory that is used in its fullest phase; 0 if unknown."""
     names: tuple[str, ...]
     """Its replicas."""
 
@@ -47,7 +47,7 @@ class GroupView:
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """One replica: which device has which coordinates."""
+    """One replica: the coordinates of each of its devices."""
 
     name: str
     layout: str
@@ -73,17 +73,17 @@ class DevicesView:
     replicas: tuple[ReplicaView, ...]
     routes: tuple[RouteView, ...]
     sets: tuple[tuple[tuple[int, int], ...], ...]
-    """Sets of devices that routes name by index, as runs `[first, last]`."""
+    """Sets of devices, which routes refer to by index, as runs `[first, last]`."""
     peaks: tuple[str, ...]
-    """Device -> its fullest phase in words; an empty text where that is unknown."""
+    """Device -> its fullest phase in words; empty if unknown."""
 
 
 def devices_view(plan: Plan, consumers: Iterable[str]) -> DevicesView:
-    """The grid of a plan's cluster.
+    """Return the grid of a plan's cluster.
 
     Args:
         plan: cluster, groups, replicas, forecast.
-        consumers: batch nodes whose inputs' ways may be shown.
+        consumers: batch nodes whose inputs may be shown as routes.
     """
     cluster, sets = plan.cluster, Sets()
     colours, peaks = group_colours(plan), _peaks(plan)
@@ -124,7 +124,7 @@ def _squares(plan: Plan, peaks: Mapping[int, tuple[int, str]]) -> tuple[DeviceVi
 
 
 def group_colours(plan: Plan) -> dict[str, int]:
-    """Device group -> number of its colour, from 1."""
+    """Return the colour number of each device group, from 1."""
     return {group.name: i % NUM_COLOURS + 1 for i, group in enumerate(plan.groups)}
 
 
@@ -152,7 +152,7 @@ def _replica(replica: Replica, colour: int) -> ReplicaView:
 
 
 def _peaks(plan: Plan) -> dict[int, tuple[int, str]]:
-    """Device -> most bytes in any phase, and the phase."""
+    """Return each device's largest number of bytes in any phase, and that phase."""
     peaks: dict[int, tuple[int, str]] = {}
     for phase in plan.forecast.memory if plan.forecast else ():
         total = phase.total

@@ -1,4 +1,4 @@
-"""All that the page says of one edge: what it means, which bytes it moves, by which steps."""
+"""The details of an edge: its meaning, the bytes it moves, and the steps that move them."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class EdgeDetail:
     facts: Facts
     listings: tuple[Listing, ...]
     routes: tuple[str, ...]
-    """Ids of the ways between devices that belong to it."""
+    """Ids of the device routes that belong to it."""
 
 
 def edge_details(plan: Plan, arrows: Sequence[Arrow]) -> tuple[EdgeDetail, ...]:
-    """Every edge that is drawn."""
+    """Return the details of every edge that is drawn."""
     traffic = {row.consumer: row for row in plan.forecast.traffic} if plan.forecast else {}
     return tuple(_detail(plan, arrow, traffic.get(arrow.dst)) for arrow in arrows)
 
 
 def route_listing(plan: Plan, route: WeightRoute) -> Listing:
-    """The rows of a weight route: which slice of which tensor, from whom to whom."""
+    """Return the rows of a weight route: tensor, slice, senders, receivers."""
     rows = tuple(_route_row(route, row) for row in route.rows[:MOST_ROWS])
     more = len(route.rows) - len(rows)
     return Listing(
@@ -67,7 +67,7 @@ def route_listing(plan: Plan, route: WeightRoute) -> Listing:
 
 
 def route_facts(route: WeightRoute) -> Facts:
-    """A weight route's bytes."""
+    """Return the bytes of a weight route."""
     facts = [("how", HOW[route.how])]
     if route.rows or route.moved_bytes or route.held_bytes:
         facts += [
@@ -79,7 +79,7 @@ def route_facts(route: WeightRoute) -> Facts:
 
 
 def traffic_facts(row: EdgeTraffic) -> Facts:
-    """The bytes of a node's inputs."""
+    """Return the bytes of a node's inputs."""
     return (
         ("moves", f"{bytes_text(row.num_bytes)}, at least {bytes_text(row.lower_bound)} by any split"),
         ("across machines", bytes_text(row.num_node_bytes)),
@@ -96,7 +96,7 @@ def _detail(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> EdgeDetail
 
 
 Words = tuple[str, Facts, tuple[Listing, ...], tuple[str, ...]]
-"""What it means, facts, tables, ids of ways between devices."""
+"""Meaning, facts, tables, ids of device routes."""
 
 
 def _words(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> Words:
@@ -140,7 +140,7 @@ def _data(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> Words:
 
 
 def _carries(step: StepTraffic, arrow: Arrow) -> bool:
-    """Whether a step moves one of an edge's fields; an edge without names stands for all."""
+    """Return whether a step moves one of an edge's fields; an edge without names carries all."""
     return arrow.label == SAMPLES or any(field.rpartition("/")[2] in arrow.label for field in step.fields)
 
 

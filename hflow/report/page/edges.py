@@ -1,4 +1,4 @@
-"""The edges that the page draws: those of the graph, and the orders of device groups."""
+"""The edges that the page draws: edges of the graph, and the node orders of device groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hflow.planner.ir import Plan
 from hflow.planner.placement.node_placement import SAVE_PREFIX
 
 SAMPLES = ("samples",)
-"""What passes along a data edge that names no fields."""
+"""Label of a data edge that names no fields."""
 
 
 @dataclass(frozen=True)
@@ -23,27 +23,27 @@ class Arrow:
     src: str
     dst: str
     label: tuple[str, ...]
-    """What passes along it, a line each: fields, or whose weights."""
+    """What it carries, one line each: fields, or the model whose weights."""
     lag: int
-    """Steps that it crosses."""
+    """Number of steps that it crosses."""
     is_at_most: bool
     """Whether it may cross fewer."""
     key: str
-    """Arrows with the same key share one way back (weights of one writer to all its readers)."""
+    """Arrows with the same key share one path back (weights of one writer for all its readers)."""
 
     @property
     def lag_text(self) -> str:
-        """`lag 1`, `lag ≤ 2`; empty within a step."""
+        """Return `lag 1` or `lag ≤ 2`; empty within a step."""
         return f"lag {'≤ ' if self.is_at_most else ''}{self.lag}" if self.lag else ""
 
     @property
     def text(self) -> str:
-        """Label and lag in one line."""
+        """Return label and lag in one line."""
         return ", ".join((*self.label, self.lag_text) if self.lag else self.label)
 
 
 def arrows(plan: Plan) -> tuple[Arrow, ...]:
-    """All edges, in the plan's order."""
+    """Return all edges, in the plan's order."""
     made = [*_of_graph(plan), *_orders(plan)]
     return tuple(replace(arrow, id=f"e{i}") for i, arrow in enumerate(made))
 
@@ -63,7 +63,7 @@ def _label(edge: Edge) -> tuple[str, ...]:
 
 
 def _orders(plan: Plan) -> Iterator[Arrow]:
-    """Each group's cyclic order among the graph's nodes; saving is drawn as part of its writer."""
+    """Yield each group's cyclic order of nodes; saving is drawn as part of its writer."""
     for group, names in plan.schedule.orders:
         turns = [name for name in names if not name.startswith(SAVE_PREFIX)]
         for i, src in enumerate(turns):

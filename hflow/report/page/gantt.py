@@ -1,7 +1,7 @@
-"""The steady state as a Gantt chart: lanes of bars over two periods, one colour a step.
+"""The steady state as a Gantt chart: lanes of bars over two periods, one colour per step.
 
-A slot may begin later than one period, as several steps are under way at once: step `k` is the one that
-begins at the chart's left edge, the one before it began a period earlier.
+Several steps may overlap, so a slot may begin later than one period. Step `k` begins at the left edge of the
+chart, and earlier steps began before it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from hflow.report.formatting import MINUS, plural, seconds_text, share_text
 from hflow.report.page.refs import ref_of
 
 NUM_PERIODS, MOST_PERIODS = 2, 4
-"""Periods drawn; up to the second number where steps differ, as some nodes do not fire in each."""
+"""Number of periods drawn; at most the second number if some nodes do not fire in each step."""
 NUM_TICKS, NUM_COLOURS = 8, 4
 MINUTE, LONG = 60.0, 600.0
-"""Seconds of a minute, and from which on a chart counts in minutes."""
+"""Seconds per minute, and the length in seconds from which a chart uses minutes."""
 HAIR = 1e-9
-"""Share of the chart below which two bars only touch."""
+"""Overlap, as a share of the chart, below which two bars count as touching."""
 LEAST_SHARE = 0.01
-"""A lane without devices of its own is drawn when it is busy for more than this share of the chart."""
+"""Smallest busy share of the chart for which a lane without devices is drawn."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One firing of a node, cut at the chart's edges. Positions are percent of its width."""
+    """One execution of a node, cut at the chart's edges. Positions are percentages of the chart's width."""
 
     node: str
     ref: str
@@ -56,7 +56,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Tick:
-    """A mark of the time axis."""
+    """One tick of the time axis."""
 
     text: str
     left: float
@@ -72,13 +72,13 @@ class Gantt:
     lanes: tuple[Lane, ...]
     ticks: tuple[Tick, ...]
     steps: tuple[tuple[str, int], ...]
-    """(step, colour) of the steps that occur, the oldest first."""
+    """(step, colour) of the visible steps, oldest first."""
     note: str
     """What the chart leaves out."""
 
 
 def gantt_view(plan: Plan) -> Gantt | None:
-    """The chart of a plan; None where the period is unknown."""
+    """Return the chart of a plan; None if the period is unknown."""
     period = plan.forecast.period if plan.forecast else None
     if period is None or period.seconds <= 0:
         return None
@@ -98,12 +98,12 @@ def gantt_view(plan: Plan) -> Gantt | None:
 
 
 def step_name(offset: int) -> str:
-    """`k`, `k+1`, and with a minus sign the steps before."""
+    """Return `k`, `k+1`, or with a minus sign an earlier step."""
     return "k" if offset == 0 else f"k{'+' if offset > 0 else MINUS}{abs(offset)}"
 
 
 def _by_lane(plan: Plan, period: Period) -> dict[str, list[Slot]]:
-    """Device group -> slots, engines with those of their group; then busy nodes without devices."""
+    """Return the slots of each device group (engines with their group), then busy nodes without devices."""
     groups = {replica.name: replica.group for replica in plan.replicas}
     lanes: dict[str, list[Slot]] = {group.name: [] for group in plan.groups}
     for slot in period.slots:
@@ -137,7 +137,7 @@ def _lane(plan: Plan, name: str, slots: Sequence[Slot], period: Period, whole: f
 
 
 def _bars(slot: Slot, period: Period, whole: float) -> Iterator[Bar]:
-    """Every firing of a slot that overlaps the chart."""
+    """Yield every execution of a slot that overlaps the chart."""
     turn = period.num_steps * period.seconds
     first = -math.ceil((slot.start + slot.seconds) / turn)
     for again in range(first, math.ceil(whole / turn) + 1):
@@ -180,7 +180,7 @@ def _stack(bars: Sequence[Bar]) -> tuple[int, tuple[Bar, ...]]:
 
 
 def _ticks(whole: float) -> Iterator[Tick]:
-    """Round numbers of seconds, or of minutes where the chart is long."""
+    """Return ticks at round numbers of seconds, or of minutes in a long chart."""
     unit = MINUTE if whole >= LONG else 1.0
     rough = whole / unit / NUM_TICKS
     scale = 10.0 ** math.floor(math.log10(rough))

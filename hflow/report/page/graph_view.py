@@ -1,7 +1,7 @@
-"""The graph as a drawing: cards by stage from left to right, edges between them, ways back around.
+"""The graph as a drawing: cards by stage from left to right, edges between them, and paths back around them.
 
-What is read in the same step flows to the right. Weights return below the cards, an order that leads back
-above them; a node's own state returns right below its card.
+Edges within a step go to the right. Weights return below the cards, backward order edges above them, and a
+node's own state directly below its card.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hflow.report.page.shapes import VERBS, outline
 from hflow.report.page.wires import wire
 
 BASELINE = 11
-"""Of a row's text, below the row's top."""
+"""Baseline of a row's text, relative to the row's top."""
 LAST_ROW = 1_000
-"""Rows of edges that lead back stand behind all others."""
+"""Sorts rows of backward edges after all others."""
 
 
 @dataclass(frozen=True)
 class RowView:
-    """One row of a card, where it is drawn."""
+    """One row of a card, with its position."""
 
     side: str
     kind: str
@@ -40,7 +40,7 @@ class RowView:
 
 @dataclass(frozen=True)
 class NodeView:
-    """One card, where it is drawn."""
+    """One card, with its position."""
 
     name: str
     title: str
@@ -59,7 +59,7 @@ class NodeView:
 
 @dataclass(frozen=True)
 class EdgeView:
-    """One edge, where it is drawn."""
+    """One edge, with its path."""
 
     id: str
     kind: str
@@ -71,7 +71,7 @@ class EdgeView:
 
 @dataclass(frozen=True)
 class LaneLabel:
-    """The name of a way back, written along it."""
+    """The name of a backward path, written along it."""
 
     kind: str
     text: str
@@ -92,7 +92,7 @@ class GraphView:
     stages: tuple[tuple[str, float, float], ...]
     """(title, x, y) of each column."""
     verbs: tuple[tuple[str, str], ...]
-    """(verb, what it does) of the nodes that occur."""
+    """(verb, meaning) of the verbs in the graph."""
 
 
 def graph_view(plan: Plan, seconds: Mapping[str, str]) -> GraphView:
@@ -100,7 +100,7 @@ def graph_view(plan: Plan, seconds: Mapping[str, str]) -> GraphView:
 
     Args:
         plan: graph, orders and placements.
-        seconds: node -> how long it takes, as a text; nodes may be missing.
+        seconds: node -> its time as text; nodes may be missing.
     """
     drawn = arrows(plan)
     depth = stages(plan.graph)

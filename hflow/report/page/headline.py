@@ -1,4 +1,4 @@
-"""What a reader should know first: does it fit, how fast is it, what holds it back, how old is the data."""
+"""The headline of the page: whether the plan fits, its speed, what limits it, and its staleness."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Tile:
     value: str
     note: str
     term: str
-    """The glossary's word that explains it."""
+    """The glossary term that explains it."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One node of the critical cycle and the edge behind it."""
+    """One node of the critical cycle, and the edge that leaves it."""
 
     node: str
     ref: str
     seconds: str
     percent: float
-    """Share of the cycle's seconds."""
+    """Its share of the cycle's seconds."""
     why: str
     leads_back: bool
     """Whether the edge crosses steps."""
@@ -53,7 +53,7 @@ class Headline:
 
 
 def headline(plan: Plan) -> Headline:
-    """The headline of a plan, with or without a forecast."""
+    """Return the headline of a plan, with or without a forecast."""
     forecast = plan.forecast
     period = forecast.period if forecast else None
     return Headline(
@@ -113,7 +113,7 @@ def _tiles(plan: Plan, forecast: Forecast | None, period: Period | None) -> Iter
 
 
 def _staleness(plan: Plan) -> tuple[str, str]:
-    """The certificate, and what it follows from."""
+    """Return the staleness certificate, and what it follows from."""
     bound, schedule = plan.staleness_bound, plan.schedule
     if bound is None:
         return "unbounded", "no rule drops old samples"

@@ -1,8 +1,7 @@
-"""The order of a drawing's columns: nodes in given layers, so placed that few edges cross.
+"""The order of nodes within the columns of a layered drawing, chosen so that few edges cross.
 
-An edge over several layers passes through a dummy in each layer between, which keeps its way free of
-nodes; edges of one source share their dummies, and so run together until they part. Pure: equal graphs
-give equal drawings.
+An edge over several layers passes through a dummy node in each layer between, which keeps its path free of
+nodes. Edges from one source share their dummies. Pure: equal graphs give equal drawings.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ Columns = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Chain:
-    """An edge as the places that it visits, one a layer: its source, dummies, its destination."""
+    """An edge as the places that it visits, one per layer: its source, dummies, its destination."""
 
     places: tuple[str, ...]
 
     @property
     def dummies(self) -> tuple[str, ...]:
-        """The places between its ends."""
+        """Return the places between its ends."""
         return self.places[1:-1]
 
 
 def make_chain(src: str, dst: str, layers: Mapping[str, int]) -> Chain:
-    """The chain of an edge from a layer to a later one."""
+    """Make the chain of an edge from one layer to a later one."""
     between = range(layers[src] + 1, layers[dst])
     return Chain((src, *(f"{src} over {layer}" for layer in between), dst))
 
 
 def order_columns(layers: Mapping[str, int], chains: Sequence[Chain]) -> Columns:
-    """Put nodes and dummies into columns and look for an order with few crossings.
+    """Put nodes and dummies into columns, in an order with few crossings.
 
     Args:
         layers: node -> layer, from 0; nodes of a layer start in this mapping's order.
@@ -54,7 +53,7 @@ def order_columns(layers: Mapping[str, int], chains: Sequence[Chain]) -> Columns
 
 
 def num_crossings(columns: Columns, arcs: Iterable[tuple[str, str]]) -> int:
-    """Pairs of arcs that cross between two neighbouring columns."""
+    """Count pairs of arcs that cross between two neighbouring columns."""
     at = _places(columns)
     by_layer: dict[int, list[tuple[int, int]]] = {}
     for src, dst in arcs:
@@ -82,7 +81,7 @@ def _places(columns: Columns) -> dict[str, tuple[int, int]]:
 
 
 def _sweep(columns: Columns, arcs: Sequence[tuple[str, str]], forward: bool) -> Columns:
-    """Sort each column by the mean place of its neighbours in the column that was sorted before it."""
+    """Sort each column by the mean position of its neighbours in the column sorted before it."""
     neighbours: dict[str, list[str]] = {}
     for src, dst in arcs:
         fixed, moved = (src, dst) if forward else (dst, src)

@@ -1,4 +1,4 @@
-"""Memory as bars: for devices that are alike in every phase, what they hold in each, against capacity."""
+"""Memory as bars: what equal devices hold in each phase, against their capacity."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hflow.report.formatting import bytes_text, plural, range_text, share_text
 from hflow.report.memory_classes import KINDS, DeviceClass, device_classes, kind_of
 
 MOST_CLASSES = 6
-"""Classes of devices that are shown at once."""
+"""Number of device classes that are shown at once."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One piece of a bar. Positions are percent of the scale."""
+    """One piece of a bar. Positions are percentages of the scale."""
 
     name: str
     kind: int
@@ -55,15 +55,15 @@ class MemoryView:
 
     capacity: str
     capacity_at: float
-    """Percent of the scale."""
+    """Percentage of the scale."""
     classes: tuple[ClassView, ...]
     num_shown: int
     kinds: tuple[tuple[str, int], ...]
-    """(kind, colour) of what occurs."""
+    """(category, colour) of the categories that occur."""
 
 
 def memory_view(plan: Plan) -> MemoryView | None:
-    """The bars of a plan; None where no memory is known."""
+    """Return the bars of a plan; None if no memory is known."""
     rows = plan.forecast.memory if plan.forecast else ()
     if not rows:
         return None

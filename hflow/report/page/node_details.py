@@ -1,4 +1,4 @@
-"""All that the page says of one node: what it reads and returns, where, when and for how long it runs."""
+"""The details of a node: what it reads and returns, where, when and for how long it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hflow.report.formatting import plural, range_text, seconds_text
 from hflow.report.page.shapes import VERBS, known_verb
 
 Facts = tuple[tuple[str, str], ...]
-"""(what, value) in words."""
+"""(name, value) in words."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class NodeDetail:
 
 
 def node_details(plan: Plan) -> tuple[NodeDetail, ...]:
-    """Every node of the graph."""
+    """Return the details of every node of the graph."""
     times = {row.node: row for row in plan.forecast.times} if plan.forecast else {}
     return tuple(_detail(plan, node, times.get(node.name)) for node in plan.graph.nodes)
 
 
 def time_parts(time: NodeTime | None) -> tuple[Part, ...]:
-    """The parts of a node's time with their shares."""
+    """Return the parts of a node's time with their shares."""
     if time is None or time.seconds <= 0:
         return ()
     return tuple(

@@ -1,4 +1,4 @@
-"""Where the graph's cards, columns and ways back lie on the canvas."""
+"""The positions of the graph's cards, columns and backward paths on the canvas."""
 
 from __future__ import annotations
 
@@ -11,40 +11,34 @@ from hflow.report.page.cards import Card
 from hflow.report.page.edges import Arrow
 from hflow.report.page.layered import Chain, Columns
 
-# -------------------- Where the places of a layered drawing lie: their tops, so that edges run straight
-# where they can.
-# Within a column nothing overlaps; each place wants to be level with its neighbours, and the least sum of
-# squared wishes left open decides (isotonic regression), column by column, to and fro.
-
-
 NUM_SWEEPS = 24
 AT_REST = 0.01
-"""Weight of staying where it is, beside the edges that pull."""
+"""Weight of a place's current position, relative to the edges that pull it."""
 
 
 @dataclass(frozen=True)
 class Pull:
-    """One piece of an edge between neighbouring columns: its ends want to be level."""
+    """One piece of an edge between neighbouring columns, which should be horizontal."""
 
     src: str
     dst: str
     leaves: float
-    """Where it leaves, below the source's top."""
+    """Where it leaves, relative to the source's top."""
     enters: float
-    """Where it enters, below the destination's top."""
+    """Where it enters, relative to the destination's top."""
     weight: float = 1.0
 
 
 def place_tops(
     columns: Sequence[Sequence[str]], heights: Mapping[str, float], pulls: Sequence[Pull], gap: float
 ) -> dict[str, float]:
-    """The top of every place; the topmost is at 0.
+    """Return the top of every place; the topmost is at 0.
 
     Args:
         columns: layer -> places, top to bottom.
         heights: place -> height.
         pulls: pieces of edges between neighbouring columns.
-        gap: least distance between two neighbours of a column.
+        gap: smallest distance between two neighbours of a column.
     """
     tops = {name: top for column in columns for name, top in _stack(column, heights, gap)}
     for sweep in range(NUM_SWEEPS):
@@ -60,7 +54,7 @@ def place_tops(
 
 
 Wishes = Mapping[str, list[tuple[float, float]]]
-"""Place -> (top that an edge asks for, its weight)."""
+"""Place -> (top that an edge prefers, its weight)."""
 
 
 def _wishes(tops: Mapping[str, float], pulls: Sequence[Pull], forward: bool) -> Wishes:
@@ -74,7 +68,7 @@ def _wishes(tops: Mapping[str, float], pulls: Sequence[Pull], forward: bool) -> 
 
 
 def _stack(column: Sequence[str], heights: Mapping[str, float], gap: float) -> list[tuple[str, float]]:
-    """A column centred on 0."""
+    """Return a column centred on 0."""
     top = -(sum(heights[name] for name in column) + gap * (len(column) - 1)) / 2
     rows = []
     for name in column:
@@ -90,7 +84,7 @@ def _settle(
     wishes: Wishes,
     gap: float,
 ) -> None:
-    """Move the places of one column to where edges ask for, in their order and without overlap."""
+    """Move the places of one column to where edges prefer them, in their order and without overlap."""
     blocks: list[tuple[float, float, list[tuple[str, float]]]] = []
     offset = 0.0
     for name in column:
@@ -114,14 +108,14 @@ MARGIN_X, MARGIN_Y = 46, 10
 TITLE = 22
 """Height of the stages' titles."""
 LANE_ABOVE, LANE_BELOW = 12, 24
-"""Between two ways back: those above have no labels."""
+"""Distance between two backward paths; those above have no labels."""
 DUMMY = 10
-"""Height that an edge is given where it passes a column."""
+"""Height that an edge takes in a column that it passes."""
 WEIGHTS = {EdgeKind.DATA: 1.0, EdgeKind.OVERWRITE: 0.1, EdgeKind.ORDER: 0.05}
-"""How much an edge pulls its ends level."""
+"""How strongly an edge pulls its ends to one height."""
 
 Chains = Mapping[tuple[str, str], Chain]
-"""(source, destination) -> the columns' places that an edge to the right visits."""
+"""(source, destination) -> the places that an edge to the right visits."""
 
 
 @dataclass(frozen=True)
@@ -136,27 +130,27 @@ class Places:
     tops: Mapping[str, float]
     """Node or dummy -> top."""
     lanes: Mapping[str, float]
-    """Key of arrows that lead back -> height of their way around the cards."""
+    """Key of backward arrows -> height of their path around the cards."""
     width: float
     height: float
 
     def left(self, node: str) -> float:
-        """Left edge of a node's card."""
+        """Return the left edge of a node's card."""
         return self.lefts[self.layers[node]]
 
     def right(self, node: str) -> float:
-        """Right edge of a node's card."""
+        """Return the right edge of a node's card."""
         return self.left(node) + self.widths[self.layers[node]]
 
 
 def leads_back(arrow: Arrow, layers: Mapping[str, int]) -> bool:
-    """Whether an arrow goes around the cards: to a column before, or to a later step."""
+    """Return whether an arrow goes around the cards: to an earlier column, or to a later step."""
     src, dst = layers[arrow.src], layers[arrow.dst]
     return src > dst or (src == dst and bool(arrow.lag))
 
 
 def is_loop(arrow: Arrow) -> bool:
-    """Whether an arrow is a node's own state, which returns right below its card."""
+    """Return whether an arrow is a node's own state, which returns directly below its card."""
     return arrow.kind is EdgeKind.DATA and arrow.src == arrow.dst
 
 
@@ -167,13 +161,13 @@ def find_places(
     chains: Chains,
     columns: Columns,
 ) -> Places:
-    """Place everything.
+    """Find the position of everything on the canvas.
 
     Args:
         cards: node -> its card.
         arrows: all edges.
         layers: node -> column.
-        chains: of the arrows that lead to the right.
+        chains: those of the arrows that go to the right.
         columns: order within each column, dummies included.
     """
     dummies = {dummy: float(DUMMY) for chain in chains.values() for dummy in chain.dummies}
@@ -217,7 +211,7 @@ def _pulls(arrow: Arrow, cards: Mapping[str, Card], chains: Chains) -> list[Pull
 
 
 def _lanes(arrows: Sequence[Arrow], layers: Mapping[str, int], above: bool) -> list[str]:
-    """Keys of the ways back on one side, the innermost first: orders above, weights below."""
+    """Return the keys of the backward paths on one side, innermost first: orders above, weights below."""
     back = [arrow for arrow in arrows if leads_back(arrow, layers) and not is_loop(arrow)]
     back = [arrow for arrow in back if (arrow.kind is EdgeKind.ORDER) is above]
     return list(dict.fromkeys(arrow.key for arrow in back))

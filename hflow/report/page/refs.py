@@ -1,4 +1,4 @@
-"""What the page calls the things that a reader can choose: `node:NAME`, `edge:ID`, `replica:NAME` ..."""
+"""References to what a reader can select on the page: `node:NAME`, `edge:ID`, `replica:NAME` ..."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from hflow.planner.ir import PUBLISH_PREFIX, Plan
 
 
 def ref_of(plan: Plan, name: str) -> str:
-    """The reference of what takes time in a step: a node, or an engine and its new weights."""
+    """Return the reference of what takes time in a step: a node, or an engine that receives new weights."""
     engine = name.removeprefix(PUBLISH_PREFIX)
     return f"replica:{engine}" if any(replica.name == engine for replica in plan.replicas) else f"node:{name}"

@@ -1,4 +1,4 @@
-"""Ways between devices: which ones send what to which, for data edges and for weights."""
+"""Routes between devices: which devices send what to which, for data edges and for weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hflow.planner.ir import Plan, WeightRoute
 from hflow.report.formatting import bytes_text, plural
 
 MOST_FLOWS = 2048
-"""Largest flows of a route that the page holds."""
+"""Number of flows per route that the page shows, largest first."""
 
 
 @dataclass(frozen=True)
 class RouteView:
-    """One way that data or weights take."""
+    """One route of data or weights."""
 
     id: str
     title: str
@@ -25,7 +25,7 @@ class RouteView:
     flows: tuple[tuple[int, int], ...]
     """(holders, receivers) as indices of sets; a receiver takes from a holder."""
     is_near: bool
-    """Whether a receiver prefers holders on its own machine."""
+    """Whether a receiver prefers senders on its own machine."""
 
 
 class Sets:
@@ -35,21 +35,21 @@ class Sets:
         self._index: dict[tuple[int, ...], int] = {}
 
     def add(self, devices: Iterable[int]) -> int:
-        """The index of a set."""
+        """Return the index of a set, adding it if it is new."""
         return self._index.setdefault(tuple(sorted(set(devices))), len(self._index))
 
     def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """All sets, each as runs of neighbours `[first, last]`."""
+        """Return all sets, each as runs of consecutive devices `[first, last]`."""
         return tuple(tuple(_runs(devices)) for devices in self._index)
 
 
 def route_views(plan: Plan, consumers: Iterable[str], sets: Sets) -> tuple[RouteView, ...]:
-    """Every batch node's inputs, then every weight route.
+    """Return the routes of every batch node's inputs, then every weight route.
 
     Args:
         plan: rules, traffic and weight routes.
         consumers: batch nodes.
-        sets: takes the devices.
+        sets: collects the sets of devices.
     """
     traffic = {row.consumer: row for row in plan.forecast.traffic} if plan.forecast else {}
     data = [_data(traffic[node], sets) for node in consumers if node in traffic]
@@ -57,12 +57,12 @@ def route_views(plan: Plan, consumers: Iterable[str], sets: Sets) -> tuple[Route
 
 
 def weights_id(route: WeightRoute) -> str:
-    """The id of a weight route on the page."""
+    """Return the id of a weight route on the page."""
     return f"weights {route.src} {route.dst}"
 
 
 def data_id(consumer: str) -> str:
-    """The id of a batch node's inputs on the page."""
+    """Return the id of a batch node's inputs on the page."""
     return f"data {consumer}"
 
 

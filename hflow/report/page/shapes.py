@@ -1,4 +1,4 @@
-"""The outline of a node's card: each verb has its own, so that colour is not the only sign."""
+"""The outline of a node's card. Each verb has its own, so that colour is not the only distinction."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ VERBS: Mapping[str, str] = {
     "update": "weights are blended into another copy, as in a moving average",
     "own": "a kind of node that the recipe defines",
 }
-"""Verb -> what such a node does, for people who never saw one."""
+"""Verb -> what such a node does."""
 
 
 def known_verb(verb: str) -> str:
-    """The verb itself, or `own` for a node type of the user's."""
+    """Return the verb, or `own` for a user's node type."""
     return verb if verb in VERBS else "own"
 
 
 def outline(verb: str, width: float, height: float) -> str:
-    """An SVG path around a box at (0, 0)."""
+    """Return an SVG path around a box at (0, 0)."""
     corners = {
         "generate": _round(width, height, (14, 14, 14, 14)),
         "encode": _round(width, height, (14, 3, 3, 14)),

@@ -53,7 +53,7 @@ class Tables:
 
 
 def tables(plan: Plan) -> Tables:
-    """The tables of a plan."""
+    """Return the tables of a plan."""
     return Tables(
         replicas=_replicas(plan),
         times=tuple(_times(plan)),

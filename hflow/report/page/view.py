@@ -1,4 +1,4 @@
-"""All that the page shows, as one value of plain texts and numbers."""
+"""Everything that the page shows, as one value of plain texts and numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from hflow.report.page.headline import Headline, headline
 from hflow.report.page.memory_view import MemoryView, memory_view
 from hflow.report.page.node_details import NodeDetail, node_details
 from hflow.report.page.tables import Tables, tables
-
-# -------------------- The words of the page, explained to somebody who never saw hflow.
-
 
 TERMS: tuple[tuple[str, str], ...] = (
     ("step", "One round: samples are generated and scored, then the models learn from them once."),
@@ -75,11 +72,11 @@ class PageView:
     """(device group, number of its colour)."""
     terms: tuple[tuple[str, str], ...]
     slowest: str
-    """The node that the page shows before the reader chooses one."""
+    """The node that the page shows before the reader selects one."""
 
 
 def page_view(plan: Plan) -> PageView:
-    """What the page of a plan shows; `plan.serialise.plain` makes JSON of it."""
+    """Return what the page of a plan shows; `plan.serialise.plain` makes JSON of it."""
     times = plan.forecast.times if plan.forecast else ()
     return PageView(
         recipe=plan.recipe,
@@ -100,7 +97,7 @@ def page_view(plan: Plan) -> PageView:
 
 
 def _slowest(plan: Plan) -> str:
-    """The node that takes longest, on the critical cycle where there is one; the first without times."""
+    """Return the slowest node, on the critical cycle if there is one; without times, the first node."""
     forecast = plan.forecast
     rows = (forecast.period.cycle if forecast.period else forecast.times) if forecast else ()
     seconds = {row.node: row.seconds for row in rows}

@@ -1,4 +1,4 @@
-"""The path of one edge between cards that have their places."""
+"""The path of one edge between positioned cards."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from hflow.report.page.edges import Arrow
 from hflow.report.page.layered import Chain
 from hflow.report.page.places import DUMMY, GAP_Y, Chains, Places, is_loop, leads_back
 
-# -------------------- SVG paths of edges: curves from column to column, and ways back around the cards.
-
-
 Point = tuple[float, float]
 RADIUS = 9.0
 
 
 def curve(stops: Sequence[tuple[float, float, float]]) -> str:
-    """A line through `(left, right, y)` stops: level between left and right, smooth in the gaps.
+    """Return a line through stops `(left, right, y)`: horizontal between left and right, smooth in the gaps.
 
     The first stop is the source's right side, the last one the destination's left side.
     """
@@ -33,7 +30,7 @@ def curve(stops: Sequence[tuple[float, float, float]]) -> str:
 
 
 def rounded(points: Sequence[Point]) -> str:
-    """A path of level and upright pieces with round corners."""
+    """Return a path of horizontal and vertical pieces with round corners."""
     parts = [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
         reach = min(RADIUS, _length(before, corner) / 2, _length(corner, after) / 2)
@@ -45,7 +42,7 @@ def rounded(points: Sequence[Point]) -> str:
 
 
 def hook(x: float, start: float, stop: float, reach: float) -> str:
-    """From one card to another of the same column, along their left sides."""
+    """Return a path from one card to another of the same column, along their left sides."""
     return f"M{x:.1f} {start:.1f}C{x - reach:.1f} {start:.1f} {x - reach:.1f} {stop:.1f} {x:.1f} {stop:.1f}"
 
 
@@ -54,7 +51,7 @@ def _length(a: Point, b: Point) -> float:
 
 
 def _towards(corner: Point, other: Point, reach: float) -> Point:
-    """The point on the way from a corner to another one, so far from the corner."""
+    """Return the point between two corners at a distance from the first."""
     length = _length(corner, other) or 1.0
     return (
         corner[0] + (other[0] - corner[0]) / length * reach,
@@ -63,14 +60,14 @@ def _towards(corner: Point, other: Point, reach: float) -> Point:
 
 
 ELBOW, STEP, NUM_STEPS = 16, 6, 4
-"""Ways back turn so far beside the cards: the first, and each next one, of so many."""
+"""Distance from the cards at which backward paths turn: the first, each next one, and how many differ."""
 SHIFTS = {EdgeKind.DATA: 0.0, EdgeKind.OVERWRITE: 4.0, EdgeKind.ORDER: -4.0}
-"""Edges of different kinds that pass a column at one place run beside each other."""
+"""Offsets of edges of different kinds that pass a column at one place."""
 REACH = 26.0
 
 
 def wire(arrow: Arrow, places: Places, cards: Mapping[str, Card], chains: Chains) -> str:
-    """The SVG path of an arrow."""
+    """Return the SVG path of an arrow."""
     chain = chains.get((arrow.src, arrow.dst))
     start = places.tops[arrow.src] + cards[arrow.src].exit(arrow.kind)
     stop = places.tops[arrow.dst] + cards[arrow.dst].port(arrow.id)
@@ -85,7 +82,7 @@ def wire(arrow: Arrow, places: Places, cards: Mapping[str, Card], chains: Chains
 
 
 def _way_back(arrow: Arrow, places: Places, cards: Mapping[str, Card]) -> tuple[float, float]:
-    """The height at which an arrow returns, and how far beside the cards it turns."""
+    """Return the height at which an arrow returns, and how far from the cards it turns."""
     if is_loop(arrow):
         return places.tops[arrow.src] + cards[arrow.src].height + GAP_Y / 2, ELBOW
     return places.lanes[arrow.key], ELBOW + STEP * (list(places.lanes).index(arrow.key) % NUM_STEPS)

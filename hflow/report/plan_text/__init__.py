@@ -1,6 +1,6 @@
-"""`hflow plan` on a terminal: what runs where, which bytes move, what limits the speed.
+"""The report of `hflow plan` on a terminal.
 
-One file a section; `report.py` puts them together.
+One file per section; `report.py` combines them.
 """
 
 from hflow.report.plan_text.report import render_plan

@@ -1,4 +1,4 @@
-"""What the estimates rest on: lengths, figures of devices and links, and what is not known."""
+"""The section on assumptions: lengths, figures of devices and links, and what is unknown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTE = "Estimates are as good as these numbers: bytes and seconds above follow f
 
 
 def assumptions_section(plan: Plan, width: int) -> Section:
-    """A line for each number, and for each thing that could not be estimated."""
+    """Return a line for each number, and for each thing that could not be estimated."""
     if plan.forecast is None:
         return Section("Assumptions", absent=NO_FIGURES)
     grid = Table.grid(padding=(0, 2))
@@ -40,9 +40,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def leaves_waiting_out(plan: Plan) -> bool:
-    """Whether the period is that of a run in which trainers never wait for responses that are late.
+    """Return whether the period leaves out waiting for late responses.
 
-    So it is where generation runs ahead; a synchronous step's seconds are those of its longest response.
+    That is so if generation runs ahead. A synchronous step takes as long as its longest response.
     """
     stream = plan.schedule.streams[0]
     lengths = dict(plan.forecast.workload).get(stream.name) if plan.forecast else None
@@ -51,7 +51,7 @@ def leaves_waiting_out(plan: Plan) -> bool:
 
 
 def lengths_text(lengths: Workload) -> str:
-    """Prompt and response tokens, and whose numbers they are."""
+    """Return the lengths of prompts and responses, and where the numbers come from."""
     mean, most = count_text(lengths.response_mean), count_text(lengths.max_response)
     tokens = f"prompts of {count_text(lengths.prompt)} tokens, responses of {mean} on average"
     spread = f"(deviation {share_text(lengths.response_cv)}), at most {most}"

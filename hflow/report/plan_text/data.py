@@ -1,4 +1,4 @@
-"""The data that batch nodes read: how it is split over ranks, and what has to move for that."""
+"""The sections on data (how batch nodes' inputs are split over ranks, and what moves) and on routing."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from hflow.planner.ir import BatchCut, EdgeRule, Plan, RoutingRow
 from hflow.report.formatting import bytes_text, plural, range_text
 from hflow.report.plan_text.section import GAP, Section, add_row, dim, lines, number, table, text
 
-# -------------------- The routing table: which worker stands for which shard.
-
-
 FIRST_KEYS = (2, 1)
-"""Keys before the dots: the most that fit into a line with the last one."""
+"""Numbers of keys to try before the dots."""
 ROUTING_NOTE = (
     "How a part is found. A key is (replica, d, t, p), or __data0__ for data rank 0 of the node that opens "
     "the stream, or a worker's number; there is one worker to a device."
@@ -23,7 +20,7 @@ ROUTING_NOTE = (
 
 
 def routing_section(plan: Plan, width: int) -> Section:
-    """A row for each replica, the samples' source and the bare workers."""
+    """Return a row for each replica, the source of the samples, and the worker indices."""
     shown, parts = table(text("of"), number("keys"), text("key → worker")), list(_parts(plan))
     room = width - max(len(name) for name, _ in parts) - len("1,024") - 2 * GAP
     for name, rows in parts:
@@ -43,7 +40,7 @@ def _parts(plan: Plan) -> Iterator[tuple[str, Sequence[RoutingRow]]]:
 
 
 def _keys(rows: Sequence[RoutingRow], room: int) -> str:
-    """All keys where there are few; else the first ones and the last, in one line if possible."""
+    """Return all keys if there are few; else the first ones and the last, in one line if possible."""
     pairs = [f"{row.key} → {row.worker}" for row in rows]
     if len(pairs) <= FIRST_KEYS[0] + 1:
         return ", ".join(pairs)
@@ -52,7 +49,7 @@ def _keys(rows: Sequence[RoutingRow], room: int) -> str:
 
 
 NUM_STEPS_SHOWN = 2
-"""Steps of one node that are all named; of more the largest is."""
+"""Largest number of steps that are all named; of more, only the largest step is."""
 MOST_FIELDS = 8
 NOTE = (
     "What moves between workers before a node runs, on a batch with the lengths assumed below. ≥: the fewest "
@@ -63,7 +60,7 @@ NOTE_WITHOUT_BYTES = "What a node reads, and how it is split over data ranks. By
 
 
 def data_section(plan: Plan, width: int) -> Section:
-    """A row for each node that reads fields."""
+    """Return a row for each node that reads fields."""
     rules = [rule for rule in plan.rules if rule.fields]
     if not rules:
         return Section("Data", absent="no node reads a field of another")
@@ -97,7 +94,7 @@ def _reads(rule: EdgeRule, cut: BatchCut | None, moved: EdgeTraffic | None) -> I
 
 
 def _fields(rule: EdgeRule) -> str:
-    """Fields of the node's own stream by their short names."""
+    """Return the fields, those of the node's own stream by their short names."""
     names = [field.removeprefix(f"{rule.stream}/") for field in rule.fields]
     more = len(names) - MOST_FIELDS
     return ", ".join(names[:MOST_FIELDS]) + (f", {more} more" if more > 0 else "")
@@ -116,7 +113,7 @@ def _split(rule: EdgeRule, cut: BatchCut | None) -> str:
 
 
 def _steps(moved: EdgeTraffic) -> str:
-    """The steps that move most; the others are counted."""
+    """Return the steps that move most; the others are counted."""
     if not moved.num_steps:
         return "nothing moves"
     if moved.num_steps > NUM_STEPS_SHOWN:

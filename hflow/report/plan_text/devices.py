@@ -1,6 +1,6 @@
-"""The device grid: machines as rows, devices as cells, marked with the replicas that lie there.
+"""The sections on devices (machines as rows, devices as cells, marked with their replicas) and on turns.
 
-A small cluster shows the coordinates of every device; in a large one, machines that look alike share a row.
+A small cluster shows the coordinates of every device. In a large one, equal machines share a row.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from hflow.report.formatting import range_text
 from hflow.report.plan_text.replicas import group_colours, marks_of
 from hflow.report.plan_text.section import Section, add_row, table, text
 
-# -------------------- The device groups, and the turns that are taken on each.
-
-
 TURNS_NOTE = (
     "Replicas on the same devices take turns, in the same order in every step, so that all ranks start "
     "their collectives alike. [Brackets]: the engine that generates before the batch is formed."
@@ -28,7 +25,7 @@ TURNS_NOTE = (
 
 
 def turns_section(plan: Plan, width: int) -> Section:
-    """A row for each group of devices."""
+    """Return a row for each device group."""
     shown = table(text("group"), text("devices"), text("turns of each step"))
     colours = group_colours(plan)
     for group in plan.groups:
@@ -50,10 +47,10 @@ def _turns(plan: Plan, group: DeviceGroup) -> str:
 
 
 MOST_DEVICES = 64
-"""Devices of a cluster whose coordinates are shown one by one."""
+"""Largest cluster, in devices, whose coordinates are shown one by one."""
 MOST_LINES = 24
 LABEL = 16
-"""Columns of a row's name."""
+"""Width of a row's name, in columns."""
 UNUSED = "·"
 NOTE = (
     "Letters are those of the replicas above; A d1t0 is the part of A at data rank 1 and tensor rank 0 "
@@ -62,12 +59,12 @@ NOTE = (
 FOLDED = "Letters are those of the replicas above; machines that look alike share a row."
 
 Coords = tuple[tuple[str, int], ...]
-"""(axis, index) of the axes that are cut at all."""
+"""(axis, index) of the axes with more than one rank."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one device holds of replicas that are cut alike."""
+    """The part of replicas with equal layout that one device holds."""
 
     mark: str
     coords: Coords
@@ -83,7 +80,7 @@ Held = Mapping[int, Sequence[Part]]
 
 
 def devices_section(plan: Plan, width: int) -> Section:
-    """The grid, with coordinates where there is room for them."""
+    """Return the grid, with coordinates if there is room."""
     held = _held(plan)
     cluster = plan.cluster
     deepest = max((len(parts) for parts in held.values()), default=1)
@@ -96,7 +93,7 @@ def devices_section(plan: Plan, width: int) -> Section:
 
 
 def _held(plan: Plan) -> Held:
-    """Each device's parts, one for each mark."""
+    """Return each device's parts, one per mark."""
     marks = marks_of(plan)
     distinct = {marks[replica.name]: replica for replica in reversed(plan.replicas)}
     held: dict[int, list[Part]] = {device: [] for group in plan.groups for device in group.devices}
@@ -115,13 +112,13 @@ def _cut(layout: Layout, coords: tuple[int, int, int]) -> Coords:
 
 
 def _per_line(num_devices: int, room: int, cell: int) -> int:
-    """Cells in a line: all devices of a machine, or the most that divide them and fit."""
+    """Return the cells per line: all devices of a machine, or the largest divisor that fits."""
     fitting = (n for n in range(num_devices, 0, -1) if num_devices % n == 0 and n * cell <= room)
     return next(fitting, 1)
 
 
 def _grid(plan: Plan, held: Held, per_line: int, cell: int, deepest: int) -> Table:
-    """One line for each row of cells and each mark on it."""
+    """Return a table with one line for each row of cells and each mark on it."""
     shown = Table.grid(padding=0)
     shown.add_column(width=LABEL)
     for _ in range(per_line):
@@ -153,7 +150,7 @@ def _styles(plan: Plan) -> dict[int, str]:
 
 
 def _folded(plan: Plan, held: Held, width: int) -> Table:
-    """A row for each run of machines that look alike: their cells, and which coordinates lie on them."""
+    """Return a row for each run of machines with equal content: their cells and coordinates."""
     shown = Table.grid(padding=(0, 2))
     shown.add_column(width=LABEL)
     shown.add_column(no_wrap=True)
@@ -172,7 +169,7 @@ def _folded(plan: Plan, held: Held, width: int) -> Table:
 
 
 def _runs(plan: Plan, held: Held) -> list[tuple[int, int]]:
-    """(first, last) machine of each run; pipeline stages part runs only where few runs come of it."""
+    """Return the (first, last) machine of each run; pipeline stages separate runs only if few runs result."""
     by_stage = list(_alike(plan, held, with_stage=True))
     return by_stage if len(by_stage) <= MOST_LINES // 2 else list(_alike(plan, held, with_stage=False))
 
@@ -190,7 +187,7 @@ def _alike(plan: Plan, held: Held, with_stage: bool) -> Iterator[tuple[int, int]
 
 
 def _cells(held: Held, devices: Sequence[int], styles: Mapping[int, str], width: int) -> Text:
-    """The marks of each device; neighbours in runs where the cells would not fit."""
+    """Return the marks of each device; neighbours are joined if the cells do not fit."""
     marks = ["".join(part.mark for part in held.get(device, ())) or UNUSED for device in devices]
     cells = Text(" ").join(Text(m, styles.get(d, "dim")) for d, m in zip(devices, marks, strict=True))
     if len(cells) <= width // 3:
@@ -200,7 +197,7 @@ def _cells(held: Held, devices: Sequence[int], styles: Mapping[int, str], width:
 
 
 def _boxes(held: Held, devices: Iterable[int]) -> Text:
-    """`A d0-127 t0-3 p0`: the coordinates on these devices, a line for each mark."""
+    """`A d0-127 t0-3 p0`: the coordinates on these devices, one line per mark."""
     indices: dict[str, dict[str, set[int]]] = {}
     for device in devices:
         for part in held.get(device, ()):

@@ -1,6 +1,6 @@
-"""The steady state drawn in text: a lane for each group of devices, time from left to right.
+"""The steady state as a chart in text: one lane per device group, time from left to right.
 
-What fires in one round comes back in the next, so a bar that leads out at the right comes in at the left.
+The chart is periodic: a bar that leaves at the right continues at the left.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ from hflow.planner.forecast import Period, Slot
 from hflow.report.formatting import seconds_text, share_text
 from hflow.report.plan_text.section import dim
 
-# -------------------- Names under the bars of a chart: as many as there is room for, those of long bars
-# first.
-
-
 NUM_LABEL_LINES = 2
 LEAST_CUT = 4
-"""Columns of a bar under which a name that has no room is cut short, and not left out."""
+"""Width of a bar, in columns, from which a name without room is shortened instead of omitted."""
 
 Label = tuple[int, str, str]
-"""Column, node, and as much of its name as there is room for."""
+"""Column, node, and as much of its name as fits."""
 
 
 def runs_of(cells: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """(name, start, stop) of each run of equal cells."""
+    """Return (name, start, stop) of each run of equal cells."""
     start = 0
     for stop in range(1, len(cells) + 1):
         if stop == len(cells) or cells[stop] != cells[start]:
@@ -38,7 +34,7 @@ def runs_of(cells: Sequence[str]) -> Iterator[tuple[str, int, int]]:
 
 
 def bar_labels(cells: Sequence[str]) -> list[list[Label]]:
-    """Names under their bars, in as many lines as they need; those of long bars have the first choice."""
+    """Return names under their bars, in as many lines as they need; long bars are placed first."""
     lines: list[list[Label]] = [[] for _ in range(NUM_LABEL_LINES)]
     runs = [run for run in runs_of(cells) if run[0]]
     for name, start, stop in sorted(runs, key=lambda run: run[1] - run[2]):
@@ -52,14 +48,14 @@ def bar_labels(cells: Sequence[str]) -> list[list[Label]]:
 
 
 def _room(line: Sequence[Label], start: int, columns: int) -> int:
-    """Columns from `start` to the next label of a line, a space left out; 0 where one covers it."""
+    """Return the free columns from `start` to the next label of a line; 0 if a label covers it."""
     before = max((column + len(shown) for column, _, shown in line if column <= start), default=-1)
     after = min((column for column, _, _ in line if column > start), default=columns + 1)
     return after - start - 1 if before < start else 0
 
 
 def label_line(labels: Iterable[Label], colours: Mapping[str, str]) -> Text:
-    """One line of labels, each in its node's colour."""
+    """Return one line of labels, each in its node's colour."""
     line = Text()
     for column, name, shown in labels:
         line.append(" " * (column - len(line))).append(shown, colours[name])
@@ -72,15 +68,15 @@ WIDEST_NAME = 18
 IDLE = len("idle 100 %")
 MOST_LANES = 6
 LEAST_SHARE = 0.01
-"""A lane that is neither a group nor an engine is drawn when it is busy for more than this share."""
+"""Smallest busy share for which a lane that is neither a group nor an engine is drawn."""
 FILLS = "█▓▒░"
-"""Neighbours differ without colours too."""
+"""Fills that distinguish neighbours without colours."""
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "dark_orange3", "steel_blue")
 WAITS = "·"
 
 
 def gantt(period: Period, width: int) -> Iterator[Table | Text]:
-    """The chart of two periods, or of all steps after which everything comes back, and what is not in it."""
+    """Return the chart of two periods, or of all steps of a longer cycle, and what it leaves out."""
     lanes, num_steps = _lanes(period), max(NUM_PERIODS, period.num_steps)
     names = min(WIDEST_NAME, max(map(len, lanes[:MOST_LANES]), default=0))
     columns = max(1, min(WIDEST_CHART, width - names - IDLE - 2))
@@ -101,7 +97,7 @@ def gantt(period: Period, width: int) -> Iterator[Table | Text]:
 
 
 def _lanes(period: Period) -> list[str]:
-    """Groups and engines first, then nodes without devices that take notable time."""
+    """Return groups and engines first, then nodes without devices that take noticeable time."""
     busy: dict[str, float] = {}
     for slot in period.slots:
         busy[slot.lane] = busy.get(slot.lane, 0.0) + slot.seconds
@@ -116,7 +112,7 @@ def _colours(slots: Iterable[Slot]) -> dict[str, str]:
 
 
 def _fills(cells: Sequence[str]) -> dict[str, str]:
-    """Node -> fill; the first that none of its neighbours in the lane has."""
+    """Return a fill per node: the first that none of its neighbours in the lane has."""
     beside: dict[str, set[str]] = {name: set() for name, _, _ in runs_of(cells)}
     for (before, _, _), (after, _, _) in pairwise(runs_of(cells)):
         beside[before].add(after)
@@ -129,9 +125,9 @@ def _fills(cells: Sequence[str]) -> dict[str, str]:
 
 
 def _cells(slots: Sequence[Slot], period: Period, num_steps: int, columns: int) -> list[str]:
-    """The node that fills each column; an empty name where the lane waits.
+    """Return the node that fills each column; an empty name if the lane is idle.
 
-    What is too short for a column takes one that is empty else.
+    A node that is too short for a column takes an otherwise empty one.
     """
     cells = [""] * columns
     scale = columns / (num_steps * period.seconds)
@@ -156,7 +152,7 @@ def _bars(cells: Sequence[str], colours: Mapping[str, str]) -> Text:
 
 
 def _axis(num_steps: int, seconds: float, columns: int) -> Text:
-    """Where each step begins, in seconds, and where the last one ends."""
+    """Return the axis: where each step begins, in seconds, and where the last one ends."""
     line, end = "", f"{seconds_text(num_steps * seconds)}|"
     for i in range(num_steps):
         column = round(i * columns / num_steps)
@@ -171,7 +167,7 @@ def _idle(period: Period, lane: str) -> Text:
 
 
 def _outside(period: Period, named: set[str], lanes: Sequence[str]) -> Iterator[Text]:
-    """What the chart has no room for."""
+    """Return what the chart leaves out."""
     seconds: dict[str, float] = {}
     for slot in period.slots:
         seconds[slot.node] = slot.seconds

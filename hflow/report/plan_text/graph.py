@@ -1,4 +1,4 @@
-"""The graph by stages: what every node is, where it runs, and what it waits for."""
+"""The section on the graph: what every node is, where it runs, and what it waits for, by stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLOURS = {"data": "cyan", "weights": "magenta", "overwrite": "yellow", "order":
 
 
 def graph_section(plan: Plan, width: int) -> Section:
-    """A row for each node, by stage."""
+    """Return a row for each node, by stage."""
     shown = table(text("stage"), text("node", widest=WIDEST_NODE), text("waits for"))
     arriving = _arriving(plan)
     for stage, names in enumerate(stages(plan.graph)):
@@ -44,14 +44,14 @@ def _fires(plan: Plan, node: Node) -> str:
 
 
 def cadence(every: int, after: int) -> str:
-    """`, every 20 steps, from step 4 on`; nothing for each step."""
+    """Return `, every 20 steps, from step 4 on`; empty if it fires in each step."""
     steps = f"every {plural(every, 'step')}" if every > 1 else ""
     start = f"from step {after} on" if after not in (0, every - 1) else ""
     return ", ".join(("", *(part for part in (steps, start) if part)))
 
 
 def _place(plan: Plan, node: str) -> str:
-    """The replicas that a node uses, or else its workers."""
+    """Return the replicas that a node uses, or else its workers."""
     placement = plan.placement(node)
     if placement.replicas:
         return ", ".join(placement.replicas)
@@ -62,7 +62,7 @@ def _place(plan: Plan, node: str) -> str:
 
 
 def _arriving(plan: Plan) -> dict[str, list[tuple[str, str]]]:
-    """Node -> (kind, words) of all edges that end there, the lag in numbers."""
+    """Return for each node (kind, words) of all edges that end there."""
     found: dict[str, list[tuple[str, str]]] = {}
     schedule = plan.schedule
     for edge in plan.graph.edges:
@@ -74,7 +74,7 @@ def _arriving(plan: Plan) -> dict[str, list[tuple[str, str]]]:
 
 
 def describe_edge(edge: Edge) -> str:
-    """An edge as its reader sees it, without kind and lag."""
+    """Describe an edge as its reader sees it, without kind and lag."""
     if edge.kind is EdgeKind.DATA:
         return f"{edge.src} ({', '.join(edge.fields)})" if edge.fields else edge.src
     if edge.kind is EdgeKind.OVERWRITE:
@@ -87,7 +87,7 @@ def _lag(lag: int, at_most: bool = False) -> str:
 
 
 def _waits(node: Node, edges: list[tuple[str, str]]) -> Iterator[Text]:
-    """One line for each kind of edge."""
+    """Return one line for each kind of edge."""
     columns = [read.field for read in node.reads if read.producer == node.name and node.spec.opens_stream]
     if columns:
         yield Text.assemble(dim("dataset "), ", ".join(columns))

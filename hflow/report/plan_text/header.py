@@ -1,4 +1,4 @@
-"""The head of the report: what was planned for what, and the verdicts."""
+"""The head of the report: what was planned, for which cluster, and the verdicts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hflow.report.plan_text.assumptions import leaves_waiting_out
 from hflow.report.plan_text.section import NO_FIGURES
 
 LEAST_SHARE = 0.01
-"""Nodes with less than this share of the critical cycle are counted, not named, in the one line."""
+"""Nodes with a smaller share of the critical cycle are counted, not named."""
 
 
 def header(plan: Plan) -> Panel:
-    """A frame with one line for each thing that a reader asks first."""
+    """Return a frame with one line for each question that a reader asks first."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
@@ -32,7 +32,7 @@ def header(plan: Plan) -> Panel:
 
 
 def staleness_line(plan: Plan) -> str:
-    """The staleness certificate in one line."""
+    """Return the staleness certificate in one line."""
     if plan.staleness_bound is None:
         return "unbounded: no rule limits how old a trained token may be"
     schedule = plan.schedule
@@ -43,7 +43,7 @@ def staleness_line(plan: Plan) -> str:
 
 
 def cluster_line(plan: Plan) -> str:
-    """Machines, devices and links."""
+    """Describe machines, devices and links in one line."""
     cluster, hardware = plan.cluster, plan.hardware
     kind = f"{hardware.device.name if hardware else cluster.device} device"
     devices = f"{plural(cluster.devices_per_node, kind)} of {bytes_text(cluster.memory_bytes)}"
@@ -59,7 +59,7 @@ def cluster_line(plan: Plan) -> str:
 
 
 def _bound(cluster: ClusterSpec) -> str:
-    """Which cores the devices of a machine have."""
+    """Describe which cores the devices of a machine have."""
     if not cluster.cores:
         return ""
     bound = (cluster.cores_of(device) for device in range(cluster.devices_per_node))
@@ -67,7 +67,7 @@ def _bound(cluster: ClusterSpec) -> str:
 
 
 def peak_phase(plan: Plan) -> PhaseMemory | None:
-    """The phase in which some devices hold most; None where no memory is known."""
+    """Return the phase in which some devices hold most; None if no memory is known."""
     rows = plan.forecast.memory if plan.forecast else ()
     return max(rows, key=lambda row: row.total, default=None)
 
@@ -138,7 +138,7 @@ def _rate(plan: Plan, period: Period) -> str:
 
 
 def cycle_line(plan: Plan, cycle: tuple[CycleStep, ...]) -> str:
-    """The critical cycle in one line: the nodes that matter, with their seconds."""
+    """Return the critical cycle in one line: its largest nodes, with their seconds."""
     whole = sum(step.seconds for step in cycle)
     long = [step for step in cycle if step.seconds >= LEAST_SHARE * whole]
     named = " → ".join(f"{step_name(plan, step.node)} {seconds_text(step.seconds)}" for step in long)
@@ -148,5 +148,5 @@ def cycle_line(plan: Plan, cycle: tuple[CycleStep, ...]) -> str:
 
 
 def step_name(plan: Plan, name: str) -> str:
-    """A node of the cycle; where an engine stands in its place, what the engine does."""
+    """Return the name of a node of the cycle; for an engine, what the engine does."""
     return f"{name} (new weights)" if any(replica.name == name for replica in plan.replicas) else name

@@ -1,4 +1,4 @@
-"""Memory of devices that are alike: a bar for each phase against the capacity, the fullest one marked."""
+"""The section on memory: for each class of equal devices, a bar per phase against the capacity."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from hflow.planner.ir import Plan
 from hflow.report.formatting import bytes_text, plural, range_text, share_text
 from hflow.report.memory_classes import KINDS, DeviceClass, device_classes, kind_of
 from hflow.report.plan_text.section import GAP, NO_FIGURES, Section, dim, number, table, text
-
-# -------------------- A memory bar in letters: readable without colours, and the same everywhere.
-# Each letter stands for a kind of bytes. A kind's columns are what its bytes round to when the bar is
-# filled from the left, so that rounding never adds up.
-
 
 LETTERS = "wgoalkbrx"
 """The letter of each kind in `KINDS`, and `x` for any other."""
@@ -37,12 +32,12 @@ FREE, LIMIT = "·", "|"
 
 
 def memory_bar(phase: PhaseMemory, scale: int, capacity: int, width: int) -> Text:
-    """The bar of one phase.
+    """Return the bar of one phase.
 
     Args:
         phase: what is held.
-        scale: bytes of the whole width: the capacity, or the peak where that is more.
-        capacity: a `|` marks it where the bar goes on beyond it.
+        scale: bytes of the whole width: the larger of capacity and peak.
+        capacity: marked by `|` if the bar is longer.
         width: columns.
     """
     bar, filled, end = Text(), 0.0, 0
@@ -57,7 +52,7 @@ def memory_bar(phase: PhaseMemory, scale: int, capacity: int, width: int) -> Tex
 
 
 def legend(names: Iterable[str]) -> Text:
-    """The letters of the kinds that occur among item names."""
+    """Return the letters of the categories that occur."""
     kinds = sorted({_kind(name) for name in names})
     return Text("  ").join(Text.assemble((LETTERS[k], COLOURS[k]), f" {NAMES[k]}") for k in kinds)
 
@@ -78,7 +73,7 @@ def _marked(bar: Text, at: int) -> Text:
 
 
 BUDGET = 22
-"""Lines of the classes that are shown with bars; the others have one line each, then a count."""
+"""Lines for classes that are shown with bars; the others have one line each, then a count."""
 MOST_PHASES = 10
 MOST_WITHOUT_BARS = 4
 WIDEST_BAR = 60
@@ -89,7 +84,7 @@ NOTE = (
 
 
 def memory_section(plan: Plan, width: int) -> Section:
-    """The fullest class of each group in full, as long as there is room; a line for each other one."""
+    """Return the fullest class of each group in full, if there is room, and one line per other class."""
     if plan.forecast is None:
         return Section("Memory", absent=NO_FIGURES)
     if not plan.forecast.memory:
@@ -105,7 +100,7 @@ def memory_section(plan: Plan, width: int) -> Section:
 
 
 def _within_budget(classes: Sequence[DeviceClass]) -> tuple[list[DeviceClass], list[DeviceClass]]:
-    """The fullest class of each group as far as there is room, and the rest; both by their peaks."""
+    """Divide the classes into the fullest of each group, as far as there is room, and the rest, by peak."""
     full: dict[str, DeviceClass] = {}
     rest, used = [], 0
     for one in sorted(classes, key=lambda one: -one.peak.total):
@@ -119,7 +114,7 @@ def _within_budget(classes: Sequence[DeviceClass]) -> tuple[list[DeviceClass], l
 
 
 def _num_lines(shown: DeviceClass) -> int:
-    """Title, the table's head and its line, phases, items, a gap."""
+    """Count the lines: title, the table's head and its line, phases, items, a gap."""
     return 5 + min(MOST_PHASES, len(shown.phases))
 
 
@@ -161,7 +156,7 @@ def _bars(shown: DeviceClass, capacity: int, width: int) -> Table:
 
 
 def _scale(peak: int, capacity: int) -> int:
-    """Bytes of a whole bar: the capacity or the peak beyond it; halved as long as all bars would be short."""
+    """Return the bytes of a whole bar: the larger of capacity and peak, halved while all bars are short."""
     scale = max(peak, capacity)
     while scale > 2 * peak > 0:
         scale //= 2
@@ -169,7 +164,7 @@ def _scale(peak: int, capacity: int) -> int:
 
 
 def _items(shown: DeviceClass) -> Text:
-    """What the fullest phase consists of, the largest first."""
+    """Return the items of the fullest phase, largest first."""
     items = sorted((*shown.peak.resident, *shown.peak.transient), key=lambda item: -item[1])
     words = ", ".join(f"{name} {bytes_text(size)}" for name, size in items if size)
     return Text.assemble(dim(f"* {shown.peak.phase}: "), words)

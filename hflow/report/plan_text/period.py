@@ -1,4 +1,4 @@
-"""The period: the cycle that decides how fast steps follow each other, two of them drawn, who waits."""
+"""The section on the period: the critical cycle, a chart, and idle shares."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOTE = (
 
 
 def period_section(plan: Plan, width: int) -> Section:
-    """The critical cycle, a chart, idle shares."""
+    """Return the critical cycle, a chart and idle shares."""
     if plan.forecast is None:
         return Section("Period", absent=NO_FIGURES)
     period = plan.forecast.period
@@ -50,7 +50,7 @@ def _rows(plan: Plan, period: Period) -> Iterator[tuple[str, str, str]]:
 
 
 def _sum(period: Period) -> tuple[str, str]:
-    """Seconds around the cycle, and over how many steps they are spread."""
+    """Return the seconds around the cycle, and the number of steps that they cover."""
     whole, lag = sum(step.seconds for step in period.cycle), sum(step.lag for step in period.cycle)
     if lag == 1:
         return seconds_text(whole), "around the cycle, once a step"

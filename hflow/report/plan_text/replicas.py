@@ -1,4 +1,4 @@
-"""The replicas: each copy of a model, how it is cut, and where it lies."""
+"""The section on replicas: each copy of a model, its layout and its devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def replicas_section(plan: Plan, width: int) -> Section:
-    """A row for each replica, with the letter that stands for it in the device grid."""
+    """Return a row for each replica, with its letter in the device grid."""
     names = ("", "replica", "parameters", "backend", "layout", "group", "devices", "dp-heads")
     shown = table(*map(text, names))
     shapes, marks, colours = dict(plan.shapes), marks_of(plan), group_colours(plan)
@@ -42,13 +42,13 @@ def replicas_section(plan: Plan, width: int) -> Section:
 
 
 def _chosen(plan: Plan) -> list[Text]:
-    """Why replicas have layouts that nobody asked for."""
+    """Return why replicas have the layouts that the planner chose."""
     whys = plan.forecast.layouts if plan.forecast is not None else ()
     return [dim(f"{name} is {plan.replica(name).layout}: {why}.") for name, why in whys]
 
 
 def marks_of(plan: Plan) -> dict[str, str]:
-    """Replica -> letter; replicas that are cut alike on the same devices share one."""
+    """Return a letter per replica; replicas with equal layouts on the same devices share one."""
     marks: dict[tuple[object, ...], str] = {}
     found = {}
     for replica in plan.replicas:
@@ -58,7 +58,7 @@ def marks_of(plan: Plan) -> dict[str, str]:
 
 
 def group_colours(plan: Plan) -> dict[str, str]:
-    """Device group -> colour."""
+    """Return the colour of each device group."""
     return {group.name: COLOURS[i % len(COLOURS)] for i, group in enumerate(plan.groups)}
 
 

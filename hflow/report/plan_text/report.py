@@ -1,4 +1,4 @@
-"""The whole report: a head with the verdicts, then the sections, each as wide as the terminal allows."""
+"""The whole report: the head with the verdicts, then the sections, as wide as the terminal allows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECTIONS: Sequence[Callable[[Plan, int], Section]] = (
     samples_section,
     assumptions_section,
 )
-"""In the order of the questions: what, where, which bytes, how full, how fast, how stale, on what grounds."""
+"""In the order in which a reader asks: what, where, bytes, memory, speed, staleness, assumptions."""
 
 
 class PlanReport:
@@ -46,7 +46,7 @@ class PlanReport:
         self._plan = plan
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The parts, for the width that the console has."""
+        """Render the parts at the width of the console."""
         width = min(options.max_width, WIDEST)
         for part in self._parts(width):
             yield from console.render(part, options.update(width=width))
@@ -66,5 +66,5 @@ class PlanReport:
 
 
 def render_plan(plan: Plan) -> RenderableType:
-    """The report of a plan, as wide as the console on which it is printed and at most `WIDEST`."""
+    """Return the report of a plan, as wide as its console and at most `WIDEST` columns."""
     return PlanReport(plan)

@@ -1,4 +1,4 @@
-"""Where samples come from, and how old the weights may be that made them."""
+"""The section on samples: where they come from, and how old they may be."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hflow.report.formatting import plural
 from hflow.report.plan_text.section import Section, add_row, number, table, text
 
 NOTE = (
-    "A stream is a flow of samples: a prompt with several answers is a group. Staleness is how many updates "
-    "the weights that made a token lie behind those that it trains."
+    "A stream is a flow of samples: a prompt with several answers is a group. Staleness is the number of "
+    "updates between the weights that generated a token and those that it trains."
 )
 
 
 def samples_section(plan: Plan, width: int) -> Section:
-    """A row for each stream, then the staleness bound in words."""
+    """Return a row for each stream, then the staleness bound in words."""
     words = f"{staleness_sentence(plan)} {_stop(plan.schedule.settings.max_refused_per_step)}"
     return Section("Samples", NOTE, (_streams(plan), Text(), Text(words)))
 
@@ -45,7 +45,7 @@ def _when(stream: ScheduledStream) -> str:
 
 
 def staleness_sentence(plan: Plan) -> str:
-    """What the bound means for the tokens that are trained."""
+    """Explain what the bound means for the tokens that are trained."""
     bound, schedule = plan.staleness_bound, plan.schedule
     if bound is None:
         return "Staleness is unbounded: no rule drops a sample whose tokens are old."
@@ -64,7 +64,7 @@ def staleness_sentence(plan: Plan) -> str:
 
 
 def _why(schedule: Schedule, bound: int) -> str:
-    """What the bound follows from."""
+    """Explain what the bound follows from."""
     eta, sync = schedule.settings.max_staleness, schedule.settings.sync_every
     if bound != certified_lag(eta, sync):
         return f"drop_older_than is {bound}"

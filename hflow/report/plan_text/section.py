@@ -1,4 +1,4 @@
-"""`Section`: one part of the report, and the looks that all parts share."""
+"""`Section`: one part of the report, and the styles that all parts share."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from rich.table import Column, Table
 from rich.text import Text
 
 WIDEST = 120
-"""Columns that a report takes at most: longer lines are hard to read."""
+"""Largest width of a report in columns; longer lines are hard to read."""
 NO_FIGURES = "the plan has no figures of its devices"
 GAP = 3
-"""Columns between two columns of a table."""
+"""Space between two columns of a table."""
 
 Cell = str | Text
 
 
 @dataclass(frozen=True)
 class Section:
-    """A title, a line for those who do not know the word, and what there is to show."""
+    """A title, a line that explains it, and the content."""
 
     title: str
     note: str = ""
     body: tuple[RenderableType, ...] = ()
     absent: str = ""
-    """Why there is nothing to show."""
+    """Why there is no content."""
 
 
 def shown(section: Section) -> Iterator[RenderableType]:
-    """A section below what was printed before."""
+    """Yield a section, with its title line."""
     yield Text()
     yield Rule(Text(section.title, style="bold"), align="left", characters="━", style="dim")
     if section.note:
@@ -41,30 +41,30 @@ def shown(section: Section) -> Iterator[RenderableType]:
 
 
 def text(name: str, widest: int | None = None) -> Column:
-    """A column of words, which folds where there is no room."""
+    """Return a column of words, which wraps if there is no room."""
     return Column(name, overflow="fold", max_width=widest)
 
 
 def number(name: str) -> Column:
-    """A column of numbers with their units, which never folds."""
+    """Return a column of numbers with units, which never wraps."""
     return Column(name, justify="right", no_wrap=True)
 
 
 def table(*columns: Column) -> Table:
-    """A table with a line under its head and no other."""
+    """Return a table with a line under its head only."""
     return Table(*columns, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
 
 
 def add_row(to: Table, *cells: Cell) -> None:
-    """Add cells as they are: brackets in a name are no markup."""
+    """Add cells literally: brackets in a name are not markup."""
     to.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
 
 
 def lines(rows: Iterable[Cell]) -> Text:
-    """Rows below each other in one cell."""
+    """Join rows in one cell, one below the other."""
     return Text("\n").join(row if isinstance(row, Text) else Text(row) for row in rows)
 
 
 def dim(words: str) -> Text:
-    """What explains and is not itself the matter."""
+    """Return words in the style of explanations."""
     return Text(words, style="dim")

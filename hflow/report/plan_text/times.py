@@ -1,4 +1,4 @@
-"""Seconds of each node, what they are spent on, and what would have to be faster."""
+"""The section on time: seconds of each node, their parts, and what limits them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MOST_NODES = 20
 LEAST_PART = 0.005
 """Parts with a smaller share of a node's seconds are not named."""
 NEW_WEIGHTS = "new weights"
-"""What an engine's row stands for: it takes the weights that were trained."""
+"""What an engine's row shows: loading the weights that were trained."""
 NOTE = (
-    "Seconds of one firing (of a stream's source: of a whole batch), what they consist of, and what bounds "
-    "the largest part."
+    "Seconds of one execution (of a stream's source: of a whole batch), their parts, and what limits the "
+    "largest part."
 )
 
 
 def times_section(plan: Plan, width: int) -> Section:
-    """A row for each node in the order in which they fire; of very many, the slowest."""
+    """Return a row for each node in the order of execution; of very many, the slowest."""
     if plan.forecast is None:
         return Section("Time", absent=NO_FIGURES)
     if not plan.forecast.times:
@@ -40,7 +40,7 @@ def times_section(plan: Plan, width: int) -> Section:
 
 
 def _fires(plan: Plan) -> dict[str, str]:
-    """Node -> what it fires for, in the order of the schedule."""
+    """Return what each node is executed for, in the order of the schedule."""
     batches = {s.source: "batch" if s.batch else "evaluation" for s in plan.schedule.streams}
     return batches | {node.name: _per(node, plan.schedule.num_steps) for node in plan.schedule.nodes}
 

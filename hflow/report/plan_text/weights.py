@@ -1,4 +1,4 @@
-"""Weight routes: how new weights reach the other copies of a model, and how many bytes that moves."""
+"""The section on weight routes: how new weights reach the other copies of a model, and the bytes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hflow.report.formatting import bytes_text, range_text
 from hflow.report.plan_text.section import Section, add_row, dim, lines, number, table, text
 
 NOTE = (
-    "How new weights reach another copy of the model. shared: both use the same memory; gather: put together "
-    "bucket by bucket on the same devices; pull: put together, then fetched by other devices. The bytes "
-    "moved are the fewest possible, as what a device holds already is never sent."
+    "How new weights reach another copy of the model. shared: both use the same memory; gather: assembled "
+    "bucket by bucket on the same devices; pull: assembled, then fetched by other devices. The bytes moved "
+    "are the fewest possible: what a device already holds is never sent."
 )
 
 
 def weights_section(plan: Plan, width: int) -> Section:
-    """A row for each route."""
+    """Return a row for each route."""
     if not plan.weights:
         return Section("Weights", absent="no model that changes has a second copy")
     is_sized = any(route.rows or route.moved_bytes or route.held_bytes for route in plan.weights)
