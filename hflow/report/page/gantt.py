@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hflow.planner.forecast import Period, Slot
-from hflow.planner.ir import Plan
+from hflow.planner.ir import PUBLISH_PREFIX, Plan
 from hflow.report.formatting import MINUS, plural, seconds_text, share_text
-from hflow.report.page.refs import ref_of
 
 NUM_PERIODS, MOST_PERIODS = 2, 4
 """Number of periods drawn; at most the second number if some nodes do not fire in each step."""
@@ -44,7 +43,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Lane:
+class ChartLane:
     """One device group."""
 
     name: str
@@ -69,7 +68,7 @@ class Gantt:
     period: str
     periods: tuple[str, ...]
     """Titles of the periods, from left to right."""
-    lanes: tuple[Lane, ...]
+    lanes: tuple[ChartLane, ...]
     ticks: tuple[Tick, ...]
     steps: tuple[tuple[str, int], ...]
     """(step, colour) of the visible steps, oldest first."""
@@ -116,7 +115,7 @@ def _by_lane(plan: Plan, period: Period) -> dict[str, list[Slot]]:
     }
 
 
-def _lane(plan: Plan, name: str, slots: Sequence[Slot], period: Period, whole: float) -> Lane:
+def _lane(plan: Plan, name: str, slots: Sequence[Slot], period: Period, whole: float) -> ChartLane:
     sizes = {group.name: len(group.devices) for group in plan.groups}
     groups = {replica.name: replica.group for replica in plan.replicas}
     idle = {groups.get(lane, lane): share for lane, share in period.idle}
@@ -127,7 +126,7 @@ def _lane(plan: Plan, name: str, slots: Sequence[Slot], period: Period, whole: f
         for bar in _bars(slot, period, whole)
     ]
     num_rows, placed = _stack(sorted(bars, key=lambda bar: (bar.left, bar.width)))
-    return Lane(
+    return ChartLane(
         name=name,
         note=plural(sizes[name], "device") if name in sizes else "",
         idle=share_text(idle[name]) if name in idle else "",
@@ -188,3 +187,9 @@ def _ticks(whole: float) -> Iterator[Tick]:
     for i in range(math.floor(whole / unit / step * (1 + HAIR)) + 1):
         text = f"{i * step:g} min" if unit == MINUTE else seconds_text(i * step)
         yield Tick(text if i else "0", round(100 * i * step * unit / whole, 3))
+
+
+def ref_of(plan: Plan, name: str) -> str:
+    """Return the reference of what takes time in a step: a node, or an engine that receives new weights."""
+    engine = name.removeprefix(PUBLISH_PREFIX)
+    return f"replica:{engine}" if any(replica.name == engine for replica in plan.replicas) else f"node:{name}"

@@ -10,7 +10,7 @@ from hflow.planner.hardware import Hardware
 from hflow.planner.ir import Plan
 from hflow.planner.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, seconds_text, share_text
-from hflow.report.page.refs import ref_of
+from hflow.report.page.gantt import ref_of
 from hflow.report.plan_text.assumptions import leaves_waiting_out, lengths_text
 
 
@@ -26,7 +26,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Link:
+class CycleLink:
     """One node of the critical cycle, and the edge that leaves it."""
 
     node: str
@@ -46,7 +46,7 @@ class Headline:
     verdict: str
     story: tuple[str, ...]
     tiles: tuple[Tile, ...]
-    cycle: tuple[Link, ...]
+    cycle: tuple[CycleLink, ...]
     assumptions: tuple[str, ...]
     missing: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -139,10 +139,10 @@ def _speed(plan: Plan, forecast: Forecast, period: Period) -> Iterator[Tile]:
         yield Tile("Bound by", slowest.node, limits.get(slowest.node, ""), "critical cycle")
 
 
-def _cycle(plan: Plan, period: Period) -> Iterator[Link]:
+def _cycle(plan: Plan, period: Period) -> Iterator[CycleLink]:
     total = sum(step.seconds for step in period.cycle) or 1.0
     for step in period.cycle:
-        yield Link(
+        yield CycleLink(
             node=step.node,
             ref=ref_of(plan, step.node),
             seconds=seconds_text(step.seconds),

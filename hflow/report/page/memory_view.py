@@ -15,7 +15,7 @@ MOST_CLASSES = 6
 
 
 @dataclass(frozen=True)
-class Item:
+class BarPiece:
     """One piece of a bar. Positions are percentages of the scale."""
 
     name: str
@@ -36,7 +36,7 @@ class PhaseBar:
     share: str
     is_peak: bool
     is_too_much: bool
-    items: tuple[Item, ...]
+    items: tuple[BarPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ def _class(one: DeviceClass, scale: float, capacity: int) -> ClassView:
     )
 
 
-def _items(row: PhaseMemory, scale: float) -> Iterator[Item]:
+def _items(row: PhaseMemory, scale: float) -> Iterator[BarPiece]:
     left = 0.0
     for parts, is_transient in ((row.resident, False), (row.transient, True)):
         for name, size in parts:
             width = 100 * size / scale
             if size:
-                yield Item(
+                yield BarPiece(
                     name, kind_of(name), is_transient, round(left, 3), round(width, 3), bytes_text(size)
                 )
             left += width

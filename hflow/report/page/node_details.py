@@ -17,7 +17,7 @@ Facts = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class TimeShare:
     """A share of a node's time."""
 
     name: str
@@ -49,7 +49,7 @@ class NodeDetail:
     facts: Facts
     time: str
     limit: str
-    parts: tuple[Part, ...]
+    parts: tuple[TimeShare, ...]
     knobs: Facts
 
 
@@ -59,12 +59,12 @@ def node_details(plan: Plan) -> tuple[NodeDetail, ...]:
     return tuple(_detail(plan, node, times.get(node.name)) for node in plan.graph.nodes)
 
 
-def time_parts(time: NodeTime | None) -> tuple[Part, ...]:
+def time_parts(time: NodeTime | None) -> tuple[TimeShare, ...]:
     """Return the parts of a node's time with their shares."""
     if time is None or time.seconds <= 0:
         return ()
     return tuple(
-        Part(name, seconds_text(seconds), round(100 * seconds / time.seconds, 2))
+        TimeShare(name, seconds_text(seconds), round(100 * seconds / time.seconds, 2))
         for name, seconds in time.parts
         if seconds > 0
     )

@@ -9,7 +9,7 @@ from hflow.planner.ir import Plan, Replica
 from hflow.planner.model_shape import num_parameters
 from hflow.report.formatting import TIMES, bytes_text, parameters_text, range_text, seconds_text
 from hflow.report.page.edge_details import Listing, route_listing
-from hflow.report.page.node_details import Part, time_parts
+from hflow.report.page.node_details import TimeShare, time_parts
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class TimeRow:
     node: str
     seconds: str
     limit: str
-    parts: tuple[Part, ...]
+    parts: tuple[TimeShare, ...]
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutingTable:
     """The routing table, in the order of the plan."""
 
     keys: tuple[str, ...]
@@ -49,7 +49,7 @@ class Tables:
     moves: Table | None
     weights: Table | None
     slices: tuple[Listing, ...]
-    routing: Routing
+    routing: RoutingTable
 
 
 def tables(plan: Plan) -> Tables:
@@ -60,7 +60,7 @@ def tables(plan: Plan) -> Tables:
         moves=_moves(plan),
         weights=_weights(plan),
         slices=tuple(route_listing(plan, route) for route in plan.weights if route.rows),
-        routing=Routing(tuple(r.key for r in plan.routing), tuple(r.worker for r in plan.routing)),
+        routing=RoutingTable(tuple(r.key for r in plan.routing), tuple(r.worker for r in plan.routing)),
     )
 
 

@@ -63,7 +63,7 @@ Coords = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class DevicePart:
     """The part of replicas with equal layout that one device holds."""
 
     mark: str
@@ -75,7 +75,7 @@ class Part:
         return f"{self.mark} {''.join(f'{axis}{index}' for axis, index in self.coords)}".rstrip()
 
 
-Held = Mapping[int, Sequence[Part]]
+Held = Mapping[int, Sequence[DevicePart]]
 """Device -> its parts."""
 
 
@@ -96,13 +96,13 @@ def _held(plan: Plan) -> Held:
     """Return each device's parts, one per mark."""
     marks = marks_of(plan)
     distinct = {marks[replica.name]: replica for replica in reversed(plan.replicas)}
-    held: dict[int, list[Part]] = {device: [] for group in plan.groups for device in group.devices}
+    held: dict[int, list[DevicePart]] = {device: [] for group in plan.groups for device in group.devices}
     for mark in sorted(distinct, key=lambda mark: (len(mark), mark)):
         replica = distinct[mark]
         order = rank_order(replica.role)
         for rank, worker in enumerate(replica.workers):
             coords = _cut(replica.layout, replica.layout.coords(order, rank))
-            held.setdefault(worker, []).append(Part(mark, coords))
+            held.setdefault(worker, []).append(DevicePart(mark, coords))
     return held
 
 
