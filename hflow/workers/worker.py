@@ -222,8 +222,8 @@ class Worker:
         by_verb: dict[str, list[ComputeOrder]] = {"encode": [], "generate": [], "compute": []}
         for order in orders:
             by_verb[self._verb(order.node)].append(order)
-        self._encoder.view(by_verb["encode"], sink)
-        self._episodes.view(by_verb["generate"], sink)
+        self._encoder.derive(by_verb["encode"], sink)
+        self._episodes.derive(by_verb["generate"], sink)
         self._computes.submit(by_verb["compute"], sink)
 
     def poll(self, worker: int) -> Report:

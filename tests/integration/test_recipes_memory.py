@@ -110,7 +110,7 @@ def test_an_update_of_replicas_that_lie_apart_is_refused(
 
 def test_an_update_of_two_architectures_names_the_weight(tmp_path: Path) -> None:
     other = ["+model@models.teacher=tiny-qwen2", "models.teacher.architecture.intermediate_size=256"]
-    with pytest.raises(RunError, match=r"'teacher' has .*mlp.* of shape \[256, 128\], but 'actor' has it of"):
+    with pytest.raises(RunError, match=r"differ in .*mlp.*: 'teacher' has shape \[256, 128\], 'actor'"):
         run(EMA, tmp_path, *EMA_OPTIONS, *ALONE, *other)
 
 

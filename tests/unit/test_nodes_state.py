@@ -19,25 +19,25 @@ JSON = st.recursive(
 @given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_what_is_kept_comes_back(memory):
     states = NodeStates()
-    states.keep("controller", State(memory))
-    assert states.of("controller") == memory
-    assert states.of("another") == {}
+    states.save("controller", State(memory))
+    assert states.load("controller") == memory
+    assert states.load("another") == {}
 
 
 def test_a_state_that_is_not_kept_is_forgotten():
     states = NodeStates()
-    states.keep("controller", State(beta=0.5, seen=[1]))
-    state = states.of("controller")
+    states.save("controller", State(beta=0.5, seen=[1]))
+    state = states.load("controller")
     state["beta"] = 7.0
     state["seen"].append(2)
-    assert states.of("controller") == {"beta": 0.5, "seen": [1]}
+    assert states.load("controller") == {"beta": 0.5, "seen": [1]}
 
 
 @pytest.mark.parametrize("value", [torch.ones(1), float("nan"), float("inf"), {1, 2}, object()])
 def test_what_is_no_json_is_refused(value):
     states = NodeStates()
     with pytest.raises(
-        RunError, match=r"node 'controller': its state must be JSON.* such as float\(tensor\)"
+        RunError, match=r"node 'controller': its state cannot be saved as JSON.* such as float\(tensor\)"
     ):
-        states.keep("controller", State(beta=value))
-    assert states.of("controller") == {}
+        states.save("controller", State(beta=value))
+    assert states.load("controller") == {}

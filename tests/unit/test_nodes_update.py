@@ -61,7 +61,7 @@ def test_what_is_trained_afterwards_starts_from_the_update():
 def test_a_value_head_has_no_part_in_a_policy():
     teacher, student = kit.model(head="value"), kit.model()
     before = kit.weights(teacher)
-    reason = r"'teacher' has value_head.weight of shape \[1, 32\], but 'student' has it not at all"
+    reason = r"differ in value_head.weight: 'teacher' has shape \[1, 32\], 'student' does not have it"
     with pytest.raises(RunError, match=reason):
         update_weights(program(follow, decay=0.5), teacher, student)
     assert all(torch.equal(weight, before[name]) for name, weight in teacher.weights())

@@ -235,5 +235,5 @@ def test_a_body_that_exits_is_refused(setup: WorkerSetup) -> None:
 
 def test_encode_bodies_cannot_be_timed() -> None:
     changed = kit.with_program(sft(), "sft_view", options={"timeout": 1.0})
-    with pytest.raises(NotYetError, match="'sft_view' cannot be timed yet; remove its timeout"):
+    with pytest.raises(NotYetError, match="'sft_view' cannot have a timeout yet"):
         with_workers(changed, lambda workers: written(workers, range(1), 1))

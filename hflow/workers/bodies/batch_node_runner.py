@@ -1,4 +1,4 @@
-"""`BatchNodeRunner`: runs one batch node on the shards that this worker holds."""
+"""`BatchNodeRunner`: runs batch nodes on the shards that this worker holds."""
 
 from __future__ import annotations
 
@@ -20,99 +20,18 @@ from hflow.workers.bodies.compute_runner import ComputeRunner
 from hflow.workers.interface import NodeProgram, NodeTask, ShardInput
 from hflow.workers.storage.sample_store import SampleStore
 
-# -------------------- `NodeStates`: the memory of nodes, JSON, kept where the node runs from one firing to
-# the next.
-
-
-class NodeStates:
-    """The memory of every node on this worker. What a node that fails wrote is forgotten."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def of(self, node: str) -> State:
-        """A copy of a node's memory; empty before its first firing."""
-        return State(json.loads(self._texts.get(node, "{}")))
-
-    def keep(self, node: str, state: State) -> None:
-        """Take what a firing left.
-
-        Raises:
-            RunError: when it is not JSON.
-        """
-        try:
-            self._texts[node] = json.dumps(state, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise RunError(
-                f"node {node!r}: its state must be JSON, so that it can be saved: {error}; keep plain finite "
-                "numbers, texts, lists and dicts, such as float(tensor)"
-            ) from error
-
-
-# -------------------- `update_weights`: an update body on every block of weights that this rank holds of
-# two models.
-
-
-@torch.no_grad()
-def update_weights(program: NodeProgram, target: ModelBackend, source: ModelBackend) -> None:
-    """Replace each of the target's weights by what the body makes of it and the source's.
-
-    Both replicas hold the same shards on a rank, so nothing is sent, and the result does not depend on how
-    many ranks there are.
-
-    Raises:
-        RunError: when the models differ, or the body does not return a weight; nothing is changed then
-            but, in the second case, the weights before it.
-    """
-    blocks, others = list(target.blocks()), list(source.blocks())
-    _check_alike(program, blocks, others)
-    parameter = {kind: name for name, kind in program.provided}
-    for block, other in zip(blocks, others, strict=True):
-        weight = block.values
-        tensors = {parameter["target"]: weight, parameter["source"]: other.values}
-        weight.copy_(_checked(program, block.tensor, weight, program.body(**tensors, **program.knobs)))
-
-
-def _check_alike(program: NodeProgram, blocks: list[Block], others: list[Block]) -> None:
-    target, source = program.models
-    shapes, found = ({block.tensor: block.shape for block in held} for held in (blocks, others))
-    for name in [*shapes, *found]:
-        if shapes.get(name) != found.get(name):
-            raise RunError(
-                f"node {program.name!r}: model {target!r} has {name} {_shape(shapes.get(name))}, but "
-                f"{source!r} has it {_shape(found.get(name))}; an update needs two models of one architecture"
-            )
-    assert [(one.tensor, one.box) for one in blocks] == [(one.tensor, one.box) for one in others], (
-        "replicas of one layout hold different blocks"
-    )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "not at all" if shape is None else f"of shape {list(shape)}"
-
-
-def _checked(program: NodeProgram, name: str, weight: Tensor, result: object) -> Tensor:
-    if isinstance(result, Tensor) and result.shape == weight.shape:
-        return result
-    got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-    raise RunError(
-        f"node {program.name!r}: for {name} the body must return a tensor of shape {list(weight.shape)}, "
-        f"not {got}"
-    )
-
-
 Metrics = dict[str, float]
 
 
 class BatchNodeRunner:
-    """Inputs out of the store, the verb's action, outputs into the store.
+    """Reads a node's inputs from the store, runs it by its verb, and stores its outputs.
 
     Args:
         plan: says which fields a node reads and which replica it uses.
         programs: all nodes.
-        store: of this worker.
+        store: the worker's samples.
         backends: replica -> its shard on this worker.
-        computes: runs per-sample bodies that are scheduled by batch.
+        computes: runs per-sample and per-group bodies that are scheduled on a batch.
     """
 
     def __init__(
@@ -129,7 +48,7 @@ class BatchNodeRunner:
         self._backends = backends
         self._computes = computes
         self._states = NodeStates()
-        self._actions: Mapping[str, Callable[[NodeProgram, NodeTask], Metrics]] = {
+        self._run_by_verb: Mapping[str, Callable[[NodeProgram, NodeTask], Metrics]] = {
             "infer": self._infer,
             "train": self._train,
             "compute": self._compute,
@@ -137,15 +56,15 @@ class BatchNodeRunner:
         }
 
     def run(self, task: NodeTask) -> Metrics:
-        """Run the node; returns its metrics."""
+        """Run a node and return its metrics."""
         program = self._programs[task.node]
-        if program.verb not in self._actions:
-            raise NotYetError(f"nodes of the verb {program.verb!r} cannot be run yet")
-        return self._actions[program.verb](program, task)
+        if program.verb not in self._run_by_verb:
+            raise NotYetError(f"{program.verb!r} nodes cannot run on a batch yet")
+        return self._run_by_verb[program.verb](program, task)
 
     def _infer(self, program: NodeProgram, task: NodeTask) -> Metrics:
         shards = [self._gather(program, _samples(shard)) for shard in task.shards]
-        for output in self._backend(program).infer(self.call(program), shards):
+        for output in self._backend(program).infer(self._node_call(program), shards):
             self._store.put(program.stream, output)
         return {}
 
@@ -154,24 +73,24 @@ class BatchNodeRunner:
             TrainShard(tuple(self._gather(program, samples) for samples in shard.minibatches))
             for shard in task.shards
         ]
-        return self._backend(program).train(self.call(program), shards, task.step)
+        return self._backend(program).train(self._node_call(program), shards, task.step)
 
     def _compute(self, program: NodeProgram, task: NodeTask) -> Metrics:
         samples = task.samples
         if program.level != "batch":
-            self._computes.map(program.name, samples)
+            self._computes.run_on_batch(program.name, samples)
             return {}
         batch = self._gather(program, samples)
         seqs = sequences_of(batch)
-        arguments = bind(self.call(program), batch, seqs)
-        states = {name: self._states.of(program.name) for name, kind in program.provided if kind == "state"}
+        arguments = bind(self._node_call(program), batch, seqs)
+        states = {name: self._states.load(program.name) for name, kind in program.provided if kind == "state"}
         result = program.body(**arguments, **states)
         for state in states.values():
-            self._states.keep(program.name, state)
-        columns, metrics = unpack(program.name, self.call(program), result, batch, seqs)
+            self._states.save(program.name, state)
+        columns, metrics = unpack(program.name, self._node_call(program), result, batch, seqs)
         self._store.put(program.stream, batch.select(()).with_columns(columns))
-        numbers = {name: metric_tensor(program.name, name, value) for name, value in metrics.items()}
-        return {name: reduce_metric(name, value, seqs) for name, value in numbers.items()}
+        tensors = {name: metric_tensor(program.name, name, value) for name, value in metrics.items()}
+        return {name: reduce_metric(name, value, seqs) for name, value in tensors.items()}
 
     def _update(self, program: NodeProgram, task: NodeTask) -> Metrics:
         target, source = self._plan.placement(program.name).replicas
@@ -184,8 +103,8 @@ class BatchNodeRunner:
     def _backend(self, program: NodeProgram) -> ModelBackend:
         return self._backends[self._plan.placement(program.name).replicas[0]]
 
-    def call(self, program: NodeProgram) -> NodeCall:
-        """The body with everything bound but its data."""
+    def _node_call(self, program: NodeProgram) -> NodeCall:
+        """Return the body with everything bound except its data."""
         return NodeCall(
             node=program.name,
             body=program.body,
@@ -199,16 +118,23 @@ class BatchNodeRunner:
         )
 
     def _temperature(self, program: NodeProgram) -> float:
-        """That of the generation which made the stream; 1 for written and greedy samples."""
+        """Return the temperature at which the stream was generated; 1 for written and greedy samples."""
         source = self._programs.get(self._plan.graph.stream(program.stream).source)
         temperature = source.options.get("temperature", 1.0) if source else 1.0
         return float(temperature) or 1.0
 
 
-def reduce_metric(name: str, value: Tensor, seqs: Sequences) -> float:
-    """One number from a metric: its mean over valid entries, or `.max .min .sum` by its suffix.
+def merge_tasks(tasks: Mapping[int, NodeTask]) -> NodeTask:
+    """Merge one node's tasks for several workers into one, with shards in the order of their dp ranks."""
+    first = next(iter(tasks.values()))
+    shards = sorted((shard for task in tasks.values() for shard in task.shards), key=lambda shard: shard.dp)
+    return NodeTask(first.node, first.step, tuple(shards))
 
-    Of a metric with an entry for each token, those of learned tokens are valid.
+
+def reduce_metric(name: str, value: Tensor, seqs: Sequences) -> float:
+    """Reduce a metric to one number: by `.max`, `.min` or `.sum` at the end of its name, else by its mean.
+
+    A metric of shape [T] is reduced over learned tokens only.
     """
     x = value.double()
     entries = x[seqs.loss_mask] if x.shape == seqs.loss_mask.shape else x.reshape(-1)
@@ -225,12 +151,87 @@ def reduce_metric(name: str, value: Tensor, seqs: Sequences) -> float:
             return float(entries.mean())
 
 
-def merge_tasks(tasks: Mapping[int, NodeTask]) -> NodeTask:
-    """The tasks of several workers as one, shards in the order of their dp ranks."""
-    first = next(iter(tasks.values()))
-    shards = sorted((shard for task in tasks.values() for shard in task.shards), key=lambda shard: shard.dp)
-    return NodeTask(first.node, first.step, tuple(shards))
-
-
 def _samples(shard: ShardInput) -> tuple[int, ...]:
     return tuple(sample for minibatch in shard.minibatches for sample in minibatch)
+
+
+class NodeStates:
+    """The `State` of every node on this worker, stored as JSON between two calls of the node.
+
+    A body works on a copy, so what a failed call wrote is lost.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def load(self, node: str) -> State:
+        """Return a copy of a node's state; empty before its first call."""
+        return State(json.loads(self._texts.get(node, "{}")))
+
+    def save(self, node: str, state: State) -> None:
+        """Replace a node's state.
+
+        Raises:
+            RunError: when it is not JSON.
+        """
+        try:
+            self._texts[node] = json.dumps(state, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise RunError(
+                f"node {node!r}: its state cannot be saved as JSON: {error}. Keep only finite Python "
+                "numbers, texts, lists and dicts in it, such as float(tensor)."
+            ) from error
+
+
+@torch.no_grad()
+def update_weights(program: NodeProgram, target: ModelBackend, source: ModelBackend) -> None:
+    """Run an update body on every block of weights that this rank holds of two models.
+
+    Each weight of the target is replaced by what the body returns for it and the source's. Both
+    replicas hold the same shards on a rank, so nothing is sent, and the result does not depend on the
+    number of ranks.
+
+    Raises:
+        RunError: when the architectures differ, before anything is changed; or when the body does not return
+            a weight, after the weights before that one were changed.
+    """
+    target_blocks, source_blocks = list(target.blocks()), list(source.blocks())
+    _check_same_architecture(program, target_blocks, source_blocks)
+    parameter = {kind: name for name, kind in program.provided}
+    for target_block, source_block in zip(target_blocks, source_blocks, strict=True):
+        weight = target_block.values
+        tensors = {parameter["target"]: weight, parameter["source"]: source_block.values}
+        result = program.body(**tensors, **program.knobs)
+        weight.copy_(_check_weight(program, target_block.tensor, weight, result))
+
+
+def _check_same_architecture(
+    program: NodeProgram, target_blocks: list[Block], source_blocks: list[Block]
+) -> None:
+    target, source = program.models
+    target_shapes = {block.tensor: block.shape for block in target_blocks}
+    source_shapes = {block.tensor: block.shape for block in source_blocks}
+    for name in [*target_shapes, *source_shapes]:
+        target_shape, source_shape = target_shapes.get(name), source_shapes.get(name)
+        if target_shape != source_shape:
+            raise RunError(
+                f"node {program.name!r}: its models differ in {name}: {_describe(target, target_shape)}, "
+                f"{_describe(source, source_shape)}. An update node needs two models of one architecture."
+            )
+    assert [(one.tensor, one.box) for one in target_blocks] == [
+        (one.tensor, one.box) for one in source_blocks
+    ], "replicas of one layout hold different blocks"
+
+
+def _describe(model: str, shape: tuple[int, ...] | None) -> str:
+    return f"{model!r} does not have it" if shape is None else f"{model!r} has shape {list(shape)}"
+
+
+def _check_weight(program: NodeProgram, name: str, weight: Tensor, result: object) -> Tensor:
+    if isinstance(result, Tensor) and result.shape == weight.shape:
+        return result
+    got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+    raise RunError(
+        f"node {program.name!r}: for {name} the body must return a tensor of shape {list(weight.shape)}, "
+        f"not {got}"
+    )

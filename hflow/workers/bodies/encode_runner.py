@@ -1,4 +1,4 @@
-"""`EncodeRunner`: encode bodies, one after the other on a thread: texts -> trajectories."""
+"""`EncodeRunner`: runs encode bodies (texts -> trajectories), one after the other on a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hflow.data.row_arguments import bind_rows
 from hflow.errors import DataError, NotYetError
 from hflow.planner.ir import Plan
 from hflow.types import Tokenizer
-from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, read_fields
+from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
 from hflow.workers.error_location import blame
 from hflow.workers.interface import ComputeOrder, ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, row_error
@@ -19,17 +19,17 @@ from hflow.workers.storage.sample_writer import SampleWriter
 
 
 class EncodeRunner:
-    """Opens groups of written samples, and views of samples that exist.
+    """Makes the samples of encode nodes, from dataset rows or from samples of another stream.
 
-    A body that raises refuses its sample. A `DataError` of a source speaks of the dataset's row, and
-    ends the run; a view reads what a model wrote, and refuses.
+    A body that raises refuses its sample. A `DataError` ends the run where the body reads a dataset row,
+    as the data is wrong; where it reads what a model wrote, it only refuses the sample.
 
     Args:
-        plan: for the streams that the nodes open.
+        plan: says which streams the nodes open.
         programs: the encode nodes.
-        store: where samples go.
+        store: where samples are stored.
         tokenizers: model -> its tokenizer, used by this thread only.
-        on_error: takes an exception that ends the run.
+        on_error: called with an exception that ends the run.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class EncodeRunner:
     ) -> None:
         for program in programs.values():
             if program.options.get("timeout") is not None:
-                raise NotYetError(f"encode node {program.name!r} cannot be timed yet; remove its timeout")
+                raise NotYetError(f"encode node {program.name!r} cannot have a timeout yet. Remove timeout=.")
         self._plan = plan
         self._programs = programs
-        self._openers = {
-            name: SampleWriter.of(program, plan.graph, store) for name, program in programs.items()
+        self._writers = {
+            name: SampleWriter.for_node(program, plan.graph, store) for name, program in programs.items()
         }
         self._store = store
         self._tokenizers = tokenizers
@@ -54,29 +54,29 @@ class EncodeRunner:
         self._thread = ThreadPoolExecutor(1, "hflow-encode")
 
     def open_groups(self, orders: Sequence[tuple[GroupOrder, DatasetRow]], sink: EventSink) -> None:
-        """Queue groups of written streams; they are answered together."""
-        self._queue(lambda: sink([event for order, row in orders for event in self._opened(order, row)]))
+        """Queue groups that start from dataset rows; `sink` receives all their events in one call."""
+        self._queue(lambda: sink([event for order, row in orders for event in self._open(order, row)]))
 
-    def view(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
-        """Queue samples of streams that derive from others; they are answered together."""
-        self._queue(lambda: sink([self._viewed(order) for order in orders]))
+    def derive(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
+        """Queue samples that derive from existing ones; `sink` receives all their events in one call."""
+        self._queue(lambda: sink([self._derive(order) for order in orders]))
 
     def close(self) -> None:
-        """Drop what is queued."""
+        """End the thread; queued work is dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _queue(self, work: Callable[[], None]) -> None:
-        self._thread.submit(self._guarded, work)
+        self._thread.submit(self._run, work)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - the poll raises it
+        except Exception as error:  # noqa: BLE001 - the next poll raises it
             self._on_error(error)
 
-    def _opened(self, order: GroupOrder, row: DatasetRow) -> Sequence[WorkerEvent]:
+    def _open(self, order: GroupOrder, row: DatasetRow) -> Sequence[WorkerEvent]:
         source = self._plan.graph.stream(order.stream).source
-        program, opener = self._programs[source], self._openers[source]
+        program, writer = self._programs[source], self._writers[source]
         arguments = {read.parameter: row[read.field][1] for read in program.reads}
         try:
             result, failure = self._call(program, {**program.knobs, **arguments})
@@ -84,17 +84,17 @@ class EncodeRunner:
             raise row_error(self._plan, order, error) from error
         if failure:
             return [Failed(source, sample, "failed", failure) for sample in order.samples]
-        members = opener.members(result, len(order.samples))
+        members = writer.split_group(result, len(order.samples))
         return [
-            opener.put(sample, order.group, member, row)
+            writer.write(sample, order.group, member, row)
             for sample, member in zip(order.samples, members, strict=True)
         ]
 
-    def _viewed(self, order: ComputeOrder) -> WorkerEvent:
+    def _derive(self, order: ComputeOrder) -> WorkerEvent:
         program = self._programs[order.node]
         (sample,) = order.samples
-        source = program.reads[0].stream
-        inputs = self._store.gather_if_present(source, read_fields(program, source), order.samples)
+        parent = program.reads[0].stream
+        inputs = self._store.gather_if_present(parent, input_fields(program, parent), order.samples)
         if inputs is None:
             return Failed(order.node, order.key, "failed", SAMPLE_RELEASED)
         (arguments,) = bind_rows(program, inputs, [1], "sample")
@@ -104,16 +104,16 @@ class EncodeRunner:
             return Failed(order.node, order.key, "failed", blame(error, program.body))
         if failure:
             return Failed(order.node, order.key, "failed", failure)
-        opener = self._openers[order.node]
-        (member,) = opener.members(result, 1)
-        opener.put(sample, int(inputs.groups[0]), member, {}, parent=source)
+        writer = self._writers[order.node]
+        (member,) = writer.split_group(result, 1)
+        writer.write(sample, int(inputs.groups[0]), member, {}, parent=parent)
         return ComputeReady(order.node, order.key)
 
     def _call(self, program: NodeProgram, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """The body's result, or what its last try failed with.
+        """Call a body up to `1 + retries` times. Returns its result, and the last failure or "".
 
         Raises:
-            DataError: when it cannot read its inputs; a further try would not either.
+            DataError: when the body cannot read its inputs, which another attempt would not change.
         """
         tokenizers = {
             name: self._tokenizers[program.models[0]]
@@ -126,6 +126,6 @@ class EncodeRunner:
                 return program.body(**arguments, **tokenizers), ""
             except DataError:
                 raise
-            except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - as a body may
+            except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
                 failure = blame(error, program.body)
         return None, failure

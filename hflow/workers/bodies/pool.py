@@ -1,11 +1,10 @@
-"""`Pool`: per-sample and per-group bodies in persistent processes that can be killed.
+"""`Pool`: runs per-sample and per-group bodies in persistent processes that can be killed.
 
-A body that raises, is killed or runs out of time fails its sample only, and is tried again up to
-`retries` times. Synchronous bodies travel in chunks, so that messages cost little; asynchronous ones
-share the event loop of one process. In both a job has neighbours, and what would make them wait, or
-takes their process away, is not tried out on them again: what was lost with a process runs alone, in
-processes that are started as they are needed, and so do all further jobs of a synchronous node that
-was once so slow.
+A body that raises, is killed or runs out of time fails only its own sample, and is tried again up to
+`retries` times. Jobs of synchronous bodies are sent in chunks, which keeps messages few; asynchronous bodies
+share the event loop of one process (see `hflow.workers.bodies.pool_lanes`). There a job that is slow, or
+ends its process, affects others. So it happens to them once only: all jobs that were lost with a process
+run in processes of their own, and so do all further jobs of the synchronous node concerned.
 """
 
 from __future__ import annotations
@@ -20,20 +19,22 @@ from typing import Any
 from pebble import ProcessPool
 
 from hflow.errors import RunError
-from hflow.workers.bodies.pool_child import Job, JobId, JobResult, cancelled, install, is_async
+from hflow.workers.bodies.pool_child import Job, JobId, JobResult, cancelled_result, is_async, load_bodies
 from hflow.workers.bodies.pool_lanes import (
-    MOST_PROCESSES,
+    MAX_ISOLATED,
     STAGGER_SECONDS,
     AsyncLane,
     FinishedCall,
+    FinishedJobs,
     IsolatedLane,
-    JobResults,
     PoolLane,
     SharedLane,
     SyncLane,
 )
 from hflow.workers.forkserver import CleanContext
 from hflow.workers.pickling import ship
+
+DEFAULT_ASYNC_CONCURRENCY = 64
 
 
 @dataclass(frozen=True)
@@ -46,102 +47,107 @@ class PoolBody:
     retries: int = 0
     """Further attempts after one that failed."""
     concurrency: int | None = None
-    """Most samples that one worker runs at once; None: as many as there are processes (of slow bodies
-    `alone.MOST_PROCESSES`), and `DEFAULT_CONCURRENCY` for asynchronous bodies."""
-
-
-DEFAULT_CONCURRENCY = 64
+    """Most calls that one worker runs at the same time. None: as many as there are processes (`MAX_ISOLATED`
+    for slow bodies), and `DEFAULT_ASYNC_CONCURRENCY` for asynchronous bodies."""
 
 
 class Pool:
-    """Runs jobs and hands back their outcomes, from a thread of its own.
+    """Runs jobs, and reports their results from a thread of its own.
 
     Args:
         bodies: node name -> body.
-        num_processes: processes for synchronous bodies; asynchronous ones have one more.
-        on_outcomes: called with what finished together.
-        on_error: called with an exception that the pool cannot go on from.
+        num_processes: processes for synchronous bodies; one more is for asynchronous ones.
+        on_results: called with the results of jobs that finished at the same time.
+        on_error: called with an exception after which the pool cannot continue.
     """
 
     def __init__(
         self,
         bodies: Mapping[str, PoolBody],
         num_processes: int,
-        on_outcomes: Callable[[Sequence[JobResult]], None],
+        on_results: Callable[[Sequence[JobResult]], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
         self._bodies = bodies
-        self._on_outcomes = on_outcomes
+        self._on_results = on_results
         self._on_error = on_error
         self._inbox: queue.SimpleQueue[Sequence[Job] | _Cancel | FinishedCall | None] = queue.SimpleQueue()
-        self._attempts: dict[JobId, int] = {}
-        """Of the jobs that have not ended."""
-        self._unwanted: set[JobId] = set()
-        awaited = {name for name, spec in bodies.items() if is_async(spec.body)}
-        self._chunks = SyncLane(
-            partial(self._start, set(bodies) - awaited, num_processes),
+        """Messages to the pool's thread: new jobs, cancelled ones, finished calls; None ends it."""
+        self._retried: dict[JobId, int] = {}
+        """Unfinished jobs -> how often they were tried again."""
+        self._cancelled: set[JobId] = set()
+        async_nodes = {name for name, spec in bodies.items() if is_async(spec.body)}
+        self._sync_lane = SyncLane(
+            partial(self._start_processes, set(bodies) - async_nodes, num_processes),
             num_processes,
             {name: spec.concurrency or num_processes for name, spec in bodies.items()},
             self._inbox.put,
         )
-        self._steps = AsyncLane(
-            partial(self._start, awaited, 1),
-            {name: spec.concurrency or DEFAULT_CONCURRENCY for name, spec in bodies.items()},
+        self._async_lane = AsyncLane(
+            partial(self._start_processes, async_nodes, 1),
+            {name: spec.concurrency or DEFAULT_ASYNC_CONCURRENCY for name, spec in bodies.items()},
             self._inbox.put,
         )
-        self._alone = IsolatedLane(
-            partial(self._start, set(bodies), 1),
-            {name: spec.concurrency or MOST_PROCESSES for name, spec in bodies.items()},
-            awaited,
+        self._isolated_lane = IsolatedLane(
+            partial(self._start_processes, set(bodies), 1),
+            {name: spec.concurrency or MAX_ISOLATED for name, spec in bodies.items()},
+            async_nodes,
             self._inbox.put,
         )
-        shared: dict[str, SharedLane] = {n: self._steps if n in awaited else self._chunks for n in bodies}
+        self._lanes: tuple[PoolLane, ...] = (self._sync_lane, self._async_lane, self._isolated_lane)
+        shared: dict[str, SharedLane] = {
+            name: self._async_lane if name in async_nodes else self._sync_lane for name in bodies
+        }
         for lane in set(shared.values()):
             lane.start()
         self._lane_of: dict[str, PoolLane] = {**shared}
         self._thread = threading.Thread(target=self._serve, name="body-pool", daemon=True)
         self._thread.start()
 
-    def _start(self, names: set[str], num_processes: int) -> ProcessPool:
-        shipped = {name: self._shipped(name) for name in sorted(names)}
-        return ProcessPool(num_processes, initializer=install, initargs=(shipped,), context=CleanContext())
-
-    def _shipped(self, name: str) -> bytes:
-        body = self._bodies[name].body
-        try:
-            return ship(body, [body])
-        except RunError as error:
-            raise RunError(f"node {name!r}: {error}") from error
-
     def submit(self, node: str, calls: Mapping[int, Mapping[str, Any]]) -> None:
         """Queue calls of a node's body: key -> keyword arguments."""
         timeout = self._bodies[node].timeout
         self._inbox.put([Job(node, key, arguments, timeout) for key, arguments in calls.items()])
 
-    def cancel(self, names: Iterable[JobId]) -> None:
-        """Give up calls (node, key), which end as failed; of those that ended already nothing is said."""
-        self._inbox.put(_Cancel(tuple(names)))
+    def cancel(self, job_ids: Iterable[JobId]) -> None:
+        """Stop jobs, which are then reported as failed; jobs that have ended are not reported again."""
+        self._inbox.put(_Cancel(tuple(job_ids)))
 
     def close(self) -> None:
         """Kill what runs and end the processes; safe to call twice."""
         self._inbox.put(None)
         self._thread.join()
-        for lane in (self._chunks, self._steps, self._alone):
+        for lane in self._lanes:
             lane.close()
 
-    # ------------------------------------------------------------------- the pool's thread
+    def _start_processes(self, nodes: set[str], num_processes: int) -> ProcessPool:
+        pickled = {node: self._pickle_body(node) for node in sorted(nodes)}
+        return ProcessPool(
+            num_processes, initializer=load_bodies, initargs=(pickled,), context=CleanContext()
+        )
+
+    def _pickle_body(self, node: str) -> bytes:
+        body = self._bodies[node].body
+        try:
+            return ship(body, [body])
+        except RunError as error:
+            raise RunError(f"node {node!r}: {error}") from error
+
+    # On the pool's thread
+
     def _serve(self) -> None:
         try:
-            while self._take_all():
-                for lane in (self._chunks, self._steps, self._alone):
-                    lane.pump()
-        except BaseException as error:  # noqa: BLE001 - whoever waits for outcomes raises it
+            while self._take_messages():
+                for lane in self._lanes:
+                    lane.start_jobs()
+        except BaseException as error:  # noqa: BLE001 - the thread that waits for results raises it
             self._on_error(error)
 
-    def _take_all(self) -> bool:
-        """Wait for messages and take all there are; False: it is to end."""
+    def _take_messages(self) -> bool:
+        """Wait for messages and handle all there are. Returns False when the thread has to end."""
+        timeout = STAGGER_SECONDS if self._isolated_lane.is_waiting_to_start else None
         try:
-            messages = [self._inbox.get(timeout=STAGGER_SECONDS if self._alone.is_starting else None)]
+            messages = [self._inbox.get(timeout=timeout)]
         except queue.Empty:
             return True
         while not self._inbox.empty():
@@ -155,48 +161,48 @@ class Pool:
     def _take(self, message: Sequence[Job] | _Cancel | FinishedCall) -> None:
         match message:
             case FinishedCall():
-                ended, lost = message.lane.settle(message)
+                finished, lost = message.lane.finish(message)
                 self._isolate(lost)
-                self._finish(ended)
-            case _Cancel(names):
-                gone = [name for name in names if name in self._attempts]
-                self._unwanted.update(gone)
-                lanes = (self._chunks, self._steps, self._alone)
-                self._finish([(job, cancelled(job)) for lane in lanes for job in lane.cancel(gone)])
+                self._finish(finished)
+            case _Cancel(job_ids):
+                unfinished = [job_id for job_id in job_ids if job_id in self._retried]
+                self._cancelled.update(unfinished)
+                removed = [job for lane in self._lanes for job in lane.cancel(unfinished)]
+                self._finish([(job, cancelled_result(job)) for job in removed])
             case _:
                 for job in message:
-                    self._attempts[job.name] = 0
-                    self._lane_of[job.node].queue(job)
+                    self._retried[job.id] = 0
+                    self._lane_of[job.node].add(job)
 
     def _isolate(self, lost: Sequence[Job]) -> None:
-        """Jobs that were lost with a process that they shared run alone; so do others of a slow node."""
+        """Move jobs that were lost with a shared process, and all jobs of their synchronous nodes."""
         for job in lost:
-            self._alone.queue(job)
-            if self._lane_of[job.node] is self._chunks:
-                self._lane_of[job.node] = self._alone
+            self._isolated_lane.add(job)
+            if self._lane_of[job.node] is self._sync_lane:
+                self._lane_of[job.node] = self._isolated_lane
         for node, lane in self._lane_of.items():
-            if lane is self._alone:
-                for job in self._chunks.take_out(node):
-                    self._alone.queue(job)
+            if lane is self._isolated_lane:
+                for job in self._sync_lane.remove_node(node):
+                    self._isolated_lane.add(job)
 
-    def _finish(self, ended: JobResults) -> None:
-        """Try again what may be tried again; hand on the rest."""
+    def _finish(self, finished: FinishedJobs) -> None:
+        """Queue failed jobs again while they have retries left, and report all others."""
         final = []
-        for job, outcome in ended:
-            tried, is_wanted = self._attempts[job.name], job.name not in self._unwanted
-            if outcome.reason is not None and is_wanted and tried < self._bodies[job.node].retries:
-                self._attempts[job.name] = tried + 1
-                (self._alone if outcome.killed else self._lane_of[job.node]).queue(job)
+        for job, result in finished:
+            retried, is_wanted = self._retried[job.id], job.id not in self._cancelled
+            if result.reason is not None and is_wanted and retried < self._bodies[job.node].retries:
+                self._retried[job.id] = retried + 1
+                (self._isolated_lane if result.killed else self._lane_of[job.node]).add(job)
             else:
-                del self._attempts[job.name]
-                self._unwanted.discard(job.name)
-                final.append(outcome)
+                del self._retried[job.id]
+                self._cancelled.discard(job.id)
+                final.append(result)
         if final:
-            self._on_outcomes(final)
+            self._on_results(final)
 
 
 @dataclass(frozen=True)
 class _Cancel:
-    """Calls that nobody waits for any more."""
+    """A request to stop jobs."""
 
-    names: tuple[JobId, ...]
+    job_ids: tuple[JobId, ...]

@@ -1,4 +1,8 @@
-"""What runs inside a child process of the pool. Imports neither torch nor ray by itself."""
+"""What runs inside a child process of the pool: loads bodies, runs jobs, returns pickled results.
+
+This module must import neither torch nor ray, so that a child process starts quickly and stays small. A
+child process imports what the bodies import.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +21,32 @@ from hflow.errors import RunError
 from hflow.workers.error_location import blame
 
 ASYNC_STEP_SECONDS = 0.05
-"""Longest wait of one step of the asynchronous lane before new jobs are taken in."""
+"""`run_async` returns after this long at the latest, so that the lane can send it new jobs."""
 
 JobId = tuple[str, int]
-"""What a job is for: its node, and a sample or a group."""
-CANCELLED = "was cancelled"
+"""A node, and the sample or group that its body is called for."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call of a body, named by what it is for."""
+    """One call of a body."""
 
     node: str
     key: int
+    """The sample or group."""
     arguments: Mapping[str, Any]
     timeout: float | None = None
+    """Seconds for one attempt."""
 
     @property
-    def name(self) -> JobId:
-        """What it is for."""
+    def id(self) -> JobId:
+        """The job's node and key."""
         return self.node, self.key
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """What became of a job: `reason` None means that `value` is the body's result."""
+    """The result of a job: `value` if `reason` is None, else why it failed."""
 
     node: str
     key: int
@@ -49,17 +54,27 @@ class JobResult:
     reason: Literal["failed", "timeout"] | None = None
     message: str = ""
     killed: bool = False
-    """Whether its process had to be killed, or died: a further attempt runs alone."""
+    """Whether its process was killed or died. Further attempts then run in a process of their own."""
 
 
-def cancelled(job: Job) -> JobResult:
-    """The outcome of a job that nobody wants any more."""
-    return JobResult(job.node, job.key, reason="failed", message=CANCELLED)
+def cancelled_result(job: Job) -> JobResult:
+    """Return the result of a cancelled job."""
+    return JobResult(job.node, job.key, reason="failed", message="was cancelled")
+
+
+def timeout_message(timeout: float | None) -> str:
+    """Return the message of a job that ran out of time."""
+    return f"took longer than its timeout of {timeout:g} s"
+
+
+def is_async(body: Callable[..., Any]) -> bool:
+    """Return whether a body is a coroutine function."""
+    return inspect.iscoroutinefunction(body)
 
 
 @dataclass
 class _Child:
-    """State of this process: its bodies, and the loop on which asynchronous ones run."""
+    """State of this process: its bodies, and the event loop on which asynchronous ones run."""
 
     bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
     loop: asyncio.AbstractEventLoop | None = None
@@ -69,115 +84,105 @@ class _Child:
 _child = _Child()
 
 
-def install(shipped: Mapping[str, bytes]) -> None:
-    """Load the bodies, once per process."""
-    _child.bodies = {node: _load(pickled) for node, pickled in shipped.items()}
+def load_bodies(pickled: Mapping[str, bytes]) -> None:
+    """Load the bodies of nodes; the pool calls this once in every process."""
+    _child.bodies = {node: _load_body(body) for node, body in pickled.items()}
 
 
-def _load(pickled: bytes) -> Callable[..., Any]:
-    """The body; where its module cannot be imported, one that says so at every call."""
+def _load_body(pickled: bytes) -> Callable[..., Any]:
+    """Return the body or, if its module cannot be imported, a function that raises this at every call."""
     try:
         body: Callable[..., Any] = cloudpickle.loads(pickled)
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
         message = f"its module cannot be loaded in a child process: {type(error).__name__}: {error}"
-        return partial(_refuse, message)
+        return partial(_raise_run_error, message)
     return body
 
 
-def _refuse(message: str, **_: Any) -> Any:
+def _raise_run_error(message: str, **_: Any) -> Any:
     raise RunError(message)
 
 
 def run_chunk(jobs: Sequence[Job], slice_seconds: float) -> bytes:
-    """Run jobs one after the other, starting none after the slice is over.
+    """Run jobs one after the other, starting none later than `slice_seconds` after the first.
 
     Returns:
-        The pickled outcomes of the jobs that ran, a prefix of `jobs` of at least one.
+        The pickled results of the jobs that ran: the first of `jobs`, at least one.
     """
     deadline = time.monotonic() + slice_seconds
-    outcomes = []
+    results = []
     for job in jobs:
-        outcomes.append(_run(job))
+        results.append(_run(job))
         if time.monotonic() > deadline:
             break
-    return _pickled(outcomes)
+    return _pickle(results)
+
+
+def run_isolated(job: Job) -> bytes:
+    """Run one job and return its pickled result, in a list."""
+    if is_async(_child.bodies[job.node]):
+        return _pickle([asyncio.run(_await(job))])
+    return _pickle([_run(job)])
+
+
+def run_async(jobs: Sequence[Job], cancelled: Sequence[JobId] = ()) -> bytes:
+    """Start jobs on this process's event loop, and wait until any running job ends or the step is over.
+
+    Args:
+        jobs: jobs to start.
+        cancelled: running jobs to stop.
+
+    Returns:
+        The pickled results of the jobs that ended. The others continue in the next call.
+    """
+    if _child.loop is None:
+        _child.loop = asyncio.new_event_loop()
+    _child.running |= {job.id: _child.loop.create_task(_await(job)) for job in jobs}
+    for job_id in cancelled:
+        if job_id in _child.running:
+            _child.running[job_id].cancel()
+    waiting = asyncio.wait(
+        _child.running.values(), timeout=ASYNC_STEP_SECONDS, return_when=asyncio.FIRST_COMPLETED
+    )
+    _child.loop.run_until_complete(waiting)
+    done = [job_id for job_id, task in _child.running.items() if task.done()]
+    return _pickle([_child.running.pop(job_id).result() for job_id in done])
 
 
 def _run(job: Job) -> JobResult:
     body = _child.bodies[job.node]
     try:
         return JobResult(job.node, job.key, body(**job.arguments))
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - as a body may
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
         return JobResult(job.node, job.key, reason="failed", message=blame(error, body))
-
-
-def run_alone(job: Job) -> bytes:
-    """Run one job; returns its pickled outcome, in a list."""
-    if is_async(_child.bodies[job.node]):
-        return _pickled([asyncio.run(_await(job))])
-    return _pickled([_run(job)])
-
-
-def run_async(jobs: Sequence[Job], unwanted: Sequence[JobId] = ()) -> bytes:
-    """Start jobs on this process's loop, and wait a moment for any that run to finish.
-
-    Args:
-        jobs: to start.
-        unwanted: jobs that run and are to be stopped.
-
-    Returns:
-        The pickled outcomes of those that did; the others go on at the next call.
-    """
-    if _child.loop is None:
-        _child.loop = asyncio.new_event_loop()
-    _child.running |= {job.name: _child.loop.create_task(_await(job)) for job in jobs}
-    for name in unwanted:
-        if name in _child.running:
-            _child.running[name].cancel()
-    waiting = asyncio.wait(
-        _child.running.values(), timeout=ASYNC_STEP_SECONDS, return_when=asyncio.FIRST_COMPLETED
-    )
-    _child.loop.run_until_complete(waiting)
-    finished = [name for name, task in _child.running.items() if task.done()]
-    return _pickled([_child.running.pop(name).result() for name in finished])
 
 
 async def _await(job: Job) -> JobResult:
     body = _child.bodies[job.node]
-    clock = asyncio.timeout(job.timeout)
+    limit = asyncio.timeout(job.timeout)
     try:
-        async with clock:
+        async with limit:
             return JobResult(job.node, job.key, await body(**job.arguments))
     except asyncio.CancelledError:
-        return cancelled(job)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - as a body may
-        if clock.expired():
-            return JobResult(job.node, job.key, reason="timeout", message=too_long(job.timeout))
+        return cancelled_result(job)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
+        if limit.expired():
+            return JobResult(job.node, job.key, reason="timeout", message=timeout_message(job.timeout))
         return JobResult(job.node, job.key, reason="failed", message=blame(error, body))
 
 
-def too_long(timeout: float | None) -> str:
-    """The message of a job that ran out of time."""
-    return f"took longer than its timeout of {timeout:g} s"
-
-
-def _pickled(outcomes: list[JobResult]) -> bytes:
-    """Pickle outcomes; one whose value cannot be pickled becomes a failure of its own."""
+def _pickle(results: list[JobResult]) -> bytes:
+    """Pickle results. One whose value cannot be pickled becomes a failure, without affecting the others."""
     try:
-        return pickle.dumps(outcomes, pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(results, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, TypeError, AttributeError):
-        return pickle.dumps([_picklable(outcome) for outcome in outcomes], pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps([_picklable(result) for result in results], pickle.HIGHEST_PROTOCOL)
 
 
-def _picklable(outcome: JobResult) -> JobResult:
+def _picklable(result: JobResult) -> JobResult:
     try:
-        pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)
+        pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         message = f"returned a value that cannot be sent between processes: {error}"
-        return JobResult(outcome.node, outcome.key, reason="failed", message=message)
-    return outcome
-
-
-def is_async(body: Callable[..., Any]) -> bool:
-    """Whether a body is asynchronous."""
-    return inspect.iscoroutinefunction(body)
+        return JobResult(result.node, result.key, reason="failed", message=message)
+    return result

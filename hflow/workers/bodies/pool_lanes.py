@@ -1,4 +1,12 @@
-"""What the lanes of the pool have in common: killable calls and their returns."""
+"""The lanes of the pool: queues of jobs in front of child processes that can be killed.
+
+- `SyncLane`: synchronous bodies, many jobs per message, in a fixed number of processes.
+- `AsyncLane`: asynchronous bodies, all on the event loop of one process.
+- `IsolatedLane`: bodies that are slow or end their process, one job per process.
+
+In the first two, jobs share a process, and a slow job would hold up the others. So a process that does not
+answer in time is killed, and the jobs that were lost with it run in the isolated lane.
+"""
 
 from __future__ import annotations
 
@@ -20,73 +28,96 @@ from hflow.workers.bodies.pool_child import (
     Job,
     JobId,
     JobResult,
-    run_alone,
     run_async,
     run_chunk,
-    too_long,
+    run_isolated,
+    timeout_message,
 )
 
-PATIENCE_SECONDS = 1.0
-"""Nobody waits longer for a neighbour in the same process: it is killed, and all its jobs run alone."""
+SHARED_TIMEOUT_SECONDS = 1.0
+"""The longest time that a job may hold up others in its process. After it, the process is killed."""
 
-JobResults = list[tuple[Job, JobResult]]
+CHUNK_SIZE = 256
+"""Most jobs of one message in the synchronous lane."""
+SLICE_SECONDS = 0.25
+"""A chunk starts no further job after this long, so that results are returned and slow bodies spread out."""
+CHUNKS_PER_PROCESS = 2
+"""Chunks sent per process; more than one, so that no process waits for a message."""
+
+MAX_ISOLATED = 16
+"""Most jobs of one node that run at the same time in the isolated lane. Each needs a process."""
+STAGGER_SECONDS = 0.1
+"""Time between the starts of two processes of the isolated lane."""
+GRACE_SECONDS = 1.0
+"""An asynchronous body that outlives its timeout by this much blocks its event loop, and is killed."""
+
+FinishedJobs = list[tuple[Job, JobResult]]
 
 
 @dataclass(frozen=True)
 class FinishedCall:
-    """A call into a child process that ended, one way or another."""
+    """A call into a child process that has ended: it returned, was cancelled, or its process died."""
 
     lane: PoolLane
     jobs: Sequence[Job]
-    """The jobs that were sent with it."""
+    """The jobs that were sent with the call."""
     future: Future[bytes]
 
-    def outcomes(self) -> list[JobResult] | None:
-        """What the child reported; None when it was killed or died.
+    def results(self) -> list[JobResult] | None:
+        """Return what the child process reported, or None if it was killed or died.
 
         Raises:
-            Exception: the pool itself failed.
+            Exception: when the process pool itself failed.
         """
-        lost = TimeoutError | ProcessExpired | BrokenProcessPool
-        if self.future.cancelled() or isinstance(self.future.exception(), lost):
+        process_errors = TimeoutError | ProcessExpired | BrokenProcessPool
+        if self.future.cancelled() or isinstance(self.future.exception(), process_errors):
             return None
-        outcomes: list[JobResult] = pickle.loads(self.future.result())
-        return outcomes
+        results: list[JobResult] = pickle.loads(self.future.result())
+        return results
 
-    def blame(self, job: Job) -> JobResult:
-        """The outcome of the one job that its process was killed for, or died of."""
+    def killed_result(self, job: Job) -> JobResult:
+        """Return the result of the only job of a process that was killed or died."""
         error = None if self.future.cancelled() else self.future.exception()
         if isinstance(error, TimeoutError):
-            return JobResult(job.node, job.key, reason="timeout", message=too_long(job.timeout), killed=True)
+            message = timeout_message(job.timeout)
+            return JobResult(job.node, job.key, reason="timeout", message=message, killed=True)
         code = f" (exit code {error.exitcode})" if isinstance(error, ProcessExpired) else ""
         return JobResult(job.node, job.key, reason="failed", message=f"its process died{code}", killed=True)
 
 
 class PoolLane(abc.ABC):
-    """A queue of jobs in front of processes; used by the pool's thread only."""
+    """A queue of jobs in front of processes. Used by the pool's thread only.
+
+    Args:
+        on_return: called with every call that ended, from any thread.
+    """
 
     def __init__(self, on_return: Callable[[FinishedCall], None]) -> None:
         self._on_return = on_return
 
     @abc.abstractmethod
-    def queue(self, job: Job) -> None:
-        """Take a job."""
+    def add(self, job: Job) -> None:
+        """Queue a job."""
 
     @abc.abstractmethod
-    def pump(self) -> None:
-        """Start what can be started."""
+    def start_jobs(self) -> None:
+        """Send queued jobs to processes, as many as have room."""
 
     @abc.abstractmethod
-    def settle(self, returned: FinishedCall) -> tuple[JobResults, list[Job]]:
-        """The jobs that a return ended, and those that were lost with their process; others wait again."""
+    def finish(self, call: FinishedCall) -> tuple[FinishedJobs, list[Job]]:
+        """Handle a call of this lane that ended; jobs that did not start are queued again.
+
+        Returns:
+            The jobs that finished with their results, and the jobs that were lost with their process.
+        """
 
     @abc.abstractmethod
-    def cancel(self, names: Iterable[JobId]) -> list[Job]:
-        """Let go of jobs: those that had not started are returned, those that run return soon."""
+    def cancel(self, job_ids: Iterable[JobId]) -> list[Job]:
+        """Remove queued jobs and return them; stop running ones, which then finish as usual."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End the processes."""
+        """Kill what runs and end the processes."""
 
     def _call(
         self,
@@ -105,280 +136,276 @@ class PoolLane(abc.ABC):
 
 
 class SharedLane(PoolLane):
-    """A lane whose jobs share the processes of one pool, which is there from the start."""
+    """A lane whose jobs share the processes of one process pool."""
 
-    def __init__(self, start: Callable[[], ProcessPool], on_return: Callable[[FinishedCall], None]) -> None:
+    def __init__(
+        self, start_pool: Callable[[], ProcessPool], on_return: Callable[[FinishedCall], None]
+    ) -> None:
         super().__init__(on_return)
-        self._start = start
-        self._processes = start()
+        self._start_pool = start_pool
+        self._processes = start_pool()
 
     def start(self) -> None:
         """Start the processes before the first job comes."""
         assert self._processes.active
 
     def close(self) -> None:
-        """End the processes."""
-        end(self._processes)
+        """Kill what runs and end the processes."""
+        stop_processes(self._processes)
 
     def _send(
         self, jobs: Sequence[Job], timeout: float | None, function: Callable[..., bytes], *more: Any
     ) -> None:
-        if not self._processes.active:  # all its processes died while they had nothing to do
+        if not self._processes.active:  # all its processes died while they were idle
             self.close()
-            self._processes = self._start()
+            self._processes = self._start_pool()
         self._call(self._processes, jobs, timeout, function, jobs, *more)
 
 
-def end(processes: ProcessPool) -> None:
-    """Kill what runs in a pool, and end it."""
-    processes.stop()
-    processes.join()
-
-
-# -------------------- The lane of synchronous bodies: chunks of jobs.
-# Messages cost more than most bodies, so jobs travel in chunks. A chunk that does not come back soon is
-# killed: none of its jobs waits for a slow neighbour, and the pool runs each of them alone.
-
-
-CHUNK_SIZE = 256
-"""Most jobs of one message."""
-SLICE_SECONDS = 0.25
-"""A chunk starts no further job after this long: results flow, and slow bodies spread out."""
-CHUNKS_A_PROCESS = 2
-"""Chunks sent ahead, so that no process waits for a message."""
-
-
 class SyncLane(SharedLane):
-    """Queues by node, served in turn."""
+    """The lane of synchronous bodies: a queue for each node, and the nodes take turns.
+
+    Sending a message costs more than running most bodies, so jobs are sent in chunks. A chunk that does not
+    return soon is killed, so that no job waits for a slow one in the same chunk.
+
+    Args:
+        start_pool: starts the process pool.
+        num_processes: its number of processes.
+        concurrency: node -> most jobs of it that run at the same time.
+        on_return: called with every call that ended, from any thread.
+    """
 
     def __init__(
         self,
-        start: Callable[[], ProcessPool],
+        start_pool: Callable[[], ProcessPool],
         num_processes: int,
         concurrency: Mapping[str, int],
         on_return: Callable[[FinishedCall], None],
     ) -> None:
-        super().__init__(start, on_return)
+        super().__init__(start_pool, on_return)
         self._num_processes = num_processes
         self._concurrency = concurrency
-        self._waiting: dict[str, deque[Job]] = {}
-        self._flying: Counter[str] = Counter()
+        self._queues: dict[str, deque[Job]] = {}
+        self._num_chunks: Counter[str] = Counter()
+        """Node -> chunks that were sent and have not returned."""
 
-    def queue(self, job: Job) -> None:
-        """Take a job behind the others of its node."""
-        self._waiting.setdefault(job.node, deque()).append(job)
+    def add(self, job: Job) -> None:
+        """Queue a job after the others of its node."""
+        self._queues.setdefault(job.node, deque()).append(job)
 
-    def pump(self) -> None:
-        """Send chunks while there is room."""
-        while nodes := [node for node, jobs in self._waiting.items() if jobs and self._has_room(node)]:
+    def start_jobs(self) -> None:
+        """Send chunks while there is room, one per node in turn."""
+        while nodes := [node for node, jobs in self._queues.items() if jobs and self._has_room(node)]:
             for node in nodes:
                 if self._has_room(node):
                     self._send_chunk(node)
 
-    def settle(self, returned: FinishedCall) -> tuple[JobResults, list[Job]]:
-        """Outcomes of the jobs that ran; what did not start waits again, a killed chunk is lost."""
-        jobs = returned.jobs
-        self._flying[jobs[0].node] -= 1
-        outcomes = returned.outcomes()
-        if outcomes is None:
+    def finish(self, call: FinishedCall) -> tuple[FinishedJobs, list[Job]]:
+        """Return the results of a chunk's jobs, or all its jobs as lost if it was killed."""
+        jobs = call.jobs
+        self._num_chunks[jobs[0].node] -= 1
+        results = call.results()
+        if results is None:
             return [], list(jobs)
-        self._waiting.setdefault(jobs[0].node, deque()).extendleft(reversed(jobs[len(outcomes) :]))
-        return list(zip(jobs, outcomes, strict=False)), []
+        self._queues.setdefault(jobs[0].node, deque()).extendleft(reversed(jobs[len(results) :]))
+        return list(zip(jobs, results, strict=False)), []
 
-    def cancel(self, names: Iterable[JobId]) -> list[Job]:
-        """Let go of jobs that wait; those in a chunk run, as they do not take long."""
-        gone = set(names)
-        found = []
-        for node, jobs in self._waiting.items():
-            found += [job for job in jobs if job.name in gone]
-            self._waiting[node] = deque(job for job in jobs if job.name not in gone)
-        return found
+    def cancel(self, job_ids: Iterable[JobId]) -> list[Job]:
+        """Remove queued jobs and return them. Jobs of a chunk that was sent run, as they are short."""
+        return _remove_jobs(self._queues, set(job_ids))
 
-    def take_out(self, node: str) -> list[Job]:
-        """The jobs of a node that wait, which they do no longer."""
-        return list(self._waiting.pop(node, ()))
+    def remove_node(self, node: str) -> list[Job]:
+        """Remove the queued jobs of a node and return them."""
+        return list(self._queues.pop(node, ()))
 
     def _has_room(self, node: str) -> bool:
-        ahead = CHUNKS_A_PROCESS * self._num_processes
-        own = ahead if self._concurrency[node] >= self._num_processes else self._concurrency[node]
-        return self._flying.total() < ahead and self._flying[node] < own
+        limit = CHUNKS_PER_PROCESS * self._num_processes
+        node_limit = limit if self._concurrency[node] >= self._num_processes else self._concurrency[node]
+        return self._num_chunks.total() < limit and self._num_chunks[node] < node_limit
 
     def _send_chunk(self, node: str) -> None:
-        jobs = self._waiting[node]
+        jobs = self._queues[node]
         size = min(CHUNK_SIZE, -(-len(jobs) // self._num_processes))
         chunk = [jobs.popleft() for _ in range(size)]
-        self._flying[node] += 1
-        limit = min(PATIENCE_SECONDS, chunk[0].timeout or PATIENCE_SECONDS)
+        self._num_chunks[node] += 1
+        limit = min(SHARED_TIMEOUT_SECONDS, chunk[0].timeout or SHARED_TIMEOUT_SECONDS)
         self._send(chunk, SLICE_SECONDS + limit, run_chunk, SLICE_SECONDS)
 
 
-# -------------------- The lane of asynchronous bodies: one process, one loop, advanced in short steps.
-# Each step hands new jobs to the loop and brings back those that finished; the others stay in the
-# loop. Where a body blocks the loop, or ends its process, the pool runs each that ran there alone.
-
-
 class AsyncLane(SharedLane):
-    """At most one step is under way."""
+    """The lane of asynchronous bodies: one process with one event loop, which advances in short steps.
+
+    Each step sends new jobs to the event loop and returns the results of those that ended; the others
+    remain in the loop. At most one step is under way. If a body blocks the loop or ends the process,
+    all jobs that ran there are lost.
+
+    Args:
+        start_pool: starts a pool of one process.
+        concurrency: node -> most jobs of it that run at the same time.
+        on_return: called with every call that ended, from any thread.
+    """
 
     def __init__(
         self,
-        start: Callable[[], ProcessPool],
+        start_pool: Callable[[], ProcessPool],
         concurrency: Mapping[str, int],
         on_return: Callable[[FinishedCall], None],
     ) -> None:
-        super().__init__(start, on_return)
+        super().__init__(start_pool, on_return)
         self._concurrency = concurrency
-        self._waiting: deque[Job] = deque()
+        self._queue: deque[Job] = deque()
         self._running: dict[JobId, Job] = {}
         self._cancelled: list[JobId] = []
-        self._stepping = False
+        """Running jobs to stop in the next step."""
+        self._is_stepping = False
 
-    def queue(self, job: Job) -> None:
-        """Take a job behind the others."""
-        self._waiting.append(job)
+    def add(self, job: Job) -> None:
+        """Queue a job after the others."""
+        self._queue.append(job)
 
-    def pump(self) -> None:
-        """Make the next step, if none is under way and there is anything to run."""
-        if self._stepping:
+    def start_jobs(self) -> None:
+        """Start the next step, if none is under way and there is a job to run."""
+        if self._is_stepping:
             return
         new = self._admit()
-        self._running.update((job.name, job) for job in new)
+        self._running.update((job.id, job) for job in new)
         if self._running:
-            self._stepping = True
+            self._is_stepping = True
             cancelled, self._cancelled = self._cancelled, []
-            self._send(new, ASYNC_STEP_SECONDS + PATIENCE_SECONDS, run_async, cancelled)
+            self._send(new, ASYNC_STEP_SECONDS + SHARED_TIMEOUT_SECONDS, run_async, cancelled)
 
-    def settle(self, returned: FinishedCall) -> tuple[JobResults, list[Job]]:
-        """Outcomes of the jobs that finished; with a process, all that ran there is lost."""
-        self._stepping = False
-        outcomes = returned.outcomes()
-        if outcomes is not None:
-            return [(self._running.pop((outcome.node, outcome.key)), outcome) for outcome in outcomes], []
+    def finish(self, call: FinishedCall) -> tuple[FinishedJobs, list[Job]]:
+        """Return the results of a step, or all running jobs as lost if the process was killed."""
+        self._is_stepping = False
+        results = call.results()
+        if results is not None:
+            return [(self._running.pop((result.node, result.key)), result) for result in results], []
         lost = list(self._running.values())
         self._running.clear()
         return [], lost
 
-    def cancel(self, names: Iterable[JobId]) -> list[Job]:
-        """Let go of jobs; those that run end with the next step."""
-        gone = set(names)
-        self._cancelled += gone & self._running.keys()
-        found = [job for job in self._waiting if job.name in gone]
-        self._waiting = deque(job for job in self._waiting if job.name not in gone)
-        return found
+    def cancel(self, job_ids: Iterable[JobId]) -> list[Job]:
+        """Remove queued jobs and return them; running ones are stopped by the next step."""
+        cancelled = set(job_ids)
+        self._cancelled += cancelled & self._running.keys()
+        removed = [job for job in self._queue if job.id in cancelled]
+        self._queue = deque(job for job in self._queue if job.id not in cancelled)
+        return removed
 
     def _admit(self) -> list[Job]:
-        """Jobs that may start now: as many as their nodes allow."""
-        running = Counter(node for node, _ in self._running)
-        admitted, kept = [], deque[Job]()
-        for job in self._waiting:
-            if running[job.node] < self._concurrency[job.node]:
-                running[job.node] += 1
+        """Take from the queue the jobs that may start now, by the concurrency of their nodes."""
+        num_running = Counter(node for node, _ in self._running)
+        admitted, remaining = [], deque[Job]()
+        for job in self._queue:
+            if num_running[job.node] < self._concurrency[job.node]:
+                num_running[job.node] += 1
                 admitted.append(job)
             else:
-                kept.append(job)
-        self._waiting = kept
+                remaining.append(job)
+        self._queue = remaining
         return admitted
 
 
-# -------------------- The lane of bodies that take long, or end their process: each job alone in a
-# process.
-# Processes are started as they are needed, so that slow jobs hold up nobody: not the other jobs of their
-# node, while there are fewer of them than it may have processes, and never those of other nodes. They are
-# started one after the other, as most jobs that come here were only the neighbours of a slow one.
-
-
-MOST_PROCESSES = 16
-"""Jobs of one node that run at once, at most: each costs a process."""
-STAGGER_SECONDS = 0.1
-"""From one process to the next."""
-GRACE_SECONDS = 1.0
-"""An asynchronous body is stopped by its loop; one that blocks the loop, by its end, this long after."""
-
-
 class IsolatedLane(PoolLane):
-    """Queues by node, and processes of one job each."""
+    """The lane of bodies that are slow or end their process: one job per process.
+
+    A slow job does not hold up other nodes, nor its own node until `MAX_ISOLATED` jobs of that node run.
+    Processes are started as they are needed, with some time between two starts: most jobs that come here
+    are not slow themselves but shared a process with a slow one, and soon leave their process to the next.
+
+    Args:
+        start_process: starts a pool of one process.
+        concurrency: node -> most jobs of it that run at the same time.
+        async_nodes: nodes whose bodies are asynchronous.
+        on_return: called with every call that ended, from any thread.
+    """
 
     def __init__(
         self,
-        start: Callable[[], ProcessPool],
+        start_process: Callable[[], ProcessPool],
         concurrency: Mapping[str, int],
-        awaited: Set[str],
+        async_nodes: Set[str],
         on_return: Callable[[FinishedCall], None],
     ) -> None:
-        """Set it.
-
-        Args:
-            start: a pool of one process.
-            concurrency: node -> jobs that it may run at once.
-            awaited: nodes whose bodies are asynchronous.
-            on_return: takes what ended.
-        """
         super().__init__(on_return)
-        self._start = start
+        self._start_process = start_process
         self._concurrency = concurrency
-        self._awaited = awaited
-        self._waiting: dict[str, deque[Job]] = {}
+        self._async_nodes = async_nodes
+        self._queues: dict[str, deque[Job]] = {}
         self._idle: list[ProcessPool] = []
         self._busy: dict[JobId, tuple[ProcessPool, Future[bytes]]] = {}
         self._next_start = 0.0
-        self.is_starting = False
-        """Whether jobs wait for a process that may be started soon."""
+        """Monotonic time at which the next process may be started."""
+        self.is_waiting_to_start = False
+        """Whether queued jobs wait for the start of a process."""
 
-    def queue(self, job: Job) -> None:
-        """Take a job behind the others of its node."""
-        self._waiting.setdefault(job.node, deque()).append(job)
+    def add(self, job: Job) -> None:
+        """Queue a job after the others of its node."""
+        self._queues.setdefault(job.node, deque()).append(job)
 
-    def pump(self) -> None:
+    def start_jobs(self) -> None:
         """Start jobs, each in an idle process or a new one."""
-        self.is_starting = False
-        running = Counter(node for node, _ in self._busy)
-        for node, jobs in self._waiting.items():
-            while jobs and running[node] < min(MOST_PROCESSES, self._concurrency[node]):
-                process = self._process()
+        self.is_waiting_to_start = False
+        num_running = Counter(node for node, _ in self._busy)
+        for node, jobs in self._queues.items():
+            while jobs and num_running[node] < min(MAX_ISOLATED, self._concurrency[node]):
+                process = self._idle_or_new_process()
                 if process is None:
-                    self.is_starting = True
+                    self.is_waiting_to_start = True
                     return
-                running[node] += 1
+                num_running[node] += 1
                 self._run(jobs.popleft(), process)
 
-    def settle(self, returned: FinishedCall) -> tuple[JobResults, list[Job]]:
-        """The outcome of the one job."""
-        (job,) = returned.jobs
-        process, _ = self._busy.pop(job.name)
+    def finish(self, call: FinishedCall) -> tuple[FinishedJobs, list[Job]]:
+        """Return the result of the call's only job."""
+        (job,) = call.jobs
+        process, _ = self._busy.pop(job.id)
         self._idle.append(process)
-        outcomes = returned.outcomes()
-        return [(job, returned.blame(job) if outcomes is None else outcomes[0])], []
+        results = call.results()
+        return [(job, call.killed_result(job) if results is None else results[0])], []
 
-    def cancel(self, names: Iterable[JobId]) -> list[Job]:
-        """Let go of jobs; the processes of those that run are killed."""
-        gone = set(names)
-        found = []
-        for node, jobs in self._waiting.items():
-            found += [job for job in jobs if job.name in gone]
-            self._waiting[node] = deque(job for job in jobs if job.name not in gone)
-        for name in gone & self._busy.keys():
-            self._busy[name][1].cancel()
-        return found
+    def cancel(self, job_ids: Iterable[JobId]) -> list[Job]:
+        """Remove queued jobs and return them; the processes of running ones are killed."""
+        cancelled = set(job_ids)
+        removed = _remove_jobs(self._queues, cancelled)
+        for job_id in cancelled & self._busy.keys():
+            self._busy[job_id][1].cancel()
+        return removed
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill what runs and end the processes."""
         for process in (*self._idle, *(process for process, _ in self._busy.values())):
-            end(process)
+            stop_processes(process)
 
-    def _process(self) -> ProcessPool | None:
-        """One that has nothing to do; None: not yet."""
+    def _idle_or_new_process(self) -> ProcessPool | None:
+        """Return a process for a job, or None if the next one may not be started yet."""
         while self._idle:
             process = self._idle.pop()
             if process.active:
                 return process
-            end(process)  # it died while it had nothing to do
+            stop_processes(process)  # it died while it was idle
         if time.monotonic() < self._next_start:
             return None
         self._next_start = time.monotonic() + STAGGER_SECONDS
-        return self._start()
+        return self._start_process()
 
     def _run(self, job: Job, process: ProcessPool) -> None:
         limit = job.timeout
-        if limit is not None and job.node in self._awaited:
+        if limit is not None and job.node in self._async_nodes:
             limit += GRACE_SECONDS
-        self._busy[job.name] = process, self._call(process, [job], limit, run_alone, job)
+        self._busy[job.id] = process, self._call(process, [job], limit, run_isolated, job)
+
+
+def stop_processes(processes: ProcessPool) -> None:
+    """Kill what runs in a process pool, and end its processes."""
+    processes.stop()
+    processes.join()
+
+
+def _remove_jobs(queues: dict[str, deque[Job]], job_ids: Set[JobId]) -> list[Job]:
+    """Remove these jobs from queues by node, and return them."""
+    removed = []
+    for node, jobs in queues.items():
+        removed += [job for job in jobs if job.id in job_ids]
+        queues[node] = deque(job for job in jobs if job.id not in job_ids)
+    return removed

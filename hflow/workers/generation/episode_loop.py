@@ -16,7 +16,7 @@ from hflow.data.row_arguments import bind_rows
 from hflow.data.tokenizer import TextTokenizer
 from hflow.planner.ir import Plan
 from hflow.types import EpisodeState
-from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, read_fields
+from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.generate_runner import EpisodeStart, GenerateRunner
 from hflow.workers.generation.journal import Journal
@@ -86,9 +86,9 @@ class EpisodeLoop:
         """Start the episodes of groups; samples of which there is a journal go on from where it ends."""
         self._loop.call_soon_threadsafe(self._open, orders, sink, journals or {})
 
-    def view(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
+    def derive(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
         """Start episodes beside samples that exist, in streams that derive from theirs."""
-        self._loop.call_soon_threadsafe(self._view, orders, sink)
+        self._loop.call_soon_threadsafe(self._derive, orders, sink)
 
     def cancel(self, stream: str, samples: Sequence[int]) -> None:
         """Stop what runs for released samples, and free what they left meanwhile."""
@@ -165,12 +165,12 @@ class EpisodeLoop:
                     EpisodeStart(program, sample, order.group, inputs, row, order, journal=journal), sink
                 )
 
-    def _view(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
+    def _derive(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
         for order in orders:
             program = self._stages[order.node].program
             parent = self._plan.graph.stream(program.stream).parent
             assert parent is not None, f"{program.name} does not derive from a stream"
-            held = self._store.gather_if_present(parent, read_fields(program, parent), order.samples)
+            held = self._store.gather_if_present(parent, input_fields(program, parent), order.samples)
             if held is None:
                 self._answer(sink, Failed(order.node, order.key, "failed", SAMPLE_RELEASED))
                 continue

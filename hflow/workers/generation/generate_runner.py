@@ -14,7 +14,7 @@ from hflow.data.tokenizer import TextTokenizer
 from hflow.data.tool_formats import tool_format
 from hflow.errors import BackendError, DataError, EpisodeError, HflowError
 from hflow.planner.ir import Plan
-from hflow.workers.bodies.pool_child import too_long
+from hflow.workers.bodies.pool_child import timeout_message
 from hflow.workers.error_location import blame
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
@@ -100,7 +100,7 @@ class GenerateRunner:
         self.clock = PausableClock()
         self.limit = limit_of(program)
         self._plan = plan
-        self._opener = SampleWriter.of(program, plan.graph, store)
+        self._writer = SampleWriter.for_node(program, plan.graph, store)
         self._drivers = {model: drivers[replica] for model, replica in self.replicas.items()}
         self._tokenizers = tokenizers
         self._params = params_of(program)
@@ -126,7 +126,7 @@ class GenerateRunner:
             effects.finish()
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if isinstance(error, TimeoutError) and limit.expired():
-                return Failed(program.name, sample, "timeout", too_long(timeout))
+                return Failed(program.name, sample, "timeout", timeout_message(timeout))
             for driver in self._drivers.values():
                 driver.check()
             if isinstance(error, DataError) and start.order is not None:
@@ -134,8 +134,8 @@ class GenerateRunner:
             if isinstance(error, HflowError) and not isinstance(error, _REFUSING):
                 raise
             return Failed(program.name, sample, "failed", blame(error, program.body))
-        made = self._opener.put(sample, start.group, result, start.row, start.parent)
-        self._opener.report(sample, effects.counts)
+        made = self._writer.write(sample, start.group, result, start.row, start.parent)
+        self._writer.write_metrics(sample, effects.counts)
         return made if start.order is not None else ComputeReady(program.name, sample)
 
     def _arguments(self, start: EpisodeStart, effects: RecordedEffects) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from hflow.types.sandbox import Sandbox
-from hflow.workers.bodies.pool_child import too_long
+from hflow.workers.bodies.pool_child import timeout_message
 from hflow.workers.forkserver import CleanContext
 from hflow.workers.generation.sandbox_child import confine, run_tool
 from hflow.workers.pickling import ship
@@ -49,7 +49,7 @@ class Sandboxes:
         try:
             answer = await asyncio.wrap_future(call)
         except TimeoutError:
-            raise ToolFailed(too_long(limits.timeout)) from None
+            raise ToolFailed(timeout_message(limits.timeout)) from None
         except (ProcessExpired, BrokenProcessPool):
             raise ToolFailed("its process died") from None
         has_failed, result = pickle.loads(answer)

@@ -1,4 +1,4 @@
-"""Rows of the streams' datasets, with the units that the recipe declares."""
+"""Rows of the datasets that streams read, with the units that the recipe declares."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ DatasetRow = Mapping[str, tuple[Unit, Any]]
 
 
 class DatasetRows:
-    """Opens every dataset that a stream reads, once per process."""
+    """Reads dataset rows by stream; opens every dataset once per process."""
 
     def __init__(self, plan: Plan, settings: Mapping[str, DataSettings]) -> None:
         self._units = {dataset.name: dict(dataset.columns) for dataset in plan.graph.datasets}
-        self._dataset = {s.name: s.dataset for s in plan.graph.streams if s.dataset is not None}
-        self._open = {
-            name: open_dataset(settings[name], self._units[name]) for name in set(self._dataset.values())
+        self._dataset_of = {s.name: s.dataset for s in plan.graph.streams if s.dataset is not None}
+        self._datasets = {
+            name: open_dataset(settings[name], self._units[name]) for name in set(self._dataset_of.values())
         }
 
     def row(self, stream: str, index: int) -> DatasetRow:
-        """A row of the dataset that feeds a stream.
+        """Return a row of the dataset that feeds a stream.
 
         Raises:
-            DataError: when the row is not what the recipe declares.
+            DataError: when the row does not have the columns that the recipe declares.
         """
-        name = self._dataset[stream]
+        name = self._dataset_of[stream]
         units = self._units[name]
-        return {column: (units[column], value) for column, value in self._open[name].row(index).items()}
+        return {column: (units[column], value) for column, value in self._datasets[name].row(index).items()}
 
 
 def row_error(plan: Plan, order: GroupOrder, error: DataError) -> DataError:
-    """What a source's body says of a row that it cannot read, with the row's dataset and number."""
+    """Return a `DataError` of a source's body, with the dataset and number of the row that caused it."""
     dataset = plan.graph.stream(order.stream).dataset
     return DataError(f"data.{dataset} row {order.row}: {error}")

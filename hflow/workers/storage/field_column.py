@@ -1,8 +1,8 @@
-"""`FieldColumn`: one field of one stream, sample by sample, packed only when somebody asks.
+"""`FieldColumn`: the values of one field of one stream, by sample, packed only when they are read.
 
-A value is *loose* (a Python value, as a body or an episode made it) or a row of a packed chunk
-(as a batch node or another worker made it). Loose values cost one dict entry each; rows of one
-chunk are taken together.
+A value is either *loose* (a Python value, as a body or an episode made it) or a row of packed values (as a
+batch node or another worker made it). A loose value costs one dict entry; rows of the same packed
+values are selected together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKEN_DTYPES: Mapping[str, type[np.generic]] = {
     "behav_logprobs": np.float32,
     "versions": np.int64,
 }
-"""What a trajectory's tuples are packed as; other values take the dtype of their contents."""
+"""Dtypes of a trajectory's per-token fields; other values take the dtype of their contents."""
 
 
 class PackedValues(NamedTuple):
@@ -36,7 +36,7 @@ class PackedValues(NamedTuple):
 
 
 Cell = tuple[PackedValues | None, Any]
-"""A row of a chunk, or None and a loose value."""
+"""Where a value is: packed values and a row number, or None and a loose value."""
 
 
 class FieldColumn:
@@ -53,76 +53,78 @@ class FieldColumn:
     def __len__(self) -> int:
         return len(self._cells)
 
-    def put(self, samples: Iterable[int], chunk: PackedValues) -> None:
-        """Take row r of a chunk as the value of the r-th sample."""
-        self._cells.update((sample, (chunk, row)) for row, sample in enumerate(samples))
+    def put_packed(self, samples: Iterable[int], packed: PackedValues) -> None:
+        """Set the value of the r-th sample to row r of packed values."""
+        self._cells.update((sample, (packed, row)) for row, sample in enumerate(samples))
 
     def put_loose(self, sample: int, value: Any) -> None:
-        """Take a Python value: a scalar, text or JSON, for TOKEN a sequence of numbers."""
+        """Set a Python value: a scalar, text or JSON, for TOKEN a sequence of numbers."""
         self._cells[sample] = (None, value)
 
     def drop(self, samples: Iterable[int]) -> None:
-        """Forget these samples; a chunk is freed with its last row."""
+        """Forget these samples. Packed values are freed with their last row."""
         for sample in samples:
             self._cells.pop(sample, None)
 
     def values(self, samples: Sequence[int]) -> list[Any]:
-        """The Python value of each sample: scalars, texts, JSON, and lists for TOKEN."""
+        """Return the Python value of each sample: scalars, texts, JSON, and lists for TOKEN."""
         return [self._value(*self._cells[sample]) for sample in samples]
 
-    def _value(self, chunk: PackedValues | None, row: Any) -> Any:
-        if chunk is None:
+    def _value(self, packed: PackedValues | None, row: Any) -> Any:
+        if packed is None:
             return list(row) if self.unit is Unit.TOKEN else row
-        if chunk.offsets is not None:
-            assert isinstance(chunk.values, np.ndarray)
-            return chunk.values[chunk.offsets[row] : chunk.offsets[row + 1]].tolist()
-        value = chunk.values[row]
+        if packed.offsets is not None:
+            assert isinstance(packed.values, np.ndarray)
+            return packed.values[packed.offsets[row] : packed.offsets[row + 1]].tolist()
+        value = packed.values[row]
         return value.item() if isinstance(value, np.generic) else value
 
     def cells(self, samples: Sequence[int]) -> list[Cell]:
-        """What `pack` takes: where each sample's value is, whatever happens to the shelf after."""
+        """Return the cells of these samples, for `pack`; later changes of the column do not affect them."""
         return [self._cells[sample] for sample in samples]
 
     def column(self, samples: Sequence[int]) -> Column:
-        """Pack the values of these samples in this order. The result may be written to."""
+        """Pack the values of these samples in this order. The result is a copy, which may be changed."""
         return self.pack(self.cells(samples))
 
     def pack(self, cells: Sequence[Cell]) -> Column:
-        """Pack values in this order. The result may be written to."""
-        rows_of: dict[int, list[int]] = {}
-        for place, (chunk, _) in enumerate(cells):
-            rows_of.setdefault(id(chunk), []).append(place)
+        """Pack the values of cells in this order. The result is a copy, which may be changed."""
+        positions_of: dict[int, list[int]] = {}
+        for position, (packed, _) in enumerate(cells):
+            positions_of.setdefault(id(packed), []).append(position)
         parts = [
-            self._take(cells[places[0]][0], [cells[p][1] for p in places]) for places in rows_of.values()
+            self._select(cells[positions[0]][0], [cells[p][1] for p in positions])
+            for positions in positions_of.values()
         ]
-        return Column(self.unit, self._merge(parts, list(rows_of.values())))
+        return Column(self.unit, self._merge(parts, list(positions_of.values())))
 
-    def _take(self, chunk: PackedValues | None, rows: list[Any]) -> PackedValues:
-        if chunk is None:
+    def _select(self, packed: PackedValues | None, rows: list[Any]) -> PackedValues:
+        """Select rows of packed values; for None, `rows` are loose values, which are packed."""
+        if packed is None:
             return _pack_loose(self.field, self.unit, rows)
-        if isinstance(chunk.values, list):
-            return PackedValues([chunk.values[row] for row in rows], None)
-        wanted = np.asarray(rows, dtype=np.int64)
-        if chunk.offsets is None:
-            return PackedValues(chunk.values[wanted], None)
-        lengths = np.diff(chunk.offsets)[wanted]
-        return PackedValues(_take_spans(chunk.values, chunk.offsets[wanted], lengths), _offsets(lengths))
+        if isinstance(packed.values, list):
+            return PackedValues([packed.values[row] for row in rows], None)
+        index = np.asarray(rows, dtype=np.int64)
+        if packed.offsets is None:
+            return PackedValues(packed.values[index], None)
+        lengths = np.diff(packed.offsets)[index]
+        return PackedValues(_copy_spans(packed.values, packed.offsets[index], lengths), _offsets(lengths))
 
-    def _merge(self, parts: list[PackedValues], places: list[list[int]]) -> Values:
-        """Join parts whose r-th row belongs at place `places[part][r]`."""
+    def _merge(self, parts: list[PackedValues], positions: list[list[int]]) -> Values:
+        """Join parts whose r-th row belongs at `positions[part][r]`."""
         if not parts:
             return [] if self.unit in (Unit.TEXT, Unit.JSON) else np.zeros(0, np.float32)
         if len(parts) == 1:
             return parts[0].values
-        order = np.argsort(np.asarray(list(chain.from_iterable(places))))
+        order = np.argsort(np.asarray(list(chain.from_iterable(positions))))
         if isinstance(parts[0].values, list):
             joined = list(chain.from_iterable(part.values for part in parts))
             return [joined[i] for i in order]
-        packed = np.concatenate([part.values for part in parts])
+        values = np.concatenate([part.values for part in parts])
         if self.unit is not Unit.TOKEN:
-            return packed[order]
+            return values[order]
         lengths = np.concatenate([np.diff(part.offsets) for part in parts if part.offsets is not None])
-        return _take_spans(packed, _offsets(lengths)[:-1][order], lengths[order])
+        return _copy_spans(values, _offsets(lengths)[:-1][order], lengths[order])
 
 
 def _pack_loose(field: str, unit: Unit, values: list[Any]) -> PackedValues:
@@ -130,14 +132,13 @@ def _pack_loose(field: str, unit: Unit, values: list[Any]) -> PackedValues:
         return PackedValues(values, None)
     if unit is Unit.TOKEN:
         lengths = np.fromiter(map(len, values), np.int64, len(values))
-        return PackedValues(
-            _numbers(list(chain.from_iterable(values)), TOKEN_DTYPES.get(field)), _offsets(lengths)
-        )
-    return PackedValues(_numbers(values, None), None)
+        tokens = _number_array(list(chain.from_iterable(values)), TOKEN_DTYPES.get(field))
+        return PackedValues(tokens, _offsets(lengths))
+    return PackedValues(_number_array(values, None), None)
 
 
-def _numbers(values: list[Any], dtype: type[np.generic] | None) -> Array:
-    """An array of Python numbers; floats become float32, integers and booleans stay."""
+def _number_array(values: list[Any], dtype: type[np.generic] | None) -> Array:
+    """Return an array of Python numbers; floats become float32, integers and booleans keep their dtype."""
     array = np.array(values, dtype=dtype)
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
@@ -146,8 +147,8 @@ def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
 
 
-def _take_spans(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Array:
-    """Copy spans of `values` one after the other; a slice where they are already in a row."""
+def _copy_spans(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Array:
+    """Copy spans of `values` one after the other; as one slice where they are contiguous."""
     if len(starts) and np.array_equal(starts[1:], (starts + lengths)[:-1]):
         return values[starts[0] : starts[-1] + lengths[-1]].copy()
     index = np.repeat(starts - _offsets(lengths)[:-1], lengths)

@@ -1,8 +1,9 @@
-"""`SampleStore`: what one worker holds, by stream, field and sample.
+"""`SampleStore`: the samples that one worker holds, by stream, field and sample.
 
-It owns what the worker's nodes produced and what the plan moved here, until the controller
-releases it. Streams that derive from a root share its sample ids. Sources, body callbacks and
-the device thread use it at once, hence the lock; arrays are packed outside it.
+It holds what the worker's nodes produced and what was moved to the worker, until the controller
+releases it. Streams that derive from a root stream share its sample ids. Threads of sources, body
+callbacks and the device use the store at the same time, so a lock guards it; arrays are packed outside
+the lock.
 """
 
 from __future__ import annotations
@@ -21,23 +22,26 @@ from hflow.types import Trajectory, Unit
 from hflow.workers.storage.field_column import FieldColumn, PackedValues
 
 _ATTRIBUTES = tuple(name for name in TRAJECTORY_FIELDS if name not in ("messages", "group"))
-"""Fields that are attributes of a trajectory as they are."""
+"""Fields that are stored as the trajectory's attribute of the same name."""
 _attributes_of = attrgetter(*_ATTRIBUTES)
 
 
 class SampleStore:
-    """Fields of samples. Missing samples and fields are bugs of the plan, not of the user."""
+    """Fields of samples. Reading a missing sample or field is a bug of the plan, not of the user."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._shelves: dict[str, dict[str, FieldColumn]] = {}
+        self._columns: dict[str, dict[str, FieldColumn]] = {}
+        """Stream -> field -> its values."""
         self._shapes: dict[str, dict[int, tuple[int, int]]] = {}
-        self._sources: dict[str, list[FieldColumn]] = {}
-        """Stream -> the shelves of `_ATTRIBUTES`, messages and group, found once."""
+        """Stream -> sample -> its number of tokens and its group."""
+        self._trajectory_columns: dict[str, list[FieldColumn]] = {}
+        """Stream -> the columns of `_ATTRIBUTES`, messages and group; cached for `put_trajectory`."""
 
-    # ------------------------------------------------------------------------------- in
+    # Writing
+
     def put(self, stream: str, batch: Batch) -> None:
-        """Take a batch's columns as fields of a stream."""
+        """Store a batch's columns as fields of a stream."""
         samples = batch.samples.tolist()
         with self._lock:
             shapes = zip(batch.lengths.tolist(), batch.groups.tolist(), strict=True)
@@ -53,40 +57,42 @@ class SampleStore:
         columns: Mapping[str, tuple[Unit, Any]],
         parent: str | None = None,
     ) -> None:
-        """Take a sample from a source, with the values of its dataset row. Nothing is packed yet.
+        """Store a sample that a source made, with the values of its dataset row. Nothing is packed yet.
 
-        A view of a `parent` stream's sample is not taken when that was released meanwhile.
+        A sample that derives from one of the stream `parent` is dropped if that one was released meanwhile.
         """
         with self._lock:
-            if parent is not None and not self._knows(parent, (sample,)):
+            if parent is not None and not self._has_samples(parent, (sample,)):
                 return
             self._shapes.setdefault(stream, {})[sample] = (len(trajectory.input_ids), group)
             values = (*_attributes_of(trajectory), list(trajectory.messages), group)
-            for shelf, value in zip(self._source_shelves(stream), values, strict=True):
-                shelf.put_loose(sample, value)
+            for column, value in zip(self._columns_of_trajectory(stream), values, strict=True):
+                column.put_loose(sample, value)
             for name, (unit, value) in columns.items():
-                self._shelf(stream, name, unit).put_loose(sample, value)
+                self._get_or_create(stream, name, unit).put_loose(sample, value)
 
     def add(self, stream: str, batch: Batch) -> None:
-        """Take further fields of samples, but of those that were released while a body made them."""
+        """Store further fields of samples, except of samples that were released meanwhile."""
         samples = batch.samples.tolist()
         with self._lock:
-            if not self._knows(stream, samples):
+            if not self._has_samples(stream, samples):
                 shapes = self._shapes.get(stream, {})
                 batch = batch.take([row for row, sample in enumerate(samples) if sample in shapes])
                 samples = batch.samples.tolist()
             self._put_columns(stream, batch, samples)
 
     def add_value(self, stream: str, field: str, unit: Unit, samples: Sequence[int], value: Any) -> None:
-        """Like `add`, one Python value for all of these samples."""
+        """Store one Python value for all of these samples, unless one of them was released meanwhile."""
         with self._lock:
-            if self._knows(stream, samples):
-                shelf = self._shelf(stream, field, unit)
+            if self._has_samples(stream, samples):
+                column = self._get_or_create(stream, field, unit)
                 for sample in samples:
-                    shelf.put_loose(sample, value)
+                    column.put_loose(sample, value)
 
     def add_metrics(self, stream: str, node: str, samples: Sequence[int], metrics: Mapping[str, Any]) -> None:
-        """Store what a body reports beside its fields, as fields named `NODE.METRIC`.
+        """Store the metrics that a body reported for samples, as fields named `NODE.METRIC`.
+
+        `summarize` averages them over the batch, like any numeric field.
 
         Raises:
             RunError: when a metric is not a number.
@@ -94,38 +100,36 @@ class SampleStore:
         for name, value in metrics.items():
             self.add_value(stream, f"{node}.{name}", Unit.SEQUENCE, samples, metric_value(node, name, value))
 
-    def _knows(self, stream: str, samples: Sequence[int]) -> bool:
-        shapes = self._shapes.get(stream, {})
-        return all(sample in shapes for sample in samples)
-
     def _put_columns(self, stream: str, batch: Batch, samples: list[int]) -> None:
         for name, column in batch.columns.items():
             offsets = batch.offsets if column.unit is Unit.TOKEN else None
-            self._shelf(stream, name, column.unit).put(samples, PackedValues(column.values, offsets))
+            packed = PackedValues(column.values, offsets)
+            self._get_or_create(stream, name, column.unit).put_packed(samples, packed)
 
-    def _source_shelves(self, stream: str) -> list[FieldColumn]:
-        shelves = self._sources.get(stream)
-        if shelves is None:
+    def _columns_of_trajectory(self, stream: str) -> list[FieldColumn]:
+        columns = self._trajectory_columns.get(stream)
+        if columns is None:
             names = (*_ATTRIBUTES, "messages", "group")
-            shelves = [self._shelf(stream, name, TRAJECTORY_FIELDS[name]) for name in names]
-            self._sources[stream] = shelves
-        return shelves
+            columns = [self._get_or_create(stream, name, TRAJECTORY_FIELDS[name]) for name in names]
+            self._trajectory_columns[stream] = columns
+        return columns
 
-    def _shelf(self, stream: str, field: str, unit: Unit) -> FieldColumn:
-        fields = self._shelves.setdefault(stream, {})
-        shelf = fields.get(field)
-        if shelf is None:
-            shelf = fields[field] = FieldColumn(field, unit)
-        assert shelf.unit is unit, f"{stream}/{field} is {shelf.unit}, not {unit}"
-        return shelf
+    def _get_or_create(self, stream: str, field: str, unit: Unit) -> FieldColumn:
+        fields = self._columns.setdefault(stream, {})
+        column = fields.get(field)
+        if column is None:
+            column = fields[field] = FieldColumn(field, unit)
+        assert column.unit is unit, f"{stream}/{field} is {column.unit}, not {unit}"
+        return column
 
-    # ------------------------------------------------------------------------------ out
+    # Reading
+
     def gather(self, stream: str, fields: Iterable[str], samples: Sequence[int]) -> Batch:
         """Pack fields of samples, in this order, as a batch of `stream`.
 
         Args:
             stream: the stream whose token counts and groups the batch has.
-            fields: `stream/field` names. Columns bear the plain names of `stream`'s own fields;
+            fields: `stream/field` names. The batch has `stream`'s own fields under their plain names;
                 fields of another stream join by sample and keep their full name.
             samples: sample ids.
         """
@@ -134,67 +138,80 @@ class SampleStore:
         return batch
 
     def gather_if_present(self, stream: str, fields: Iterable[str], samples: Sequence[int]) -> Batch | None:
-        """Like `gather`, or None when one of the samples was released."""
+        """Like `gather`, but return None when one of the samples was released."""
         with self._lock:
-            if not self._knows(stream, samples):
+            if not self._has_samples(stream, samples):
                 return None
             shapes = [self._shapes[stream][sample] for sample in samples]
-            if not samples:  # a rank without work may not have seen the fields yet
-                fields = [name for name in fields if self._is_known(name)]
-            shelves = {name.removeprefix(f"{stream}/"): self._find(name) for name in fields}
-            cells = {name: shelf.cells(samples) for name, shelf in shelves.items()}
+            if not samples:  # a rank without samples may not have seen the fields yet
+                fields = [name for name in fields if self._has_field(name)]
+            columns = {name.removeprefix(f"{stream}/"): self._column(name) for name in fields}
+            cells = {name: column.cells(samples) for name, column in columns.items()}
         lengths, groups = np.array(shapes, dtype=np.int64).reshape(-1, 2).T.copy()
-        columns = {name: shelf.pack(cells[name]) for name, shelf in shelves.items()}
-        return Batch(np.array(samples, dtype=np.int64), groups, lengths, columns)
+        packed = {name: column.pack(cells[name]) for name, column in columns.items()}
+        return Batch(np.array(samples, dtype=np.int64), groups, lengths, packed)
 
     def values(self, stream: str, field: str, samples: Sequence[int]) -> list[Any]:
-        """The Python value of a field for each sample."""
-        return self._find(f"{stream}/{field}").values(samples)
+        """Return the Python value of a field for each sample."""
+        return self._column(f"{stream}/{field}").values(samples)
 
     def has(self, stream: str, field: str, sample: int) -> bool:
-        """Whether this worker holds a field of a sample."""
-        shelf = self._shelves.get(stream, {}).get(field)
-        return shelf is not None and sample in shelf
+        """Return whether this worker holds a field of a sample."""
+        column = self._columns.get(stream, {}).get(field)
+        return column is not None and sample in column
 
     def has_any(self, stream: str, samples: Iterable[int]) -> bool:
-        """Whether this worker holds any of these samples of a stream."""
+        """Return whether this worker holds any of these samples of a stream."""
         with self._lock:
             shapes = self._shapes.get(stream, {})
             return any(sample in shapes for sample in samples)
 
     def lengths(self, stream: str, samples: Sequence[int]) -> list[int]:
-        """Tokens of each sample of a stream."""
+        """Return the number of tokens of each sample of a stream."""
         return [self._shapes[stream][sample][0] for sample in samples]
 
     def group(self, stream: str, sample: int) -> int:
-        """Group id of a sample."""
+        """Return the group id of a sample."""
         return self._shapes[stream][sample][1]
 
-    def _is_known(self, name: str) -> bool:
-        stream, _, field = name.partition("/")
-        return field in self._shelves.get(stream, {})
-
-    def _find(self, name: str) -> FieldColumn:
-        stream, _, field = name.partition("/")
-        return self._shelves[stream][field]
-
     def summarize(self, streams: Iterable[str], samples: Sequence[int]) -> dict[str, tuple[float, int]]:
-        """Sum and count of the numeric PerSequence and PerGroup fields of those samples that have them."""
+        """Return sum and count of the numeric PerSequence and PerGroup fields, by `stream/field`.
+
+        Samples that lack a field are left out of its sum and count.
+        """
         with self._lock:
-            shelves = [
-                (f"{stream}/{field}", shelf)
+            columns = [
+                (f"{stream}/{field}", column)
                 for stream in streams
-                for field, shelf in self._shelves.get(stream, {}).items()
-                if shelf.unit in (Unit.SEQUENCE, Unit.GROUP) and field != "group"
+                for field, column in self._columns.get(stream, {}).items()
+                if column.unit in (Unit.SEQUENCE, Unit.GROUP) and field != "group"
             ]
         sums: dict[str, tuple[float, int]] = {}
-        for name, shelf in shelves:
-            held = [sample for sample in samples if sample in shelf]
-            if held:
-                sums[name] = (float(np.sum(shelf.column(held).values, dtype=np.float64)), len(held))
+        for name, column in columns:
+            present = [sample for sample in samples if sample in column]
+            if present:
+                sums[name] = (float(np.sum(column.column(present).values, dtype=np.float64)), len(present))
         return sums
 
-    # ------------------------------------------------------------------------- forgetting
+    def num_values(self) -> int:
+        """Return the number of values held, over all streams and fields."""
+        with self._lock:
+            return sum(len(column) for fields in self._columns.values() for column in fields.values())
+
+    def _has_samples(self, stream: str, samples: Sequence[int]) -> bool:
+        shapes = self._shapes.get(stream, {})
+        return all(sample in shapes for sample in samples)
+
+    def _has_field(self, name: str) -> bool:
+        stream, _, field = name.partition("/")
+        return field in self._columns.get(stream, {})
+
+    def _column(self, name: str) -> FieldColumn:
+        stream, _, field = name.partition("/")
+        return self._columns[stream][field]
+
+    # Releasing
+
     def release(self, samples: Sequence[int], streams: Iterable[str]) -> None:
         """Free everything of these samples in these streams."""
         with self._lock:
@@ -202,18 +219,13 @@ class SampleStore:
                 shapes = self._shapes.get(stream, {})
                 for sample in samples:
                     shapes.pop(sample, None)
-                for shelf in self._shelves.get(stream, {}).values():
-                    shelf.drop(samples)
+                for column in self._columns.get(stream, {}).values():
+                    column.drop(samples)
 
     def release_fields(self, samples: Sequence[int], fields: Iterable[str]) -> None:
-        """Free `stream/field` names of those samples that have them; their token counts stay known."""
+        """Free `stream/field` names of the samples that have them; their token counts remain."""
         with self._lock:
             for name in fields:
                 stream, _, field = name.partition("/")
-                if shelf := self._shelves.get(stream, {}).get(field):
-                    shelf.drop(samples)
-
-    def num_values(self) -> int:
-        """Values held, over all streams and fields."""
-        with self._lock:
-            return sum(len(shelf) for fields in self._shelves.values() for shelf in fields.values())
+                if column := self._columns.get(stream, {}).get(field):
+                    column.drop(samples)

@@ -1,4 +1,4 @@
-"""What a source's body returned, as samples in the store and an event for the controller."""
+"""`SampleWriter`: puts what a source's body returned into the store, and makes the event that reports it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hflow.workers.storage.sample_store import SampleStore
 
 @dataclass(frozen=True)
 class SampleWriter:
-    """Puts a source's results away.
+    """Writes the samples of one source, a generate or encode node, into the store.
 
     Attributes:
-        program: the source's.
-        streams: the streams that it opens, in the order of its trajectories.
-        store: where samples go.
+        program: the source's program.
+        streams: the streams that the source opens, in the order in which its body returns trajectories.
+        store: where samples are stored.
     """
 
     program: NodeProgram
@@ -32,56 +32,58 @@ class SampleWriter:
     store: SampleStore
 
     @classmethod
-    def of(cls, program: NodeProgram, graph: Graph, store: SampleStore) -> SampleWriter:
-        """The opener of a node's streams."""
+    def for_node(cls, program: NodeProgram, graph: Graph, store: SampleStore) -> SampleWriter:
+        """Make the writer for a node and the streams that it opens."""
         return cls(program, tuple(s.name for s in graph.streams if s.source == program.name), store)
 
-    def split(self, result: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-        """Trajectories (for each stream one, or a list: a group), fields, metrics.
+    def write(
+        self, sample: int, group: int, result: Any, row: DatasetRow, parent: str | None = None
+    ) -> SampleReady:
+        """Store one sample: the body's result and the dataset row. Returns the event that reports it.
+
+        Every stream that the source opens gets all returned fields.
 
         Raises:
             RecipeError: when the body returned something else than it declares.
         """
+        trajectories, fields, metrics = self._split(result)
+        for stream, trajectory in zip(self.streams, trajectories, strict=True):
+            self._check(trajectory)
+            self.store.put_trajectory(stream, sample, group, trajectory, row, parent)
+            self._write_fields(stream, sample, len(trajectory.input_ids), fields)
+        self.write_metrics(sample, metrics)
+        value = _reported_value(self.program, fields)
+        return sample_ready_event(self.streams[0], sample, trajectories, value)
+
+    def write_metrics(self, sample: int, metrics: Mapping[str, Any]) -> None:
+        """Store metrics of a sample; they are averaged over the batch."""
+        self.store.add_metrics(self.streams[0], self.program.name, (sample,), metrics)
+
+    def split_group(self, result: Any, num_samples: int) -> list[Any]:
+        """Return the result of each member, of a body that is called once for a group.
+
+        Raises:
+            RecipeError: when it did not return as many trajectories as the group has members.
+        """
+        members = list(result) if isinstance(result, list) else [result]
+        if len(members) != num_samples:
+            raise RecipeError(
+                f"node {self.program.name!r} returned {len(members)} trajectories for a group of "
+                f"{num_samples}. Return a list with one trajectory per member, or change the node's group=."
+            )
+        return members
+
+    def _split(self, result: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+        """Split a body's result into trajectories (one per stream), fields and metrics."""
         program = self.program
         declared = (*((stream, "trajectory") for stream in self.streams), *program.returns)
         results, metrics = split_result(program.name, declared, program.metrics, result)
         return results[: len(self.streams)], results[len(self.streams) :], metrics
 
-    def put(
-        self, sample: int, group: int, result: Any, row: DatasetRow, parent: str | None = None
-    ) -> SampleReady:
-        """Put one sample with its dataset row into the store; returns the event that reports it."""
-        trajectories, fields, metrics = self.split(result)
-        for stream, trajectory in zip(self.streams, trajectories, strict=True):
-            self._check(trajectory)
-            self.store.put_trajectory(stream, sample, group, trajectory, row, parent)
-            self._put_fields(stream, sample, len(trajectory.input_ids), fields)
-        self.report(sample, metrics)
-        return sample_ready_event(self.streams[0], sample, trajectories, _number(self.program, fields))
-
-    def report(self, sample: int, metrics: Mapping[str, Any]) -> None:
-        """Keep numbers beside a sample, which are averaged over the batch."""
-        self.store.add_metrics(self.streams[0], self.program.name, (sample,), metrics)
-
-    def _put_fields(self, stream: str, sample: int, num_tokens: int, fields: Sequence[Any]) -> None:
-        """Every stream that a source opens has its fields."""
+    def _write_fields(self, stream: str, sample: int, num_tokens: int, fields: Sequence[Any]) -> None:
         for (name, unit), value in zip(self.program.returns, fields, strict=True):
             check_value(self.program.name, name, Unit(unit), value, num_tokens)
             self.store.add_value(stream, name, Unit(unit), (sample,), value)
-
-    def members(self, result: Any, num_samples: int) -> list[Any]:
-        """The result of each member, of a body that is called once for a group.
-
-        Raises:
-            RecipeError: when it did not return as many trajectories as the group has members.
-        """
-        found = list(result) if isinstance(result, list) else [result]
-        if len(found) != num_samples:
-            raise RecipeError(
-                f"node {self.program.name!r} returned {len(found)} trajectories for a group of "
-                f"{num_samples}; return a list with one for each member, or set group= to their number"
-            )
-        return found
 
     def _check(self, trajectory: Any) -> None:
         if not isinstance(trajectory, Trajectory) or not trajectory.input_ids:
@@ -92,11 +94,15 @@ class SampleWriter:
 def sample_ready_event(
     stream: str, sample: int, trajectories: Sequence[Trajectory], value: float | None = None
 ) -> SampleReady:
-    """The event that reports a sample, with all its trajectories, and the number that its source gave it.
+    """Return the event that reports a sample with all its trajectories.
 
-    A generated token has a version of 0 or more.
+    Args:
+        stream: the first stream that the source opens, which names the sample.
+        sample: its id.
+        trajectories: one per stream. The version of a token is -1 where it was not generated.
+        value: the number that the source reports of the sample.
     """
-    segments = _segments(trajectories)
+    segments = _version_segments(trajectories)
     versions = [version for version, _ in segments]
     return SampleReady(
         stream=stream,
@@ -111,23 +117,26 @@ def sample_ready_event(
     )
 
 
-def _segments(trajectories: Sequence[Trajectory]) -> tuple[tuple[int, int], ...]:
-    """Runs of generated tokens of one version, or sums by version where there are several trajectories."""
-    runs = [run for trajectory in trajectories for run in _runs(trajectory)]
+def _version_segments(trajectories: Sequence[Trajectory]) -> tuple[tuple[int, int], ...]:
+    """Return (version, number of generated tokens) pairs.
+
+    They are runs in order for a single trajectory, and sums by version for several.
+    """
+    runs = [run for trajectory in trajectories for run in _version_runs(trajectory)]
     if len(trajectories) == 1:
         return tuple(runs)
     sums: Counter[int] = Counter()
-    for version, tokens in runs:
-        sums[version] += tokens
+    for version, num_tokens in runs:
+        sums[version] += num_tokens
     return tuple(sorted(sums.items()))
 
 
-def _runs(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
-    drawn = (version for version in trajectory.versions if version >= 0)
-    yield from ((version, sum(1 for _ in run)) for version, run in groupby(drawn))
+def _version_runs(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
+    generated = (version for version in trajectory.versions if version >= 0)
+    yield from ((version, sum(1 for _ in run)) for version, run in groupby(generated))
 
 
-def _number(program: NodeProgram, fields: Sequence[Any]) -> float | None:
-    """The number that the controller is told of a sample, of those that its source returned."""
+def _reported_value(program: NodeProgram, fields: Sequence[Any]) -> float | None:
+    """Return the field that is reported to the controller, of those that the source returned."""
     named = zip(program.returns, fields, strict=True)
     return next((float(value) for (name, _), value in named if name == program.reported), None)
