@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import ModelSettings, SamplingParams
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from neighbour import architecture
 
-from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import ModelSettings, SamplingParams
 
 PROMPT = 7

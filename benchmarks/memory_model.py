@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
-from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import (
     ModelSettings,
     NodeCall,
@@ -39,7 +39,7 @@ from hflow.backends.interface import (
     SamplingParams,
     TrainShard,
 )
-from hflow.backends.torch_model import TorchModel
+from hflow.backends.torch_model.backend import TorchModel
 from hflow.data.batch import Batch, Column
 from hflow.dsl import bind
 from hflow.graph.build import build_graph

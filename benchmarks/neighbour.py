@@ -55,7 +55,7 @@ def train(layers: int, hidden: int) -> Iterator[None]:
 
 def generate(layers: int, hidden: int) -> Iterator[None]:
     """Steps of an engine whose slots are full."""
-    from hflow.backends.embedded_engine import EmbeddedEngine
+    from hflow.backends.embedded_engine.engine import EmbeddedEngine
     from hflow.backends.interface import ModelSettings, SamplingParams
 
     settings = ModelSettings("neighbour", architecture=architecture(layers, hidden))

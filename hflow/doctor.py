@@ -1,4 +1,4 @@
-"""What this machine can run, and the one command that mends what it cannot."""
+"""What this machine can run, and the command that fixes what it cannot."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 
+from hflow.planner.backends import BACKENDS, ENGINES, Descriptor, engine_kind, training_backend
+
 GIB = 2**30
 
 PACKAGES = ("hflow", "torch", "transformers", "ray", "hydra-core", "networkx", "safetensors", "tokenizers")
+"""Distributions without which hflow cannot run."""
 
 RAY_PROBE = """
 import ray
@@ -21,68 +24,50 @@ ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 assert ray.get(ray.remote(lambda: 1).remote(), timeout=30) == 1
 """
 RAY_TIMEOUT = 90.0
+"""Seconds that Ray may take to start."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     topic: str
+    """`version`, `device`, `backend`, `engine` or `ray`."""
     name: str
     ok: bool
     detail: str
-    remedy: str = ""
-    """A command, or what to know, where it is not ok."""
+    fix: str = ""
+    """If not ok: a command, or what the user should know."""
     required: bool = True
     """Whether hflow cannot run without it."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A backend or engine: hflow's own module, and the packages that it stands on."""
-
-    topic: str
-    name: str
-    module: str
-    packages: tuple[str, ...]
-    """(importable) names."""
-    install: str
-    required: bool
-
-
-PARTS = (
-    Part("backend", "torch", "hflow.backends.torch_model", ("torch", "transformers"), "make env", True),
-    Part("backend", "megatron", "hflow.backends.megatron", ("megatron",), "pip install megatron-core", False),
-    Part("engine", "embedded", "hflow.backends.embedded_engine", ("torch", "transformers"), "make env", True),
-    Part("engine", "vllm", "hflow.backends.vllm_engine", ("vllm",), "pip install vllm", False),
-)
-
-
-def examine(start_ray: bool = True) -> Iterator[Finding]:
-    """Look at versions, devices, backends, engines and Ray, whose trial start takes seconds."""
+def check_machine(start_ray: bool = True) -> Iterator[Finding]:
+    """Check versions, devices, backends, engines and Ray, whose test start takes seconds."""
     yield Finding("version", "python", sys.version_info >= (3, 11), platform.python_version(), "Python 3.11")
-    yield from map(_version, PACKAGES)
-    yield _cpu()
-    yield from _cuda()
-    yield from map(_part, PARTS)
+    yield from map(_check_version, PACKAGES)
+    yield _check_cpu()
+    yield from _check_cuda()
+    yield from (_check_backend("backend", training_backend(name)) for name in BACKENDS)
+    yield from (_check_backend("engine", engine_kind(name)) for name in ENGINES)
     if start_ray:
-        yield _ray()
+        yield _check_ray()
 
 
-def _version(package: str) -> Finding:
+def _check_version(package: str) -> Finding:
     try:
         return Finding("version", package, True, metadata.version(package))
     except metadata.PackageNotFoundError:
         return Finding("version", package, False, "not installed", "make env")
 
 
-def _cpu() -> Finding:
+def _check_cpu() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     return Finding("device", "cpu", True, f"{cores} cores, {memory:.0f} GiB")
 
 
-def _cuda() -> Iterator[Finding]:
+def _check_cuda() -> Iterator[Finding]:
     if find_spec("torch") is None:
         return
     import torch
@@ -95,26 +80,26 @@ def _cuda() -> Iterator[Finding]:
         yield Finding("device", f"cuda:{index}", True, f"{device.name}, {device.total_memory / GIB:.0f} GiB")
 
 
-def _part(part: Part) -> Finding:
-    if find_spec(part.module) is None:
-        remedy = f"hflow {metadata.version('hflow')} does not have it yet"
-        return Finding(part.topic, part.name, False, "not part of this version", remedy, part.required)
-    absent = [package for package in part.packages if find_spec(package) is None]
-    if absent:
-        detail = f"needs {', '.join(absent)}"
-        return Finding(part.topic, part.name, False, detail, part.install, part.required)
-    return Finding(part.topic, part.name, True, "usable", required=part.required)
+def _check_backend(topic: str, backend: Descriptor) -> Finding:
+    if backend.factory is None:
+        fix = f"hflow {metadata.version('hflow')} can plan but not run it"
+        return Finding(topic, backend.name, False, "not part of this version", fix, backend.is_required)
+    missing = [package for package in backend.packages if find_spec(package) is None]
+    if missing:
+        detail = f"needs {', '.join(missing)}"
+        return Finding(topic, backend.name, False, detail, backend.install, backend.is_required)
+    return Finding(topic, backend.name, True, "usable", required=backend.is_required)
 
 
-def _ray() -> Finding:
+def _check_ray() -> Finding:
     """Start a small cluster in another process and run a task on it."""
-    remedy = "use workers=inproc, or free memory and shared memory for Ray"
+    fix = "use workers=inproc, or free memory and shared memory for Ray"
     command = [sys.executable, "-c", RAY_PROBE]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RAY_TIMEOUT, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=RAY_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        return Finding("ray", "start", False, f"not ready after {RAY_TIMEOUT:.0f} s", remedy, required=False)
-    if done.returncode == 0:
+        return Finding("ray", "start", False, f"not ready after {RAY_TIMEOUT:.0f} s", fix, required=False)
+    if result.returncode == 0:
         return Finding("ray", "start", True, "starts and runs a task", required=False)
-    last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-    return Finding("ray", "start", False, last[0], remedy, required=False)
+    last = result.stderr.strip().splitlines()[-1:] or ["no message"]
+    return Finding("ray", "start", False, last[0], fix, required=False)

@@ -6,13 +6,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from hflow.doctor import Finding, examine
+from hflow.doctor import Finding, check_machine
 from hflow.terminal import show
 
 
 def doctor() -> None:
-    """Say what this machine can run, and the one command that mends what it cannot."""
-    findings = list(examine())
+    """Show what this machine can run, and the command that fixes what it cannot."""
+    findings = list(check_machine())
     show(_table(findings))
     if any(finding.required and not finding.ok for finding in findings):
         raise typer.Exit(1)
@@ -22,6 +22,6 @@ def _table(findings: list[Finding]) -> Table:
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         mark = Text("ok", "green") if finding.ok else Text("no", "red" if finding.required else "yellow")
-        remedy = "" if finding.ok else finding.remedy
-        table.add_row(finding.topic, finding.name, mark, Text(finding.detail), Text(remedy, "dim"))
+        fix = "" if finding.ok else finding.fix
+        table.add_row(finding.topic, finding.name, mark, Text(finding.detail), Text(fix, "dim"))
     return table

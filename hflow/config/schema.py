@@ -38,7 +38,7 @@ class OptimConfig:
 class GenConfig:
     """How a model generates: `models.NAME.gen`."""
 
-    engine: Literal["embedded", "vllm"] = "embedded"
+    engine: str = "embedded"
     """The generation engine. `vllm` can be planned but not run yet."""
     layout: str | None = None
     """Layout of the generating replica, such as `d4t1`; null: the plan decides."""
@@ -66,7 +66,7 @@ class ModelConfig:
     """Characters of a character tokenizer, for an `architecture` without a tokenizer of its own."""
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
-    backend: Literal["torch", "megatron"] = "torch"
+    backend: str = "torch"
     """The backend for training and inference: `torch` (transformers, data parallelism by FSDP2) or `megatron`
     (megatron-core: tensor, pipeline and data parallelism)."""
     layout: str | None = None

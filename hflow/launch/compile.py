@@ -9,9 +9,11 @@ from typing import Any
 
 from hflow.config import RunConfig, load_config, to_yaml, validate_names
 from hflow.dsl import apply_overrides, load_recipe, overridable_keys
+from hflow.errors import ConfigError, nearest
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph
 from hflow.launch.plan_request import plan_request
+from hflow.planner.backends import BACKENDS, ENGINES
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import Plan
 
@@ -96,6 +98,22 @@ def read_recipe(
         data=[dataset.name for dataset in spec.datasets],
         nodes={node.name: overridable_keys(node) for node in spec.nodes},
     )
+    _check_backends(config)
     bound = apply_overrides(spec, config.nodes)
     options = {node.name: dict(node.options) for node in bound.nodes}
     return config, build_graph(bound), loaded.bodies(options)
+
+
+def _check_backends(config: RunConfig) -> None:
+    """Refuse names of backends and engines that are not registered.
+
+    Raises:
+        ConfigError: naming the key, the nearest name and all names.
+    """
+    for name, model in config.models.items():
+        choices = (("backend", model.backend, BACKENDS), ("gen.engine", model.gen.engine, ENGINES))
+        for key, value, known in choices:
+            if value not in known:
+                raise ConfigError(
+                    f"models.{name}.{key} is {value!r}; choose {' or '.join(known)}{nearest(value, known)}"
+                )

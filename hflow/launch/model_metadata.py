@@ -14,7 +14,7 @@ from typing import Any
 from hflow.config import ModelConfig, RunConfig
 from hflow.errors import ConfigError, PlanError
 from hflow.graph.ir import Graph, ModelSpec
-from hflow.planner.backend_traits import traits
+from hflow.planner.backends import BACKENDS, traits
 from hflow.planner.model_shape import ModelShape, read_shape
 
 SIZES = (
@@ -124,8 +124,12 @@ def _check_family(config: RunConfig, name: str, where: str, architecture: Mappin
     if built is not None and isinstance(family, str) and family not in built:
         raise ConfigError(
             f"{where}: model_type {family!r} is not one that the {backend} backend builds "
-            f"({', '.join(built)}); set models.{name}.backend=torch"
+            f"({', '.join(built)}); set models.{name}.backend={_backend_of_any_family()}"
         )
+
+
+def _backend_of_any_family() -> str:
+    return next(name for name in BACKENDS if traits(name).families is None)
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

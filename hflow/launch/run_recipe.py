@@ -17,10 +17,10 @@ from hflow.config import to_yaml
 from hflow.launch.compile import Compiled
 from hflow.launch.lockfile import document
 from hflow.launch.observer import RunObserver
-from hflow.launch.preflight import check_agreement
-from hflow.launch.registry import FACTORIES
+from hflow.launch.preflight import check_models
 from hflow.launch.unsupported import refuse_unrunnable
 from hflow.launch.worker_setup import make_setup, make_workers, open_rows
+from hflow.planner.backends import factories
 from hflow.planner.placement.replicas import saved_models
 from hflow.report.live import Display, open_display
 from hflow.report.summary import RunSummary
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class RunEnvironment:
     """What a run is carried out with; the defaults are those of `hflow run`."""
 
-    factories: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: FACTORIES)
+    factories: Mapping[str, Callable[..., Any]] = field(default_factory=factories)
     """Backend name -> what builds it."""
     processes: RayActors | None = None
     """Worker processes of several runs; None: the run starts its own."""
@@ -69,7 +69,7 @@ async def _run(compiled: Compiled, live: bool | None, means: RunEnvironment) -> 
     """Check the data and the models, then begin: what fails early leaves no run directory."""
     rows, setup = open_rows(compiled), make_setup(compiled, means.factories)
     workers = make_workers(compiled, means.processes)
-    check_agreement(compiled, setup)
+    check_models(compiled, setup)
     directory = _begin(compiled)
     setup = replace(setup, exchange=str(directory.weights.resolve()))
     console = Console(quiet=True) if means.is_quiet else None

@@ -26,8 +26,15 @@ from hflow.errors import ConfigError
 from hflow.graph.ir import Graph, Level
 from hflow.launch.compile import Compiled, compile_recipe, read_recipe
 from hflow.launch.plan_request import cluster_hardware
-from hflow.launch.registry import FACTORIES, recording_engine, replaying_engine
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
+from hflow.planner.backends import (
+    BACKENDS,
+    ENGINES,
+    EngineKind,
+    engine_kind,
+    factories,
+    model_parallel_backend,
+)
 from hflow.planner.cluster import device_of
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.layout import Layout
@@ -64,13 +71,13 @@ def common(config: RunConfig, graph: Graph, steps: int, out: str) -> RunConfig:
 
 
 def alone(config: RunConfig) -> RunConfig:
-    """The reference: one process, one device, the torch backend; it saves every step."""
-    return _placed(config, 1, "torch", None, workers="inproc", save_every=1)
+    """The reference: one process, one device, the default backend; it saves every step."""
+    return _placed(config, 1, BACKENDS[0], None, workers="inproc", save_every=1)
 
 
 def divided(config: RunConfig, layout: Layout) -> RunConfig:
-    """Every model on megatron in this layout, on as many Ray workers; engines on all of them."""
-    return _placed(config, layout.world, "megatron", layout, workers="ray")
+    """Every model on a model-parallel backend in this layout, on Ray workers; engines on all of them."""
+    return _placed(config, layout.world, model_parallel_backend(), layout, workers="ray")
 
 
 def changes(graph: Graph, config: RunConfig) -> Iterator[str]:
@@ -87,7 +94,7 @@ def changes(graph: Graph, config: RunConfig) -> Iterator[str]:
 
 def _comparable(config: RunConfig, name: str) -> ModelConfig:
     model = config.models.get(name, ModelConfig())
-    return dataclasses.replace(model, dtype="fp32", gen=dataclasses.replace(model.gen, engine="embedded"))
+    return dataclasses.replace(model, dtype="fp32", gen=dataclasses.replace(model.gen, engine=_engine().name))
 
 
 def _nodes(config: RunConfig, graph: Graph, steps: int) -> Mapping[str, Mapping[str, Any]]:
@@ -276,20 +283,30 @@ def _compared(
 ) -> Iterator[TwinResult]:
     draws: dict[Any, Any] = {}
     tell("one process")
-    expected = run_compiled(reference, False, RunEnvironment(_with(recording_engine, draws), is_quiet=True))
+    expected = run_compiled(
+        reference, False, RunEnvironment(_with(_engine().recording_factory, draws), is_quiet=True)
+    )
     lent = processes or _processes(others)
     try:
         for name, other in others:
             tell(f"{name} on {other.plan.cluster.num_devices} workers")
-            means = RunEnvironment(_with(replaying_engine, draws), _usable(other, lent), is_quiet=True)
+            means = RunEnvironment(
+                _with(_engine().replaying_factory, draws), _usable(other, lent), is_quiet=True
+            )
             yield compare(expected, run_compiled(other, False, means), name)
     finally:
         if lent is not None and processes is None:
             asyncio.run(lent.close())
 
 
-def _with(engine: Callable[..., Any], draws: dict[Any, Any]) -> Mapping[str, Callable[..., Any]]:
-    return {**FACTORIES, "embedded": partial(engine, draws)}
+def _with(engine: Callable[..., Any] | None, draws: dict[Any, Any]) -> Mapping[str, Callable[..., Any]]:
+    assert engine is not None
+    return {**factories(), _engine().name: partial(engine, draws)}
+
+
+def _engine() -> EngineKind:
+    """Return the first engine that can replay the tokens that another run sampled."""
+    return next(kind for kind in map(engine_kind, ENGINES) if kind.replaying_factory is not None)
 
 
 def _processes(others: Sequence[tuple[str, Compiled]]) -> RayActors | None:

@@ -13,7 +13,7 @@ from hflow.errors import ConfigError
 from hflow.graph.ir import DatasetSpec, Node
 from hflow.launch.compile import Compiled
 from hflow.launch.model_settings import model_settings, tokenizer_settings
-from hflow.launch.registry import FACTORIES
+from hflow.planner import backends
 from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.row_cursor import Rows
 from hflow.workers.interface import NodeProgram, Workers, WorkerSetup
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from hflow.workers.ray.ray_actors import RayActors
 
 
-def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] = FACTORIES) -> WorkerSetup:
+def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] | None = None) -> WorkerSetup:
     """What each worker is built from.
 
     Args:
         compiled: the recipe.
-        factories: backend name -> what builds it on the workers.
+        factories: backend name -> what builds it on the workers; None: those of the registry.
 
     Raises:
         ConfigError: when a model or dataset is not configured.
@@ -44,7 +44,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] =
         datasets={dataset.name: _data_settings(compiled, dataset) for dataset in compiled.graph.datasets},
         tokenizers=tokenizer_settings(compiled),
         seed=compiled.config.seed,
-        factories=factories,
+        factories=backends.factories() if factories is None else factories,
         collective_timeout=compiled.config.collective_timeout,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hflow.errors import PlanError
-from hflow.planner.backend_traits import BackendTraits, traits
+from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape, TensorSpec, layer_template, other_tensors

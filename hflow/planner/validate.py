@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
-from hflow.planner.backend_traits import traits
+from hflow.planner.backends import model_parallel_backend, traits
 from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.node_order import root_stream, root_streams
 from hflow.planner.placement.replicas import is_source
@@ -31,11 +31,11 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
             raise PlanError(f"{name} is {getattr(request, name)}; it must be at least {least}")
     _check_schedule(request.schedule, request.batch)
     for name, asked in request.models.items():
-        if asked.sequence_parallel is not None and not traits(asked.backend).cuts_layers:
+        if asked.sequence_parallel is not None and not traits(asked.backend).is_model_parallel:
             raise PlanError(
                 f"models.{name}.sequence_parallel is {str(asked.sequence_parallel).lower()}, but the "
                 f"{asked.backend} backend has no tensor ranks that could share tokens; leave it out, or set "
-                f"models.{name}.backend=megatron"
+                f"models.{name}.backend={model_parallel_backend()}"
             )
     for stream in root_streams(graph):
         max_concurrent = request.schedule.max_concurrent

@@ -9,24 +9,17 @@ from pathlib import Path
 import torch
 
 from hflow.errors import RunError
-from hflow.planner.ir import Plan, Replica
-
-ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Hardware queues of a device, read when CUDA starts. With one, kernels run in the order in which the host
-issues them, so that megatron's collectives of tensor ranks begin before the products that they overlap
-with. FSDP2 wants the usual several, so it is set only where it must be."""
+from hflow.planner.backends import descriptor
+from hflow.planner.ir import Plan
 
 
 def environment(plan: Plan, worker: int) -> dict[str, str]:
-    """What is set for one worker, by the replicas that it hosts."""
-    hosted = [replica for replica in plan.replicas if worker in replica.workers]
-    if plan.cluster.device == "cuda" and any(map(_overlaps_tensor_ranks, hosted)):
-        return {ONE_QUEUE: "1"}
-    return {}
-
-
-def _overlaps_tensor_ranks(replica: Replica) -> bool:
-    return replica.backend == "megatron" and replica.layout.tensor > 1
+    """Return the environment variables of one worker, which the backends of its replicas choose."""
+    variables: dict[str, str] = {}
+    for replica in plan.replicas:
+        if worker in replica.workers:
+            variables |= descriptor(replica.backend).environment(replica, plan.cluster.device)
+    return variables
 
 
 # -------------------- Binds this process to processor cores of its own.

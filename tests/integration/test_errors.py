@@ -125,14 +125,14 @@ def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (
             SFT,
             "models.actor.architecture.vocab_size=8",
-            "models.actor: its tokenizer has 16 tokens, but the model's vocab_size is 8; set "
-            "models.actor.architecture.vocab_size to 16 or more",
+            "models.actor: the tokenizer has 16 tokens, but the model's vocab_size is only 8. Set "
+            "models.actor.architecture.vocab_size=16 or more",
         ),
         (
             score("return 1.0"),
             "nodes.actor_gen.max_tokens=64",
-            "nodes.actor_gen.max_tokens is 64, but models.actor.gen.max_model_len is 64, prompt and "
-            "completion together; set max_tokens to 63 or less",
+            "nodes.actor_gen.max_tokens is 64, but models.actor.gen.max_model_len is 64, for prompt and "
+            "completion together. Set nodes.actor_gen.max_tokens=63 or less",
         ),
         (
             score("return 1.0"),

@@ -11,7 +11,7 @@ import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 
 from hflow.backends.interface import RankPosition
-from hflow.backends.torch_model import TorchModel
+from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import NotYetError
 from hflow.launch.compile import compile_recipe
 from hflow.launch.model_settings import model_settings
@@ -108,8 +108,8 @@ def test_ppo_on_two_workers_is_that_of_one_process(rows: Path, tmp_path: Path) -
         (
             "tool_agent",
             ["actor", "rm"],
-            r"rew_inf .*: it runs as groups arrive, .* so rm@infer cannot share its devices with actor@gen; "
-            r"give it devices of its own, as in placement='... rm=1'",
+            r"rew_inf .* runs as each group arrives, .* so rm@infer cannot share devices with actor@gen. "
+            r"Give it devices of its own, as in placement='... rm=1'",
         ),
     ],
 )

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from runs import ROOT, run, steps_of, weights_of
 
-from hflow.backends.embedded_engine import EmbeddedEngine
-from hflow.backends.torch_model import TorchModel
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
+from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import RunError
 from hflow.launch.compile import compile_recipe
-from hflow.launch.registry import FACTORIES
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
+from hflow.planner.backends import factories
 from hflow.report.summary import RunSummary
 from hflow.workers.weights.buckets import Bucket
 from hflow.workers.weights.transports.disk import DiskTransport
@@ -102,7 +102,7 @@ def test_the_trainer_goes_on_while_the_engine_loads(tmp_path: Path) -> None:
     compiled = compile_recipe(
         ROOT / RECIPE, [f"out={tmp_path}", *GRPO, "steps=5", "schedule.max_staleness=2"]
     )
-    means = RunEnvironment(factories={**FACTORIES, "torch": Trainer, "embedded": Engine}, is_quiet=True)
+    means = RunEnvironment(factories={**factories(), "torch": Trainer, "embedded": Engine}, is_quiet=True)
     summary = run_compiled(compiled, False, means)
     assert summary.steps == 5
     versions = [version for _, version, _ in commits(summary)]

@@ -13,7 +13,7 @@ from runs import ROOT, largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 
 from hflow.backends.interface import GenerationResult, RankPosition
-from hflow.backends.torch_model import TorchModel
+from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import NotYetError
 from hflow.launch.compile import compile_recipe
 from hflow.launch.model_settings import model_settings
@@ -65,7 +65,7 @@ def test_duels_on_two_workers_are_those_of_one_process(two_processes: RayActors,
 def test_engines_that_lie_apart_are_refused(tmp_path: Path) -> None:
     apart = ["cluster=cpu-1x2", "models.bob.gen.layout=d1"]
     with pytest.raises(
-        NotYetError, match=r"duel .*: its engines lie apart, .* give models.bob.gen the layout"
+        NotYetError, match=r"duel .* needs its engines on the same workers, .* Give models.bob.gen the layout"
     ):
         run("recipes/self_play.py", tmp_path, *DUEL, *apart)
     assert list(tmp_path.iterdir()) == []

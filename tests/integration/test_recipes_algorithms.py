@@ -153,14 +153,12 @@ def test_what_derived_samples_cannot_do_yet(tmp_path: Path) -> None:
     recipe.write_text(
         source.replace("temperature=0.0, ", "").replace('prox="none"', 'prox="none", on="greedy"')
     )
-    with pytest.raises(NotYetError, match=r"greedy .*: actor_train trains on it, but samples of a derived"):
+    with pytest.raises(NotYetError, match=r"greedy .*: actor_train trains on this derived stream"):
         run(recipe, tmp_path / "runs", *ALONE, *BESIDE)
     recipe.write_text(
         source.replace("recipe = Recipe", 'other = Model("other")\nrecipe = Recipe').replace(
             'use(nodes.actor_gen, actor, name="greedy"', 'use(nodes.actor_gen, other, name="greedy"'
         )
     )
-    with pytest.raises(
-        NotYetError, match=r"greedy .*: it derives from 'actor_gen', so for now it can only use"
-    ):
+    with pytest.raises(NotYetError, match=r"greedy .* derives from stream 'actor_gen', so it can only use"):
         run(recipe, tmp_path / "runs", *ALONE, *BESIDE, "+model@models.other=tiny-qwen2")

@@ -81,22 +81,22 @@ def test_a_teacher_does_not_depend_on_the_number_of_ranks(
     [
         (
             ["models.teacher.layout=d1"],
-            r"follow .*: teacher@infer lies as d1t1p1 on workers 0, actor@train as d2t1p1 on 0, 1; an update "
-            r"needs both alike: give models.teacher the layout and group of models.actor",
+            r"follow .* teacher@infer is d1t1p1 on workers 0, and actor@train is d2t1p1 on workers 0, 1. "
+            r"Give models.teacher the layout and group of models.actor",
         ),
         (
             ["models.teacher.group=other", "models.actor.layout=d1", "models.teacher.layout=d1"],
-            r"follow .*: teacher@infer lies as d1t1p1 on workers 1, actor@train as d1t1p1 on 0; an",
+            r"follow .* teacher@infer is d1t1p1 on workers 1, and actor@train is d1t1p1 on workers 0",
         ),
         (
             ["models.actor.backend=megatron"],
-            r"follow .*: teacher@infer is on the torch backend, actor@train on megatron, which cut weights "
-            r"each in its own way; set models.teacher.backend=megatron",
+            r"follow .* teacher@infer uses torch and actor@train uses megatron, which shard weights "
+            r"differently. Set models.teacher.backend=megatron",
         ),
         (
             ["models.actor.backend=megatron", "models.teacher.backend=megatron", "models.actor.dtype=bf16"],
-            r"follow .*: megatron keeps the weights of teacher in bf16, too coarse for small updates; set "
-            r"models.teacher.dtype=fp32, or backend=torch for both models",
+            r"follow .*: megatron keeps the weights of teacher in bf16, which is too coarse for small "
+            r"updates. Set models.teacher.dtype=fp32, or backend=torch for both models",
         ),
     ],
 )

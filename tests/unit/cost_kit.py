@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import plan_graphs as graphs
 
-from hflow.planner.backend_traits import traits
+from hflow.planner.backends import traits
 from hflow.planner.cost.flops import Work
 from hflow.planner.cost.generation import Rollout
 from hflow.planner.cost.replica_costs import ReplicaCosts
@@ -47,9 +47,10 @@ BARE = replace(traits("torch"), layer_host_ms=0.0)
 def side(shape=SMALL, layout="d1", hardware=TOY, backend="torch", per_machine=8, **asked):
     """A replica on neighbouring devices, in the rank order of its role."""
     made = traits(backend) if isinstance(backend, str) else backend
-    role = "train" if made.kind == "train" else "gen"
+    role = "gen" if made.sharded_over_data == "nothing" else "train"
     axes = Layout.parse(layout)
-    replica = Replica("m", "m", role, made.name, axes, "all", tuple(range(axes.world)), (0,))
+    name = backend if isinstance(backend, str) else "torch"
+    replica = Replica("m", "m", role, name, axes, "all", tuple(range(axes.world)), (0,))
     cluster = replace(graphs.cluster_of("cpu-1x1"), num_nodes=9999, devices_per_node=per_machine)
     return replace(ReplicaCosts.of(replica, shape, ModelRequest(**asked), hardware, cluster), backend=made)
 

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.workers.generation.engine_driver import EngineDriver

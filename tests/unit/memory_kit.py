@@ -12,9 +12,9 @@ import torch_kit as kit
 from torch.profiler import ProfilerActivity, profile
 
 from hflow.backends.interface import ModelSettings, OptimSettings, RankPosition, TrainShard
-from hflow.backends.torch_model import TorchModel
+from hflow.backends.torch_model.backend import TorchModel
 from hflow.data.batch import Batch, Column
-from hflow.planner.backend_traits import traits
+from hflow.planner.backends import ENGINES
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.planner.memory.microbatch import MicroBatch
@@ -61,7 +61,7 @@ def rank(
     **asked: Any,
 ) -> Rank:
     """A rank of a replica on neighbouring devices; rank 0 on the first stage."""
-    made = role or ("train" if traits(backend).kind == "train" else "gen")
+    made = role or ("gen" if backend in ENGINES else "train")
     axes = Layout.parse(layout)
     replica = Replica(f"m@{made}", "m", made, backend, axes, "all", tuple(range(axes.world)), (0,))
     return Rank(replica, shape, ModelRequest(shape=shape, **asked), stage, stage == 0, on_cpu)

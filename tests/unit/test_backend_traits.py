@@ -14,16 +14,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from hflow.backends.interface import RankPosition
 from hflow.data.batch import Batch
 from hflow.data.shared_prefix import share_prefixes
-from hflow.launch.registry import FACTORIES
-from hflow.planner.backend_traits import TRAITS
+from hflow.errors import PlanError
+from hflow.planner.backends import BACKENDS, ENGINES, descriptor, training_backend, traits
 from hflow.planner.model_shape import FAMILIES
-
-TRAINED = [name for name, facts in TRAITS.items() if facts.kind == "train"]
 
 
 def rows_computed(backend: str, batch: Batch) -> int:
     """Rows that go through each layer in a forward."""
-    model = FACTORIES[backend](dataclasses.replace(kit.SETTINGS, trainable=False), RankPosition())
+    model = training_backend(backend).factory(
+        dataclasses.replace(kit.SETTINGS, trainable=False), RankPosition()
+    )
     hidden, rows = kit.ARCHITECTURE["hidden_size"], list[int]()
 
     def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -40,12 +40,12 @@ def rows_computed(backend: str, batch: Batch) -> int:
     return rows[0]
 
 
-@pytest.mark.parametrize("backend", TRAINED)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_prompts_that_a_group_shares_are_computed_once(backend: str) -> None:
     batch = shared_batch()
     sharing = share_prefixes(batch)
     assert sharing is not None
-    distinct = len(sharing.token_of_row) if TRAITS[backend].shares_prompts else batch.num_tokens
+    distinct = len(sharing.token_of_row) if traits(backend).shares_prompts else batch.num_tokens
     assert rows_computed(backend, batch) == distinct
     assert rows_computed(backend, apart(batch)) == batch.num_tokens
 
@@ -53,4 +53,19 @@ def test_prompts_that_a_group_shares_are_computed_once(backend: str) -> None:
 def test_megatron_builds_the_families_that_it_is_planned_for() -> None:
     from hflow.backends.megatron.model_dims import FAMILIES as BUILT
 
-    assert set(BUILT) == set(FAMILIES) == set(TRAITS["megatron"].families or ())
+    assert set(BUILT) == set(FAMILIES) == set(traits("megatron").families or ())
+
+
+@pytest.mark.parametrize("name", [*BACKENDS, *ENGINES])
+def test_every_name_in_the_registry_has_a_descriptor(name: str) -> None:
+    assert descriptor(name).name == name
+
+
+def test_backends_and_engines_have_different_names() -> None:
+    """A replica has one `backend`, which is the name of either."""
+    assert not set(BACKENDS) & set(ENGINES)
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(PlanError, match="unknown backend 'megatorn'; did you mean 'megatron'"):
+        traits("megatorn")

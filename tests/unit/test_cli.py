@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.main import get_command
 from hflow import doctor
 from hflow.cli import app, main
 from hflow.config import load_config
-from hflow.doctor import Part
+from hflow.planner.backends import engine_kind
 
 GOOD = '''"""GRPO, as small as it gets."""
 
@@ -304,20 +305,22 @@ def test_doctor_finds_this_environment_fit(monkeypatch, capsys):
     assert fit >= {("version", "torch"), ("backend", "torch"), ("engine", "embedded"), ("ray", "start")}
 
 
-def test_doctor_gives_the_command_that_mends(monkeypatch):
-    lacking = Part("engine", "fast", "hflow.errors", ("an_absent_package",), "pip install fast", False)
-    future = Part("engine", "future", "hflow.an_absent_module", (), "pip install future", False)
-    monkeypatch.setattr(doctor, "PARTS", (lacking, future))
+def test_doctor_gives_the_command_that_fixes(monkeypatch):
+    embedded = engine_kind("embedded")
+    fast = replace(embedded, name="fast", packages=("an_absent_package",), install="pip install fast")
+    future = replace(embedded, name="future", packages=(), factory=None)
+    monkeypatch.setattr(doctor, "ENGINES", ("fast", "future"))
+    monkeypatch.setattr(doctor, "engine_kind", {"fast": fast, "future": future}.__getitem__)
     monkeypatch.setattr(doctor, "PACKAGES", ("torch", "an-absent-package"))
-    found = {finding.name: finding for finding in doctor.examine(start_ray=False)}
-    assert (found["fast"].detail, found["fast"].remedy) == ("needs an_absent_package", "pip install fast")
+    found = {finding.name: finding for finding in doctor.check_machine(start_ray=False)}
+    assert (found["fast"].detail, found["fast"].fix) == ("needs an_absent_package", "pip install fast")
     assert found["future"].detail == "not part of this version"
-    assert found["an-absent-package"].remedy == "make env"
+    assert found["an-absent-package"].fix == "make env"
     assert {name for name, finding in found.items() if finding.ok} >= {"python", "torch", "cpu"}
 
 
 def test_doctor_names_hflows_own_parts():
-    found = {(f.topic, f.name): f for f in doctor.examine(start_ray=False)}
+    found = {(f.topic, f.name): f for f in doctor.check_machine(start_ray=False)}
     assert found["backend", "torch"].ok
     assert found["engine", "embedded"].ok
-    assert all(finding.remedy for finding in found.values() if not finding.ok)
+    assert all(finding.fix for finding in found.values() if not finding.ok)

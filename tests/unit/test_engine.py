@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
 from hflow.errors import BackendError, ConfigError
 

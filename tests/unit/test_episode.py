@@ -11,7 +11,7 @@ import pytest
 import torch
 from episode_kit import Gated, driving, model_settings, new_effects, until
 
-from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import ModelSettings, SamplingParams
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, RunError

@@ -377,25 +377,34 @@ def test_an_architecture_that_cannot_be():
     [
         (
             ["models.actor.gen.engine=vllm"],
-            "actor@gen is planned for vllm, which is not executed yet; look at it with `hflow plan`, or run "
-            "it with models.actor.gen.engine=embedded",
+            "actor@gen uses vllm, which can be planned but not run yet. Set models.actor.gen.engine=embedded",
         ),
         (
             ["models.actor.layout=t2"],
-            "actor@train has layout d1t2p1: the torch backend executes data parallelism only; set "
+            "actor@train has layout d1t2p1, but torch supports data parallelism only. Set "
             "models.actor.backend=megatron",
         ),
         (
             ["models.actor.backend=megatron", "models.actor.layout=t2", "workers=inproc"],
-            "actor@train has layout d1t2p1: megatron needs a process for each rank; take workers=ray, or a "
-            "layout of d1",
+            "actor@train has layout d1t2p1, for which megatron needs a process for each rank. Set workers",
         ),
     ],
 )
 def test_what_is_planned_but_not_run(overrides: list[str], message: str):
-    with pytest.raises(NotYetError) as refusal:
+    with pytest.raises(NotYetError, match=message):
         refuse_unrunnable(compile_recipe(GRPO, overrides))
-    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("models.actor.backend=megatorn", "models.actor.backend is 'megatorn'.* did you mean 'megatron'"),
+        ("models.actor.gen.engine=vlm", "models.actor.gen.engine is 'vlm'; choose embedded or vllm"),
+    ],
+)
+def test_a_backend_that_is_not_registered(override: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        compile_recipe(GRPO, [override])
 
 
 def test_an_unknown_device_is_refused_when_planning():

@@ -40,6 +40,21 @@ def test_what_needs_no_device_imports_nothing_heavy(commands: list[list[str]]):
     assert done.returncode == 0, done.stderr
 
 
+def test_descriptors_of_backends_import_nothing_heavy():
+    code = f"""
+import sys
+from hflow.planner.backends import BACKENDS, ENGINES, descriptor
+for name in (*BACKENDS, *ENGINES):
+    descriptor(name)
+    heavy = [name for name in {HEAVY} if name in sys.modules]
+    assert not heavy, (name, heavy)
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert process.returncode == 0, process.stderr
+
+
 def test_packages_import_whom_they_may():
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-logo"],

@@ -7,7 +7,7 @@ import pytest
 import torch_kit as kit
 
 from hflow.backends.interface import RankPosition
-from hflow.launch.registry import FACTORIES
+from hflow.planner.backends import factories
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 def test_a_step_equals_the_cpu(dtype, tolerance):
     batch = kit.make_batch(kit.LENGTHS)
     settings = dataclasses.replace(kit.SETTINGS, device="cuda", dtype=dtype, tokens_per_microbatch=13)
-    here, there = kit.model(), FACTORIES["megatron"](settings, RankPosition())
+    here, there = kit.model(), factories()["megatron"](settings, RankPosition())
     first, other = (b.infer(kit.LOGPROBS, [batch])[0].columns["result"].values for b in (here, there))
     np.testing.assert_allclose(other, first, atol=tolerance)
     wanted, got = (b.train(kit.CALLS["token-mean"], kit.whole(batch), 0) for b in (here, there))

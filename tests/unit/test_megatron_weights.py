@@ -20,9 +20,9 @@ from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
 from hflow.backends.megatron.hf_mapping import ShardPosition, backbone_shapes, padded_vocabulary, parameters
 from hflow.backends.megatron.model_dims import ModelDims, check_split, read_dims
-from hflow.backends.torch_model import TorchModel
+from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import BackendError
-from hflow.planner.backend_traits import traits
+from hflow.planner.backends import traits
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import read_shape, tensors
 from hflow.planner.weights.sharding import held

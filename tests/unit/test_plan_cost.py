@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hflow.backends.common.chunked import LOGITS_PER_CHUNK
 from hflow.backends.torch_model.fsdp import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
 from hflow.data.shared_prefix import LEAST_SAVED as BACKEND_LEAST_SAVED
-from hflow.planner.backend_traits import traits
+from hflow.planner.backends import traits
 from hflow.planner.cost import sync as syncing
 from hflow.planner.cost.collectives import Ranks, all_gather, all_reduce, axis_ranks, reduce_scatter, send
 from hflow.planner.cost.flops import (

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plan_graphs import grpo
 
 from hflow.errors import PlanError
-from hflow.planner.backend_traits import TRAITS
+from hflow.planner.backends import BACKENDS, ENGINES, traits
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import ClusterSpec, Replica
 from hflow.planner.layout import Layout
@@ -123,14 +123,14 @@ def test_a_model_of_unknown_sizes_passes():
     st.sampled_from((1, 2, 3, 4, 6, 8)),
     st.integers(1, 3),
     st.integers(1, 130),
-    st.sampled_from(sorted(TRAITS)),
+    st.sampled_from(sorted((*BACKENDS, *ENGINES))),
 )
 def test_a_layout_passes_just_when_it_cuts_and_what_is_proposed_passes(
     layout, layers, kv, times, vocab, backend
 ):
     shape = ModelShape("llama", layers, 8, 12, kv * times, kv, 2, vocab, is_tied=False)
     try:
-        cuts = bool([pieces(spec, TRAITS[backend], layout) for spec in tensors(shape)])
+        cuts = bool([pieces(spec, traits(backend), layout) for spec in tensors(shape)])
     except PlanError:
         cuts = False
     if cuts and layout.pipe <= layers:

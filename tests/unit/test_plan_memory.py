@@ -10,29 +10,30 @@ from hypothesis import strategies as st
 from memory_kit import LLAMA_7B, SMALL, microbatch, rank
 
 from hflow.backends.common.chunked import LOGITS_PER_CHUNK
-from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.embedded_engine import memory as embedded_memory
 from hflow.backends.embedded_engine.cache import KVCache, padded_length
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.embedded_engine.options import EngineOptions
 from hflow.backends.interface import ModelSettings, SamplingParams
+from hflow.backends.megatron import memory as megatron_memory
 from hflow.backends.torch_model import fsdp as placement
+from hflow.backends.torch_model import memory as torch_memory
 from hflow.backends.torch_model import weight_export as gather
+from hflow.backends.vllm_engine import memory as vllm_memory
 from hflow.errors import PlanError
-from hflow.planner.backend_traits import traits
+from hflow.planner.backends import training_backend, traits
 from hflow.planner.compile import compile_plan
 from hflow.planner.layout import Layout
 from hflow.planner.memory import (
     activations,
     check_memory,
-    engine,
-    megatron_steps,
+    engine_load,
     memory_phases,
-    torch_steps,
     transfer,
     unknown_models,
 )
 from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import stage_sizes
-from hflow.planner.memory.resident import model_state
 from hflow.planner.model_shape import num_parameters
 from hflow.planner.request import ModelRequest
 from hflow.planner.workload import Workload, WorkloadRequest
@@ -42,19 +43,23 @@ NUM_7B = 6_738_415_616
 MIB = 2**20
 
 
+def model_state(asked):
+    return training_backend(asked.replica.backend).memory.model_state(asked)
+
+
 # ---------------------------------------------------------------------- entries and model state
 def test_what_is_known_of_backends_is_what_they_say():
     assert activations.LOGITS_PER_CHUNK == LOGITS_PER_CHUNK
-    assert torch_steps.MIN_UNIT_BYTES == placement.MIN_UNIT_BYTES
+    assert torch_memory.MIN_UNIT_BYTES == placement.MIN_UNIT_BYTES
     assert transfer.BUCKET_BYTES == gather.BUCKET_BYTES == worker_weights.BUCKET_BYTES
-    assert EngineOptions().max_tokens_per_step == engine.TOKENS_PER_STEP
+    assert EngineOptions().max_tokens_per_step == engine_load.PREFILL_TOKENS
 
 
 def test_entries_of_a_whole_model():
     sizes = stage_sizes(SMALL, traits("torch"), Layout(), 0)
     assert (sizes.layer, sizes.num_layers, sizes.rest) == (36_992, 4, 12_864)
     assert sizes.embedding == sizes.output == 6_400
-    assert sizes.whole == sizes.shard == num_parameters(SMALL) == 160_832
+    assert sizes.total == sizes.total_shard == num_parameters(SMALL) == 160_832
 
 
 def test_fsdp_shards_by_rows_rounded_up():
@@ -90,7 +95,7 @@ def test_7b_adamw_in_mixed_precision_takes_16_bytes_a_parameter_over_all_ranks()
     # fp32 weights 4, two moments 8; gradients of 4 come and go. All of its sizes divide by 8.
     state = model_state(rank(LLAMA_7B, "d8", dtype="bf16"))
     assert state == {"weights": 4 * NUM_7B // 8, "optimizer": 8 * NUM_7B // 8}
-    step = torch_steps.training(rank(LLAMA_7B, "d8", dtype="bf16", on_cpu=False), microbatch(1, 1))
+    step = torch_memory.train_step(rank(LLAMA_7B, "d8", dtype="bf16", on_cpu=False), microbatch(1, 1))
     assert step["gradients"] >= 4 * (NUM_7B - 262_148_096) // 8
     assert num_parameters(LLAMA_7B) == NUM_7B
 
@@ -171,8 +176,8 @@ def test_recomputation_keeps_inputs_and_one_layer():
     batch = microbatch(4_096, 1_000)
     layer = activations.kept_by_layer(asked, batch)
     assert activations.layer_input(asked, batch) == 32 * MIB
-    assert torch_steps.training(asked, batch)["activations"] <= 32 * 32 * MIB + layer
-    kept = torch_steps.training(replace(asked, asked=replace(asked.asked, recompute=False)), batch)
+    assert torch_memory.train_step(asked, batch)["activations"] <= 32 * 32 * MIB + layer
+    kept = torch_memory.train_step(replace(asked, request=replace(asked.request, recompute=False)), batch)
     # At its peak the backward pass is in the last layer but one.
     assert kept["activations"] == 31 * layer
 
@@ -189,13 +194,13 @@ def test_a_stage_of_a_pipeline_has_as_many_micro_batches_as_stages_from_it_on():
     batch = microbatch(1_000, 0, num=8)
     layer = activations.kept_by_layer(rank(SMALL, "p4", "megatron"), batch)
     held = [
-        megatron_steps.training(rank(SMALL, "p4", "megatron", stage=p), batch)["activations"]
+        megatron_memory.train_step(rank(SMALL, "p4", "megatron", stage=p), batch)["activations"]
         for p in range(4)
     ]
     assert held[:3] == [4 * layer, 3 * layer, 2 * layer]
     assert held[3] >= layer
     assert (
-        megatron_steps.training(rank(SMALL, "p4", "megatron"), replace(batch, num=2))["activations"]
+        megatron_memory.train_step(rank(SMALL, "p4", "megatron"), replace(batch, num=2))["activations"]
         == 2 * layer
     )
 
@@ -221,23 +226,23 @@ def test_micro_batches_are_bounded_by_budget_longest_sequence_and_share():
 # --------------------------------------------------------------------------------------- engines
 def test_the_cache_of_a_7b_model():
     # 2 x 32 layers x 4,096 x 2 bytes = 512 KiB a token; half of it on each of two tensor ranks.
-    assert engine.cache_per_token(rank(LLAMA_7B, "d1", "vllm", dtype="bf16")) == 512 * 1024
-    assert engine.cache_per_token(rank(LLAMA_7B, "t2", "vllm", dtype="bf16")) == 256 * 1024
+    assert engine_load.cache_bytes_per_token(rank(LLAMA_7B, "d1", "vllm", dtype="bf16")) == 512 * 1024
+    assert engine_load.cache_bytes_per_token(rank(LLAMA_7B, "t2", "vllm", dtype="bf16")) == 256 * 1024
 
 
 def test_more_tensor_ranks_than_key_value_heads_repeat_them():
     # 2 heads of 16 on 4 ranks: each has one. 2 x 4 layers x 16 x 4 bytes.
     wide = replace(SMALL, num_heads=8)
-    assert engine.cache_per_token(rank(wide, "t4", "vllm")) == 2 * 4 * 16 * 4
+    assert engine_load.cache_bytes_per_token(rank(wide, "t4", "vllm")) == 2 * 4 * 16 * 4
 
 
 def test_vllm_takes_what_is_left_up_to_the_demand_and_one_sequence_at_least():
     asked = rank(LLAMA_7B, "d1", "vllm", dtype="bf16")
-    load = engine.Load(num_running=100, prompt=10, longest=1_000, entering=10)
+    load = engine_load.EngineLoad(num_running=100, prompt=10, longest=1_000, prefill=10)
     token = 512 * 1024
-    assert engine.cache(asked, load, room=2**60) == 100 * 1_000 * token
-    assert engine.cache(asked, load, room=5_000 * token) == 5_000 * token
-    assert engine.cache(asked, load, room=-1) == 1_000 * token
+    assert vllm_memory.cache_bytes(asked, load, 0, -(2**60)) == 100 * 1_000 * token
+    assert vllm_memory.cache_bytes(asked, load, 0, -(5_000 * token)) == 5_000 * token
+    assert vllm_memory.cache_bytes(asked, load, 0, 1) == 1_000 * token
 
 
 @given(st.integers(1, 300), st.integers(2, 600))
@@ -246,7 +251,7 @@ def test_the_embedded_cache_grows_as_the_engine_does(prompt, response):
     real.reserve(1, max(padded_length(1), prompt))
     for length in range(prompt + 1, prompt + response):
         real.reserve(1, padded_length(length))
-    assert engine.reserved_length(prompt, prompt + response) == real._length
+    assert embedded_memory.slot_length(prompt, prompt + response) == real._length
 
 
 # ------------------------------------------------------------------------------------- transfers
@@ -382,12 +387,12 @@ def test_every_device_has_every_phase_once(backend, data, tensor, pipe, on_cpu):
 def test_recomputation_smaller_batches_and_more_ranks_never_need_more(recompute, dtype, tokens, num, on_cpu):
     batch = microbatch(tokens, tokens // 2, num)
     asked = rank(LLAMA_7B, "d8", dtype=dtype, recompute=recompute, on_cpu=on_cpu)
-    needed = torch_steps.training(asked, batch).total()
-    again = replace(asked, asked=replace(asked.asked, recompute=True))
-    assert torch_steps.training(again, batch).total() <= needed
-    assert torch_steps.training(asked, replace(batch, tokens=tokens + 1)).total() >= needed
+    needed = torch_memory.train_step(asked, batch).total()
+    again = replace(asked, request=replace(asked.request, recompute=True))
+    assert torch_memory.train_step(again, batch).total() <= needed
+    assert torch_memory.train_step(asked, replace(batch, tokens=tokens + 1)).total() >= needed
     wider = rank(LLAMA_7B, "d16", dtype=dtype, recompute=recompute, on_cpu=on_cpu)
-    assert torch_steps.training(wider, batch).total() <= needed
+    assert torch_memory.train_step(wider, batch).total() <= needed
     assert model_state(wider).total() < model_state(asked).total()
 
 
@@ -501,7 +506,7 @@ def test_what_fits_is_not_refused():
 # ----------------------------------------------------------------------- beside the real thing
 def transient(architecture, work, batch, data=1, **asked):
     found = rank(kit.shape_of(architecture), f"d{data}", **asked)
-    return (torch_steps.training if work == "train" else torch_steps.inference)(found, batch).total()
+    return (torch_memory.train_step if work == "train" else torch_memory.infer_step)(found, batch).total()
 
 
 def close_to(measured):
@@ -538,6 +543,6 @@ def test_a_real_engine_in_its_second_turn():
     turn()
     measured = made.cache_bytes + kit.peak(turn)
     found = rank(kit.shape_of(kit.ARCHITECTURE), backend="embedded")
-    load = engine.Load(num_sequences, prompt, prompt + response, num_sequences * prompt)
-    assert engine.cache(found, load, room=0) == made.cache_bytes
-    assert made.cache_bytes + engine.step(found, load).total() == close_to(measured)
+    load = engine_load.EngineLoad(num_sequences, prompt, prompt + response, num_sequences * prompt)
+    assert embedded_memory.cache_bytes(found, load, 0, 0) == made.cache_bytes
+    assert made.cache_bytes + embedded_memory.decode_step(found, load).total() == close_to(measured)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_graphs import grpo
 
-from hflow.planner.backend_traits import TRAITS
+from hflow.planner.backends import BACKENDS, ENGINES, traits
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import ClusterSpec, Replica, RouteRow, WeightRoute
 from hflow.planner.layout import Layout
@@ -229,7 +229,7 @@ def divisors(number):
 @st.composite
 def cases(draw):
     """Two replicas of a small model on up to 16 of 32 workers, and how many of these share a machine."""
-    backends = [draw(st.sampled_from(sorted(TRAITS))) for _ in range(2)]
+    backends = [draw(st.sampled_from(sorted((*BACKENDS, *ENGINES)))) for _ in range(2)]
     num_layers = draw(st.integers(1, 5))
     layouts = [
         Layout(draw(st.integers(1, 16 // (t * p))), t, p)
@@ -241,7 +241,7 @@ def cases(draw):
     num_heads = most * draw(st.integers(1, 2))
     fits = [k for k in divisors(num_heads) if all(k % n.tensor == 0 or n.tensor % k == 0 for n in layouts)]
     bias, head = draw(st.booleans()), draw(st.sampled_from(("lm", "value")))
-    pads = [TRAITS[backend].vocab_multiple is not None for backend in backends]
+    pads = [traits(backend).vocab_multiple is not None for backend in backends]
     step = max(1 if padded else layout.tensor for layout, padded in zip(layouts, pads, strict=True))
     sizes = st.one_of(st.integers(1, 9), st.integers(125, 140), st.integers(250, 263))
     shape = ModelShape(
@@ -401,7 +401,7 @@ def test_replaying_a_route_gives_every_rank_its_direct_cut_with_the_least_bytes(
     for worker, memory in target.items():
         assert_same(arrived.get(worker, {}), memory)
     for worker, coords in ranks(case.dst):
-        boxes = held(case.shape, TRAITS[case.dst.backend], case.dst.layout, coords)
+        boxes = held(case.shape, traits(case.dst.backend), case.dst.layout, coords)
         shard = {spec.name: arrived[worker][spec.name][slices(box)] for spec, box in boxes}
         assert_same(shard, direct_cut(case.shape, case.dst, coords))
     assert (moved, far, route.held_bytes // 2) == least(case, source, target)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.backends.interface import ModelSettings, RankPosition
-from hflow.backends.torch_model import TorchModel
+from hflow.backends.torch_model.backend import TorchModel
 from hflow.backends.torch_model.weight_export import _num_held
 from hflow.errors import PlanError
-from hflow.planner.backend_traits import TRAITS
+from hflow.planner.backends import traits
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import (
     FAMILIES,
@@ -138,7 +138,7 @@ def boxes(spec, backend, layout):
     """The box of every place of a stage, data outermost."""
     parsed = Layout.parse(layout)
     places = [(d, t, 0) for d in range(parsed.data) for t in range(parsed.tensor)]
-    return [box_of(spec, TRAITS[backend], parsed, place) for place in places]
+    return [box_of(spec, traits(backend), parsed, place) for place in places]
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 12))
@@ -168,7 +168,7 @@ def test_fsdp_cuts_what_the_tensor_axis_leaves():
 def test_more_tensor_ranks_than_key_value_heads_repeat_them():
     # 2 heads of 3 rows: ranks 0 and 1 have the first, 2 and 3 the second, in both data shards.
     spec = TensorSpec("k", (6, 4), 0, "layer", 0, 2, may_repeat=True)
-    found = pieces(spec, TRAITS["embedded"], Layout.parse("d2t4"))
+    found = pieces(spec, traits("embedded"), Layout.parse("d2t4"))
     assert [(piece.box[0], piece.places) for piece in found] == [
         ((0, 3), (0, 1, 4, 5)),
         ((3, 6), (2, 3, 6, 7)),
@@ -212,6 +212,6 @@ def test_the_last_stage_holds_a_tied_embedding_too():
     assert [is_on_stage(embedding, tied, stage, 3) for stage in range(3)] == [True, False, True]
     apart = dataclasses.replace(tied, is_tied=False)
     assert [is_on_stage(embedding, apart, stage, 3) for stage in range(3)] == [True, False, False]
-    names = [spec.name for spec, _ in held(tied, TRAITS["embedded"], Layout.parse("p3"), (0, 0, 2))]
+    names = [spec.name for spec, _ in held(tied, traits("embedded"), Layout.parse("p3"), (0, 0, 2))]
     assert names[0] == "model.embed_tokens.weight"
     assert names[-1] == "model.norm.weight"

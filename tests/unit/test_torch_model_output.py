@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.backends.common import chunked as chunks
 from hflow.backends.packed_attention import PackedLayout, packed_attention
-from hflow.backends.torch_model import TorchModel
+from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import BackendError, RunError
 from hflow.types import Unit
 

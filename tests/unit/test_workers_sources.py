@@ -12,7 +12,7 @@ import torch
 import worker_kit as kit
 from worker_kit import read, with_workers
 
-from hflow.backends.embedded_engine import EmbeddedEngine
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.errors import DataError, NotYetError, RecipeError, RunError
 from hflow.launch.compile import compile_recipe
 from hflow.launch.worker_setup import make_setup

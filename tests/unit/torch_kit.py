@@ -10,7 +10,7 @@ import torch
 
 from hflow import algo
 from hflow.backends.interface import ModelSettings, NodeCall, OptimSettings, RankPosition, TrainShard
-from hflow.backends.torch_model import TorchModel
+from hflow.backends.torch_model.backend import TorchModel
 from hflow.data.batch import Batch, Column
 from hflow.graph.ir import Read
 from hflow.types import Unit

@@ -1,5 +1,4 @@
-"""Training and inference with HF models in torch: packed, sharded by FSDP2 over several ranks."""
+"""Training and inference with Hugging Face models in torch: packed, sharded by FSDP2 over several ranks.
 
-from hflow.backends.torch_model.backend import TorchModel
-
-__all__ = ["TorchModel"]
+Importing this package does not import torch, as planning reads its descriptor.
+"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hflow.planner.backend_traits import BackendTraits, traits
+from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.cost.collectives import Ranks, axis_ranks
 from hflow.planner.cost.roofline import Rates
 from hflow.planner.hardware import Hardware, Link

@@ -124,7 +124,7 @@ def _gathers(side: ReplicaCosts, num: int, walks: int, computing: float) -> list
 
     Recomputing uses the weights that are gathered for the way back.
     """
-    if side.backend.over_data != "everything" or side.layout.data == 1:
+    if side.backend.sharded_over_data != "everything" or side.layout.data == 1:
         return []
     units = _num_units(side)
     numel = stage_parameters(side.shape, side.layout.pipe) / side.layout.tensor / units
@@ -145,7 +145,7 @@ def _num_units(side: ReplicaCosts) -> int:
 
 def _exchange(side: ReplicaCosts) -> list[Part]:
     """A distributed optimizer's: gradients scattered to its shards, new weights gathered from them."""
-    if side.backend.over_data != "optimizer" or side.layout.data == 1:
+    if side.backend.sharded_over_data != "optimizer" or side.layout.data == 1:
         return []
     numel = stage_parameters(side.shape, side.layout.pipe) / side.layout.tensor
     return [

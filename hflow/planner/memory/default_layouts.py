@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.planner.backend_traits import traits
+from hflow.planner.backends import training_backend, traits
 from hflow.planner.forecast import PhaseMemory
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import Plan, Replica
@@ -17,7 +17,6 @@ from hflow.planner.layout import Layout
 from hflow.planner.memory.context import MOST_TENSOR_RANKS, devices_of, with_layouts
 from hflow.planner.memory.phases import memory_phases
 from hflow.planner.memory.rank import Rank
-from hflow.planner.memory.resident import model_state
 from hflow.planner.model_shape import layer_template, other_tensors
 from hflow.planner.request import PlanRequest
 from hflow.planner.weights.sharding import can_share
@@ -62,8 +61,9 @@ _UNKNOWN = "data ranks alone, as its sizes are unknown"
 
 
 def _is_undecided(replica: Replica, request: PlanRequest) -> bool:
-    facts = traits(replica.backend)
-    return facts.kind == "train" and facts.cuts_layers and request.model(replica.model).layout is None
+    if replica.role == "gen" or not traits(replica.backend).is_model_parallel:
+        return False
+    return request.model(replica.model).layout is None
 
 
 def _over(plan: Plan, request: PlanRequest) -> PhaseMemory | None:
@@ -88,7 +88,8 @@ def _cut_largest(
 def _held(plan: Plan, request: PlanRequest, replica: Replica) -> int:
     """Bytes that a rank of a replica keeps."""
     shape, on_cpu = dict(plan.shapes)[replica.model], plan.cluster.device == "cpu"
-    return model_state(Rank(replica, shape, request.model(replica.model), 0, True, on_cpu)).total()
+    rank = Rank(replica, shape, request.model(replica.model), 0, True, on_cpu)
+    return training_backend(replica.backend).memory.model_state(rank).total()
 
 
 def _ladder(plan: Plan, replica: Replica) -> Iterator[Layout]:

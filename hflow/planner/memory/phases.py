@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hflow.planner.backends import engine_kind, training_backend
 from hflow.planner.forecast import Parts, PhaseMemory
 from hflow.planner.ir import DeviceGroup, Level, Plan
-from hflow.planner.memory import engine, megatron_steps, torch_steps, transfer
+from hflow.planner.memory import transfer
 from hflow.planner.memory.byte_counts import Items
 from hflow.planner.memory.context import MemoryContext, Ranks
+from hflow.planner.memory.engine_load import engine_load
 from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import Rank
 from hflow.planner.memory.resident import GENERATE, WAKE, resident
@@ -37,10 +39,11 @@ def used_replica(scene: MemoryContext, phase: str) -> tuple[str, ...]:
 
 
 def _generation(scene: MemoryContext, rank: Rank, others: int) -> Items:
-    load = engine.engine_load(scene.plan, rank, scene.lengths)
-    step = engine.step(rank, load)
-    room = round(engine.VLLM_BUDGET * scene.plan.cluster.memory_bytes) - others - step.total()
-    return Items({"KV cache": engine.cache(rank, load, room)}) + step
+    load = engine_load(scene.plan, rank, scene.lengths)
+    memory = engine_kind(rank.replica.backend).memory
+    step = memory.decode_step(rank, load)
+    capacity = scene.plan.cluster.memory_bytes
+    return Items({"KV cache": memory.cache_bytes(rank, load, capacity, others + step.total())}) + step
 
 
 def _transfer(scene: MemoryContext, rank: Rank) -> Items:
@@ -59,11 +62,9 @@ def _node(scene: MemoryContext, rank: Rank, name: str) -> Items:
         return Items()
     node = scene.plan.graph.node(name)
     lengths = scene.lengths[root_stream(scene.plan.graph, node).name]
-    batch = largest_microbatch(scene.plan, node, lengths, rank.asked, rank.data)
-    is_torch = rank.replica.backend == "torch"
-    if verb == "train":
-        return torch_steps.training(rank, batch) if is_torch else megatron_steps.training(rank, batch)
-    return torch_steps.inference(rank, batch) if is_torch else megatron_steps.inference(rank, batch)
+    batch = largest_microbatch(scene.plan, node, lengths, rank.request, rank.data)
+    memory = training_backend(rank.replica.backend).memory
+    return memory.train_step(rank, batch) if verb == "train" else memory.infer_step(rank, batch)
 
 
 def memory_phases(plan: Plan, request: PlanRequest) -> tuple[PhaseMemory, ...]:

@@ -6,13 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from hflow.planner.backend_traits import BackendTraits, traits
+from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import DTYPE_BYTES, ModelShape, TensorSpec, layer_template, other_tensors
 from hflow.planner.request import ModelRequest
 from hflow.planner.weights.sharding import box_of, is_on_stage, stage_layers
 from hflow.types.tensor_slices import numel
+
+FP32_BYTES = DTYPE_BYTES["fp32"]
+ADAM_MOMENTS = 2
+"""AdamW keeps running means of the gradient and of its square, in fp32."""
 
 # -------------------- How many entries of a model one rank holds, stage by stage.
 # All numbers are those of data rank 0 and tensor rank 0, as no other rank of the stage holds more: equal
@@ -39,12 +43,12 @@ class StageSizes:
     """The matrix that makes logits (a tied embedding too) where the stage does, else 0."""
 
     @property
-    def whole(self) -> int:
+    def total(self) -> int:
         """All entries of the stage, whole over the data axis."""
         return self.num_layers * self.layer + self.rest
 
     @property
-    def shard(self) -> int:
+    def total_shard(self) -> int:
         """The data rank's part of them."""
         return self.num_layers * self.layer_shard + self.rest_shard
 
@@ -85,7 +89,7 @@ class Rank:
 
     replica: Replica
     shape: ModelShape
-    asked: ModelRequest
+    request: ModelRequest
     stage: int
     is_first: bool
     """Whether it is rank 0, which writes checkpoints and sends weights to other workers."""
@@ -93,19 +97,19 @@ class Rank:
     """Whether the device's memory is the host's, and its collectives are gloo's."""
 
     @cached_property
-    def facts(self) -> BackendTraits:
-        """The backend's traits."""
+    def traits(self) -> BackendTraits:
+        """The traits of the replica's backend."""
         return traits(self.replica.backend)
 
     @cached_property
     def sizes(self) -> StageSizes:
         """Entries that the rank holds."""
-        return stage_sizes(self.shape, self.facts, self.replica.layout, self.stage)
+        return stage_sizes(self.shape, self.traits, self.replica.layout, self.stage)
 
     @property
     def width(self) -> int:
         """Bytes of a number in the compute dtype."""
-        return DTYPE_BYTES[self.asked.dtype]
+        return DTYPE_BYTES[self.request.dtype]
 
     @property
     def data(self) -> int:
@@ -120,9 +124,9 @@ class Rank:
     @property
     def token_share(self) -> int:
         """By how many ranks the tokens between the matrices are shared (sequence parallelism)."""
-        if self.facts.kind == "generate":
+        if self.replica.role == "gen":
             return 1 if self.on_cpu else self.tensor
-        return self.tensor if self.asked.shares_tokens(self.on_cpu) else 1
+        return self.tensor if self.request.shares_tokens(self.on_cpu) else 1
 
     @property
     def query_size(self) -> int:

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from hflow.errors import PlanError
-from hflow.planner.backend_traits import traits
+from hflow.planner.backends import traits
 from hflow.planner.forecast import PhaseMemory
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import Plan, Replica
@@ -141,7 +141,7 @@ def _layouts(plan: Plan, request: PlanRequest, replica: Replica) -> Iterator[Sug
     """Other layouts of a replica on its group's devices: more data ranks, tensor ranks or stages."""
     num_devices, layout = len(devices_of(plan, replica.group)), replica.layout
     found = [Layout(num_devices // (layout.tensor * layout.pipe), layout.tensor, layout.pipe)]
-    if traits(replica.backend).cuts_layers:
+    if traits(replica.backend).is_model_parallel:
         factors = [f for f in (2, 4, 8, 16, 32, 64) if layout.data % f == 0]
         found += [Layout(layout.data // f, layout.tensor * f, layout.pipe) for f in factors]
         found += [Layout(layout.data // f, layout.tensor, layout.pipe * f) for f in factors]
@@ -173,7 +173,7 @@ def _more_data(replica: Replica, factor: int) -> Layout:
 def _more_cuts(replica: Replica, factor: int) -> Layout:
     """More tensor ranks up to a machine's, then more stages, where the backend can."""
     layout = replica.layout
-    if not traits(replica.backend).cuts_layers:
+    if not traits(replica.backend).is_model_parallel:
         return _more_data(replica, factor)
     tensor = min(layout.tensor * factor, max(MOST_TENSOR_RANKS, layout.tensor))
     return replace(layout, tensor=tensor, pipe=layout.pipe * layout.tensor * factor // tensor)

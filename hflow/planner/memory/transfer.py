@@ -85,7 +85,7 @@ def _gathering(rank: Rank, width: int) -> Items:
 
 
 def _shards_all(rank: Rank) -> bool:
-    return rank.facts.over_data == "everything"
+    return rank.traits.sharded_over_data == "everything"
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from hflow.planner.backend_traits import traits
+from hflow.planner.backends import traits
 from hflow.planner.ir import ClusterSpec, Replica, RouteRow, WeightRoute
 from hflow.planner.model_shape import ModelShape, TensorSpec, layer_template, other_tensors
 from hflow.planner.routing import rank_order

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hflow.errors import PlanError
-from hflow.planner.backend_traits import BackendTraits
+from hflow.planner.backends import BackendTraits
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape, TensorSpec, tensors
 from hflow.planner.routing import grouping
@@ -88,7 +88,7 @@ def box_of(
     box = whole(spec.shape)
     if layout.tensor > 1 and spec.cut_axis is not None:
         box = _with_edges(box, spec.cut_axis, _tensor_cut(spec, traits, layout.tensor, t))
-    if traits.over_data == "everything" and layout.data > 1:
+    if traits.sharded_over_data == "everything" and layout.data > 1:
         start, stop = box[0]
         block = -(-(stop - start) // layout.data)
         box = _with_edges(box, 0, (min(stop, start + d * block), min(stop, start + (d + 1) * block)))
@@ -99,7 +99,7 @@ def padded(units: int, traits: BackendTraits, num_ranks: int) -> int:
     """The units of a vocabulary that a backend holds on all tensor ranks together."""
     if traits.vocab_multiple is None:
         return units
-    multiple = traits.vocab_multiple * (1 if traits.pads_whole else num_ranks)
+    multiple = traits.vocab_multiple * (1 if traits.pads_whole_vocab else num_ranks)
     return -(-units // multiple) * multiple
 
 

@@ -1,7 +1,7 @@
-"""Transient bytes of the `torch` backend: training and inference, on one rank or sharded by FSDP2.
+"""Memory formulas of the torch backend: training and inference, on one rank or sharded by FSDP2.
 
-A step has several moments at which its memory may peak: the logits, the first layers' backward passes, the
-last one's, and the reduction of what belongs to no layer. The one with the most bytes counts.
+A step may reach its peak at several moments: at the logits, in the backward pass of the first or the last
+layer, or when the gradients outside of the layers are reduced. The moment with the most bytes counts.
 """
 
 from __future__ import annotations
@@ -12,28 +12,40 @@ from dataclasses import dataclass
 from hflow.planner.memory import activations
 from hflow.planner.memory.byte_counts import Items, largest
 from hflow.planner.memory.microbatch import MicroBatch
-from hflow.planner.memory.rank import Rank
+from hflow.planner.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
 
 MIN_UNIT_BYTES = 4 << 20
-"""A layer with fewer bytes of fp32 weights is gathered with the rest (`torch_model/placement.py`)."""
-FP32 = 4
+"""A layer with fewer bytes of fp32 weights is gathered with the rest (`torch_model/fsdp.py`)."""
 
 
-def training(rank: Rank, batch: MicroBatch) -> Items:
-    """What a train node needs at its peak beside weights and optimizer state."""
+def model_state(rank: Rank) -> Items:
+    """Return fp32 weights and moments, sharded over the data axis.
+
+    Gradients exist within a step only. With them, training needs 16 bytes a parameter over all ranks. An
+    inference replica has weights alone.
+    """
+    num_weights = rank.sizes.total_shard
+    moments = ADAM_MOMENTS * FP32_BYTES * num_weights if rank.replica.role == "train" else 0
+    return Items(weights=FP32_BYTES * num_weights) + Items(optimizer=moments)
+
+
+def train_step(rank: Rank, batch: MicroBatch) -> Items:
+    """Return the peak of a train node beyond the model state."""
     step = _Sharded(rank, batch) if rank.data > 1 else _Single(rank, batch)
     return largest(step.moments())
 
 
-def inference(rank: Rank, batch: MicroBatch) -> Items:
-    """What an infer node needs at its peak beside the weights."""
+def infer_step(rank: Rank, batch: MicroBatch) -> Items:
+    """Return the peak of an infer node beyond the model state."""
     step = _Sharded(rank, batch) if rank.data > 1 else _Single(rank, batch)
     return largest(step.passing())
 
 
-def left_gathered(rank: Rank) -> int:
-    """Bytes that stay gathered after an inference: FSDP2 reshards the root in a backward pass only."""
-    return rank.width * _Units.of(rank).root if rank.data > 1 else 0
+def kept_after_infer(rank: Rank) -> Items:
+    """Return the weights that stay gathered: FSDP2 reshards the root in a backward pass only."""
+    if rank.data == 1:
+        return Items()
+    return Items({"gathered weights": rank.width * _Units.of(rank).root})
 
 
 @dataclass(frozen=True)
@@ -48,9 +60,9 @@ class _Units:
     @classmethod
     def of(cls, rank: Rank) -> _Units:
         sizes = rank.sizes
-        if sizes.layer * FP32 >= MIN_UNIT_BYTES:
+        if sizes.layer * FP32_BYTES >= MIN_UNIT_BYTES:
             return cls(sizes.layer, sizes.rest)
-        return cls(0, sizes.whole)
+        return cls(0, sizes.total)
 
 
 class _Training:
@@ -58,10 +70,10 @@ class _Training:
 
     def __init__(self, rank: Rank, batch: MicroBatch) -> None:
         self.rank, self.batch, self.sizes = rank, batch, rank.sizes
-        self.recomputes = rank.asked.recompute
+        self.recomputes = rank.request.recompute
         self.layer = activations.kept_by_layer(rank, batch)
         self.kept = activations.layer_input(rank, batch) if self.recomputes else self.layer
-        self.shard = FP32 * self.sizes.shard
+        self.shard = FP32_BYTES * self.sizes.total_shard
         """Bytes of all gradients in the end."""
         self.earlier = self.shard if batch.num > 1 else 0
         """Bytes of the gradients that earlier micro-batches left."""
@@ -117,12 +129,12 @@ class _Single(_Training):
         first = self.casts(num_layers) + Items(gradients=self.earlier + self.output)
         yield self.final_norm() + first
         yield self.backward(num_layers) + first
-        in_layers = self.earlier or self.shard - FP32 * (sizes.layer + sizes.embedding)
+        in_layers = self.earlier or self.shard - FP32_BYTES * (sizes.layer + sizes.embedding)
         yield self.backward(1) + self.casts(1) + Items(gradients=in_layers + waiting)
-        all_but_one = self.earlier or self.shard - FP32 * sizes.embedding
+        all_but_one = self.earlier or self.shard - FP32_BYTES * sizes.embedding
         yield Items(gradients=all_but_one + self.lookup)
-        if width < FP32:
-            yield Items(gradients=all_but_one + (width + FP32) * sizes.embedding)
+        if width < FP32_BYTES:
+            yield Items(gradients=all_but_one + (width + FP32_BYTES) * sizes.embedding)
         yield self.step()
 
     def passing(self) -> Iterator[Items]:
@@ -132,7 +144,7 @@ class _Single(_Training):
 
     def casts(self, num_layers: int) -> Items:
         """Weights in bf16 while `num_layers` layers are to go; recomputation casts one at a time."""
-        if self.rank.width == FP32:
+        if self.rank.width == FP32_BYTES:
             return Items()
         alive = min(1, num_layers) if self.recomputes else num_layers
         return Items({"weight casts": self.rank.width * (self.sizes.rest + alive * self.sizes.layer)})
@@ -164,7 +176,7 @@ class _Sharded(_Training):
             made = earlier + Items(gradients=self.output + self.rank.width * units.layer)
             gathered = self._gathered(num_layers=1, num_buffers=1)
             yield self.backward(num_layers - 1) + gathered + self._sent(units.layer) + made
-        scattered = self.earlier or self.shard - FP32 * self._root_shard
+        scattered = self.earlier or self.shard - FP32_BYTES * self._root_shard
         last = self._gathered() + self._sent(units.layer)
         yield self.backward(1) + last + Items(gradients=scattered + self.output)
         yield last + Items(gradients=scattered + self.lookup + (0 if self.is_tied else self.output))
@@ -195,20 +207,20 @@ class _Sharded(_Training):
         whole = units.root + num_layers * units.layer + num_buffers * (units.layer or units.root)
         if not entering:
             return Items({"gathered weights": width * whole})
-        shard = self.sizes.layer_shard if units.layer and width < FP32 else 0
+        shard = self.sizes.layer_shard if units.layer and width < FP32_BYTES else 0
         copies = self.copies * width * units.layer
         return Items({"gathered weights": width * (whole + shard), "collective buffers": copies})
 
     @property
     def _root_shard(self) -> int:
         """Entries of the root's unit that this rank holds."""
-        return self.sizes.rest_shard if self.units.layer else self.sizes.shard
+        return self.sizes.rest_shard if self.units.layer else self.sizes.total_shard
 
     def _sent(self, entries: int) -> Items:
         """A unit's gradients on their way to their ranks, in fp32: sent, copied, received."""
         return Items(
             {
-                "gradients being scattered": FP32 * (entries + -(-entries // self.rank.data)),
-                "collective buffers": self.copies * FP32 * entries,
+                "gradients being scattered": FP32_BYTES * (entries + -(-entries // self.rank.data)),
+                "collective buffers": self.copies * FP32_BYTES * entries,
             }
         )

@@ -1,0 +1,42 @@
+"""What hflow knows about the embedded engine without importing torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hflow.backends.embedded_engine import memory
+from hflow.planner.backends import BackendTraits, EngineKind
+
+if TYPE_CHECKING:
+    from hflow.backends.embedded_engine.replay import Draws
+
+
+def _make_engine(*args: Any) -> Any:
+    from hflow.backends.embedded_engine.engine import EmbeddedEngine
+
+    return EmbeddedEngine(*args)
+
+
+def _make_recording_engine(draws: Draws, *args: Any) -> Any:
+    from hflow.backends.embedded_engine.replay import RecordingEngine
+
+    return RecordingEngine(draws, *args)
+
+
+def _make_replaying_engine(draws: Draws, *args: Any) -> Any:
+    from hflow.backends.embedded_engine.replay import ReplayingEngine
+
+    return ReplayingEngine(draws, *args)
+
+
+ENGINE = EngineKind(
+    name="embedded",
+    traits=BackendTraits(sharded_over_data="nothing", layer_host_ms=0.85),
+    factory=_make_engine,
+    recording_factory=_make_recording_engine,
+    replaying_factory=_make_replaying_engine,
+    memory=memory,
+    packages=("torch", "transformers"),
+    install="make env",
+    is_required=True,
+)

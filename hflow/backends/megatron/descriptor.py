@@ -1,0 +1,64 @@
+"""What hflow knows about the Megatron backend without importing torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hflow.backends.megatron import memory
+from hflow.planner.backends import Backend, BackendTraits
+
+if TYPE_CHECKING:
+    from hflow.backends.interface import ModelSettings, RankPosition
+    from hflow.planner.ir import Replica
+
+HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Hardware queues of a device, read when CUDA starts. With one, kernels run in the order in which the host
+launches them, so that collectives between tensor ranks begin before the products that they overlap with.
+FSDP2 needs the default of several, so the variable is set only for tensor ranks."""
+
+
+def _make_model(settings: ModelSettings, seat: RankPosition) -> Any:
+    from hflow.backends.megatron.device import prepare
+
+    prepare(settings.device)  # before anything imports megatron
+    from hflow.backends.megatron.backend import MegatronModel
+
+    return MegatronModel(settings, seat)
+
+
+def _environment(replica: Replica, device: str) -> Mapping[str, str]:
+    return {HARDWARE_QUEUES: "1"} if device == "cuda" and replica.layout.tensor > 1 else {}
+
+
+def _check_model(settings: ModelSettings, config: Any) -> None:
+    """Check sizes and the checkpoint's tensors once, as otherwise every rank would report its own error."""
+    from hflow.backends.hf_config import refusals
+    from hflow.backends.megatron.checkpoint_reader import open_weights
+    from hflow.backends.megatron.model_dims import read_dims
+
+    with refusals(settings.name):
+        dims = read_dims(config, settings.head)
+        if settings.path is not None:
+            with open_weights(settings, dims):
+                pass
+
+
+BACKEND = Backend(
+    name="megatron",
+    traits=BackendTraits(
+        sharded_over_data="optimizer",
+        is_model_parallel=True,
+        vocab_multiple=128,
+        shares_prompts=True,
+        families=("llama", "mistral", "qwen2", "qwen3"),
+    ),
+    factory=_make_model,
+    memory=memory,
+    packages=("megatron",),
+    install="pip install megatron-core",
+    environment=_environment,
+    needs_process_per_rank=True,
+    update_dtypes=("fp32",),  # in bf16 it keeps bf16 weights, which are too coarse for small updates
+    check_model=_check_model,
+)

@@ -1,0 +1,67 @@
+"""Memory formulas of the Megatron backend: 1F1B over pipeline stages, only optimizer state sharded over data.
+
+Stage p of P has up to P - p micro-batches between their forward and backward passes (Narayanan et al. 2021,
+"Efficient large-scale language model training on GPU clusters using Megatron-LM", section 2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hflow.planner.memory import activations
+from hflow.planner.memory.byte_counts import Items, largest
+from hflow.planner.memory.microbatch import MicroBatch
+from hflow.planner.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
+
+
+def model_state(rank: Rank) -> Items:
+    """Return weights, gradients and optimizer state.
+
+    Weights in the compute dtype and fp32 gradients are whole on every data rank. fp32 weights (in bf16) and
+    moments are sharded: 6 + 12 / d bytes a parameter in bf16. An inference replica has weights alone.
+    """
+    num_weights = rank.sizes.total
+    weights = Items(weights=rank.width * num_weights)
+    if rank.replica.role != "train":
+        return weights
+    num_copies = ADAM_MOMENTS + (1 if rank.width < FP32_BYTES else 0)
+    optimizer = -(-num_copies * FP32_BYTES * num_weights // rank.data)
+    return weights + Items(gradients=FP32_BYTES * num_weights, optimizer=optimizer)
+
+
+def train_step(rank: Rank, batch: MicroBatch) -> Items:
+    """Return the peak of a train node beyond the model state."""
+    return largest(_train_moments(rank, batch))
+
+
+def infer_step(rank: Rank, batch: MicroBatch) -> Items:
+    """Return the peak of an infer node beyond the model state."""
+    layer = activations.passing_layer(rank, batch.tokens, pads=batch.pads)
+    return largest([Items(activations=layer), _head(rank, batch, with_gradient=False)])
+
+
+def kept_after_infer(rank: Rank) -> Items:
+    """Return nothing: an infer node frees what it allocates."""
+    return Items()
+
+
+def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
+    """Yield the bytes at each moment that may be the peak."""
+    layer = activations.kept_by_layer(rank, batch)
+    kept = activations.layer_input(rank, batch) if rank.request.recompute else layer
+    recomputed = layer if rank.request.recompute else 0
+    num_in_flight = min(rank.replica.layout.pipe - rank.stage, batch.num)
+    in_layers = Items(activations=num_in_flight * rank.sizes.num_layers * kept)
+    yield in_layers + _head(rank, batch, with_gradient=True)
+    buffers = activations.backward_buffers(rank, batch)
+    yield in_layers + Items({"activations": recomputed, "backward buffers": buffers})
+    yield in_layers + Items(gradients=rank.width * max(rank.sizes.embedding, rank.sizes.output))
+    yield Items({"optimizer buffers": FP32_BYTES * -(-rank.sizes.total // rank.data)})
+
+
+def _head(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> Items:
+    """Return the final norm, the rows that predict learned tokens, and their logits, on the last stage."""
+    if not rank.is_last_stage:
+        return Items()
+    ends = activations.kept_by_ends(rank, batch)
+    return Items(activations=ends, logits=activations.logits(rank, batch, with_gradient=with_gradient))

@@ -1,0 +1,25 @@
+"""What hflow knows about the torch backend without importing torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hflow.backends.torch_model import memory
+from hflow.planner.backends import Backend, BackendTraits
+
+
+def _make_model(*args: Any) -> Any:
+    from hflow.backends.torch_model.backend import TorchModel
+
+    return TorchModel(*args)
+
+
+BACKEND = Backend(
+    name="torch",
+    traits=BackendTraits(sharded_over_data="everything", shares_prompts=True, layer_host_ms=0.85),
+    factory=_make_model,
+    memory=memory,
+    packages=("torch", "transformers"),
+    install="make env",
+    is_required=True,
+)

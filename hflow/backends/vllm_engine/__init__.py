@@ -1,0 +1,1 @@
+"""The vLLM generation engine. It can be planned but not run yet."""

@@ -1,0 +1,21 @@
+"""What hflow knows about the vLLM engine without importing it."""
+
+from __future__ import annotations
+
+from hflow.backends.vllm_engine import memory
+from hflow.planner.backends import BackendTraits, EngineKind
+
+ENGINE = EngineKind(
+    name="vllm",
+    traits=BackendTraits(
+        sharded_over_data="nothing",
+        is_model_parallel=True,
+        vocab_multiple=64,
+        pads_whole_vocab=True,
+        step_host_ms=2.5,
+    ),
+    factory=None,
+    memory=memory,
+    packages=("vllm",),
+    install="pip install vllm",
+)

@@ -1,0 +1,222 @@
+"""Descriptors of training backends and generation engines, and the registry that finds them by name.
+
+A descriptor holds everything that hflow must know about a backend outside the backend's own package: how it
+shards a model, how much memory it needs, what it can run, and which function builds it on a worker.
+Descriptors import neither torch nor ray, so planning needs neither.
+
+To add a backend, write `hflow/backends/NAME/descriptor.py` and add one line to `_BACKENDS` or `_ENGINES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from hflow.errors import PlanError, nearest
+
+if TYPE_CHECKING:
+    from hflow.backends.interface import ModelSettings
+    from hflow.planner.ir import Replica
+    from hflow.planner.memory.byte_counts import Items
+    from hflow.planner.memory.engine_load import EngineLoad
+    from hflow.planner.memory.microbatch import MicroBatch
+    from hflow.planner.memory.rank import Rank
+
+_BACKENDS = {
+    "torch": "hflow.backends.torch_model.descriptor",
+    "megatron": "hflow.backends.megatron.descriptor",
+}
+"""Training backend -> the module whose `BACKEND` describes it. The first is the default."""
+_ENGINES = {
+    "embedded": "hflow.backends.embedded_engine.descriptor",
+    "vllm": "hflow.backends.vllm_engine.descriptor",
+}
+"""Generation engine -> the module whose `ENGINE` describes it. The first is the default."""
+
+BACKENDS = tuple(_BACKENDS)
+"""Names of the training backends, the default first."""
+ENGINES = tuple(_ENGINES)
+"""Names of the generation engines, the default first."""
+
+
+@dataclass(frozen=True)
+class BackendTraits:
+    """How a backend or engine shards a model, and how fast its host issues work."""
+
+    sharded_over_data: Literal["nothing", "optimizer", "everything"]
+    """What the data axis shards: nothing (every data rank holds its tensor and pipeline shard whole), the
+    optimizer state (Megatron's distributed optimizer), or weights, gradients and optimizer state (FSDP2: the
+    first axis of each tensor in equal blocks of rows, of which the last ones may be short or empty)."""
+    is_model_parallel: bool = False
+    """Whether it has a tensor and a pipeline axis. Without them, replicas grow along the data axis only."""
+    vocab_multiple: int | None = None
+    """The vocabulary is padded to a multiple of this times the tensor size. None: the tensor size must divide
+    the vocabulary."""
+    pads_whole_vocab: bool = False
+    """Whether the whole vocabulary is padded to `vocab_multiple`, which the tensor size must then divide
+    (vLLM), rather than the part of each tensor rank."""
+    shares_prompts: bool = False
+    """Whether a forward pass computes the prompt of a group once (`data/shared_prefix.py`)."""
+    families: tuple[str, ...] | None = None
+    """The `model_type`s that it can build. None: every causal language model of transformers."""
+    layer_host_ms: float = 0.0
+    """Milliseconds that the host needs to launch one layer's kernels without a captured graph: the minimum
+    duration of a layer. Qwen2.5 of 0.5B to 14B in transformers: 24 to 48 layers at 0.8 to 0.9 ms a token
+    (speed benchmark of Qwen's documentation, A100)."""
+    step_host_ms: float = 0.0
+    """Milliseconds of host work between two decode steps. vLLM 0.6.3 in the same benchmark: 3.2 ms a token of
+    the 0.5B model, of which reading the weights takes 0.7."""
+
+
+class TrainingMemory(Protocol):
+    """Memory formulas of a training backend; usually a module. All return bytes of one rank."""
+
+    def model_state(self, rank: Rank) -> Items:
+        """Return what the rank keeps between phases: weights, optimizer state, gradients."""
+
+    def train_step(self, rank: Rank, batch: MicroBatch) -> Items:
+        """Return the peak of a train node beyond the model state."""
+
+    def infer_step(self, rank: Rank, batch: MicroBatch) -> Items:
+        """Return the peak of an infer node beyond the model state."""
+
+    def kept_after_infer(self, rank: Rank) -> Items:
+        """Return what an infer node leaves allocated until the replica trains."""
+
+
+class EngineMemory(Protocol):
+    """Memory formulas of a generation engine; usually a module. All return bytes of one rank."""
+
+    def cache_bytes(self, rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
+        """Return the size of the KV cache.
+
+        Args:
+            rank: a rank of the engine.
+            load: the largest load of the engine.
+            capacity: memory of the device.
+            used: bytes of the device that everything else uses.
+        """
+
+    def decode_step(self, rank: Rank, load: EngineLoad) -> Items:
+        """Return the peak of a step beyond weights and cache."""
+
+
+def _no_variables(replica: Replica, device: str) -> Mapping[str, str]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descriptor:
+    """What training backends and generation engines have in common."""
+
+    name: str
+    traits: BackendTraits
+    factory: Callable[..., Any] | None
+    """Build the backend on a worker; imports torch when called. None: it can be planned but not run."""
+    packages: tuple[str, ...]
+    """Importable names of the packages that it needs."""
+    install: str
+    """Command that installs them."""
+    is_required: bool = False
+    """Whether hflow cannot run without it."""
+    environment: Callable[[Replica, str], Mapping[str, str]] = _no_variables
+    """Return the environment variables of a worker that hosts this replica on this kind of device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend(Descriptor):
+    """A training backend: trains models and infers with them.
+
+    `factory` is called with `ModelSettings` and `RankPosition` and returns a `ModelBackend`.
+    """
+
+    memory: TrainingMemory
+    needs_process_per_rank: bool = False
+    """Whether several ranks cannot share a process, as `workers=inproc` would need."""
+    update_dtypes: tuple[str, ...] = ("fp32", "bf16")
+    """Compute dtypes in which update nodes may change its weights."""
+    check_model: Callable[[ModelSettings, Any], None] | None = None
+    """Check a model's settings and HF config before any worker starts.
+
+    Raises:
+        BackendError: when the model cannot be built, or its checkpoint does not match.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKind(Descriptor):
+    """A kind of generation engine.
+
+    `factory` is called with `ModelSettings`, the engine's options, the module whose weights it shares (or
+    None) and a function that decodes tokens. It returns a `GenerationEngine`.
+    """
+
+    memory: EngineMemory
+    recording_factory: Callable[..., Any] | None = None
+    """As `factory`, with a dictionary in front in which the engine records the tokens that it samples."""
+    replaying_factory: Callable[..., Any] | None = None
+    """As `factory`, with such a dictionary in front, from which the engine takes its tokens."""
+
+
+@cache
+def training_backend(name: str) -> Backend:
+    """Return the descriptor of a training backend.
+
+    Raises:
+        PlanError: for an unknown name.
+    """
+    backend = importlib.import_module(_module(_BACKENDS, "backend", name)).BACKEND
+    assert isinstance(backend, Backend)
+    assert backend.name == name
+    return backend
+
+
+@cache
+def engine_kind(name: str) -> EngineKind:
+    """Return the descriptor of a generation engine.
+
+    Raises:
+        PlanError: for an unknown name.
+    """
+    engine = importlib.import_module(_module(_ENGINES, "engine", name)).ENGINE
+    assert isinstance(engine, EngineKind)
+    assert engine.name == name
+    return engine
+
+
+def descriptor(name: str) -> Descriptor:
+    """Return the descriptor of a training backend or generation engine.
+
+    Raises:
+        PlanError: for an unknown name.
+    """
+    return engine_kind(name) if name in _ENGINES else training_backend(name)
+
+
+def traits(name: str) -> BackendTraits:
+    """Return the traits of a training backend or generation engine.
+
+    Raises:
+        PlanError: for an unknown name.
+    """
+    return descriptor(name).traits
+
+
+def factories() -> dict[str, Callable[..., Any]]:
+    """Return the factories of all backends and engines that can run, by name."""
+    found = ((name, descriptor(name).factory) for name in (*BACKENDS, *ENGINES))
+    return {name: factory for name, factory in found if factory is not None}
+
+
+def model_parallel_backend() -> str:
+    """Return the name of the first training backend with a tensor and a pipeline axis."""
+    return next(name for name in BACKENDS if traits(name).is_model_parallel)
+
+
+def _module(registry: Mapping[str, str], what: str, name: str) -> str:
+    if name not in registry:
+        raise PlanError(f"unknown {what} {name!r}{nearest(name, registry)} (known: {', '.join(registry)})")
+    return registry[name]

@@ -1,0 +1,53 @@
+"""The largest load of a generation engine, which its memory is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hflow.planner.ir import Plan
+from hflow.planner.memory.rank import Rank
+from hflow.planner.workload import Workload
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens of one prefill. A longer prompt is prefilled alone."""
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """The most that one engine has to hold and compute at once."""
+
+    num_running: int
+    """Sequences that decode together."""
+    prompt: int
+    """Tokens of a prompt."""
+    longest: int
+    """Tokens of the longest sequence."""
+    prefill: int
+    """Tokens of the largest prefill."""
+
+
+def engine_load(plan: Plan, rank: Rank, workloads: dict[str, Workload]) -> EngineLoad:
+    """Return the largest load of each engine of a generation replica, from the streams that use it."""
+    streams = [stream for stream in plan.schedule.streams if rank.replica.name in stream.replicas]
+    group_size = max(stream.group_size for stream in streams)
+    num_groups = -(-plan.schedule.settings.max_concurrent // group_size)
+    num_running = min(rank.request.max_running, -(-num_groups // rank.data) * group_size)
+    prompt = max(workloads[stream.name].prompt for stream in streams)
+    longest = max(workloads[stream.name].prompt + workloads[stream.name].max_response for stream in streams)
+    if (
+        plan.schedule.settings.max_staleness
+    ):  # interrupted sequences are prefilled with the tokens that they have
+        num_tokens = num_running * longest
+    else:  # a group's prompt is prefilled once
+        num_tokens = -(-num_running // group_size) * prompt
+    return EngineLoad(num_running, prompt, longest, min(max(PREFILL_TOKENS, longest), num_tokens))
+
+
+def engine_weights(rank: Rank) -> int:
+    """Return the bytes of the engine's own weights on one rank."""
+    return rank.width * rank.sizes.total
+
+
+def cache_bytes_per_token(rank: Rank) -> int:
+    """Return the bytes of one token's keys and values on one rank."""
+    return 2 * rank.width * rank.sizes.num_layers * rank.key_value_size // rank.tensor
