@@ -101,10 +101,23 @@ def test_nothing_in_a_column_overlaps(graph, height):
         assert all(tops[b] - tops[a] >= height + 7 - 1e-6 for a, b in pairwise(column))
 
 
-def test_paths():
-    level = "M0.0 5.0C10.0 5.0 10.0 9.0 20.0 9.0H30.0C35.0 9.0 35.0 1.0 40.0 1.0"
-    assert curve([(0, 0, 5), (20, 30, 9), (40, 40, 1)]) == level
-    assert rounded([(0, 0), (20, 0), (20, 4)]) == "M0.0 0.0L18.0 0.0Q20.0 0.0 20.0 2.0L20.0 4.0"
+def points(path: str) -> list[float]:
+    """All coordinates of a path, in order."""
+    return [float(number) for number in re.findall(r"-?[\d.]+", path)]
+
+
+def test_a_curve_starts_and_ends_at_its_stops_and_is_level_at_each():
+    path = curve([(0, 0, 5), (20, 30, 9), (40, 40, 1)])
+    assert points(path)[:2] == [0, 5]
+    assert points(path)[-2:] == [40, 1]
+    assert "20.0 9.0H30.0" in path
+
+
+def test_a_rounded_path_keeps_its_ends_and_passes_its_corner():
+    path = rounded([(0, 0), (20, 0), (20, 4)])
+    assert points(path)[:2] == [0, 0]
+    assert points(path)[-2:] == [20, 4]
+    assert "Q20.0 0.0" in path
 
 
 def test_every_verb_has_an_outline_of_its_own():
