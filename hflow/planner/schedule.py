@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from hflow.graph.ir import EdgeKind, Graph, Level, Node, Stream
 from hflow.planner.ir import Placement, Replica, Schedule, ScheduledNode, ScheduledStream
@@ -41,13 +40,8 @@ def make_schedule(
         shared=tuple((group, names) for group, names in engines.items() if names),
         num_steps=request.num_steps,
         publishers=tuple((r.name, batch_replica(tuple(replicas), r.model).group) for r in apart),
-        settings=replace(request.schedule, max_staleness=_whole(request.schedule.max_staleness)),
+        settings=request.schedule,
     )
-
-
-def _whole(number: float) -> float:
-    """An integer where a number is one, so that 2 and 2.0 are the same plan."""
-    return int(number) if number == int(number) else number
 
 
 def _stream(graph: Graph, root: Stream, at: Mapping[str, Placement], batch: int) -> ScheduledStream:

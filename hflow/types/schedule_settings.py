@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt
 from pydantic.dataclasses import dataclass
 
 from hflow.validation import CHECKED
+
+
+def _int_if_whole(number: float) -> float:
+    """Return whole numbers as int, so that reports say `max_staleness 2`."""
+    return int(number) if number == int(number) else number
+
+
+_Staleness = Annotated[StrictFloat, AfterValidator(_int_if_whole)]
 
 
 @dataclass(frozen=True, config=CHECKED)
 class ScheduleSettings:
     """How far generation may run ahead of training, and what happens to samples that become too old."""
 
-    max_staleness: StrictFloat = Field(default=0, ge=0, le=1_000_000)
+    max_staleness: Annotated[StrictFloat, AfterValidator(_int_if_whole)] = Field(
+        default=0, ge=0, le=1_000_000
+    )
     """Weight syncs by which a trained token may lag (eta): 0 is synchronous, 2 to 8 is typical. With 0.5,
     generation may start half of the next sync's groups early."""
     sync_every: StrictInt = Field(default=1, ge=1)
