@@ -47,9 +47,9 @@ class Lives:
     """Lives of one group after the other, told to a ledger where there is one."""
 
     def __init__(self, ledger: Ledger | None) -> None:
-        self._issued: Callable[..., Any] = ledger.issued if ledger else _ignore
-        self._reported: Callable[..., Any] = ledger.reported if ledger else _ignore
-        self._decided: Callable[..., Any] = ledger.decided if ledger else _ignore
+        self._issued: Callable[..., Any] = ledger.record_issued if ledger else _ignore
+        self._reported: Callable[..., Any] = ledger.record_result if ledger else _ignore
+        self._decided: Callable[..., Any] = ledger.record_instruction if ledger else _ignore
         self.num_groups = 0
 
     def tell(self) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hflow.metrics import declare
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from hflow.data.batch import Batch
     from hflow.types.tensor_slices import Block
 
+
+LOSS = declare("{node}/loss", "", "loss of a train node, averaged over the step's updates", live="last")
+GRAD_NORM = declare("{node}/grad_norm", "", "norm of the gradient before clipping, averaged over the updates")
+LEARNING_RATE = declare("{node}/lr", "", "learning rate of the step's last update")
+NUM_TRAINED_TOKENS = declare("{node}/num_tokens", "tokens", "learned tokens of the batch")
 
 SHARDS = "shards"
 """Directory beside a model's HF files that holds what is trained of it (`ModelBackend.save_shards`)."""

@@ -13,6 +13,7 @@ from hflow.errors import ConfigError, nearest
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph
 from hflow.launch.plan_request import plan_request
+from hflow.launch.shown_metrics import check_shown
 from hflow.planner.backends import BACKENDS, ENGINES
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import Plan
@@ -101,7 +102,9 @@ def read_recipe(
     _check_backends(config)
     bound = apply_overrides(spec, config.nodes)
     options = {node.name: dict(node.options) for node in bound.nodes}
-    return config, build_graph(bound), loaded.bodies(options)
+    graph = build_graph(bound)
+    check_shown(config.report.show, graph)
+    return config, graph, loaded.bodies(options)
 
 
 def _check_backends(config: RunConfig) -> None:

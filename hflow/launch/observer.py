@@ -1,36 +1,56 @@
-"""Hands what a run reports to its files and to the display."""
+"""`RunObserver` passes what a run reports to its files and to the display."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
-from hflow.graph.ir import Graph, Level, Node
+from hflow.launch.shown_metrics import ShownMetrics, builtin_metrics
+from hflow.metrics import Metric, find_metric
 from hflow.planner.ir import Plan
-from hflow.planner.reported_field import reported_field
 from hflow.planner.staleness import staleness_bound
 from hflow.report.live import Display, LiveRow
-from hflow.report.live_rollout import Tally
+from hflow.report.live_rollout import Lags, RolloutView
 from hflow.runtime.events import Refusal
+from hflow.runtime.execution import step_metrics as metrics
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.trace import Trace
+from hflow.runtime.state import run_state
 from hflow.workers.interface import Span
 
 SMOOTHING = 0.9
-"""Weight of the past in the step time that the time left is foretold from."""
+"""Weight of the earlier steps in the average step time, from which the remaining time is estimated."""
+WINDOW = 20
+"""Steps over which shares of time and lags are averaged, so that they are steady enough to read."""
 
 
 class RunObserver:
-    """Writes every row and span, and shows the few numbers that a person watches."""
+    """Writes every row of metrics and every span, and shows the few numbers that a person watches.
 
-    def __init__(self, plan: Plan, log: MetricsLog, trace: Trace, display: Display) -> None:
-        self._labels = _labels(plan)
+    Args:
+        plan: the plan of the run.
+        log: receives every row.
+        trace: receives every span.
+        display: shows some of the metrics.
+        show: `report.show`, which metrics these are; None: the default.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        log: MetricsLog,
+        trace: Trace,
+        display: Display,
+        show: Sequence[str] | None = None,
+    ) -> None:
+        self._shown_metrics = ShownMetrics(plan, show)
         self._num_steps = plan.schedule.num_steps
-        self._tally = Tally(runs_ahead=staleness_bound(plan.schedule) != 0)
+        self._rollout = RolloutTracker(runs_ahead=staleness_bound(plan.schedule) != 0)
         self._log = log
         self._trace = trace
         self._display = display
-        self._seconds = 0.0
-        self._speed = 0.0
+        self._seconds_per_step = 0.0
+        self._tokens_per_second = 0.0
         self._step = 0
         self._noted: set[tuple[str, Refusal]] = set()
         self.shown: dict[str, float] = {}
@@ -39,17 +59,18 @@ class RunObserver:
     def on_step(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step and show it."""
         self._step = step + 1
-        seconds = values["time/step_seconds"]
-        self._seconds = SMOOTHING * self._seconds + (1 - SMOOTHING) * seconds if self._seconds else seconds
-        self._speed = values.get("time/tokens_per_second", 0.0)
+        seconds = values[metrics.STEP_SECONDS.name]
+        average = self._seconds_per_step
+        self._seconds_per_step = SMOOTHING * average + (1 - SMOOTHING) * seconds if average else seconds
+        self._tokens_per_second = values.get(metrics.TOKENS_PER_SECOND.name, 0.0)
         self._log.write(self._step, values)
-        self._tally.step(values)
+        self._rollout.add_step(values)
         self._show(values)
 
     def on_rollout(self, values: Mapping[str, float]) -> None:
-        """Show how generation stands between two steps."""
-        self._tally.glance(values)
-        self._display.glance(self._row({}))
+        """Show the present state of generation, while a step is under way."""
+        self._rollout.update(values)
+        self._display.refresh(self._row({}))
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Log an evaluation and show it."""
@@ -61,43 +82,104 @@ class RunObserver:
         """Show the first failure of each kind; all are counted in the metrics."""
         if message and not reason.is_drop and (node, reason) not in self._noted:
             self._noted.add((node, reason))
-            self._display.note(
-                f"{node} refused a sample ({reason}): {message}; more count as refused/{reason}"
-            )
+            counted = metrics.REFUSED.member(reason)
+            self._display.note(f"{node} refused a sample ({reason}): {message}; more count as {counted}")
 
     def on_span(self, worker: int, span: Span) -> None:
         """Keep a span for the trace."""
         self._trace.add(worker, span)
 
     def _show(self, values: Mapping[str, float]) -> None:
-        shown = {label: values[name] for name, label in self._labels.items() if name in values}
+        shown = self._shown_metrics.pick(values)
         self.shown.update(shown)
         self._display.update(self._row(shown))
 
     def _row(self, shown: Mapping[str, float]) -> LiveRow:
-        return LiveRow(self._step, self._num_steps, shown, self._speed, self._seconds, self._tally.rollout())
+        return LiveRow(
+            self._step,
+            self._num_steps,
+            shown,
+            self._tokens_per_second,
+            self._seconds_per_step,
+            self._rollout.view(),
+        )
 
 
-def _labels(plan: Plan) -> dict[str, str]:
-    """Metric -> label: losses, and what samples are given, on held-out streams groups too."""
-    graph, labels = plan.graph, {}
-    for node in graph.nodes:
-        if node.spec.verb == "train":
-            labels[f"{node.name}/loss"] = "loss" if _is_only(graph, "train") else f"{node.name} loss"
-        trained = graph.root_stream(node.stream).trained
-        levels = (Level.SAMPLE,) if trained else (Level.SAMPLE, Level.GROUP)
-        for field in _shown_fields(graph, node, levels):
-            labels[f"{node.stream}/{field}"] = field if trained else f"held-out {field}"
-    return labels
+class RolloutTracker:
+    """Sums and averages over steps of the metrics that are declared `live`, for the panel.
+
+    Args:
+        runs_ahead: whether a trained token of the run can have a lag.
+    """
+
+    def __init__(self, *, runs_ahead: bool) -> None:
+        self._runs_ahead = runs_ahead
+        self._live = [metric for metric in builtin_metrics() if metric.live]
+        self._rows: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self._sums: Counter[str] = Counter()
+        self._latest: dict[str, float] = {}
+
+    def add_step(self, values: Mapping[str, float]) -> None:
+        """Add the row of a completed step."""
+        self._rows.append(values)
+        for name, value in values.items():
+            metric = find_metric(name, self._live)
+            if metric is None:
+                continue
+            if metric.live == "sum":
+                self._sums[name] += int(value)
+            elif metric.live == "last":
+                self._latest[name] = value
+
+    def update(self, values: Mapping[str, float]) -> None:
+        """Take the present counts, while a step is under way."""
+        self._latest.update(values)
+
+    def view(self) -> RolloutView | None:
+        """Return what the panel shows of generation; None where generation and training take turns."""
+        episodes = _family(metrics.EPISODES, self._latest)
+        if not (self._runs_ahead or episodes):
+            return None
+        version, max_lag = self._latest.get(run_state.VERSION.name), metrics.STALENESS_MAX.name
+        return RolloutView(
+            version=None if version is None else int(version),
+            num_running=int(self._latest.get(run_state.NUM_RUNNING.name, 0)),
+            num_queued=int(self._latest.get(run_state.NUM_QUEUED.name, 0)),
+            num_accepted=int(self._latest.get(run_state.NUM_ACCEPTED.name, 0)),
+            refused=_family(metrics.REFUSED, self._sums),
+            dropped=_family(metrics.DROPPED, self._sums),
+            num_interrupted=self._sums[metrics.NUM_INTERRUPTED.name],
+            num_kept_tokens=self._sums[metrics.KEPT_TOKENS.name],
+            engines=self._time_share(metrics.BUSY_ENGINES),
+            trainers=self._time_share(metrics.BUSY_TRAINERS),
+            lags=Lags(
+                total=self._lag_shares(metrics.LAG_SHARES),
+                in_flight=self._lag_shares(metrics.IN_FLIGHT_SHARES),
+                in_queue=self._lag_shares(metrics.IN_QUEUE_SHARES),
+                maximum=max((int(row[max_lag]) for row in self._rows if max_lag in row), default=None),
+            ),
+            episodes=episodes,
+            runs_ahead=self._runs_ahead,
+        )
+
+    def _time_share(self, metric: Metric) -> float | None:
+        """Return a share of the time of the last steps; None before the first step."""
+        seconds = sum(row[metrics.STEP_SECONDS.name] for row in self._rows)
+        busy = sum(row[metric.name] * row[metrics.STEP_SECONDS.name] for row in self._rows)
+        return busy / seconds if seconds else None
+
+    def _lag_shares(self, metric: Metric) -> dict[int, float]:
+        """Return lag -> share of the samples, averaged over the last steps."""
+        rows = [row for row in self._rows if metrics.STALENESS_MAX.name in row]
+        shares: dict[int, float] = {}
+        for row in rows:
+            for name, share in row.items():
+                if lag := metric.key_of(name):
+                    shares[int(lag)] = shares.get(int(lag), 0.0) + share / len(rows)
+        return dict(sorted(shares.items()))
 
 
-def _shown_fields(graph: Graph, node: Node, levels: Container[Level]) -> list[str]:
-    """All that a body of these levels returns; else the number that the node tells of each sample."""
-    if node.spec.runs_as_compute and node.spec.level in levels:
-        return [returned.field for returned in node.spec.returns]
-    told = reported_field(graph, node.name)
-    return [told] if told else []
-
-
-def _is_only(graph: Graph, verb: str) -> bool:
-    return sum(node.spec.verb == verb for node in graph.nodes) == 1
+def _family(metric: Metric, values: Mapping[str, float]) -> dict[str, int]:
+    """Return key -> value of the members of a family."""
+    members = ((metric.key_of(name), value) for name, value in values.items())
+    return {key: int(value) for key, value in members if key is not None}

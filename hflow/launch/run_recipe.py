@@ -18,6 +18,7 @@ from hflow.launch.compile import Compiled
 from hflow.launch.lockfile import document
 from hflow.launch.observer import RunObserver
 from hflow.launch.preflight import check_models
+from hflow.launch.shown_metrics import builtin_metrics
 from hflow.launch.unsupported import refuse_unrunnable
 from hflow.launch.worker_setup import make_setup, make_workers, open_rows
 from hflow.planner.backends import factories
@@ -27,7 +28,7 @@ from hflow.report.summary import RunSummary
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.executor import Executor
 from hflow.runtime.execution.metrics_log import MetricsLog
-from hflow.runtime.execution.row_cursor import Rows
+from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.trace import Trace
 from hflow.runtime.ledger import Ledger, header_of
@@ -85,7 +86,7 @@ async def _run(compiled: Compiled, live: bool | None, means: RunEnvironment) -> 
 async def _execute(
     compiled: Compiled,
     workers: Workers,
-    rows: dict[str, Rows],
+    rows: dict[str, DatasetRows],
     directory: RunDirectory,
     seen: RunObserver,
     display: Display,
@@ -124,9 +125,9 @@ def _begin(compiled: Compiled) -> RunDirectory:
 @contextmanager
 def _observer(compiled: Compiled, directory: RunDirectory, display: Display) -> Iterator[RunObserver]:
     trace = Trace()
-    with closing(MetricsLog(directory.metrics, directory.tensorboard)) as log:
+    with closing(MetricsLog(directory.metrics, directory.tensorboard, builtin_metrics())) as log:
         try:
-            yield RunObserver(compiled.plan, log, trace, display)
+            yield RunObserver(compiled.plan, log, trace, display, compiled.config.report.show)
         finally:
             trace.write(directory.trace)
 

@@ -15,7 +15,7 @@ from hflow.launch.compile import Compiled
 from hflow.launch.model_settings import model_settings, tokenizer_settings
 from hflow.planner import backends
 from hflow.planner.reported_field import reported_field
-from hflow.runtime.execution.row_cursor import Rows
+from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.workers.interface import NodeProgram, Workers, WorkerSetup
 
 if TYPE_CHECKING:
@@ -60,14 +60,14 @@ def make_workers(compiled: Compiled, processes: RayActors | None = None) -> Work
     return RayWorkers(processes)
 
 
-def open_rows(compiled: Compiled) -> dict[str, Rows]:
+def open_rows(compiled: Compiled) -> dict[str, DatasetRows]:
     """Open every stream's dataset, check its first row, and fix the order of its rows.
 
     Raises:
         DataError: for a file that is not what the recipe declares.
     """
     datasets = {dataset.name: dataset for dataset in compiled.graph.datasets}
-    rows: dict[str, Rows] = {}
+    rows: dict[str, DatasetRows] = {}
     for stream in compiled.plan.schedule.streams:
         name = compiled.graph.stream(stream.name).dataset
         assert name is not None, f"root stream {stream.name} has no dataset"

@@ -1,6 +1,6 @@
 """What a run shows while it runs: a live panel in a terminal, plain lines elsewhere.
 
-Both take the same rows, and know nothing of the run that makes them.
+Both receive the same rows and know nothing else about the run.
 """
 
 from __future__ import annotations
@@ -20,75 +20,49 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hflow.report.live_rollout import Rollout, rollout_lines, rollout_words
-
-# -------------------- A curve in one line of text.
-
-
-LEVELS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values, oldest first, in at most `width` characters.
-
-    More values than that are averaged into `width` bins. The lowest bin is drawn `▁`, the highest
-    `█`; equal ones all `▁`. What is not finite is left out.
-    """
-    bins = _bins([value for value in values if math.isfinite(value)], width)
-    if not bins:
-        return ""
-    low, span = min(bins), max(bins) - min(bins)
-    top = len(LEVELS) - 1
-    return "".join(LEVELS[round((value - low) / span * top) if span else 0] for value in bins)
-
-
-def _bins(values: Sequence[float], width: int) -> list[float]:
-    if len(values) <= width:
-        return list(values)
-    edges = [len(values) * i // width for i in range(width + 1)]
-    return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-
+from hflow.report.live_rollout import RolloutView, rollout_lines, rollout_summary
 
 CURVE_WIDTH = 30
 VALUE_WIDTH = 10
-"""Characters of a value in four digits, at most."""
+"""The most characters that a value with four digits takes."""
+BAR_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class LiveRow:
-    """Where a run stands."""
+    """The state of a run, as it is shown."""
 
     step: int
-    """Steps done."""
+    """Completed steps."""
     num_steps: int
     values: Mapping[str, float] = field(default_factory=dict)
-    """What to show, by its label: a label that a row leaves out keeps its last value."""
+    """Label -> value to show. A label that a row leaves out keeps its last value."""
     tokens_per_second: float = 0.0
     seconds_per_step: float = 0.0
-    """Recent time of a step, from which the time left is foretold."""
-    rollout: Rollout | None = None
-    """Generation beside training; None where one waits for the other."""
+    """Average time of the last steps, from which the remaining time is estimated."""
+    rollout: RolloutView | None = None
+    """Generation beside training; None where they take turns."""
 
     @property
     def seconds_left(self) -> float:
-        """Foretold seconds to the end."""
+        """Estimated time to the end of the run."""
         return (self.num_steps - self.step) * self.seconds_per_step
 
 
 class Display(abc.ABC):
-    """Shows rows. A context manager: leaving it gives the terminal back."""
+    """Shows rows. It is a context manager; leaving it restores the terminal."""
 
     @abc.abstractmethod
     def update(self, row: LiveRow) -> None:
         """Show a new row."""
 
-    def glance(self, row: LiveRow) -> None:
-        """Show how things stand between two rows, where that can be seen."""
+    def refresh(self, row: LiveRow) -> None:
+        """Show the state between two rows. A display that cannot do so does nothing."""
         return None
 
     @abc.abstractmethod
     def note(self, text: str) -> None:
-        """Say something once, such as where a checkpoint was written."""
+        """Print a line once, such as the path of a checkpoint."""
 
     def __enter__(self) -> Self:
         return self
@@ -100,35 +74,35 @@ class Display(abc.ABC):
 
 
 class PlainDisplay(Display):
-    """One line for the first step, every `every` steps, and the last.
+    """Prints one line for the first step, every `every` steps, and the last step.
 
-    A second row of a step that has its line, such as an evaluation, is a line of its values only.
+    A second row of a step that has a line, such as an evaluation, is printed with its values only.
     """
 
     def __init__(self, console: Console, every: int = 10) -> None:
         self._console = console
         self._every = every
         self._values: dict[str, float] = {}
-        self._last = 0
+        self._last_step = 0
 
     def update(self, row: LiveRow) -> None:
-        """Print the row if its turn has come."""
+        """Print the row if it is due."""
         self._values.update(row.values)
-        if row.step == self._last:
+        if row.step == self._last_step:
             if row.values:
                 self.note("  ".join(_parts(row, row.values)))
         elif row.step in (1, row.num_steps) or row.step % self._every == 0:
-            self._last = row.step
-            words = rollout_words(row.rollout)
-            self.note("  ".join([*_parts(row, self._values), *words, *_speed(row)]))
+            self._last_step = row.step
+            rollout = rollout_summary(row.rollout)
+            self.note("  ".join([*_parts(row, self._values), *rollout, *_speed(row)]))
 
     def note(self, text: str) -> None:
-        """Print a line, unwrapped."""
+        """Print a line without wrapping it."""
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 class LiveDisplay(Display):
-    """A panel that is redrawn in place: progress, values with their curves, speed, time left, the rollout."""
+    """Redraws a panel in place: progress, speed, remaining time, values with their curves, the rollout."""
 
     def __init__(self, console: Console, title: str = "") -> None:
         self._title = title
@@ -139,10 +113,10 @@ class LiveDisplay(Display):
         """Redraw with a new row."""
         for label, value in row.values.items():
             self._curves[label].append(value)
-        self.glance(row)
+        self.refresh(row)
 
-    def glance(self, row: LiveRow) -> None:
-        """Redraw with the row's progress and rollout, but without its values."""
+    def refresh(self, row: LiveRow) -> None:
+        """Redraw with the row's progress and rollout, but without adding its values."""
         self._live.update(_panel(self._title, row, self._curves))
 
     def note(self, text: str) -> None:
@@ -162,16 +136,37 @@ class LiveDisplay(Display):
 
 
 def open_display(title: str = "", live: bool | None = None, console: Console | None = None) -> Display:
-    """The display that fits where output goes.
+    """Return a live panel or plain lines.
 
     Args:
-        title: what the panel is headed with, usually the run's name.
-        live: True for the panel, False for lines, None to let the console's being a terminal decide.
+        title: heading of the panel, usually the run's name.
+        live: True for the panel, False for lines; None: the panel if the console is a terminal.
         console: where to print; standard output by default.
     """
     console = console or Console()
     as_panel = console.is_terminal if live is None else live
     return LiveDisplay(console, title) if as_panel else PlainDisplay(console)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values, oldest first, as a curve of at most `width` characters.
+
+    More values than that are averaged into `width` bins. The lowest bin is drawn as `▁` and the highest
+    as `█`; if all are equal, as `▁`. Values that are not finite are left out.
+    """
+    bins = _bins([value for value in values if math.isfinite(value)], width)
+    if not bins:
+        return ""
+    low, span = min(bins), max(bins) - min(bins)
+    top = len(BAR_LEVELS) - 1
+    return "".join(BAR_LEVELS[round((value - low) / span * top) if span else 0] for value in bins)
+
+
+def _bins(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    edges = [len(values) * i // width for i in range(width + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
 def _parts(row: LiveRow, values: Mapping[str, float]) -> list[str]:
@@ -203,7 +198,7 @@ def _panel(title: str, row: LiveRow, curves: Mapping[str, Sequence[float]]) -> G
 
 
 def _head(title: str, row: LiveRow) -> Table:
-    """One line; the bar takes what the words leave."""
+    """Return the first line. The bar takes the width that the text leaves."""
     tokens, left = _speed(row)
     step = f"step {row.step:>{len(str(row.num_steps))}}/{row.num_steps}"
     head = _grid()
@@ -218,7 +213,7 @@ def _head(title: str, row: LiveRow) -> Table:
 
 
 def _grid(min_width: int | None = None) -> Table:
-    """A table without lines, of a first column so far."""
+    """Return a table without lines, with one column so far."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(min_width=min_width, no_wrap=True)
     return grid

@@ -142,8 +142,8 @@ def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (SFT, "models.actor.path=r.py", "models.actor.path is r.py, but there is no checkpoint"),
         (SFT, "models.actor.dtype=fp16", "models.actor.dtype is 'fp16'; choose fp32 or bf16"),
         (SFT, "models.actor.alphabet=null", "a tokenizer needs the path of a checkpoint or an alphabet"),
-        (SFT, "out=r.py", "out is 'r.py', where no directory can be made: Not a directory"),
-        (SFT, "name=/etc/run", "name is '/etc/run'; a run's name is that of one directory"),
+        (SFT, "out=r.py", "cannot make a directory in out='r.py': Not a directory"),
+        (SFT, "name=/etc/run", "name='/etc/run' is not the name of a directory"),
         (SFT, "data.train.path=r.jsonl", "data.train has both a path and a generator; set"),
     ],
 )

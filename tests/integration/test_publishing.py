@@ -74,9 +74,7 @@ def test_weights_that_change_on_their_way_stop_the_run(
     kind: Any = DiskTransport if transport == "disk" else MemoryTransport
     take = kind.take
     monkeypatch.setattr(kind, "take", lambda self, handle: flipped(take(self, handle)))
-    refused = (
-        r"actor@gen does not hold the weights of version 0: their digest was \w{16} where .* and is \w{16}"
-    )
+    refused = r"actor@gen does not hold the weights of version 0: their checksum was \w{16} .* but is \w{16}"
     with pytest.raises(RunError, match=refused):
         run(RECIPE, tmp_path, *GRPO, "steps=2", f"models.actor.gen.transport={transport}")
     (directory,) = (path for path in (tmp_path / "grpo_async").iterdir() if not path.is_symlink())

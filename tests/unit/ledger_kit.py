@@ -33,19 +33,19 @@ class LedgerWorld(World):
     def feed(self, event: ev.Event) -> None:
         match event:
             case ev.SampleDone(stream, sample):
-                self.ledger.reported(self._sample_ready(stream, sample))
+                self.ledger.record_result(self._sample_ready(stream, sample))
             case ev.NodeDone(node, key, keep) if self.nodes[node].level is not Level.BATCH:
-                self.ledger.reported(ComputeReady(node, key, keep, float(key)))
+                self.ledger.record_result(ComputeReady(node, key, keep, float(key)))
         super().feed(event)
 
     def told(self, instruction: ev.Instruction) -> None:
-        self.ledger.decided(instruction)
+        self.ledger.record_instruction(instruction)
         if isinstance(instruction, ev.OpenGroup):
             stream = instruction.stream
             row = instruction.group - self.base[stream]
             if row < self.rows.get(stream, 10**9):
                 self.issued |= {(stream, sample) for sample in instruction.samples}
-                self.ledger.issued(instruction, row, 0, self.state.data.engine_version(stream))
+                self.ledger.record_issued(instruction, row, 0, self.state.parts.engine_version(stream))
 
     def _tick(self, entry: Generating) -> None:
         super()._tick(entry)
@@ -84,27 +84,27 @@ class Teller:
         self.ledger = ledger
 
     def issue(self, group: int, version: int = 0) -> None:
-        self.ledger.issued(ev.OpenGroup("gen", group, self.members(group)), 10 + group, 0, version)
+        self.ledger.record_issued(ev.OpenGroup("gen", group, self.members(group)), 10 + group, 0, version)
 
     def ready(self, sample: int, *runs: tuple[int, int]) -> None:
         versions = [version for version, _ in runs]
         tokens = sum(num for _, num in runs)
         event = SampleReady("gen", sample, 7 + tokens, tokens, min(versions), max(versions), runs, 1)
-        self.ledger.reported(event)
+        self.ledger.record_result(event)
 
     def score(self, sample: int, value: float) -> None:
-        self.ledger.reported(ComputeReady("score", sample, True, value))
+        self.ledger.record_result(ComputeReady("score", sample, True, value))
 
     def accept(self, group: int, *samples: int) -> None:
-        self.ledger.reported(ComputeReady("advantage", group))
-        self.ledger.decided(ev.Accept("gen", group, samples or self.members(group)))
+        self.ledger.record_result(ComputeReady("advantage", group))
+        self.ledger.record_instruction(ev.Accept("gen", group, samples or self.members(group)))
 
     def form(self, step: int, *groups: int) -> None:
         samples = tuple(sample for group in groups for sample in self.members(group))
-        self.ledger.decided(ev.FormBatch("gen", step, samples, groups))
+        self.ledger.record_instruction(ev.FormBatch("gen", step, samples, groups))
 
     def refuse(self, *samples: int, node: str, reason: ev.Refusal, message: str = "") -> None:
-        self.ledger.decided(ev.Refuse("gen", samples[0] // 2, samples, node, reason, message))
+        self.ledger.record_instruction(ev.Refuse("gen", samples[0] // 2, samples, node, reason, message))
 
     def train(self, step: int, *groups: int, version: int = 0) -> None:
         """The whole life of groups that a step trains."""
@@ -115,7 +115,7 @@ class Teller:
                 self.score(sample, 1.0)
             self.accept(group)
         self.form(step, *groups)
-        self.ledger.decided(ev.StepDone(step))
+        self.ledger.record_instruction(ev.StepDone(step))
 
     @staticmethod
     def members(group: int) -> tuple[int, ...]:

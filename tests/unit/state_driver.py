@@ -303,7 +303,7 @@ class World:
             self._check_ages(what)
         else:
             self.base[what.stream] = len(self.opened[what.stream])
-            num_steps = self.state.data.progress.num_steps
+            num_steps = self.state.parts.progress.num_steps
             assert evaluation_due(stream, what.step, num_steps)
             if self.changes(stream.models):
                 assert all(self.oldest[what.stream, s] == (what.step, what.step) for s in what.samples)
@@ -359,7 +359,7 @@ class World:
 
     def _check_lead(self, node: ScheduledNode, step: int) -> None:
         """No writer changes weights that an engine of the trained stream is to get (evaluations apart)."""
-        every, progress = self.schedule.settings.sync_every, self.state.data.progress
+        every, progress = self.schedule.settings.sync_every, self.state.parts.progress
         if len(self.streams) > 1 or progress.formed == progress.num_steps:
             return
         for replica in self.apart:
@@ -369,7 +369,7 @@ class World:
     def _fires(self, name: str, step: int) -> bool:
         node = self.nodes[name]
         if node.stream == self.trained.name:
-            return node_fires(node, step, self.state.data.progress.num_steps)
+            return node_fires(node, step, self.state.parts.progress.num_steps)
         return step in self.batches[node.stream]
 
     def _do_Wake(self, what: ev.Wake) -> None:
@@ -413,7 +413,7 @@ class World:
     def _do_StepDone(self, what: ev.StepDone) -> None:
         assert what.step == len(self.steps_done)
         for node in self.schedule.nodes:
-            late = node.at_end and self.state.data.progress.num_steps < self.schedule.num_steps
+            late = node.at_end and self.state.parts.progress.num_steps < self.schedule.num_steps
             if node.level is Level.BATCH and self._fires(node.name, what.step) and not late:
                 assert (node.name, what.step) in self.done
         self.steps_done.append(what.step)

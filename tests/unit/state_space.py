@@ -95,7 +95,7 @@ def _load(blob: bytes) -> World:
 
 def _key(world: World) -> Any:
     under_way = Counter(repr(entry) for entry in world.bag)
-    return frozenset(under_way.items()), tuple(sorted(world.version.items())), freeze(world.state.data)
+    return frozenset(under_way.items()), tuple(sorted(world.version.items())), freeze(world.state.parts)
 
 
 def freeze(value: Any) -> Any:

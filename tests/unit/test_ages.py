@@ -4,12 +4,12 @@ from hflow.runtime.execution.step_metrics import StalenessMetrics
 
 
 def test_a_lag_has_a_part_in_flight_and_one_in_the_queue() -> None:
-    ages = StalenessMetrics()
-    ages.arrive(0, 3, 3)
-    ages.arrive(1, 2, 4)
-    ages.arrive(2, 5, 5)
-    ages.arrive(3, -1, -1)  # nothing of it was generated
-    assert ages.bind((0, 1, 2, 3), 5) == {
+    staleness = StalenessMetrics()
+    staleness.add_sample(0, 3, 3)
+    staleness.add_sample(1, 2, 4)
+    staleness.add_sample(2, 5, 5)
+    staleness.add_sample(3, -1, -1)  # nothing of it was generated
+    assert staleness.take_batch((0, 1, 2, 3), 5) == {
         "staleness/mean": (2 + 3 + 0) / 3,
         "staleness/in_flight": (0 + 2 + 0) / 3,
         "staleness/in_queue": (2 + 1 + 0) / 3,
@@ -23,11 +23,11 @@ def test_a_lag_has_a_part_in_flight_and_one_in_the_queue() -> None:
         "staleness/in_queue_1": 1 / 3,
         "staleness/in_queue_2": 1 / 3,
     }
-    assert ages.bind((0, 1, 2), 6) == {}
+    assert staleness.take_batch((0, 1, 2), 6) == {}
 
 
 def test_what_left_is_forgotten() -> None:
-    ages = StalenessMetrics()
-    ages.arrive(0, 0, 0)
-    ages.forget((0, 7))
-    assert ages.bind((0,), 1) == {}
+    staleness = StalenessMetrics()
+    staleness.add_sample(0, 0, 0)
+    staleness.forget((0, 7))
+    assert staleness.take_batch((0,), 1) == {}

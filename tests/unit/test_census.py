@@ -8,26 +8,26 @@ def states(generating: int, in_tools: int, ended: int) -> dict[str, int]:
 
 
 def test_the_last_reports_of_all_workers_are_summed() -> None:
-    census = EpisodeCounts()
-    census.reported(0, states(4, 1, 10))
-    census.reported(1, states(2, 0, 5))
-    census.reported(0, states(3, 2, 12))
-    census.reported(1, {})  # another index of the same process says nothing
-    assert census.now() == {"generating": 5, "processing_tools": 2, "terminated": 17}
+    counts = EpisodeCounts()
+    counts.add_report(0, states(4, 1, 10))
+    counts.add_report(1, states(2, 0, 5))
+    counts.add_report(0, states(3, 2, 12))
+    counts.add_report(1, {})  # another index of the same process says nothing
+    assert counts.current() == {"generating": 5, "processing_tools": 2, "terminated": 17}
 
 
 def test_a_row_has_means_over_the_reports_and_those_that_ended_since_the_last_row() -> None:
-    census = EpisodeCounts()
-    census.has_turns = True
-    census.reported(0, states(4, 0, 1))
-    census.reported(1, states(2, 1, 2))
-    census.reported(0, states(0, 3, 5))
-    assert census.close() == {
+    counts = EpisodeCounts()
+    counts.has_turns = True
+    counts.add_report(0, states(4, 0, 1))
+    counts.add_report(1, states(2, 1, 2))
+    counts.add_report(0, states(0, 3, 5))
+    assert counts.finish_step() == {
         "episodes/generating": (4 + 6 + 2) / 3,
         "episodes/processing_tools": (0 + 1 + 4) / 3,
         "episodes/terminated": 7,
     }
-    assert census.close() == {
+    assert counts.finish_step() == {
         "episodes/generating": 2,
         "episodes/processing_tools": 4,
         "episodes/terminated": 0,
@@ -35,6 +35,6 @@ def test_a_row_has_means_over_the_reports_and_those_that_ended_since_the_last_ro
 
 
 def test_episodes_of_one_turn_have_no_row() -> None:
-    census = EpisodeCounts()
-    census.reported(0, states(4, 0, 1))
-    assert census.close() == {}
+    counts = EpisodeCounts()
+    counts.add_report(0, states(4, 0, 1))
+    assert counts.finish_step() == {}

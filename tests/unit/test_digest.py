@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Slice
-from hflow.runtime.execution.engine_control import commit
+from hflow.runtime.execution.engine_control import verify_weights
 from hflow.types.tensor_slices import Box
 from hflow.workers.interface import WeightsLoaded
 from hflow.workers.weights.buckets import Content
@@ -128,11 +128,11 @@ def test_dtype_and_shape_count():
 
 
 def test_a_version_is_committed_when_all_ranks_hold_what_was_sent():
-    assert commit("actor@gen", 3, WeightsLoaded()) is None
-    assert commit("actor@gen", 3, WeightsLoaded(8, (255, 255), (255, 255))) == "00000000000000ff"
+    assert verify_weights("actor@gen", 3, WeightsLoaded()) is None
+    assert verify_weights("actor@gen", 3, WeightsLoaded(8, (255, 255), (255, 255))) == "00000000000000ff"
     with pytest.raises(RunError) as refused:
-        commit("actor@gen", 3, WeightsLoaded(8, (255, 255), (255, 254)))
+        verify_weights("actor@gen", 3, WeightsLoaded(8, (255, 255), (255, 254)))
     assert str(refused.value) == (
-        "actor@gen does not hold the weights of version 3: their digest was 00000000000000ff where they were "
-        "taken, and is 00000000000000fe in the engine"
+        "actor@gen does not hold the weights of version 3: their checksum was 00000000000000ff when they "
+        "were sent, but is 00000000000000fe in the engine"
     )

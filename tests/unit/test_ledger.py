@@ -29,16 +29,16 @@ def test_the_life_of_a_trained_sample(path: Path):
         run.train(0, 0)
         run.issue(1, version=0)
         for version, digest in ((0, "0a"), (1, "1b"), (2, "2c")):
-            run.ledger.committed("actor@gen", version, digest)
+            run.ledger.record_weights("actor@gen", version, digest)
         run.ready(2, (0, 3), (1, 5))
         run.ready(3, (1, 2))
         run.score(2, 0.5)
         run.score(3, 0.0)
         run.accept(1)
         run.form(1, 9)
-        run.ledger.decided(ev.StepDone(1))
+        run.ledger.record_instruction(ev.StepDone(1))
         run.form(2, 1)
-        run.ledger.decided(ev.StepDone(2))
+        run.ledger.record_instruction(ev.StepDone(2))
     row = row_of(path, 2)
     assert (row["stream"], row["group_id"], row["row"], row["worker"], row["version"]) == ("gen", 1, 11, 0, 0)
     assert (row["length"], row["tokens"], row["turns"], row["oldest"], row["newest"]) == (15, 8, 1, 0, 1)
@@ -162,7 +162,7 @@ def test_a_run_that_goes_on_from_a_step_has_one_history(path: Path):
         run.ready(19, (3, 1))
         run.accept(9)
         run.form(3, 9)
-        run.ledger.decided(ev.StepDone(3))
+        run.ledger.record_instruction(ev.StepDone(3))
     assert {key[1]: end for key, end in ends_of(path).items()} == {
         **dict.fromkeys((0, 1), ("trained", 0)),
         **dict.fromkeys((4, 5), ("trained", 1)),

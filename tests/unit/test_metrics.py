@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hflow.launch.shown_metrics import builtin_metrics
 from hflow.runtime.execution.metrics_log import MetricsLog, read_metrics
 from hflow.runtime.execution.run_directory import RunDirectory
 
@@ -45,7 +46,7 @@ def test_tensorboard_reads_the_same_values(tmp_path: Path):
 def test_shares_of_lags_are_histograms_in_tensorboard(tmp_path: Path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     shares = {"staleness/lag_1": 0.25, "staleness/lag_3": 0.75, "staleness/in_queue_0": 1.0}
-    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb")
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb", builtin_metrics())
     log.write(4, {**shares, "staleness/in_queue": 0.5, "score/top_5": 2.0})
     log.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()

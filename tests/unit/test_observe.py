@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from hflow.errors import ConfigError
 from hflow.launch.compile import plan
 from hflow.launch.observer import RunObserver
+from hflow.launch.shown_metrics import builtin_metrics
 from hflow.report.live import Display, LiveRow
 from hflow.runtime.execution.metrics_log import MetricsLog, read_metrics
 from hflow.runtime.execution.trace import Trace
 
 ROOT = Path(__file__).parents[2]
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
 BUSY = {"time/step_seconds": 2.0, "busy/engines": 0.5, "busy/trainers": 0.25}
 COUNTS = {"rollout/running": 3.0, "rollout/queued": 1.0, "rollout/accepted": 9.0, "rollout/version": 4.0}
 
@@ -23,13 +27,13 @@ class Recorded(Display):
 
     def __init__(self) -> None:
         self.rows: list[LiveRow] = []
-        self.glances: list[LiveRow] = []
+        self.refreshed: list[LiveRow] = []
 
     def update(self, row: LiveRow) -> None:
         self.rows.append(row)
 
-    def glance(self, row: LiveRow) -> None:
-        self.glances.append(row)
+    def refresh(self, row: LiveRow) -> None:
+        self.refreshed.append(row)
 
     def note(self, text: str) -> None:
         raise AssertionError(text)
@@ -86,9 +90,61 @@ def test_the_rollout_is_shown_between_steps_where_it_runs_ahead(
         seen = RunObserver(plan(ROOT / "recipes/grpo_async.py", asked), log, Trace(), display)
         seen.on_step(0, {**BUSY, **COUNTS})
         seen.on_rollout({**COUNTS, "rollout/running": 7.0})
-    (glance,) = display.glances
-    assert (glance.step, glance.values) == (1, {})
-    assert (glance.rollout is not None) is shows
-    if glance.rollout is not None:
-        assert (glance.rollout.running, glance.rollout.accepted, glance.rollout.engines) == (7, 9, 0.5)
+    (refreshed,) = display.refreshed
+    assert (refreshed.step, refreshed.values) == (1, {})
+    assert (refreshed.rollout is not None) is shows
+    if refreshed.rollout is not None:
+        assert (refreshed.rollout.num_running, refreshed.rollout.num_accepted, refreshed.rollout.engines) == (
+            7,
+            9,
+            0.5,
+        )
     assert [row["rollout/running"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [3.0]
+
+
+def test_report_show_picks_other_metrics(tmp_path: Path) -> None:
+    """In the order of the patterns; what has a label by default keeps it."""
+    display = Recorded()
+    show = ["staleness/*", "actor_train/loss", "time/step_seconds"]
+    with closing(MetricsLog(tmp_path / "metrics.jsonl", tmp_path)) as log:
+        seen = RunObserver(plan(ROOT / "recipes/grpo_async.py", []), log, Trace(), display, show)
+        seen.on_step(0, {**BUSY, "actor_gen/reward": 1.0, "actor_train/loss": 0.5, "staleness/max": 2.0})
+    (row,) = display.rows
+    assert list(row.values.items()) == [("staleness/max", 2.0), ("loss", 0.5), ("time/step_seconds", 2.0)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "time/step_seconds",
+        "*/loss",
+        "refused/keep",
+        "staleness/lag_3",
+        "actor_train/mine",
+        "actor_gen/reward",
+    ],
+)
+def test_a_metric_that_the_recipe_can_have_may_be_shown(name: str) -> None:
+    plan(ROOT / "recipes/grpo_async.py", [f"report.show=['{name}']"])
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("time/step_second", "time/step_seconds"),
+        ("actor_gen/rewrd", "actor_gen/reward"),
+        ("actor_trian/loss", "actor_train/loss"),
+    ],
+)
+def test_a_metric_that_cannot_exist_is_refused(name: str, nearest: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"report.show: '{name}' is not a metric .* did you mean '{nearest}'"
+    ):
+        plan(ROOT / "recipes/grpo_async.py", [f"report.show=['{name}']"])
+
+
+def test_every_metric_is_explained_in_the_docs() -> None:
+    table = (ROOT / "docs/metrics.md").read_text()
+    for metric in builtin_metrics():
+        name = PLACEHOLDER.sub(lambda part: part[1].upper(), metric.name)
+        assert f"| `{name}` | {metric.unit} | {metric.help} |" in table

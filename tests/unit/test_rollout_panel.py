@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import pytest
 from rich.console import Console
 
+from hflow.launch.observer import WINDOW, RolloutTracker
 from hflow.report.live import LiveRow, open_display
-from hflow.report.live_rollout import MAX_BINS, WINDOW, Rollout, Tally
+from hflow.report.live_rollout import MAX_BINS, RolloutView
 
 STEP = {
     "time/step_seconds": 0.5,
@@ -42,15 +43,15 @@ SLOWER["staleness/max"] = 3
 EPISODES = {"episodes/generating": 98, "episodes/processing_tools": 4, "episodes/terminated": 123456}
 
 
-def tally(*rows: Mapping[str, float], runs_ahead: bool = True, **glance: float) -> Tally:
-    made = Tally(runs_ahead=runs_ahead)
+def tracker(*rows: Mapping[str, float], runs_ahead: bool = True, **present: float) -> RolloutTracker:
+    made = RolloutTracker(runs_ahead=runs_ahead)
     for row in rows:
-        made.step(row)
-    made.glance(glance)
+        made.add_step(row)
+    made.update(present)
     return made
 
 
-def shown(rollout: Rollout | None, width: int = 80, *, live: bool = True) -> list[str]:
+def shown(rollout: RolloutView | None, width: int = 80, *, live: bool = True) -> list[str]:
     text = io.StringIO()
     console = Console(file=text, force_terminal=False, width=width)
     with open_display("grpo_async", live=live, console=console) as display:
@@ -60,7 +61,7 @@ def shown(rollout: Rollout | None, width: int = 80, *, live: bool = True) -> lis
 
 
 def test_the_panel_of_a_run_ahead_fits_80_columns() -> None:
-    lines = shown(tally(STEP, STEP, **EPISODES).rollout())
+    lines = shown(tracker(STEP, STEP, **EPISODES).view())
     assert lines[0].startswith("grpo_async  step  20/280  ━")
     assert lines[0].endswith("  24,850 tokens/s  0:02:10 left")
     assert max(map(len, lines)) <= 80
@@ -83,18 +84,18 @@ def test_the_panel_of_a_run_ahead_fits_80_columns() -> None:
 
 
 def test_a_wide_terminal_changes_only_the_bar() -> None:
-    rollout = tally(STEP).rollout()
+    rollout = tracker(STEP).view()
     assert shown(rollout, 120)[1:] == shown(rollout, 80)[1:]
 
 
 def test_lines_keep_their_places_from_the_start() -> None:
-    first, later = (shown(rollout) for rollout in (tally().rollout(), tally(STEP, SLOWER).rollout()))
+    first, later = (shown(rollout) for rollout in (tracker().view(), tracker(STEP, SLOWER).view()))
     assert [line[:17].rstrip() for line in first] == [line[:17].rstrip() for line in later]
 
 
 def test_lags_beyond_the_last_column_are_in_it() -> None:
     far = {"staleness/max": 40, "staleness/lag_8": 0.25, "staleness/lag_9": 0.25, "staleness/lag_40": 0.5}
-    lines = shown(tally({"time/step_seconds": 1, "busy/engines": 1, "busy/trainers": 1, **far}).rollout())
+    lines = shown(tracker({"time/step_seconds": 1, "busy/engines": 1, "busy/trainers": 1, **far}).view())
     heads, lag = (next(line for line in lines if line.startswith(name)) for name in ("staleness", "  lag"))
     assert heads.split()[-1] == f"{MAX_BINS - 1}+"
     assert lag.split()[-1] == "100%"
@@ -103,19 +104,19 @@ def test_lags_beyond_the_last_column_are_in_it() -> None:
 
 
 def test_a_synchronous_run_has_nothing_beside_its_steps() -> None:
-    assert tally(STEP, runs_ahead=False).rollout() is None
+    assert tracker(STEP, runs_ahead=False).view() is None
     assert [line.split()[0] for line in shown(None)] == ["grpo_async", "reward", "held-out"]
 
 
 def test_of_a_synchronous_run_with_turns_the_episodes_are_shown() -> None:
-    lines = shown(tally(STEP, runs_ahead=False, **EPISODES).rollout())
+    lines = shown(tracker(STEP, runs_ahead=False, **EPISODES).view())
     assert [line.split()[0] for line in lines] == ["grpo_async", "reward", "held-out", "episodes", "0"]
-    plain = shown(tally(STEP, runs_ahead=False, **EPISODES).rollout(), live=False)
+    plain = shown(tracker(STEP, runs_ahead=False, **EPISODES).view(), live=False)
     assert "staleness" not in plain[0]
 
 
 def test_a_plain_line_says_how_old_and_how_busy() -> None:
-    (line,) = shown(tally(STEP, SLOWER).rollout(), live=False)
+    (line,) = shown(tracker(STEP, SLOWER).view(), live=False)
     assert line == (
         "step 20/280  reward 0.5  held-out accuracy -0.0001234  staleness 2.12, at most 3  "
         "engines 60 %  trainers 50 %  24,850 tokens/s  0:02:10 left"
@@ -125,10 +126,10 @@ def test_a_plain_line_says_how_old_and_how_busy() -> None:
 def test_means_are_over_the_last_steps_and_sums_since_the_start() -> None:
     """Shares of the time count by time; versions and groups are those of now."""
     old = [STEP] * 5
-    rollout = tally(*old, *[SLOWER] * WINDOW, **{"rollout/version": 77.0, "rollout/running": 3}).rollout()
+    rollout = tracker(*old, *[SLOWER] * WINDOW, **{"rollout/version": 77.0, "rollout/running": 3}).view()
     assert rollout is not None
-    assert (rollout.engines, rollout.max_lag) == (pytest.approx(0.48), 3)
-    assert rollout.lags["lag"] == {1: pytest.approx(0.25), 2: 0.0, 3: pytest.approx(0.75)}
-    assert rollout.num_left("refused") == 4 * (5 + WINDOW)
-    assert rollout.reason("dropped") == "stale"
-    assert (rollout.version, rollout.running, rollout.queued) == (77, 3, 32)
+    assert (rollout.engines, rollout.lags.maximum) == (pytest.approx(0.48), 3)
+    assert rollout.lags.total == {1: pytest.approx(0.25), 2: 0.0, 3: pytest.approx(0.75)}
+    assert sum(rollout.refused.values()) == 4 * (5 + WINDOW)
+    assert list(rollout.dropped) == ["stale"]
+    assert (rollout.version, rollout.num_running, rollout.num_queued) == (77, 3, 32)

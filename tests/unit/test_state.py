@@ -366,9 +366,9 @@ def test_what_comes_late_from_a_refused_group_is_not_the_culprits_message():
     script = Script(plan, hold={"score 0", "score 1"})
     script.run()
     script.state.handle(ev.NodeFailed("score", 0, ev.Refusal.FAILED, "KeyError: 'a'"))
-    assert script.state.data.rollout.messages == {("score", ev.Refusal.FAILED): "KeyError: 'a'"}
+    assert script.state.parts.rollout.messages == {("score", ev.Refusal.FAILED): "KeyError: 'a'"}
     script.state.handle(ev.NodeFailed("score", 1, ev.Refusal.FAILED, "its sample left the run"))
-    assert script.state.data.rollout.messages == {("score", ev.Refusal.FAILED): "KeyError: 'a'"}
+    assert script.state.parts.rollout.messages == {("score", ev.Refusal.FAILED): "KeyError: 'a'"}
 
 
 # -------------------------------------------------------------------------- age

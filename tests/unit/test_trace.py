@@ -44,7 +44,7 @@ def test_every_lane_has_its_own_thread(tmp_path: Path):
 
 
 def test_of_a_long_run_the_last_spans_of_each_lane_are_kept(tmp_path: Path):
-    trace = Trace(most=2)
+    trace = Trace(max_spans=2)
     for step in range(5):
         trace.add(0, Span("actor_train", "nodes", step, step + 0.5, {"step": step}))
     trace.add(0, Span("generate", "engine", 0.0, 5.0))

@@ -16,7 +16,7 @@ from hflow.backends.common.loss import Loss, check_reduction
 from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.common.microbatches import Minibatch
 from hflow.backends.common.prox import UpdateProgress
-from hflow.backends.interface import NodeCall
+from hflow.backends.interface import GRAD_NORM, LEARNING_RATE, LOSS, NUM_TRAINED_TOKENS, NodeCall
 from hflow.errors import RunError
 from hflow.types import Unit
 
@@ -50,12 +50,12 @@ class StepRecord:
     def finish(self, group: ProcessGroup | None) -> dict[str, float]:
         """Metrics of the step; a collective over `group`, one rank for each dp index."""
         updates = max(len(self.norms), 1)
-        metrics = self.meter.finish(group, {"loss": float(self.loss)})
+        metrics = self.meter.finish(group, {LOSS.suffix: float(self.loss)})
         return metrics | {
-            "loss": metrics["loss"] / updates,
-            "grad_norm": sum(self.norms) / updates,
-            "lr": self.lr,
-            "num_tokens": float(self.num_tokens),
+            LOSS.suffix: metrics[LOSS.suffix] / updates,
+            GRAD_NORM.suffix: sum(self.norms) / updates,
+            LEARNING_RATE.suffix: self.lr,
+            NUM_TRAINED_TOKENS.suffix: float(self.num_tokens),
         }
 
 

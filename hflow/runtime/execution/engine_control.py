@@ -1,6 +1,7 @@
-"""`EngineControl`: weights for engines and rest for them, as the state machine decides.
+"""`EngineControl` publishes weights, and wakes and interrupts generation engines.
 
-Every method returns the events that come of it.
+Invariant: an engine is reported awake only after all its ranks have confirmed, by checksum, that they hold
+the weights that were sent. Every method returns the events that the state machine handles next.
 """
 
 from __future__ import annotations
@@ -16,38 +17,18 @@ from hflow.runtime.execution.step_metrics import Observer, StepMetrics
 from hflow.runtime.ledger import Ledger
 from hflow.workers.interface import WeightsLoaded, Workers
 
-# -------------------- A version of the weights is committed when all who got it confirm that they hold
-# what was sent.
-
-
-def commit(replica: str, version: int, loaded: WeightsLoaded) -> str | None:
-    """The digest of weights that a generation replica loaded, in hexadecimal; None where it loaded none.
-
-    Where its ranks hold parts of the model, the digests of all are joined.
-
-    Raises:
-        RunError: when a rank holds something else than was sent; both digests are named.
-    """
-    for sent, held in zip(loaded.sent, loaded.held, strict=True):
-        if sent != held:
-            raise RunError(
-                f"{replica} does not hold the weights of version {version}: their digest was {sent:016x} "
-                f"where they were taken, and is {held:016x} in the engine"
-            )
-    return "".join(f"{digest:016x}" for digest in dict.fromkeys(loaded.held)) or None
-
 
 class EngineControl:
-    """What the executor does with engines.
+    """Performs the instructions `Publish`, `Wake` and `Sleep`.
 
     Args:
-        plan: sources of streams.
+        plan: the plan of the run.
         workers: hold the engines.
-        observer: is given spans.
-        scores: are told of samples that moved.
-        ledger: is told which weights engines hold.
-        placer: is told of samples that no engine has any more.
-        rebalancer: moves groups while engines sleep.
+        observer: receives spans.
+        metrics: counts samples that moved.
+        ledger: records which weights engines hold.
+        placer: learns which samples no engine works on any more.
+        rebalancer: moves groups between engines while these sleep.
     """
 
     def __init__(
@@ -55,7 +36,7 @@ class EngineControl:
         plan: Plan,
         workers: Workers,
         observer: Observer,
-        scores: StepMetrics,
+        metrics: StepMetrics,
         ledger: Ledger,
         placer: GroupPlacer,
         rebalancer: Rebalancer,
@@ -63,38 +44,56 @@ class EngineControl:
         self._streams = {stream.name: stream for stream in plan.schedule.streams}
         self._workers = workers
         self._observer = observer
-        self._scores = scores
+        self._metrics = metrics
         self._ledger = ledger
         self._placer = placer
         self._rebalancer = rebalancer
 
     async def publish(self, replica: str, version: int) -> Sequence[Event]:
-        """Put weights where an engine can take them, before anything that its workers are asked later."""
+        """Copy weights to where an engine can load them, before their devices do anything asked later."""
         for worker, span in await self._workers.publish(replica, version):
             self._observer.on_span(worker, span)
         return [Published(replica, version)]
 
     async def wake(self, replica: str, version: int) -> Sequence[Event]:
-        """Let an engine go on, with new weights where it lacks them.
+        """Let an engine generate, with new weights if it lacks them.
 
         Raises:
-            RunError: when it took other weights than were sent.
+            RunError: when it holds other weights than were sent.
         """
         loaded = await self._workers.wake(replica, version)
-        digest = commit(replica, version, loaded)
-        if digest is not None:
-            self._ledger.committed(replica, version, digest)
+        checksum = verify_weights(replica, version, loaded)
+        if checksum is not None:
+            self._ledger.record_weights(replica, version, checksum)
         return [Awake(replica, version)]
 
     async def sleep(self, replica: str) -> Sequence[Event]:
-        """Interrupt an engine, and even out the work of a replica's engines."""
+        """Interrupt an engine and balance the work between the engines of its replica."""
         await self._workers.sleep(replica)
-        num_moved, ended = await self._rebalancer.spread(replica)
-        self._scores.moved(num_moved)
+        num_moved, refused = await self._rebalancer.balance(replica)
+        self._metrics.add_moved(num_moved)
         events: list[Event] = []
-        for name, samples in ended.items():
+        for name, samples in refused.items():
             stream = self._streams[name]
             for sample in samples:
                 self._placer.finished(name, sample // stream.group_size)
                 events.append(NodeFailed(stream.source, sample, Refusal.FAILED))
         return [*events, Asleep(replica)]
+
+
+def verify_weights(replica: str, version: int, loaded: WeightsLoaded) -> str | None:
+    """Return the checksum of the weights that a generation replica loaded, in hexadecimal.
+
+    Where the ranks hold different parts of the model, their checksums are joined. The result is None
+    if no weights were loaded.
+
+    Raises:
+        RunError: when a rank holds other weights than were sent.
+    """
+    for sent, held in zip(loaded.sent, loaded.held, strict=True):
+        if sent != held:
+            raise RunError(
+                f"{replica} does not hold the weights of version {version}: their checksum was {sent:016x} "
+                f"when they were sent, but is {held:016x} in the engine"
+            )
+    return "".join(f"{checksum:016x}" for checksum in dict.fromkeys(loaded.held)) or None

@@ -1,12 +1,16 @@
-"""The executor: performs the state machine's instructions with real workers.
+"""`Executor` performs the state machine's instructions with real workers.
 
-It owns the clock, the tasks and the book of who holds what; every decision is `RunState`'s.
-One loop takes events, one task a worker polls for them, and one task a batch node runs it.
+`RunState` makes every decision; the executor owns the event loop and the tasks. One loop handles events,
+one task per worker polls for reports, and one task runs each batch node.
+
+Invariant: every instruction leads to exactly the events that `events.py` names, and events are handled one
+at a time in the order in which they arrive.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +18,14 @@ from typing import Any
 from hflow.errors import RunError
 from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.ir import Plan
+from hflow.planner.placement.node_placement import SAVE_PREFIX
 from hflow.runtime import events as ev
 from hflow.runtime.execution.batch_runner import BatchRunner, StepBatch
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.engine_control import EngineControl
-from hflow.runtime.execution.node_execution import NodeExecution, WorkerMessages
+from hflow.runtime.execution.node_execution import NodeExecution
 from hflow.runtime.execution.rebalance import Rebalancer
-from hflow.runtime.execution.row_cursor import RowCursor, Rows
+from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
 from hflow.runtime.execution.step_metrics import Observer, StepMetrics
 from hflow.runtime.execution.streaming_runner import StreamingRunner
 from hflow.runtime.ledger import Ledger
@@ -36,11 +41,9 @@ from hflow.workers.interface import (
     Workers,
 )
 
-SAVE = "save."
-
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     reason: str
@@ -48,14 +51,32 @@ class Outcome:
     """Completed steps."""
 
 
+class WorkerMessages:
+    """What one round of instructions asks of each worker."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, list[GroupOrder]] = defaultdict(list)
+        self.computes: dict[int, list[ComputeOrder]] = defaultdict(list)
+
+
 class Executor:
-    """Runs one plan to its end on started workers."""
+    """Runs one plan to its end on started workers.
+
+    Args:
+        plan: the plan of the run.
+        workers: workers that have been started with this plan.
+        rows: stream -> the order of its dataset's rows.
+        observer: receives metrics and spans.
+        checkpoints: names the directories that models are saved to.
+        ledger: records what happens to each sample.
+        seed: seed of the run.
+    """
 
     def __init__(
         self,
         plan: Plan,
         workers: Workers,
-        rows: Mapping[str, Rows],
+        rows: Mapping[str, DatasetRows],
         observer: Observer,
         checkpoints: Checkpoints,
         ledger: Ledger,
@@ -69,133 +90,137 @@ class Executor:
         self._state = RunState(plan.schedule)
         self._events: asyncio.Queue[tuple[ev.Event, ...]] = asyncio.Queue()
         self._streams = {stream.name: stream for stream in plan.schedule.streams}
-        self._opened_by = {stream.source: stream.name for stream in plan.schedule.streams}
+        self._stream_of_source = {stream.source: stream.name for stream in plan.schedule.streams}
         self._nodes = {node.name: node for node in plan.schedule.nodes}
         self._cursors = {
             name: RowCursor(rows[name], endless=stream.batch is not None)
             for name, stream in self._streams.items()
         }
         self._placer = GroupPlacer(plan)
-        self._states = {stream.stream.name: stream for stream in self._state.data.streams}
-        rebalancer = Rebalancer(plan, workers, self._placer, self._states)
+        self._stream_states = {stream.stream.name: stream for stream in self._state.parts.streams}
+        rebalancer = Rebalancer(plan, workers, self._placer, self._stream_states)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._scores = StepMetrics(*_num_devices(plan))
-        firing = NodeExecution(plan, workers, observer, self._scores, ledger, seed)
-        self._batches = BatchRunner(plan, workers, observer, self._scores, firing)
-        self._arrivals = StreamingRunner(plan, workers, firing, self._batches.holdings, ledger)
-        self._engines = EngineControl(plan, workers, observer, self._scores, ledger, self._placer, rebalancer)
-        self._steps = 0
+        metrics = StepMetrics(*_num_engines_and_trainers(plan))
+        node_execution = NodeExecution(plan, workers, observer, metrics, ledger, seed)
+        self._metrics = metrics
+        self._batches = BatchRunner(plan, workers, observer, metrics, node_execution)
+        self._streaming = StreamingRunner(plan, workers, node_execution, self._batches.locations, ledger)
+        self._engines = EngineControl(plan, workers, observer, metrics, ledger, self._placer, rebalancer)
+        self._num_steps_done = 0
         self._reason: str | None = None
         """Why the run ended."""
         self._tasks: asyncio.TaskGroup
 
     # ------------------------------------------------------------------------------ loop
-    async def run(self) -> Outcome:
-        """Run until the state machine says Finish.
+    async def run(self) -> RunOutcome:
+        """Run until the state machine issues `Finish`.
 
         Raises:
-            RunError: a body, worker or policy failed; the message says which and why.
+            RunError: when a node, a worker or an engine failed; the message says which one and why.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 pollers = [self._spawn(self._poll(w)) for w in range(self._plan.cluster.num_devices)]
-                self._feed(ev.Started())
+                self._enqueue(ev.Started())
                 await self._loop()
                 for poller in pollers:
                     poller.cancel()
         except* Exception as group:  # noqa: BLE001 - unwrapped and raised again below
-            raise _first(group) from None
+            raise _first_exception(group) from None
         assert self._reason is not None
-        return Outcome(self._reason, self._steps)
+        return RunOutcome(self._reason, self._num_steps_done)
 
     def stop(self) -> None:
-        """Ask the run to end cleanly: what runs finishes, nothing new starts."""
-        self._feed(ev.StopRequested())
+        """Ask the run to end: running nodes finish, and nothing new starts."""
+        self._enqueue(ev.StopRequested())
 
     async def _loop(self) -> None:
         while self._reason is None:
-            drained = list(await self._events.get())
+            events = list(await self._events.get())
             while not self._events.empty():
-                drained += self._events.get_nowait()
-            orders = WorkerMessages()
-            for event in drained:
+                events += self._events.get_nowait()
+            messages = WorkerMessages()
+            for event in events:
                 for instruction in self._state.handle(event):
-                    self._ledger.decided(instruction)
-                    self._perform(instruction, orders)
-            self._send(orders)
+                    self._ledger.record_instruction(instruction)
+                    self._perform(instruction, messages)
+            self._send(messages)
 
-    def _feed(self, *events: ev.Event) -> None:
+    def _enqueue(self, *events: ev.Event) -> None:
         self._events.put_nowait(events)
 
-    async def _await(self, work: Awaitable[Sequence[ev.Event]]) -> None:
-        self._feed(*await work)
+    async def _enqueue_result(self, work: Awaitable[Sequence[ev.Event]]) -> None:
+        self._enqueue(*await work)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)
 
-    def _send(self, orders: WorkerMessages) -> None:
-        for worker, groups in orders.groups.items():
+    def _send(self, messages: WorkerMessages) -> None:
+        for worker, groups in messages.groups.items():
             self._spawn(self._workers.open_groups(worker, groups))
-        for worker, computes in orders.computes.items():
+        for worker, computes in messages.computes.items():
             self._spawn(self._workers.compute(worker, computes))
 
     # ---------------------------------------------------------------- worker -> controller
     async def _poll(self, worker: int) -> None:
         while True:
             report: Report = await self._workers.poll(worker)
-            self._scores.reported(report)
+            self._metrics.add_report(report)
             for span in report.spans:
                 self._observer.on_span(worker, span)
-            self._feed(*(self._translate(worker, event) for event in report.events))
-            if glance := self._scores.glance(self._state.counts):
-                self._observer.on_rollout(glance)
+            self._enqueue(*(self._translate(worker, event) for event in report.events))
+            if values := self._metrics.refresh(self._state.rollout_counts):
+                self._observer.on_rollout(values)
 
     def _translate(self, worker: int, event: WorkerEvent) -> ev.Event:
+        """Return the state machine's event for a worker's event, and record the worker's."""
         match event:
             case SampleReady():
-                self._ledger.reported(event)
-                if event.sample not in self._states[event.stream].abandoned:
-                    self._batches.holdings[event.stream].add_sample(event.sample, worker, event.length)
-                    self._scores.arrived(event, is_trained=self._is_trained(event.stream))
-                self._left_source(event.stream, event.sample)
+                self._ledger.record_result(event)
+                if event.sample not in self._stream_states[event.stream].abandoned:
+                    self._batches.locations[event.stream].add_sample(event.sample, worker, event.length)
+                    self._metrics.add_sample(event, is_trained=self._is_trained(event.stream))
+                self._release_engine(event.stream, event.sample)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
             case ComputeReady():
-                self._ledger.reported(event)
+                self._ledger.record_result(event)
                 return ev.NodeDone(event.node, event.key, event.keep)
             case Failed():
-                if stream := self._opened_by.get(event.node):
-                    self._left_source(stream, event.key)
+                if stream := self._stream_of_source.get(event.node):
+                    self._release_engine(stream, event.key)
                 return ev.NodeFailed(event.node, event.key, ev.Refusal(event.reason), event.message)
 
     def _is_trained(self, stream: str) -> bool:
         return self._streams[stream].batch is not None
 
-    def _left_source(self, stream: str, sample: int) -> None:
+    def _release_engine(self, stream: str, sample: int) -> None:
+        """Note that no engine works on a sample any more."""
         self._placer.finished(stream, sample // self._streams[stream].group_size)
 
     # ---------------------------------------------------------------- controller -> worker
-    def _perform(self, instruction: ev.Instruction, orders: WorkerMessages) -> None:
+    def _perform(self, instruction: ev.Instruction, messages: WorkerMessages) -> None:
         match instruction:
             case ev.OpenGroup():
-                self._open(instruction, orders)
+                self._open_group(instruction, messages)
             case ev.RunSample(node, sample):
-                self._order_compute(orders, node, sample, (sample,))
+                self._add_compute(messages, node, sample, (sample,))
             case ev.RunGroup(node, group, samples):
-                self._order_compute(orders, node, group, samples)
+                self._add_compute(messages, node, group, samples)
             case ev.RunStreamingInference():
-                self._spawn(self._await(self._arrivals.run(instruction)))
+                self._spawn(self._enqueue_result(self._streaming.run(instruction)))
             case ev.Refuse():
                 self._refuse(instruction)
             case ev.FormBatch():
-                self._form(instruction)
+                self._form_batch(instruction)
             case ev.RunBatch(node, step):
-                self._spawn(self._save(node, step) if node.startswith(SAVE) else self._fire(node, step))
+                is_save = node.startswith(SAVE_PREFIX)
+                self._spawn(self._run_save(node, step) if is_save else self._run_batch_node(node, step))
             case ev.Publish(replica, version):
-                self._spawn(self._await(self._engines.publish(replica, version)))
+                self._spawn(self._enqueue_result(self._engines.publish(replica, version)))
             case ev.Wake(replica, version):
-                self._spawn(self._await(self._engines.wake(replica, version)))
+                self._spawn(self._enqueue_result(self._engines.wake(replica, version)))
             case ev.Sleep(replica):
-                self._spawn(self._await(self._engines.sleep(replica)))
+                self._spawn(self._enqueue_result(self._engines.sleep(replica)))
             case ev.StepDone(step):
                 self._spawn(self._close_step(step))
             case ev.Finish(reason, error):
@@ -203,87 +228,88 @@ class Executor:
                     raise RunError(reason)
                 self._reason = reason
 
-    def _open(self, what: ev.OpenGroup, orders: WorkerMessages) -> None:
-        row = self._cursors[what.stream].row(what.group)
+    def _open_group(self, instruction: ev.OpenGroup, messages: WorkerMessages) -> None:
+        stream, group, samples = instruction.stream, instruction.group, instruction.samples
+        row = self._cursors[stream].row(group)
         if row is None:
-            self._feed(ev.Exhausted(what.stream, what.group))
+            self._enqueue(ev.Exhausted(stream, group))
             return
-        worker = self._placer.place(what.stream, what.group, len(what.samples))
-        self._ledger.issued(what, row, worker, self._state.data.engine_version(what.stream))
-        orders.groups[worker].append(GroupOrder(what.stream, what.group, row, what.samples))
+        worker = self._placer.place(stream, group, len(samples))
+        self._ledger.record_issued(instruction, row, worker, self._state.parts.engine_version(stream))
+        messages.groups[worker].append(GroupOrder(stream, group, row, samples))
 
-    def _order_compute(self, orders: WorkerMessages, node: str, key: int, samples: tuple[int, ...]) -> None:
+    def _add_compute(self, messages: WorkerMessages, node: str, key: int, samples: tuple[int, ...]) -> None:
         stream = self._streams[self._nodes[node].stream]
         worker = self._placer.home(stream.name, samples[0] // stream.group_size)
-        orders.computes[worker].append(ComputeOrder(node, key, samples))
+        messages.computes[worker].append(ComputeOrder(node, key, samples))
 
-    def _refuse(self, what: ev.Refuse) -> None:
-        self._scores.refused(what.reason, len(what.samples))
-        if self._is_trained(what.stream):
-            self._scores.ages.forget(what.samples)
-        self._observer.on_refusal(what.node, what.reason, what.message)
-        home = self._placer.home(what.stream, what.group)
-        self._placer.refused(what.stream, what.group, len(what.samples))
-        self._spawn(self._free(home, what.stream, what.samples))
+    def _refuse(self, instruction: ev.Refuse) -> None:
+        stream, group, samples = instruction.stream, instruction.group, instruction.samples
+        self._metrics.add_refused(instruction.reason, len(samples))
+        if self._is_trained(stream):
+            self._metrics.staleness.forget(samples)
+        self._observer.on_refusal(instruction.node, instruction.reason, instruction.message)
+        home = self._placer.home(stream, group)
+        self._placer.refused(stream, group, len(samples))
+        self._spawn(self._free_samples(home, stream, samples))
 
-    async def _free(self, home: int, stream: str, samples: tuple[int, ...]) -> None:
-        """Free all that there is of refused samples: at home, and where models read them."""
-        await self._arrivals.until_free(stream, samples)
-        holdings = self._batches.holdings[stream]
-        held = {**holdings.workers_of(samples), home: samples}
-        holdings.forget(samples)
+    async def _free_samples(self, home: int, stream: str, samples: tuple[int, ...]) -> None:
+        """Free the data of refused samples on their home worker and on workers with copies."""
+        await self._streaming.wait_until_unused(stream, samples)
+        locations = self._batches.locations[stream]
+        samples_of = {**locations.workers_of(samples), home: samples}
+        locations.forget(samples)
         await asyncio.gather(
-            *(self._workers.release(worker, there, stream, None) for worker, there in held.items())
+            *(self._workers.release(worker, held, stream, None) for worker, held in samples_of.items())
         )
 
     # ----------------------------------------------------------------------------- batches
-    def _form(self, what: ev.FormBatch) -> None:
-        stream = self._streams[what.stream]
-        is_evaluation = not self._is_trained(what.stream)
+    def _form_batch(self, instruction: ev.FormBatch) -> None:
+        stream, step, samples = self._streams[instruction.stream], instruction.step, instruction.samples
+        is_evaluation = not self._is_trained(stream.name)
         if is_evaluation:
-            self._cursors[what.stream].restart()
+            self._cursors[stream.name].restart()
         else:
-            self._scores.add(what.step, self._scores.ages.bind(what.samples, what.step))
-        self._placer.bound(what.stream, what.groups)
-        batch = StepBatch(what.stream, what.step, what.samples, what.groups, stream.group_size)
-        self._batches.form(batch)
+            self._metrics.add_values(step, self._metrics.staleness.take_batch(samples, step))
+        self._placer.bound(stream.name, instruction.groups)
+        batch = StepBatch(stream.name, step, samples, instruction.groups, stream.group_size)
+        self._batches.add_batch(batch)
         summary = self._spawn(self._batches.summarize(batch, is_evaluation))
-        self._summaries[what.stream, what.step] = summary
+        self._summaries[stream.name, step] = summary
 
-    async def _fire(self, node: str, step: int) -> None:
-        await self._batches.fire(node, step)
-        self._feed(ev.NodeDone(node, step))
-        await self._batches.free_read(node, step)
+    async def _run_batch_node(self, node: str, step: int) -> None:
+        await self._batches.run_node(node, step)
+        self._enqueue(ev.NodeDone(node, step))
+        await self._batches.free_token_fields(node, step)
 
     async def _close_step(self, step: int) -> None:
-        """Log a complete step and free its samples."""
+        """Report a completed step and free its samples."""
         for key in [key for key in self._summaries if key[1] == step]:
             await self._summaries.pop(key)
         await self._batches.close_step(step)
         if step < self._plan.schedule.num_steps:
-            self._steps = step + 1
-            self._observer.on_step(step, self._scores.close(step, self._state.counts()))
+            self._num_steps_done = step + 1
+            self._observer.on_step(step, self._metrics.finish_step(step, self._state.rollout_counts()))
 
     # ------------------------------------------------------------------------------ saving
-    async def _save(self, node: str, step: int) -> None:
-        model = node.removeprefix(SAVE)
-        await self.save(model, step + 1)
-        self._feed(ev.NodeDone(node, step))
+    async def _run_save(self, node: str, step: int) -> None:
+        await self.save(node.removeprefix(SAVE_PREFIX), step + 1)
+        self._enqueue(ev.NodeDone(node, step))
 
     async def save(self, model: str, steps: int) -> None:
-        """Save a model as of `steps` completed steps."""
+        """Save a model as it is after `steps` completed steps."""
         await self._workers.save(model, str(self._checkpoints.begin(steps, model)))
         self._checkpoints.done(steps, model)
 
 
-def _num_devices(plan: Plan) -> tuple[int, int]:
-    """Engines, and workers that train or infer."""
-    engines = sum(replica.layout.data for replica in plan.replicas if replica.role == "gen")
-    return engines, len({worker for r in plan.replicas if r.role != "gen" for worker in r.workers})
+def _num_engines_and_trainers(plan: Plan) -> tuple[int, int]:
+    """Return the number of engines, and of workers that train or infer."""
+    num_engines = sum(replica.layout.data for replica in plan.replicas if replica.role == "gen")
+    return num_engines, len({worker for r in plan.replicas if r.role != "gen" for worker in r.workers})
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first real exception of a group of groups."""
+def _first_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first exception of nested groups."""
     first: BaseException = group
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]

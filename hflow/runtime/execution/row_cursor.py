@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Rows(Protocol):
-    """The order in which a stream reads its dataset: pure, so that a position can be resumed."""
+class DatasetRows(Protocol):
+    """The order in which a stream reads its dataset.
+
+    The order is a pure function of the position, so that a run can resume at any position.
+    """
 
     @property
     def num_rows(self) -> int:
@@ -14,31 +17,34 @@ class Rows(Protocol):
         ...
 
     def row(self, position: int) -> int:
-        """The row at a position; positions beyond the dataset start the next epoch."""
+        """Return the row at a position. Positions beyond the dataset are in the next epoch."""
         ...
 
 
 class RowCursor:
-    """Maps the group ids of one stream, which ascend, to rows.
+    """Maps the ascending group ids of one stream to rows.
 
-    The trained stream goes on for ever, epoch after epoch. A side stream reads its dataset once
-    per evaluation; groups beyond its end have no row.
+    Args:
+        rows: the order of the rows.
+        endless: True for the trained stream, which reads epoch after epoch. A side stream reads its
+            dataset once per evaluation; groups beyond its end have no row.
     """
 
-    def __init__(self, rows: Rows, endless: bool) -> None:
+    def __init__(self, rows: DatasetRows, endless: bool) -> None:
         self._rows = rows
         self._endless = endless
-        self._base = 0
-        self._next = 0
+        self._first_group = 0
+        """The group that reads the first row."""
+        self._next_group = 0
 
     def row(self, group: int) -> int | None:
-        """The row of a group, or None where the evaluation has no more."""
-        position = group - self._base
-        self._next = group + 1
+        """Return the row of a group; None if the evaluation has no more rows."""
+        position = group - self._first_group
+        self._next_group = group + 1
         if self._endless or position < self._rows.num_rows:
             return self._rows.row(position)
         return None
 
     def restart(self) -> None:
-        """An evaluation is over: the next group reads the first row."""
-        self._base = self._next
+        """Let the next group read the first row. Called when an evaluation is over."""
+        self._first_group = self._next_group

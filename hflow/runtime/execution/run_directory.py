@@ -1,8 +1,8 @@
-"""The directory of one run, and where each of its files lies.
+"""The directory of one run and the paths of its files.
 
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     config.yaml  plan.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json
-    tensorboard/  weights/ (while it runs: those on their way by disk)
+    tensorboard/  weights/ (while it runs: weights that engines load from disk)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280
 """
 
@@ -16,45 +16,48 @@ from pathlib import Path
 from typing import Any
 
 from hflow.errors import ConfigError
-from hflow.runtime.execution.checkpoint import point
+from hflow.runtime.execution.checkpoint import replace_link
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of a run's directory `path`."""
+    """The paths in a run's directory `path`."""
 
     path: Path
 
     @classmethod
     def create(cls, out: str | Path, name: str) -> RunDirectory:
-        """Make a new directory for a run that starts now, and point `latest` at it.
+        """Make the directory `OUT/NAME/TIME` of a run that starts now, and make `latest` link to it.
 
         Raises:
-            ConfigError: when no directory can be made there.
+            ConfigError: when `name` contains a slash, or the directory cannot be made.
         """
         if Path(name).name != name:
-            raise ConfigError(f"name is {name!r}; a run's name is that of one directory, so it has no '/'")
+            raise ConfigError(f"name={name!r} is not the name of a directory. Remove the '/'.")
         parent = Path(out) / name
         try:
             parent.mkdir(parents=True, exist_ok=True)
             path = _make_fresh(parent / time.strftime("%Y%m%d-%H%M%S"))
         except OSError as error:
             reason = error.strerror or str(error)
-            raise ConfigError(f"out is {str(out)!r}, where no directory can be made: {reason}") from error
+            raise ConfigError(
+                f"cannot make a directory in out={str(out)!r}: {reason}. Set out to a directory that you can "
+                "write to."
+            ) from error
         run = cls(path)
         run.tensorboard.mkdir()
         run.checkpoints.mkdir()
-        point(parent / "latest", path.name)
+        replace_link(parent / "latest", path.name)
         return run
 
     @property
     def weights(self) -> Path:
-        """Where weights lie that go to engines by disk, each until it is loaded."""
+        """Directory of weights that engines load from disk; each file is deleted after it is loaded."""
         return self.path / "weights"
 
     @property
     def config(self) -> Path:
-        """The composed configuration."""
+        """The composed configuration as YAML."""
         return self.path / "config.yaml"
 
     @property
@@ -64,27 +67,27 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
+        """The metrics, one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """Directory of TensorBoard events."""
+        """Directory of TensorBoard event files."""
         return self.path / "tensorboard"
 
     @property
     def trace(self) -> Path:
-        """What every worker did when."""
+        """What each worker did and when, as a Chrome trace."""
         return self.path / "trace.json"
 
     @property
     def ledger(self) -> Path:
-        """What became of every sample."""
+        """The history of every sample, as an SQLite database."""
         return self.path / "ledger.sqlite"
 
     @property
     def summary(self) -> Path:
-        """The result, written when the run ends."""
+        """The results, written when the run ends."""
         return self.path / "summary.json"
 
     @property
@@ -98,7 +101,7 @@ class RunDirectory:
 
 
 def _make_fresh(path: Path) -> Path:
-    """Make `path`, or `path-2`, `path-3` ... where runs started in the same second."""
+    """Make `path`, or `path-2`, `path-3` ... if runs have started in the same second."""
     candidate, number = path, 1
     while True:
         try:

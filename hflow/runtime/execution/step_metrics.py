@@ -1,4 +1,8 @@
-"""Collects what a step reports and hands it on as one flat row of numbers."""
+"""`StepMetrics` collects what happens during a run and makes one row of metrics of each step.
+
+Invariant: every number is counted in exactly one row. Values of a batch go into the row of its step;
+everything else (time, tokens, refused samples) goes into the row of the step that completes next.
+"""
 
 from __future__ import annotations
 
@@ -7,75 +11,262 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from hflow.metrics import Metric, declare
 from hflow.runtime.events import Refusal
 from hflow.types import EpisodeState
 from hflow.workers.interface import EngineStats, Report, SampleReady, Span
 
-# -------------------- `StalenessMetrics`: how stale the samples of a batch are, in flight and in the queue.
-# The lag of a token is the step that trains it less the version of the weights that drew it. A sample's is
-# that
-# of its oldest token, and has two parts: what the weights moved on while it was drawn (from its oldest
-# token to
-# its newest), and while it waited (from its newest token to its step).
+STEP_SECONDS = declare("time/step_seconds", "s", "time since the step before was complete", live="last")
+TOKENS_PER_SECOND = declare(
+    "time/tokens_per_second", "tokens/s", "tokens of the batch over `time/step_seconds`", live="last"
+)
+SAMPLES_PER_SECOND = declare(
+    "time/samples_per_second", "samples/s", "samples of the batch over `time/step_seconds`"
+)
+GENERATED_TOKENS_PER_SECOND = declare(
+    "time/generated_tokens_per_second",
+    "tokens/s",
+    "tokens that the engines generated, over `time/step_seconds`",
+)
+BUSY_ENGINES = declare(
+    "busy/engines", "share", "share of the time in which engines generated, on average", live="mean"
+)
+BUSY_TRAINERS = declare(
+    "busy/trainers", "share", "share of the time in which training devices ran batch nodes", live="mean"
+)
+BATCH_SAMPLES = declare("batch/samples", "samples", "samples of the step's batch")
+BATCH_TOKENS = declare("batch/tokens", "tokens", "tokens of the step's batch, prompts included")
+NUM_INTERRUPTED = declare(
+    "rollout/interrupted", "samples", "samples that a sync interrupted since the row before", live="sum"
+)
+KEPT_TOKENS = declare(
+    "rollout/kept_tokens",
+    "tokens",
+    "tokens that interrupted samples kept, so that they were not generated again",
+    live="sum",
+)
+NUM_MOVED = declare(
+    "rollout/moved", "samples", "samples that continued, with their tokens, on an engine with less to do"
+)
+REFUSED = declare(
+    "refused/{reason}",
+    "samples",
+    "samples that a node refused: `keep`, `failed`, `timeout` or `small_group`",
+    live="sum",
+)
+DROPPED = declare(
+    "dropped/{reason}",
+    "samples",
+    "samples that took too long: `stale` (age rule) or `queue_full` (`schedule.queue`)",
+    live="sum",
+)
+EPISODES = declare(
+    "episodes/{state}",
+    "episodes",
+    "episodes of several turns in this state, on average; `episodes/terminated` counts those that ended",
+    live="now",
+)
+STALENESS_MEAN = declare("staleness/mean", "versions", "mean lag of the samples that the step trained")
+STALENESS_MAX = declare(
+    "staleness/max", "versions", "largest lag of the samples that the step trained", live="max"
+)
+MEAN_IN_FLIGHT = declare(
+    "staleness/in_flight", "versions", "the part of the mean lag that arose while samples were generated"
+)
+MEAN_IN_QUEUE = declare(
+    "staleness/in_queue", "versions", "the part of the mean lag that arose while samples waited"
+)
+LAG_SHARES = declare(
+    "staleness/lag_{lag}", "share", "share of the samples with this lag", live="mean", is_histogram=True
+)
+IN_FLIGHT_SHARES = declare(
+    "staleness/in_flight_{lag}",
+    "share",
+    "share of the samples with this lag from generation",
+    live="mean",
+    is_histogram=True,
+)
+IN_QUEUE_SHARES = declare(
+    "staleness/in_queue_{lag}",
+    "share",
+    "share of the samples with this lag from waiting",
+    live="mean",
+    is_histogram=True,
+)
+
+MIN_REFRESH_SECONDS = 0.25
+"""Shortest time between two updates of the live panel while a step is under way."""
+
+
+class Observer(Protocol):
+    """Receives what a run reports: files, a live display, a test."""
+
+    def on_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Receive the row of a completed training step."""
+        ...
+
+    def on_rollout(self, values: Mapping[str, float]) -> None:
+        """Receive the present `rollout/` and `episodes/` counts, while a step is under way."""
+        ...
+
+    def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Receive the metrics of a side stream, evaluated with the weights of `step` completed steps."""
+        ...
+
+    def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
+        """Receive a refusal; `message` is the error of the node's body, or empty."""
+        ...
+
+    def on_span(self, worker: int, span: Span) -> None:
+        """Receive the span of something that a worker did (-1: the controller)."""
+        ...
+
+
+class StepMetrics:
+    """Rows of the steps in progress, and counters since the last completed step.
+
+    Args:
+        num_engines: engines; `busy/engines` is a share of their time.
+        num_trainers: workers that run batch nodes with models; `busy/trainers` is a share of their time.
+    """
+
+    def __init__(self, num_engines: int, num_trainers: int) -> None:
+        self._num_engines, self._num_trainers = num_engines, num_trainers
+        self.staleness = StalenessMetrics()
+        self._rows: dict[int, dict[str, float]] = {}
+        self._refused: Counter[str] = Counter()
+        self._engine_stats = EngineStats()
+        self._episodes = EpisodeCounts()
+        self._num_moved = 0
+        self._device_seconds: Counter[int] = Counter()
+        """Worker -> seconds that its device ran batch nodes."""
+        self._last_step_at = self._last_refresh_at = time.monotonic()
+
+    def add_values(self, step: int, values: Mapping[str, float]) -> None:
+        """Add values to a step's row."""
+        self._rows.setdefault(step, {}).update(values)
+
+    def add_refused(self, reason: Refusal, num_samples: int) -> None:
+        """Count samples that were refused or dropped."""
+        family = DROPPED if reason.is_drop else REFUSED
+        self._refused[family.member(reason.value)] += num_samples
+
+    def add_report(self, report: Report) -> None:
+        """Count what a worker's engines and episodes did."""
+        self._engine_stats += report.drawn
+        self._episodes.add_report(report.worker, report.episodes)
+
+    def add_sample(self, sample: SampleReady, *, is_trained: bool) -> None:
+        """Count a sample that its source finished.
+
+        Args:
+            sample: the worker's report.
+            is_trained: whether it belongs to the trained stream.
+        """
+        if sample.num_turns > 1:
+            self._episodes.has_turns = True
+        if is_trained:
+            self.staleness.add_sample(sample.sample, sample.oldest, sample.newest)
+
+    def add_moved(self, num_samples: int) -> None:
+        """Count samples that moved to another engine."""
+        self._num_moved += num_samples
+
+    def add_device_seconds(self, worker: int, seconds: float) -> None:
+        """Add the time that a batch node took on a worker's device."""
+        self._device_seconds[worker] += seconds  # type: ignore[assignment]
+
+    def refresh(self, rollout_counts: Callable[[], Mapping[str, float]]) -> dict[str, float] | None:
+        """Return the present counts for the live panel, or None if the last ones are still recent."""
+        now = time.monotonic()
+        if now - self._last_refresh_at < MIN_REFRESH_SECONDS:
+            return None
+        self._last_refresh_at = now
+        states = self._episodes.current() if self._episodes.has_turns else {}
+        episodes = {EPISODES.member(state): float(num) for state, num in states.items()}
+        return {**rollout_counts(), **episodes}
+
+    def finish_step(self, step: int, rollout_counts: Mapping[str, float]) -> dict[str, float]:
+        """Return the row of a completed step and reset the counters.
+
+        Args:
+            step: the completed step.
+            rollout_counts: the present counts of groups, from `RunState.rollout_counts`.
+        """
+        now = time.monotonic()
+        seconds, self._last_step_at = now - self._last_step_at, now
+        stats = self._engine_stats
+        row = self._rows.pop(step, {})
+        row[STEP_SECONDS.name] = seconds
+        row[GENERATED_TOKENS_PER_SECOND.name] = stats.num_tokens / seconds
+        row[BUSY_ENGINES.name] = stats.seconds / seconds / max(1, self._num_engines)
+        row[BUSY_TRAINERS.name] = sum(self._device_seconds.values()) / seconds / max(1, self._num_trainers)
+        if stats.num_interrupted:
+            row[NUM_INTERRUPTED.name] = stats.num_interrupted
+            row[KEPT_TOKENS.name] = stats.num_kept
+        if self._num_moved:
+            row[NUM_MOVED.name] = self._num_moved
+        if tokens := row.get(BATCH_TOKENS.name):
+            row[TOKENS_PER_SECOND.name] = tokens / seconds
+        if samples := row.get(BATCH_SAMPLES.name):
+            row[SAMPLES_PER_SECOND.name] = samples / seconds
+        row.update({**self._refused, **rollout_counts, **self._episodes.finish_step()})
+        self._engine_stats, self._num_moved = EngineStats(), 0
+        self._device_seconds.clear()
+        self._refused.clear()
+        return dict(sorted(row.items()))
 
 
 class StalenessMetrics:
-    """The versions of one stream's samples between their arrival and their step."""
+    """The weight versions of the trained stream's samples, from their generation to their step.
+
+    The lag of a token is the step that trains it minus the version of the weights that generated it.
+    A sample's lag is that of its oldest token. It is the sum of two parts: newest - oldest version
+    (in flight), and step - newest version (in queue).
+    """
 
     def __init__(self) -> None:
         self._versions: dict[int, tuple[int, int]] = {}
-        """Sample -> versions of its oldest and its newest token; not of samples without generated tokens."""
+        """Sample -> versions of its oldest and newest token; only samples with generated tokens."""
 
-    def arrive(self, sample: int, oldest: int, newest: int) -> None:
-        """A sample was generated."""
+    def add_sample(self, sample: int, oldest: int, newest: int) -> None:
+        """Remember the versions of a generated sample."""
         if oldest >= 0:
             self._versions[sample] = oldest, newest
 
     def forget(self, samples: Iterable[int]) -> None:
-        """Samples that will not be trained."""
+        """Forget samples that will not be trained."""
         for sample in samples:
             self._versions.pop(sample, None)
 
-    def bind(self, samples: Iterable[int], step: int) -> dict[str, float]:
-        """What a step's row says of the samples that it trains; they are forgotten.
+    def take_batch(self, samples: Iterable[int], step: int) -> dict[str, float]:
+        """Return the metrics of the samples that a step trains, and forget these samples.
 
-        Means over samples of the whole lag and of its parts, its maximum, and the histograms of all three:
-        `staleness/lag_N`, `in_flight_N` and `in_queue_N` are shares of samples.
+        These are the means of the lag and its two parts, their histograms, and the largest lag.
         """
-        aged = [self._versions.pop(sample) for sample in samples if sample in self._versions]
-        if not aged:
+        versions = [self._versions.pop(sample) for sample in samples if sample in self._versions]
+        if not versions:
             return {}
-        lags = [step - oldest for oldest, _ in aged]
-        in_flight = [newest - oldest for oldest, newest in aged]
-        in_queue = [step - newest for _, newest in aged]
+        lags = [step - oldest for oldest, _ in versions]
+        in_flight = [newest - oldest for oldest, newest in versions]
+        in_queue = [step - newest for _, newest in versions]
         return {
-            "staleness/mean": sum(lags) / len(aged),
-            "staleness/in_flight": sum(in_flight) / len(aged),
-            "staleness/in_queue": sum(in_queue) / len(aged),
-            "staleness/max": float(max(lags)),
-            **_shares("lag", lags),
-            **_shares("in_flight", in_flight),
-            **_shares("in_queue", in_queue),
+            STALENESS_MEAN.name: sum(lags) / len(versions),
+            MEAN_IN_FLIGHT.name: sum(in_flight) / len(versions),
+            MEAN_IN_QUEUE.name: sum(in_queue) / len(versions),
+            STALENESS_MAX.name: float(max(lags)),
+            **_histogram(LAG_SHARES, lags),
+            **_histogram(IN_FLIGHT_SHARES, in_flight),
+            **_histogram(IN_QUEUE_SHARES, in_queue),
         }
 
 
-def _shares(name: str, lags: Sequence[int]) -> dict[str, float]:
-    """A histogram: the share of each lag that occurs."""
-    return {f"staleness/{name}_{lag}": num / len(lags) for lag, num in sorted(Counter(lags).items())}
-
-
-# -------------------- `EpisodeCounts`: what the episodes of all workers do.
-
-
-ENDED = EpisodeState.TERMINATED.value
-
-
 class EpisodeCounts:
-    """Episodes by state, as workers report them.
+    """Episodes of all workers by state.
 
     Attributes:
-        has_turns: whether any episode asked a model more than once. Until one did there is nothing to tell:
-            of single completions it is known already how many run.
+        has_turns: whether any episode has called a model more than once. Until then nothing is reported:
+            how many single completions run is known from the groups.
     """
 
     def __init__(self) -> None:
@@ -84,160 +275,54 @@ class EpisodeCounts:
         """Worker -> its last report."""
         self._sums: Counter[str] = Counter()
         self._num_reports = 0
-        self._num_ended = 0
-        """Episodes that had ended when the last row was closed."""
+        self._num_ended_before = 0
+        """Episodes that had ended at the last completed step."""
 
-    def reported(self, worker: int, states: Mapping[str, int]) -> None:
-        """A worker tells how many of its episodes are in each state; terminated are all that ever ended."""
+    def add_report(self, worker: int, states: Mapping[str, int]) -> None:
+        """Add a worker's report: its episodes in each state. `terminated` counts all that ever ended."""
         if states:
             self._latest[worker] = states
-            self._sums.update(self.now())
+            self._sums.update(self.current())
             self._num_reports += 1
 
-    def now(self) -> Counter[str]:
-        """Episodes in each state, over all workers."""
+    def current(self) -> Counter[str]:
+        """Return the number of episodes in each state, over all workers."""
         total: Counter[str] = Counter()
         for states in self._latest.values():
             total.update(states)
         return total
 
-    def close(self) -> dict[str, float]:
-        """What the row says of the time since the row before; empty for episodes of one turn.
+    def finish_step(self) -> dict[str, float]:
+        """Return the metrics since the last completed step; empty where no episode takes several turns.
 
-        `episodes/STATE` is the mean over the moments at which workers reported (the last known numbers where
-        none did), and `episodes/terminated` counts those that ended.
+        `episodes/STATE` is the mean over the reports of this time, or the last known number without a
+        report. `episodes/terminated` is the number of episodes that ended.
         """
-        now, sums, num_reports = self.now(), self._sums, self._num_reports
-        ended, self._num_ended = now[ENDED] - self._num_ended, now[ENDED]
+        current, sums, num_reports = self.current(), self._sums, self._num_reports
+        terminated = EpisodeState.TERMINATED.value
+        num_ended = current[terminated] - self._num_ended_before
+        self._num_ended_before = current[terminated]
         self._sums, self._num_reports = Counter(), 0
         if not self.has_turns:
             return {}
-        means = {state: sums[state] / num_reports if num_reports else float(now[state]) for state in now}
-        return {f"episodes/{state}": value for state, value in {**means, ENDED: float(ended)}.items()}
+        values = {
+            state: sums[state] / num_reports if num_reports else float(current[state]) for state in current
+        }
+        values[terminated] = float(num_ended)
+        return {EPISODES.member(state): value for state, value in values.items()}
 
 
-PAUSE_SECONDS = 0.25
-"""Least time from one glance at the rollout to the next."""
-
-
-class Observer(Protocol):
-    """Where rows and spans go: files, a live display, a test."""
-
-    def on_step(self, step: int, values: Mapping[str, float]) -> None:
-        """A training step is complete."""
-        ...
-
-    def on_rollout(self, values: Mapping[str, float]) -> None:
-        """The rollout as it stands now, between steps: `rollout/` and `episodes/` counts of this moment."""
-        ...
-
-    def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """A side stream was evaluated with the weights of `step` completed steps."""
-        ...
-
-    def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
-        """A node refused samples; `message` is what its body failed with, or empty."""
-        ...
-
-    def on_span(self, worker: int, span: Span) -> None:
-        """A worker (-1: the controller) did something."""
-        ...
-
-
-class StepMetrics:
-    """Metrics of the steps in flight, and the counters between steps."""
-
-    def __init__(self, num_engines: int, num_trainers: int) -> None:
-        """Begin.
-
-        Args:
-            num_engines: engines, of whose time `busy/engines` is a share.
-            num_trainers: workers that run batch nodes with models, of whose time `busy/trainers` is.
-        """
-        self._num_engines, self._num_trainers = num_engines, num_trainers
-        self.ages = StalenessMetrics()
-        self._rows: dict[int, dict[str, float]] = {}
-        self._refused: Counter[str] = Counter()
-        self._drawn = EngineStats()
-        self._episodes = EpisodeCounts()
-        self._moved = 0
-        self._busy: Counter[int] = Counter()
-        """Worker -> seconds that its device ran batch nodes."""
-        self._last = self._glanced = time.monotonic()
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add values to a step's row."""
-        self._rows.setdefault(step, {}).update(values)
-
-    def refused(self, reason: Refusal, num_samples: int) -> None:
-        """Count samples that left against the step that completes next."""
-        self._refused[f"{'dropped' if reason.is_drop else 'refused'}/{reason.value}"] += num_samples
-
-    def reported(self, report: Report) -> None:
-        """Count what a worker's engines and episodes did."""
-        self._drawn += report.drawn
-        self._episodes.reported(report.worker, report.episodes)
-
-    def arrived(self, sample: SampleReady, *, is_trained: bool) -> None:
-        """A source finished a sample, of the trained stream or of another."""
-        if sample.num_turns > 1:
-            self._episodes.has_turns = True
-        if is_trained:
-            self.ages.arrive(sample.sample, sample.oldest, sample.newest)
-
-    def moved(self, num_samples: int) -> None:
-        """Count samples that moved to another engine."""
-        self._moved += num_samples
-
-    def ran(self, worker: int, seconds: float) -> None:
-        """Count the time of a batch node on a worker's device."""
-        self._busy[worker] += seconds  # type: ignore[assignment]
-
-    def glance(self, counts: Callable[[], Mapping[str, float]]) -> dict[str, float] | None:
-        """The rollout of this moment, to show it; None so soon after the last glance."""
-        now = time.monotonic()
-        if now - self._glanced < PAUSE_SECONDS:
-            return None
-        self._glanced = now
-        states = self._episodes.now() if self._episodes.has_turns else {}
-        return {**counts(), **{f"episodes/{state}": float(num) for state, num in states.items()}}
-
-    def close(self, step: int, counts: Mapping[str, float]) -> dict[str, float]:
-        """The finished row of a step, with time and throughput since the step before.
-
-        Args:
-            step: which.
-            counts: of the rollout as it stands.
-        """
-        now = time.monotonic()
-        seconds, self._last = now - self._last, now
-        row = self._rows.pop(step, {})
-        row["time/step_seconds"] = seconds
-        row["time/generated_tokens_per_second"] = self._drawn.num_tokens / seconds
-        row["busy/engines"] = self._drawn.seconds / seconds / max(1, self._num_engines)
-        row["busy/trainers"] = sum(self._busy.values()) / seconds / max(1, self._num_trainers)
-        if self._drawn.num_interrupted:
-            row["rollout/interrupted"] = self._drawn.num_interrupted
-            row["rollout/kept_tokens"] = self._drawn.num_kept
-        if self._moved:
-            row["rollout/moved"] = self._moved
-        if tokens := row.get("batch/tokens"):
-            row["time/tokens_per_second"] = tokens / seconds
-        if samples := row.get("batch/samples"):
-            row["time/samples_per_second"] = samples / seconds
-        row.update({**self._refused, **counts, **self._episodes.close()})
-        self._drawn, self._moved = EngineStats(), 0
-        self._busy.clear()
-        self._refused.clear()
-        return dict(sorted(row.items()))
-
-
-def means(parts: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Join sums and counts from several workers into means."""
+def average_fields(summaries: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """Return the mean of each field from the (sum, count) pairs of several workers."""
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for part in parts:
-        for name, (total, count) in part.items():
+    for summary in summaries:
+        for name, (total, count) in summary.items():
             sums[name] += total  # type: ignore[assignment]
             counts[name] += count
     return {name: sums[name] / counts[name] for name in sorted(counts) if counts[name]}
+
+
+def _histogram(family: Metric, lags: Sequence[int]) -> dict[str, float]:
+    """Return the share of each lag that occurs."""
+    return {family.member(lag): num / len(lags) for lag, num in sorted(Counter(lags).items())}

@@ -1,7 +1,7 @@
-"""Models that run as samples arrive: the executor's side of a station.
+"""`StreamingRunner` runs models on samples as they arrive, before a batch is formed.
 
-Samples that a model works on are still open: any of them may be refused meanwhile. Their data is then freed
-when the model is done with them, so that nothing is read, or comes back, that is gone.
+Samples that a model works on may be refused meanwhile. Invariant: the data of a sample is not freed while
+a model works on it, so that the model reads no freed data and leaves none behind.
 """
 
 from __future__ import annotations
@@ -19,73 +19,74 @@ from hflow.workers.interface import ComputeReady, Workers
 
 
 class StreamingRunner:
-    """Runs nodes on what has arrived, and brings what they make to where the samples are.
+    """Runs nodes on arrived samples and moves their outputs to the samples' home workers.
 
     Args:
-        plan: for streams.
+        plan: the plan of the run.
         workers: move fields.
-        firing: fires nodes.
-        holdings: root stream -> who holds what of its samples.
-        ledger: is told what is done.
+        node_execution: runs single nodes.
+        locations: root stream -> where its samples are.
+        ledger: records which samples nodes are done with.
     """
 
     def __init__(
         self,
         plan: Plan,
         workers: Workers,
-        firing: NodeExecution,
-        holdings: Mapping[str, DataLocations],
+        node_execution: NodeExecution,
+        locations: Mapping[str, DataLocations],
         ledger: Ledger,
     ) -> None:
         self._workers = workers
-        self._firing = firing
-        self._holdings = holdings
+        self._node_execution = node_execution
+        self._locations = locations
         self._ledger = ledger
         self._roots = {node.name: plan.graph.root_stream(node.stream).name for node in plan.graph.nodes}
         self._group_size = {stream.name: stream.group_size for stream in plan.schedule.streams}
-        self._busy: dict[tuple[str, int], list[asyncio.Event]] = {}
-        """Sample of a root stream -> for each model that works on it, what is set when it is done."""
+        self._in_use: dict[tuple[str, int], list[asyncio.Event]] = {}
+        """(root stream, sample) -> for each model that works on it, the event that is set when it is done."""
 
-    async def run(self, what: RunStreamingInference) -> Sequence[NodeDone]:
-        """Run a node; returns when its outputs are on the workers where bodies of samples read them."""
-        root = self._roots[what.node]
+    async def run(self, instruction: RunStreamingInference) -> Sequence[NodeDone]:
+        """Run a node. Returns when its outputs are on the workers where sample bodies read them."""
+        node, samples = instruction.node, instruction.samples
+        root = self._roots[node]
         groups: dict[int, list[int]] = {}
-        for sample in what.samples:
+        for sample in samples:
             groups.setdefault(sample // self._group_size[root], []).append(sample)
         done = asyncio.Event()
-        for sample in what.samples:
-            self._busy.setdefault((root, sample), []).append(done)
-        fired = await self._firing.fire(what.node, what.number, groups, self._holdings[root])
-        made = {sample: result.worker for result in fired.results for sample in result.samples}
-        await self._bring_home(what.node, root, made)
-        self._leave(root, what.samples, done)
-        for number in what.keys:
-            self._ledger.reported(ComputeReady(what.node, number))
-        return [NodeDone(what.node, number) for number in what.keys]
-
-    async def until_free(self, stream: str, samples: Iterable[int]) -> None:
-        """Wait until none of the models that work on these samples of a root stream does so any more."""
         for sample in samples:
-            for done in tuple(self._busy.get((stream, sample), ())):
+            self._in_use.setdefault((root, sample), []).append(done)
+        result = await self._node_execution.run(node, instruction.number, groups, self._locations[root])
+        worker_of = {sample: part.worker for part in result.results for sample in part.samples}
+        await self._move_home(node, root, worker_of)
+        self._end_use(root, samples, done)
+        for key in instruction.keys:
+            self._ledger.record_result(ComputeReady(node, key))
+        return [NodeDone(node, key) for key in instruction.keys]
+
+    async def wait_until_unused(self, stream: str, samples: Iterable[int]) -> None:
+        """Wait until no model that works on these samples of a root stream does so any more."""
+        for sample in samples:
+            for done in tuple(self._in_use.get((stream, sample), ())):
                 await done.wait()
 
-    def _leave(self, root: str, samples: Iterable[int], done: asyncio.Event) -> None:
-        """A model is done with samples."""
+    def _end_use(self, root: str, samples: Iterable[int], done: asyncio.Event) -> None:
         for sample in samples:
-            at_work = self._busy[root, sample]
-            at_work.remove(done)
-            if not at_work:
-                del self._busy[root, sample]
+            uses = self._in_use[root, sample]
+            uses.remove(done)
+            if not uses:
+                del self._in_use[root, sample]
         done.set()
 
-    async def _bring_home(self, node: str, root: str, made: Mapping[int, int]) -> None:
-        holdings, fields = self._holdings[root], self._firing.outputs(node)
-        ends: dict[tuple[int, int], list[int]] = {}
-        for home, samples in holdings.by_home(made).items():
+    async def _move_home(self, node: str, root: str, worker_of: Mapping[int, int]) -> None:
+        """Move a node's outputs from the workers that made them to the samples' home workers."""
+        locations, fields = self._locations[root], self._node_execution.output_fields(node)
+        routes: dict[tuple[int, int], list[int]] = {}
+        for home, samples in locations.by_home(worker_of).items():
             for sample in samples:
-                if made[sample] != home:
-                    ends.setdefault((made[sample], home), []).append(sample)
-        moves = [Move(src, dst, tuple(samples), fields) for (src, dst), samples in sorted(ends.items())]
+                if worker_of[sample] != home:
+                    routes.setdefault((worker_of[sample], home), []).append(sample)
+        moves = [Move(src, dst, tuple(samples), fields) for (src, dst), samples in sorted(routes.items())]
         if moves:
             await self._workers.transfer(moves)
-        holdings.add_moves(moves)
+        locations.add_moves(moves)

@@ -1,7 +1,7 @@
 """Spans of a run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
-A process of the trace is a worker (the controller comes first), a thread is a lane. Viewers
-want the slices of one thread nested: spans of a lane that overlap otherwise get further rows.
+A process of the trace is a worker (the controller comes first); a thread is a lane of a worker. Viewers
+require the spans of one thread to be nested, so spans of a lane that overlap otherwise get more threads.
 """
 
 from __future__ import annotations
@@ -14,51 +14,55 @@ from typing import Any
 
 from hflow.workers.interface import Span
 
-MOST_SPANS = 20_000
-"""Spans of one lane that are kept: of a long run its last ones."""
+MAX_SPANS = 20_000
+"""Spans of one lane that are kept; in a long run, the last ones."""
 CONTROLLER = -1
-"""The worker index under which the controller's own spans are added."""
+"""The worker index of the controller's own spans."""
 
 
 class Trace:
-    """Collects spans in memory, the last ones of each lane, and writes them once."""
+    """Collects the last spans of each lane in memory and writes them to a file.
 
-    def __init__(self, most: int = MOST_SPANS) -> None:
-        self._lanes: dict[tuple[int, str], deque[Span]] = defaultdict(lambda: deque(maxlen=most))
+    Args:
+        max_spans: spans of one lane that are kept.
+    """
+
+    def __init__(self, max_spans: int = MAX_SPANS) -> None:
+        self._lanes: dict[tuple[int, str], deque[Span]] = defaultdict(lambda: deque(maxlen=max_spans))
 
     def add(self, worker: int, span: Span) -> None:
         """Add a span of a worker (`CONTROLLER` for the controller)."""
         self._lanes[worker, span.lane].append(span)
 
     def write(self, path: Path) -> None:
-        """Write everything added so far as one JSON file."""
+        """Write the kept spans as one JSON file."""
         path.write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
 
     def events(self) -> list[dict[str, Any]]:
-        """Trace events: names of processes and threads, then one complete event a span.
+        """Return the trace events: names of processes and threads, then one complete event per span.
 
         Times are microseconds since the start of the first span that is kept.
         """
         origin = min((span.start for spans in self._lanes.values() for span in spans), default=0.0)
-        named, complete = [], []
+        names, span_events = [], []
         workers: set[int] = set()
         for tid, (worker, lane, spans) in enumerate(self._rows(), start=1):
             if worker not in workers:
                 workers.add(worker)
-                named += _process(worker)
-            named.append(_name("thread_name", worker, tid, lane))
-            complete += [_complete(span, worker, tid, origin) for span in spans]
-        return named + complete
+                names += _process_events(worker)
+            names.append(_name_event("thread_name", worker, tid, lane))
+            span_events += [_span_event(span, worker, tid, origin) for span in spans]
+        return names + span_events
 
     def _rows(self) -> Iterator[tuple[int, str, list[Span]]]:
-        """(worker, row's name, its nested spans), sorted by worker and lane."""
+        """Yield (worker, name of the thread, its nested spans), sorted by worker and lane."""
         for (worker, lane), spans in sorted(self._lanes.items()):
             for index, row in enumerate(nested_rows(spans)):
                 yield worker, lane if index == 0 else f"{lane} ({index + 1})", row
 
 
 def nested_rows(spans: Iterable[Span]) -> list[list[Span]]:
-    """Split spans into as few rows as a greedy pass needs for each to be properly nested."""
+    """Split spans into rows in which they are properly nested. A greedy pass keeps the rows few."""
     rows: list[list[Span]] = []
     open_spans: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
@@ -79,7 +83,7 @@ def _pid(worker: int) -> int:
     return worker - CONTROLLER
 
 
-def _process(worker: int) -> list[dict[str, Any]]:
+def _process_events(worker: int) -> list[dict[str, Any]]:
     name = "controller" if worker == CONTROLLER else f"worker {worker}"
     order = {
         "ph": "M",
@@ -87,14 +91,14 @@ def _process(worker: int) -> list[dict[str, Any]]:
         "pid": _pid(worker),
         "args": {"sort_index": _pid(worker)},
     }
-    return [_name("process_name", worker, 0, name), order]
+    return [_name_event("process_name", worker, 0, name), order]
 
 
-def _name(what: str, worker: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": _pid(worker), "tid": tid, "args": {"name": name}}
+def _name_event(kind: str, worker: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": _pid(worker), "tid": tid, "args": {"name": name}}
 
 
-def _complete(span: Span, worker: int, tid: int, origin: float) -> dict[str, Any]:
+def _span_event(span: Span, worker: int, tid: int, origin: float) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": span.name,

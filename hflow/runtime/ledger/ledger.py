@@ -52,20 +52,20 @@ class Ledger:
         self._counts: dict[str, int] = {}
 
     # ------------------------------------------------------------------------------ notes
-    def issued(self, what: OpenGroup, row: int, worker: int, version: int) -> None:
+    def record_issued(self, what: OpenGroup, row: int, worker: int, version: int) -> None:
         """A group goes to a worker whose engine holds weights of `version` (-1: no engine)."""
         self._writer.put(Issued(what, row, worker, version))
 
-    def committed(self, replica: str, version: int, digest: str) -> None:
+    def record_weights(self, replica: str, version: int, digest: str) -> None:
         """All ranks of a generation replica hold a version of the weights, with this digest."""
         self._writer.put(Commit(replica, version, digest))
 
-    def reported(self, event: SampleReady | ComputeReady | NodeResult) -> None:
+    def record_result(self, event: SampleReady | ComputeReady | NodeResult) -> None:
         """A source, a node of samples or groups, or a batch node on one worker, is done."""
         if not isinstance(event, NodeResult) or event.numbers:
             self._writer.put(event)
 
-    def decided(self, instruction: Instruction) -> None:
+    def record_instruction(self, instruction: Instruction) -> None:
         """The state machine decided; instructions that tell nothing of samples are passed over."""
         if isinstance(instruction, KEPT):
             self._writer.put(instruction)

@@ -201,7 +201,7 @@ class _Simulation:
                 self._sources[stream].first = self._sources[stream].next
                 if stream == self._trained:
                     self.books.formed(instruction)
-            case StepDone(step) if step < self._state.data.progress.num_steps:
+            case StepDone(step) if step < self._state.parts.progress.num_steps:
                 self.books.step_ends.append(self._now)
 
     def _report(self, name: str, event: Event, key: int = 0) -> None:

@@ -16,7 +16,7 @@ def check_invariants(state: RunState) -> None:
     Raises:
         AssertionError: something is inconsistent; the text names it.
     """
-    data = state.data
+    data = state.parts
     for stream in data.streams:
         _check_stream(stream)
     _check_rollout(state)
@@ -57,7 +57,7 @@ def _check_group(group: Group, stream: StreamState) -> None:
 
 
 def _check_rollout(state: RunState) -> None:
-    schedule, progress, rollout = state.data.schedule, state.data.progress, state.data.rollout
+    schedule, progress, rollout = state.parts.schedule, state.parts.progress, state.parts.rollout
     unbound = rollout.num_accepted - progress.formed * rollout.batch
     assert unbound == len(rollout.queue), f"{len(rollout.queue)} groups queue, {unbound} are counted"
     assert rollout.queue.keys().isdisjoint(rollout.groups), "a group is open and accepted"
@@ -72,13 +72,13 @@ def _check_rollout(state: RunState) -> None:
 
 
 def _check_progress(state: RunState) -> None:
-    progress = state.data.progress
+    progress = state.parts.progress
     assert progress.reported <= progress.formed + 1, "a step is reported before its batch"
     assert progress.formed <= progress.num_steps, "more batches than steps"
     for model, version in progress.version.items():
         assert version <= progress.formed, f"{model} is ahead of the batches"
         assert progress.touched[model] <= version, f"{model} is written twice at once"
-    at_work = {d.running.name for d in state.data.devices if d.running is not None}
+    at_work = {d.running.name for d in state.parts.devices if d.running is not None}
     assert at_work == progress.running.keys(), f"groups run {at_work}, {progress.running} is recorded"
 
 
@@ -89,15 +89,15 @@ def _check_device(device: DeviceOrder, state: RunState) -> None:
         up = [e.name for e in device.engines if e.state is not EngineState.ASLEEP]
         assert not up, f"{device.name} is past its turn with {up} up"
     for node in device.nodes[device.position + 1 :]:
-        assert state.data.progress.settled[node.name] < device.cycle, f"{node.name} overtook its order"
+        assert state.parts.progress.settled[node.name] < device.cycle, f"{node.name} overtook its order"
 
 
 def _check_stations(state: RunState) -> None:
     """What waits or runs at a station is what its streams wait for."""
-    stations = state.data.stations
+    stations = state.parts.stations
     here = [key for station in stations.all.values() for key in (*station.waiting, *station.running)]
     assert len(here) == len(set(here)), "something is at a station twice"
-    awaited = {key for s in state.data.streams for key in s.awaited() if key[0] in stations.nodes}
+    awaited = {key for s in state.parts.streams for key in s.awaited() if key[0] in stations.nodes}
     assert awaited == set(here), f"{sorted(awaited ^ set(here))} are awaited or at a station, not both"
     for station in stations.all.values():
         assert station.running or not station.waiting, f"station {station.name} does nothing"
@@ -108,10 +108,10 @@ def _check_engine(engine: Engine, state: RunState) -> None:
     assert engine.is_separate or not engine.is_publishing, f"{engine.name} takes its weights itself"
     if engine.is_loading:
         for model in engine.models:
-            assert state.data.progress.version[model] == engine.target, (
+            assert state.parts.progress.version[model] == engine.target, (
                 f"{engine.name} is given {model} as version {engine.target}, which it is not"
             )
-            assert state.data.progress.touched[model] < engine.target, (
+            assert state.parts.progress.touched[model] < engine.target, (
                 f"{engine.name} is given {model} while it changes"
             )
     for evaluation in engine.evaluations:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from hflow.metrics import declare
 from hflow.planner.ir import Level, Schedule
 from hflow.runtime.events import (
     Asleep,
@@ -67,6 +68,18 @@ def _is_asked_for(data: StateParts) -> bool:
     return any(device.cycle == step and device.running is None for device in data.devices)
 
 
+NUM_RUNNING = declare(
+    "rollout/running",
+    "groups",
+    "open groups: generated, or worked on by sample and group nodes",
+    live="last",
+)
+NUM_QUEUED = declare("rollout/queued", "groups", "accepted groups that wait for their batch", live="last")
+NUM_ACCEPTED = declare("rollout/accepted", "groups", "groups accepted since the run's start", live="last")
+VERSION = declare(
+    "rollout/version", "version", "version of the weights that new samples are generated with", live="last"
+)
+
 HISTORY = 20
 """Events that an assertion's text carries."""
 
@@ -83,14 +96,14 @@ class RunState:
 
     def __init__(self, schedule: Schedule) -> None:
         self._out: list[Instruction] = []
-        self.data = assemble(schedule, self._out.append)
-        self.admission = Admission(self.data)
+        self.parts = assemble(schedule, self._out.append)
+        self.admission = Admission(self.parts)
         self.finished: Finish | None = None
         self.stopping = False
         self._started = False
         self._history: deque[Event] = deque(maxlen=HISTORY)
-        self._streams = {stream.stream.name: stream for stream in self.data.streams}
-        self._stream_of = {stream.stream.source: stream for stream in self.data.streams}
+        self._streams = {stream.stream.name: stream for stream in self.parts.streams}
+        self._stream_of = {stream.stream.source: stream for stream in self.parts.streams}
         self._sources = frozenset(self._stream_of)
         for node in schedule.nodes:
             if node.level is not Level.BATCH:
@@ -115,7 +128,7 @@ class RunState:
         try:
             self._handlers[type(event)](event)
             if self.finished is None:
-                self.data.stations.fire(self._stream_of)
+                self.parts.stations.fire(self._stream_of)
         except AssertionError as bug:
             events = "\n  ".join(str(event) for event in self._history)
             raise AssertionError(f"{bug}; last events:\n  {events}") from bug
@@ -123,19 +136,17 @@ class RunState:
         self._out.clear()
         return instructions
 
-    def counts(self) -> dict[str, float]:
-        """The rollout as it stands, in groups: running, waiting for their batch, accepted so far.
-
-        And the version of the weights that fresh samples are drawn with, where there is one.
-        """
-        rollout = self.data.rollout
-        versions = [engine.version for engine in self.data.engines_of[rollout.stream.name]]
-        return {
-            "rollout/running": len(rollout.groups),
-            "rollout/queued": len(rollout.queue),
-            "rollout/accepted": rollout.num_accepted,
-            **({"rollout/version": min(versions)} if versions else {}),
+    def rollout_counts(self) -> dict[str, float]:
+        """Return the present counts of groups, and the version of the weights that generate new samples."""
+        rollout = self.parts.rollout
+        counts: dict[str, float] = {
+            NUM_RUNNING.name: len(rollout.groups),
+            NUM_QUEUED.name: len(rollout.queue),
+            NUM_ACCEPTED.name: rollout.num_accepted,
         }
+        if self.parts.engines_of[rollout.stream.name]:
+            counts[VERSION.name] = self.parts.engine_version(rollout.stream.name)
+        return counts
 
     # ------------------------------------------------------------------ events
     def _on_started(self, event: Started) -> None:
@@ -152,14 +163,14 @@ class RunState:
         self._after_sample_event(stream)
 
     def _on_node_done(self, event: NodeDone) -> None:
-        if event.node in self.data.progress.settled:
-            finish_node(event.node, event.key, self.data)
+        if event.node in self.parts.progress.settled:
+            finish_node(event.node, event.key, self.parts)
             self._advance()
             return
         stream = self._stream_of.get(event.node)
         assert stream is not None, f"there is no node {event.node}"
         assert event.node not in self._sources, f"{event.node} is a source: it reports samples"
-        self.data.stations.done(event.node, event.key)
+        self.parts.stations.done(event.node, event.key)
         if self.stopping:
             stream.discard_node(event.node, event.key)
         else:
@@ -169,7 +180,7 @@ class RunState:
     def _on_node_failed(self, event: NodeFailed) -> None:
         stream = self._stream_of.get(event.node)
         assert stream is not None, f"{event.node} is no source, sample or group node that could fail"
-        self.data.stations.done(event.node, event.key)
+        self.parts.stations.done(event.node, event.key)
         if event.node in self._sources:
             if self.stopping:
                 stream.discard_sample(event.key)
@@ -187,20 +198,20 @@ class RunState:
         self._after_sample_event(stream)
 
     def _on_awake(self, event: Awake) -> None:
-        engine = self.data.engines[event.replica]
+        engine = self.parts.engines[event.replica]
         assert engine.state is EngineState.WAKING, f"{engine.name} was not told to wake"
         assert engine.target == event.version, f"{engine.name} woke with {event.version}, not {engine.target}"
         engine.state, engine.copy.version = EngineState.AWAKE, event.version
         self._advance()
 
     def _on_asleep(self, event: Asleep) -> None:
-        engine = self.data.engines[event.replica]
+        engine = self.parts.engines[event.replica]
         assert engine.state is EngineState.SLEEPING, f"{engine.name} was not told to sleep"
         engine.state = EngineState.ASLEEP
         self._advance()
 
     def _on_published(self, event: Published) -> None:
-        engine = self.data.engines[event.replica]
+        engine = self.parts.engines[event.replica]
         assert engine.is_publishing, f"nothing is published for {engine.name}"
         assert engine.target == event.version, f"{event.version} is published for {engine.name}"
         engine.is_publishing = False
@@ -208,7 +219,7 @@ class RunState:
 
     def _on_stop(self, event: StopRequested) -> None:
         self.stopping = True
-        self.data.stations.clear(self._stream_of)
+        self.parts.stations.clear(self._stream_of)
         self._advance()
 
     # ------------------------------------------------------------------ decisions
@@ -217,7 +228,7 @@ class RunState:
 
         So it is where more groups are accepted than a batch needs, and no step asks for one yet.
         """
-        if self.stopping or stream.wants_decision or may_bind(self.data):
+        if self.stopping or stream.wants_decision or may_bind(self.parts):
             self._advance()
         else:
             self.admission.open_groups()
@@ -229,47 +240,47 @@ class RunState:
             return
         while True:
             self._close_batches()
-            if self.data.rollout.is_refused_out:
-                self._finish(self.data.rollout.describe_refusals(), error=True)
+            if self.parts.rollout.is_refused_out:
+                self._finish(self.parts.rollout.describe_refusals(), error=True)
                 return
             self.admission.begin_evaluations()
-            fire_batch_nodes(self.data)
-            if not may_bind(self.data):  # a device group that goes on may ask for the next batch
+            fire_batch_nodes(self.parts)
+            if not may_bind(self.parts):  # a device group that goes on may ask for the next batch
                 break
-        update_engines(self.data)
+        update_engines(self.parts)
         self.admission.open_groups()
         if self._is_over():
-            cut_short = self.data.progress.num_steps < self.data.schedule.num_steps
+            cut_short = self.parts.progress.num_steps < self.parts.schedule.num_steps
             self._finish("dataset exhausted" if cut_short else "done")
 
     def _close_batches(self) -> None:
         """Form the batches and end the evaluations that are complete."""
-        rollout, progress = self.data.rollout, self.data.progress
-        while may_bind(self.data):
+        rollout, progress = self.parts.rollout, self.parts.progress
+        while may_bind(self.parts):
             rollout.form_batch()
         if rollout.is_dry:
             progress.num_steps = progress.formed
-        for evaluation in self.data.evaluations.values():
+        for evaluation in self.parts.evaluations.values():
             if evaluation.is_complete:
                 evaluation.finish()
 
     def _wind_down(self) -> None:
         """Start nothing; end when all that runs has reported. Samples in flight are left."""
-        settle_batch_nodes(self.data)
-        engines_settled = all(engine.is_settled for engine in self.data.engines.values())
-        at_work = self.data.progress.running or any(s.has_running_nodes for s in self.data.streams)
+        settle_batch_nodes(self.parts)
+        engines_settled = all(engine.is_settled for engine in self.parts.engines.values())
+        at_work = self.parts.progress.running or any(s.has_running_nodes for s in self.parts.streams)
         if engines_settled and not at_work:
             self._finish("stopped")
 
     def _is_over(self) -> bool:
-        progress = self.data.progress
+        progress = self.parts.progress
         return (
-            progress.reported == progress.num_steps + self.data.has_side_nodes
-            and all(device.cycle > progress.num_steps for device in self.data.devices)
-            and all(progress.num_steps in e.formed for e in self.data.evaluations.values())
-            and all(engine.is_settled for engine in self.data.engines.values())
+            progress.reported == progress.num_steps + self.parts.has_side_nodes
+            and all(device.cycle > progress.num_steps for device in self.parts.devices)
+            and all(progress.num_steps in e.formed for e in self.parts.evaluations.values())
+            and all(engine.is_settled for engine in self.parts.engines.values())
         )
 
     def _finish(self, reason: str, *, error: bool = False) -> None:
         self.finished = Finish(reason, error)
-        self.data.emit(self.finished)
+        self.parts.emit(self.finished)

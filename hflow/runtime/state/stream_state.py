@@ -110,7 +110,7 @@ class StreamState:
             for sample, member in group.members.items():
                 yield from ((name, sample) for name in member.running)
 
-    def untouched(self) -> list[int]:
+    def movable_groups(self) -> list[int]:
         """Open groups of which no member has ended or was refused, in order of admission."""
         size = self.graph.size
         return [
