@@ -63,8 +63,10 @@ def check_shown(patterns: Sequence[str] | None, graph: Graph) -> None:
 def _can_exist(pattern: str, graph: Graph) -> bool:
     streams = {stream.name for stream in graph.streams}
     nodes = {node.name for node in graph.nodes} - streams  # a stream is named after its source
-    first, slash, _ = pattern.partition("/")
+    first, slash, last = pattern.partition("/")
     if slash and any(fnmatchcase(node, first) for node in nodes):
+        return True
+    if first in streams and any(last.startswith(f"{node.name}.") for node in graph.nodes):
         return True
     if any(metric.key_of(pattern) is not None for metric in builtin_metrics() if "{node}" not in metric.name):
         return True

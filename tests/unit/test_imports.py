@@ -73,6 +73,7 @@ def test_every_package_is_in_the_import_table():
         "hflow.errors",
         "hflow.metrics",
         "hflow.types",
+        "hflow.validation",
         "hflow.lazy",
         "hflow.testing",
         "hflow.__init__",
