@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hflow.planner.data.redistribute import Move
-from hflow.planner.ir import Plan
+from hflow.planner.ir import Plan, Replica
 
 # -------------------- What the controller and the workers tell each other: frozen rows of plain values.
 
@@ -115,6 +115,11 @@ class NodeTask:
     node: str
     step: int
     shards: tuple[ShardInput, ...]
+
+    @property
+    def activity(self) -> str:
+        """What the workers do meanwhile, for errors."""
+        return f"running node {self.node!r}, step {self.step}"
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -254,84 +259,105 @@ class Report:
 
 
 class Workers(abc.ABC):
-    """All workers of a run, as the executor sees them. One instance per run."""
+    """All workers of a run, as the executor sees them. One instance per run.
+
+    A method with a body here only forwards a message. `Worker` has a method of the same name that receives
+    it, and `messages.MESSAGES` has a row that says how it runs. An implementation defines the abstract
+    methods, and how a message reaches one worker (`_call`) or all workers of a replica (`_call_replica`).
+    """
+
+    _plan: Plan
+    """Set by `start`."""
 
     @abc.abstractmethod
     async def start(self, setup: WorkerSetup) -> None:
-        """Create the workers, join their process groups, build replicas; returns when all are ready."""
+        """Create the workers, join their process groups and build replicas; returns when all are ready."""
 
-    @abc.abstractmethod
     async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
-        """Start sources; results come by `poll`."""
+        """Start the source of each group; results come by `poll`."""
+        await self._call(worker, "open_groups", worker, orders)
 
-    @abc.abstractmethod
     async def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
-        """Stop the samples of groups whose members all run, and say no more of them.
+        """Stop groups and return orders, with journals, by which any worker can continue them.
 
-        Their engines must sleep. Returns orders, with journals, by which any worker goes on with them; groups
-        of which a member has ended are left alone.
+        Their engines must be asleep. Groups with a finished sample are left alone. Nothing more is reported
+        about the samples of the others.
         """
+        orders: list[GroupOrder] = await self._call(worker, "detach_groups", worker, stream, groups)
+        return orders
 
-    @abc.abstractmethod
     async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
         """Queue sample- and group-level bodies; results come by `poll`."""
+        await self._call(worker, "compute", worker, orders)
 
-    @abc.abstractmethod
     async def poll(self, worker: int) -> Report:
-        """Wait until something happened on the worker, and return all of it."""
+        """Wait until something happens on the worker, and return all of it."""
+        report: Report = await self._call(worker, "poll", worker)
+        return report
 
     @abc.abstractmethod
     async def transfer(self, moves: Sequence[Move]) -> int:
-        """Perform moves between stores; returns the bytes moved.
+        """Perform moves between stores and return the bytes moved.
 
-        Nodes that are run after this call began find what it moves, without waiting for its answer.
+        Nodes that are run after this call has begun find the moved fields, without waiting for its answer.
         """
 
     @abc.abstractmethod
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
-        """Run one batch node on several workers at once (its collectives need all of them).
+        """Run one batch node on several workers at once; its collectives need all of them.
 
-        Results come in the order of `tasks`.
+        Returns the results in the order of `tasks`.
         """
 
     @abc.abstractmethod
     async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
-        """Copy weights out of the replica that trains them, for a generation replica that pulls them.
+        """Copy weights out of the training replica, for a generation replica that pulls them.
 
-        What is asked of the same devices later comes after it. Returns what each sender did, by worker.
+        The copy is made before anything that is sent to the same devices later. Returns a span per sender,
+        with its worker.
         """
 
     @abc.abstractmethod
     async def wake(self, replica: str, version: int) -> WeightsLoaded:
-        """Bring a generation replica to `version` (by the plan's weight route) and start it.
+        """Bring a generation replica to `version` by the plan's weight route, and start it.
 
-        It loads what was published for it; where nothing was, the weights are taken as they are.
+        It loads what was published for it; if nothing was, the weights are copied now.
         """
 
-    @abc.abstractmethod
     async def sleep(self, replica: str) -> None:
-        """Interrupt and stop a generation replica; unfinished samples are kept on its workers."""
+        """Interrupt and stop a generation replica; unfinished samples stay on its workers."""
+        await self._call_replica(self._plan.replica(replica), "sleep", replica)
 
-    @abc.abstractmethod
     async def release(
         self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None
     ) -> None:
-        """Free fields of samples, `stream/field` names; None: all that their root stream has of them.
+        """Free fields of samples, `stream/field` names; None: all fields of their root stream.
 
-        A sample whose source still runs is stopped; its source reports it as failed. So do bodies of
-        samples and groups that are all gone.
+        With None, sources and bodies that still run for these samples are stopped; a source reports a stopped
+        sample as failed.
         """
+        await self._call(worker, "release", samples, stream, fields)
 
-    @abc.abstractmethod
     async def summarize(
         self, worker: int, stream: str, samples: Sequence[int]
     ) -> dict[str, tuple[float, int]]:
-        """Sum and count of every numeric field of these samples (not per token), by `stream/field`."""
+        """Return `stream/field` -> sum and count, for the numeric fields of these samples (not per token)."""
+        sums: dict[str, tuple[float, int]] = await self._call(worker, "summarize", stream, samples)
+        return sums
 
-    @abc.abstractmethod
     async def save(self, model: str, directory: str) -> None:
         """Write a model in HF layout with its tokenizer."""
+        replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
+        await self._call_replica(replica, "save", model, directory)
 
     @abc.abstractmethod
     async def close(self) -> None:
         """Stop everything; safe to call twice."""
+
+    async def _call(self, worker: int, method: str, *arguments: Any) -> Any:
+        """Send a message to one worker and return its answer."""
+        raise NotImplementedError
+
+    async def _call_replica(self, replica: Replica, method: str, *arguments: Any) -> None:
+        """Send a message to all workers of a replica, on their devices, and wait for them."""
+        raise NotImplementedError

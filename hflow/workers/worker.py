@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hflow.backends.interface import SHARDS, ModelBackend, RankPosition
 from hflow.data.tokenizer import TextTokenizer
@@ -25,7 +25,7 @@ from hflow.planner.ir import Replica
 from hflow.workers.bodies.batch_node_runner import BatchNodeRunner, merge_tasks
 from hflow.workers.bodies.compute_runner import ComputeRunner
 from hflow.workers.bodies.encode_runner import EncodeRunner
-from hflow.workers.error_location import blame
+from hflow.workers.error_location import error_with_location
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.engine_manager import EngineManager, EngineUpdate
 from hflow.workers.generation.episode_loop import EpisodeLoop
@@ -45,7 +45,7 @@ from hflow.workers.process_setup import bind_cores
 from hflow.workers.storage.dataset_rows import DatasetRow, DatasetRows
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.weights.publisher import Handles, Sent, WeightPublisher, WorkerRoutes, transports
-from hflow.workers.weights.transfer import Parcel, pack, unpack
+from hflow.workers.weights.transfer import Parcel, Wanted, pack, unpack
 from hflow.workers.weights.transports.interface import Transport
 
 # -------------------- Builds what a worker hosts of the plan's replicas, by the launcher's factories.
@@ -237,13 +237,13 @@ class Worker:
         """Whether an engine here has other weights than those of a version."""
         return self._engines.lacks(replica, version)
 
-    def free(self, replica: str) -> None:
+    def free_weights(self, replica: str) -> None:
         """Free what was published here for a generation replica."""
         self._shipments.free(replica)
 
-    def export(self, samples: Sequence[int], fields: Iterable[str]) -> Parcel:
+    def export(self, wanted: Wanted) -> list[Parcel]:
         """Pack fields of samples for another worker."""
-        return pack(self._store, samples, fields)
+        return [pack(self._store, samples, fields) for samples, fields in wanted]
 
     def receive(self, parcel: Parcel) -> int:
         """Take what another worker exported; returns its bytes."""
@@ -280,7 +280,7 @@ class Worker:
             raise type(error)(f"{self._where(task)}: {reason}") from error
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             body = self._setup.programs[task.node].body
-            raise RunError(f"{self._where(task)}: {blame(error, body)}") from error
+            raise RunError(f"{self._where(task)}: {error_with_location(error, body)}") from error
         span = Span(task.node, "device", start, time.time(), {"step": task.step})
         return [
             NodeResult(held.node, held.step, held.samples, metrics, span, worker, self._numbers(held))
@@ -298,15 +298,15 @@ class Worker:
         """Put what a generation replica pulls of the weights here where its workers can take it."""
         return self._shipments.publish(replica, version)
 
-    def wake(self, replica: str, version: int, sent: Sequence[Handles] | None = None) -> EngineUpdate | None:
+    def wake(self, replica: str, version: int, *published: Handles) -> EngineUpdate | None:
         """Bring an engine to a version of the weights, let it run, and return what it took, if anything.
 
         Args:
             replica: of the engine.
             version: of the weights.
-            sent: what each sender published; None: nothing was published.
+            *published: what each sender published; none: a training replica here has the weights.
         """
-        arriving = None if sent is None else self._shipments.arriving(replica, sent)
+        arriving = self._shipments.arriving(replica, published) if published else None
         return self._engines.wake(replica, version, arriving)
 
     def sleep(self, replica: str) -> None:

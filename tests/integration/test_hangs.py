@@ -100,7 +100,7 @@ def place(function: str, text: str, recipe: Path = RECIPE) -> str:
     return f"{function} ({recipe.relative_to(Path.cwd())}:{number})"
 
 
-MISSING = "node '{}', step 3: worker 1 (rank 1 of actor@train) did not join within 8 s: it "
+MISSING = "running node '{}', step 3: worker 1 (rank 1 of actor@train) did not join within 8 s: it "
 
 
 def test_a_rank_that_sleeps_is_named_with_its_line() -> None:
@@ -121,7 +121,10 @@ def test_a_stopped_process_is_named() -> None:
         message = failure("slow", stop)
     finally:
         wait_for_end(stopped[0])
-    expected = "does not answer, as its process is stopped or its interpreter is held; worker 0 waits for it"
+    expected = (
+        "does not respond, because its process is stopped or its interpreter is blocked; "
+        "worker 0 waits for it"
+    )
     assert message.startswith(MISSING.format("slow") + expected)
 
 
@@ -142,7 +145,7 @@ def state_of(process: int) -> str:
 def test_ranks_that_wait_for_each_other_are_both_placed() -> None:
     reduces, receives = place("together", "all_reduce"), place("disagrees", "recv")
     assert failure("disagrees") == (
-        "node 'disagrees', step 3: nothing went on for 8 s, as each rank waits for another: "
+        "running node 'disagrees', step 3: no progress for 8 s, because every rank waits for another: "
         f"worker 0 (rank 0 of actor@train) waits in all_reduce at {reduces}; "
         f"worker 1 (rank 1 of actor@train) waits in recv at {receives}"
     )
@@ -155,7 +158,7 @@ def test_a_waiter_that_is_ended_does_not_hide_the_missing_rank(tmp_path: Path) -
     with pytest.raises(RunError) as error:
         run_recipe(recipe, tmp_path, *overrides, "cluster=cpu-1x2", "collective_timeout=4")
     assert str(error.value) == (
-        "node 'patient', step 0: worker 1 (rank 1 of actor@train) did not join within 4 s: it is in "
+        "running node 'patient', step 0: worker 1 (rank 1 of actor@train) did not join within 4 s: it is in "
         f"{place('patient', 'time.sleep', recipe)}; worker 0 waits for it in barrier"
     )
 

@@ -15,7 +15,7 @@ from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Slice
 from hflow.types import Sequences
 from hflow.workers.bodies.batch_node_runner import reduce_metric
-from hflow.workers.error_location import blame
+from hflow.workers.error_location import error_with_location
 from hflow.workers.generation.generate_runner import PausableClock
 from hflow.workers.interface import ComputeReady, Report, Span
 from hflow.workers.mailbox import Mailbox, pause_seconds
@@ -193,7 +193,7 @@ def test_blame_points_into_the_body() -> None:
     with pytest.raises(ValueError, match="reshape") as caught:
         body()
     line = body.__code__.co_firstlineno + 1
-    text = blame(caught.value, body)
+    text = error_with_location(caught.value, body)
     assert text.startswith("ValueError: cannot reshape array")
     assert text.endswith(f"({Path(__file__).relative_to(Path.cwd())}:{line})")
 

@@ -11,7 +11,7 @@ from hflow.errors import DataError, NotYetError
 from hflow.planner.ir import Plan
 from hflow.types import Tokenizer
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
-from hflow.workers.error_location import blame
+from hflow.workers.error_location import error_with_location
 from hflow.workers.interface import ComputeOrder, ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, row_error
 from hflow.workers.storage.sample_store import SampleStore
@@ -101,7 +101,7 @@ class EncodeRunner:
         try:
             result, failure = self._call(program, arguments)
         except DataError as error:
-            return Failed(order.node, order.key, "failed", blame(error, program.body))
+            return Failed(order.node, order.key, "failed", error_with_location(error, program.body))
         if failure:
             return Failed(order.node, order.key, "failed", failure)
         writer = self._writers[order.node]
@@ -127,5 +127,5 @@ class EncodeRunner:
             except DataError:
                 raise
             except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
-                failure = blame(error, program.body)
+                failure = error_with_location(error, program.body)
         return None, failure

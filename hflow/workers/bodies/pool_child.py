@@ -18,7 +18,7 @@ from typing import Any, Literal
 import cloudpickle
 
 from hflow.errors import RunError
-from hflow.workers.error_location import blame
+from hflow.workers.error_location import error_with_location
 
 ASYNC_STEP_SECONDS = 0.05
 """`run_async` returns after this long at the latest, so that the lane can send it new jobs."""
@@ -154,7 +154,7 @@ def _run(job: Job) -> JobResult:
     try:
         return JobResult(job.node, job.key, body(**job.arguments))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
-        return JobResult(job.node, job.key, reason="failed", message=blame(error, body))
+        return JobResult(job.node, job.key, reason="failed", message=error_with_location(error, body))
 
 
 async def _await(job: Job) -> JobResult:
@@ -168,7 +168,7 @@ async def _await(job: Job) -> JobResult:
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
         if limit.expired():
             return JobResult(job.node, job.key, reason="timeout", message=timeout_message(job.timeout))
-        return JobResult(job.node, job.key, reason="failed", message=blame(error, body))
+        return JobResult(job.node, job.key, reason="failed", message=error_with_location(error, body))
 
 
 def _pickle(results: list[JobResult]) -> bytes:

@@ -15,7 +15,7 @@ from hflow.data.tool_formats import tool_format
 from hflow.errors import BackendError, DataError, EpisodeError, HflowError
 from hflow.planner.ir import Plan
 from hflow.workers.bodies.pool_child import timeout_message
-from hflow.workers.error_location import blame
+from hflow.workers.error_location import error_with_location
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
 from hflow.workers.generation.journal import Journal
@@ -133,7 +133,7 @@ class GenerateRunner:
                 raise row_error(self._plan, start.order, error) from error
             if isinstance(error, HflowError) and not isinstance(error, _REFUSING):
                 raise
-            return Failed(program.name, sample, "failed", blame(error, program.body))
+            return Failed(program.name, sample, "failed", error_with_location(error, program.body))
         made = self._writer.write(sample, start.group, result, start.row, start.parent)
         self._writer.write_metrics(sample, effects.counts)
         return made if start.order is not None else ComputeReady(program.name, sample)

@@ -17,7 +17,7 @@ from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.errors import HflowError
 from hflow.types import EpisodeState
 from hflow.types.sandbox import sandbox_of
-from hflow.workers.error_location import said
+from hflow.workers.error_location import error_line
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.journal import Journal, JournalRecorder, completion_request
 from hflow.workers.generation.sandboxes import Sandboxes, ToolFailed
@@ -210,7 +210,7 @@ class RecordedEffects:
         except Exception as error:
             if not self._answers_a_model(tool):
                 raise
-            return {"result": failure(said(error)), "failed": True}
+            return {"result": failure(error_line(error)), "failed": True}
         return {"result": plain(result, f"what {tool.__name__} returned"), "failed": False}
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from hflow.workers.error_location import said
+from hflow.workers.error_location import error_line
 
 MIB = 2**20
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -91,7 +91,7 @@ def run_tool(arguments: Mapping[str, Any]) -> bytes:
     try:
         return pickle.dumps((False, _result(arguments)), pickle.HIGHEST_PROTOCOL)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - as a tool may
-        return pickle.dumps((True, said(error)), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps((True, error_line(error)), pickle.HIGHEST_PROTOCOL)
 
 
 def _result(arguments: Mapping[str, Any]) -> Any:

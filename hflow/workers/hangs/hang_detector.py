@@ -1,9 +1,9 @@
-"""Waits for the answers of workers that act together, and finds out who keeps the others waiting.
+"""Waits for the answers of workers that act together, and finds the rank that keeps the others waiting.
 
-A collective whose ranks do not all come fails on those that wait (gloo), or ends their processes (NCCL).
-Either way nobody knows why but the one that did not come, so everybody is asked where it stands. As a
-process that was ended cannot be asked, all are also asked whenever nothing was heard for the timeout.
-A node that takes long ends nothing by itself.
+A collective with a missing rank fails on the ranks that wait (gloo) or ends their processes (NCCL). Only the
+missing rank knows why, so hflow samples the stack of every worker when a call fails. As a process that was
+ended cannot be sampled any more, all workers are also sampled whenever the timeout passes without an error.
+A long node does not end because of time alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from hflow.errors import RunError
-from hflow.workers.hangs.hang_report import WorkerCall, elsewhere, report, waiting
-from hflow.workers.hangs.stack_probe import StackSnapshot, StrandedError
+from hflow.workers.hangs.hang_report import (
+    Snapshots,
+    WorkerCall,
+    describe_locations,
+    hang_message,
+    waiting_workers,
+)
+from hflow.workers.hangs.stack_probe import CollectiveError, StackSnapshot
 
 GRACE_SECONDS = 1.0
 """How long a collective's failure waits for the error that caused it."""
@@ -29,8 +35,8 @@ class HangDetector:
     """Collects the answers of one call.
 
     Args:
-        call: what is done.
-        probe: asks a worker where it stands; None: it does not answer. Raises `WorkerDiedError`.
+        call: what the workers do.
+        probe: samples a worker; None: it does not respond. Raises `WorkerDiedError`.
         timeout: seconds after which a collective with a missing rank fails.
     """
 
@@ -42,114 +48,124 @@ class HangDetector:
         self._timeout = timeout
         self._start = time.monotonic()
         self._tasks: dict[int, asyncio.Future[Any]] = {}
-        self._known: dict[int, StackSnapshot | None] = {}
-        """Worker -> what it answered when nothing had been heard for the timeout, at last."""
+        self._last_snapshots: dict[int, StackSnapshot | None] = {}
+        """Worker -> its snapshot when the timeout last passed."""
         self._dead: dict[int, WorkerDiedError] = {}
-        """Workers that were found dead when they were asked."""
+        """Workers that were found dead when they were sampled."""
 
-    async def collect(self, sent: Mapping[int, Awaitable[Any]]) -> list[Any]:
-        """The answers, in the order of `sent`.
+    async def collect(self, answers: Mapping[int, Awaitable[Any]]) -> list[Any]:
+        """Return the answers, in the order of the mapping.
 
         Raises:
-            RunError: the first error, or who is missing where that was a collective's.
+            RunError: the error that explains the others; of a collective, it names the missing rank.
         """
-        self._tasks = {worker: asyncio.ensure_future(answer) for worker, answer in sent.items()}
+        self._tasks = {worker: asyncio.ensure_future(answer) for worker, answer in answers.items()}
         try:
-            left = set(self._tasks.values())
-            while left:
-                _, left = await asyncio.wait(left, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
-                if self._failed():
-                    await self._blame()
-                elif left:
-                    await self._look()
+            pending = set(self._tasks.values())
+            while pending:
+                _, pending = await asyncio.wait(
+                    pending, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION
+                )
+                if self._errors():
+                    await self._raise_cause()
+                elif pending:
+                    await self._sample_all()
             return [task.result() for task in self._tasks.values()]
         finally:
-            self._failed()  # or asyncio would complain that nobody asked for their errors
+            self._errors()  # marks them as retrieved, so that asyncio does not log them
             for task in self._tasks.values():
                 task.cancel()
 
-    def _failed(self) -> dict[int, BaseException]:
+    def _errors(self) -> dict[int, BaseException]:
         done = {worker: task for worker, task in self._tasks.items() if task.done()}
         errors = {worker: task.exception() for worker, task in done.items()}
         return {worker: error for worker, error in errors.items() if error is not None}
 
-    async def _look(self) -> None:
-        """Note where everybody stands.
+    async def _sample_all(self) -> None:
+        """Sample all workers.
 
         Raises:
-            RunError: when a worker does not answer for the second time.
+            RunError: when a worker does not respond for the second time.
         """
-        before, found = self._known, await self._ask(self._call.workers)
-        self._known = {**before, **found}
-        if any(now is None and before.get(worker, StackSnapshot()) is None for worker, now in found.items()):
-            waiters = waiting(self._known)
-            concerned = {w: where for w, where in self._known.items() if where is None or w in waiters}
-            raise RunError(report(self._call, self._timeout, concerned))
+        previous, new = self._last_snapshots, await self._sample(self._call.workers)
+        self._last_snapshots = {**previous, **new}
+        is_silent = [
+            snapshot is None and worker in previous and previous[worker] is None
+            for worker, snapshot in new.items()
+        ]
+        if any(is_silent):
+            waiting = waiting_workers(self._last_snapshots)
+            relevant = {
+                worker: snapshot
+                for worker, snapshot in self._last_snapshots.items()
+                if snapshot is None or worker in waiting
+            }
+            raise RunError(hang_message(self._call, self._timeout, relevant))
 
-    async def _blame(self) -> None:
+    async def _raise_cause(self) -> None:
         """Raise the error that explains the others."""
         is_late = time.monotonic() - self._start >= self._timeout
-        if not self._own_errors() and not is_late:
+        if not self._original_errors() and not is_late:
             await asyncio.wait(self._tasks.values(), timeout=GRACE_SECONDS)
-        standings = {} if self._own_errors() else await self._after_failure()
-        for error in self._own_errors():
+        snapshots = {} if self._original_errors() else await self._snapshots_after_failure()
+        for error in self._original_errors():
             raise error
-        dead = self._gone()
-        if is_late and (not dead or self._waited(dead, standings)):
-            raise RunError(report(self._call, self._timeout, standings))
-        for died in dead.values():
-            others = {worker: where for worker, where in standings.items() if worker not in dead}
-            places = elsewhere(self._call, others) if is_late else []
-            raise WorkerDiedError("; ".join([str(died), *places]))
-        raise next(iter(self._failed().values()))
+        deaths = self._deaths()
+        if is_late and (not deaths or self._died_waiting(deaths, snapshots)):
+            raise RunError(hang_message(self._call, self._timeout, snapshots))
+        for death in deaths.values():
+            alive = {worker: snapshot for worker, snapshot in snapshots.items() if worker not in deaths}
+            locations = describe_locations(self._call, alive) if is_late else []
+            raise WorkerDiedError("; ".join([str(death), *locations]))
+        raise next(iter(self._errors().values()))
 
-    def _gone(self) -> dict[int, WorkerDiedError]:
-        """Workers whose processes ended."""
-        failed = self._failed().items()
-        return {**self._dead, **{w: error for w, error in failed if isinstance(error, WorkerDiedError)}}
+    def _deaths(self) -> dict[int, WorkerDiedError]:
+        """Return the workers whose processes ended."""
+        errors = self._errors().items()
+        return {**self._dead, **{w: error for w, error in errors if isinstance(error, WorkerDiedError)}}
 
-    def _waited(self, dead: Iterable[int], standings: Mapping[int, StackSnapshot | None]) -> bool:
-        """Whether who died waited when it was last asked, and nobody else went on since then."""
-        left = {worker: where for worker, where in standings.items() if worker not in dead}
-        stood = all(
-            where is not None and was is not None and where.counts == was.counts
-            for worker, where in left.items()
-            for was in [self._known.get(worker)]
+    def _died_waiting(self, dead: Iterable[int], snapshots: Snapshots) -> bool:
+        """Return whether a dead worker was waiting when last sampled, and no other has progressed since."""
+        alive = {worker: snapshot for worker, snapshot in snapshots.items() if worker not in dead}
+        is_stuck = all(
+            snapshot is not None and last is not None and snapshot.collective_counts == last.collective_counts
+            for worker, snapshot in alive.items()
+            for last in [self._last_snapshots.get(worker)]
         )
-        return stood and not set(dead).isdisjoint(waiting(standings))
+        return is_stuck and not set(dead).isdisjoint(waiting_workers(snapshots))
 
-    def _own_errors(self) -> list[BaseException]:
-        """Errors that are not the consequence of what happened to another worker."""
-        kinds = (StrandedError, WorkerDiedError)
-        return [error for error in self._failed().values() if not isinstance(error, kinds)]
+    def _original_errors(self) -> list[BaseException]:
+        """Return the errors that do not follow from what happened to another worker."""
+        consequences = (CollectiveError, WorkerDiedError)
+        return [error for error in self._errors().values() if not isinstance(error, consequences)]
 
-    async def _after_failure(self) -> dict[int, StackSnapshot | None]:
-        """Where everybody stands; who failed, where it did; who died, where it was last seen."""
-        failed = self._failed()
-        standings = await self._ask(worker for worker in self._call.workers if worker not in failed)
-        answering = [w for w, standing in standings.items() if _is_idle(standing)]
-        if sent := [self._tasks[worker] for worker in answering if worker in self._tasks]:
-            await asyncio.wait(sent, timeout=GRACE_SECONDS)
-        for worker, error in self._failed().items():
-            if isinstance(error, StrandedError):
-                standings[worker] = error.standing
-        seen = {worker: self._known[worker] for worker in self._gone() if worker in self._known}
-        return dict(sorted({**standings, **seen}.items()))
+    async def _snapshots_after_failure(self) -> dict[int, StackSnapshot | None]:
+        """Sample all workers; of failed ones, return where they failed, of dead ones, the last snapshot."""
+        failed = self._errors()
+        snapshots = await self._sample(worker for worker in self._call.workers if worker not in failed)
+        idle = [worker for worker, snapshot in snapshots.items() if _is_idle(snapshot)]
+        if answering := [self._tasks[worker] for worker in idle if worker in self._tasks]:
+            await asyncio.wait(answering, timeout=GRACE_SECONDS)
+        for worker, error in self._errors().items():
+            if isinstance(error, CollectiveError):
+                snapshots[worker] = error.snapshot
+        last = {w: self._last_snapshots[w] for w in self._deaths() if w in self._last_snapshots}
+        return dict(sorted({**snapshots, **last}.items()))
 
-    async def _ask(self, workers: Iterable[int]) -> dict[int, StackSnapshot | None]:
-        """Where these workers stand, but for those that turn out to be dead."""
-        asked = list(workers)
-        answers = await asyncio.gather(*map(self._probe, asked), return_exceptions=True)
-        found: dict[int, StackSnapshot | None] = {}
-        for worker, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, WorkerDiedError):
-                self._dead[worker] = answer
-            elif isinstance(answer, BaseException):
-                raise answer
+    async def _sample(self, workers: Iterable[int]) -> dict[int, StackSnapshot | None]:
+        """Sample workers; those that turn out to be dead are noted and left out."""
+        sampled = list(workers)
+        results = await asyncio.gather(*map(self._probe, sampled), return_exceptions=True)
+        snapshots: dict[int, StackSnapshot | None] = {}
+        for worker, result in zip(sampled, results, strict=True):
+            if isinstance(result, WorkerDiedError):
+                self._dead[worker] = result
+            elif isinstance(result, BaseException):
+                raise result
             else:
-                found[worker] = answer
-        return found
+                snapshots[worker] = result
+        return snapshots
 
 
-def _is_idle(standing: StackSnapshot | None) -> bool:
-    return standing is not None and not standing.doing
+def _is_idle(snapshot: StackSnapshot | None) -> bool:
+    return snapshot is not None and not snapshot.activity

@@ -1,4 +1,4 @@
-"""What a hang looks like, in one line: who is missing and where it is, who waits for it and in what."""
+"""The error message of a hang: which rank is missing and where it is, which ranks wait for it and in what."""
 
 from __future__ import annotations
 
@@ -10,99 +10,100 @@ from hflow.planner.ir import Replica
 from hflow.planner.placement.device_groups import device_ranges
 from hflow.workers.hangs.stack_probe import StackSnapshot
 
-Standings = Mapping[int, StackSnapshot | None]
-"""Worker -> where it stands; None: its process does not answer."""
+Snapshots = Mapping[int, StackSnapshot | None]
+"""Worker -> where its device thread is; None: its process does not respond."""
 
 
 @dataclass(frozen=True)
 class WorkerCall:
     """Something that several workers do together on their devices."""
 
-    title: str
-    """As in `node 'actor_train', step 3`."""
-    doing: str
-    """What a worker is doing then, as in `running node 'actor_train' of step 3`."""
+    activity: str
+    """As in `running node 'actor_train', step 3`."""
     workers: tuple[int, ...]
-    """Who takes part."""
+    """All that take part."""
     replica: Replica | None = None
-    """Whose ranks they are."""
+    """The replica that they are the ranks of, if it is one."""
 
-    def name(self, worker: int) -> str:
-        """A worker, and its rank."""
+    def describe(self, worker: int) -> str:
+        """Return a worker with its rank."""
         if self.replica is None or worker not in self.replica.workers:
             return f"worker {worker}"
         return f"worker {worker} (rank {self.replica.workers.index(worker)} of {self.replica.name})"
 
 
-def waiting(standings: Standings) -> list[int]:
-    """Workers that wait for others.
+def waiting_workers(snapshots: Snapshots) -> list[int]:
+    """Return the workers that wait for others.
 
-    Those whose thread is in a collective; where none is, as collectives are asynchronous, those that have
-    issued more of them than another member of the same group.
+    These are the workers whose thread is in a collective. If none is, because collectives are asynchronous,
+    they are the workers that have issued more collectives than another member of the same group.
     """
-    known = {worker: standing for worker, standing in standings.items() if standing is not None}
-    blocked = [worker for worker, standing in known.items() if standing.waits]
+    known = {worker: snapshot for worker, snapshot in snapshots.items() if snapshot is not None}
+    blocked = [worker for worker, snapshot in known.items() if snapshot.collective]
     if blocked:
         return blocked
-    counts = [standing.counts for standing in known.values()]
-    return [worker for worker, standing in known.items() if any(_ahead(standing.counts, c) for c in counts)]
+    all_counts = [snapshot.collective_counts for snapshot in known.values()]
+    return [
+        worker
+        for worker, snapshot in known.items()
+        if any(_is_ahead(snapshot.collective_counts, counts) for counts in all_counts)
+    ]
 
 
-def _ahead(mine: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    return any(count > other.get(group, count) for group, count in mine.items())
+def _is_ahead(counts: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    return any(count > other.get(group, count) for group, count in counts.items())
 
 
-def report(call: WorkerCall, timeout: float, standings: Standings) -> str:
-    """The error's line.
+def hang_message(call: WorkerCall, timeout: float, snapshots: Snapshots) -> str:
+    """Return the error message, in one line.
 
     Args:
         call: what hangs.
-        timeout: seconds that somebody waited.
-        standings: of all who take part.
+        timeout: seconds that a worker waited.
+        snapshots: of all workers that take part.
     """
-    waiters = waiting(standings)
-    missing = [worker for worker in standings if worker not in waiters]
+    waiting = waiting_workers(snapshots)
+    missing = [worker for worker in snapshots if worker not in waiting]
     limit = f"{timeout:g} s"
     if not missing:
-        places = "; ".join(f"{call.name(w)} waits in {_awaited(standings[w])}" for w in waiters)
-        return f"{call.title}: nothing went on for {limit}, as each rank waits for another: {places}"
+        places = "; ".join(f"{call.describe(w)} {_location(call, snapshots[w])}" for w in waiting)
+        return f"{call.activity}: no progress for {limit}, because every rank waits for another: {places}"
     first, *rest = missing
-    said = [f"{call.name(first)} did not join within {limit}: it {_where(call, standings[first])}"]
-    said += [f"nor did {call.name(worker)}: it {_where(call, standings[worker])}" for worker in rest]
-    said += _waits(waiters, standings, "it" if len(missing) == 1 else "them")
-    return f"{call.title}: {'; '.join(said)}"
+    parts = [f"{call.describe(first)} did not join within {limit}: it {_location(call, snapshots[first])}"]
+    parts += [
+        f"{call.describe(worker)} did not join either: it {_location(call, snapshots[worker])}"
+        for worker in rest
+    ]
+    parts += _waits(waiting, snapshots, "it" if len(missing) == 1 else "them")
+    return f"{call.activity}: {'; '.join(parts)}"
 
 
-def elsewhere(call: WorkerCall, standings: Standings) -> list[str]:
-    """Where each worker stands."""
-    return [f"{call.name(worker)} {_where(call, standing)}" for worker, standing in standings.items()]
+def describe_locations(call: WorkerCall, snapshots: Snapshots) -> list[str]:
+    """Return a phrase for each worker that says where it is."""
+    return [f"{call.describe(worker)} {_location(call, snapshot)}" for worker, snapshot in snapshots.items()]
 
 
-def _waits(waiters: Sequence[int], standings: Standings, whom: str) -> list[str]:
-    """Who waits, by what they wait in."""
-    by_place: dict[str, list[int]] = defaultdict(list)
-    for worker in waiters:
-        standing = standings[worker]
-        by_place[standing.waits if standing is not None else ""].append(worker)
-    said = []
-    for waits, workers in by_place.items():
-        verb = "workers {} wait" if len(workers) > 1 else "worker {} waits"
-        place = f"in {waits}" if waits else "in a collective that it has not issued"
-        said.append(f"{verb.format(device_ranges(workers))} for {whom} {place}")
-    return said
+def _waits(waiting: Sequence[int], snapshots: Snapshots, missing: str) -> list[str]:
+    """Return a phrase for each collective that workers wait in."""
+    by_collective: dict[str, list[int]] = defaultdict(list)
+    for worker in waiting:
+        snapshot = snapshots[worker]
+        by_collective[snapshot.collective if snapshot is not None else ""].append(worker)
+    phrases = []
+    for collective, workers in by_collective.items():
+        subject = "workers {} wait" if len(workers) > 1 else "worker {} waits"
+        place = f"in {collective}" if collective else "in a collective that it has not issued"
+        phrases.append(f"{subject.format(device_ranges(workers))} for {missing} {place}")
+    return phrases
 
 
-def _awaited(standing: StackSnapshot | None) -> str:
-    assert standing is not None
-    return f"{standing.waits or 'a collective'} at {standing.place}"
-
-
-def _where(call: WorkerCall, standing: StackSnapshot | None) -> str:
-    """`is in score (file:line)`."""
-    if standing is None:
-        return "does not answer, as its process is stopped or its interpreter is held"
-    if not standing.doing:
-        return "has nothing to do: it was not asked, or has finished"
-    at = "" if standing.doing == call.title else f"still at {standing.doing}, "
-    how = f"waits in {standing.waits} at" if standing.waits else f"is {at}in"
-    return f"{how} {standing.place}"
+def _location(call: WorkerCall, snapshot: StackSnapshot | None) -> str:
+    """Return where a worker is, as in `is in score (file:line)`."""
+    if snapshot is None:
+        return "does not respond, because its process is stopped or its interpreter is blocked"
+    if not snapshot.activity:
+        return "is idle, because it was not called or has finished"
+    if snapshot.collective:
+        return f"waits in {snapshot.collective} at {snapshot.location}"
+    still = "" if snapshot.activity == call.activity else f"still {snapshot.activity}, "
+    return f"is {still}in {snapshot.location}"

@@ -1,7 +1,7 @@
-"""Where a worker's device thread stands: what it was asked, its line, the collective that it waits in.
+"""Samples the device thread of a worker: its message, its line, the collective that it waits in.
 
-A lane of its own answers this while the device's lane is blocked. Only where processes run in step
-is there anything to wait for, so a worker that hosts all ranks has no use for it.
+The probe answers on a lane of its own while the device's lane is blocked. A process that hosts all ranks does
+not need it, as ranks wait for each other only across processes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 import hflow
 from hflow.errors import HflowError, RunError
-from hflow.workers.error_location import shown
+from hflow.workers.error_location import relative_path
 
 _HFLOW = str(Path(hflow.__file__).parent) + "/"
-_CALLS = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "rendezvous.py")
+_COLLECTIVE_FILES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "rendezvous.py")
 """Files of torch.distributed whose functions are collectives, or wait for other processes."""
 _WAITING_LIBRARIES = ("/torch/distributed/", "/megatron/core/")
 """Libraries that wait for a collective by its handle."""
@@ -32,80 +32,89 @@ _WAITING_LIBRARIES = ("/torch/distributed/", "/megatron/core/")
 class StackSnapshot:
     """What a worker's device thread was doing at one moment."""
 
-    doing: str = ""
-    """What it was asked, as in `node 'actor_train', step 3`; empty: nothing."""
-    place: str = ""
-    """`function (file:line)`: the innermost line of the node's own file, or else of hflow."""
-    waits: str = ""
+    activity: str = ""
+    """As in `running node 'actor_train', step 3`; empty: it was idle."""
+    location: str = ""
+    """`function (file:line)`: the innermost line of the node's own file, else of hflow."""
+    collective: str = ""
     """The collective in which it waits for other workers; empty: it does not wait."""
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """Process group -> collectives that this worker has issued in it. Where they are asynchronous (NCCL)
-    a worker that is ahead of another waits for it, wherever its thread stands."""
+    collective_counts: Mapping[str, int] = field(default_factory=dict)
+    """Process group -> collectives that this worker has issued in it. Where collectives are asynchronous
+    (NCCL), a worker with a higher count than another waits for it, wherever its thread is."""
 
 
-class StrandedError(RunError):
-    """A collective that failed on this worker, most often as another did not join in time."""
+class CollectiveError(RunError):
+    """A collective that failed on this worker, most often because another did not join in time."""
 
-    def __init__(self, message: str, standing: StackSnapshot) -> None:
+    def __init__(self, message: str, snapshot: StackSnapshot) -> None:
         super().__init__(message)
-        self.standing = standing
+        self.snapshot = snapshot
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.standing)
+        return type(self), (str(self), self.snapshot)
 
 
 class StackProbe:
     """Follows the device thread of one worker.
 
     Args:
-        counts: the collectives issued so far, by process group.
+        collective_counts: returns the number of collectives issued so far, by process group.
     """
 
-    def __init__(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        self._counts = counts
-        self._doing = ""
-        self._file: str | None = None
+    def __init__(self, collective_counts: Callable[[], Mapping[str, int]]) -> None:
+        self._collective_counts = collective_counts
+        self._activity = ""
+        self._body_file: str | None = None
         self._thread = 0
 
     @contextmanager
-    def at(self, doing: str, body: Callable[..., Any] | None = None) -> Iterator[None]:
-        """While the calling thread does this, by this body.
+    def running(self, activity: str, body: Callable[..., Any] | None = None) -> Iterator[None]:
+        """Follow the calling thread while it does something.
+
+        Args:
+            activity: what it does.
+            body: the node's body, whose file is where errors are located.
 
         Raises:
-            StrandedError: in the place of an error that a collective raised.
+            CollectiveError: in place of an error that a collective raised.
         """
-        self._file, self._thread = _file(body), threading.get_ident()
-        self._doing = doing
+        self._body_file, self._thread = _file_of(body), threading.get_ident()
+        self._activity = activity
         try:
             yield
         except RuntimeError as error:
-            standing = self._described(traceback.extract_tb(_first(error).__traceback__))
-            if standing.waits:
-                raise StrandedError(_said(doing, error), standing) from error
+            snapshot = self._describe(traceback.extract_tb(_root_cause(error).__traceback__))
+            if snapshot.collective:
+                raise CollectiveError(_message(activity, error), snapshot) from error
             raise
         finally:
-            self._doing = ""
+            self._activity = ""
 
-    def standing(self) -> StackSnapshot:
-        """Where the device thread stands now; from any thread."""
+    def snapshot(self) -> StackSnapshot:
+        """Return where the device thread is now. Can be called from any thread."""
         frame = sys._current_frames().get(self._thread)
-        if not self._doing or frame is None:
-            return StackSnapshot(counts=self._counts())
-        return self._described(traceback.extract_stack(frame))
+        if not self._activity or frame is None:
+            return StackSnapshot(collective_counts=self._collective_counts())
+        return self._describe(traceback.extract_stack(frame))
 
-    def _described(self, stack: Sequence[FrameSummary]) -> StackSnapshot:
-        """The standing of a thread with this stack, the innermost frame last."""
-        return StackSnapshot(self._doing, _place(stack, self._file), awaited(stack), self._counts())
+    def _describe(self, stack: Sequence[FrameSummary]) -> StackSnapshot:
+        """Return the snapshot of a thread with this stack, the innermost frame last."""
+        return StackSnapshot(
+            self._activity,
+            _location(stack, self._body_file),
+            waiting_collective(stack),
+            self._collective_counts(),
+        )
 
 
-def awaited(stack: Sequence[FrameSummary]) -> str:
-    """Name of the collective that the innermost frames are in, or an empty string."""
-    calls: list[str] = []
+def waiting_collective(stack: Sequence[FrameSummary]) -> str:
+    """Return the name of the collective that the innermost frames are in, or an empty string."""
+    functions: list[str] = []
     for frame in reversed(stack):
-        if not (frame.filename.endswith(_CALLS) and "/torch/distributed/" in frame.filename):
+        if not (frame.filename.endswith(_COLLECTIVE_FILES) and "/torch/distributed/" in frame.filename):
             break
-        calls.append(frame.name)
-    named = [name for name in calls if name != "wrapper"]
+        functions.append(frame.name)
+    named = [name for name in functions if name != "wrapper"]
     if named:
         return named[-1]
     last = stack[-1] if stack else None
@@ -114,26 +123,25 @@ def awaited(stack: Sequence[FrameSummary]) -> str:
     return last.name.strip("_") if ".wait(" in (last.line or "") else ""
 
 
-def _place(stack: Sequence[FrameSummary], file: str | None) -> str:
-    own = [frame for frame in stack if frame.filename == file]
-    ours = [frame for frame in stack if frame.filename.startswith(_HFLOW)]
-    last = (own or ours or list(stack))[-1:]
-    return f"{last[0].name} ({shown(last[0].filename)}:{last[0].lineno})" if last else ""
+def _location(stack: Sequence[FrameSummary], body_file: str | None) -> str:
+    in_body = [frame for frame in stack if frame.filename == body_file]
+    in_hflow = [frame for frame in stack if frame.filename.startswith(_HFLOW)]
+    last = (in_body or in_hflow or list(stack))[-1:]
+    return f"{last[0].name} ({relative_path(last[0].filename)}:{last[0].lineno})" if last else ""
 
 
-def _file(body: Callable[..., Any] | None) -> str | None:
+def _file_of(body: Callable[..., Any] | None) -> str | None:
     code = None if body is None else getattr(inspect.unwrap(body), "__code__", None)
     return None if code is None else code.co_filename
 
 
-def _said(doing: str, error: Exception) -> str:
+def _message(activity: str, error: Exception) -> str:
     if isinstance(error, HflowError):
         return str(error)
-    return f"{doing}: {' '.join(str(error).split()) or type(error).__name__}"
+    return f"{activity}: {' '.join(str(error).split()) or type(error).__name__}"
 
 
-def _first(error: BaseException) -> BaseException:
-    """The error that others were raised from."""
+def _root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -1,8 +1,8 @@
-"""`RayWeights`: the controller's side of weights on their way over Ray. It handles references and numbers.
+"""Sends published weights to engines over Ray, on the controller's side. It handles references and numbers.
 
-Ray hands an actor the messages of one caller in their order, and holds them all while an argument of the
-first is not there. So an engine apart is told to load when all has been published: before, its other
-messages would wait behind the trainer's device.
+Ray delivers the messages of one caller to an actor in order, and holds all of them while an argument of the
+first is not ready. So a separate engine receives its message to load only after everything is published;
+otherwise its other messages would wait for the trainer's device.
 """
 
 from __future__ import annotations
@@ -10,37 +10,40 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hflow.planner.ir import Plan, Replica, WeightRoute
-from hflow.workers.generation.engine_manager import EngineUpdate
 from hflow.workers.hangs.hang_report import WorkerCall
 from hflow.workers.interface import Span, WeightsLoaded
+from hflow.workers.messages import activity_of
 from hflow.workers.weights.checksum import MODULUS
-from hflow.workers.weights.publisher import Sent
+
+if TYPE_CHECKING:
+    from hflow.workers.generation.engine_manager import EngineUpdate
+    from hflow.workers.weights.publisher import Sent
 
 Send = Callable[..., Any]
-"""(worker, method, arguments ...) -> what the actor's method gives at once."""
+"""(worker, method, arguments ...) -> a reference for each value that the actor's method returns."""
 WaitAll = Callable[[WorkerCall, Mapping[int, Any]], Any]
-"""Waits for the answers of several devices that work together, and finds who does not come."""
+"""(call, worker -> reference) -> answers. Waits for several devices, and names a missing rank."""
 
 
 @dataclass(frozen=True)
-class _Shipment:
-    """Weights that were published, or are about to be."""
+class _Publication:
+    """Weights that are being published, or have been."""
 
     handles: tuple[Any, ...]
-    """A reference to what each sender put."""
+    """A reference to each sender's bucket handles."""
     call: WorkerCall
-    notes: Mapping[int, Any]
+    reports: Mapping[int, Any]
     """Sender -> reference to its `Sent`."""
 
 
 class RayWeights:
-    """Publishes and loads, by messages to the devices of both ends.
+    """Publishes and loads weights, by messages to the devices of senders and engines.
 
     Args:
-        plan: for routes and replicas.
+        plan: gives routes and replicas.
         send: sends one message.
         wait_all: waits for answers.
     """
@@ -50,69 +53,68 @@ class RayWeights:
         self._send = send
         self._wait_all = wait_all
         self._routes = {route.dst: route for route in plan.weights if route.how == "pull"}
-        self._shipments: dict[str, _Shipment] = {}
+        self._published: dict[str, _Publication] = {}
+        """Engine replica -> weights that it has not loaded yet."""
         self._versions: dict[str, int] = {}
 
     async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
         """Let senders publish; returns each one's span. Messages are sent before anything is awaited."""
-        shipment = self._shipments[replica] = self._ship(self._routes[replica], version)
-        sent = await self._notes(shipment)
-        return tuple((worker, note.span) for worker, note in sent.items())
+        publication = self._published[replica] = self._start_publishing(self._routes[replica], version)
+        reports = await self._reports(publication)
+        return tuple((worker, report.span) for worker, report in reports.items())
 
     async def wake(self, replica: str, version: int) -> WeightsLoaded:
-        """Let engines load, what is published now where that has not been done, and wake them."""
+        """Let engines load new weights, published before or now, and start them."""
         is_new = self._versions.get(replica) != version
         self._versions[replica] = version
-        shipment = self._shipments.pop(replica, None)
-        if shipment is None and is_new and replica in self._routes:
-            shipment = self._ship(self._routes[replica], version)
+        publication = self._published.pop(replica, None)
+        if publication is None and is_new and replica in self._routes:
+            publication = self._start_publishing(self._routes[replica], version)
         engine = self._plan.replica(replica)
-        handles = () if shipment is None else shipment.handles
+        handles = () if publication is None else publication.handles
         answers = {
             worker: self._send(worker, "wake", replica, version, *handles) for worker in engine.workers
         }
-        call = _together(f"loading weights {version} into {replica}", engine)
-        waiting = [asyncio.ensure_future(self._wait_all(call, answers))]
-        if shipment is not None:
-            waiting.append(asyncio.ensure_future(self._notes(shipment)))
+        call = _replica_call(engine, "wake", replica, version)
+        tasks = [asyncio.ensure_future(self._wait_all(call, answers))]
+        if publication is not None:
+            tasks.append(asyncio.ensure_future(self._reports(publication)))
         try:
-            taken, *notes = await asyncio.gather(*waiting)
+            updates, *reports = await asyncio.gather(*tasks)
         finally:
-            for left in waiting:
-                left.cancel()
-        if shipment is not None:
-            await self._free(replica, shipment)
-        return _confirmed(engine, taken, notes[0] if notes else {})
+            for task in tasks:
+                task.cancel()
+        if publication is not None:
+            await self._free(replica, publication)
+        return _weights_loaded(engine, updates, reports[0] if reports else {})
 
-    def _ship(self, route: WeightRoute, version: int) -> _Shipment:
+    def _start_publishing(self, route: WeightRoute, version: int) -> _Publication:
         source = self._plan.replica(route.src)
         sent = {worker: self._send(worker, "publish", route.dst, version) for worker in source.workers}
-        call = _together(
-            f"sending weights {version} of {route.src}", source, f"sending weights to {route.dst}"
-        )
-        handles, notes = zip(*sent.values(), strict=True)
-        return _Shipment(handles, call, dict(zip(sent, notes, strict=True)))
+        handles, reports = zip(*sent.values(), strict=True)
+        call = _replica_call(source, "publish", route.dst, version)
+        return _Publication(handles, call, dict(zip(sent, reports, strict=True)))
 
-    async def _notes(self, shipment: _Shipment) -> dict[int, Sent]:
-        return dict(zip(shipment.notes, await self._wait_all(shipment.call, shipment.notes), strict=True))
+    async def _reports(self, publication: _Publication) -> dict[int, Sent]:
+        reports = await self._wait_all(publication.call, publication.reports)
+        return dict(zip(publication.reports, reports, strict=True))
 
-    async def _free(self, replica: str, shipment: _Shipment) -> None:
-        await asyncio.gather(*(self._send(worker, "free", replica) for worker in shipment.notes))
+    async def _free(self, replica: str, publication: _Publication) -> None:
+        await asyncio.gather(*(self._send(worker, "free_weights", replica) for worker in publication.reports))
 
 
-def _confirmed(
-    engine: Replica, taken: Sequence[EngineUpdate | None], notes: Mapping[int, Sent]
+def _weights_loaded(
+    engine: Replica, updates: Sequence[EngineUpdate | None], reports: Mapping[int, Sent]
 ) -> WeightsLoaded:
-    """What all ranks of an engine took, beside what senders noted for each of them."""
-    took = {worker: one for worker, one in zip(engine.workers, taken, strict=True) if one is not None}
-    sent = {worker: sum(note.digests.get(worker, 0) for note in notes.values()) for worker in took}
+    """Combine what all ranks of an engine loaded with what senders report for each of them."""
+    loaded = {w: update for w, update in zip(engine.workers, updates, strict=True) if update is not None}
+    sent = {worker: sum(report.digests.get(worker, 0) for report in reports.values()) for worker in loaded}
     return WeightsLoaded(
-        num_bytes=sum(one.num_bytes for one in took.values()),
-        sent=tuple((one.local_checksum + sent[worker]) % MODULUS for worker, one in took.items()),
-        held=tuple(one.engine_checksum for one in took.values()),
+        num_bytes=sum(update.num_bytes for update in loaded.values()),
+        sent=tuple((update.local_checksum + sent[worker]) % MODULUS for worker, update in loaded.items()),
+        held=tuple(update.engine_checksum for update in loaded.values()),
     )
 
 
-def _together(doing: str, replica: Replica, title: str = "") -> WorkerCall:
-    """What all workers of a replica do together."""
-    return WorkerCall(title or doing, doing, tuple(sorted(replica.workers)), replica)
+def _replica_call(replica: Replica, method: str, *arguments: Any) -> WorkerCall:
+    return WorkerCall(activity_of(method, *arguments), tuple(sorted(replica.workers)), replica)

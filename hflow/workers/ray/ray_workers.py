@@ -1,7 +1,6 @@
-"""`RayWorkers`: one Ray actor a device. The controller sends and receives names and numbers.
+"""The workers of a run as Ray actors, one per device.
 
-What moves between stores, and weights on their way to engines, goes from actor to actor: this
-process handles ids and references only (contract 7).
+Samples and weights go from actor to actor. The controller's process handles ids, numbers and references only.
 """
 
 from __future__ import annotations
@@ -16,21 +15,19 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from hflow.errors import HflowError
 from hflow.planner.data.redistribute import Move
-from hflow.planner.ir import Plan, Replica
+from hflow.planner.ir import Replica
 from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
 from hflow.workers.hangs.hang_report import WorkerCall
 from hflow.workers.hangs.stack_probe import StackSnapshot
 from hflow.workers.interface import (
-    ComputeOrder,
-    GroupOrder,
     NodeResult,
     NodeTask,
-    Report,
     Span,
     WeightsLoaded,
     Workers,
     WorkerSetup,
 )
+from hflow.workers.messages import activity_of
 from hflow.workers.pickling import ship
 from hflow.workers.process_groups import Membership
 from hflow.workers.process_setup import environment
@@ -39,7 +36,7 @@ from hflow.workers.ray.ray_weights import RayWeights
 from hflow.workers.weights.transfer import by_ends
 
 PROBE_SECONDS = 10.0
-"""Longest wait for a worker to say where it stands."""
+"""Longest wait for a worker's answer to a probe."""
 
 
 @dataclass(eq=False)
@@ -49,7 +46,7 @@ class _PendingCall:
     call: WorkerCall
     unanswered: set[int]
     task: asyncio.Task[list[Any]] | None = None
-    """Collects the answers; fails with the error that explains those of all workers."""
+    """Collects the answers; fails with the error that explains the others."""
 
 
 @dataclass(frozen=True)
@@ -72,123 +69,73 @@ class RayWorkers(Workers):
         """Prepare a run.
 
         Args:
-            processes: those of several runs, which are left as they are; None: this run starts its own.
+            processes: worker processes that several runs use in turn, and that this run does not end; None:
+                it starts and ends its own.
         """
         self._actors: list[Any] = []
         self._processes = processes
         self._owns_processes = processes is None
-        self._plan: Plan
         self._pending: list[_PendingCall] = []
-        """In the order in which they were sent, which is that in which devices work on them."""
+        """In the order in which they were sent, which is the order in which devices work on them."""
         self._deaths: dict[int, _Death] = {}
-        self._silent: set[int] = set()
-        """Workers that did not answer a probe."""
+        self._unresponsive: set[int] = set()
+        """Workers that did not answer the last probe."""
         self._weights: RayWeights
         self._timeout: float
 
     async def start(self, setup: WorkerSetup) -> None:
-        """Start actors at the same time, then build worlds and models in them."""
+        """Start all actors at the same time, then build process groups and models in them."""
         self._plan, self._timeout = setup.plan, setup.collective_timeout
         self._weights = RayWeights(setup.plan, self._send, self._wait_all)
-        everyone = range(setup.plan.cluster.num_devices)
+        workers = range(setup.plan.cluster.num_devices)
         if self._processes is None:
-            environments = [environment(setup.plan, worker) for worker in everyone]
+            environments = [environment(setup.plan, worker) for worker in workers]
             self._processes = RayActors(setup.plan.cluster, environments)
         self._processes.start()
-        self._actors = self._processes.actors(len(everyone))
+        self._actors = self._processes.actors(len(workers))
         bodies = [program.body for program in setup.programs.values()]
-        shared = ray.put(ship(setup, bodies))
-        # Who starts first must not lose patience with who starts last.
-        await asyncio.gather(*(self._call(worker, "probe") for worker in everyone))
-        address = await self._call(0, "rendezvous") if len(everyone) > 1 else ""
-        members = [Membership(worker, len(everyone), address) if address else None for worker in everyone]
-        await self._on_devices(
-            self._together("building its models", everyone),
-            "build",
-            {worker: (shared, members[worker], self._actors) for worker in everyone},
-        )
-
-    async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
-        """Start sources."""
-        await self._call(worker, "open_groups", orders)
-
-    async def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
-        """Stop groups that another worker goes on with; their journals stay in the object store."""
-        orders: list[GroupOrder] = await self._call(worker, "detach_groups", stream, groups)
-        return orders
-
-    async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
-        """Queue sample- and group-level bodies."""
-        await self._call(worker, "compute", orders)
-
-    async def poll(self, worker: int) -> Report:
-        """Wait for events."""
-        report: Report = await self._call(worker, "poll")
-        return report
+        pickled = ray.put(ship(setup, bodies))
+        # Wait until every process has started, so that none times out in `build` while another imports torch.
+        await asyncio.gather(*(self._call(worker, "probe") for worker in workers))
+        address = await self._call(0, "rendezvous") if len(workers) > 1 else ""
+        members = [Membership(worker, len(workers), address) if address else None for worker in workers]
+        arguments = {worker: (pickled, members[worker], self._actors) for worker in workers}
+        await self._call_devices("build", arguments)
 
     async def transfer(self, moves: Sequence[Move]) -> int:
-        """Let destinations pull from sources, behind what their devices were asked to do before."""
+        """Let destinations pull from sources, after what their devices were sent before."""
+        if not moves:
+            return 0
         pulls = by_ends(moves)
-        sent = self._send_all("pull", {dst: (wanted,) for dst, wanted in pulls.items()})
-        ends = {*pulls, *(source for wanted in pulls.values() for source in wanted)}
-        return sum(await self._wait_all(self._together("pulling samples", ends), sent))
+        sources = {source for wanted in pulls.values() for source in wanted}
+        arguments = {destination: (wanted,) for destination, wanted in pulls.items()}
+        return sum(await self._call_devices("pull", arguments, others=sources))
 
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
-        """Run a batch node on all its workers at once; results in the order of `tasks`."""
-        first = next(iter(tasks.values()))
-        replicas = self._plan.placement(first.node).replicas
-        call = self._together(
-            f"running node {first.node!r} of step {first.step}",
-            tasks,
-            self._plan.replica(replicas[0]) if replicas else None,
-            title=f"node {first.node!r}, step {first.step}",
-        )
-        return await self._on_devices(call, "run", {worker: (task,) for worker, task in tasks.items()})
+        """Run a batch node on all its workers at once."""
+        replicas = self._plan.placement(next(iter(tasks.values())).node).replicas
+        replica = self._plan.replica(replicas[0]) if replicas else None
+        arguments = {worker: ({worker: task},) for worker, task in tasks.items()}
+        return [result for (result,) in await self._call_devices("run", arguments, replica)]
 
     async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
-        """Let sources publish weights for a generation replica."""
+        """Let senders publish weights for a generation replica."""
         return await self._weights.publish(replica, version)
 
     async def wake(self, replica: str, version: int) -> WeightsLoaded:
-        """Bring engines to a version, by what sources published or publish now."""
+        """Bring engines to a version, with weights that are published now unless they have been."""
         return await self._weights.wake(replica, version)
 
-    async def sleep(self, replica: str) -> None:
-        """Interrupt engines."""
-        engine = self._plan.replica(replica)
-        call = self._together(f"interrupting {replica}", engine.workers, engine)
-        await self._on_devices(call, "sleep", dict.fromkeys(engine.workers, (replica,)))
-
-    async def release(
-        self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None
-    ) -> None:
-        """Free fields of samples."""
-        await self._call(worker, "release", samples, stream, fields)
-
-    async def summarize(
-        self, worker: int, stream: str, samples: Sequence[int]
-    ) -> dict[str, tuple[float, int]]:
-        """Sums and counts of numeric fields."""
-        sums: dict[str, tuple[float, int]] = await self._call(worker, "summarize", stream, samples)
-        return sums
-
-    async def save(self, model: str, directory: str) -> None:
-        """Write a model; a collective over its replica."""
-        replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
-        arguments = dict.fromkeys(replica.workers, (model, directory))
-        call = self._together(f"saving model {model!r}", replica.workers, replica)
-        await self._on_devices(call, "save", arguments)
-
     async def close(self) -> None:
-        """End the work, and what this run reserved or started. Safe to call twice."""
+        """End the work, and free what this run reserved or started. Safe to call twice."""
         actors, self._actors = self._actors, []
-        await end_work([actor for worker, actor in enumerate(actors) if worker not in self._silent])
+        await end_work([actor for worker, actor in enumerate(actors) if worker not in self._unresponsive])
         if self._owns_processes and self._processes is not None:
             await self._processes.close()
 
     # ---------------------------------------------------------------------------- messages
     def _send(self, worker: int, method: str, *arguments: Any) -> Any:
-        """Send one message; the result is a reference."""
+        """Send one message; returns a reference to its answer."""
         return getattr(self._actors[worker], method).remote(*arguments)
 
     async def _call(self, worker: int, method: str, *arguments: Any) -> Any:
@@ -199,25 +146,32 @@ class RayWorkers(Workers):
         """
         return await self._answer_or_cause(worker, self._send(worker, method, *arguments), None)
 
-    async def _on_devices(
-        self, call: WorkerCall, method: str, arguments: Mapping[int, tuple[Any, ...]]
+    async def _call_replica(self, replica: Replica, method: str, *arguments: Any) -> None:
+        await self._call_devices(method, dict.fromkeys(replica.workers, arguments), replica)
+
+    async def _call_devices(
+        self,
+        method: str,
+        arguments: Mapping[int, tuple[Any, ...]],
+        replica: Replica | None = None,
+        others: Iterable[int] = (),
     ) -> list[Any]:
-        """Send a message to several devices and wait for all; an error ends the wait."""
-        return await self._wait_all(call, self._send_all(method, arguments))
+        """Send a message to the devices of several workers and return all answers.
 
-    def _send_all(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        return {worker: self._send(worker, method, *given) for worker, given in arguments.items()}
+        Args:
+            method: of the worker process.
+            arguments: worker -> what it is called with.
+            replica: whose ranks the workers are, if it is one replica's; all of them take part.
+            others: workers that take part without being called.
+        """
+        answers = {worker: self._send(worker, method, *given) for worker, given in arguments.items()}
+        workers = {*arguments, *others, *(replica.workers if replica else ())}
+        activity = activity_of(method, *next(iter(arguments.values())))
+        return await self._wait_all(WorkerCall(activity, tuple(sorted(workers)), replica), answers)
 
-    def _together(
-        self, doing: str, workers: Iterable[int], replica: Replica | None = None, title: str = ""
-    ) -> WorkerCall:
-        """What these workers, and the others of the replica, do together."""
-        everyone = {*workers, *(replica.workers if replica else ())}
-        return WorkerCall(title or doing, doing, tuple(sorted(everyone)), replica)
-
-    async def _wait_all(self, call: WorkerCall, sent: Mapping[int, Any]) -> list[Any]:
-        pending = _PendingCall(call, set(sent))
-        answers = {worker: self._on_device(worker, pending, ref) for worker, ref in sent.items()}
+    async def _wait_all(self, call: WorkerCall, references: Mapping[int, Any]) -> list[Any]:
+        pending = _PendingCall(call, set(references))
+        answers = {worker: self._device_answer(worker, pending, ref) for worker, ref in references.items()}
         detector = HangDetector(call, self._probe, self._timeout)
         pending.task = asyncio.ensure_future(detector.collect(answers))
         self._pending.append(pending)
@@ -234,12 +188,12 @@ class RayWorkers(Workers):
                 self._answer(worker, self._send(worker, "probe")), seconds
             )
         except TimeoutError:
-            self._silent.add(worker)
+            self._unresponsive.add(worker)
             return None
-        self._silent.discard(worker)
+        self._unresponsive.discard(worker)
         return snapshot
 
-    async def _on_device(self, worker: int, pending: _PendingCall, reference: Any) -> Any:
+    async def _device_answer(self, worker: int, pending: _PendingCall, reference: Any) -> Any:
         try:
             return await self._answer_or_cause(worker, reference, pending)
         finally:
@@ -282,5 +236,5 @@ class RayWorkers(Workers):
 
     def _death(self, worker: int, reason: str) -> _Death:
         pending = next((pending for pending in self._pending if worker in pending.unanswered), None)
-        activity = "idle" if pending is None else pending.call.doing
+        activity = "idle" if pending is None else pending.call.activity
         return _Death(WorkerDiedError(f"worker {worker} died while {activity}: {reason}"), pending)

@@ -10,20 +10,20 @@ import pytest
 from hflow.errors import RunError
 from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
 from hflow.workers.hangs.hang_report import WorkerCall
-from hflow.workers.hangs.stack_probe import StackSnapshot, StrandedError
+from hflow.workers.hangs.stack_probe import CollectiveError, StackSnapshot
 
-TITLE = "node 'learn', step 2"
-CALL = WorkerCall(TITLE, "running node 'learn' of step 2", (0, 1))
+ACTIVITY = "running node 'learn', step 2"
+CALL = WorkerCall(ACTIVITY, (0, 1))
 TIMEOUT = 0.5
-DIED = WorkerDiedError("worker 0 died while running node 'learn' of step 2: killed")
+DIED = WorkerDiedError("worker 0 died while running node 'learn', step 2: killed")
 
 
 def waits(count: int = 5) -> StackSnapshot:
-    return StackSnapshot(TITLE, "f (x.py:1)", "all_reduce", {"all": count})
+    return StackSnapshot(ACTIVITY, "f (x.py:1)", "all_reduce", {"all": count})
 
 
 def computes(count: int = 4) -> StackSnapshot:
-    return StackSnapshot(TITLE, "g (x.py:2)", "", {"all": count})
+    return StackSnapshot(ACTIVITY, "g (x.py:2)", "", {"all": count})
 
 
 Answer = tuple[float, object]
@@ -63,7 +63,7 @@ def error(answers: Mapping[int, Answer], probed: Mapping[int, list[StackSnapshot
     return str(failure.value)
 
 
-LATE = "node 'learn', step 2: worker 1 did not join within 0.5 s: it "
+LATE = "running node 'learn', step 2: worker 1 did not join within 0.5 s: it "
 MISSING = LATE + "is in g (x.py:2); worker 0 waits for it in "
 
 
@@ -72,20 +72,20 @@ def test_answers_come_in_order_however_long_they_take() -> None:
 
 
 def test_who_waited_too_long_asks_for_who_is_missing() -> None:
-    stranded = StrandedError("timed out", waits())
-    assert error({0: (0.7, stranded), 1: (9, "")}, {0: [waits()], 1: [computes()]}) == MISSING + "all_reduce"
+    failed = CollectiveError("timed out", waits())
+    assert error({0: (0.7, failed), 1: (9, "")}, {0: [waits()], 1: [computes()]}) == MISSING + "all_reduce"
 
 
 def test_an_error_of_a_body_goes_before_what_it_causes() -> None:
-    stranded, own = StrandedError("connection closed", waits()), RunError("by request")
+    failed, own = CollectiveError("connection closed", waits()), RunError("by request")
     for seconds in (0.0, 0.7):
-        answers = {0: (seconds, stranded), 1: (seconds, own)}
+        answers = {0: (seconds, failed), 1: (seconds, own)}
         assert error(answers, {0: [waits()], 1: [computes()]}) == "by request"
 
 
 def test_a_collective_that_fails_at_once_is_no_hang() -> None:
-    stranded = StrandedError("sizes differ", waits())
-    assert error({0: (0.0, stranded), 1: (9, "")}, {0: [waits()], 1: [computes()]}) == "sizes differ"
+    failed = CollectiveError("sizes differ", waits())
+    assert error({0: (0.0, failed), 1: (9, "")}, {0: [waits()], 1: [computes()]}) == "sizes differ"
 
 
 def test_a_waiter_that_is_ended_was_seen_waiting() -> None:
@@ -99,14 +99,14 @@ def test_a_death_is_no_hang_where_others_went_on() -> None:
 
 
 def test_a_death_goes_before_the_failure_of_those_that_it_left() -> None:
-    stranded = StrandedError("connection closed", waits())
+    failed = CollectiveError("connection closed", waits())
     early, late = {0: [DIED], 1: [waits()]}, {0: [computes(), DIED], 1: [waits()]}
-    assert error({0: (9, ""), 1: (0.0, stranded)}, early) == str(DIED)
-    assert error({0: (9, ""), 1: (0.7, stranded)}, late).startswith(str(DIED))
+    assert error({0: (9, ""), 1: (0.0, failed)}, early) == str(DIED)
+    assert error({0: (9, ""), 1: (0.7, failed)}, late).startswith(str(DIED))
 
 
 def test_a_process_that_does_not_answer_twice_is_named() -> None:
-    silent = "does not answer, as its process is stopped or its interpreter is held"
+    silent = "does not respond, because its process is stopped or its interpreter is blocked"
     assert error({0: (9, ""), 1: (9, "")}, {0: [computes()], 1: [None]}) == LATE + silent
     waited = error({0: (9, ""), 1: (9, "")}, {0: [waits()], 1: [None]})
     assert waited == LATE + silent + "; worker 0 waits for it in all_reduce"

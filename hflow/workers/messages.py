@@ -1,0 +1,70 @@
+"""The messages that a worker process receives: on which lane each runs, and what it does meanwhile.
+
+A typed method of `interface.Workers` sends a message; the method of `Worker` with the same name receives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hflow.workers.interface import NodeTask
+
+LANES = {"device": 1, "poll": 1, "data": 2, "export": 1, "probe": 1}
+"""Lane -> number of messages that it runs at once.
+
+`device` runs messages in the order in which the controller sent them. So all ranks issue their collectives in
+the same order, and a node finds what was sent before it. `poll` blocks until something happens. `export`
+serves other workers and never waits. `probe` answers while the device is busy. Everything else is short and
+uses `data`.
+"""
+
+
+@dataclass(frozen=True)
+class Message:
+    """How a worker process runs one kind of message."""
+
+    lane: str
+    """A key of `LANES`."""
+    activity: Callable[..., str] | None = None
+    """Says what the device does, as in `saving model 'actor'`, from the message's arguments. For errors."""
+    num_returns: int = 1
+    """Values that it returns, each with an object reference of its own."""
+    is_quick: bool = False
+    """Whether it only queues work, so that it may run on an event loop."""
+
+
+def _run_activity(tasks: Mapping[int, NodeTask]) -> str:
+    return next(iter(tasks.values())).activity
+
+
+MESSAGES: Mapping[str, Message] = {
+    "build": Message("device", lambda *_: "building its models"),
+    "probe": Message("probe"),
+    "open_groups": Message("data", is_quick=True),
+    "detach_groups": Message("data"),
+    "compute": Message("data", is_quick=True),
+    "poll": Message("poll"),
+    "export": Message("export"),
+    "pull": Message("device", lambda *_: "pulling samples"),
+    "run": Message("device", _run_activity),
+    "publish": Message(
+        "device", lambda replica, version: f"publishing weights {version} for {replica}", num_returns=2
+    ),
+    "wake": Message("device", lambda replica, version, *_: f"loading weights {version} into {replica}"),
+    "free_weights": Message("data"),
+    "sleep": Message("device", lambda replica: f"interrupting {replica}"),
+    "release": Message("data", is_quick=True),
+    "summarize": Message("data"),
+    "save": Message("device", lambda model, _: f"saving model {model!r}"),
+    "close": Message("data"),
+}
+"""Method of the worker process -> how it runs."""
+
+
+def activity_of(method: str, *arguments: Any) -> str:
+    """Return what a device does while it runs a message with these arguments."""
+    activity = MESSAGES[method].activity
+    assert activity is not None, f"{method} does not run on the device"
+    return activity(*arguments)

@@ -1,0 +1,123 @@
+"""The message of a hang, from snapshots of the workers."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from traceback import FrameSummary
+
+import pytest
+
+from hflow.planner.ir import Replica
+from hflow.planner.layout import Layout
+from hflow.workers.error_location import relative_path
+from hflow.workers.hangs.hang_report import WorkerCall, hang_message, waiting_workers
+from hflow.workers.hangs.stack_probe import CollectiveError, StackProbe, StackSnapshot, waiting_collective
+
+ACTIVITY = "running node 'learn', step 2"
+WORKERS = (4, 5, 6)
+REPLICA = Replica("actor@train", "actor", "train", "torch", Layout(3), "train", WORKERS, WORKERS)
+CALL = WorkerCall(ACTIVITY, WORKERS, REPLICA)
+C10D = "/lib/torch/distributed/distributed_c10d.py"
+
+
+def at(location: str, collective: str = "", activity: str = ACTIVITY, **counts: int) -> StackSnapshot:
+    return StackSnapshot(activity, location, collective, counts)
+
+
+def test_a_rank_at_another_node_is_missing() -> None:
+    snapshots = {
+        4: at("f (x.py:1)", "all_reduce"),
+        5: at("g (x.py:2)", activity="running node 'look', step 2"),
+        6: at("f (x.py:1)", "all_reduce"),
+    }
+    assert hang_message(CALL, 20, snapshots) == (
+        f"{ACTIVITY}: worker 5 (rank 1 of actor@train) did not join within 20 s: it is still "
+        "running node 'look', step 2, in g (x.py:2); workers 4,6 wait for it in all_reduce"
+    )
+
+
+def test_several_ranks_are_missing() -> None:
+    snapshots = {4: None, 5: at("f (x.py:1)", "barrier"), 6: StackSnapshot()}
+    assert hang_message(CALL, 0.5, snapshots) == (
+        f"{ACTIVITY}: worker 4 (rank 0 of actor@train) did not join within 0.5 s: it does not respond, "
+        "because its process is stopped or its interpreter is blocked; worker 6 (rank 2 of actor@train) "
+        "did not join either: it is idle, because it was not called or has finished; "
+        "worker 5 waits for them in barrier"
+    )
+
+
+def test_the_rank_with_fewer_asynchronous_collectives_is_missing() -> None:
+    """Over NCCL a thread continues until it needs a result."""
+    snapshots = {
+        4: at("reduce (y.py:7)", all=12, dp=3),
+        5: at("score (x.py:9)", all=11, dp=3),
+        6: at("reduce (y.py:7)", all=12),
+    }
+    assert waiting_workers(snapshots) == [4, 6]
+    assert hang_message(CALL, 20, snapshots) == (
+        f"{ACTIVITY}: worker 5 (rank 1 of actor@train) did not join within 20 s: it is in "
+        "score (x.py:9); workers 4,6 wait for it in a collective that it has not issued"
+    )
+
+
+def test_no_rank_waits_if_all_issued_the_same() -> None:
+    assert waiting_workers({4: at("f (x.py:1)", all=3), 5: at("g (x.py:2)", all=3), 6: None}) == []
+
+
+@pytest.mark.parametrize(
+    ("frames", "name"),
+    [
+        (
+            [("/r.py", "f"), ("/lib/torch/distributed/c10d_logger.py", "wrapper"), (C10D, "all_reduce")],
+            "all_reduce",
+        ),
+        ([("/r.py", "f"), (C10D, "broadcast_object_list"), (C10D, "broadcast")], "broadcast_object_list"),
+        ([(C10D, "all_reduce"), ("/r.py", "hook")], ""),
+        ([("/r.py", "f"), ("/home/me/rendezvous.py", "wait")], ""),
+        ([], ""),
+    ],
+)
+def test_the_collective_of_a_stack(frames: list[tuple[str, str]], name: str) -> None:
+    assert waiting_collective([FrameSummary(file, 1, function, line="") for file, function in frames]) == name
+
+
+def test_a_handle_that_is_waited_for() -> None:
+    file = "/lib/megatron/core/pipeline_parallel/p2p_communication.py"
+    assert waiting_collective([FrameSummary(file, 1, "_communicate", line="req.wait()")]) == "communicate"
+    assert waiting_collective([FrameSummary(file, 1, "_communicate", line="ops.append(op)")]) == ""
+    assert waiting_collective([FrameSummary("/r.py", 1, "f", line="lock.wait()")]) == ""
+
+
+def test_a_thread_is_located_in_the_file_of_its_body() -> None:
+    probe, entered, leave = StackProbe(dict), threading.Event(), threading.Event()
+
+    def body() -> None:
+        entered.set()
+        leave.wait()
+
+    def device() -> None:
+        with probe.running(ACTIVITY, body):
+            body()
+
+    thread = threading.Thread(target=device)
+    thread.start()
+    entered.wait()
+    snapshot = probe.snapshot()
+    leave.set()
+    thread.join()
+    line = body.__code__.co_firstlineno + 2
+    assert snapshot == StackSnapshot(ACTIVITY, f"body ({relative_path(__file__)}:{line})", "", {})
+    assert probe.snapshot() == StackSnapshot()
+
+
+def test_an_error_of_a_body_is_raised_unchanged() -> None:
+    with pytest.raises(RuntimeError, match="by request") as error, StackProbe(dict).running(ACTIVITY):
+        raise RuntimeError("by request")
+    assert not isinstance(error.value, CollectiveError)
+
+
+def test_a_collective_error_can_be_pickled() -> None:
+    snapshot = at("f (x.py:1)", "all_reduce", dp=3)
+    sent = pickle.loads(pickle.dumps(CollectiveError("it timed out", snapshot)))
+    assert (str(sent), sent.snapshot) == ("it timed out", snapshot)

@@ -1,0 +1,89 @@
+"""Messages to workers, and what the controller reports when a worker's process dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from hflow.errors import RunError
+from hflow.workers.hangs.stack_probe import StackSnapshot
+from hflow.workers.interface import NodeTask
+from hflow.workers.messages import LANES, MESSAGES
+from hflow.workers.ray.ray_workers import RayWorkers
+from hflow.workers.worker import Worker
+
+TIMEOUT = 0.4
+MISSING = (
+    "running node 'learn', step 2: worker 1 did not join within 0.4 s: it is in g (x.py:2); "
+    "worker 0 waits for it in barrier"
+)
+
+
+def test_every_message_has_a_receiver_and_a_lane() -> None:
+    of_the_process = {"build", "probe", "pull"}
+    assert all(hasattr(Worker, name) for name in MESSAGES if name not in of_the_process)
+    assert {message.lane for message in MESSAGES.values()} == LANES.keys()
+    assert all((message.lane == "device") == (message.activity is not None) for message in MESSAGES.values())
+
+
+class DyingWorkers(RayWorkers):
+    """Two workers; worker 0 waits for worker 1 in a collective, and dies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._timeout = TIMEOUT
+        self._death_of_0 = asyncio.Event()
+
+    def _send(self, worker: int, method: str, *arguments: Any) -> Awaitable[Any]:
+        if method == "probe" and worker == 1:
+            return _answer(StackSnapshot("running node 'learn', step 2", "g (x.py:2)", "", {"all": 4}))
+        if method == "probe" and not self._death_of_0.is_set():
+            return _answer(StackSnapshot("running node 'learn', step 2", "f (x.py:1)", "barrier", {"all": 5}))
+        return self._until_death(worker)
+
+    async def _until_death(self, worker: int) -> None:
+        await (self._death_of_0 if worker == 0 else asyncio.Event()).wait()
+        raise RayActorError()
+
+    async def kill(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._death_of_0.set()
+
+
+async def _answer(snapshot: StackSnapshot) -> StackSnapshot:
+    return snapshot
+
+
+def errors(*names: str) -> list[str]:
+    """Return what these calls raise when worker 0 dies after it has waited too long."""
+
+    async def call() -> list[str]:
+        workers = DyingWorkers()
+        tasks = {worker: NodeTask("learn", 2, ()) for worker in (0, 1)}
+        calls = {
+            "run": lambda: workers._call_devices("run", {w: ({w: task},) for w, task in tasks.items()}),
+            "pull": lambda: workers._call_devices("pull", {0: ({},)}),
+            "poll": lambda: workers.poll(0),
+            "compute": lambda: workers.compute(0, ()),
+        }
+        async with asyncio.timeout(5):
+            results = await asyncio.gather(
+                *(calls[name]() for name in names), workers.kill(1.5 * TIMEOUT), return_exceptions=True
+            )
+        assert all(isinstance(result, RunError) for result in results[:-1]), results
+        return [str(result) for result in results[:-1]]
+
+    return asyncio.run(call())
+
+
+def test_all_messages_to_a_worker_that_died_waiting_name_the_missing_rank() -> None:
+    for error in errors("run", "pull", "poll", "compute"):
+        assert error == MISSING
+
+
+def test_the_death_of_an_idle_worker_is_reported() -> None:
+    for error in errors("poll", "compute"):
+        assert error.startswith("worker 0 died while idle")
