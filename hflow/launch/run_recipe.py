@@ -22,7 +22,7 @@ from hflow.launch.shown_metrics import builtin_metrics
 from hflow.launch.unsupported import refuse_unrunnable
 from hflow.launch.worker_setup import make_setup, make_workers, open_rows
 from hflow.planner.backends import factories
-from hflow.planner.placement.replicas import saved_models
+from hflow.planner.graph_queries import saved_models
 from hflow.report.live import Display, open_display
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.checkpoint import Checkpoints

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 
 from hflow.errors import PlanError, nearest
 from hflow.planner.hardware import Device
@@ -13,14 +14,14 @@ _PATTERN = re.compile(r"([\w.-]+)-([1-9]\d*)x([1-9]\d*)")
 
 
 def parse_cluster(name: str, devices: Mapping[str, Device]) -> ClusterSpec:
-    """Read `DEVICE-NODESxDEVICES`, as in `cpu-1x2` or `a100-80g-2x8`.
+    """Parse `DEVICE-NODESxDEVICES`, as in `cpu-1x2` or `a100-80g-2x8`.
 
     Args:
         name: the cluster's name.
         devices: known devices by name.
 
     Raises:
-        PlanError: when the name has another form or an unknown device.
+        PlanError: for a name of another form, or with an unknown device.
     """
     kind, num_nodes, devices_per_node = _split(name)
     if kind not in devices:
@@ -31,8 +32,15 @@ def parse_cluster(name: str, devices: Mapping[str, Device]) -> ClusterSpec:
 
 
 def device_of(name: str) -> str:
-    """The device in a cluster's name, `a100-80g` in `a100-80g-2x8`."""
+    """Return the device in a cluster's name, `a100-80g` in `a100-80g-2x8`."""
     return _split(name)[0]
+
+
+def device_ranges(devices: Iterable[int]) -> str:
+    """Return ascending devices as text, `0-3,6`."""
+    runs = groupby(enumerate(devices), key=lambda pair: pair[1] - pair[0])
+    ends = [[device for _, device in run] for _, run in runs]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ends)
 
 
 def _split(name: str) -> tuple[str, int, int]:

@@ -1,4 +1,4 @@
-"""`compile_plan`: the graph laid out on a cluster. Pure; needs neither torch nor ray."""
+"""`compile_plan`: place a graph on a cluster. A pure function that needs neither torch nor ray."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import dataclasses
 from hflow.graph.ir import Graph, Level
 from hflow.planner.build_forecast import forecast
 from hflow.planner.data.data_rules import batch_cuts, edge_rules, save_rule
-from hflow.planner.ir import Placement, Plan
-from hflow.planner.layout_checks import check_layouts
+from hflow.planner.graph_queries import root_streams, saved_models
+from hflow.planner.ir import SAVE_PREFIX, Placement, Plan
 from hflow.planner.memory import check_memory, default_layouts
-from hflow.planner.node_order import firing_levels, group_orders, order_edges, root_streams, topological_order
-from hflow.planner.placement.allocation import allocate
-from hflow.planner.placement.node_placement import SAVE_PREFIX, NodePlacer
-from hflow.planner.placement.replicas import place_replicas, saved_models
+from hflow.planner.node_order import firing_levels, group_orders, order_edges, topological_order
+from hflow.planner.placement import place_graph
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import routing_table
 from hflow.planner.schedule import Orders, make_schedule
@@ -28,57 +26,55 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
 
     Args:
         graph: a checked graph.
-        request: the cluster, a place for every model, and the numbers of the run.
+        request: the cluster, where each model runs, and the settings of the run.
 
     Raises:
-        PlanError: when the numbers, layouts or groups do not fit, or the devices' memory does not hold what
-            they are estimated to need, naming a change that fits.
-        NotYetError: when two streams are trained on.
+        PlanError: if settings, layouts or groups do not fit together, or the estimated memory exceeds that of
+            the devices. The message names a change that fits.
+        NotYetError: if the graph trains on two streams.
     """
-    request = allocate(graph, request)
-    plan = _lay_out(graph, request)
+    plan, request = _compile_rows(graph, request)
     chosen = default_layouts(plan, request)
     if any(plan.replica(choice.replica).layout != choice.layout for choice in chosen):
         models = {c.model: dataclasses.replace(request.model(c.model), layout=str(c.layout)) for c in chosen}
         request = dataclasses.replace(request, models={**request.models, **models})
-        plan = _lay_out(graph, request)
+        plan, request = _compile_rows(graph, request)
     estimates = forecast(plan, request)
     if estimates is not None:
-        whys = tuple((choice.replica, choice.why) for choice in chosen)
-        estimates = dataclasses.replace(estimates, layouts=whys)
+        reasons = tuple((choice.replica, choice.why) for choice in chosen)
+        estimates = dataclasses.replace(estimates, layouts=reasons)
         check_memory(plan, request, estimates.memory)
     plan = dataclasses.replace(plan, hardware=request.hardware, forecast=estimates)
     return dataclasses.replace(plan, digest=plan_digest(plan))
 
 
-def _lay_out(graph: Graph, request: PlanRequest) -> Plan:
-    """The plan without what is estimated of it."""
+def _compile_rows(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanRequest]:
+    """Return the plan without its forecast, and the request with its placement resolved."""
     check_request(graph, request)
     check_streams(graph)
     levels = firing_levels(graph)
-    groups, replicas = place_replicas(graph, request)
-    check_layouts(replicas, request)
+    placed = place_graph(graph, request, levels)
+    request, replicas, placements = placed.request, placed.replicas, placed.placements
     saved = saved_models(graph)
-    placements = NodePlacer(graph, levels, groups, replicas).place(saved)
     trained = root_streams(graph)[0]
     by_node = {placement.node: placement for placement in placements}
     saves = [save_rule(by_node[SAVE_PREFIX + model], trained.name) for model in saved]
     rules = (*edge_rules(graph, levels, placements), *saves)
     cuts = batch_cuts(graph)
-    in_steps = [
+    batch_rules = [
         rule
         for rule in rules
         if graph.stream(rule.stream).trained and levels.get(rule.consumer, Level.BATCH) is Level.BATCH
     ]
-    check_splits(in_steps, dict(cuts), request.batch, trained.group)
+    check_splits(batch_rules, dict(cuts), request.batch, trained.group)
     orders = _orders(graph, levels, by_node, saved)
     schedule = make_schedule(graph, request, levels, placements, replicas, orders, saved)
-    sizes = {group.name: len(group.devices) for group in groups}
-    return Plan(
+    group_sizes = {group.name: len(group.devices) for group in placed.groups}
+    plan = Plan(
         recipe=graph.name,
         graph=graph,
         cluster=request.cluster,
-        groups=groups,
+        groups=placed.groups,
         replicas=replicas,
         placements=placements,
         order=order_edges(orders),
@@ -90,14 +86,15 @@ def _lay_out(graph: Graph, request: PlanRequest) -> Plan:
         shapes=tuple(sorted((n, m.shape) for n, m in request.models.items() if m.shape is not None)),
         settings=tuple(sorted({**request.settings, "seed": request.seed}.items())),
         staleness_bound=staleness_bound(schedule),
-        warnings=(*graph.warnings, *request.warnings, *plan_warnings(graph, replicas, sizes)),
+        warnings=(*graph.warnings, *request.warnings, *plan_warnings(graph, replicas, group_sizes)),
     )
+    return plan, request
 
 
 def _orders(
     graph: Graph, levels: dict[str, Level], placements: dict[str, Placement], saved: tuple[str, ...]
 ) -> Orders:
-    """The cyclic order of each group; a model is saved right after the last node that writes it."""
+    """Return the cyclic node order of each group; a model is saved right after its last writer."""
     batch_nodes = [name for name in topological_order(graph) if levels[name] is Level.BATCH]
     for model in saved:
         writers = [i for i, name in enumerate(batch_nodes) if _writes(graph, name, model)]

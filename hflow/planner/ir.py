@@ -6,6 +6,7 @@ is the part that the state machine reads, so that tests can write one by hand.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -196,6 +197,19 @@ class WeightRoute:
     why: str = ""
     """The reason for that."""
 
+
+def batch_replica(replicas: Iterable[Replica], model: str) -> Replica:
+    """Return the replica of a model that batch nodes use."""
+    return next(r for r in replicas if r.model == model and r.role != "gen")
+
+
+def generation_replica(replicas: Iterable[Replica], model: str) -> Replica:
+    """Return the replica of a model that generates."""
+    return next(r for r in replicas if r.model == model and r.role == "gen")
+
+
+SAVE_PREFIX = "save."
+"""Prefix of the nodes that save models: the node `save.NAME` saves model NAME."""
 
 PUBLISH_PREFIX = "publish."
 """Before a generation replica's name: its weights are published (`Schedule.publishers`)."""

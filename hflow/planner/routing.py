@@ -56,17 +56,3 @@ def routing_table(
     rows += [RoutingRow(data_key(i), worker) for i, worker in enumerate(source_heads)]
     rows += [RoutingRow(worker_key(worker), worker) for worker in workers]
     return tuple(rows)
-
-
-def grouping(num_senders: int, num_receivers: int) -> dict[int, list[int]]:
-    """Give each receiver a contiguous block of senders; the remainder goes to the first ones.
-
-    `grouping(6, 3)` is `{0: [0, 1], 1: [2, 3], 2: [4, 5]}`.
-    """
-    size, remainder = divmod(num_senders, num_receivers)
-    groups, start = {}, 0
-    for receiver in range(num_receivers):
-        stop = start + size + (receiver < remainder)
-        groups[receiver] = list(range(start, stop))
-        start = stop
-    return groups

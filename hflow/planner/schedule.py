@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hflow.graph.ir import EdgeKind, Graph, Level, Node, Stream
-from hflow.planner.ir import Placement, Replica, Schedule, ScheduledNode, ScheduledStream
-from hflow.planner.node_order import returns_keep, root_stream, root_streams, same_step
-from hflow.planner.placement.node_placement import SAVE_PREFIX
-from hflow.planner.placement.replicas import batch_replica, is_source, written_models
+from hflow.planner.graph_queries import returns_keep, root_stream, root_streams, written_models
+from hflow.planner.ir import (
+    SAVE_PREFIX,
+    Placement,
+    Replica,
+    Schedule,
+    ScheduledNode,
+    ScheduledStream,
+    batch_replica,
+)
+from hflow.planner.node_order import same_step
 from hflow.planner.request import PlanRequest
 
 Orders = tuple[tuple[str, tuple[str, ...]], ...]
@@ -39,14 +46,14 @@ def make_schedule(
         orders=orders,
         shared=tuple((group, names) for group, names in engines.items() if names),
         num_steps=request.num_steps,
-        publishers=tuple((r.name, batch_replica(tuple(replicas), r.model).group) for r in apart),
+        publishers=tuple((r.name, batch_replica(replicas, r.model).group) for r in apart),
         settings=request.schedule,
     )
 
 
 def _stream(graph: Graph, root: Stream, at: Mapping[str, Placement], batch: int) -> ScheduledStream:
     family = [node for node in graph.nodes if root_stream(graph, node).name == root.name]
-    sources = [node for node in family if is_source(node)]
+    sources = [node for node in family if node.spec.opens_stream]
     return ScheduledStream(
         name=root.name,
         source=root.source,
@@ -96,7 +103,7 @@ def _needs(graph: Graph, node: Node, levels: Mapping[str, Level]) -> tuple[str, 
     for a batch node, as a batch is formed of samples that have them all.
     """
     before = set(same_step(graph).predecessors(node.name))
-    if not is_source(node):
+    if not node.spec.opens_stream:
         before.add(graph.stream(node.stream).source)
     roots = {stream.source for stream in root_streams(graph)}
     if levels[node.name] is Level.BATCH:

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import model_parallel_backend, traits
+from hflow.planner.graph_queries import root_stream, root_streams
 from hflow.planner.ir import BatchCut, EdgeRule, Replica
-from hflow.planner.node_order import root_stream, root_streams
-from hflow.planner.placement.replicas import is_source
 from hflow.planner.request import PlanRequest
 from hflow.types import ScheduleSettings
 
@@ -129,7 +128,7 @@ def plan_warnings(graph: Graph, replicas: Iterable[Replica], group_sizes: Mappin
     for node in graph.nodes:
         top_p, top_k = node.spec.option("top_p"), node.spec.option("top_k")
         cuts_off = (top_p is not None and top_p < 1) or bool(top_k)
-        if is_source(node) and cuts_off and root_stream(graph, node).trained:
+        if node.spec.opens_stream and cuts_off and root_stream(graph, node).trained:
             warnings.append(
                 f"{node.name} samples with top_p={top_p}, top_k={top_k}: behav_logprobs are those of the "
                 "truncated distribution and not comparable with theta and prox"

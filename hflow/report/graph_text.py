@@ -8,8 +8,7 @@ from hflow.graph.draw import PlanOverlay, to_dot, to_mermaid
 from hflow.graph.ir import Edge, EdgeKind, Graph
 from hflow.graph.render import render_text
 from hflow.planner.diff.formatting import devices
-from hflow.planner.ir import Plan
-from hflow.planner.placement.node_placement import SAVE_PREFIX
+from hflow.planner.ir import SAVE_PREFIX, Plan
 
 
 def render_graph(graph: Graph) -> Text:

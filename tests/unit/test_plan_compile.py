@@ -8,9 +8,9 @@ from plan_graphs import agent, changed, ema, grpo, ppo, request, sft, without
 
 from hflow.graph.ir import Level, Stream
 from hflow.planner.compile import compile_plan
+from hflow.planner.graph_queries import trained_models
 from hflow.planner.ir import BatchCut, OrderEdge
 from hflow.planner.layout import Layout
-from hflow.planner.placement.replicas import trained_models
 from hflow.planner.request import ModelRequest
 
 

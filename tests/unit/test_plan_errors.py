@@ -22,7 +22,7 @@ def actor(**changes):
 
 def test_a_layout_larger_than_its_group():
     refused(grpo(), r"d4t1p1 needs 4 devices.*has 2; d2t1p1 fits", models=actor(layout="d4"))
-    refused(grpo(), r"give it 4 devices or more", models=actor(layout="t4"))
+    refused(grpo(), r"give it at least 4 devices", models=actor(layout="t4"))
     refused(grpo(), r"actor@gen: layout d2t2p1 needs 4", models=actor(gen_layout="d2t2"))
 
 
@@ -52,7 +52,7 @@ def test_an_unknown_model_or_group():
 
 def test_groups_that_do_not_fit():
     both = actor(group="a", gen_group="b")
-    refused(grpo(), "both hold device 1", models=both, groups={"a": (0, 1), "b": (1,)})
+    refused(grpo(), "both have device 1", models=both, groups={"a": (0, 1), "b": (1,)})
     refused(
         grpo(), "device 5, but cluster cpu-1x2 has devices 0 to 1", models=both, groups={"a": (5,), "b": (1,)}
     )

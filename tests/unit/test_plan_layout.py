@@ -7,8 +7,8 @@ from plan_graphs import cluster_of
 
 from hflow.errors import PlanError
 from hflow.planner.ir import Replica, RoutingRow
-from hflow.planner.layout import Layout, RankOrder
-from hflow.planner.routing import data_key, grouping, routing_table, shard_key
+from hflow.planner.layout import Layout, RankOrder, even_blocks
+from hflow.planner.routing import data_key, routing_table, shard_key
 
 sizes = st.integers(1, 5)
 layouts = st.builds(Layout, sizes, sizes, sizes)
@@ -110,18 +110,18 @@ def test_actor_and_critic_share_workers():
         assert routes[shard_key("critic@train", dp, 0, 0)] == dp
 
 
-def test_grouping_known_answers():
-    assert grouping(6, 3) == {0: [0, 1], 1: [2, 3], 2: [4, 5]}
-    assert grouping(7, 3) == {0: [0, 1, 2], 1: [3, 4], 2: [5, 6]}
-    assert grouping(2, 3) == {0: [0], 1: [1], 2: []}
+def test_even_blocks_known_answers():
+    assert even_blocks(6, 3) == [range(0, 2), range(2, 4), range(4, 6)]
+    assert even_blocks(7, 3) == [range(0, 3), range(3, 5), range(5, 7)]
+    assert even_blocks(2, 3) == [range(0, 1), range(1, 2), range(2, 2)]
 
 
 @given(st.integers(0, 200), st.integers(1, 40))
-def test_grouping_is_an_even_partition(num_senders, num_receivers):
-    groups = list(grouping(num_senders, num_receivers).values())
-    assert [sender for group in groups for sender in group] == list(range(num_senders))
-    assert max(map(len, groups)) - min(map(len, groups)) <= 1
-    assert sorted(map(len, groups), reverse=True) == list(map(len, groups))
+def test_even_blocks_are_an_even_partition(num_items, num_blocks):
+    blocks = even_blocks(num_items, num_blocks)
+    assert [item for block in blocks for item in block] == list(range(num_items))
+    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+    assert sorted(map(len, blocks), reverse=True) == list(map(len, blocks))
 
 
 def test_clusters_by_name():

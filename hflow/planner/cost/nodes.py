@@ -16,8 +16,7 @@ from hflow.planner.cost.sync import publishing, redistribution, saving, sync
 from hflow.planner.cost.training import forward, train, update
 from hflow.planner.forecast import EdgeTraffic, Pace
 from hflow.planner.hardware import Hardware
-from hflow.planner.ir import Plan, ScheduledNode, WeightRoute
-from hflow.planner.placement.node_placement import SAVE_PREFIX
+from hflow.planner.ir import SAVE_PREFIX, Plan, ScheduledNode, WeightRoute
 from hflow.planner.request import PlanRequest
 from hflow.planner.staleness import certified_lag
 from hflow.planner.workload import Workload, sample_lengths

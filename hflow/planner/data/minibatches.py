@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hflow.planner.data.redistribute import Holders, Place, Shards, by_place
 from hflow.planner.ir import BatchCut, EdgeRule
-from hflow.planner.routing import grouping
+from hflow.planner.layout import even_blocks
 
 # -------------------- `assign`: which dp rank gets which samples. Locality first, as far as balance
 # permits.
@@ -167,8 +167,8 @@ def cut_minibatches(
     """
     shuffled = sorted(groups)
     random.Random(f"minibatches/{seed}/{step}").shuffle(shuffled)
-    blocks = grouping(len(shuffled), min(cut.minibatches, len(shuffled)) or 1)
-    return tuple(tuple(sorted(shuffled[i] for i in block)) for block in blocks.values())
+    blocks = even_blocks(len(shuffled), min(cut.minibatches, len(shuffled)) or 1)
+    return tuple(tuple(sorted(shuffled[i] for i in block)) for block in blocks)
 
 
 def shards(

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hflow.errors import PlanError
-from hflow.planner.ir import DeviceGroup, Plan, Replica, WeightRoute
+from hflow.planner.ir import SAVE_PREFIX, DeviceGroup, Plan, Replica, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.layout_checks import check_layouts
 from hflow.planner.memory.rank import Rank
-from hflow.planner.placement.node_placement import SAVE_PREFIX
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
 from hflow.planner.workload import Workload, workloads

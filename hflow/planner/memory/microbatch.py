@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from hflow.graph.ir import Node
 from hflow.planner.data.data_rules import keeps_groups_whole
+from hflow.planner.graph_queries import root_stream
 from hflow.planner.ir import BatchCut, Plan
-from hflow.planner.node_order import root_stream
 from hflow.planner.request import ModelRequest
 from hflow.planner.workload import Workload
 from hflow.types import Unit

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hflow.planner.backends import engine_kind, training_backend
 from hflow.planner.forecast import Parts, PhaseMemory
+from hflow.planner.graph_queries import root_stream
 from hflow.planner.ir import DeviceGroup, Level, Plan
 from hflow.planner.memory import transfer
 from hflow.planner.memory.byte_counts import Items
@@ -14,7 +15,6 @@ from hflow.planner.memory.engine_load import engine_load
 from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import Rank
 from hflow.planner.memory.resident import GENERATE, WAKE, resident
-from hflow.planner.node_order import root_stream
 from hflow.planner.request import PlanRequest
 
 # -------------------- What a phase needs on a device at its peak, beside what is resident.

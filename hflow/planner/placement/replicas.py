@@ -1,30 +1,35 @@
-"""Which replicas a graph needs, and on which devices they lie.
+"""The replicas that a graph needs, and the device groups that they run on.
 
-A model that a train node writes has a replica `NAME@train`; another whose weights a batch node
-reads or updates has `NAME@infer`; a model that generation reads has `NAME@gen` besides.
+A model that a train node writes has a replica `NAME@train`; any other model whose weights a batch node reads
+or updates has `NAME@infer`; a model that generates has `NAME@gen` as well. A device group is a set of devices
+whose replicas take turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
 from hflow.errors import PlanError, nearest
 from hflow.graph.ir import Graph, Node
-from hflow.planner.ir import DeviceGroup, Replica
-from hflow.planner.layout import Layout
-from hflow.planner.placement.device_groups import device_groups
+from hflow.planner.graph_queries import trained_models
+from hflow.planner.ir import ClusterSpec, DeviceGroup, Replica
+from hflow.planner.layout import Layout, even_blocks
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
 
 Role = Literal["train", "infer", "gen"]
-EVERYTHING = "all"
-"""The group of models that none is named for: with no other group, it holds all devices."""
+Devices = tuple[int, ...]
+
+ALL_DEVICES = "all"
+"""The group of models without a group of their own. If there is no other group, it has all devices."""
 
 
 @dataclass(frozen=True)
-class Demand:
-    """A replica before it has devices."""
+class UnplacedReplica:
+    """A replica that has no devices yet."""
 
     model: str
     role: Role
@@ -38,28 +43,6 @@ class Demand:
         return f"{self.model}@{self.role}"
 
 
-def is_source(node: Node) -> bool:
-    """Whether a node opens a stream (generate, encode)."""
-    return node.spec.opens_stream
-
-
-def trained_models(graph: Graph) -> tuple[str, ...]:
-    """Models that a node other than an update writes, in the recipe's order."""
-    written = {m for node in graph.nodes if node.spec.verb != "update" for m in node.spec.writes_weights}
-    return tuple(model.name for model in graph.models if model.name in written)
-
-
-def written_models(graph: Graph) -> frozenset[str]:
-    """Models whose weights change in the run."""
-    return frozenset(model for node in graph.nodes for model in node.spec.writes_weights)
-
-
-def saved_models(graph: Graph) -> tuple[str, ...]:
-    """Models whose weights change, in the recipe's order: a checkpoint holds them."""
-    written = written_models(graph)
-    return tuple(model.name for model in graph.models if model.name in written)
-
-
 def place_replicas(graph: Graph, request: PlanRequest) -> tuple[tuple[DeviceGroup, ...], tuple[Replica, ...]]:
     """Give every replica its group, layout and workers.
 
@@ -70,29 +53,19 @@ def place_replicas(graph: Graph, request: PlanRequest) -> tuple[tuple[DeviceGrou
     for name in request.models:
         if name not in known:
             raise PlanError(f"recipe {graph.name!r} has no model {name!r}{nearest(name, known)}")
-    demands = _demands(graph, request)
-    wanted: dict[str, int | None] = {}
-    for demand in demands:
-        sizes = [wanted.get(demand.group), demand.layout.world if demand.layout else None]
-        wanted[demand.group] = max((size for size in sizes if size is not None), default=None)
-    groups = device_groups(request.cluster, request.groups, wanted or {EVERYTHING: None})
-    return tuple(groups.values()), tuple(_place(demand, groups[demand.group]) for demand in demands)
-
-
-def batch_replica(replicas: tuple[Replica, ...], model: str) -> Replica:
-    """The replica of a model that batch nodes use."""
-    return next(r for r in replicas if r.model == model and r.role != "gen")
-
-
-def gen_replica(replicas: tuple[Replica, ...], model: str) -> Replica:
-    """The replica of a model that generates."""
-    return next(r for r in replicas if r.model == model and r.role == "gen")
+    unplaced = _unplaced_replicas(graph, request)
+    min_sizes: dict[str, int | None] = {}
+    for replica in unplaced:
+        sizes = [min_sizes.get(replica.group), replica.layout.world if replica.layout else None]
+        min_sizes[replica.group] = max((size for size in sizes if size is not None), default=None)
+    groups = device_groups(request.cluster, request.groups, min_sizes or {ALL_DEVICES: None})
+    return tuple(groups.values()), tuple(_place(replica, groups[replica.group]) for replica in unplaced)
 
 
 def replica_roles(graph: Graph) -> list[tuple[str, Role]]:
-    """Model and role of every replica that the graph needs."""
-    in_batches = {m for node in graph.nodes if not is_source(node) for m in _weights(node)}
-    generating = {m for node in graph.nodes if is_source(node) for m in node.spec.reads_weights}
+    """Return model and role of every replica that the graph needs."""
+    in_batches = {m for node in graph.nodes if not node.spec.opens_stream for m in _weights(node)}
+    generating = {m for node in graph.nodes if node.spec.opens_stream for m in node.spec.reads_weights}
     trained = trained_models(graph)
     roles: list[tuple[str, Role]] = []
     for model in (spec.name for spec in graph.models):
@@ -103,20 +76,92 @@ def replica_roles(graph: Graph) -> list[tuple[str, Role]]:
     return roles
 
 
-def _demands(graph: Graph, request: PlanRequest) -> list[Demand]:
+def device_groups(
+    cluster: ClusterSpec, explicit: Mapping[str, Devices], min_sizes: Mapping[str, int | None]
+) -> dict[str, DeviceGroup]:
+    """Return the groups that replicas name, with their devices.
+
+    Args:
+        cluster: the devices to assign.
+        explicit: devices of each group; if empty, devices are assigned in the order of `min_sizes`.
+        min_sizes: group that a replica names -> devices of its largest layout; None without a layout.
+
+    Raises:
+        PlanError: for an unknown group, groups that overlap, or more devices than the cluster has.
+    """
+    if explicit:
+        devices = {name: _explicit_devices(name, explicit, cluster) for name in min_sizes}
+    else:
+        devices = _assign_devices(cluster, min_sizes)
+    _check_disjoint(devices)
+    return {name: DeviceGroup(name, own) for name, own in devices.items()}
+
+
+def _explicit_devices(name: str, explicit: Mapping[str, Devices], cluster: ClusterSpec) -> Devices:
+    if name not in explicit:
+        raise PlanError(
+            f"unknown device group {name!r}{nearest(name, explicit)} (known: {', '.join(explicit)})"
+        )
+    devices = tuple(explicit[name])
+    if not devices or len(set(devices)) < len(devices):
+        raise PlanError(f"device group {name!r} is {list(devices)}; list each of its devices once")
+    outside = [device for device in devices if device not in range(cluster.num_devices)]
+    if outside:
+        raise PlanError(
+            f"device group {name!r} names device {outside[0]}, but cluster {cluster.name} "
+            f"has devices 0 to {cluster.num_devices - 1}"
+        )
+    return devices
+
+
+def _assign_devices(cluster: ClusterSpec, min_sizes: Mapping[str, int | None]) -> dict[str, Devices]:
+    """Assign neighbouring devices to each group; a single group gets the whole cluster."""
+    if len(min_sizes) == 1:
+        return {name: tuple(range(cluster.num_devices)) for name in min_sizes}
+    sizes = {name: size for name, size in min_sizes.items() if size is not None}
+    without_layout = [name for name in min_sizes if name not in sizes]
+    num_free = cluster.num_devices - sum(sizes.values())
+    if num_free < len(without_layout):
+        needs = ", ".join(f"{name} {min_sizes[name] or 'at least 1'}" for name in min_sizes)
+        raise PlanError(
+            f"device groups need more than the {cluster.num_devices} devices of cluster {cluster.name} "
+            f"({needs}); use smaller layouts, a larger cluster, or one group for all models"
+        )
+    if without_layout:
+        blocks = even_blocks(num_free, len(without_layout))
+        sizes |= {name: len(block) for name, block in zip(without_layout, blocks, strict=True)}
+    devices, start = {}, 0
+    for name in min_sizes:
+        devices[name] = tuple(range(start, start + sizes[name]))
+        start += sizes[name]
+    return devices
+
+
+def _check_disjoint(devices: Mapping[str, Devices]) -> None:
+    """Raise if two groups overlap: the nodes on a device run in the order of one group."""
+    for one, other in combinations(devices, 2):
+        common = sorted(set(devices[one]) & set(devices[other]))
+        if common:
+            raise PlanError(
+                f"device groups {one!r} and {other!r} both have device {common[0]}; "
+                "give them disjoint devices, or put their models into one group"
+            )
+
+
+def _unplaced_replicas(graph: Graph, request: PlanRequest) -> list[UnplacedReplica]:
     trained = trained_models(graph)
     named = [request.models[m].group for m in trained if m in request.models]
-    default = next((group for group in named if group), EVERYTHING)
-    demands = []
+    default = next((group for group in named if group), ALL_DEVICES)
+    replicas = []
     for model, role in replica_roles(graph):
         asked = request.model(model)
         group = asked.group or default
         if role == "gen":
-            gen_group = asked.gen_group or group
-            demands.append(Demand(model, role, gen_group, _layout(asked.gen_layout), asked.engine))
+            group, layout, backend = asked.gen_group or group, asked.gen_layout, asked.engine
         else:
-            demands.append(Demand(model, role, group, _layout(asked.layout), asked.backend))
-    return demands
+            layout, backend = asked.layout, asked.backend
+        replicas.append(UnplacedReplica(model, role, group, _layout(layout), backend))
+    return replicas
 
 
 def _weights(node: Node) -> tuple[str, ...]:
@@ -127,21 +172,23 @@ def _layout(text: str | None) -> Layout | None:
     return None if text is None else Layout.parse(text)
 
 
-def _place(demand: Demand, group: DeviceGroup) -> Replica:
-    layout = demand.layout or Layout(data=len(group.devices))
+def _place(replica: UnplacedReplica, group: DeviceGroup) -> Replica:
+    layout = replica.layout or Layout(data=len(group.devices))
     if layout.world > len(group.devices):
         raise PlanError(
-            f"{demand.name}: layout {layout} needs {layout.world} devices, but group {group.name!r} "
-            f"has {len(group.devices)}; {_advice(layout, len(group.devices))}"
+            f"{replica.name}: layout {layout} needs {layout.world} devices, but group {group.name!r} "
+            f"has {len(group.devices)}; {_layout_advice(layout, len(group.devices))}"
         )
     workers = group.devices[: layout.world]
-    heads = tuple(workers[rank] for rank in layout.heads(rank_order(demand.role)))
-    return Replica(demand.name, demand.model, demand.role, demand.backend, layout, group.name, workers, heads)
+    heads = tuple(workers[rank] for rank in layout.heads(rank_order(replica.role)))
+    return Replica(
+        replica.name, replica.model, replica.role, replica.backend, layout, group.name, workers, heads
+    )
 
 
-def _advice(layout: Layout, num_devices: int) -> str:
-    """The nearest layout that fits, by shrinking the data axis, or how many devices to add."""
+def _layout_advice(layout: Layout, num_devices: int) -> str:
+    """Name the nearest layout that fits, with a smaller data axis, or the number of devices needed."""
     data = num_devices // (layout.tensor * layout.pipe)
     if data:
         return f"{Layout(data, layout.tensor, layout.pipe)} fits"
-    return f"give it {layout.tensor * layout.pipe} devices or more, or a smaller t or p"
+    return f"give it at least {layout.tensor * layout.pipe} devices, or reduce its t or p"

@@ -13,9 +13,8 @@ from functools import lru_cache
 
 from hflow.errors import PlanError
 from hflow.planner.backends import BackendTraits
-from hflow.planner.layout import Layout
+from hflow.planner.layout import Layout, even_blocks
 from hflow.planner.model_shape import ModelShape, TensorSpec, tensors
-from hflow.planner.routing import grouping
 from hflow.types.tensor_slices import Box, numel, whole
 
 
@@ -31,12 +30,7 @@ class Piece:
 @lru_cache
 def stage_layers(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
     """`[first, last)` layer of each stage: equal blocks, the remainder to the first stages."""
-    blocks = grouping(num_layers, num_stages)
-    edges, start = [], 0
-    for block in blocks.values():
-        edges.append((start, start + len(block)))
-        start += len(block)
-    return tuple(edges)
+    return tuple((block.start, block.stop) for block in even_blocks(num_layers, num_stages))
 
 
 def is_on_stage(spec: TensorSpec, shape: ModelShape, stage: int, num_stages: int) -> bool:

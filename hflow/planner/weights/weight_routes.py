@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Literal
 
 from hflow.graph.ir import Graph
+from hflow.planner.graph_queries import written_models
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import Replica, WeightRoute
+from hflow.planner.ir import Replica, WeightRoute, batch_replica
 from hflow.planner.model_shape import DTYPE_BYTES
-from hflow.planner.placement.replicas import batch_replica, written_models
 from hflow.planner.request import ModelRequest, PlanRequest
 from hflow.planner.weights.resharding import with_rows
 

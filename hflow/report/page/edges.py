@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from hflow.graph.edges import max_lag
 from hflow.graph.ir import Edge, EdgeKind
-from hflow.planner.ir import Plan
-from hflow.planner.placement.node_placement import SAVE_PREFIX
+from hflow.planner.ir import SAVE_PREFIX, Plan
 
 SAMPLES = ("samples",)
 """Label of a data edge that names no fields."""

@@ -9,9 +9,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from hflow.planner.cluster import device_ranges
 from hflow.planner.forecast import CycleStep, Period, PhaseMemory
 from hflow.planner.ir import ClusterSpec, Plan
-from hflow.planner.placement.device_groups import device_ranges
 from hflow.planner.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, range_text, seconds_text, share_text
 from hflow.report.plan_text.assumptions import leaves_waiting_out

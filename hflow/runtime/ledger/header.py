@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hflow.graph.ir import Graph, Level
-from hflow.planner.ir import Plan, Schedule
-from hflow.planner.placement.node_placement import SAVE_PREFIX
+from hflow.planner.ir import SAVE_PREFIX, Plan, Schedule
 from hflow.planner.reported_field import PREFERRED, reported_field
 from hflow.planner.staleness import staleness_bound
 

@@ -1,0 +1,44 @@
+"""Questions about a graph that several parts of the planner ask."""
+
+from __future__ import annotations
+
+from hflow.graph.ir import Graph, Node, Stream
+
+
+def root_stream(graph: Graph, node: Node) -> Stream:
+    """Return the stream, fed by a dataset, whose samples a node opens or works on.
+
+    Streams that one node opens share their samples; the first of them represents all.
+    """
+    if node.spec.opens_stream:
+        opened = next(stream for stream in graph.streams if stream.source == node.name)
+        return graph.root_stream(opened.name)
+    return graph.root_stream(node.stream)
+
+
+def root_streams(graph: Graph) -> tuple[Stream, ...]:
+    """Return the root streams of all sources, trained streams first."""
+    roots = dict.fromkeys(root_stream(graph, node).name for node in graph.nodes if node.spec.opens_stream)
+    return tuple(sorted((graph.stream(name) for name in roots), key=lambda stream: not stream.trained))
+
+
+def trained_models(graph: Graph) -> tuple[str, ...]:
+    """Return the models that a node other than an update writes, in the recipe's order."""
+    written = {m for node in graph.nodes if node.spec.verb != "update" for m in node.spec.writes_weights}
+    return tuple(model.name for model in graph.models if model.name in written)
+
+
+def written_models(graph: Graph) -> frozenset[str]:
+    """Return the models whose weights change during the run."""
+    return frozenset(model for node in graph.nodes for model in node.spec.writes_weights)
+
+
+def saved_models(graph: Graph) -> tuple[str, ...]:
+    """Return the models that a checkpoint holds: those whose weights change, in the recipe's order."""
+    written = written_models(graph)
+    return tuple(model.name for model in graph.models if model.name in written)
+
+
+def returns_keep(node: Node) -> bool:
+    """Return whether a node may refuse samples or groups."""
+    return any(returned.field == "keep" for returned in node.spec.returns)

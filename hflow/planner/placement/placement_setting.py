@@ -1,0 +1,237 @@
+"""The setting `placement`, which says in one line where replicas run and with which layouts.
+
+It consists of items `NAMES=DEVICES[:LAYOUT]`, as in `actor,ref=0-3:d2t2p1 actor.gen=4-7:d4`. NAMES are
+replicas, separated by commas: `actor` trains or infers, `actor.gen` generates. DEVICES are numbers and ranges
+(`0-3,6`), `all`, or the name in another item, whose devices it shares. The device sets of two items are
+either equal, so that their replicas form one group and take turns, or disjoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+
+from hflow.errors import PlanError, nearest
+from hflow.graph.ir import Graph
+from hflow.planner.cluster import device_ranges
+from hflow.planner.graph_queries import trained_models
+from hflow.planner.ir import ClusterSpec
+from hflow.planner.placement.replicas import ALL_DEVICES, Devices, replica_roles
+from hflow.planner.request import ModelRequest, PlanRequest
+
+GEN_SUFFIX = ".gen"
+"""End of the name of a replica that generates, in a placement."""
+
+_ITEM = re.compile(r"([^=:]+)=([^=:]+)(?::([^=:]+))?")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class PlacementItem:
+    """One item of a placement as it was written."""
+
+    text: str
+    names: tuple[str, ...]
+    devices: str
+    layout: str | None
+
+
+def apply_placement(graph: Graph, request: PlanRequest) -> PlanRequest:
+    """Replace the `placement` of a request by the groups and layouts that it stands for.
+
+    A replica that no item names runs where the first trained model in the placement runs; if the placement
+    has no trained model, it runs on all devices. A request without a placement is returned as it is.
+
+    Raises:
+        PlanError: for a placement that is invalid, or that contradicts itself or the rest of the request.
+    """
+    if request.placement is None:
+        return request
+    names = [model + GEN_SUFFIX * (role == "gen") for model, role in replica_roles(graph)]
+    items = parse_items(request.placement, names)
+    _check_no_other_setting_places(request, items)
+    devices = {name: devices_of(name, items, request.cluster) for name in items}
+    _check_sets(items, devices)
+    if not any(model in items for model in trained_models(graph)):
+        _check_unnamed(items, devices, names, request.cluster)
+    group_of = _groups(devices, request.cluster)
+    models = {model: request.model(model) for model in dict.fromkeys(map(_model, names))}
+    placed = {model: _placed(model, asked, items, group_of) for model, asked in models.items()}
+    return replace(
+        request,
+        placement=None,
+        groups={group_of[name]: devices[name] for name in items},
+        models={**request.models, **placed},
+        warnings=(*request.warnings, *_idle_warnings(devices, request.cluster)),
+    )
+
+
+def parse_items(text: str, known: Sequence[str]) -> dict[str, PlacementItem]:
+    """Return the item that places each name.
+
+    Args:
+        text: items, separated by blanks.
+        known: names that may be placed.
+
+    Raises:
+        PlanError: for text that is not an item, an unknown name, or a name that is placed twice.
+    """
+    item_of: dict[str, PlacementItem] = {}
+    for item in _items(text):
+        for name in item.names:
+            if name not in known:
+                raise PlanError(
+                    f"placement: {item.text!r} names {name!r}, which this recipe does not have"
+                    f"{nearest(name, known)} (known: {', '.join(known)})"
+                )
+            if name in item_of:
+                raise PlanError(
+                    f"placement: {name!r} is placed by {item_of[name].text!r} and by {item.text!r}; "
+                    "remove one of them"
+                )
+            item_of[name] = item
+    return item_of
+
+
+def devices_of(name: str, items: Mapping[str, PlacementItem], cluster: ClusterSpec) -> Devices:
+    """Return the devices of a name, ascending, also if it shares them with another name.
+
+    Raises:
+        PlanError: for devices that do not exist, or names that refer to each other in a circle.
+    """
+    chain = [name]
+    while (other := items[chain[-1]].devices) in items:
+        if other in chain:
+            raise PlanError(
+                f"placement: {items[name].text!r} refers back to itself; name devices, as in {name}=0-3"
+            )
+        chain.append(other)
+    item = items[chain[-1]]
+    if item.devices == ALL_DEVICES:
+        return tuple(range(cluster.num_devices))
+    parts = item.devices.split(",")
+    devices = sorted(device for part in parts for device in _range(part, item, items, cluster))
+    repeated = next((one for one, other in pairwise(devices) if one == other), None)
+    if repeated is not None:
+        raise PlanError(f"placement: {item.text!r} lists device {repeated} twice; list it once")
+    return tuple(devices)
+
+
+def _items(text: str) -> Iterator[PlacementItem]:
+    if not text.split():
+        raise PlanError("placement is empty; write items such as actor=0-3:d2t2p1, or set it to null")
+    for item in text.split():
+        match = _ITEM.fullmatch(item)
+        names = tuple(match.group(1).split(",")) if match else ()
+        if match is None or not all(names):
+            raise PlanError(
+                f"placement: {item!r} is not understood; write NAMES=DEVICES or NAMES=DEVICES:LAYOUT, as in "
+                "actor,ref=0-3:d2t2p1"
+            )
+        yield PlacementItem(item, names, match.group(2), match.group(3))
+
+
+def _range(part: str, item: PlacementItem, items: Mapping[str, PlacementItem], cluster: ClusterSpec) -> range:
+    match = _RANGE.fullmatch(part)
+    if match is None:
+        raise PlanError(
+            f"placement: {part!r} in {item.text!r} is not a device, a range such as 0-3, or the name of "
+            f"another item{nearest(part, items)}"
+        )
+    first, last = int(match.group(1)), int(match.group(2) or match.group(1))
+    if last < first:
+        raise PlanError(f"placement: range {part!r} in {item.text!r} is backwards; write {last}-{first}")
+    if last >= cluster.num_devices:
+        raise PlanError(
+            f"placement: {item.text!r} names device {last}, but cluster {cluster.name} has devices "
+            f"{device_ranges(range(cluster.num_devices))}"
+        )
+    return range(first, last + 1)
+
+
+def _check_no_other_setting_places(request: PlanRequest, items: Mapping[str, PlacementItem]) -> None:
+    """Raise if the request has groups or layouts besides its placement."""
+    keys = [f"groups.{name}" for name in request.groups]
+    for model, asked in request.models.items():
+        keys += [f"models.{model}.group"] if asked.group else []
+        keys += [f"models.{model}.gen.group"] if asked.gen_group else []
+        keys += [f"models.{model}.layout"] if asked.layout and model in items else []
+        keys += [f"models.{model}.gen.layout"] if asked.gen_layout and model + GEN_SUFFIX in items else []
+    if keys:
+        raise PlanError(f"placement and {keys[0]} are both set; remove one of them")
+
+
+def _check_sets(items: Mapping[str, PlacementItem], devices: Mapping[str, Devices]) -> None:
+    """Raise if two sets of devices overlap but differ: a device belongs to one group, with one node order."""
+    names = _first_names(devices)
+    for one, other in combinations(names, 2):
+        common = sorted(set(one) & set(other))
+        if common:
+            raise PlanError(
+                f"placement: {items[names[one]].text!r} and {items[names[other]].text!r} share only some of "
+                f"their devices ({device_ranges(common)}); give both the same devices, so that they take "
+                "turns, or disjoint ones"
+            )
+
+
+def _check_unnamed(
+    items: Mapping[str, PlacementItem],
+    devices: Mapping[str, Devices],
+    names: Sequence[str],
+    cluster: ClusterSpec,
+) -> None:
+    """Raise if a replica that no item names has all devices while another has only some of them."""
+    unnamed = [name for name in names if name not in items and _model(name) not in items]
+    partial = next((name for name, own in devices.items() if len(own) < cluster.num_devices), None)
+    if unnamed and partial is not None:
+        free = device_ranges(_free_devices(devices, cluster))
+        raise PlanError(
+            f"placement does not name {unnamed[0]!r}, which therefore gets all devices and overlaps "
+            f"{items[partial].text!r}; place it too, as in {unnamed[0]}={free or partial}"
+        )
+
+
+def _idle_warnings(devices: Mapping[str, Devices], cluster: ClusterSpec) -> Iterator[str]:
+    free = _free_devices(devices, cluster)
+    if free:
+        yield f"placement leaves devices {device_ranges(free)} of cluster {cluster.name} unused"
+
+
+def _free_devices(devices: Mapping[str, Devices], cluster: ClusterSpec) -> list[int]:
+    """Return the devices that no item names."""
+    used = {device for own in devices.values() for device in own}
+    return [device for device in range(cluster.num_devices) if device not in used]
+
+
+def _first_names(devices: Mapping[str, Devices]) -> dict[Devices, str]:
+    """Return each set of devices with the first name that is placed on it."""
+    names: dict[Devices, str] = {}
+    for name, own in devices.items():
+        names.setdefault(own, name)
+    return names
+
+
+def _groups(devices: Mapping[str, Devices], cluster: ClusterSpec) -> dict[str, str]:
+    """Return the group of each name: it has the first name on the same devices, or `all`."""
+    names = _first_names(devices)
+    names |= {own: ALL_DEVICES for own in names if len(own) == cluster.num_devices}
+    return {name: names[own] for name, own in devices.items()}
+
+
+def _placed(
+    model: str, asked: ModelRequest, items: Mapping[str, PlacementItem], group_of: Mapping[str, str]
+) -> ModelRequest:
+    gen = model + GEN_SUFFIX
+    return replace(
+        asked,
+        group=group_of.get(model),
+        gen_group=group_of.get(gen),
+        layout=items[model].layout if model in items else asked.layout,
+        gen_layout=items[gen].layout if gen in items else asked.gen_layout,
+    )
+
+
+def _model(name: str) -> str:
+    return name.removesuffix(GEN_SUFFIX)
