@@ -17,8 +17,7 @@ from typing import Any
 
 from hflow.errors import RunError
 from hflow.planner.data.group_placement import GroupPlacer
-from hflow.planner.ir import Plan
-from hflow.planner.placement.node_placement import SAVE_PREFIX
+from hflow.planner.ir import SAVE_PREFIX, Plan
 from hflow.runtime import events as ev
 from hflow.runtime.execution.batch_runner import BatchRunner, StepBatch
 from hflow.runtime.execution.checkpoint import Checkpoints
