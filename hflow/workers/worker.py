@@ -230,12 +230,12 @@ class Worker:
         """Wait for events of one hosted index."""
         report = self._mailboxes[worker].wait()
         first = worker == self._hosted[0]  # which speaks for all indices that live here
-        states = {state.value: num for state, num in self._episodes.states().items()} if first else {}
+        states = {state.value: num for state, num in self._episodes.state_counts().items()} if first else {}
         return dataclasses.replace(report, drawn=self._engines.take_stats(), episodes=states)
 
     def lacks(self, replica: str, version: int) -> bool:
         """Whether an engine here has other weights than those of a version."""
-        return self._engines.lacks(replica, version)
+        return self._engines.needs_weights(replica, version)
 
     def free_weights(self, replica: str) -> None:
         """Free what was published here for a generation replica."""

@@ -185,7 +185,7 @@ def test_an_interrupted_episode_sees_one_longer_completion() -> None:
     engine = gated(max_running=4)
     with driving(engine) as driver:
         talks = asyncio.run(asyncio.wait_for(play(driver, engine), 60))
-    assert driver.drawn.num_tokens == sum(talk.num_tokens for talk in talks)
+    assert driver.stats.num_tokens == sum(talk.num_tokens for talk in talks)
     for i, (talk, expected) in enumerate(zip(talks, plain, strict=True)):
         assert talk.input_ids == expected.input_ids
         num_drawn = min(5, expected.num_tokens) if i < 4 else None

@@ -61,7 +61,7 @@ async def played(workers: InprocWorkers) -> tuple[list[WorkerEvent], list[list[A
     events = await kit.collect(workers, 0, 4)
     is_whole = all(isinstance(event, SampleReady) for event in events)
     fields = [kit.read(workers, GEN, field, range(4)) for field in FIELDS] if is_whole else []
-    return list(events), fields, workers._worker._engines._drivers["actor@gen"].drawn.num_tokens
+    return list(events), fields, workers._worker._engines._drivers["actor@gen"].stats.num_tokens
 
 
 def play(
@@ -96,4 +96,4 @@ def test_one_that_goes_another_way_starts_anew(setup: WorkerSetup, monkeypatch: 
     events, _, _ = play(setup, monkeypatch, 0, 1, whimsical)
     for event in events:
         assert isinstance(event, Failed)
-        assert "it can only be replayed by the body that wrote it" in event.message
+        assert "can only be replayed by the body that wrote it" in event.message

@@ -67,15 +67,15 @@ async def finished(workers: InprocWorkers, journals: dict[int, Journal]) -> tupl
     await started(workers, journals)
     events = await kit.collect(workers, 0, 4)
     assert all(isinstance(event, SampleReady) for event in events), events
-    assert workers._worker._episodes.states()[EpisodeState.TERMINATED] == 4
-    return read(workers), workers._worker._engines._drivers["actor@gen"].drawn.num_tokens
+    assert workers._worker._episodes.state_counts()[EpisodeState.TERMINATED] == 4
+    return read(workers), workers._worker._engines._drivers["actor@gen"].stats.num_tokens
 
 
 async def left(workers: InprocWorkers) -> str:
     """Journals of episodes that all wait for the oracle, as text."""
     await started(workers, {})
     episodes = workers._worker._episodes
-    while episodes.states()[EpisodeState.PROCESSING_TOOLS] < 4:
+    while episodes.state_counts()[EpisodeState.PROCESSING_TOOLS] < 4:
         await asyncio.sleep(0.01)
     await workers.sleep("actor@gen")
     journals = episodes.journals()
@@ -91,7 +91,7 @@ def test_samples_end_elsewhere_as_they_would_have_here(
     text = kit.with_workers(setup, left)
     monkeypatch.setitem(globals(), "_open", True)
     journals = {int(sample): Journal.from_json(rows) for sample, rows in json.loads(text).items()}
-    num_journaled = sum(len(journal.effects[0].outcome.ids) for journal in journals.values())
+    num_journaled = sum(len(journal.entries[0].outcome.ids) for journal in journals.values())
     _consulted.clear()
     fields, num_drawn = kit.with_workers(setup, lambda workers: finished(workers, journals))
     assert fields == expected
@@ -116,7 +116,7 @@ def test_a_worker_gives_up_groups_that_another_goes_on_with(
         await workers.wake("actor@gen", 1)
         events = await kit.collect(workers, 0, 4)
         assert {(event.oldest, event.newest) for event in events} == {(0, 1)}
-        return read(workers), workers._worker._engines._drivers["actor@gen"].drawn.num_tokens
+        return read(workers), workers._worker._engines._drivers["actor@gen"].stats.num_tokens
 
     monkeypatch.setitem(globals(), "_open", False)
     fields, num_drawn = kit.with_workers(setup, work)
@@ -129,13 +129,14 @@ def test_a_worker_gives_up_groups_that_another_goes_on_with(
 
 def test_another_body_refuses_its_sample(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> list[Any]:
-        await started(workers, {1: Journal.from_json([{"kind": "time", "model": "actor", "asked": {}}])})
+        await started(workers, {1: Journal.from_json([{"kind": "time", "model": "actor", "request": {}}])})
         return await kit.collect(workers, 0, 4)
 
     events = kit.with_workers(setup, work)
     (refused,) = [event for event in events if isinstance(event, Failed)]
     assert (refused.key, refused.reason) == (1, "failed")
-    assert "effect 0 of the replayed episode is complete of 'actor', the journal has time" in refused.message
+    assert "effect 0 of the replayed episode is complete of 'actor'" in refused.message
+    assert "but the journal has time" in refused.message
 
 
 def test_polls_say_what_episodes_do(setup: WorkerSetup) -> None:

@@ -124,11 +124,11 @@ def test_a_partial_completion_goes_on_with_what_is_left(driver: Heard, plain: Te
     cut = GenerationResult(drawn.ids[:2], drawn.logprobs[:2], (7, 7), "abort")
     part = dataclasses.replace(last, outcome=cut, is_done=False)
     driver.heard.clear()
-    num_before = driver.drawn.num_tokens
+    num_before = driver.stats.num_tokens
     (again, _), _ = play(driver, plain, moved(Journal((*before, part))))
     assert again.input_ids == talk.input_ids
     assert again.versions[-len(drawn.ids) :] == (7, 7, *drawn.versions[2:])
-    assert driver.drawn.num_tokens - num_before == len(drawn.ids) - 2
+    assert driver.stats.num_tokens - num_before == len(drawn.ids) - 2
 
 
 def test_what_differs_is_refused_with_the_reason(driver: Heard, plain: TextTokenizer) -> None:
@@ -142,13 +142,13 @@ def test_what_differs_is_refused_with_the_reason(driver: Heard, plain: TextToken
         return changed(index, request={**whole[index].request, **changes})
 
     wrong = {
-        r"effect 2 .* is time of 'actor', the journal has random of 'actor'": changed(2, kind="random"),
-        r"effect 0 .* is complete of 'actor', the journal has complete of 'bob'": changed(0, model="bob"),
-        r"effect 4 .* complete with prompt='\w+', the journal has 'other'": asked(4, prompt="other"),
-        r"effect 4 .* complete with max_tokens=12, the journal has 3": asked(4, max_tokens=3),
-        r"effect 3 .* call with tool='oracle', the journal has 'seer'": asked(3, tool="seer"),
-        r"effect 5 .* call with arguments=\{'number': 21\}, the journal": asked(5, arguments={"number": 2}),
-        r"ended after 9 effects, its journal has 10": Journal(
+        r"effect 2 .* is time of 'actor', but the journal has random of 'actor'": changed(2, kind="random"),
+        r"effect 0 .* is complete of 'actor', but the journal has complete of 'bob'": changed(0, model="bob"),
+        r"effect 4 .* complete with prompt='\w+', but the journal has 'other'": asked(4, prompt="other"),
+        r"effect 4 .* complete with max_tokens=12, but the journal has 3": asked(4, max_tokens=3),
+        r"effect 3 .* call with tool='oracle', but the journal has 'seer'": asked(3, tool="seer"),
+        r"effect 5 .* with arguments=\{'number': 21\}, but the journal": asked(5, arguments={"number": 2}),
+        r"ended after 9 effects, but its journal has 10": Journal(
             (*whole, JournalEntry("time", "actor", {}, 1.0))
         ),
     }
@@ -221,12 +221,12 @@ def test_whatever_an_episode_does_is_replayed(
     drawn_before = sum(len(e.outcome.ids) for e in kept if e.kind == "complete")
     num_all = sum(len(e.outcome.ids) for e in effects.journal.entries if e.kind == "complete")
     driver.heard.clear()
-    num_before = driver.drawn.num_tokens
+    num_before = driver.stats.num_tokens
     again, replayed = play(driver, plain, moved(Journal(tuple(kept))), acting(ops))
     assert [x.input_ids if isinstance(x, Trajectory) else x for x in again] == [
         x.input_ids if isinstance(x, Trajectory) else x for x in expected
     ]
-    assert driver.drawn.num_tokens - num_before == num_all - drawn_before
+    assert driver.stats.num_tokens - num_before == num_all - drawn_before
     assert len(replayed.journal.entries) == len(effects.journal.entries)
 
 
@@ -246,23 +246,23 @@ def test_an_episode_is_interrupted_in_every_state(plain: TextTokenizer) -> None:
 
     base = new_engine(plain)
     gated = Gated(model_settings(plain.num_tokens), {"max_model_len": 1000}, None, plain.decode)
-    census: Counter[EpisodeState] = Counter()
+    state_counts: Counter[EpisodeState] = Counter()
 
     async def nap(driver: EngineDriver, effects: RecordedEffects, state: EpisodeState) -> None:
-        assert effects.watch.state is state
-        assert {s: n for s, n in census.items() if n} == {state: 1}
+        assert effects.status.state is state
+        assert {s: n for s, n in state_counts.items() if n} == {state: 1}
         driver.interrupt()
         driver.sleep()
         json.dumps(effects.journal.to_json())
-        assert effects.watch.state is state
+        assert effects.status.state is state
         driver.wake()
         driver.resume()
 
     async def main(driver: EngineDriver) -> Trajectory:
-        effects = RecordedEffects(shared_sandboxes(), census)
+        effects = RecordedEffects(shared_sandboxes(), state_counts)
         engine = episode(driver, plain, effects)
         await nap(driver, effects, EpisodeState.PENDING)
-        effects.watch.begin()
+        effects.status.begin()
         await nap(driver, effects, EpisodeState.INTERACTING)
         task = asyncio.create_task(states_of(engine))
         gated.num_allowed = 3
@@ -271,12 +271,12 @@ def test_an_episode_is_interrupted_in_every_state(plain: TextTokenizer) -> None:
         (part,) = effects.journal.entries
         assert (part.is_done, len(part.outcome.ids), part.outcome.stop_reason) == (False, 3, "abort")
         gated.num_allowed = 1000
-        await until(lambda: effects.watch.state is not EpisodeState.GENERATING)
+        await until(lambda: effects.status.state is not EpisodeState.GENERATING)
         await nap(driver, effects, EpisodeState.PROCESSING_TOOLS)
         may_go_on.set()
         await asyncio.sleep(0)
         talk = await task
-        effects.watch.end()
+        effects.status.end()
         await nap(driver, effects, EpisodeState.TERMINATED)
         return talk
 

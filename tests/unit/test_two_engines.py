@@ -81,7 +81,7 @@ def test_time_runs_while_both_are_awake(setup: WorkerSetup) -> None:
         ):
             await (act(replica, 0) if act == workers.wake else act(replica))  # type: ignore[operator]
             episodes.journals()  # comes back when the episodes' loop has done what it was told
-            seen.append(episodes._stages["game"].clock._is_running)
+            seen.append(episodes._runners["game"].clock._is_running)
         return seen
 
     assert kit.with_workers(setup, work) == [False, True, False, True]

@@ -1,8 +1,8 @@
-"""`EngineDriver`: one generation engine on a thread of its own, served to coroutines.
+"""`EngineDriver`: runs one generation engine on a thread of its own, for coroutines.
 
-Requests cross to the thread once per turn of the event loop and results come back once per
-engine step, however many episodes wait. A request that is interrupted stays here and is resumed
-with the tokens that it has, so that whoever awaits it sees one completion.
+Requests cross to the thread once per iteration of the event loop and results come back once per
+engine step, however many episodes wait. A request that is interrupted remains here and is resumed
+with the tokens that it has, so the coroutine that awaits it sees a single completion.
 """
 
 from __future__ import annotations
@@ -27,62 +27,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(eq=False)
-class _Request:
-    """A submitted request: what was asked, and what was drawn before interruptions."""
-
-    request_id: int
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    future: asyncio.Future[GenerationResult]
-    drawn: GenerationResult = field(default_factory=lambda: GenerationResult((), (), (), "abort"))
-    on_part: Callable[[GenerationResult], None] | None = None
-    """Takes what is drawn when the request is interrupted."""
-
-    def extend(self, part: GenerationResult) -> None:
-        if not self.drawn.ids:
-            self.drawn = part
-            return
-        self.drawn = GenerationResult(
-            self.drawn.ids + part.ids,
-            self.drawn.logprobs + part.logprobs,
-            self.drawn.versions + part.versions,
-            part.stop_reason,
-        )
-
-    def add_to(self, engine: GenerationEngine) -> None:
-        """Ask the engine for what is left."""
-        num_drawn = len(self.drawn.ids)
-        if not num_drawn:
-            engine.add(self.request_id, self.prompt_ids, self.params)
-            return
-        params = dataclasses.replace(
-            self.params, max_tokens=self.params.max_tokens - num_drawn, num_resumed=num_drawn
-        )
-        engine.add(self.request_id, self.prompt_ids + self.drawn.ids, params)
-
-
-_Outcome = tuple[_Request, GenerationResult | HflowError]
-
-
 class EngineDriver:
-    """Owns an engine. `submit` is for one event loop, everything else for any other thread."""
+    """Owns an engine. `submit` is for one event loop, the other methods for any other thread.
+
+    Attributes:
+        stats: what the engine has done since it started.
+    """
 
     def __init__(self, engine: GenerationEngine) -> None:
-        self.drawn = EngineStats()
-        """What the engine did so far."""
+        self.stats = EngineStats()
         self._engine = engine
-        self._ids = itertools.count()
-        self._outgoing: list[_Request] = []
-        """Submitted in this turn of the event loop."""
+        self._request_ids = itertools.count()
+        self._submitted: list[_Request] = []
+        """Submitted in this iteration of the event loop."""
         self._inbox: deque[_Request | int] = deque()
         """For the engine's thread: new requests, and ids of cancelled ones."""
-        self._held: dict[int, _Request] = {}
+        self._requests: dict[int, _Request] = {}
         """Requests that the engine has, or had when it was interrupted; the oldest first."""
         self._paused = self._closed = False
         self._failure: BaseException | None = None
-        self._turnstile, self._lock = threading.Lock(), threading.Lock()
-        self._bell = threading.Event()
+        self._waiting_lock, self._engine_lock = threading.Lock(), threading.Lock()
+        self._has_work = threading.Event()
         self._thread = threading.Thread(target=self._main, name="hflow-engine", daemon=True)
         self._thread.start()
 
@@ -90,71 +55,81 @@ class EngineDriver:
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
-        drawn: GenerationResult | None = None,
-        on_part: Callable[[GenerationResult], None] | None = None,
+        generated: GenerationResult | None = None,
+        on_interrupt: Callable[[GenerationResult], None] | None = None,
     ) -> GenerationResult:
         """Generate; cancelling the awaiting task cancels the request.
 
         Args:
-            prompt_ids: the tokens to go on from.
-            params: how to draw; `max_tokens` counts `drawn` too.
-            drawn: what another engine drew before it was interrupted. It is part of the answer.
-            on_part: called with all that is drawn whenever the engine is interrupted, from the thread
-                that interrupts.
+            prompt_ids: tokens of the prompt.
+            params: how to sample. `max_tokens` includes the tokens of `generated`.
+            generated: what another engine generated before it was interrupted. The result starts with it.
+            on_interrupt: called with all tokens generated so far whenever the engine is interrupted, from
+                the thread that interrupts it.
 
         Raises:
             BackendError: when the engine refuses the request.
             RunError: when the engine has failed.
         """
-        self.check()
+        self.raise_if_failed()
         loop = asyncio.get_running_loop()
-        request = _Request(next(self._ids), tuple(prompt_ids), params, loop.create_future(), on_part=on_part)
-        if drawn is not None:
-            request.drawn = drawn
-        if not self._outgoing:
-            loop.call_soon(self._flush)
-        self._outgoing.append(request)
+        request = _Request(
+            next(self._request_ids),
+            tuple(prompt_ids),
+            params,
+            loop.create_future(),
+            on_interrupt=on_interrupt,
+        )
+        if generated is not None:
+            request.generated = generated
+        if not self._submitted:
+            loop.call_soon(self._send_submitted)
+        self._submitted.append(request)
         try:
             return await request.future
         except asyncio.CancelledError:
             self._inbox.append(request.request_id)
-            self._bell.set()
+            self._has_work.set()
             raise
 
-    def check(self) -> None:
-        """Raise what every request is answered with once the engine has failed.
+    def raise_if_failed(self) -> None:
+        """Raise the error that every request is answered with once the engine has failed.
 
         Raises:
             RunError: saying why the engine stopped.
         """
         if self._failure is not None:
-            raise _engine_failed(self._failure)
+            raise _engine_stopped(self._failure)
 
     def interrupt(self) -> None:
-        """Stop drawing before returning; unfinished requests keep their tokens until `resume`."""
+        """Stop generating before returning. Unfinished requests keep their tokens until `resume`."""
         with self._exclusive() as engine:
             self._pause(engine)
 
     def resume(self) -> None:
-        """Go on, interrupted requests before fresh ones; nothing where nothing was interrupted."""
+        """Continue after `interrupt`, with interrupted requests before new ones."""
         with self._exclusive() as engine:
             if self._paused:
                 self._paused = False
-                for request in self._held.values():
+                for request in self._requests.values():
                     request.add_to(engine)
-        self._bell.set()
+        self._has_work.set()
 
     def load(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Give the engine new weights, between two steps.
+        """Load new weights into the engine, between two steps.
 
         Raises:
-            BackendError: when they are not the engine's model's.
+            BackendError: when they are not weights of the engine's model.
         """
         with self._exclusive() as engine:
             engine.load_weights(weights, version)
 
-    def digest(self, names: Iterable[str] | None = None) -> int:
-        """The digest of the engine's weights under these names; None: of all, each storage once."""
+    def weight_checksum(self, names: Iterable[str] | None = None) -> int:
+        """Return the checksum of the engine's weights.
+
+        Args:
+            names: the tensors that count; None: all of them, each storage once.
+        """
         with self._exclusive() as engine:
             weights = engine.weights()
             if names is None:
@@ -162,52 +137,62 @@ class EngineDriver:
             return digest_of(weights, names)
 
     def set_version(self, version: int) -> None:
-        """Tell an engine that shares its trainer's weights that these have changed."""
+        """Set the version of an engine that shares its trainer's weights, after these have changed."""
         with self._exclusive() as engine:
             engine.set_version(version)
 
     def sleep(self) -> None:
-        """Interrupt, and free the engine's memory."""
+        """Interrupt the engine and free its memory."""
         with self._exclusive() as engine:
             self._pause(engine)
             engine.sleep()
 
     def wake(self) -> None:
-        """Allocate again; `resume` starts it."""
+        """Allocate the engine's memory again; `resume` makes it generate."""
         with self._exclusive() as engine:
             engine.wake()
 
     def close(self) -> None:
-        """End the thread; what is unfinished is never answered. Safe to call twice."""
+        """End the thread; unfinished requests are never answered. Safe to call twice."""
         self._closed = True
-        self._bell.set()
+        self._has_work.set()
         self._thread.join()
 
     def _pause(self, engine: GenerationEngine) -> None:
         self._paused = True
-        for request_id, part in engine.interrupt():
-            request = self._held[request_id]
-            self._record(request, part)
-            self.drawn += EngineStats(num_interrupted=1, num_kept=len(request.drawn.ids))
-            if request.on_part is not None:
-                request.on_part(request.drawn)
+        for request_id, result in engine.interrupt():
+            request = self._requests[request_id]
+            self._record(request, result)
+            self.stats += EngineStats(num_interrupted=1, num_kept=len(request.generated.ids))
+            if request.on_interrupt is not None:
+                request.on_interrupt(request.generated)
 
-    # --------------------------------------------------------------- on the event loop
-    def _flush(self) -> None:
-        """Hand on what was submitted since the last turn."""
-        submitted, self._outgoing = self._outgoing, []
+    @contextmanager
+    def _exclusive(self) -> Iterator[GenerationEngine]:
+        """Hold the engine. The first lock makes it fair: a thread that waits comes before the next step."""
+        with self._waiting_lock:
+            self._engine_lock.acquire()
+        try:
+            yield self._engine
+        finally:
+            self._engine_lock.release()
+
+    def _send_submitted(self) -> None:
+        """Send what was submitted in this iteration of the event loop to the engine's thread."""
+        submitted, self._submitted = self._submitted, []
         self._inbox.extend(submitted)
-        self._bell.set()
+        self._has_work.set()
         if self._failure is not None:
-            _settle([(request, _engine_failed(self._failure)) for request in submitted])
+            _resolve([(request, _engine_stopped(self._failure)) for request in submitted])
 
-    # ------------------------------------------------------------ on the engine's thread
+    # On the engine's thread
+
     def _main(self) -> None:
         try:
             while not self._closed:
-                self._bell.wait()
-                self._bell.clear()
-                while not self._closed and self._advance():
+                self._has_work.wait()
+                self._has_work.clear()
+                while not self._closed and self._step():
                     pass
         except HflowError as error:
             self._fail(error)
@@ -215,87 +200,118 @@ class EngineDriver:
             self._fail(error)
             raise
 
-    def _advance(self) -> bool:
-        """Take requests in and make one step; False when there is nothing to do."""
+    def _step(self) -> bool:
+        """Take new requests and make one step of the engine. Returns False when there is nothing to do."""
         with self._exclusive() as engine:
             if self._paused:
                 return False
-            outcomes = self._take_in(engine)
+            answers = self._take_requests(engine)
             num_unfinished = engine.num_unfinished
             if num_unfinished:
                 start = time.perf_counter()
-                outcomes += [self._finished(*result) for result in engine.step()]
-                self.drawn += EngineStats(seconds=time.perf_counter() - start)
-        _deliver(outcomes)
+                answers += [self._finish(*result) for result in engine.step()]
+                self.stats += EngineStats(seconds=time.perf_counter() - start)
+        _send_answers(answers)
         return num_unfinished > 0
 
-    def _take_in(self, engine: GenerationEngine) -> list[_Outcome]:
-        """Hand new requests to the engine; return those that it refuses."""
-        refused: list[_Outcome] = []
+    def _take_requests(self, engine: GenerationEngine) -> list[_Answer]:
+        """Give new requests to the engine. Returns answers to those that it refuses."""
+        refused: list[_Answer] = []
         while self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, int):
-                if self._held.pop(item, None) is not None:
-                    engine.cancel(item)
+            message = self._inbox.popleft()
+            if isinstance(message, int):
+                if self._requests.pop(message, None) is not None:
+                    engine.cancel(message)
                 continue
-            if item.future.cancelled():
+            if message.future.cancelled():
                 continue
             try:
-                item.add_to(engine)
+                message.add_to(engine)
             except HflowError as error:
-                refused.append((item, error))
+                refused.append((message, error))
             else:
-                self._held[item.request_id] = item
+                self._requests[message.request_id] = message
         return refused
 
-    def _finished(self, request_id: int, part: GenerationResult) -> _Outcome:
-        request = self._held.pop(request_id)
-        self._record(request, part)
-        return request, request.drawn
+    def _finish(self, request_id: int, result: GenerationResult) -> _Answer:
+        request = self._requests.pop(request_id)
+        self._record(request, result)
+        return request, request.generated
 
-    def _record(self, request: _Request, part: GenerationResult) -> None:
-        request.extend(part)
-        self.drawn += EngineStats(num_tokens=len(part.ids))
+    def _record(self, request: _Request, result: GenerationResult) -> None:
+        request.extend(result)
+        self.stats += EngineStats(num_tokens=len(result.ids))
 
     def _fail(self, failure: BaseException) -> None:
-        """Answer everybody who waits, and all who come later."""
+        """Answer all waiting requests with an error, and from now on all new ones."""
         self._failure = failure
-        waiting = [*self._held.values(), *(item for item in self._inbox if not isinstance(item, int))]
-        _deliver([(request, _engine_failed(failure)) for request in waiting])
-
-    # ----------------------------------------------------------------------- everywhere
-    @contextmanager
-    def _exclusive(self) -> Iterator[GenerationEngine]:
-        """Hold the engine. The turnstile makes it fair: who waits comes before the next step."""
-        with self._turnstile:
-            self._lock.acquire()
-        try:
-            yield self._engine
-        finally:
-            self._lock.release()
+        waiting = [
+            *self._requests.values(),
+            *(message for message in self._inbox if not isinstance(message, int)),
+        ]
+        _send_answers([(request, _engine_stopped(failure)) for request in waiting])
 
 
-def _engine_failed(failure: BaseException) -> RunError:
+@dataclass(eq=False)
+class _Request:
+    """A submitted request, with what was generated for it before interruptions."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    future: asyncio.Future[GenerationResult]
+    generated: GenerationResult = field(default_factory=lambda: GenerationResult((), (), (), "abort"))
+    on_interrupt: Callable[[GenerationResult], None] | None = None
+    """Called with `generated` when the request is interrupted."""
+
+    def extend(self, result: GenerationResult) -> None:
+        """Append what the engine generated since the last interruption."""
+        if not self.generated.ids:
+            self.generated = result
+            return
+        self.generated = GenerationResult(
+            self.generated.ids + result.ids,
+            self.generated.logprobs + result.logprobs,
+            self.generated.versions + result.versions,
+            result.stop_reason,
+        )
+
+    def add_to(self, engine: GenerationEngine) -> None:
+        """Add the rest of the request to an engine: its prompt with the tokens so far, and fewer to draw."""
+        num_generated = len(self.generated.ids)
+        if not num_generated:
+            engine.add(self.request_id, self.prompt_ids, self.params)
+            return
+        params = dataclasses.replace(
+            self.params, max_tokens=self.params.max_tokens - num_generated, num_resumed=num_generated
+        )
+        engine.add(self.request_id, self.prompt_ids + self.generated.ids, params)
+
+
+_Answer = tuple[_Request, GenerationResult | HflowError]
+
+
+def _engine_stopped(failure: BaseException) -> RunError:
     reason = failure if isinstance(failure, HflowError) else f"{type(failure).__name__}: {failure}"
     error = RunError(f"the generation engine stopped: {reason}")
     error.__cause__ = failure
     return error
 
 
-def _deliver(outcomes: Sequence[_Outcome]) -> None:
+def _send_answers(answers: Sequence[_Answer]) -> None:
     """Answer requests, with one call into each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
-    for outcome in outcomes:
-        by_loop.setdefault(outcome[0].future.get_loop(), []).append(outcome)
-    for loop, answered in by_loop.items():
-        loop.call_soon_threadsafe(_settle, answered)
+    answers_of: dict[asyncio.AbstractEventLoop, list[_Answer]] = {}
+    for answer in answers:
+        answers_of.setdefault(answer[0].future.get_loop(), []).append(answer)
+    for loop, loop_answers in answers_of.items():
+        loop.call_soon_threadsafe(_resolve, loop_answers)
 
 
-def _settle(outcomes: Sequence[_Outcome]) -> None:
-    for request, outcome in outcomes:
+def _resolve(answers: Sequence[_Answer]) -> None:
+    for request, answer in answers:
         if request.future.done():
             continue
-        if isinstance(outcome, HflowError):
-            request.future.set_exception(outcome)
+        if isinstance(answer, HflowError):
+            request.future.set_exception(answer)
         else:
-            request.future.set_result(outcome)
+            request.future.set_result(answer)

@@ -1,4 +1,4 @@
-"""`EngineManager`: brings the generation replicas of a worker to a version of the weights, and to sleep."""
+"""`EngineManager`: gives the engines of a worker new weights, and wakes and sleeps them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from hflow.workers.weights.transfer import IncomingWeights
 
 @dataclass(frozen=True)
 class EngineUpdate:
-    """What an engine took; digests as in `workers.digest`."""
+    """What an engine loaded when it got new weights; checksums as in `hflow.workers.weights.checksum`."""
 
     num_bytes: int
-    """Pulled from other workers."""
+    """Bytes pulled from other workers."""
     local_checksum: int
-    """Of what did not come from other workers, or is shared with them."""
+    """Of the weights that did not come from other workers, or whose storage is shared with the trainer."""
     engine_checksum: int
-    """Of what it generates with now."""
+    """Of the weights that the engine generates with now."""
 
 
 class EngineManager:
-    """All engines start asleep, as nobody has committed weights yet.
+    """Manages the generation replicas of a worker. All engines start asleep, without weights.
 
     Args:
-        plan: for the weight routes.
-        drivers: generation replica -> its engine here.
-        backends: training replica -> its shard here.
+        plan: says which weight route each engine has.
+        drivers: generation replica -> its engine on this worker.
+        backends: training replica -> its shard on this worker.
         sharing: generation replicas whose engine uses the trainer's own storage.
-        episodes: whose time limits stand still while an engine sleeps.
-        on_span: takes the span of each turn of generation.
+        episodes: the episodes, whose timeouts pause while an engine sleeps.
+        on_span: called with the span of each weight update and of each time that an engine was awake.
     """
 
     def __init__(
@@ -58,52 +58,54 @@ class EngineManager:
         self._episodes = episodes
         self._on_span = on_span
         self._lock = threading.Lock()
-        self._drawn = EngineStats()
+        self._taken_stats = EngineStats()
+        """What `take_stats` has returned so far, in total."""
         self._versions: dict[str, int] = {}
         self._awake_since: dict[str, float] = {}
         for driver in drivers.values():
             driver.interrupt()
             driver.sleep()
 
-    def lacks(self, replica: str, version: int) -> bool:
-        """Whether an engine has other weights than those of a version."""
+    def needs_weights(self, replica: str, version: int) -> bool:
+        """Return whether an engine has other weights than those of a version."""
         return self._versions.get(replica) != version
 
-    def wake(self, replica: str, version: int, arriving: IncomingWeights | None) -> EngineUpdate | None:
-        """Give an engine the weights of a version, unless it has them, and let it run.
-
-        Returns what it took, if anything.
+    def wake(self, replica: str, version: int, incoming: IncomingWeights | None) -> EngineUpdate | None:
+        """Give an engine the weights of a version, unless it has them, and let it generate.
 
         Args:
-            replica: of the engine.
-            version: of the weights.
-            arriving: weights that other workers sent; None: a replica here has them.
+            replica: the engine's.
+            version: version of the weights.
+            incoming: weights that other workers sent; None: a replica on this worker has them.
+
+        Returns:
+            What the engine loaded, if anything.
         """
         driver = self._drivers[replica]
         is_asleep = replica not in self._awake_since
         if is_asleep:
             driver.wake()
-        taken = self._take(replica, version, arriving) if self.lacks(replica, version) else None
+        update = self._update(replica, version, incoming) if self.needs_weights(replica, version) else None
         if is_asleep:
             driver.resume()
             self._awake_since[replica] = time.time()
             self._episodes.set_awake(replica, True)
-        return taken
+        return update
 
     def sleep(self, replica: str) -> None:
-        """Interrupt an engine and free its memory; unfinished requests are kept."""
+        """Interrupt an engine and free its memory. Unfinished requests are kept."""
         self._episodes.set_awake(replica, False)
         self._drivers[replica].interrupt()
         self._drivers[replica].sleep()
         start = self._awake_since.pop(replica)
-        version = {"version": self._versions[replica]}
-        self._on_span(Span(f"generate {replica}", "generate", start, time.time(), version))
+        args = {"version": self._versions[replica]}
+        self._on_span(Span(f"generate {replica}", "generate", start, time.time(), args))
 
     def take_stats(self) -> EngineStats:
-        """What the engines did since the last call."""
+        """Return what the engines did since the last call."""
         with self._lock:
-            total = sum((driver.drawn for driver in self._drivers.values()), EngineStats())
-            new, self._drawn = total - self._drawn, total
+            total = sum((driver.stats for driver in self._drivers.values()), EngineStats())
+            new, self._taken_stats = total - self._taken_stats, total
             return new
 
     def close(self) -> None:
@@ -111,37 +113,40 @@ class EngineManager:
         for driver in self._drivers.values():
             driver.close()
 
-    def _take(self, replica: str, version: int, arriving: IncomingWeights | None) -> EngineUpdate | None:
+    def _update(self, replica: str, version: int, incoming: IncomingWeights | None) -> EngineUpdate | None:
         start = time.time()
         driver, route = self._drivers[replica], self._routes.get(replica)
-        taken = None
+        update = None
         if route is None:
             driver.set_version(version)
         elif replica in self._sharing:
             driver.set_version(version)
-            held = driver.digest()
-            taken = EngineUpdate(0, held, held)
+            checksum = driver.weight_checksum()
+            update = EngineUpdate(0, checksum, checksum)
         else:
-            named = _Named(self._backends[route.src].weights() if arriving is None else arriving)
-            driver.load(iter(named), version)
-            num_bytes, own = (arriving.num_bytes, arriving.local_checksum) if arriving else (0, named.digest)
-            taken = EngineUpdate(num_bytes, own, driver.digest(named.names))
+            weights = _CheckedWeights(self._backends[route.src].weights() if incoming is None else incoming)
+            driver.load(iter(weights), version)
+            if incoming is None:
+                num_bytes, local_checksum = 0, weights.checksum
+            else:
+                num_bytes, local_checksum = incoming.num_bytes, incoming.local_checksum
+            update = EngineUpdate(num_bytes, local_checksum, driver.weight_checksum(weights.names))
         self._versions[replica] = version
-        note = {"version": version, "pulled_bytes": taken.num_bytes if taken else 0}
-        self._on_span(Span(f"weights {replica}", "weights", start, time.time(), note))
-        return taken
+        args = {"version": version, "pulled_bytes": update.num_bytes if update else 0}
+        self._on_span(Span(f"weights {replica}", "weights", start, time.time(), args))
+        return update
 
 
-class _Named:
-    """Passes weights on, notes their names, and adds up their digest."""
+class _CheckedWeights:
+    """Iterates over weights, and collects their names and their checksum."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._weights = weights
         self.names: list[str] = []
-        self.digest = 0
+        self.checksum = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._weights:
             self.names.append(name)
-            self.digest = (self.digest + tensor_digest(name, tensor)) % MODULUS
+            self.checksum = (self.checksum + tensor_digest(name, tensor)) % MODULUS
             yield name, tensor

@@ -1,4 +1,7 @@
-"""`EpisodeEngine`: what one sample's episode sees of a generation engine."""
+"""`EpisodeEngine`: the `Engine` that a generate body receives for one sample.
+
+Trajectories grow turn by turn. Tokens are only appended, so no generated token is decoded and encoded again.
+"""
 
 from __future__ import annotations
 
@@ -12,82 +15,29 @@ from typing import Any
 
 from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.data.tokenizer import TextTokenizer
-from hflow.data.tool_formats import ParsedCalls, ToolFormat, tool_format
+from hflow.data.tool_formats import ToolFormat, tool_format
 from hflow.data.tool_schemas import tool_schema
 from hflow.errors import DataError, EpisodeError
 from hflow.types import ToolCall, Trajectory
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.recorded_effects import RecordedEffects
 
-# -------------------- Trajectories that grow turn by turn. Tokens are only ever appended: none is
-# encoded twice.
-
-
-def prompted(ids: Sequence[int], messages: tuple[Mapping[str, Any], ...]) -> Trajectory:
-    """A prompt: nothing of it is learned."""
-    return Trajectory(
-        input_ids=tuple(ids),
-        loss_mask=(False,) * len(ids),
-        behav_logprobs=(0.0,) * len(ids),
-        versions=(-1,) * len(ids),
-        messages=messages,
-    )
-
-
-def continued(talk: Trajectory, ids: Sequence[int]) -> Trajectory:
-    """`talk` with its pending messages, which were encoded as `ids`, behind it."""
-    added = prompted(ids, talk.pending)
-    return dataclasses.replace(
-        talk,
-        input_ids=talk.input_ids + added.input_ids,
-        loss_mask=talk.loss_mask + added.loss_mask,
-        behav_logprobs=talk.behav_logprobs + added.behav_logprobs,
-        versions=talk.versions + added.versions,
-        messages=talk.messages + added.messages,
-        pending=(),
-    )
-
-
-def answered(
-    talk: Trajectory, generated: GenerationResult, text: str, calls: tuple[ToolCall, ...] = ()
-) -> Trajectory:
-    """`talk` with a generated turn behind it, which says `text` and calls tools.
-
-    A turn that was cut by its length says so, even where it had called a tool before.
-    """
-    called = calls and generated.stop_reason == "stop"
-    return dataclasses.replace(
-        talk,
-        input_ids=talk.input_ids + generated.ids,
-        loss_mask=talk.loss_mask + (True,) * len(generated.ids),
-        behav_logprobs=talk.behav_logprobs + generated.logprobs,
-        versions=talk.versions + generated.versions,
-        messages=(*talk.messages, {"role": "assistant", "content": text}),
-        completion=text,
-        stop_reason="tool_calls" if called else generated.stop_reason,
-        num_turns=talk.num_turns + 1,
-        tool_calls=calls,
-    )
-
-
-def until_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
-    ends = [position for stop in stops if (position := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text
-
-
 Tool = Callable[..., Any]
 Prompt = str | Sequence[Mapping[str, Any]] | Trajectory
 
 
-def sample_seed(run_seed: int, stream: str, sample: int, model: str) -> int:
-    """The seed of one sample's draws from one model: 64 bits that depend on nothing else."""
-    digest = hashlib.blake2b(f"{run_seed}/{stream}/{sample}/{model}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little")
-
-
 class EpisodeEngine:
-    """The `hflow.types.Engine` of one sample and one model."""
+    """The `hflow.types.Engine` of one sample and one model.
+
+    Args:
+        driver: drives the engine that generates.
+        tokenizer: the model's.
+        params: the node's sampling parameters; the tokenizer's stop tokens are added to `stop_ids`.
+        seed: the sample's, see `sample_seed`.
+        effects: the episode's.
+        model: name of the model.
+        format_name: how tool calls are written, the node's `tool_format`.
+    """
 
     def __init__(
         self,
@@ -97,26 +47,15 @@ class EpisodeEngine:
         seed: int,
         effects: RecordedEffects,
         model: str,
-        tools: str | None = None,
+        format_name: str | None = None,
     ) -> None:
-        """Make one.
-
-        Args:
-            driver: of the engine that draws.
-            tokenizer: the model's.
-            params: the node's; the tokenizer's stop tokens are added to `stop_ids`.
-            seed: the sample's, see `sample_seed`.
-            effects: the episode's.
-            model: whose engine it is.
-            tools: how calls are written, the node's `tool_format`.
-        """
         self._driver = driver
         self._tokenizer = tokenizer
         self._params = params
         self._seed = seed
         self._effects = effects
         self._model = model
-        self._tools = tools
+        self._format_name = format_name
 
     async def complete(
         self,
@@ -126,62 +65,61 @@ class EpisodeEngine:
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> Trajectory:
-        """Generate until a stop and return the longer trajectory.
+        """Generate one turn and return the trajectory with it.
 
         Args:
-            prompt: a text, encoded as it stands (or as the user's message, where a chat template has
-                to describe tools); messages, encoded by the chat template; or a trajectory, of
-                which every token is kept and only pending messages are encoded.
-            tools: functions that the model may call, now and in later turns of the trajectory; those
-                of the trajectory by default.
-            max_tokens: most tokens to draw now; the node's by default.
-            stop: texts that end the turn; the node's by default. Their tokens stay in the
+            prompt: a text, encoded as it is (or as a user's message, if a chat template describes the
+                tools); messages, encoded by the chat template; or a trajectory, all tokens of which
+                are kept, so that only its pending messages are encoded.
+            tools: functions that the model may call, in this and later turns of the trajectory;
+                the trajectory's by default.
+            max_tokens: most tokens to generate in this turn; the node's by default.
+            stop: texts that end the turn; the node's by default. Their tokens remain in the
                 trajectory, but the completion ends before them.
 
         Raises:
             RecipeError: when the tools cannot be offered with this tokenizer.
-            EpisodeError: when a message cannot be encoded, or the journal has something else.
+            EpisodeError: when a message cannot be encoded, or the journal has another effect.
             BackendError: when the engine refuses the prompt.
             RunError: when the engine has failed.
             DataError: when the tokenizer cannot encode the prompt.
         """
-        offered = _tools_of(prompt, tools)
+        offered = _offered_tools(prompt, tools)
         if offered:
             self._format.check(offered)
             self._effects.offer(offered)
-        start = self._opened(prompt, offered)
-        params = self._turn(max_tokens, stop)
-        closing = self._format.stop if offered else ()
+        start = self._start(prompt, offered)
+        params = self._turn_params(max_tokens, stop)
+        format_stops = self._format.stop if offered else ()
         generated = await self._effects.complete(
             self._driver,
             self._model,
             start.input_ids,
-            dataclasses.replace(params, stop=(*params.stop, *closing)) if closing else params,
+            dataclasses.replace(params, stop=(*params.stop, *format_stops)) if format_stops else params,
         )
-        said = self._tokenizer.decode(generated.ids)
-        found = self._parsed(until_stop(said, params.stop), offered)
-        return answered(start, generated, until_stop(said, params.stop), found.calls)
+        text = cut_at_stop(self._tokenizer.decode(generated.ids), params.stop)
+        return append_turn(start, generated, text, self._parse_calls(text, offered))
 
     async def call(self, tool: Tool, /, **arguments: Any) -> Any:
-        """Run a tool: a sandboxed one in its process, an asynchronous one here, others on a thread.
+        """Run a tool: a sandboxed one in a process, a coroutine function on this loop, others on a thread.
 
-        Where the tool is sandboxed or was offered to the model, an error is its result.
+        If the tool is sandboxed or was offered to the model, an error becomes its result.
 
         Raises:
             TypeError: for arguments or a result that JSON cannot hold.
-            EpisodeError: when the journal has another call.
+            EpisodeError: when the journal has another effect.
             Exception: what any other function raised.
         """
-        has_format = self._tools is not None or self._tokenizer.chat_template is not None
+        has_format = self._format_name is not None or self._tokenizer.chat_template is not None
         failure = self._format.failure if has_format else "error: {}".format
         return await self._effects.call(self._model, tool, arguments, failure)
 
     def random(self) -> float:
-        """A number in [0, 1), seeded by the sample."""
+        """Return a random number in [0, 1), seeded by the sample."""
         return self._effects.number("random", self._model, self._random.random())
 
     def time(self) -> float:
-        """Seconds since the epoch."""
+        """Return the time in seconds since the epoch."""
         return self._effects.number("time", self._model, time())
 
     @cached_property
@@ -190,10 +128,9 @@ class EpisodeEngine:
 
     @cached_property
     def _format(self) -> ToolFormat:
-        return tool_format(self._tools, self._tokenizer.chat_template is not None)
+        return tool_format(self._format_name, self._tokenizer.chat_template is not None)
 
-    def _turn(self, max_tokens: int | None, stop: Sequence[str] | None) -> SamplingParams:
-        """How this turn is drawn."""
+    def _turn_params(self, max_tokens: int | None, stop: Sequence[str] | None) -> SamplingParams:
         params = self._params
         return dataclasses.replace(
             params,
@@ -203,52 +140,112 @@ class EpisodeEngine:
             stop=params.stop if stop is None else tuple(stop),
         )
 
-    def _parsed(self, text: str, tools: Sequence[Tool]) -> ParsedCalls:
-        """The calls in a turn, if there are tools to call."""
+    def _parse_calls(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+        """Return the tool calls in a turn, and count malformed ones."""
         if not tools:
-            return ParsedCalls(())
-        found = self._format.parse(text, tools)
-        self._effects.counts["malformed_calls"] += found.num_malformed
-        return found
+            return ()
+        parsed = self._format.parse(text, tools)
+        self._effects.counts["malformed_calls"] += parsed.num_malformed
+        return parsed.calls
 
-    def _opened(self, prompt: Prompt, tools: tuple[Tool, ...]) -> Trajectory:
-        """The trajectory that the next token is drawn behind."""
+    def _start(self, prompt: Prompt, tools: tuple[Tool, ...]) -> Trajectory:
+        """Return the trajectory that the turn is appended to."""
         if isinstance(prompt, Trajectory):
-            start = self._continued(prompt, tools)
+            start = self._append_pending(prompt, tools)
         else:
             messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
-            if isinstance(prompt, str) and not self._describes(tools):
+            if isinstance(prompt, str) and not self._has_template_tools(tools):
                 ids = self._tokenizer.prompt(prompt)
             else:
-                ids = self._tokenizer.template().prompt(messages, self._schemas(tools))
-            start = prompted(ids, messages)
+                ids = self._tokenizer.template().prompt(messages, self._template_schemas(tools))
+            start = prompt_trajectory(ids, messages)
         return dataclasses.replace(start, tools=tools) if tools else start
 
-    def _describes(self, tools: tuple[Tool, ...]) -> bool:
-        """Whether the chat template tells the model of these tools."""
-        return bool(tools) and self._format.is_described
-
-    def _schemas(self, tools: tuple[Tool, ...]) -> list[dict[str, Any]]:
-        return [tool_schema(tool) for tool in tools] if self._describes(tools) else []
-
-    def _continued(self, talk: Trajectory, tools: tuple[Tool, ...]) -> Trajectory:
-        """The trajectory with its pending messages behind it."""
-        if not talk.pending:
-            return talk
+    def _append_pending(self, trajectory: Trajectory, tools: tuple[Tool, ...]) -> Trajectory:
+        """Encode and append the pending messages of a trajectory."""
+        if not trajectory.pending:
+            return trajectory
         template = self._tokenizer.chat_template
         try:
             if template is not None:
-                last = talk.input_ids[-1] if talk.input_ids else None
-                ids = template.continuation(talk.pending, last, self._schemas(tools))
+                last = trajectory.input_ids[-1] if trajectory.input_ids else None
+                ids = template.continuation(trajectory.pending, last, self._template_schemas(tools))
             else:
-                ids = self._tokenizer.encode("".join(str(m.get("content", "")) for m in talk.pending))
-        except DataError as error:  # of what the episode added, not of the dataset's row
+                ids = self._tokenizer.encode("".join(str(m.get("content", "")) for m in trajectory.pending))
+        except DataError as error:  # the episode added the message, so no dataset row is at fault
             raise EpisodeError(f"a message that the episode added cannot be encoded: {error}") from error
-        return continued(talk, ids)
+        return append_messages(trajectory, ids)
+
+    def _has_template_tools(self, tools: tuple[Tool, ...]) -> bool:
+        """Return whether the chat template describes tools to the model."""
+        return bool(tools) and self._format.is_described
+
+    def _template_schemas(self, tools: tuple[Tool, ...]) -> list[dict[str, Any]]:
+        """Return the schemas of the tools that the chat template describes."""
+        return [tool_schema(tool) for tool in tools] if self._has_template_tools(tools) else []
 
 
-def _tools_of(prompt: Prompt, tools: Sequence[Tool] | None) -> tuple[Tool, ...]:
-    """What is offered now: the given tools, else the trajectory's."""
+def sample_seed(run_seed: int, stream: str, sample: int, model: str) -> int:
+    """Return the seed with which a model generates a sample: 64 bits that depend on nothing else."""
+    digest = hashlib.blake2b(f"{run_seed}/{stream}/{sample}/{model}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def prompt_trajectory(ids: Sequence[int], messages: tuple[Mapping[str, Any], ...]) -> Trajectory:
+    """Return a trajectory of a prompt, of which nothing is learned."""
+    return Trajectory(
+        input_ids=tuple(ids),
+        loss_mask=(False,) * len(ids),
+        behav_logprobs=(0.0,) * len(ids),
+        versions=(-1,) * len(ids),
+        messages=messages,
+    )
+
+
+def append_messages(trajectory: Trajectory, ids: Sequence[int]) -> Trajectory:
+    """Append a trajectory's pending messages, whose tokens are `ids`. No earlier token is encoded again."""
+    added = prompt_trajectory(ids, trajectory.pending)
+    return dataclasses.replace(
+        trajectory,
+        input_ids=trajectory.input_ids + added.input_ids,
+        loss_mask=trajectory.loss_mask + added.loss_mask,
+        behav_logprobs=trajectory.behav_logprobs + added.behav_logprobs,
+        versions=trajectory.versions + added.versions,
+        messages=trajectory.messages + added.messages,
+        pending=(),
+    )
+
+
+def append_turn(
+    trajectory: Trajectory, generated: GenerationResult, text: str, calls: tuple[ToolCall, ...] = ()
+) -> Trajectory:
+    """Append a generated turn, with its text and the tool calls in it.
+
+    The stop reason of a turn that was cut at `max_tokens` is "length", even if it called a tool before.
+    """
+    has_called = calls and generated.stop_reason == "stop"
+    return dataclasses.replace(
+        trajectory,
+        input_ids=trajectory.input_ids + generated.ids,
+        loss_mask=trajectory.loss_mask + (True,) * len(generated.ids),
+        behav_logprobs=trajectory.behav_logprobs + generated.logprobs,
+        versions=trajectory.versions + generated.versions,
+        messages=(*trajectory.messages, {"role": "assistant", "content": text}),
+        completion=text,
+        stop_reason="tool_calls" if has_called else generated.stop_reason,
+        num_turns=trajectory.num_turns + 1,
+        tool_calls=calls,
+    )
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first stop string in it."""
+    ends = [position for stop in stops if (position := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def _offered_tools(prompt: Prompt, tools: Sequence[Tool] | None) -> tuple[Tool, ...]:
+    """Return the tools that the model may call now: the given ones, else the trajectory's."""
     if tools is not None:
         return tuple(tools)
     return prompt.tools if isinstance(prompt, Trajectory) else ()

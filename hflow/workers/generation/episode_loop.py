@@ -1,6 +1,6 @@
-"""`EpisodeLoop`: generate bodies, all on one event loop in a thread beside the engines.
+"""`EpisodeLoop`: runs all episodes of a worker on one event loop, in a thread of its own.
 
-A sample starts from a row of the dataset; that of a derived stream, beside a sample that exists.
+An episode starts from a dataset row or, in a stream that derives from another, from an existing sample.
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ from hflow.workers.interface import ComputeOrder, Failed, GroupOrder, NodeProgra
 from hflow.workers.storage.dataset_rows import DatasetRow
 from hflow.workers.storage.sample_store import SampleStore
 
+EpisodeId = tuple[str, int]
+"""A generate node and a sample."""
+
 
 class EpisodeLoop:
-    """Runs an episode for every sample of a group, and answers each exactly once.
+    """Runs an episode for every sample of a group, and reports each exactly once.
 
-    A body that raises, or asks an engine for what it refuses, refuses its sample. Other errors of
-    ours end the run: a row that the tokenizer cannot read, an engine that has failed.
+    A body that raises, or requests from an engine what it refuses, refuses its sample. Other errors of
+    hflow end the run: a dataset row that the tokenizer cannot read, an engine that has failed.
 
     Args:
-        plan: for streams and the engines that sources use.
+        plan: says which streams exist and which engines their sources use.
         programs: the generate nodes.
-        store: where samples go.
+        store: where samples are stored.
         drivers: generation replica -> its engine on this worker.
         tokenizers: model -> its tokenizer, used by this thread only.
-        seed: of the run.
-        on_error: takes an exception that ends the run.
-        num_processes: calls of one sandboxed tool that run at once.
+        seed: the run's seed.
+        on_error: called with an exception that ends the run.
+        num_processes: most calls of one sandboxed tool that run at the same time.
     """
 
     def __init__(
@@ -56,84 +59,96 @@ class EpisodeLoop:
         num_processes: int = 1,
     ) -> None:
         self._plan = plan
-        self._stages = {
+        self._runners = {
             name: GenerateRunner(plan, program, store, drivers, tokenizers, seed)
             for name, program in programs.items()
         }
         self._store = store
         self._on_error = on_error
         self._awake: set[str] = set()
-        self._running: dict[tuple[str, int], asyncio.Task[WorkerEvent]] = {}
-        self._effects: dict[tuple[str, int], RecordedEffects] = {}
-        """Of the running, by node and sample."""
-        self._starts: dict[tuple[str, int], EpisodeStart] = {}
-        self._given_up: set[tuple[str, int]] = set()
-        """Stopped, as another worker goes on with them: they are not answered here."""
-        self._census: Counter[EpisodeState] = Counter()
+        """Generation replicas whose engine is awake."""
+        self._tasks: dict[EpisodeId, asyncio.Task[WorkerEvent]] = {}
+        self._starts: dict[EpisodeId, EpisodeStart] = {}
+        self._effects: dict[EpisodeId, RecordedEffects] = {}
+        """The effects of the current attempt of each episode."""
+        self._detached: set[EpisodeId] = set()
+        """Episodes that another worker continues, so that this one does not report them."""
+        self._state_counts: Counter[EpisodeState] = Counter()
         self._sandboxes = Sandboxes(num_processes)
-        self._answers: dict[EventSink, list[WorkerEvent]] = {}
+        self._unsent: dict[EventSink, list[WorkerEvent]] = {}
+        """Events of this iteration of the event loop."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hflow-episodes", daemon=True)
         self._thread.start()
 
-    # -------------------------------------------------------------------- from other threads
+    # For other threads
+
     def open_groups(
         self,
         orders: Sequence[tuple[GroupOrder, DatasetRow]],
         sink: EventSink,
         journals: Mapping[int, Journal] | None = None,
     ) -> None:
-        """Start the episodes of groups; samples of which there is a journal go on from where it ends."""
+        """Start the episodes of groups.
+
+        Args:
+            orders: the groups and their dataset rows.
+            sink: called with the events of their samples.
+            journals: sample -> the journal with which its episode continues.
+        """
         self._loop.call_soon_threadsafe(self._open, orders, sink, journals or {})
 
     def derive(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
-        """Start episodes beside samples that exist, in streams that derive from theirs."""
+        """Start episodes from existing samples, in streams that derive from theirs."""
         self._loop.call_soon_threadsafe(self._derive, orders, sink)
 
     def cancel(self, stream: str, samples: Sequence[int]) -> None:
-        """Stop what runs for released samples, and free what they left meanwhile."""
+        """Stop the episodes of released samples, and free what they have stored meanwhile."""
         self._loop.call_soon_threadsafe(self._cancel, stream, samples)
 
     def set_awake(self, replica: str, awake: bool) -> None:
-        """Let the time limits on an engine run, or stand still."""
+        """Let the timeouts of the episodes that use an engine run, or pause them."""
         self._loop.call_soon_threadsafe(self._set_awake, replica, awake)
 
-    def journals(self) -> dict[tuple[str, int], Journal]:
-        """What every unfinished sample did so far, by node and sample.
+    def journals(self) -> dict[EpisodeId, Journal]:
+        """Return the journals of all unfinished episodes, by node and sample.
 
-        Completions have the tokens of their last interruption: interrupt the engines first.
+        Completions have the tokens of their last interruption, so interrupt the engines first.
         """
 
-        async def collect() -> dict[tuple[str, int], Journal]:
-            return {key: effects.journal for key, effects in self._effects.items()}
+        async def collect() -> dict[EpisodeId, Journal]:
+            return {episode: effects.journal for episode, effects in self._effects.items()}
 
         return asyncio.run_coroutine_threadsafe(collect(), self._loop).result()
 
     def detach_groups(self, node: str, groups: Sequence[int]) -> list[GroupOrder]:
-        """Stop the episodes of groups whose samples all run, without an answer.
+        """Stop the episodes of groups without reporting them, so that another worker can continue them.
 
-        Returns the orders of these groups, with the journals of their samples. As for `journals`, the engines
-        must have been interrupted.
+        Interrupt the engines first, as for `journals`. Groups of which an episode has ended are left running.
+
+        Returns:
+            The orders of the stopped groups, with the journals of their samples.
         """
 
         async def stop() -> list[GroupOrder]:
-            orders = self._all_running(node, set(groups))
-            tasks = [self._running[node, sample] for order in orders for sample in order.samples]
-            self._given_up |= {(node, sample) for order in orders for sample in order.samples}
-            left = [replace(order, journals=self._journals_of(node, order.samples)) for order in orders]
+            orders = self._orders_all_running(node, set(groups))
+            episodes = [(node, sample) for order in orders for sample in order.samples]
+            tasks = [self._tasks[episode] for episode in episodes]
+            self._detached.update(episodes)
+            detached = [replace(order, journals=self._journals_of(node, order.samples)) for order in orders]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            return left
+            return detached
 
         return asyncio.run_coroutine_threadsafe(stop(), self._loop).result()
 
-    def states(self) -> dict[EpisodeState, int]:
-        """How many episodes are in each state; the terminated are all that ever ended."""
-        return {state: self._census[state] for state in EpisodeState}
+    def state_counts(self) -> dict[EpisodeState, int]:
+        """Return the number of episodes in each state; TERMINATED counts all that ever ended."""
+        return {state: self._state_counts[state] for state in EpisodeState}
 
     def close(self) -> None:
-        """End the loop; what runs is never answered."""
+        """Stop all episodes without reporting them, and end the thread."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -141,14 +156,7 @@ class EpisodeLoop:
             self._loop.close()
             self._sandboxes.close()
 
-    # -------------------------------------------------------------------------- on the loop
-    def _set_awake(self, replica: str, awake: bool) -> None:
-        """An episode's time runs while all of its engines are awake."""
-        (self._awake.add if awake else self._awake.discard)(replica)
-        for stage in self._stages.values():
-            replicas = stage.replicas.values()
-            if replica in replicas:
-                (stage.clock.run if self._awake.issuperset(replicas) else stage.clock.pause)()
+    # On the event loop
 
     def _open(
         self,
@@ -157,106 +165,117 @@ class EpisodeLoop:
         journals: Mapping[int, Journal],
     ) -> None:
         for order, row in orders:
-            program = self._stages[self._plan.graph.stream(order.stream).source].program
+            program = self._runners[self._plan.graph.stream(order.stream).source].program
             inputs = {read.parameter: row[read.field][1] for read in program.reads}
             for sample in order.samples:
                 journal = journals.get(sample)
-                self._start(
-                    EpisodeStart(program, sample, order.group, inputs, row, order, journal=journal), sink
-                )
+                start = EpisodeStart(program, sample, order.group, inputs, row, order, journal=journal)
+                self._start(start, sink)
 
     def _derive(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
         for order in orders:
-            program = self._stages[order.node].program
+            program = self._runners[order.node].program
             parent = self._plan.graph.stream(program.stream).parent
             assert parent is not None, f"{program.name} does not derive from a stream"
-            held = self._store.gather_if_present(parent, input_fields(program, parent), order.samples)
-            if held is None:
-                self._answer(sink, Failed(order.node, order.key, "failed", SAMPLE_RELEASED))
+            batch = self._store.gather_if_present(parent, input_fields(program, parent), order.samples)
+            if batch is None:
+                self._report(sink, Failed(order.node, order.key, "failed", SAMPLE_RELEASED))
                 continue
-            (inputs,) = bind_rows(program, held, [1], "sample")
-            self._start(EpisodeStart(program, order.key, int(held.groups[0]), inputs, parent=parent), sink)
+            (inputs,) = bind_rows(program, batch, [1], "sample")
+            start = EpisodeStart(program, order.key, int(batch.groups[0]), inputs, parent=parent)
+            self._start(start, sink)
 
     def _start(self, start: EpisodeStart, sink: EventSink) -> None:
-        name, sample = start.program.name, start.sample
-        task = self._loop.create_task(self._attempts(start))
-        self._running[name, sample] = task
-        self._starts[name, sample] = start
-        task.add_done_callback(partial(self._ended, name, sample, sink))
+        episode = start.program.name, start.sample
+        task = self._loop.create_task(self._run_attempts(start))
+        self._tasks[episode] = task
+        self._starts[episode] = start
+        task.add_done_callback(partial(self._finish, episode, sink))
 
-    def _ended(self, node: str, sample: int, sink: EventSink, task: asyncio.Task[WorkerEvent]) -> None:
-        del self._running[node, sample], self._starts[node, sample]
-        if (node, sample) in self._given_up:
-            self._given_up.remove((node, sample))
+    async def _run_attempts(self, start: EpisodeStart) -> WorkerEvent:
+        """Run an episode up to `1 + retries` times.
+
+        A further attempt replays the journal of the one before, so that nothing is done twice.
+        """
+        journal = start.journal
+        for retries_left in reversed(range(1 + start.program.options.get("retries", 0))):
+            effects = RecordedEffects(self._sandboxes, self._state_counts, journal)
+            event = await self._run_attempt(start, effects)
+            if not (retries_left and isinstance(event, Failed)):
+                break
+            journal = None if effects.has_diverged else effects.journal
+        return event
+
+    async def _run_attempt(self, start: EpisodeStart, effects: RecordedEffects) -> WorkerEvent:
+        self._effects[start.program.name, start.sample] = effects
+        try:
+            runner = self._runners[start.program.name]
+            async with runner.concurrency_limit:
+                effects.status.begin()
+                return await runner.run(start, effects)
+        finally:
+            effects.status.end()
+            del self._effects[start.program.name, start.sample]
+
+    def _finish(self, episode: EpisodeId, sink: EventSink, task: asyncio.Task[WorkerEvent]) -> None:
+        del self._tasks[episode], self._starts[episode]
+        if episode in self._detached:
+            self._detached.remove(episode)
         elif task.cancelled():
-            self._answer(sink, Failed(node, sample, "failed", SAMPLE_RELEASED))
+            self._report(sink, Failed(*episode, "failed", SAMPLE_RELEASED))
         elif error := task.exception():
             self._on_error(error)
         else:
-            self._answer(sink, task.result())
+            self._report(sink, task.result())
 
-    def _answer(self, sink: EventSink, event: WorkerEvent) -> None:
-        """Report an event, together with all others of this turn of the loop."""
-        if not self._answers:
-            self._loop.call_soon(self._flush)
-        self._answers.setdefault(sink, []).append(event)
+    def _report(self, sink: EventSink, event: WorkerEvent) -> None:
+        """Report an event, together with all others of this iteration of the event loop."""
+        if not self._unsent:
+            self._loop.call_soon(self._send_events)
+        self._unsent.setdefault(sink, []).append(event)
 
-    def _flush(self) -> None:
-        answers, self._answers = self._answers, {}
-        for sink, events in answers.items():
+    def _send_events(self) -> None:
+        unsent, self._unsent = self._unsent, {}
+        for sink, events in unsent.items():
             sink(events)
 
     def _cancel(self, stream: str, samples: Sequence[int]) -> None:
         source = self._plan.graph.stream(stream).source
         for sample in samples:
-            if task := self._running.get((source, sample)):
+            if task := self._tasks.get((source, sample)):
                 task.cancel()
         self._store.release(samples, (stream,))
 
-    def _all_running(self, node: str, groups: set[int]) -> list[GroupOrder]:
-        """The orders of those groups of which no sample has ended."""
+    def _set_awake(self, replica: str, awake: bool) -> None:
+        """Run the clock of each node while all of its engines are awake."""
+        (self._awake.add if awake else self._awake.discard)(replica)
+        for runner in self._runners.values():
+            replicas = runner.replicas.values()
+            if replica in replicas:
+                (runner.clock.run if self._awake.issuperset(replicas) else runner.clock.pause)()
+
+    def _orders_all_running(self, node: str, groups: set[int]) -> list[GroupOrder]:
+        """Return the orders of those groups of which no episode has ended."""
         orders = {
             start.order.group: start.order
             for (name, _), start in self._starts.items()
             if name == node and start.order is not None and start.order.group in groups
         }
-        running = {key for key, task in self._running.items() if not task.done()}
+        running = {episode for episode, task in self._tasks.items() if not task.done()}
         return [o for o in orders.values() if running.issuperset((node, sample) for sample in o.samples)]
 
     def _journals_of(self, node: str, samples: Sequence[int]) -> dict[int, Journal]:
-        """What samples did so far; one that has not begun has what it was to start from."""
+        """Return the journals of samples; for one that has not begun, the journal it was to start with."""
         empty = Journal()
         return {
-            s: self._effects[node, s].journal
-            if (node, s) in self._effects
-            else self._starts[node, s].journal or empty
-            for s in samples
+            sample: self._effects[node, sample].journal
+            if (node, sample) in self._effects
+            else self._starts[node, sample].journal or empty
+            for sample in samples
         }
 
     async def _stop(self) -> None:
-        tasks = list(self._running.values())
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _attempts(self, start: EpisodeStart) -> WorkerEvent:
-        """Try until it ends well. A try goes on from what the one before did: nothing is done twice."""
-        journal = start.journal
-        for tries_left in reversed(range(1 + start.program.options.get("retries", 0))):
-            effects = RecordedEffects(self._sandboxes, self._census, journal)
-            answer = await self._attempt(start, effects)
-            if not (tries_left and isinstance(answer, Failed)):
-                break
-            journal = None if effects.has_diverged else effects.journal
-        return answer
-
-    async def _attempt(self, start: EpisodeStart, effects: RecordedEffects) -> WorkerEvent:
-        self._effects[start.program.name, start.sample] = effects
-        try:
-            stage = self._stages[start.program.name]
-            async with stage.limit:
-                effects.watch.begin()
-                return await stage.play(start, effects)
-        finally:
-            effects.watch.end()
-            del self._effects[start.program.name, start.sample]

@@ -1,4 +1,4 @@
-"""`GenerateRunner`: one generate node on one worker; plays the episodes of its samples."""
+"""`GenerateRunner`: runs the episodes of one generate node on one worker."""
 
 from __future__ import annotations
 
@@ -25,52 +25,48 @@ from hflow.workers.storage.dataset_rows import DatasetRow, row_error
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_writer import SampleWriter
 
-# -------------------- What an episode starts from, and how its node draws.
+_SAMPLE_ERRORS = (BackendError, DataError, EpisodeError)
+"""hflow's own errors that refuse the sample in which they are raised; the others end the run."""
 
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """One sample to generate."""
+    """One sample to generate, and what it starts from."""
 
     program: NodeProgram
     sample: int
     group: int
     inputs: Mapping[str, Any]
-    """The body's fields, by parameter."""
+    """Fields that the body receives, by parameter."""
     row: DatasetRow = field(default_factory=dict)
-    """The dataset's row of a root stream's sample."""
+    """The dataset row; empty for a sample that derives from one of another stream."""
     order: GroupOrder | None = None
-    """What asked for it; None where it stands beside a sample of another stream."""
+    """The order to which the sample belongs; None for a sample that derives from one of another stream."""
     parent: str | None = None
-    """That stream."""
+    """The stream of the sample from which this one derives."""
     journal: Journal | None = None
-    """What the episode did elsewhere before."""
-
-
-def params_of(program: NodeProgram) -> SamplingParams:
-    """How a node draws."""
-    names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
-    return SamplingParams(**{name: program.options[name] for name in names if name in program.options})
-
-
-def limit_of(program: NodeProgram) -> AbstractAsyncContextManager[Any]:
-    """Bounds how many of a node's episodes run at once."""
-    concurrency = program.options.get("concurrency")
-    return asyncio.Semaphore(concurrency) if concurrency else nullcontext()
-
-
-_REFUSING = (BackendError, DataError, EpisodeError)
-"""Errors of ours that are the sample's own fault."""
+    """What the episode did before on another worker."""
 
 
 class GenerateRunner:
-    """What the episodes of a node have in common.
+    """What the episodes of one node have in common, and how one of them runs.
+
+    Args:
+        plan: says which engines and streams the node has.
+        program: the node's program.
+        store: where samples are stored.
+        drivers: generation replica -> its engine on this worker.
+        tokenizers: model -> its tokenizer.
+        seed: the run's seed.
 
     Attributes:
-        program: the node's.
-        replicas: model -> the generation replica that draws for it.
-        clock: drives the timeouts of its episodes; it runs while all of its engines are awake.
-        limit: bounds how many of its episodes run at once.
+        program: the node's program.
+        replicas: model -> the generation replica that generates for it.
+        clock: drives the timeouts of the node's episodes; it runs while all of its engines are awake.
+        concurrency_limit: bounds how many of the node's episodes run at the same time.
+
+    Raises:
+        RecipeError: for an unknown `tool_format`.
     """
 
     def __init__(
@@ -82,64 +78,51 @@ class GenerateRunner:
         tokenizers: Mapping[str, TextTokenizer],
         seed: int,
     ) -> None:
-        """Set it.
-
-        Args:
-            plan: for the node's engines and streams.
-            program: the node's.
-            store: where samples go.
-            drivers: generation replica -> its engine on this worker.
-            tokenizers: model -> its tokenizer.
-            seed: of the run.
-
-        Raises:
-            RecipeError: for a `tool_format` that is none.
-        """
         self.program = program
         self.replicas = {plan.replica(name).model: name for name in plan.placement(program.name).replicas}
         self.clock = PausableClock()
-        self.limit = limit_of(program)
+        self.concurrency_limit = _concurrency_limit(program)
         self._plan = plan
         self._writer = SampleWriter.for_node(program, plan.graph, store)
         self._drivers = {model: drivers[replica] for model, replica in self.replicas.items()}
         self._tokenizers = tokenizers
-        self._params = params_of(program)
+        self._params = _sampling_params(program)
         self._seed = seed
         self._tool_format = program.options.get("tool_format")
         if self._tool_format is not None:
             for model in program.models:
                 tool_format(self._tool_format, tokenizers[model].chat_template is not None)
 
-    async def play(self, start: EpisodeStart, effects: RecordedEffects) -> WorkerEvent:
-        """Run one episode to its end, and put away what it returns.
+    async def run(self, start: EpisodeStart, effects: RecordedEffects) -> WorkerEvent:
+        """Run one episode to its end, store what it returns, and return the event that reports it.
 
         Raises:
-            HflowError: what ends the run: a row that cannot be read, an engine that has failed, a
-                recipe that is wrong.
+            HflowError: when the run has to end: a dataset row cannot be read, the engine has failed, or
+                the recipe is wrong.
         """
         program, sample = start.program, start.sample
-        timeout = program.options.get("timeout")
+        seconds = program.options.get("timeout")
         arguments = self._arguments(start, effects)
         try:
-            async with self.clock.timeout(timeout) as limit:
+            async with self.clock.timeout(seconds) as timeout:
                 result = await program.body(**arguments)
             effects.finish()
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            if isinstance(error, TimeoutError) and limit.expired():
-                return Failed(program.name, sample, "timeout", timeout_message(timeout))
+            if isinstance(error, TimeoutError) and timeout.expired():
+                return Failed(program.name, sample, "timeout", timeout_message(seconds))
             for driver in self._drivers.values():
-                driver.check()
+                driver.raise_if_failed()
             if isinstance(error, DataError) and start.order is not None:
                 raise row_error(self._plan, start.order, error) from error
-            if isinstance(error, HflowError) and not isinstance(error, _REFUSING):
+            if isinstance(error, HflowError) and not isinstance(error, _SAMPLE_ERRORS):
                 raise
             return Failed(program.name, sample, "failed", error_with_location(error, program.body))
-        made = self._writer.write(sample, start.group, result, start.row, start.parent)
+        event = self._writer.write(sample, start.group, result, start.row, start.parent)
         self._writer.write_metrics(sample, effects.counts)
-        return made if start.order is not None else ComputeReady(program.name, sample)
+        return event if start.order is not None else ComputeReady(program.name, sample)
 
     def _arguments(self, start: EpisodeStart, effects: RecordedEffects) -> dict[str, Any]:
-        """The body's fields, knobs, tokenizer, and an engine for each model."""
+        """Return the body's arguments: knobs, fields, a tokenizer, and an engine for each model."""
         program = self.program
         arguments = {**program.knobs, **start.inputs}
         for name, kind in program.provided:
@@ -162,12 +145,21 @@ class GenerateRunner:
         )
 
 
+def _sampling_params(program: NodeProgram) -> SamplingParams:
+    names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+    return SamplingParams(**{name: program.options[name] for name in names if name in program.options})
+
+
+def _concurrency_limit(program: NodeProgram) -> AbstractAsyncContextManager[Any]:
+    concurrency = program.options.get("concurrency")
+    return asyncio.Semaphore(concurrency) if concurrency else nullcontext()
+
+
 class PausableClock:
-    """Time that runs while the engines of a node are awake; drives the timeouts of its episodes.
+    """Drives the timeouts of a node's episodes while its engines are awake. Starts paused.
 
     An engine that shares its devices with training sleeps for much of a step, which must not count
-    against the episodes that it interrupted. The clock starts paused. It belongs to the thread of the
-    event loop.
+    against the episodes that it interrupted. All methods are for the thread of the event loop.
     """
 
     def __init__(self) -> None:
@@ -189,7 +181,7 @@ class PausableClock:
         self._remaining.pop(timeout, None)
 
     def run(self) -> None:
-        """Let time run: the engines are awake."""
+        """Let time pass: the engines are awake."""
         if not self._is_running:
             self._is_running = True
             for timeout in self._remaining:

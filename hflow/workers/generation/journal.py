@@ -1,7 +1,11 @@
-"""The journal of an episode: its effects in the order in which they began, and what came of them.
+"""`Journal`: the record of one episode's effects, from which it can be replayed.
 
-An episode that starts with a journal is replayed: the effects that are in it return what it says,
-without being done again. So no token is drawn twice, and the episode comes to where it was.
+An effect is a completion, a call, a random number or a time. Effects are recorded in the order in which they
+begin, with their outcomes. When an episode starts with a journal, its body runs from the beginning, but
+effects that are in the journal return the recorded outcome without being performed. So no token is
+drawn twice, and the episode gets to where it was.
+
+A journal holds outcomes, not trajectories, which the body builds again.
 """
 
 from __future__ import annotations
@@ -16,121 +20,127 @@ from typing import Any
 from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.errors import EpisodeError
 
-
-@dataclass(frozen=True)
-class JournalEntry:
-    """One effect of an episode."""
-
-    kind: str
-    """`complete`, `call`, `random` or `time`."""
-    model: str
-    """Of the engine that was asked."""
-    request: Mapping[str, Any]
-    outcome: Any = None
-    """Tokens as `GenerationResult`; a tool's result and whether it failed; a number."""
-    is_done: bool = True
-    """False where the episode was left in it; a completion may have tokens already."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> JournalEntry:
-        """The effect of a plain row."""
-        effect = cls(**row)
-        if effect.kind != "complete" or effect.outcome is None:
-            return effect
-        said = effect.outcome
-        ids, logprobs, versions = (tuple(said[name]) for name in ("ids", "logprobs", "versions"))
-        return dataclasses.replace(
-            effect, outcome=GenerationResult(ids, logprobs, versions, said["stop_reason"])
-        )
+_REPLAY_RULE = "A journal can only be replayed by the body that wrote it."
 
 
 @dataclass(frozen=True)
 class Journal:
-    """The effects of one episode, as far as it came."""
+    """The effects of one episode so far."""
 
     entries: tuple[JournalEntry, ...] = ()
 
     def to_json(self) -> list[dict[str, Any]]:
-        """As plain values; `from_json` reads them, on any worker."""
-        return [effect.to_json() for effect in self.entries]
+        """Return the journal as plain values, which `from_json` reads on any worker."""
+        return [entry.to_json() for entry in self.entries]
 
     @classmethod
     def from_json(cls, rows: Sequence[Mapping[str, Any]]) -> Journal:
-        """The journal of plain rows."""
+        """Read what `to_json` returned."""
         return cls(tuple(map(JournalEntry.from_json, rows)))
 
 
-class JournalRecorder:
-    """Writes the journal of a running episode, and reads the one that it started from.
+@dataclass(frozen=True)
+class JournalEntry:
+    """One effect and its outcome."""
 
-    Effects that run at the same time are told apart by the order in which they begin; a body that
-    makes this order depend on which of them ends first cannot be replayed, and is refused.
+    kind: str
+    """`complete`, `call`, `random` or `time`."""
+    model: str
+    """The model of the engine that was called."""
+    request: Mapping[str, Any]
+    """What was requested, to compare with when the episode is replayed."""
+    outcome: Any = None
+    """For a completion a `GenerationResult`; for a call its result and whether it failed; else a number."""
+    is_done: bool = True
+    """False where the episode stopped during the effect; a completion may have some tokens then."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as plain values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> JournalEntry:
+        """Read what `to_json` returned."""
+        entry = cls(**row)
+        if entry.kind != "complete" or entry.outcome is None:
+            return entry
+        result = entry.outcome
+        ids, logprobs, versions = (tuple(result[name]) for name in ("ids", "logprobs", "versions"))
+        return dataclasses.replace(
+            entry, outcome=GenerationResult(ids, logprobs, versions, result["stop_reason"])
+        )
+
+
+class JournalRecorder:
+    """Writes the journal of a running episode, and reads the one from which it started.
+
+    Effects that run at the same time are identified by the order in which they begin. A body in which this
+    order depends on timing cannot be replayed, and raises `EpisodeError`.
+
+    Attributes:
+        has_diverged: whether the episode did something else than the journal from which it started.
     """
 
     def __init__(self, past: Journal | None = None) -> None:
+        self.has_diverged = False
         self._past = past.entries if past else ()
-        self._effects: list[JournalEntry] = []
+        self._entries: list[JournalEntry] = []
         """As they began."""
         self._outcomes: dict[int, tuple[Any, bool]] = {}
-        """What came of them since, and whether they are done."""
-        self.has_diverged = False
-        """Whether the episode did something else than its journal says."""
-
-    def begin(self, kind: str, model: str, request: Mapping[str, Any]) -> tuple[int, JournalEntry]:
-        """The next effect: its index, and what the journal has of it, or an effect that is not done.
-
-        Raises:
-            EpisodeError: when the journal has another effect there.
-        """
-        index = len(self._effects)
-        effect = JournalEntry(kind, model, request, is_done=False)
-        if index < len(self._past):
-            self._compare(index, self._past[index], effect)
-            effect = self._past[index]
-        self._effects.append(effect)
-        return index, effect
-
-    def keep(self, index: int, outcome: Any, is_done: bool = True) -> None:
-        """Write what came of an effect, so far or in the end. May be called from any thread."""
-        self._outcomes[index] = (outcome, is_done)
-
-    def finish(self) -> None:
-        """The episode ended.
-
-        Raises:
-            EpisodeError: when the journal goes on.
-        """
-        if len(self._effects) < len(self._past):
-            self.has_diverged = True
-            raise EpisodeError(
-                f"the episode ended after {len(self._effects)} effects, its journal has {len(self._past)}; "
-                "it can only be replayed by the body that wrote it"
-            )
-
-    def _compare(self, index: int, past: JournalEntry, now: JournalEntry) -> None:
-        what = _difference(past, now)
-        if what is not None:
-            self.has_diverged = True
-            raise EpisodeError(
-                f"effect {index} of the replayed episode is {what}; it can only be replayed by the body that "
-                "wrote it"
-            )
+        """Index -> the outcome recorded since, and whether it is final."""
 
     @property
     def journal(self) -> Journal:
-        """What is written, and what is yet to be replayed."""
-        effects = list(self._effects)
+        """The entries recorded so far, and those that were not replayed yet."""
+        entries = list(self._entries)
         for index, (outcome, is_done) in tuple(self._outcomes.items()):
-            effects[index] = dataclasses.replace(effects[index], outcome=outcome, is_done=is_done)
-        return Journal((*effects, *self._past[len(effects) :]))
+            entries[index] = dataclasses.replace(entries[index], outcome=outcome, is_done=is_done)
+        return Journal((*entries, *self._past[len(entries) :]))
+
+    def begin(self, kind: str, model: str, request: Mapping[str, Any]) -> tuple[int, JournalEntry]:
+        """Begin an effect.
+
+        Returns:
+            Its index, and its entry in the journal from which the episode started. Beyond the end of that
+            journal, an entry that is not done.
+
+        Raises:
+            EpisodeError: when that journal has another effect there.
+        """
+        index = len(self._entries)
+        entry = JournalEntry(kind, model, request, is_done=False)
+        if index < len(self._past):
+            self._check_same(index, self._past[index], entry)
+            entry = self._past[index]
+        self._entries.append(entry)
+        return index, entry
+
+    def record(self, index: int, outcome: Any, is_done: bool = True) -> None:
+        """Record the outcome of an effect, or its outcome so far. May be called from any thread."""
+        self._outcomes[index] = (outcome, is_done)
+
+    def finish(self) -> None:
+        """End the episode.
+
+        Raises:
+            EpisodeError: when the journal from which it started has further effects.
+        """
+        if len(self._entries) < len(self._past):
+            self.has_diverged = True
+            raise EpisodeError(
+                f"the replayed episode ended after {len(self._entries)} effects, but its journal has "
+                f"{len(self._past)}. {_REPLAY_RULE}"
+            )
+
+    def _check_same(self, index: int, past: JournalEntry, now: JournalEntry) -> None:
+        difference = _difference(past, now)
+        if difference is not None:
+            self.has_diverged = True
+            raise EpisodeError(f"effect {index} of the replayed episode is {difference}. {_REPLAY_RULE}")
 
 
 def completion_request(prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-    """What tells one completion from another, in short."""
+    """Return the `request` of a completion's entry: a digest of the prompt, and the limits."""
     digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=8).hexdigest()
     return {
         "prompt": digest,
@@ -141,10 +151,10 @@ def completion_request(prompt_ids: Sequence[int], params: SamplingParams) -> dic
 
 
 def _difference(past: JournalEntry, now: JournalEntry) -> str | None:
-    """What the episode asks for in the place of the journal's effect, in words; None where it is the same."""
+    """Describe what the episode requests in place of a journal's entry; None where they are the same."""
     if (past.kind, past.model) != (now.kind, now.model):
-        return f"{now.kind} of {now.model!r}, the journal has {past.kind} of {past.model!r}"
-    for name in now.request:
-        if past.request.get(name) != now.request[name]:
-            return f"{now.kind} with {name}={now.request[name]!r}, the journal has {past.request.get(name)!r}"
+        return f"{now.kind} of {now.model!r}, but the journal has {past.kind} of {past.model!r}"
+    for name, value in now.request.items():
+        if past.request.get(name) != value:
+            return f"{now.kind} with {name}={value!r}, but the journal has {past.request.get(name)!r}"
     return None

@@ -1,7 +1,4 @@
-"""`RecordedEffects`: all that an episode does to the world, journaled, watched and counted.
-
-The engines of one episode share one.
-"""
+"""`RecordedEffects`: performs everything that an episode does to the outside, and records it in a journal."""
 
 from __future__ import annotations
 
@@ -22,94 +19,32 @@ from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.journal import Journal, JournalRecorder, completion_request
 from hflow.workers.generation.sandboxes import Sandboxes, ToolFailed
 
-# -------------------- What the episodes of a worker do, counted by state.
-
-
-class EpisodeStatus:
-    """The state of one episode. Its changes are counted in a census of all.
-
-    Args:
-        census: state -> episodes that are in it.
-    """
-
-    def __init__(self, census: Counter[EpisodeState]) -> None:
-        self.state = EpisodeState.PENDING
-        self._census = census
-        self._doing = {EpisodeState.GENERATING: 0, EpisodeState.PROCESSING_TOOLS: 0}
-        """How often at once; of both, generating names the state."""
-        census[self.state] += 1
-
-    def begin(self) -> None:
-        """The body begins."""
-        self._become(EpisodeState.INTERACTING)
-
-    def end(self) -> None:
-        """The body has ended, or never began."""
-        self._become(EpisodeState.TERMINATED)
-
-    def doing(self, state: EpisodeState) -> _Activity:
-        """While the block runs, the episode generates or processes tools."""
-        return _Activity(self, state)
-
-    def count(self, state: EpisodeState, change: int) -> None:
-        """It does so once more, or once less."""
-        self._doing[state] += change
-        if self.state is EpisodeState.TERMINATED:
-            return
-        for one, num in self._doing.items():
-            if num:
-                self._become(one)
-                return
-        self._become(EpisodeState.INTERACTING)
-
-    def _become(self, state: EpisodeState) -> None:
-        self._census[self.state] -= 1
-        self._census[state] += 1
-        self.state = state
-
-
-class _Activity:
-    """A block in which an episode does something."""
-
-    __slots__ = ("_state", "_watch")
-
-    def __init__(self, watch: EpisodeStatus, state: EpisodeState) -> None:
-        self._watch = watch
-        self._state = state
-
-    def __enter__(self) -> None:
-        self._watch.count(self._state, 1)
-
-    def __exit__(self, *error: object) -> None:
-        self._watch.count(self._state, -1)
-
-
 Tool = Callable[..., Any]
 
 
 class RecordedEffects:
-    """One episode's.
+    """The effects of one attempt of an episode.
+
+    All engines of the episode share it, so that their effects have one order.
+
+    Args:
+        sandboxes: run sandboxed tools.
+        state_counts: the worker's number of episodes in each state.
+        journal: what the episode did in an earlier attempt, here or elsewhere; None for a new one.
 
     Attributes:
-        watch: the episode's state.
-        counts: `tool_calls`, `tool_errors`, `malformed_calls`, of tools that are sandboxed or were offered
-            to a model; empty where there are none.
+        status: the episode's state.
+        counts: `tool_calls`, `tool_errors` and `malformed_calls`, for tools that are sandboxed or were
+            offered to a model; empty if there are none.
     """
 
     def __init__(
         self,
         sandboxes: Sandboxes,
-        census: Counter[EpisodeState] | None = None,
+        state_counts: Counter[EpisodeState] | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """Begin an episode.
-
-        Args:
-            sandboxes: where sandboxed tools run.
-            census: of the worker's episodes.
-            journal: what the episode did elsewhere; None for one that starts.
-        """
-        self.watch = EpisodeStatus(Counter() if census is None else census)
+        self.status = EpisodeStatus(Counter() if state_counts is None else state_counts)
         self.counts: dict[str, int] = {}
         self._sandboxes = sandboxes
         self._recorder = JournalRecorder(journal)
@@ -122,19 +57,19 @@ class RecordedEffects:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the episode did something else than the journal says that it started from."""
+        """Whether the episode did something else than the journal from which it started."""
         return self._recorder.has_diverged
 
     def finish(self) -> None:
-        """The body returned.
+        """End the episode, after its body returned.
 
         Raises:
-            EpisodeError: when the journal that it started from goes on.
+            EpisodeError: when the journal from which it started has further effects.
         """
         self._recorder.finish()
 
     def offer(self, tools: Iterable[Tool]) -> None:
-        """These tools are shown to the model, so that their errors are answers to it."""
+        """Note that a model may call these tools. Their errors become results that the model reads."""
         self._offered.update(tools)
         for name in ("tool_calls", "tool_errors", "malformed_calls"):
             self.counts.setdefault(name, 0)
@@ -142,16 +77,16 @@ class RecordedEffects:
     async def complete(
         self, driver: EngineDriver, model: str, prompt_ids: Sequence[int], params: SamplingParams
     ) -> GenerationResult:
-        """Draw tokens, as far as the journal does not have them."""
-        index, effect = self._recorder.begin("complete", model, completion_request(prompt_ids, params))
-        if effect.is_done:
-            done: GenerationResult = effect.outcome
-            return done
-        on_part = partial(self._recorder.keep, index, is_done=False)
-        with self.watch.doing(EpisodeState.GENERATING):
-            drawn = await driver.submit(prompt_ids, params, effect.outcome, on_part)
-        self._recorder.keep(index, drawn)
-        return drawn
+        """Generate tokens, except those that the journal has."""
+        index, entry = self._recorder.begin("complete", model, completion_request(prompt_ids, params))
+        if entry.is_done:
+            recorded: GenerationResult = entry.outcome
+            return recorded
+        on_interrupt = partial(self._recorder.record, index, is_done=False)
+        with self.status.during(EpisodeState.GENERATING):
+            generated = await driver.submit(prompt_ids, params, entry.outcome, on_interrupt)
+        self._recorder.record(index, generated)
+        return generated
 
     async def call(
         self, model: str, tool: Tool, arguments: Mapping[str, Any], failure: Callable[[str], str]
@@ -159,42 +94,45 @@ class RecordedEffects:
         """Run a tool, unless the journal has its result.
 
         Args:
-            model: of the engine that was asked.
+            model: the model of the engine that was called.
             tool: the function.
-            arguments: what JSON can hold.
+            arguments: its arguments, which JSON can hold.
             failure: makes the result of a tool that failed.
 
         Raises:
             TypeError: for arguments or a result that JSON cannot hold.
-            Exception: what a function raised that is neither sandboxed nor offered to the model.
+            Exception: what the function raised, if it is neither sandboxed nor offered to the model.
         """
-        asked = {"tool": tool.__name__, "arguments": plain(arguments, f"the arguments of {tool.__name__}")}
-        index, effect = self._recorder.begin("call", model, asked)
-        if not effect.is_done:
-            with self.watch.doing(EpisodeState.PROCESSING_TOOLS):
-                outcome = await self._outcome(tool, arguments, failure)
-            self._recorder.keep(index, outcome)
+        request = {
+            "tool": tool.__name__,
+            "arguments": json_value(arguments, f"the arguments of {tool.__name__}"),
+        }
+        index, entry = self._recorder.begin("call", model, request)
+        if not entry.is_done:
+            with self.status.during(EpisodeState.PROCESSING_TOOLS):
+                outcome = await self._run_tool(tool, arguments, failure)
+            self._recorder.record(index, outcome)
         else:
-            outcome = effect.outcome
-        if self._answers_a_model(tool):
+            outcome = entry.outcome
+        if self._is_for_model(tool):
             self.offer([tool])
             self.counts["tool_calls"] += 1
             self.counts["tool_errors"] += outcome["failed"]
         return outcome["result"]
 
     def number(self, kind: str, model: str, value: float) -> float:
-        """A number that is not the same at every run; the journal's, where it has one."""
-        index, effect = self._recorder.begin(kind, model, {})
-        if effect.is_done:
-            return float(effect.outcome)
-        self._recorder.keep(index, value)
+        """Return the number that the journal has, else record and return `value`."""
+        index, entry = self._recorder.begin(kind, model, {})
+        if entry.is_done:
+            return float(entry.outcome)
+        self._recorder.record(index, value)
         return value
 
-    def _answers_a_model(self, tool: Tool) -> bool:
-        """Whether a model reads what comes of it, errors included."""
+    def _is_for_model(self, tool: Tool) -> bool:
+        """Return whether a model reads the tool's result, errors included."""
         return tool in self._offered or sandbox_of(tool) is not None
 
-    async def _outcome(
+    async def _run_tool(
         self, tool: Tool, arguments: Mapping[str, Any], failure: Callable[[str], str]
     ) -> dict[str, Any]:
         limits = sandbox_of(tool)
@@ -202,35 +140,94 @@ class RecordedEffects:
             if limits is not None:
                 result = await self._sandboxes.run(tool, limits, arguments)
             else:
-                result = await _called(tool, arguments)
+                result = await _call_function(tool, arguments)
         except ToolFailed as error:
             return {"result": failure(str(error)), "failed": True}
         except HflowError:
             raise
         except Exception as error:
-            if not self._answers_a_model(tool):
+            if not self._is_for_model(tool):
                 raise
             return {"result": failure(error_line(error)), "failed": True}
-        return {"result": plain(result, f"what {tool.__name__} returned"), "failed": False}
+        return {"result": json_value(result, f"what {tool.__name__} returned"), "failed": False}
 
 
-async def _called(tool: Tool, arguments: Mapping[str, Any]) -> Any:
-    """An asynchronous function on this loop, any other on a thread, so that nobody waits for it."""
+class EpisodeStatus:
+    """The state of one episode, which is also counted in the states of all episodes of the worker.
+
+    Args:
+        state_counts: state -> number of episodes in it.
+    """
+
+    def __init__(self, state_counts: Counter[EpisodeState]) -> None:
+        self.state = EpisodeState.PENDING
+        self._state_counts = state_counts
+        self._num_active = {EpisodeState.GENERATING: 0, EpisodeState.PROCESSING_TOOLS: 0}
+        """Completions and calls under way. If there are both, the state is GENERATING."""
+        state_counts[self.state] += 1
+
+    def begin(self) -> None:
+        """Note that the body begins."""
+        self._set(EpisodeState.INTERACTING)
+
+    def end(self) -> None:
+        """Note that the body has ended, or never began."""
+        self._set(EpisodeState.TERMINATED)
+
+    def during(self, state: EpisodeState) -> _Activity:
+        """Return a context manager during which the episode generates or processes tools."""
+        return _Activity(self, state)
+
+    def change_activity(self, state: EpisodeState, change: int) -> None:
+        """Add to the number of completions or calls under way."""
+        self._num_active[state] += change
+        if self.state is EpisodeState.TERMINATED:
+            return
+        for active_state, num in self._num_active.items():
+            if num:
+                self._set(active_state)
+                return
+        self._set(EpisodeState.INTERACTING)
+
+    def _set(self, state: EpisodeState) -> None:
+        self._state_counts[self.state] -= 1
+        self._state_counts[state] += 1
+        self.state = state
+
+
+class _Activity:
+    """A block in which an episode generates or processes tools. A class, as it is entered for every turn."""
+
+    __slots__ = ("_state", "_status")
+
+    def __init__(self, status: EpisodeStatus, state: EpisodeState) -> None:
+        self._status = status
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._status.change_activity(self._state, 1)
+
+    def __exit__(self, *error: object) -> None:
+        self._status.change_activity(self._state, -1)
+
+
+async def _call_function(tool: Tool, arguments: Mapping[str, Any]) -> Any:
+    """Call a coroutine function on this loop, and any other on a thread, so that it blocks no episode."""
     if inspect.iscoroutinefunction(tool):
         return await tool(**arguments)
-    return await asyncio.to_thread(_on_thread, tool, arguments)
+    return await asyncio.to_thread(_call_on_thread, tool, arguments)
 
 
-def _on_thread(tool: Tool, arguments: Mapping[str, Any]) -> Any:
-    """Call a function; a future cannot carry the `StopIteration` that one may raise."""
+def _call_on_thread(tool: Tool, arguments: Mapping[str, Any]) -> Any:
+    """Call a function. A `StopIteration` is replaced, as a future cannot carry it."""
     try:
         return tool(**arguments)
     except StopIteration as error:
         raise RuntimeError(f"{tool.__name__} raised StopIteration") from error
 
 
-def plain(value: Any, what: str) -> Any:
-    """The value as JSON brings it back, which is what a replay sees.
+def json_value(value: Any, what: str) -> Any:
+    """Return the value as JSON reads it back, so that an episode sees the same value when it is replayed.
 
     Raises:
         TypeError: when JSON cannot hold it.
@@ -241,5 +238,6 @@ def plain(value: Any, what: str) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{what} is journaled, so it must be text, numbers, lists and dicts of them: {error}"
+            f"{what} cannot be recorded in the episode's journal: {error}. Use text, numbers, and lists and "
+            "dicts of them."
         ) from error

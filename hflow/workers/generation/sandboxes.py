@@ -1,4 +1,9 @@
-"""`Sandboxes`: tools in processes of their own, killed when their time is up."""
+"""`Sandboxes`: runs tools in processes of their own, which are killed when their time is up.
+
+These are not the processes of the pool of bodies. The pool may run a body twice, to find which job of a chunk
+is slow, while a tool is called once and never again. And a process that gave up its network cannot run
+a body that needs one.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from hflow.types.sandbox import Sandbox
 from hflow.workers.bodies.pool_child import timeout_message
+from hflow.workers.bodies.pool_lanes import stop_processes
 from hflow.workers.forkserver import CleanContext
 from hflow.workers.generation.sandbox_child import confine, run_tool
 from hflow.workers.pickling import ship
@@ -20,17 +26,14 @@ Tool = Callable[..., Any]
 
 
 class ToolFailed(Exception):
-    """What a tool that failed says, in one line."""
+    """A sandboxed tool failed; the message says how, in one line."""
 
 
 class Sandboxes:
-    """Processes for each tool, started when it is first called.
-
-    They are of the same clean kind as the pool's, see `processes`. A call is made once: unlike a
-    body, a tool that was killed is not tried again.
+    """Processes for each tool, started when the tool is first called.
 
     Args:
-        num_processes: most calls of one tool at once.
+        num_processes: most calls of one tool that run at the same time.
     """
 
     def __init__(self, num_processes: int) -> None:
@@ -38,7 +41,7 @@ class Sandboxes:
         self._pools: dict[Tool, ProcessPool] = {}
 
     async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool; cancelling the awaiting task kills the process.
+        """Call a tool and return its result. Cancelling the awaiting task kills the process.
 
         Raises:
             ToolFailed: when it raised, died or took too long.
@@ -60,13 +63,13 @@ class Sandboxes:
     def close(self) -> None:
         """Kill what runs and end the processes."""
         for pool in self._pools.values():
-            _end(pool)
+            stop_processes(pool)
         self._pools.clear()
 
     def _pool(self, tool: Tool, limits: Sandbox) -> ProcessPool:
         pool = self._pools.get(tool)
-        if pool is not None and not pool.active:  # all its processes died while they had nothing to do
-            _end(pool)
+        if pool is not None and not pool.active:  # all its processes died while they were idle
+            stop_processes(pool)
             pool = None
         if pool is None:
             pool = self._pools[tool] = ProcessPool(
@@ -76,8 +79,3 @@ class Sandboxes:
                 context=CleanContext(),
             )
         return pool
-
-
-def _end(pool: ProcessPool) -> None:
-    pool.stop()
-    pool.join()
