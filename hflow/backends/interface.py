@@ -1,9 +1,20 @@
-"""What workers ask of a training backend and of a generation engine.
+"""The interfaces that a training backend and a generation engine implement.
 
-Fields cross this border as `hflow.data.batch.Batch` (numpy, packed); everything torch stays
-inside. A backend holds one replica's shard on one worker; where several dp shards of a replica
-map to one worker (in-process runs), it is handed several batches and treats them as that many
-ranks, which changes no result as all denominators are global.
+A worker owns backends and engines, and passes fields to them as `hflow.data.batch.Batch`: numpy arrays,
+packed without padding. torch stays on the backend's side of this border.
+
+Axes: S sequences, T packed tokens of S sequences, P prompts (groups), K entries of one token.
+
+**Ranks.** A replica of a model spans one or more ranks (processes with one device each); a `ModelBackend` is
+one rank's shard of it. The ranks are laid out as data x tensor x pipeline axes. For each data index one rank,
+its *head*, receives samples and returns results: the rank with tensor index 0 on the last pipeline stage. The
+other ranks are called at the same time with empty lists.
+
+**Collectives.** All ranks of a replica make the same calls in the same order, so every method that says
+"collective" may communicate over `RankPosition.group`. The others may not.
+
+**Threads.** A worker calls its backends from one thread, one call at a time. An engine is called under a
+lock, by the thread that steps it and by the threads that interrupt it or update its weights.
 """
 
 from __future__ import annotations
@@ -30,21 +41,24 @@ LEARNING_RATE = declare("{node}/lr", "", "learning rate of the step's last updat
 NUM_TRAINED_TOKENS = declare("{node}/num_tokens", "tokens", "learned tokens of the batch")
 
 SHARDS = "shards"
-"""Directory beside a model's HF files that holds what is trained of it (`ModelBackend.save_shards`)."""
+"""Subdirectory of a saved model that holds its sharded checkpoint (`ModelBackend.save_shards`)."""
 
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """AdamW and its learning-rate schedule."""
+    """Settings of AdamW and its learning-rate schedule."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    """Applied to matrices only, not to norms and biases."""
     warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly to `lr`."""
     schedule: str = "constant"
     """`constant | linear | cosine`, over `total_steps` optimizer steps after the warm-up."""
     min_lr_ratio: float = 0.0
+    """Final learning rate as a fraction of `lr`."""
     total_steps: int = 0
     clip_grad: float = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
@@ -52,35 +66,41 @@ class OptimSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How to build one replica of a model."""
+    """Settings from which a backend or an engine builds a model."""
 
     name: str
     head: str = "lm"
+    """`lm`, `value` (a critic) or `score` (a reward model)."""
     trainable: bool = False
     path: str | None = None
     """A local HF checkpoint directory; its weights and config are used."""
     architecture: Mapping[str, Any] | None = None
     """An HF config as a dict with `model_type`, for a model that starts from random weights."""
     seed: int = 0
+    """Seed of the random weights."""
     dtype: str = "fp32"
+    """`fp32` or `bf16`: the dtype of the forward and backward pass."""
     device: str = "cpu"
+    """`cpu` or `cuda`."""
     activation_checkpointing: bool = False
     sequence_parallel: bool | None = None
-    """Whether tensor ranks also share the tokens of what lies between their matrices (megatron). None: on
-    CUDA, where it costs nothing and saves memory; over gloo it costs time."""
+    """Whether tensor ranks also split the tokens between their matrices (megatron). None turns it on for
+    CUDA, where it saves memory at no cost, and off for gloo, where it costs time."""
     tokens_per_microbatch: int = 16384
+    """Maximum tokens of a micro-batch; a longer sequence is a micro-batch of its own."""
     optim: OptimSettings = field(default_factory=OptimSettings)
     save_optimizer: bool = True
-    """Whether what is saved of a trainable model includes the optimizer's state."""
+    """Whether saving a trainable model includes its optimizer's state."""
     resume: bool = False
-    """Whether to start with the optimizer's state that was saved beside `path`."""
+    """Whether to load the optimizer's state that was saved beside `path`."""
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """A process's place in its replica: the group of all its ranks, and how they are laid out.
+    """The process group of a replica and its layout.
 
-    A rank of the group is `p * (data * tensor) + d * tensor + t`, the training order.
+    Rank r of the group has data index d, tensor index t and pipeline stage p, with
+    `r = p * (data * tensor) + d * tensor + t`.
     """
 
     group: ProcessGroup | None = None
@@ -92,97 +112,162 @@ class RankPosition:
 
 @dataclass(frozen=True)
 class NodeCall:
-    """A body with everything bound but its data.
+    """A node's body and everything that its call needs besides the data.
 
-    `bind(batch, seqs, output)` in `hflow.data.batch_arguments` makes the keyword arguments.
+    `hflow.data.batch_arguments.bind` makes the body's keyword arguments from this and a batch.
     """
 
     node: str
     body: Callable[..., Any]
     reads: tuple[Any, ...]
-    """`hflow.graph.ir.Read` rows."""
+    """`hflow.graph.ir.Read` rows: the fields that the body reads."""
     provided: tuple[tuple[str, str], ...]
+    """(parameter, kind) of what the framework passes, such as `("output", "output")`."""
     returns: tuple[tuple[str, str], ...]
-    """(field, unit)."""
+    """(field, unit) of each result, in order."""
     metrics: bool
+    """Whether the last result is a dict of metrics."""
     knobs: Mapping[str, Any]
+    """Hyper-parameters by parameter name."""
     options: Mapping[str, Any]
+    """The node's options: `mask`, `prox`, and of a train node `reduce` and `epochs`."""
     temperature: float = 1.0
     """Generation temperature of the model's policy: log-probs and entropy divide logits by it."""
 
 
 @dataclass(frozen=True)
 class TrainShard:
-    """One dp rank's samples of a step, minibatch by minibatch (each may be empty)."""
+    """One data index's samples of a step, minibatch by minibatch (each may be empty)."""
 
     minibatches: tuple[Batch, ...]
 
 
 class ModelBackend(abc.ABC):
-    """One replica's shard of a model for inference and training."""
+    """One rank's shard of a model that runs infer and train nodes.
+
+    To add a backend, implement this class and register a factory for it in `hflow.launch.registry`. Results
+    may not depend on the layout: losses and metrics use denominators that are global over the replica.
+    """
 
     @abc.abstractmethod
     def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
-        """Build it.
+        """Build the model and load or draw its weights. A collective; called once, when the worker starts.
 
         Args:
             settings: what to build.
-            position: this process's place among the replica's ranks.
+            position: the replica's ranks and layout.
+
+        Raises:
+            BackendError: if the settings, the architecture, the layout or the checkpoint is unusable.
         """
 
     @abc.abstractmethod
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
-        """Run a no-grad forward and the body; return a batch of the returned fields per shard."""
+        """Run an infer node: a forward without gradient, then the body. A collective.
+
+        Called whenever an infer node fires.
+
+        Args:
+            call: the node's body.
+            shards: this rank's samples, one batch for each data index that it hosts: one on a head, several
+                where one process hosts several ranks, none on other ranks. A batch may be empty. Columns are
+                what the body reads, `input_ids` and `loss_mask` (int and bool `[T]`) among them.
+
+        Returns:
+            For each shard a batch of the same samples in the same order, whose columns are the returned
+            fields: `[T]` or `[T, K]` per token, `[S]` per sequence or group (repeated on its members); floats
+                are
+            fp32. An empty list on ranks without shards.
+
+        Raises:
+            BackendError: if a sequence is too long for the model or has tokens outside its vocabulary.
+            RunError: if the body returns a wrong shape, or the policy's temperature is 0.
+        """
 
     @abc.abstractmethod
     def train(self, call: NodeCall, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
-        """Run all minibatches and epochs of one step; return globally averaged metrics."""
+        """Run a train node: all epochs and minibatches of a step, one optimizer step each. A collective.
+
+        Called once per step for each train node.
+
+        Args:
+            call: the node's body, which returns a loss with one entry per token, sequence or group.
+            shards: this rank's samples, as in `infer`. All shards of all ranks have the same number of
+                minibatches.
+            step: number of the step, which is also the version of the weights at its start.
+
+        Returns:
+            On heads, the body's metrics averaged over the whole step, and `loss` and `grad_norm` (means over
+            the optimizer steps), `lr` (of the last one) and `num_tokens` (learned tokens of the batch). An
+            empty dict on other ranks.
+
+        Raises:
+            BackendError: if the model is frozen, or as in `infer`.
+            RunError: if the loss has a wrong shape or does not depend on the model, or a gradient is not
+                finite.
+        """
 
     @property
     @abc.abstractmethod
     def dtype(self) -> torch.dtype:
-        """What the model computes in, and `weights` are in."""
+        """The dtype of the forward pass, in which `weights` yields tensors."""
 
     @abc.abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield HF-named full tensors one by one, in `dtype`; a collective over the replica's ranks."""
+        """Yield `(HF name, full tensor)` of every weight in `dtype`. A collective: every rank exhausts it.
+
+        Called after a train step to update engines whose route cannot send slices. Tied weights come once,
+        under their first name. A tensor may share storage with the model, so the caller copies what it keeps.
+        """
 
     @abc.abstractmethod
     def blocks(self) -> Iterator[Block]:
-        """Yield all that this rank holds of the weights, in the dtype that it keeps; not a collective.
+        """Yield the blocks of the weights that this rank holds, as views of its storage. Not a collective.
 
-        No two blocks of a rank overlap, and those of all ranks together are the model. Tied weights come
-        under their first name, also on a rank that has them for the output only. Replicas of one
-        architecture and layout yield alike.
+        Called to send slices of the weights to engines, and by update nodes, which write into the views.
+        Values are in the dtype that the rank stores, which may differ from `dtype`.
+
+        Blocks of one rank do not overlap, and those of all ranks together cover the model. Tied weights have
+        their first name, also on a rank that uses them for the output only. Two replicas of one architecture
+        and layout yield the same blocks in the same order.
         """
 
     def shared_module(self) -> nn.Module | None:
-        """The HF module whose storage an engine in this process may share; None: it has its own copy.
+        """Return the HF module whose parameters an engine in this process may use, or None.
 
-        Only a backend that holds whole weights, updated in place, in the dtype that the engine
-        computes in, can offer one.
+        Called once, when engines are built. Only a backend that holds whole weights, updates them in place
+        and stores them in the engine's dtype can return one. The engine then needs no copy of the weights.
         """
         return None
 
     @abc.abstractmethod
     def save(self, directory: str) -> None:
-        """Write the model in HF layout (`config.json`, safetensors); a collective."""
+        """Write the model in HF layout (`config.json`, safetensors in fp32). A collective.
+
+        Called when a checkpoint is due. Rank 0 writes; the directory is made if necessary.
+        """
 
     @abc.abstractmethod
     def save_shards(self, directory: str) -> None:
-        """Write fp32 weights and the optimizer's state, each rank what it holds; a collective.
+        """Write fp32 weights and the optimizer's state, each rank its own part. A collective.
 
-        The directory appears when all of it is written, and replaces what was there.
+        Called after `save`, for a trainable model. The directory appears when all of it is on disk, and
+        replaces an older one.
+
+        Raises:
+            BackendError: if the ranks do not share a file system.
         """
 
     @abc.abstractmethod
     def load_shards(self, directory: str) -> None:
-        """Take weights and optimizer's state from what `save_shards` wrote in any layout and backend.
+        """Load weights and the optimizer's state that any backend wrote by `save_shards` in any layout.
 
-        A frozen model takes the weights. Each rank reads only what it holds.
+        A collective; called once after `__init__`, when a run resumes. A frozen model loads the weights only.
+        Each rank reads only what it holds.
 
         Raises:
-            BackendError: when there is none, or it is of another model; keys or tensors are named.
+            BackendError: if there is no checkpoint, or it is of another model; names the config key or
+                tensors.
         """
 
 
@@ -191,68 +276,121 @@ class SamplingParams:
     """How one sample is generated."""
 
     temperature: float = 1.0
+    """0 means greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 means all tokens."""
     max_tokens: int = 128
+    """Maximum tokens to draw."""
     stop_ids: tuple[int, ...] = ()
+    """Tokens that end the sample."""
     stop: tuple[str, ...] = ()
+    """Strings that end the sample."""
     seed: int = 0
     num_resumed: int = 0
-    """How many of the prompt's last tokens were drawn before an interruption: a stop string may
-    reach back into them."""
+    """Number of the prompt's last tokens that were drawn before an interruption. A stop string may begin
+    in them."""
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What an engine returns for one request; all four tuples have one length."""
+    """What an engine has drawn for one request; the first three tuples have equal lengths."""
 
     ids: tuple[int, ...]
+    """Drawn tokens, without the prompt."""
     logprobs: tuple[float, ...]
+    """Log-prob of each token under the temperature, over the whole vocabulary (no top-p or top-k)."""
     versions: tuple[int, ...]
+    """Version of the weights that drew each token."""
     stop_reason: str
+    """`stop`, `length`, or `abort` for an interrupted request."""
 
 
 class GenerationEngine(abc.ABC):
-    """One generation engine: a model copy, a KV cache and a scheduler, stepped by its owner."""
+    """A generation engine: a copy of a model, a KV cache and a scheduler.
+
+    `hflow.workers.generation.engine_driver.EngineDriver` owns one. Its thread calls `add`, `cancel` and
+    `step`; the worker's thread calls the other methods, between two steps. A lock keeps the calls apart, so
+    an engine need not be thread-safe, but it may be called from different threads.
+
+    An engine begins asleep. While it generates, it is awake and has the weights of one version.
+    """
 
     @abc.abstractmethod
     def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Queue a request; tokens are drawn at later steps."""
+        """Queue a request; later calls of `step` draw its tokens.
+
+        Args:
+            request_id: a number that no other unfinished request has.
+            prompt_ids: tokens to continue, including those drawn before an interruption.
+            params: how to draw.
+
+        Raises:
+            BackendError: if the engine cannot serve the request, such as a prompt that is too long.
+        """
 
     @abc.abstractmethod
     def cancel(self, request_id: int) -> None:
-        """Forget a request, waiting or running; nothing is returned for it."""
+        """Remove a waiting or running request; no result is returned for it."""
 
     @abc.abstractmethod
     def step(self) -> list[tuple[int, GenerationResult]]:
-        """Admit waiting requests, draw one token for every running one; return the finished."""
+        """Admit waiting requests and draw one token for each running one; return the finished requests.
+
+        Called in a loop while `num_unfinished` is positive.
+
+        Raises:
+            BackendError: if the model's output is unusable (NaN). It ends the engine.
+        """
 
     @abc.abstractmethod
     def interrupt(self) -> list[tuple[int, GenerationResult]]:
-        """Abort everything; return what each unfinished request has so far (`abort`)."""
+        """Remove all requests; return what each has so far, with stop reason `abort`.
+
+        Called before the engine sleeps. The driver adds the requests again when it wakes.
+        """
 
     @property
     @abc.abstractmethod
     def num_unfinished(self) -> int:
-        """Requests waiting or running."""
+        """Number of requests that wait or run."""
 
     @abc.abstractmethod
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights between two steps; caches made with the old ones are dropped."""
+        """Copy new weights in, tensor by tensor, and drop the KV cache, which the old weights made.
+
+        Called while the engine is awake, maybe with running requests: they keep their tokens.
+
+        Args:
+            weights: `(HF name, full tensor)`; tied ones under any of their names. Exhaust it.
+            version: version of these weights; tokens drawn from now on carry it.
+
+        Raises:
+            BackendError: if names or shapes differ from the model's.
+        """
 
     @abc.abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
-        """HF name -> the tensor that it generates with; tied ones under each of their names."""
+        """Return `HF name -> tensor` of the weights in use, tied ones under each of their names.
+
+        Called after `load_weights`, to compare a checksum with the sender's.
+        """
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:
-        """Declare that weights shared with a trainer have changed; caches are dropped."""
+        """Report that weights shared with a trainer have changed, and drop the KV cache.
+
+        Called in place of `load_weights` where the engine uses the parameters of
+        `ModelBackend.shared_module`, and with the first version of a model that is never trained.
+        """
 
     @abc.abstractmethod
     def sleep(self) -> None:
-        """Free the KV cache (and weights that are its own) until `wake`."""
+        """Free the KV cache, and memory of weights that are not shared, until `wake`.
+
+        Called after `interrupt`, so that training can use the device.
+        """
 
     @abc.abstractmethod
     def wake(self) -> None:
-        """Allocate again."""
+        """Allocate what `sleep` freed. Called before new weights are loaded and requests are added."""
