@@ -44,7 +44,7 @@ from hflow.backends.torch_model.build import DTYPES
 prepare("cpu")
 
 from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
-from hflow.backends.megatron.hf_mapping import ShardPosition, backbone_shapes, parameters  # noqa: E402
+from hflow.backends.megatron.hf_mapping import ShardPosition, backbone_shapes, rank_parameters  # noqa: E402
 from hflow.backends.megatron.model_dims import read_dims  # noqa: E402
 
 MODEL = Path(__file__).parents[1] / "configs" / "model" / "qwen2.5-0.5b.yaml"
@@ -152,7 +152,7 @@ def measured(directory: Path, dtype: str) -> list[dict[str, Any]]:
 def shard_bytes(rank: int, dtype: torch.dtype) -> int:
     """Of the parameters of a rank, a tied output matrix on the last stage included."""
     _, tensor, pipe = LAYOUT
-    rows = parameters(
+    rows = rank_parameters(
         read_dims(config_of(), "lm"), ShardPosition(rank % tensor, tensor, rank // tensor, pipe)
     )
     return sum(math.prod(row.shape) for row in rows) * dtype.itemsize

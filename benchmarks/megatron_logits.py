@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.common.inputs import PackedTokens, tokens_of
+from hflow.backends.common.inputs import PackedTokens, pack_tokens
 from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
 from hflow.data.batch import Batch, Column
@@ -118,7 +118,7 @@ def compare(path: Path, layout: str, seat: RankPosition) -> None:
     """Leave the differences of one case in `LAYOUT.json`."""
     stage = build(ModelSettings("actor", path=str(path)), ParallelState.of(seat))
     stage.module.eval()
-    micro = [tokens_of(batch, stage.device, stage.dtype) for batch in packs()]
+    micro = [pack_tokens(batch, stage.device, stage.dtype) for batch in packs()]
     schedule = PipelineSchedule(stage, stage.module)
     found = schedule.forward(micro, lambda tokens, hidden: outputs(stage, tokens, hidden))
     if not stage.parallel.is_head:
@@ -134,7 +134,7 @@ def compare(path: Path, layout: str, seat: RankPosition) -> None:
 
 def outputs(stage: Stage, tokens: PackedTokens, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """All logits `[T, V']` by every tensor rank's part of them, and the backend's own log-probs `[T]`."""
-    rows = tokens.widen(hidden)
+    rows = tokens.expand(hidden)
     part = stage.logits(rows).float()
     parts = [torch.empty_like(part) for _ in range(stage.parallel.tensor)]
     dist.all_gather(parts, part.contiguous(), group=stage.parallel.groups.tp)

@@ -1,4 +1,4 @@
-"""The device that a process computes on."""
+"""The device of this process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hflow.errors import BackendError
 
 
 def local_device(name: str) -> torch.device:
-    """The device of that kind which this process uses.
+    """Return this process's device: the CPU, or the current CUDA device.
 
     Raises:
-        BackendError: when there is none.
+        BackendError: if there is no such device.
     """
     if name == "cpu":
         return torch.device("cpu")

@@ -1,6 +1,6 @@
-"""From `ModelSettings` to a Hugging Face configuration whose numbers fit each other.
+"""Reads and checks the Hugging Face config of a model.
 
-The launcher reads models with it as the backends do, so that a wrong one is refused before a run begins.
+The launcher and the backends read it in the same way, so that the launcher finds errors before a run starts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from hflow.backends.interface import ModelSettings
 from hflow.errors import BackendError, nearest
 
-_REFUSALS = (
+_BUILD_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -29,24 +29,25 @@ _REFUSALS = (
     TypeError,
     ValueError,
 )
-"""What transformers and torch raise at a model that cannot be built."""
+"""Errors that transformers and torch raise for a model that cannot be built."""
 
 _COUNTS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size")
-_MISSPELT = 0.8
-"""Similarity above which an unknown key is a misspelt one; transformers takes keys that it never shows."""
+_TYPO_SIMILARITY = 0.8
+"""An unknown key is an error if it is this similar to a known one. transformers accepts some keys that its
+configs do not list, so others pass."""
 
 
 def read_config(settings: ModelSettings) -> PreTrainedConfig:
-    """The configuration of a model's checkpoint or architecture, checked.
+    """Return the checked config of a model's checkpoint or architecture.
 
     Raises:
-        BackendError: when there is none, or no causal language model can be built from it.
+        BackendError: if there is none, or no causal language model can be built from it.
     """
-    with refusals(settings.name):
+    with translate_errors(settings.name):
         if settings.path is not None:
-            config = _of_checkpoint(Path(settings.path))
+            config = _read_checkpoint(Path(settings.path))
         elif settings.architecture is not None:
-            config = _of_architecture(settings.architecture)
+            config = _read_architecture(settings.architecture)
         else:
             raise BackendError("it has neither a path nor an architecture; set one")
         _check_causal_lm(config)
@@ -55,36 +56,36 @@ def read_config(settings: ModelSettings) -> PreTrainedConfig:
 
 
 def max_length(config: PreTrainedConfig) -> int | None:
-    """The longest sequence that a model has positions for; None where nothing bounds it."""
-    found: int | None = getattr(config, "max_position_embeddings", None)
-    return found
+    """Return the longest sequence that a model has positions for; None if it has no bound."""
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    return length
 
 
 @contextmanager
-def refusals(name: str) -> Iterator[None]:
-    """Say which model is refused, and turn what transformers and torch raise into one line of ours.
+def translate_errors(name: str) -> Iterator[None]:
+    """Turn errors of transformers and torch into a `BackendError` of one line that names the model.
 
     Raises:
-        BackendError: for whatever is wrong with the model.
+        BackendError: if the block fails to build the model.
     """
     subject = f"model {name!r}: "
     try:
         yield
     except BackendError as error:
         raise BackendError(subject + str(error).removeprefix(subject)) from error
-    except _REFUSALS as error:
+    except _BUILD_ERRORS as error:
         reason = " ".join(str(error).split())
         raise BackendError(f"{subject}it cannot be built: {type(error).__name__}: {reason:.200}") from error
 
 
-def _of_checkpoint(path: Path) -> PreTrainedConfig:
+def _read_checkpoint(path: Path) -> PreTrainedConfig:
     if not (path / "config.json").is_file():
         raise BackendError(f"{path} is not an HF checkpoint: it has no config.json")
     config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
     return config
 
 
-def _of_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
+def _read_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
     options = dict(architecture)
     model_type = options.pop("model_type", None)
     if model_type is None:
@@ -95,20 +96,22 @@ def _of_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
         raise BackendError(f"transformers has no architecture of model_type {model_type!r}") from None
     names = [*known.to_dict(), *known.attribute_map]
     for key in options:
-        if key not in names and difflib.get_close_matches(key, names, n=1, cutoff=_MISSPELT):
+        if key not in names and difflib.get_close_matches(key, names, n=1, cutoff=_TYPO_SIMILARITY):
             raise BackendError(f"a {model_type} architecture has no key {key!r}{nearest(key, names)}")
     return AutoConfig.for_model(model_type, **options)
 
 
 def _check_causal_lm(config: PreTrainedConfig) -> None:
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise BackendError(f"model_type {config.model_type!r} is no causal language model")
+        raise BackendError(f"model_type {config.model_type!r} is not a causal language model")
     if getattr(config, "is_decoder", True) is False:
-        raise BackendError(f"model_type {config.model_type!r} looks at later tokens; set is_decoder to true")
+        raise BackendError(
+            f"model_type {config.model_type!r} attends to later tokens; set is_decoder to true"
+        )
 
 
 def _check_numbers(config: PreTrainedConfig) -> None:
-    """Refuse sizes of attention that a forward would stumble over."""
+    """Check sizes that would make a forward pass fail."""
     for name in _COUNTS:
         value = getattr(config, name, None)
         if isinstance(value, int) and value < 1:
@@ -131,7 +134,7 @@ def _check_numbers(config: PreTrainedConfig) -> None:
 
 
 def _nearest_divisor(number: int, wanted: int, factor: int = 1) -> int:
-    """The divisor of a number that is nearest to the wanted, if possible a multiple of `factor`."""
+    """Return the divisor of a number that is nearest to `wanted`, if possible a multiple of `factor`."""
     divisors = [n for n in range(1, number + 1) if number % n == 0]
-    fitting = [n for n in divisors if n % factor == 0]
-    return min(fitting or divisors, key=lambda n: (abs(n - wanted), n))
+    multiples = [n for n in divisors if n % factor == 0]
+    return min(multiples or divisors, key=lambda n: (abs(n - wanted), n))

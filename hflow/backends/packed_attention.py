@@ -1,10 +1,13 @@
-"""Attention over packed sequences, for any HF decoder that dispatches its attention.
+"""Attention over packed sequences, for any HF decoder with pluggable attention.
 
-Q, K and V arrive as one row of T tokens that holds S sequences; no token attends beyond its own.
-A model built with `attn_implementation=PACKED` and called with `packed_layout=PackedLayout.of(...)`
-computes exactly what it would compute on each sequence alone. On CUDA in half precision that is
-one variable-length flash kernel; elsewhere sequences are padded on the right, in buckets of
-similar length, for causal SDPA, where padding changes nothing.
+Q, K and V arrive as one row of T tokens that holds S sequences; each token attends within its own sequence.
+A model built with `attn_implementation=PACKED` and called with `packed_layout=PackedLayout.of(...)` computes
+what it would compute on each sequence alone. On CUDA in half precision this is one variable-length flash
+kernel. Elsewhere sequences are padded on the right, in buckets of similar length, for causal SDPA, where
+padding does not change the result.
+
+Axes: S sequences, T packed tokens, U computed tokens (T without repeated prompt prefixes), N padded slots,
+H heads, L length of a bucket, d head size.
 """
 
 from __future__ import annotations
@@ -25,35 +28,35 @@ from transformers import AttentionInterface, PreTrainedModel
 from hflow.errors import BackendError
 
 PACKED = "hflow_packed"
-"""Name under which HF models find this attention."""
+"""Name of this attention for `attn_implementation`."""
 
-_SHORTEST_IN_BUCKET = 0.75
-"""Least length in a bucket, over its greatest: bounds what is spent on padding."""
+_MIN_LENGTH_RATIO = 0.75
+"""Minimum ratio of the shortest to the longest sequence in a bucket, which bounds the padding."""
 
 _HAS_GROUPED_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether this torch's variable-length kernel knows grouped queries; early ones do not."""
+"""Whether this torch version's variable-length kernel supports grouped queries."""
 
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "chunk_size")
-"""Keyword arguments by which HF models ask for another attention than the plain causal one."""
+"""Keyword arguments with which HF models ask for more than plain causal attention."""
 
 
 @dataclass(frozen=True)
 class PaddedLayout:
-    """How T packed tokens lie in N padded slots, bucket after bucket, row after row."""
+    """Positions of T packed tokens in N padded slots, ordered by bucket, then by row."""
 
     shapes: tuple[tuple[int, int], ...]
-    """(sequences, slots a sequence) of each bucket."""
+    """(sequences, slots per sequence) of each bucket."""
     token_of_slot: Tensor
     """int64 `[N]`; padding slots repeat token 0."""
     slot_of_token: Tensor
     """int64 `[T]`."""
     filled: Tensor
-    """bool `[N]`, false for padding."""
+    """bool `[N]`, false for padding slots."""
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """`data.prefixes.Sharing` on the device: U computed rows stand for T tokens."""
+    """`data.shared_prefix.PrefixSharing` on the device: U computed rows represent T tokens."""
 
     token_of_row: Tensor
     """int64 `[U]`."""
@@ -63,16 +66,16 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the sequences of one forward lie; made once for all layers."""
+    """Positions of the sequences of one forward pass; made once for all layers."""
 
     num_sequences: int
     max_length: int
     cumulative: Tensor
-    """int32 `[S + 1]`."""
+    """int32 `[S + 1]`: sequence s is tokens `cumulative[s]:cumulative[s + 1]`."""
     padding: PaddedLayout | None
-    """None where all sequences are of one length, or the kernel needs no padding."""
+    """None if all sequences have one length, or the kernel needs no padding."""
     shared: SharedRows | None = None
-    """Where q, k and v arrive as `[U]` rows, several tokens of one prefix sharing a row."""
+    """Set if q, k and v arrive as U rows, where sequences of one group share the rows of their prefix."""
 
     @classmethod
     def of(
@@ -82,7 +85,14 @@ class PackedLayout:
         dtype: torch.dtype,
         shared: SharedRows | None = None,
     ) -> PackedLayout:
-        """Lay out sequences of these lengths (on the host; each at least 1) for q, k, v of `dtype`."""
+        """Lay out sequences.
+
+        Args:
+            lengths: int64 `[S]` on the host, each at least 1.
+            device: of the model.
+            dtype: of q, k and v, on which the kernel depends.
+            shared: rows of shared prefixes; None if there are none.
+        """
         uniform = bool((lengths == lengths[0]).all())
         needs_padding = not uniform and not _has_varlen_kernel(torch.device(device), dtype)
         cumulative = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
@@ -90,20 +100,20 @@ class PackedLayout:
             num_sequences=len(lengths),
             max_length=int(lengths.max()),
             cumulative=torch.from_numpy(cumulative).to(device),
-            padding=_padding(lengths, device) if needs_padding else None,
+            padding=_padded_layout(lengths, device) if needs_padding else None,
             shared=shared,
         )
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse a model whose attention is not the plain causal one.
+    """Check that a model's attention is pluggable and plain causal.
 
     Raises:
-        BackendError: naming the architecture and what it asks for.
+        BackendError: if it is not; names the architecture and what it uses.
     """
     name = type(model).__name__
     if not model._supports_attention_backend:
-        raise BackendError(f"{name} does not dispatch its attention, which packed sequences need")
+        raise BackendError(f"{name} has no pluggable attention, which packed sequences need")
     windows = [w for module in model.modules() if (w := getattr(module, "sliding_window", None)) is not None]
     layers = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
     if windows or layers:
@@ -121,26 +131,29 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """HF's attention interface: `[1, H, T, d]` in, `[1, T, H, d]` out; dropout is never applied.
+    """Attend within each sequence; HF's attention interface: `[1, H, T, d]` in, `[1, T, H, d]` out.
 
-    With shared rows it is U instead of T on both sides: what is saved are all other layers' rows.
+    Dropout is never applied. With shared prefixes, T is U on both sides: attention itself computes all T
+    tokens, and the model's other layers only U.
 
     Raises:
-        BackendError: when the model asks for a variant that is not plain causal attention.
+        BackendError: if the model asks for more than plain causal attention.
     """
-    wanted = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if wanted:
-        raise BackendError(f"{type(module).__name__} asks for {wanted[0]}, which packed attention has not")
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if unsupported:
+        raise BackendError(
+            f"{type(module).__name__} asks for {unsupported[0]}, which packed attention does not support"
+        )
     if packed_layout is None:
-        raise BackendError(f"{type(module).__name__} is not told where the packed sequences lie")
+        raise BackendError(f"{type(module).__name__} was called without packed_layout")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return attend(q, k, v, packed_layout, scaling)[None], None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
-    """Causal attention within each sequence: `[T, H, d]`, k and v with as many heads or a divisor of them.
+    """Compute causal attention within each sequence: q `[T, H, d]` -> `[T, H, d]`.
 
-    With shared rows it is U instead of T on both sides.
+    k and v have H heads or a divisor of H. With shared prefixes, T is U on both sides.
     """
     shared = layout.shared
     if shared is not None:
@@ -158,7 +171,7 @@ def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
-    """`[T, H, d]` by the variable-length kernel; a window of (-1, 0) is causal attention."""
+    """Compute `[T, H, d]` with the variable-length kernel; a window of (-1, 0) means causal attention."""
     cumulative, longest = layout.cumulative, layout.max_length
     out = varlen_attn(
         q, k, v, cumulative, cumulative, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
@@ -168,31 +181,31 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
-    """`[T, H, d]` by causal SDPA over right-padded buckets."""
+    """Compute `[T, H, d]` with causal SDPA over right-padded buckets."""
     padding = layout.padding
     if padding is None:
         shape = (layout.num_sequences, layout.max_length)
         assert shape[0] * shape[1] == len(q), f"a layout for another dtype than {q.dtype}"
         return _causal(q, k, v, shape, scaling)
     sizes = [rows * width for rows, width in padding.shapes]
-    queries, keys, values = (torch.split(_spread(x, padding), sizes) for x in (q, k, v))
+    queries, keys, values = (torch.split(_pad(x, padding), sizes) for x in (q, k, v))
     buckets = [
         _causal(*bucket, scaling) for bucket in zip(queries, keys, values, padding.shapes, strict=True)
     ]
-    return _collect(torch.cat(buckets), padding)
+    return _unpad(torch.cat(buckets), padding)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scaling: float | None) -> Tensor:
-    """Causal attention of `[S * L, H, d]` in S rows of L tokens."""
+    """Compute causal attention of `[S * L, H, d]` in S rows of L tokens."""
     query, key, value = (x.reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
 
 
-class _Spread(torch.autograd.Function):
-    """Packed tokens `[T, ...]` to padded slots `[N, ...]`.
+class _Pad(torch.autograd.Function):
+    """Copy packed tokens to padded slots: `[T, ...]` -> `[N, ...]`.
 
-    Its backward is a gather, not a scatter: padding slots get no gradient from causal attention.
+    Padding slots get no gradient from causal attention, so the backward pass is a gather, not a scatter.
     """
 
     @staticmethod
@@ -205,8 +218,8 @@ class _Spread(torch.autograd.Function):
         return grad.index_select(0, ctx.padding.slot_of_token), None
 
 
-class _Collect(torch.autograd.Function):
-    """Padded slots `[N, ...]` back to packed tokens `[T, ...]`; padding gets gradient 0."""
+class _Unpad(torch.autograd.Function):
+    """Copy padded slots back to packed tokens: `[N, ...]` -> `[T, ...]`. Padding gets gradient 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, padding: PaddedLayout) -> Tensor:
@@ -215,22 +228,22 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        spread = grad.index_select(0, ctx.padding.token_of_slot)
-        return spread.masked_fill_(~ctx.padding.filled[:, None, None], 0), None
+        padded = grad.index_select(0, ctx.padding.token_of_slot)
+        return padded.masked_fill_(~ctx.padding.filled[:, None, None], 0), None
 
 
-_spread: Callable[[Tensor, PaddedLayout], Tensor] = _Spread.apply
-_collect: Callable[[Tensor, PaddedLayout], Tensor] = _Collect.apply
+_pad: Callable[[Tensor, PaddedLayout], Tensor] = _Pad.apply
+_unpad: Callable[[Tensor, PaddedLayout], Tensor] = _Unpad.apply
 
 
-def _padding(lengths: npt.NDArray[np.int64], device: torch.device | str) -> PaddedLayout:
-    """Sequences by decreasing length, cut into buckets; all index tables on the host first."""
+def _padded_layout(lengths: npt.NDArray[np.int64], device: torch.device | str) -> PaddedLayout:
+    """Split sequences by decreasing length into buckets. Index tables are made on the host and then moved."""
     order = np.argsort(-lengths, kind="stable")
     starts = np.cumsum(lengths) - lengths
     shapes, tokens, filled = [], [], []
     while len(order):
         width = int(lengths[order[0]])
-        size = int(np.searchsorted(-lengths[order], -_SHORTEST_IN_BUCKET * width, side="right"))
+        size = int(np.searchsorted(-lengths[order], -_MIN_LENGTH_RATIO * width, side="right"))
         rows, order = order[:size], order[size:]
         steps = np.arange(width)
         within = steps < lengths[rows, None]

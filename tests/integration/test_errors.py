@@ -302,7 +302,7 @@ def test_the_first_refusal_of_a_kind_is_noted(
         ),
         (loss("return seqs.sum(out.logprobs)"), "node 'learn', step 0, worker 0: 'loss' is per token"),
         (loss("return out.logprobs.detach()"), "its loss does not depend on the model's output"),
-        (loss("return out.logprobs * float('nan')"), "so lower the learning rate or mend the loss"),
+        (loss("return out.logprobs * float('nan')"), "lower the learning rate or check the loss"),
         (episode("return prompt"), "node 'talk' must return a trajectory with tokens, not str"),
         (
             episode("return await engine.complete(prompt, tools=[print])"),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch_kit as kit
 
-from hflow.backends.common.inputs import prepare as prepare_batch
+from hflow.backends.common.inputs import prepare_batch
 from hflow.backends.common.microbatches import Minibatch
 from hflow.backends.interface import RankPosition, TrainShard
 from hflow.backends.megatron.device import prepare
@@ -26,7 +26,7 @@ prepare("cpu")
 
 from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
 from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
-from hflow.backends.megatron.runner import share_out  # noqa: E402
+from hflow.backends.megatron.runner import broadcast_minibatches  # noqa: E402
 
 Groups = dict[tuple[int, ...], Any]
 
@@ -153,7 +153,7 @@ def receive(group: Any, path: Path) -> None:
     grid = ParallelState.of(RankPosition(group, data=1, tensor=2, pipe=2))
     whole = prepare_batch(twins.batch(), "lm")
     mine = [Minibatch((whole.take([0, 1]), whole.take([2])), 3, {Unit.TOKEN: 7})] if grid.is_head else None
-    torch.save(share_out(grid, mine, torch.device("cpu")), path / f"received.{group.rank()}.pt")
+    torch.save(broadcast_minibatches(grid, mine, torch.device("cpu")), path / f"received.{group.rank()}.pt")
 
 
 def fail(twin: twins.Twin, group: Any, path: Path) -> None:

@@ -42,8 +42,8 @@ def test_a_good_one_is_read() -> None:
         ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
         ({"hidden_size": "big"}, "Field 'hidden_size' expected int, got str"),
         ({"hiden_size": 64}, "a qwen2 architecture has no key 'hiden_size'; did you mean 'hidden_size'?"),
-        ({"model_type": "vit"}, "'vit' is no causal language model"),
-        ({"model_type": "bert"}, "'bert' looks at later tokens; set is_decoder to true"),
+        ({"model_type": "vit"}, "'vit' is not a causal language model"),
+        ({"model_type": "bert"}, "'bert' attends to later tokens; set is_decoder to true"),
     ],
 )
 def test_what_cannot_be_built_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -32,7 +32,7 @@ def refused(message: str, architecture: dict[str, Any], **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"'actor': model_type 'gpt2' is not one that .* builds \(llama, mistral, "),
+        ({"model_type": "gpt2"}, r"'actor': model_type 'gpt2' is not one that .* supports \(llama, mistral, "),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not silu"),
         ({"model_type": "mistral"}, "mistral uses a sliding window of 4096"),
         ({"rope_parameters": kit.LLAMA3_ROPE | {"rope_type": "yarn"}}, "rope_type 'yarn' is not one of"),
@@ -92,7 +92,7 @@ def test_a_process_alone_is_a_grid_of_one():
         assert grid.is_first_stage
         assert grid.is_last_stage
         assert grid.is_head
-        assert grid.place == ShardPosition()
+        assert grid.shard_position == ShardPosition()
         assert grid.groups.tp.size() == grid.group.size() == 1
 
 
@@ -137,4 +137,4 @@ def test_cuda_never_sees_the_shim():
     assert done.returncode == 0, done.stderr
     device, names, error = done.stdout.splitlines()
     assert (device, names) == ("cuda:0 False", "False True")
-    assert error.startswith("BackendError: megatron.core was imported before the CPU was made ready for it")
+    assert error.startswith("BackendError: megatron.core was imported before it was prepared for the CPU")

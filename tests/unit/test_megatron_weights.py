@@ -18,7 +18,12 @@ from transformers import AutoConfig
 
 from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
-from hflow.backends.megatron.hf_mapping import ShardPosition, backbone_shapes, padded_vocabulary, parameters
+from hflow.backends.megatron.hf_mapping import (
+    ShardPosition,
+    backbone_shapes,
+    padded_vocab_size,
+    rank_parameters,
+)
 from hflow.backends.megatron.model_dims import ModelDims, check_split, read_dims
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import BackendError
@@ -30,8 +35,8 @@ from hflow.types.tensor_slices import Box
 
 prepare("cpu")
 
-from hflow.backends.megatron.checkpoint_reader import fill  # noqa: E402
-from hflow.backends.megatron.hf_export import save  # noqa: E402
+from hflow.backends.megatron.checkpoint_reader import load_parameters  # noqa: E402
+from hflow.backends.megatron.hf_export import save_stage  # noqa: E402
 from hflow.backends.megatron.model import Stage, build  # noqa: E402
 from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
 from hflow.backends.megatron.weight_export import named_weights  # noqa: E402
@@ -49,7 +54,7 @@ def dims_of(architecture: Mapping[str, Any], head: str = "lm") -> ModelDims:
 def boxes(dims: ModelDims, place: ShardPosition) -> dict[str, Box]:
     """The smallest box around what a rank holds of each tensor."""
     found: dict[str, Box] = {}
-    for row in parameters(dims, place):
+    for row in rank_parameters(dims, place):
         for part in row.parts:
             if part.length:
                 found[part.tensor] = around(found.get(part.tensor, part.box), part.box)
@@ -86,17 +91,18 @@ def test_a_rank_holds_what_the_plan_says(architecture, head, layout):
 
 def test_the_vocabulary_is_padded_as_planned():
     """300 tokens on 2 ranks: a multiple of 2 x 128, so 512, of which rank 1 has 300 - 256 = 44."""
-    assert padded_vocabulary(300, 2) == 512
+    assert padded_vocab_size(300, 2) == 512
     dims = dims_of(kit.QWEN2)
-    (embedding,) = [r for r in parameters(dims, ShardPosition(1, 2)) if r.name.startswith("embedding")]
+    (embedding,) = [r for r in rank_parameters(dims, ShardPosition(1, 2)) if r.name.startswith("embedding")]
     assert embedding.shape == (256, 32)
     assert embedding.parts[0].span == (256, 300)
-    assert padded_vocabulary(151936, 8) == 152576  # 149 x 1024
+    assert padded_vocab_size(151936, 8) == 152576  # 149 x 1024
 
 
 def test_layers_go_to_the_first_stages():
     names = [
-        {r.name for r in parameters(dims_of(kit.QWEN2), ShardPosition(stage=p, num_stages=2))} for p in (0, 1)
+        {r.name for r in rank_parameters(dims_of(kit.QWEN2), ShardPosition(stage=p, num_stages=2))}
+        for p in (0, 1)
     ]
     assert "decoder.layers.1.mlp.linear_fc2.weight" in names[0]
     assert "decoder.layers.1.mlp.linear_fc2.weight" not in names[1]
@@ -142,7 +148,7 @@ def test_ranks_read_every_entry_and_only_their_own(drawn):
     counts = {name: torch.zeros(shape) for name, shape in backbone_shapes(dims).items()}
     for t in range(tensor):
         for p in range(pipe):
-            for row in parameters(dims, ShardPosition(t, tensor, p, pipe)):
+            for row in rank_parameters(dims, ShardPosition(t, tensor, p, pipe)):
                 spare = math.prod(row.shape) - sum(math.prod(b - a for a, b in x.box) for x in row.parts)
                 assert spare == 0 or "embedding" in row.name or "output_layer" in row.name
                 for part in row.parts:
@@ -155,10 +161,10 @@ def test_ranks_read_every_entry_and_only_their_own(drawn):
 def test_padding_is_zero_and_the_rest_is_where_megatron_looks_for_it():
     """One key-value head has two query heads: rows are q0 q1 k v of the rank's head, 8 rows each."""
     dims = dims_of(kit.QWEN2)
-    rows = parameters(dims, ShardPosition(1, 2))
+    rows = rank_parameters(dims, ShardPosition(1, 2))
     values = {row.name: torch.full(row.shape, 7.0) for row in rows}
     whole = {name: torch.randn(shape) for name, shape in backbone_shapes(dims).items()}
-    fill(rows, values, lambda part: whole[part.tensor][tuple(slice(*span) for span in part.box)])
+    load_parameters(rows, values, lambda part: whole[part.tensor][tuple(slice(*span) for span in part.box)])
     embedding = values["embedding.word_embeddings.weight"]
     assert torch.equal(embedding[:44], whole["model.embed_tokens.weight"][256:])
     assert not embedding[44:].any()
@@ -187,7 +193,7 @@ def test_one_file_or_many(tmp_path, shard, file_bytes):
     wanted = {name: x.detach() for name, x in kit.model(CASE)[0].named_parameters()}
     assert read.keys() == wanted.keys()
     assert all(torch.equal(read[name], wanted[name]) for name in wanted)
-    save(alone(kit.settings(CASE, tmp_path)), tmp_path / "again", file_bytes=file_bytes)
+    save_stage(alone(kit.settings(CASE, tmp_path)), tmp_path / "again", file_bytes=file_bytes)
     assert (tmp_path / "again" / "model.safetensors").exists() is (file_bytes == 1 << 30)
     again = weights(alone(kit.settings(CASE, tmp_path, path=str(tmp_path / "again"))))
     assert all(torch.equal(again[name], wanted[name]) for name in wanted)
@@ -200,7 +206,7 @@ def test_both_backends_draw_and_save_alike(tmp_path, head):
     wanted = dict(TorchModel(drawn, RankPosition()).weights())
     ours = alone(drawn)
     assert_equal(weights(ours), wanted)
-    save(ours, tmp_path / "ours")
+    save_stage(ours, tmp_path / "ours")
     saved = ModelSettings("actor", path=str(tmp_path / "ours"), head=head)
     theirs = TorchModel(saved, RankPosition())
     assert_equal(dict(theirs.weights()), wanted)

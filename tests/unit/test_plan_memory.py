@@ -16,9 +16,8 @@ from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.embedded_engine.options import EngineOptions
 from hflow.backends.interface import ModelSettings, SamplingParams
 from hflow.backends.megatron import memory as megatron_memory
-from hflow.backends.torch_model import fsdp as placement
+from hflow.backends.torch_model import fsdp, weight_export
 from hflow.backends.torch_model import memory as torch_memory
-from hflow.backends.torch_model import weight_export as gather
 from hflow.backends.vllm_engine import memory as vllm_memory
 from hflow.errors import PlanError
 from hflow.planner.backends import training_backend, traits
@@ -50,8 +49,8 @@ def model_state(asked):
 # ---------------------------------------------------------------------- entries and model state
 def test_what_is_known_of_backends_is_what_they_say():
     assert activations.LOGITS_PER_CHUNK == LOGITS_PER_CHUNK
-    assert torch_memory.MIN_UNIT_BYTES == placement.MIN_UNIT_BYTES
-    assert transfer.BUCKET_BYTES == gather.BUCKET_BYTES == worker_weights.BUCKET_BYTES
+    assert torch_memory.MIN_UNIT_BYTES == fsdp.MIN_UNIT_BYTES
+    assert transfer.BUCKET_BYTES == weight_export.BUCKET_BYTES == worker_weights.BUCKET_BYTES
     assert EngineOptions().max_tokens_per_step == engine_load.PREFILL_TOKENS
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hflow.backends.common.sharded_checkpoint import INDEX, key
+from hflow.backends.common.sharded_checkpoint import INDEX, entry_name
 from hflow.backends.megatron.device import prepare
 from hflow.errors import BackendError
 from hflow.types.tensor_slices import within
@@ -72,7 +72,9 @@ def test_every_entry_is_written_once_and_by_all_ranks(directory, name):
         count = np.zeros(row["shape"], int)
         for box, file in row["boxes"]:
             count[within(box, [(0, size) for size in row["shape"]])] += 1
-            files.setdefault(file, []).extend(key(tensor, box, kind) for kind in ("weight", "mean", "square"))
+            files.setdefault(file, []).extend(
+                entry_name(tensor, box, kind) for kind in ("weight", "mean", "square")
+            )
         assert (count == 1).all()
     assert sorted(path.iterdir()) == sorted(path / found for found in (INDEX, *files))
     for file, keys in files.items():
@@ -137,7 +139,7 @@ def test_tensors_that_do_not_fit_are_named(written):
     )
     refused(written, "has tensors that the model does not know: extra")
     rewrite(written, lambda index: index.update(format=2))
-    refused(written, "has format 2, this version reads format 1")
+    refused(written, "has format 2, but this version of hflow reads format 1")
 
 
 def test_a_file_that_is_not_there_is_named(written):

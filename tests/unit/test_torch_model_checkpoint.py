@@ -110,7 +110,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     (path / "model.safetensors").unlink()
     refused(path, "has no readable weights")
     (path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    refused(path, "'vit' is no causal language model")
+    refused(path, "'vit' is not a causal language model")
 
 
 def test_settings_that_do_not_fit_are_refused():

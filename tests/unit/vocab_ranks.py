@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hflow.backends.common import chunked as chunks
-from hflow.backends.megatron.vocab_parallel import VocabParallelLogits, measured
+from hflow.backends.common import chunked
+from hflow.backends.megatron.vocab_parallel import VocabParallelLogits, vocab_parallel_logprobs
 
 NUM_ROWS, HIDDEN, VOCAB, PART = 11, 6, 13, 8
 """The second rank has 5 of the 13 tokens and 3 rows of padding."""
@@ -61,7 +61,7 @@ def run(rank: int, directory: str) -> None:
 
 def compute(rank: int, temperature: float, size: int, num_rows: int = NUM_ROWS) -> Any:
     """Measures, the likeliest tokens, gradients of the hidden states (summed) and of this rank's matrix."""
-    chunks.LOGITS_PER_CHUNK = size
+    chunked.LOGITS_PER_CHUNK = size
     rows, matrix, drawn, others = (x[:num_rows] if len(x) == NUM_ROWS else x for x in inputs())
     part = torch.zeros(PART, HIDDEN)
     mine = matrix[rank * PART : (rank + 1) * PART]
@@ -85,6 +85,6 @@ def compute(rank: int, temperature: float, size: int, num_rows: int = NUM_ROWS) 
 def by_hand(rank: int) -> tuple[float, ...]:
     """Log-prob of token 0 and entropy of logits 0 and ln 3, a rank having one each; then their slopes."""
     logit = torch.tensor([[0.0, math.log(3)][rank : rank + 1]], requires_grad=True)
-    logprobs, entropy = measured(logit, torch.tensor([[0]]), rank, dist.group.WORLD, True)
+    logprobs, entropy = vocab_parallel_logprobs(logit, torch.tensor([[0]]), rank, dist.group.WORLD, True)
     slopes = [torch.autograd.grad(x.sum(), logit, retain_graph=True)[0].item() for x in (logprobs, entropy)]
     return logprobs.item(), entropy.item(), *slopes

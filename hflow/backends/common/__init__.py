@@ -1,5 +1,6 @@
-"""What every training backend does alike: inputs, cuts, losses, metrics, and the order of a step.
+"""The parts of a training backend that do not depend on how the model is sharded.
 
-Nothing here knows how a model is sharded. Denominators, cuts and metrics are therefore the same whatever
-computes the forward and backward passes.
+`microbatches` splits samples, `inputs` packs them, `output` and `loss` run the body, `metrics` averages, and
+`infer` and `train` run the steps in order. Denominators, micro-batches and metrics are therefore the same for
+every backend. `sharded_checkpoint` and `checks` read and check checkpoints.
 """

@@ -1,4 +1,4 @@
-"""What is refused before a forward, and when a checkpoint is read."""
+"""Checks of the samples before a forward pass, and of the tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hflow.errors import BackendError, RunError
 
 
 def check_sequences(model: str, config: PreTrainedConfig, batches: Iterable[Batch]) -> None:
-    """Refuse sequences that a model has no positions or no embeddings for.
+    """Check that a model has positions and embeddings for every sequence.
 
     Raises:
-        BackendError: naming the length or the token.
+        BackendError: if a sequence is too long or has a token outside the vocabulary.
     """
     longest, name = max_length(config), f"model {model!r}"
     for batch in (batch for batch in batches if len(batch)):
@@ -27,33 +27,39 @@ def check_sequences(model: str, config: PreTrainedConfig, batches: Iterable[Batc
         if longest is not None and num_tokens > longest:
             raise BackendError(
                 f"a sequence has {num_tokens} tokens, but {name} has positions for {longest} "
-                "(max_position_embeddings); leave out or shorten such rows"
+                "(max_position_embeddings); remove or shorten such rows"
             )
         token = int(np.max(column(batch, "input_ids").values))
         if token >= config.vocab_size:
             raise BackendError(
                 f"a sequence holds token {token}, but {name} has a vocabulary of {config.vocab_size}; "
-                "encode with the tokenizer that belongs to the model"
+                "encode with the model's own tokenizer"
             )
 
 
 def check_temperature(call: NodeCall) -> None:
-    """Refuse a policy of temperature 0, under which nothing has a log-prob.
+    """Check that the policy samples: at temperature 0 log-probs are undefined.
 
     Raises:
-        RunError: naming the node.
+        RunError: if the temperature is 0.
     """
     if call.temperature <= 0:
         raise RunError(f"node {call.node!r}: log-probs need a generation temperature above 0")
 
 
-def refuse_tensors(
+def check_tensors(
     path: Path, missing: Iterable[str], unknown: Iterable[str], misshapen: Iterable[str]
 ) -> None:
-    """Refuse a checkpoint by the names of tensors that are not as the model needs them.
+    """Check that a checkpoint has exactly the model's tensors.
+
+    Args:
+        path: the checkpoint.
+        missing: tensors of the model that the checkpoint lacks.
+        unknown: tensors of the checkpoint that the model lacks.
+        misshapen: tensors whose shapes differ.
 
     Raises:
-        BackendError: when there is any such tensor.
+        BackendError: if there is any such tensor; names the first ones.
     """
     for problem, names in (
         ("lacks", missing),
@@ -61,10 +67,9 @@ def refuse_tensors(
         ("has tensors of other shapes than its config says:", misshapen),
     ):
         if listed := sorted(names):
-            raise BackendError(f"checkpoint {path} {problem} {_some(listed)}")
+            raise BackendError(f"checkpoint {path} {problem} {_first_names(listed)}")
 
 
-def _some(names: Sequence[str], limit: int = 3) -> str:
-    """The first few names, and how many more."""
+def _first_names(names: Sequence[str], limit: int = 3) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

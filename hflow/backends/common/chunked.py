@@ -1,7 +1,7 @@
-"""Functions of many logits, applied to a part of the rows at a time.
+"""Functions of logits, computed on some rows at a time.
 
-Full fp32 logits `[N, V]` of a long batch and a large vocabulary would be the largest tensor of a
-step by far; no more than one chunk of them exists at any time.
+fp32 logits `[N, V]` of all rows would be by far the largest tensor of a step. Only one chunk of them exists
+at any time.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 LOGITS_PER_CHUNK = 1 << 26
-"""Logits that exist at once: 256 MiB in fp32."""
+"""Logits in a chunk: 256 MiB in fp32."""
 
 
 def in_chunks(
-    step: Callable[..., tuple[Tensor, ...]], vocabulary_size: int, rows: Tensor, *others: Tensor
+    step: Callable[..., tuple[Tensor, ...]], vocab_size: int, rows: Tensor, *others: Tensor
 ) -> tuple[Tensor, ...]:
-    """Apply `step` to chunks of rows; what it keeps for the backward pass is computed again there.
+    """Apply `step` to chunks of rows. The backward pass recomputes each chunk instead of storing it.
 
     Args:
-        step: makes tensors `[C, ...]` of C rows and the same rows of `others`, by way of logits.
-        vocabulary_size: logits of a row, on this rank.
+        step: takes C rows of `rows` and of each of `others`, computes their logits, and returns tensors
+            `[C, ...]`.
+        vocab_size: number of logits per row, on this rank.
         rows: tensor `[N, ...]`.
         others: tensors `[N, ...]`.
 
     Returns:
         The tensors of `step`, N rows each.
     """
-    size = max(LOGITS_PER_CHUNK // vocabulary_size, 1)
+    size = max(LOGITS_PER_CHUNK // vocab_size, 1)
     if len(rows) <= size:
         return step(rows, *others)
     chunks = zip(*(torch.split(x, size) for x in (rows, *others)), strict=True)
-    parts = [
+    results = [
         checkpoint(step, *chunk, use_reentrant=False, preserve_rng_state=False)
         if torch.is_grad_enabled()
         else step(*chunk)
         for chunk in chunks
     ]
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

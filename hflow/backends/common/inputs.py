@@ -1,4 +1,8 @@
-"""A micro-batch on the device: token ids, where sequences lie, and what is learned."""
+"""A micro-batch on the device: token ids, the layout of its sequences, and the mask of learned tokens.
+
+Axes: S sequences, T packed tokens, U computed tokens (T without repeated prompt prefixes), N learned tokens,
+P groups.
+"""
 
 from __future__ import annotations
 
@@ -16,70 +20,75 @@ from hflow.data.shared_prefix import share_prefixes
 from hflow.types import Sequences, Unit
 
 LEARNED = "is_learned"
-"""Column that `prepare` adds: which sequences count in means over sequences."""
+"""Column that `prepare_batch` adds: which sequences count in means over sequences."""
 
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """T tokens of S sequences as the layers of a model see them."""
+    """T tokens of S sequences, as a model's layers need them."""
 
     input_ids: Tensor
     """int64 `[T]`."""
     computed_ids: Tensor
-    """int64 `[U]`: `input_ids` of the rows that are computed; U is T where no prefix is shared."""
+    """int64 `[U]`: `input_ids` of the tokens that are computed. U is T where no prefix is shared."""
     position_ids: Tensor
     """int64 `[U]`, from 0 in each sequence."""
     layout: PackedLayout
 
-    def computed(self, positions: Tensor) -> Tensor:
-        """The computed rows, out of U, of tokens at these positions, out of T."""
+    def computed_rows(self, positions: Tensor) -> Tensor:
+        """Return the computed rows (indices below U) of tokens at these positions (indices below T)."""
         shared = self.layout.shared
         return positions if shared is None else shared.row_of_token[positions]
 
-    def widen(self, x: Tensor) -> Tensor:
-        """`[U, ...]` -> `[T, ...]`."""
+    def expand(self, x: Tensor) -> Tensor:
+        """Repeat the rows of shared prefixes: `[U, ...]` -> `[T, ...]`."""
         shared = self.layout.shared
         return x if shared is None else x.index_select(0, shared.row_of_token)
 
 
 @dataclass(frozen=True)
 class PackedBatch(PackedTokens):
-    """S sequences of T tokens as one forward and its body see them, N of the tokens being learned."""
+    """A micro-batch as a forward pass and its body need it."""
 
     batch: Batch
     seqs: Sequences
     targets: Tensor
-    """int64 `[N]`, positions of the learned tokens; each is predicted from the one before."""
-    last: Tensor
-    """int64 `[S]`, position of each sequence's last token."""
+    """int64 `[N]`: positions of the learned tokens. Each is predicted from the token before it."""
+    last_tokens: Tensor
+    """int64 `[S]`: position of each sequence's last token."""
     valid: dict[Unit, Tensor]
     """Which entries of each unit count: bool `[T]`, `[S]`, `[P]`."""
-    counts: dict[Unit, int]
-    """How many do."""
+    num_valid: dict[Unit, int]
+    """How many entries of each unit count."""
 
 
-def prepare(batch: Batch, head: str, mask_field: str | None = None) -> Batch:
-    """Settle what is learned: `loss_mask` without first tokens and without what the mask excludes.
+def prepare_batch(batch: Batch, head: str, mask_field: str | None = None) -> Batch:
+    """Return the batch with its final `loss_mask` and the column `is_learned`.
 
-    Nothing predicts the first token of a sequence, so it is never learned. A sequence counts when
-    any of its tokens is learned; for a `score` head, unless the mask excludes it.
+    The first token of a sequence has no prediction, so it is never learned. A sequence counts if any of its
+    tokens is learned; for a `score` head it counts unless the mask excludes it.
+
+    Args:
+        batch: has `loss_mask`.
+        head: the model's head.
+        mask_field: bool column, per token or per sequence, that excludes more entries.
     """
     mask = np.array(column(batch, "loss_mask").values, dtype=bool)
     mask[batch.offsets[:-1]] = False
     kept = np.ones(len(batch), dtype=bool)
     if mask_field is not None:
         extra = column(batch, mask_field)
-        wide = np.asarray(extra.values, dtype=bool)
-        mask &= wide if extra.unit is Unit.TOKEN else np.repeat(wide, batch.lengths)
-        kept = _any_by_sequence(wide, batch) if extra.unit is Unit.TOKEN else wide
+        flags = np.asarray(extra.values, dtype=bool)
+        mask &= flags if extra.unit is Unit.TOKEN else np.repeat(flags, batch.lengths)
+        kept = _any_by_sequence(flags, batch) if extra.unit is Unit.TOKEN else flags
     learned = kept if head == "score" else _any_by_sequence(mask, batch)
     return batch.with_columns(
         {"loss_mask": Column(Unit.TOKEN, mask), LEARNED: Column(Unit.SEQUENCE, learned)}
     )
 
 
-def count_entries(batch: Batch) -> dict[Unit, int]:
-    """How many tokens, sequences and groups of a prepared batch count."""
+def count_valid(batch: Batch) -> dict[Unit, int]:
+    """Count the tokens, sequences and groups of a prepared batch that are learned."""
     learned = np.asarray(batch.columns[LEARNED].values)
     return {
         Unit.TOKEN: int(np.count_nonzero(batch.columns["loss_mask"].values)),
@@ -88,13 +97,13 @@ def count_entries(batch: Batch) -> dict[Unit, int]:
     }
 
 
-def tokens_of(batch: Batch, device: torch.device, dtype: torch.dtype) -> PackedTokens:
-    """Lay out a batch on the device, with all index tables made on the host.
+def pack_tokens(batch: Batch, device: torch.device, dtype: torch.dtype) -> PackedTokens:
+    """Move a batch's tokens and their layout to the device. All index tables are made on the host.
 
     Args:
         batch: has `input_ids`.
-        device: where the model is.
-        dtype: what the model computes in.
+        device: the model's device.
+        dtype: dtype of the forward pass, on which the attention kernel depends.
     """
     positions = np.arange(batch.num_tokens) - np.repeat(batch.offsets[:-1], batch.lengths)
     shared = _shared_rows(batch, device)
@@ -108,33 +117,33 @@ def tokens_of(batch: Batch, device: torch.device, dtype: torch.dtype) -> PackedT
     )
 
 
-def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> PackedBatch:
-    """Move a prepared batch to the device; as `tokens_of`, for the rank that runs the body."""
+def pack_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> PackedBatch:
+    """Move a prepared batch to the device, as `pack_tokens` does, with what the body needs."""
     seqs = sequences_of(batch, device)
     learned = to_tensor(batch.columns[LEARNED].values, device)
     return PackedBatch(
-        **vars(tokens_of(batch, device, dtype)),
+        **vars(pack_tokens(batch, device, dtype)),
         batch=batch,
         seqs=seqs,
         targets=to_tensor(np.flatnonzero(batch.columns["loss_mask"].values), device),
-        last=to_tensor(batch.offsets[1:] - 1, device),
+        last_tokens=to_tensor(batch.offsets[1:] - 1, device),
         valid={
             Unit.TOKEN: seqs.loss_mask,
             Unit.SEQUENCE: learned,
             Unit.GROUP: seqs.group_sum(learned.long()) > 0,
         },
-        counts=count_entries(batch),
+        num_valid=count_valid(batch),
     )
 
 
-def empty_shard() -> Batch:
-    """One token of which nothing is learned: what a rank computes while it has nothing to compute."""
+def placeholder_batch() -> Batch:
+    """Return a prepared batch of one unlearned token, for a rank that must join a forward without samples."""
     one = np.ones(1, dtype=np.int64)
     columns = {
         "input_ids": Column(Unit.TOKEN, np.zeros(1, dtype=np.int64)),
         "loss_mask": Column(Unit.TOKEN, np.zeros(1, dtype=bool)),
     }
-    return prepare(Batch(-one, -one, one, columns), head="lm")
+    return prepare_batch(Batch(-one, -one, one, columns), head="lm")
 
 
 def _shared_rows(batch: Batch, device: torch.device) -> SharedRows | None:
@@ -145,7 +154,7 @@ def _shared_rows(batch: Batch, device: torch.device) -> SharedRows | None:
 
 
 def _any_by_sequence(mask: npt.NDArray[np.bool_], batch: Batch) -> npt.NDArray[np.bool_]:
-    """Whether any token of each sequence is true; sequences have at least one token."""
+    """Return whether any token of each sequence is true. Sequences have at least one token."""
     if len(batch) == 0:
         return np.zeros(0, dtype=bool)
     return np.logical_or.reduceat(mask, batch.offsets[:-1])

@@ -1,4 +1,10 @@
-"""From a forward's output to a micro-batch's share of the minibatch's loss."""
+"""A micro-batch's loss: the body's entries, weighted so that the sum over all ranks is the minibatch's loss.
+
+Denominators are global: the weights of all entries of a minibatch sum to 1 over all micro-batches and ranks
+(except for `token-sum/N`). A micro-batch's part of the loss is `sum(weight * entry)`, and these parts add up.
+
+Axes: S sequences, T packed tokens, P groups.
+"""
 
 from __future__ import annotations
 
@@ -10,94 +16,93 @@ from torch import Tensor
 
 from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.metrics import MetricAccumulator
-from hflow.backends.common.prox import UpdateProgress, approximation_errors, made_fields
+from hflow.backends.common.prox import UpdateProgress, computed_fields, prox_errors
 from hflow.backends.interface import NodeCall
 from hflow.data.batch_arguments import bind
 from hflow.data.unpack_returns import check_shape, split_result
 from hflow.errors import RecipeError, RunError
 from hflow.types import Output, Unit
 
-# -------------------- How entries of a loss become one number: weights that sum to 1 over the whole
-# minibatch.
-# The denominators are global, so a micro-batch's share of the loss is `sum(weight * loss)` and
-# shares of all micro-batches on all ranks simply add up.
-
-
 REDUCTIONS: Mapping[Unit, str] = {
     Unit.TOKEN: r"token-mean|seq-mean-token-sum|seq-mean-token-mean|token-sum/[1-9]\d*",
     Unit.SEQUENCE: "seq-mean",
     Unit.GROUP: "group-mean",
 }
-"""The reductions of a loss of each unit, as patterns."""
-
-
-def check_reduction(node: str, unit: Unit, reduce: str | None) -> str:
-    """The reduction, if it is one of the loss's unit.
-
-    Raises:
-        RecipeError: when it is not.
-    """
-    pattern = REDUCTIONS.get(unit, "")
-    if reduce is None or re.fullmatch(pattern, reduce) is None:
-        known = pattern.replace("|", ", ").replace(r"[1-9]\d*", "N")
-        raise RecipeError(f"node {node!r}: a loss per {unit} cannot be reduced by {reduce!r}; known: {known}")
-    return reduce
-
-
-def entry_weights(reduce: str, packed: PackedBatch, totals: Mapping[Unit, int]) -> Tensor:
-    """The weight of each entry of the loss; 0 where nothing is learned.
-
-    Args:
-        reduce: a reduction that `check_reduction` let pass.
-        packed: the micro-batch.
-        totals: entries of each unit that count in the whole minibatch, over all ranks.
-
-    Returns:
-        `[T]`, `[S]` or `[P]` as the reduction's unit is. `token-sum/N` divides by the constant N,
-        `seq-mean-*` by the number of sequences, `seq-mean-token-mean` by each one's learned tokens
-        first.
-    """
-    if reduce == "group-mean":
-        return packed.valid[Unit.GROUP] / totals[Unit.GROUP]
-    if reduce == "seq-mean":
-        return packed.valid[Unit.SEQUENCE] / totals[Unit.SEQUENCE]
-    tokens = packed.valid[Unit.TOKEN].float()
-    if reduce == "token-mean":
-        return tokens / totals[Unit.TOKEN]
-    if reduce.startswith("token-sum/"):
-        return tokens / int(reduce.removeprefix("token-sum/"))
-    if reduce == "seq-mean-token-mean":
-        tokens = tokens / packed.seqs.count().clamp(min=1)[packed.seqs.index]
-    return tokens / totals[Unit.SEQUENCE]
+"""Loss unit -> pattern of its reductions."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A train node's body, in one update of one step."""
+    """The loss of a train node in one optimizer step."""
 
     call: NodeCall
-    name: str
+    field: str
+    """Name of the returned loss."""
     unit: Unit
-    reduce: str
+    reduction: str
     totals: dict[Unit, int]
+    """Entries of each unit that count in the whole minibatch, over all ranks."""
     progress: UpdateProgress
 
-    def share(self, packed: PackedBatch, output: Output, meter: MetricAccumulator) -> Tensor:
-        """Run the body, note its metrics, and weigh its entries.
+    def microbatch_loss(self, packed: PackedBatch, output: Output, metrics: MetricAccumulator) -> Tensor:
+        """Run the body on a micro-batch, record its metrics, and return its part of the minibatch's loss.
 
         Raises:
-            RunError: when the loss has another shape than its unit, or does not depend on the model.
+            RunError: if the loss has a wrong shape or does not depend on the model.
         """
         call = self.call
-        made = made_fields(call, output, packed, self.progress)
-        result = call.body(**bind(call, packed.batch, packed.seqs, output, made))
-        (entries,), metrics = split_result(call.node, call.returns, call.metrics, result)
-        entries = check_shape(call.node, self.name, self.unit, entries, packed.seqs)
+        computed = computed_fields(call, output, packed, self.progress)
+        result = call.body(**bind(call, packed.batch, packed.seqs, output, computed))
+        (entries,), values = split_result(call.node, call.returns, call.metrics, result)
+        entries = check_shape(call.node, self.field, self.unit, entries, packed.seqs)
         if entries.dim() != 1:
-            raise RunError(f"node {call.node!r}: a loss has one number an entry, not {list(entries.shape)}")
+            raise RunError(
+                f"node {call.node!r}: a loss must have one number per entry, not {list(entries.shape)}"
+            )
         if not entries.requires_grad:
             raise RunError(f"node {call.node!r}: its loss does not depend on the model's output")
-        metrics = metrics | approximation_errors(call, output, packed, self.progress)
-        meter.add(call.node, metrics, packed, self.unit)
+        values = values | prox_errors(call, output, packed, self.progress)
+        metrics.add(call.node, values, packed, self.unit)
         valid = packed.valid[self.unit]
-        return (entries.masked_fill(~valid, 0) * entry_weights(self.reduce, packed, self.totals)).sum()
+        return (entries.masked_fill(~valid, 0) * entry_weights(self.reduction, packed, self.totals)).sum()
+
+
+def check_reduction(node: str, unit: Unit, reduction: str | None) -> str:
+    """Return the reduction if a loss of this unit can have it.
+
+    Raises:
+        RecipeError: if it cannot.
+    """
+    pattern = REDUCTIONS.get(unit, "")
+    if reduction is None or re.fullmatch(pattern, reduction) is None:
+        known = pattern.replace("|", ", ").replace(r"[1-9]\d*", "N")
+        raise RecipeError(
+            f"node {node!r}: a loss per {unit} cannot be reduced by {reduction!r}; set reduce to {known}"
+        )
+    return reduction
+
+
+def entry_weights(reduction: str, packed: PackedBatch, totals: Mapping[Unit, int]) -> Tensor:
+    """Return the weight of each entry of the loss; 0 where nothing is learned.
+
+    Args:
+        reduction: one that `check_reduction` accepted.
+        packed: the micro-batch.
+        totals: entries of each unit that count in the whole minibatch, over all ranks.
+
+    Returns:
+        `[T]`, `[S]` or `[P]`, by the reduction's unit. `token-sum/N` divides by the constant N; `seq-mean-*`
+        by the number of sequences; `seq-mean-token-mean` also by each sequence's learned tokens.
+    """
+    if reduction == "group-mean":
+        return packed.valid[Unit.GROUP] / totals[Unit.GROUP]
+    if reduction == "seq-mean":
+        return packed.valid[Unit.SEQUENCE] / totals[Unit.SEQUENCE]
+    tokens = packed.valid[Unit.TOKEN].float()
+    if reduction == "token-mean":
+        return tokens / totals[Unit.TOKEN]
+    if reduction.startswith("token-sum/"):
+        return tokens / int(reduction.removeprefix("token-sum/"))
+    if reduction == "seq-mean-token-mean":
+        tokens = tokens / packed.seqs.count().clamp(min=1)[packed.seqs.index]
+    return tokens / totals[Unit.SEQUENCE]

@@ -1,4 +1,4 @@
-"""Metrics of a step: means (or max, min, sum) over all valid entries of all ranks."""
+"""Metrics of a train step: means (or max, min, sum) over all valid entries of all ranks."""
 
 from __future__ import annotations
 
@@ -27,78 +27,81 @@ _REDUCE: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class MetricAccumulator:
-    """Accumulates on the device; nothing waits for it until `finish`."""
+    """Accumulates metrics on the device, without synchronising with it until `finish`.
+
+    A metric's name decides its reduction: `.max`, `.min` or `.sum` by its suffix, else the mean.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
 
     def add(self, node: str, metrics: Mapping[str, Any], packed: PackedBatch, unit: Unit) -> None:
-        """Take one micro-batch's metrics.
+        """Add one micro-batch's metrics.
 
-        A tensor `[T]`, `[S]` or `[P]` is taken entry by entry. A single number stands for all
-        entries of `unit`, the loss's, in this micro-batch.
+        A tensor `[T]`, `[S]` or `[P]` counts entry by entry. A single number counts once for every valid
+        entry of `unit`, the loss's unit.
 
         Raises:
-            RunError: when a tensor has none of these shapes.
+            RunError: if a tensor has none of these shapes.
         """
         for name, value in metrics.items():
             x = metric_tensor(node, name, value).to(packed.input_ids.device).float()
             at = unit if x.dim() == 0 else _unit_of(node, name, x, packed, unit)
-            if packed.counts[at] > 0:
+            if packed.num_valid[at] > 0:
                 entries = x.expand(len(packed.valid[at])) if x.dim() == 0 else x
-                how = _how(name)
-                entries = entries.masked_fill(~packed.valid[at], _NEUTRAL[how])
-                self._merge(name, _REDUCE[how](entries), packed.counts[at])
+                reduction = _reduction(name)
+                entries = entries.masked_fill(~packed.valid[at], _NEUTRAL[reduction])
+                self._merge(name, _REDUCE[reduction](entries), packed.num_valid[at])
 
     def _merge(self, name: str, value: Tensor, count: int) -> None:
         if name in self._values:
-            value = _REDUCE[_how(name)](torch.stack([self._values[name], value]))
+            value = _REDUCE[_reduction(name)](torch.stack([self._values[name], value]))
         self._values[name] = value
         self._counts[name] = self._counts.get(name, 0) + count
 
-    def finish(self, group: ProcessGroup | None, shares: Mapping[str, float]) -> dict[str, float]:
-        """Combine with the other ranks (a collective) and return plain numbers.
+    def finish(self, group: ProcessGroup | None, sums: Mapping[str, float]) -> dict[str, float]:
+        """Combine the metrics of all ranks and return plain numbers; a collective.
 
         Args:
-            group: the other ranks; None when there are none.
-            shares: this rank's part of numbers that are summed over ranks.
+            group: the ranks; None for one.
+            sums: this rank's part of further numbers, which are summed over the ranks.
         """
         numbers = torch.stack(list(self._values.values())).tolist() if self._values else []
         mine = {name: (x, self._counts[name]) for name, x in zip(self._values, numbers, strict=True)}
-        everyone: list[Any] = [(mine, shares)]
+        by_rank: list[Any] = [(mine, sums)]
         if group is not None:
-            everyone = [None] * group.size()
-            dist.all_gather_object(everyone, (mine, shares), group=group)
-        sums = {name: sum(theirs[name] for _, theirs in everyone) for name in shares}
-        return _combine([theirs for theirs, _ in everyone]) | sums
+            by_rank = [None] * group.size()
+            dist.all_gather_object(by_rank, (mine, sums), group=group)
+        totals = {name: sum(rank_sums[name] for _, rank_sums in by_rank) for name in sums}
+        return _combine([metrics for metrics, _ in by_rank]) | totals
 
 
-def _combine(parts: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Join what each rank accumulated; a rank that had nothing to do lacks names."""
+def _combine(by_rank: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
+    """Combine the (value, count) of every rank; a rank without samples lacks names."""
     result = {}
-    for name in sorted({name for part in parts for name in part}):
-        have = [part[name] for part in parts if name in part]
-        how = _how(name)
-        if how in ("max", "min"):
-            result[name] = (max if how == "max" else min)(x for x, _ in have)
+    for name in sorted({name for metrics in by_rank for name in metrics}):
+        pairs = [metrics[name] for metrics in by_rank if name in metrics]
+        reduction = _reduction(name)
+        if reduction in ("max", "min"):
+            result[name] = (max if reduction == "max" else min)(x for x, _ in pairs)
         else:
-            total = sum(x for x, _ in have)
-            result[name] = total if how == "sum" else total / sum(count for _, count in have)
+            total = sum(x for x, _ in pairs)
+            result[name] = total if reduction == "sum" else total / sum(count for _, count in pairs)
     return result
 
 
-def _how(name: str) -> str:
+def _reduction(name: str) -> str:
     suffix = name.rpartition(".")[2]
     return suffix if suffix in ("max", "min", "sum") else "mean"
 
 
 def _unit_of(node: str, name: str, x: Tensor, packed: PackedBatch, unit: Unit) -> Unit:
-    """The unit whose length a metric has; the loss's where several have it."""
+    """Return the unit whose length a metric has; the loss's unit if several have it."""
     fitting = [u for u in (unit, *_UNITS) if list(x.shape) == [num_entries(u, packed.seqs)]]
     if not fitting:
         raise RunError(
-            f"node {node!r}: metric {name!r} has shape {list(x.shape)}; it must be one number or have an "
-            f"entry for each token, sequence or group"
+            f"node {node!r}: metric {name!r} has shape {list(x.shape)}; return one number, or one entry per "
+            f"token, sequence or group"
         )
     return fitting[0]

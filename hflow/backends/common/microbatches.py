@@ -1,4 +1,4 @@
-"""Which micro-batches a rank runs, and the global counts that its losses are divided by."""
+"""Micro-batches: which samples share a forward pass, and the global counts that losses are divided by."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hflow.backends.common.inputs import count_entries, prepare
+from hflow.backends.common.inputs import count_valid, prepare_batch
 from hflow.backends.interface import NodeCall, TrainShard
 from hflow.data.batch import Batch
 from hflow.data.packing import pack
@@ -22,73 +22,81 @@ _UNITS = (Unit.TOKEN, Unit.SEQUENCE, Unit.GROUP)
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The part of one minibatch that a rank has, prepared and cut into micro-batches."""
+    """One rank's samples of a minibatch, prepared and split into micro-batches."""
 
     microbatches: tuple[Batch, ...]
     num_microbatches: int
-    """The most that any rank has: all run that many, the others' being empty."""
+    """The largest number on any rank. Every rank runs this many forward passes, the surplus ones on
+    placeholders."""
     totals: dict[Unit, int]
-    """Entries that count in the whole minibatch, over all ranks."""
+    """Entries of each unit that count in the whole minibatch, over all ranks."""
 
 
 @dataclass(frozen=True)
 class MicrobatchSplitter:
-    """How a rank cuts what it is given."""
+    """Splits a rank's samples into micro-batches, in agreement with the other data indices."""
 
-    tokens: int
+    max_tokens: int
     """Budget of a micro-batch."""
     head: str
     group: ProcessGroup | None
+    """One rank for each data index; None for one."""
     device: torch.device
 
     def minibatches(self, call: NodeCall, shards: Sequence[TrainShard]) -> list[Minibatch]:
-        """Cut every minibatch of a step, and agree with the other ranks (one collective).
+        """Split every minibatch of a step; one collective.
 
-        Several shards in one process are one rank's samples: no result depends on the split.
+        Several shards in one process are merged, as no result depends on which rank has a sample.
         """
         mask = call.options.get("mask")
-        parts = [
-            [prepare(part, self.head, mask) for part in parts if len(part)]
+        prepared = [
+            [prepare_batch(part, self.head, mask) for part in parts if len(part)]
             for parts in zip(*(shard.minibatches for shard in shards), strict=True)
         ]
-        merged = [Batch.concat(part) if part else None for part in parts]
-        cuts = [self.cut(call, batch) for batch in merged]
-        agreed = self._agree(merged, cuts)
+        merged = [Batch.concat(parts) if parts else None for parts in prepared]
+        splits = [self.split(call, batch) for batch in merged]
+        agreed = self._agree(merged, splits)
         return [
-            Minibatch(tuple(cut), most, dict(zip(_UNITS, totals, strict=True)))
-            for cut, (most, *totals) in zip(cuts, agreed, strict=True)
+            Minibatch(tuple(split), num_microbatches, dict(zip(_UNITS, totals, strict=True)))
+            for split, (num_microbatches, *totals) in zip(splits, agreed, strict=True)
         ]
 
-    def cut(self, call: NodeCall, batch: Batch | None) -> list[Batch]:
-        """Micro-batches of at most `tokens` tokens; whole groups where the body makes or reads groups."""
+    def split(self, call: NodeCall, batch: Batch | None) -> list[Batch]:
+        """Return the micro-batches of a batch."""
         return [] if batch is None else [batch.take(rows) for rows in self.rows(call, batch)]
 
     def rows(self, call: NodeCall, batch: Batch) -> list[list[int]]:
-        """Rows of each micro-batch. Groups that fit into one stay together, as they share a prompt."""
+        """Return the rows of each micro-batch, of at most `max_tokens` tokens.
+
+        A group stays in one micro-batch where the body reads or returns groups, whatever its size; otherwise
+        where it fits, so that its members can share the computation of their prompt.
+        """
         by_group = any(unit == Unit.GROUP for _, unit in call.returns)
         by_group = by_group or any(read.field == "group" for read in call.reads)
-        return pack(batch.lengths, self.tokens, batch.groups if by_group else self._fitting(batch))
+        return pack(batch.lengths, self.max_tokens, batch.groups if by_group else self._small_groups(batch))
 
-    def _fitting(self, batch: Batch) -> npt.NDArray[np.int64]:
-        """A label for each row: its group's where the whole group fits the budget, else one of its own."""
+    def _small_groups(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """Return a label for each row: one per group that fits the budget, else one per row."""
         _, index = np.unique(batch.groups, return_inverse=True)
-        fits = np.bincount(index, weights=batch.lengths) <= self.tokens
+        fits = np.bincount(index, weights=batch.lengths) <= self.max_tokens
         return np.where(fits[index], index, len(index) + np.arange(len(index)))
 
-    def most(self, num_microbatches: int) -> int:
-        """The largest of all ranks' numbers of micro-batches (a collective)."""
+    def max_over_ranks(self, num_microbatches: int) -> int:
+        """Return the largest number of micro-batches on any rank; a collective."""
         return int(self._gather([[num_microbatches]]).amax())
 
-    def _agree(self, merged: list[Batch | None], cuts: list[list[Batch]]) -> list[list[int]]:
-        """For each minibatch: the most micro-batches, and the sums of the counts."""
-        counts = [dict.fromkeys(_UNITS, 0) if b is None else count_entries(b) for b in merged]
-        mine = [[len(cut), *(count[u] for u in _UNITS)] for cut, count in zip(cuts, counts, strict=True)]
-        everyone = self._gather(mine)
-        agreed = torch.cat([everyone[:, :, :1].amax(0), everyone[:, :, 1:].sum(0)], dim=1)
+    def _agree(self, merged: list[Batch | None], splits: list[list[Batch]]) -> list[list[int]]:
+        """Return for each minibatch the largest number of micro-batches, and the counts of all ranks."""
+        counts = [dict.fromkeys(_UNITS, 0) if b is None else count_valid(b) for b in merged]
+        mine = [
+            [len(split), *(count[u] for u in _UNITS)] for split, count in zip(splits, counts, strict=True)
+        ]
+        by_rank = self._gather(mine)
+        agreed = torch.cat([by_rank[:, :, :1].amax(0), by_rank[:, :, 1:].sum(0)], dim=1)
         return [[int(x) for x in row] for row in agreed.tolist()]
 
     def _gather(self, rows: list[list[int]]) -> torch.Tensor:
-        """The integers of all ranks, `[ranks, ...]`."""
+        """Return the integers of all ranks, `[ranks, ...]`."""
         mine = torch.tensor(rows, dtype=torch.int64, device=self.device)
         if self.group is None:
             return mine[None]

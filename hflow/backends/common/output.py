@@ -1,4 +1,7 @@
-"""What bodies get from a forward: computed when touched, aligned to the tokens it speaks of."""
+"""The `Output` that a body reads: fields are computed when they are first used.
+
+Axes: S sequences, T packed tokens, N learned tokens, K tokens per position.
+"""
 
 from __future__ import annotations
 
@@ -11,86 +14,87 @@ from torch import Tensor
 from hflow.backends.common.inputs import PackedBatch
 from hflow.types import Output
 
-MEASURES = ("entropy", "logprobs")
-"""Fields of a language model's output with one number a token."""
+TOKEN_FIELDS = ("entropy", "logprobs")
+"""Fields of a language model's output with one number per token."""
 
 
 class Logits(Protocol):
-    """The distributions that the N learned tokens were drawn from, under the temperature."""
+    """The distributions that predict the N learned tokens, under the generation temperature."""
 
     def measure(self, names: Sequence[str], ids: Tensor) -> Sequence[Tensor]:
-        """Some of `MEASURES`, `[N]` each, in one pass; `ids` are the tokens that were drawn."""
+        """Compute some of `TOKEN_FIELDS`, `[N]` each, in one pass; `ids` are the N learned tokens."""
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """The `k` likeliest tokens and their log-probs, `[N, K]` both."""
+        """Return the `k` likeliest tokens and their log-probs, `[N, K]` both."""
 
     def logprobs_of(self, ids: Tensor) -> Tensor:
-        """Log-probs `[N, K]` of tokens `[N, K]`."""
+        """Return the log-probs `[N, K]` of tokens `[N, K]`."""
 
 
 class LmOutput(Output):
-    """Log-probs and entropy at learned tokens; logits exist for the rows that predict those only.
+    """Output of a language model, with entries at learned tokens and 0 elsewhere.
 
-    `wanted` is shared by the micro-batches of a call: what one body call touched, later ones
-    compute together, in one pass over the logits.
+    Logits are computed only for the positions that predict learned tokens. The micro-batches of a node share
+    `requested`: fields that the body used in one micro-batch are computed together, in one pass over the
+    logits, in later ones.
     """
 
-    def __init__(self, logits: Logits, packed: PackedBatch, wanted: set[str]) -> None:
+    def __init__(self, logits: Logits, packed: PackedBatch, requested: set[str]) -> None:
         super().__init__()
         self._logits = logits
         self._packed = packed
-        self._wanted = wanted
+        self._requested = requested
 
     def _get(self, name: str) -> Any:
-        if name not in MEASURES:
+        if name not in TOKEN_FIELDS:
             raise AttributeError(
                 f"this output has no {name!r}; a language model has entropy, logprobs, logprobs_of, topk"
             )
         if name not in self._fields:
-            self._wanted.add(name)
-            names = sorted(self._wanted - self._fields.keys())
-            found = self._logits.measure(names, self._packed.input_ids[self._packed.targets])
-            self._fields.update(zip(names, map(self._spread, found), strict=True))
+            self._requested.add(name)
+            names = sorted(self._requested - self._fields.keys())
+            values = self._logits.measure(names, self._packed.input_ids[self._packed.targets])
+            self._fields.update(zip(names, map(self._scatter, values), strict=True))
         return self._fields[name]
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """The `k` likeliest tokens at each position: ids and log-probs, both `[T, K]`."""
+        """Return the `k` likeliest tokens at each position: ids and log-probs, both `[T, K]`."""
         ids, logprobs = self._logits.topk(k)
-        return self._spread(ids), self._spread(logprobs)
+        return self._scatter(ids), self._scatter(logprobs)
 
     def logprobs_of(self, ids: Tensor) -> Tensor:
-        """Log-probs `[T, K]` of given token ids `[T, K]` at each position."""
-        return self._spread(self._logits.logprobs_of(ids[self._packed.targets]))
+        """Return the log-probs `[T, K]` of token ids `[T, K]` at each position."""
+        return self._scatter(self._logits.logprobs_of(ids[self._packed.targets]))
 
-    def _spread(self, found: Tensor) -> Tensor:
-        """Entries of the learned tokens over all T; 0 elsewhere."""
+    def _scatter(self, values: Tensor) -> Tensor:
+        """Put entries of the learned tokens at their positions: `[N, ...]` -> `[T, ...]`, 0 elsewhere."""
         size = len(self._packed.input_ids)
-        return found.new_zeros(size, *found.shape[1:]).index_copy(0, self._packed.targets, found)
+        return values.new_zeros(size, *values.shape[1:]).index_copy(0, self._packed.targets, values)
 
 
 class ScalarOutput(Output):
-    """Values of a critic, or scores of a reward model, by the model's head."""
+    """Output of a critic (`values`, `bootstrap`) or a reward model (`scores`)."""
 
-    def __init__(self, scalars: Tensor, packed: PackedBatch, kind: str) -> None:
-        """Take one number for each of the T tokens; `kind` is `value` or `score`."""
+    def __init__(self, scalars: Tensor, packed: PackedBatch, head: str) -> None:
+        """Take one number for each of the T tokens; `head` is `value` or `score`."""
         super().__init__()
         self._scalars = scalars
         self._packed = packed
         self._makers: dict[str, Callable[[], Tensor]] = {
-            "value": {"values": self._values, "bootstrap": self._at_last},
-            "score": {"scores": self._at_last},
-        }[kind]
-        self._kind = kind
+            "value": {"values": self._values, "bootstrap": self._at_last_tokens},
+            "score": {"scores": self._at_last_tokens},
+        }[head]
+        self._head = head
 
     def _get(self, name: str) -> Any:
         if name not in self._makers:
-            have = ", ".join(sorted(self._makers))
-            raise AttributeError(f"this output has no {name!r}; a {self._kind} model has {have}")
+            known = ", ".join(sorted(self._makers))
+            raise AttributeError(f"this output has no {name!r}; a {self._head} model has {known}")
         return self._makers[name]()
 
     def _values(self) -> Tensor:
-        """V before token t comes from the hidden state of token t - 1."""
+        """Return V before each token, which is computed from the hidden state of the previous token."""
         return torch.roll(self._scalars, 1).masked_fill(~self._packed.seqs.loss_mask, 0)
 
-    def _at_last(self) -> Tensor:
-        return self._scalars[self._packed.last]
+    def _at_last_tokens(self) -> Tensor:
+        return self._scalars[self._packed.last_tokens]

@@ -1,4 +1,4 @@
-"""Where a train node's proximal log-probs come from, when it makes or judges them itself."""
+"""Proximal log-probs that a train node computes itself (`prox="loglinear"`), and their error."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ PROX = "prox_logprobs"
 
 @dataclass(frozen=True)
 class UpdateProgress:
-    """How far the weights have moved within a step."""
+    """The position of an optimizer step among those of a train step."""
 
     step: int
-    """Version of the weights at the step's start."""
+    """Version of the weights at the start of the train step."""
     update: int
-    """Updates done in this step."""
+    """Optimizer steps already made in this train step."""
     num_updates: int
+    """Optimizer steps of this train step."""
 
     @property
     def version(self) -> float:
-        """`v_theta = v_prox + i / u`: the first update sees the weights of the step's start."""
+        """Version of the current weights, `v_theta = v_prox + i / u`; `v_prox` before the first update."""
         return self.step + self.update / self.num_updates
 
 
-def made_fields(
+def computed_fields(
     call: NodeCall, output: Output, packed: PackedBatch, progress: UpdateProgress
 ) -> dict[str, Tensor]:
-    """Fields that the node makes itself: with `prox="loglinear"`, the proximal log-probs."""
+    """Return the fields that the node computes itself: proximal log-probs `[T]` if `prox="loglinear"`."""
     if call.options.get("prox") != "loglinear" or all(read.field != PROX for read in call.reads):
         return {}
     return {PROX: _approximate(output.logprobs, packed, progress.step, progress.version)}
 
 
-def approximation_errors(
+def prox_errors(
     call: NodeCall, output: Output, packed: PackedBatch, progress: UpdateProgress
 ) -> dict[str, Any]:
-    """With `prox="metrics"`: how far log-linear prox is from the recomputed one, per token.
+    """Return metrics that compare log-linear with recomputed proximal log-probs, if `prox="metrics"`.
 
-    `prox_error` is the library's rule, `prox_error_fixed` takes `v_theta = v_prox + 1` throughout.
+    Both are absolute differences `[T]`. `prox_error` uses the current version of the weights as `v_theta`;
+    `prox_error_fixed` uses `v_prox + 1` throughout the step.
     """
     if call.options.get("prox") != "metrics":
         return {}

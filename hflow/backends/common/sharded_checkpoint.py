@@ -1,9 +1,9 @@
-"""Sharded checkpoints: what is trained of a model, in boxes of its checkpoint tensors.
+"""Sharded checkpoints: fp32 weights and Adam's moments, stored as boxes of the model's HF tensors.
 
-Every rank writes the boxes that it holds: fp32 weights and, once there are any, Adam's two moments. Each
-box is written by one of its holders. An index, written last, says which file has which box; the directory
-appears whole or not at all. As boxes are cut out of Hugging Face tensors, any layout and backend reads what
-any other has written, each rank only what meets its own boxes.
+Every rank writes the boxes that it holds; where several ranks hold a box, one of them writes it. An index,
+written last, says which file has which box, so the directory is either complete or absent. Boxes refer to
+whole HF tensors. Any layout and backend can therefore read what another has written, and each rank reads only
+what overlaps its own boxes.
 """
 
 from __future__ import annotations
@@ -25,182 +25,156 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
-from hflow.backends.common.checks import refuse_tensors
+from hflow.backends.common.checks import check_tensors
 from hflow.errors import BackendError
 from hflow.types.tensor_slices import Box, meet, numel, within
 
 INDEX = "shards.json"
 FORMAT = 1
 FILE_BYTES = 2 << 30
-"""A rank begins another file when one has grown to this size."""
+"""A rank starts a new file when the current one has reached this size."""
 
 WEIGHT, MEAN, SQUARE = KINDS = ("weight", "mean", "square")
-"""The weight, and the moving averages of its gradient and of the gradient's square."""
+"""The weight, and Adam's moving averages of its gradient and of the squared gradient."""
 
-_VOLATILE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""Keys of an HF config that say nothing of what the model computes."""
+_IGNORED_KEYS = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+"""Keys of an HF config that do not change what the model computes."""
 
 
 @dataclass(frozen=True)
 class BlockState:
-    """One box of a checkpoint tensor as it is trained."""
+    """A box of an HF tensor and its training state on this rank."""
 
     tensor: str
+    """HF name."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     values: Mapping[str, Tensor]
-    """Kind -> fp32 of the box's shape, a view of the model's or the optimizer's own storage."""
+    """Kind -> fp32 tensor of the box's shape, a view of the model's or the optimizer's storage."""
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Which model it is, and how far its optimizer is."""
+    """The model of a checkpoint, and the number of optimizer steps that it has made."""
 
     config: Mapping[str, Any]
     head: str
     num_steps: int
-    """Steps of the optimizer. Where there was none, there are no moments."""
+    """0 means that there are no moments."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, head: str, num_steps: int) -> CheckpointInfo:
-        """Of a model with this HF config and head."""
-        said = {key: value for key, value in config.to_diff_dict().items() if key not in _VOLATILE}
-        return cls(json.loads(json.dumps(said, default=str)), head, num_steps)
+        """Describe a model with this HF config and head."""
+        keys = {key: value for key, value in config.to_diff_dict().items() if key not in _IGNORED_KEYS}
+        return cls(json.loads(json.dumps(keys, default=str)), head, num_steps)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is written of each box."""
+        """Kinds of values that are stored of each box."""
         return KINDS if self.num_steps else (WEIGHT,)
 
 
-def key(tensor: str, box: Box, kind: str) -> str:
-    """The name of a box in its file."""
-    spans = ",".join(f"{start}:{stop}" for start, stop in box)
-    return f"{tensor}[{spans}].{kind}"
-
-
 def write_shards(
-    directory: Path, states: Iterable[BlockState], about: CheckpointInfo, group: ProcessGroup | None
+    directory: Path, states: Iterable[BlockState], info: CheckpointInfo, group: ProcessGroup | None
 ) -> None:
-    """Write this rank's states beside those of the others; a collective over the replica's ranks.
+    """Write a checkpoint; a collective over the replica's ranks.
 
     Args:
-        directory: on a file system that all ranks share; what was there is replaced.
-        states: boxes that no other rank writes.
-        about: the same on all ranks.
+        directory: on a file system that all ranks share. An older checkpoint there is replaced.
+        states: the boxes that this rank writes; no other rank writes them.
+        info: the same on all ranks.
         group: the replica's ranks; None for one.
 
     Raises:
-        BackendError: when this rank does not see what rank 0 has made.
+        BackendError: if this rank does not share rank 0's file system.
     """
     rank = 0 if group is None else group.rank()
-    fresh = directory.with_name(f".{directory.name}-unfinished")
+    unfinished = directory.with_name(f".{directory.name}-unfinished")
     if rank == 0:
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-    _wait(group)
-    if not fresh.is_dir():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    _barrier(group)
+    if not unfinished.is_dir():
         raise BackendError(
-            f"rank {rank} does not see {fresh}, which rank 0 made: every rank writes its optimizer's state; "
-            "set out to a directory that all machines share, or save_optimizer=false for the model"
+            f"rank {rank} does not see {unfinished}, which rank 0 made, but every rank writes part of the "
+            "optimizer's state; set out to a directory that all machines share, or save_optimizer=false for "
+            "the model"
         )
-    for number, held in enumerate(_files(states, about.kinds)):
-        _write(fresh / f"rank-{rank:05d}-{number:03d}.safetensors", held, about.kinds)
-    _wait(group)
+    for number, file_states in enumerate(_split_into_files(states, info.kinds)):
+        _write_file(unfinished / f"rank-{rank:05d}-{number:03d}.safetensors", file_states, info.kinds)
+    _barrier(group)
     if rank == 0:
-        _publish(fresh, directory, about)
-    _wait(group)
+        _publish(unfinished, directory, info)
+    _barrier(group)
 
 
-def _wait(group: ProcessGroup | None) -> None:
-    if group is not None:
-        dist.barrier(group)
+@contextmanager
+def open_shards(
+    directory: Path, info: CheckpointInfo, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[ShardReader]:
+    """Open a sharded checkpoint of a model.
 
+    Args:
+        directory: written by `write_shards`.
+        info: of the model that will load it.
+        shapes: of all its tensors.
 
-def _files(states: Iterable[BlockState], kinds: tuple[str, ...]) -> Iterator[list[BlockState]]:
-    """The states of each file."""
-    held: list[BlockState] = []
-    num_bytes = 0
-    for state in states:
-        held.append(state)
-        num_bytes += sum(state.values[kind].nbytes for kind in kinds)
-        if num_bytes >= FILE_BYTES:
-            yield held
-            held, num_bytes = [], 0
-    if held:
-        yield held
-
-
-def _write(path: Path, states: list[BlockState], kinds: tuple[str, ...]) -> None:
-    tensors = {
-        key(state.tensor, state.box, kind): state.values[kind].detach().cpu().contiguous()
-        for state in states
-        for kind in kinds
+    Raises:
+        BackendError: if there is no checkpoint, or it is of another model; names the config key or tensors.
+    """
+    index = _read_index(directory)
+    stored = CheckpointInfo(index["config"], index["head"], index["num_steps"])
+    _check_model(directory, stored, info)
+    stored_shapes = {name: tuple(row["shape"]) for name, row in index["tensors"].items()}
+    common = stored_shapes.keys() & shapes.keys()
+    misshapen = {name for name in common if stored_shapes[name] != shapes[name]}
+    missing, unknown = shapes.keys() - stored_shapes.keys(), stored_shapes.keys() - shapes.keys()
+    check_tensors(directory, missing, unknown, misshapen)
+    boxes = {
+        name: [(tuple((start, stop) for start, stop in box), file) for box, file in row["boxes"]]
+        for name, row in index["tensors"].items()
     }
-    rows = [(state.tensor, state.shape, state.box) for state in states]
-    save_file(tensors, path, metadata={"boxes": json.dumps(rows)})
-    _sync(path)
-
-
-def _publish(fresh: Path, directory: Path, about: CheckpointInfo) -> None:
-    """Write the index of all files, and give the directory its name."""
-    tensors: dict[str, Any] = {}
-    for path in sorted(fresh.glob("rank-*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            rows = json.loads(file.metadata()["boxes"])
-        for tensor, shape, box in rows:
-            found = tensors.setdefault(tensor, {"shape": shape, "boxes": []})
-            found["boxes"].append([box, path.name])
-    said = {"head": about.head, "config": about.config, "num_steps": about.num_steps}
-    index = {"format": FORMAT, **said, "tensors": tensors}
-    (fresh / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    _sync(fresh / INDEX)
-    _sync(fresh)
-    shutil.rmtree(directory, ignore_errors=True)
-    fresh.rename(directory)
-    _sync(directory.parent)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's content, or a directory's names, are on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-# -------------------- Reads boxes out of a sharded checkpoint, whatever layout or backend wrote it.
+    with ExitStack() as stack:
+        yield ShardReader(directory, stored, boxes, stack)
 
 
 @dataclass
 class ShardReader:
-    """A sharded checkpoint of which the index is read; files are opened when they are needed."""
+    """An open sharded checkpoint. Its files are opened when they are first read."""
 
     directory: Path
-    about: CheckpointInfo
+    info: CheckpointInfo
     boxes: Mapping[str, list[tuple[Box, str]]]
-    """Tensor -> its boxes, each with its file."""
+    """HF name -> its boxes, each with its file."""
     _stack: ExitStack
     _files: dict[str, Any] = field(default_factory=dict)
 
     @torch.no_grad()
     def fill(self, tensor: str, box: Box, target: Tensor, kind: str = WEIGHT) -> None:
-        """Copy a box of one kind into a tensor of its shape, reading no more than that.
+        """Copy a box into a tensor of its shape, reading only that box.
 
         Raises:
-            BackendError: when the checkpoint does not have all of it.
+            BackendError: if the checkpoint lacks a part of it, or a file cannot be read.
         """
-        found = 0
+        num_copied = 0
         for stored, file in self.boxes[tensor]:
-            met = meet(stored, box)
-            if met is not None:
-                part = self._read(file, key(tensor, stored, kind), within(met, stored))
-                target[within(met, box)].copy_(part)
-                found += numel(met)
-        if found != numel(box):
-            raise BackendError(f"{self.directory} has {found} of the {numel(box)} entries of {tensor} {box}")
+            overlap = meet(stored, box)
+            if overlap is not None:
+                part = self._read(file, entry_name(tensor, stored, kind), within(overlap, stored))
+                target[within(overlap, box)].copy_(part)
+                num_copied += numel(overlap)
+        if num_copied != numel(box):
+            raise BackendError(
+                f"{self.directory} has {num_copied} of the {numel(box)} entries of {tensor} {box}"
+            )
 
     def _read(self, name: str, entry: str, at: tuple[slice, ...]) -> Tensor:
         try:
@@ -214,47 +188,85 @@ class ShardReader:
         return part
 
 
-@contextmanager
-def open_shards(
-    directory: Path, about: CheckpointInfo, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[ShardReader]:
-    """A sharded checkpoint of this very model.
+def entry_name(tensor: str, box: Box, kind: str) -> str:
+    """Return the name of a box in its file."""
+    spans = ",".join(f"{start}:{stop}" for start, stop in box)
+    return f"{tensor}[{spans}].{kind}"
 
-    Args:
-        directory: that `write_shards` made.
-        about: of the model that is to be filled.
-        shapes: of all its tensors.
 
-    Raises:
-        BackendError: when there is none, or it is of another model: the key or the tensors are named.
-    """
-    index = _index(directory)
-    found = CheckpointInfo(index["config"], index["head"], index["num_steps"])
-    _check_model(directory, found, about)
-    held = {name: tuple(row["shape"]) for name, row in index["tensors"].items()}
-    misshapen = {name for name in held.keys() & shapes.keys() if held[name] != shapes[name]}
-    refuse_tensors(directory, shapes.keys() - held.keys(), held.keys() - shapes.keys(), misshapen)
-    boxes = {
-        name: [(tuple((start, stop) for start, stop in box), file) for box, file in row["boxes"]]
-        for name, row in index["tensors"].items()
+def _barrier(group: ProcessGroup | None) -> None:
+    if group is not None:
+        dist.barrier(group)
+
+
+def _split_into_files(states: Iterable[BlockState], kinds: tuple[str, ...]) -> Iterator[list[BlockState]]:
+    """Yield the states of each file."""
+    file_states: list[BlockState] = []
+    num_bytes = 0
+    for state in states:
+        file_states.append(state)
+        num_bytes += sum(state.values[kind].nbytes for kind in kinds)
+        if num_bytes >= FILE_BYTES:
+            yield file_states
+            file_states, num_bytes = [], 0
+    if file_states:
+        yield file_states
+
+
+def _write_file(path: Path, states: list[BlockState], kinds: tuple[str, ...]) -> None:
+    tensors = {
+        entry_name(state.tensor, state.box, kind): state.values[kind].detach().cpu().contiguous()
+        for state in states
+        for kind in kinds
     }
-    with ExitStack() as stack:
-        yield ShardReader(directory, found, boxes, stack)
+    rows = [(state.tensor, state.shape, state.box) for state in states]
+    save_file(tensors, path, metadata={"boxes": json.dumps(rows)})
+    _sync(path)
 
 
-def _index(directory: Path) -> dict[str, Any]:
+def _publish(unfinished: Path, directory: Path, info: CheckpointInfo) -> None:
+    """Write the index of all files, then rename the directory."""
+    tensors: dict[str, Any] = {}
+    for path in sorted(unfinished.glob("rank-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            rows = json.loads(file.metadata()["boxes"])
+        for tensor, shape, box in rows:
+            entry = tensors.setdefault(tensor, {"shape": shape, "boxes": []})
+            entry["boxes"].append([box, path.name])
+    model = {"head": info.head, "config": info.config, "num_steps": info.num_steps}
+    index = {"format": FORMAT, **model, "tensors": tensors}
+    (unfinished / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    _sync(unfinished / INDEX)
+    _sync(unfinished)
+    shutil.rmtree(directory, ignore_errors=True)
+    unfinished.rename(directory)
+    _sync(directory.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's content, or a directory's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_index(directory: Path) -> dict[str, Any]:
     try:
         index: dict[str, Any] = json.loads((directory / INDEX).read_text(encoding="utf-8"))
         number = index["format"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise BackendError(f"{directory} holds no sharded checkpoint ({INDEX}): {error}") from None
     if number != FORMAT:
-        raise BackendError(f"{directory} has format {number}, this version reads format {FORMAT}")
+        raise BackendError(
+            f"{directory} has format {number}, but this version of hflow reads format {FORMAT}"
+        )
     return index
 
 
-def _check_model(directory: Path, found: CheckpointInfo, wanted: CheckpointInfo) -> None:
-    ours, theirs = ({"head": about.head, **about.config} for about in (wanted, found))
+def _check_model(directory: Path, stored: CheckpointInfo, wanted: CheckpointInfo) -> None:
+    ours, theirs = ({"head": info.head, **info.config} for info in (wanted, stored))
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):
             raise BackendError(

@@ -1,4 +1,4 @@
-"""Train nodes: the minibatches and epochs of one step, an optimizer step for each."""
+"""The order of a train node: epochs and minibatches of one train step, an optimizer step for each."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from hflow.types import Unit
 
 
 class Optimizer(Protocol):
-    """What a step asks of an optimizer; `gradient_norm` may be a collective over the replica."""
+    """The optimizer's methods that a train step uses."""
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
 
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient, the same on every rank."""
+        """Return the norm of the whole gradient, the same on every rank. May be a collective."""
 
     def step(self, norm: float) -> None:
-        """Clip by the norm that `gradient_norm` returned, step, and forget the gradients."""
+        """Clip by the norm that `gradient_norm` returned, update the weights, and drop the gradients."""
 
 
 @dataclass
 class StepRecord:
-    """What the updates of a step leave behind on a rank."""
+    """Losses and metrics of a train step on one rank."""
 
-    meter: MetricAccumulator = field(default_factory=MetricAccumulator)
-    norms: list[float] = field(default_factory=list)
+    metrics: MetricAccumulator = field(default_factory=MetricAccumulator)
+    gradient_norms: list[float] = field(default_factory=list)
     lr: float = 0.0
     loss: Tensor | float = 0.0
-    """Sum over the updates, of this rank's shares."""
+    """This rank's part, summed over the optimizer steps."""
     num_tokens: int = 0
     """Learned tokens of the batch, over all ranks."""
 
     def finish(self, group: ProcessGroup | None) -> dict[str, float]:
-        """Metrics of the step; a collective over `group`, one rank for each dp index."""
-        updates = max(len(self.norms), 1)
-        metrics = self.meter.finish(group, {LOSS.suffix: float(self.loss)})
+        """Return the metrics of the step; a collective over `group`, one rank for each data index."""
+        num_updates = max(len(self.gradient_norms), 1)
+        metrics = self.metrics.finish(group, {LOSS.suffix: float(self.loss)})
         return metrics | {
-            LOSS.suffix: metrics[LOSS.suffix] / updates,
-            GRAD_NORM.suffix: sum(self.norms) / updates,
+            LOSS.suffix: metrics[LOSS.suffix] / num_updates,
+            GRAD_NORM.suffix: sum(self.gradient_norms) / num_updates,
             LEARNING_RATE.suffix: self.lr,
             NUM_TRAINED_TOKENS.suffix: float(self.num_tokens),
         }
 
 
 Accumulate = Callable[[Loss, Minibatch, StepRecord], None]
-"""Sums the gradients of a minibatch over all its micro-batches and ranks; notes losses and metrics."""
+"""Sums the gradients of a minibatch over its micro-batches and all ranks; records losses and metrics."""
 
 
-def train(
+def run_train(
     call: NodeCall,
     step: int,
     minibatches: Sequence[Minibatch],
@@ -71,54 +71,55 @@ def train(
     optimizer: Optimizer,
     group: ProcessGroup | None,
 ) -> StepRecord:
-    """Run every minibatch of every epoch.
+    """Run every minibatch of every epoch, with one optimizer step each.
 
-    A minibatch of which nothing is learned anywhere is skipped: no optimizer step is made.
+    A minibatch without any learned entry makes no optimizer step.
 
     Args:
-        call: the body and its options.
-        step: the step that is trained.
-        minibatches: this rank's part of each.
-        accumulate: the forward and backward passes.
+        call: the node's body and its options.
+        step: the number of the train step.
+        minibatches: this rank's part of each minibatch.
+        accumulate: runs the forward and backward passes.
         optimizer: steps once for each minibatch.
         group: all ranks of the replica; None for one.
 
     Raises:
-        RunError: when the body's loss is not one or the gradient is not finite.
-        RecipeError: when the node's reduction is not one of its loss's unit.
+        RunError: if the loss has a wrong shape, or a gradient is not finite.
+        RecipeError: if the loss's unit cannot be reduced as the node says.
     """
-    ((name, unit_name),) = call.returns
+    ((field_name, unit_name),) = call.returns
     unit = Unit(unit_name)
-    reduce = check_reduction(call.node, unit, call.options.get("reduce"))
+    reduction = check_reduction(call.node, unit, call.options.get("reduce"))
     num_updates = len(minibatches) * int(call.options.get("epochs", 1))
     record = StepRecord(num_tokens=sum(minibatch.totals[Unit.TOKEN] for minibatch in minibatches))
     for update in range(num_updates):
         minibatch = minibatches[update % len(minibatches)]
         if not minibatch.totals[unit]:
             continue
-        loss = Loss(call, name, unit, reduce, minibatch.totals, UpdateProgress(step, update, num_updates))
+        progress = UpdateProgress(step, update, num_updates)
+        loss = Loss(call, field_name, unit, reduction, minibatch.totals, progress)
         accumulate(loss, minibatch, record)
         norm = optimizer.gradient_norm()
-        record.norms.append(norm)
+        record.gradient_norms.append(norm)
         if not math.isfinite(norm):
             where = f"update {update} of step {step}"
-            suspect = _first_suspect(minibatch, group)
-            raise RunError(f"node {call.node!r}: the gradient's norm is {norm} at {where}; {suspect}")
+            cause = _likely_cause(minibatch, group)
+            raise RunError(f"node {call.node!r}: the gradient's norm is {norm} at {where}; {cause}")
         record.lr = optimizer.lr
         optimizer.step(norm)
     return record
 
 
-def _first_suspect(minibatch: Minibatch, group: ProcessGroup | None) -> str:
-    """What to look at when a gradient is not finite: an input that is not on any rank, else the loss."""
-    suspects: list[str | None] = [_infinite_input(minibatch)]
+def _likely_cause(minibatch: Minibatch, group: ProcessGroup | None) -> str:
+    """Explain a gradient that is not finite: by an input of any rank that is not finite, else by the loss."""
+    names: list[str | None] = [_infinite_input(minibatch)]
     if group is not None:
-        mine, suspects = suspects[0], [None] * group.size()
-        dist.all_gather_object(suspects, mine, group=group)
-    name = next((name for name in suspects if name is not None), None)
+        mine, names = names[0], [None] * group.size()
+        dist.all_gather_object(names, mine, group=group)
+    name = next((name for name in names if name is not None), None)
     if name is not None:
-        return f"its input {name!r} is not finite"
-    return "its inputs are finite, so lower the learning rate or mend the loss"
+        return f"its input {name!r} is not finite, so check the node that computes it"
+    return "its inputs are finite, so lower the learning rate or check the loss"
 
 
 def _infinite_input(minibatch: Minibatch) -> str | None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hflow.backends.embedded_engine.attention import ATTENTION
-from hflow.backends.hf_config import read_config, refusals
+from hflow.backends.hf_config import read_config, translate_errors
 from hflow.backends.interface import ModelSettings
 from hflow.backends.packed_attention import check_supported
 from hflow.errors import BackendError, nearest
@@ -36,7 +36,7 @@ def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module
         raise BackendError(
             f"model {settings.name!r} has dtype {settings.dtype!r}, set one of {sorted(_DTYPES)}"
         )
-    with refusals(settings.name):
+    with translate_errors(settings.name):
         module: Any = _owned(settings) if shared is None else _twin(settings, shared)
     check_supported(module)
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:

@@ -1,5 +1,5 @@
-"""Tensor, pipeline and data parallelism by megatron-core, on HF weights and packed sequences.
+"""The megatron backend: data, tensor and pipeline parallelism by megatron-core, on HF weights.
 
-megatron-core knows CUDA only. `device.prepare` makes this process ready for it, on the CPU by the shim
-in `shim.py`, and must run before any other module of this package is imported: they import megatron.
+megatron-core supports CUDA only. `device.prepare` makes it importable on this process's device, with
+`cpu_shim` for the CPU. Call it before importing any other module of this package, as they import megatron.
 """

@@ -1,7 +1,9 @@
-"""Core attention for packed sequences: rotates q and k, then attends within each sequence.
+"""Megatron's core attention for packed sequences: rotates q and k, then attends within each sequence.
 
-Megatron's own attention takes no packed sequences without Transformer Engine, and its rotary embedding
-computes sines in every layer, sequence by sequence. Here they are computed once for each forward.
+Megatron's own attention needs Transformer Engine for packed sequences, and its rotary embedding computes
+sines in every layer, sequence by sequence. Here they are computed once per forward pass.
+
+Axes: U computed tokens, U' the same padded for sequence parallelism, H heads, E head size.
 """
 
 from __future__ import annotations
@@ -20,35 +22,42 @@ from hflow.backends.packed_attention import PackedLayout, attend
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """What every layer of a forward knows of its U tokens; megatron hands it on as `packed_seq_params`."""
+    """Inputs that all layers of a forward pass need; megatron passes them as `packed_seq_params`."""
 
     layout: PackedLayout
     cos: Tensor
-    """`[U, 1, E]`, in the dtype that the model computes in."""
+    """`[U, 1, E]`, in the dtype of the forward pass."""
     sin: Tensor
     qkv_format: str = "thd"
-    """Tells megatron that the batch axis is none."""
+    """Tells megatron that there is no batch axis."""
 
     @classmethod
     def of(
         cls, layout: PackedLayout, position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype
     ) -> PackedInputs:
-        """Rotations for positions `[U]`, with `rotary_frequencies` on their device."""
+        """Compute the rotations.
+
+        Args:
+            layout: of the sequences.
+            position_ids: int64 `[U]`.
+            frequencies: from `rotary_frequencies`, on the same device.
+            dtype: of the forward pass.
+        """
         angles = position_ids[:, None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         return cls(layout, angles.cos().to(dtype), angles.sin().to(dtype))
 
     @property
     def num_tokens(self) -> int:
-        """U, without what is appended for sequence parallelism."""
+        """U, without the padding for sequence parallelism."""
         return len(self.cos)
 
 
 class PackedAttention(nn.Module):
-    """Built and called as megatron's core attention; it has no weights."""
+    """Core attention with the interface of megatron's; it has no weights."""
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
-        """As megatron's layer specs build it; what else they pass speaks of kernels it has not."""
+        """Take the arguments of megatron's layer specs; those for other kernels are ignored."""
         super().__init__()
         self.scale = softmax_scale
 
@@ -61,7 +70,7 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedInputs,
         **_: Any,
     ) -> Tensor:
-        """`[U', H, E]` -> `[U', H, E]`; tokens after the first U are padding, and get zeros."""
+        """Attend: `[U', H, E]` -> `[U', H, E]`. Tokens after the first U are padding and get zeros."""
         inputs, num_tokens = packed_seq_params, packed_seq_params.num_tokens
         q, k, v = (x[:num_tokens] for x in (query, key, value))
         q, k = (rotate(x, inputs.cos, inputs.sin) for x in (q, k))
@@ -71,13 +80,13 @@ class PackedAttention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of `[U, H, E]`, whose halves are the two coordinates of E / 2 planes."""
+    """Apply the rotary embedding to `[U, H, E]`. The two halves of E are the coordinates of E / 2 planes."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def rotary_frequencies(config: PreTrainedConfig, head_dim: int) -> Tensor:
-    """Angle by which each plane turns from one position to the next: fp32 `[E / 2]`."""
+    """Return the angle per position by which each plane turns: fp32 `[E / 2]`."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim

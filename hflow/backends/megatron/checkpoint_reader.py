@@ -1,4 +1,4 @@
-"""Where a model's weights come from: blocks of a safetensors checkpoint, or of a model drawn from a seed."""
+"""Reads blocks of a model's weights from a safetensors checkpoint, or from a model drawn from a seed."""
 
 from __future__ import annotations
 
@@ -12,71 +12,74 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hflow.backends.common.checks import refuse_tensors
+from hflow.backends.common.checks import check_tensors
 from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
 from hflow.backends.megatron.model_dims import ModelDims
-from hflow.backends.torch_model import weight_export as weights
 from hflow.backends.torch_model.build import build, scalar_head
+from hflow.backends.torch_model.weight_export import named_weights, scalar_prefix
 from hflow.errors import BackendError
 
-Read = Callable[[TensorPart], Tensor]
-"""Makes a block of a checkpoint tensor."""
+ReadBlock = Callable[[TensorPart], Tensor]
+"""Returns a block of an HF tensor."""
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 @contextmanager
-def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[Read]:
-    """Read blocks of a model's weights: of a checkpoint only what is asked for, file by file.
+def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[ReadBlock]:
+    """Open a model's weights; yield a function that reads blocks of them.
 
-    Without a checkpoint the whole model is drawn on every rank, the same one that the torch backend draws.
+    Only the requested blocks of a checkpoint are read. Without a checkpoint, every rank draws the whole
+    model, with the weights that the torch backend draws.
 
     Raises:
-        BackendError: when the checkpoint has no readable weights, or others than the model's.
+        BackendError: if the checkpoint has no readable weights, or those of another model.
     """
     if settings.path is None:
         model, head = build(settings)
-        drawn = dict(weights.named_weights(model, head, settings.head, model.dtype))
+        drawn = dict(named_weights(model, head, settings.head, model.dtype))
         yield lambda part: _block(drawn[part.tensor], part)
         return
     path = Path(settings.path)
-    small = _head_tensors(settings, dims)
+    head_tensors = _head_tensors(settings, dims)
     with ExitStack() as files:
         tensors = _open(path, files)
         _check(path, tensors, dims)
 
         def read(part: TensorPart) -> Tensor:
-            if part.tensor in small:
-                return _block(small[part.tensor], part)
+            if part.tensor in head_tensors:
+                return _block(head_tensors[part.tensor], part)
             return _block(tensors[part.tensor], part)
 
         yield read
 
 
 @torch.no_grad()
-def fill(rows: Iterable[MappedParameter], tensors: Mapping[str, Tensor], read: Read) -> None:
-    """Set parameters, by name, to their blocks of the checkpoint; padding becomes 0."""
-    for row in rows:
-        target = tensors[row.name]
-        if row.has_padding:
+def load_parameters(
+    parameters: Iterable[MappedParameter], tensors: Mapping[str, Tensor], read: ReadBlock
+) -> None:
+    """Set parameters, given by name, to their blocks of the checkpoint; padding becomes 0."""
+    for parameter in parameters:
+        target = tensors[parameter.name]
+        if parameter.has_padding:
             target.zero_()
-        for part in row.parts:
+        for part in parameter.parts:
             if part.length:
-                target.narrow(part.axis, part.at, part.length).copy_(read(part))
+                target.narrow(part.axis, part.offset, part.length).copy_(read(part))
 
 
 def _head_tensors(settings: ModelSettings, dims: ModelDims) -> dict[str, Tensor]:
-    """The weights of a scalar head, by the names that they have in exports."""
+    """Return the weights of a scalar head under their exported names."""
     if settings.head == "lm":
         return {}
     head = scalar_head(settings, dims.hidden)
-    return {weights.scalar_prefix(settings.head) + name: x for name, x in head.state_dict().items()}
+    return {scalar_prefix(settings.head) + name: x for name, x in head.state_dict().items()}
 
 
 def _open(path: Path, files: ExitStack) -> dict[str, Any]:
-    """Every tensor of a checkpoint as a slice that reads when it is indexed."""
+    """Return every tensor of a checkpoint as a slice that is read when it is indexed."""
     try:
         names = [SINGLE]
         if not (path / SINGLE).is_file() and (path / INDEX).is_file():
@@ -92,16 +95,16 @@ def _open(path: Path, files: ExitStack) -> dict[str, Any]:
 
 
 def _check(path: Path, tensors: Mapping[str, Any], dims: ModelDims) -> None:
-    """A checkpoint must hold exactly the model's tensors; an output matrix that has no use is passed over."""
-    wanted = {name: list(shape) for name, shape in backbone_shapes(dims).items()}
-    found = {name: slice_.get_shape() for name, slice_ in tensors.items()}
-    unknown = {name for name in found.keys() - wanted.keys() if not _is_spare(name, dims)}
-    misshapen = {name for name in found.keys() & wanted.keys() if found[name] != wanted[name]}
-    refuse_tensors(path, wanted.keys() - found.keys(), unknown, misshapen)
+    """Check that a checkpoint has exactly the model's tensors. An unused output matrix may be there."""
+    expected = {name: list(shape) for name, shape in backbone_shapes(dims).items()}
+    stored = {name: slice_.get_shape() for name, slice_ in tensors.items()}
+    unknown = {name for name in stored.keys() - expected.keys() if not _is_ignored(name, dims)}
+    misshapen = {name for name in stored.keys() & expected.keys() if stored[name] != expected[name]}
+    check_tensors(path, expected.keys() - stored.keys(), unknown, misshapen)
 
 
-def _is_spare(name: str, dims: ModelDims) -> bool:
-    """Whether a tensor may be there though the model does not have it."""
+def _is_ignored(name: str, dims: ModelDims) -> bool:
+    """Return whether a checkpoint may have this tensor although the model does not use it."""
     has_output = dims.head == "lm" and not dims.is_tied
     return (name == "lm_head.weight" and not has_output) or name.endswith(".rotary_emb.inv_freq")
 

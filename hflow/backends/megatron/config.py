@@ -23,19 +23,19 @@ from hflow.backends.megatron.layers import RepeatedQkv, RMSNorm
 from hflow.backends.megatron.model_dims import ModelDims
 from hflow.backends.megatron.parallel_state import ParallelState
 
-_ALWAYS: Mapping[str, Any] = {
+_FIXED_OPTIONS: Mapping[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
     "activation_func": silu,
-    "add_bias_linear": False,  # but see `block_spec`
+    "add_bias_linear": False,  # `block_spec` adds the biases that a model has
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    # Micro-batches differ in length; the dispatcher is that of experts, which there are none of.
+    # Micro-batches differ in length. Megatron then requires this dispatcher, although there are no experts.
     "variable_seq_lengths": True,
     "moe_token_dispatcher_type": "alltoall",
-    # Losses are sums with weights of their own: gradients are summed, and divided by nothing.
+    # The loss is a weighted sum with global denominators, so gradients are summed and not divided.
     "calculate_per_token_loss": True,
-    # Kernels of Apex and Transformer Engine, which are not needed.
+    # Kernels of Apex and Transformer Engine, which hflow does not require.
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "persist_layer_norm": False,
@@ -53,24 +53,24 @@ _RECOMPUTE: Mapping[str, Any] = {
 def transformer_config(
     dims: ModelDims, epsilon: float, settings: ModelSettings, dtype: torch.dtype, parallel: ParallelState
 ) -> TransformerConfig:
-    """Megatron's configuration for one rank.
+    """Return megatron's configuration for one rank.
 
     Args:
         dims: of the model.
         epsilon: of its norms.
-        settings: what recomputation and sequence parallelism are taken from.
-        dtype: what the model computes in.
-        parallel: this rank's place.
+        settings: select recomputation and sequence parallelism.
+        dtype: of the forward pass.
+        parallel: this rank's layout.
     """
     return TransformerConfig(
-        **_ALWAYS,
+        **_FIXED_OPTIONS,
         cuda_graph_scope=[],
         **(_RECOMPUTE if settings.activation_checkpointing else {}),
         num_layers=dims.num_layers,
         hidden_size=dims.hidden,
         ffn_hidden_size=dims.intermediate,
         num_attention_heads=dims.num_heads,
-        num_query_groups=max(dims.num_kv_heads, parallel.tensor),  # with copies
+        num_query_groups=max(dims.num_kv_heads, parallel.tensor),  # copies included
         kv_channels=dims.head_dim,
         layernorm_epsilon=epsilon,
         qk_layernorm=dims.has_qk_norm,
@@ -81,21 +81,21 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipe,
         pipeline_model_parallel_layout=_StageLayers(dims.num_layers, parallel.pipe, parallel.p),
-        sequence_parallel=parallel.tensor > 1 and _shares_tokens(settings),
-        # Over NCCL two stages that send to each other at once must do so in one batch; gloo has none.
+        sequence_parallel=parallel.tensor > 1 and _uses_sequence_parallel(settings),
+        # Over NCCL, two stages that send to each other must do so in one batch; gloo has no batches.
         batch_p2p_comm=settings.device == "cuda",
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
+        init_method=_skip_init,
+        output_layer_init_method=_skip_init,
+        embedding_init_method=_skip_init,
     )
 
 
 def block_spec(dims: ModelDims, parallel: ParallelState) -> TransformerBlockSubmodules:
-    """The layers of this rank's stage; making groups for copied key-value heads is a collective."""
+    """Return the layers of this rank's stage. Making groups for copied key-value heads is a collective."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=dims.has_qk_norm)
-    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.mlp.params["ffn_hidden_size"] = dims.intermediate
+    modules, attention = layer.submodules, layer.submodules.self_attention.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+    modules.mlp.params["ffn_hidden_size"] = dims.intermediate
     attention.core_attention = PackedAttention
     if dims.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
@@ -105,14 +105,14 @@ def block_spec(dims: ModelDims, parallel: ParallelState) -> TransformerBlockSubm
     if dims.has_out_bias:
         attention.linear_proj = _biased(RowParallelLinear)
     if dims.has_mlp_bias:
-        parts.mlp.submodules.linear_fc1 = _biased(ColumnParallelLinear)
-        parts.mlp.submodules.linear_fc2 = _biased(RowParallelLinear)
+        modules.mlp.submodules.linear_fc1 = _biased(ColumnParallelLinear)
+        modules.mlp.submodules.linear_fc2 = _biased(RowParallelLinear)
     first, last = stage_layers(dims.num_layers, parallel.pipe)[parallel.p]
     return TransformerBlockSubmodules(layer_specs=[layer] * (last - first), layer_norm=RMSNorm)
 
 
 class _StageLayers(PipelineParallelLayerLayout):  # type: ignore[misc]  # megatron has no types
-    """The plan's split of layers over stages; asks no global state for the stage."""
+    """The split of layers over stages that the plan uses, without megatron's global state."""
 
     def __init__(self, num_layers: int, num_stages: int, stage: int) -> None:
         rows = [["decoder"] * (last - first) for first, last in stage_layers(num_layers, num_stages)]
@@ -122,13 +122,13 @@ class _StageLayers(PipelineParallelLayerLayout):  # type: ignore[misc]  # megatr
         self._stage = stage
 
     def get_layer_offset(self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None) -> int:
-        """Index of the stage's first layer in the model."""
+        """Return the index in the model of the stage's first layer."""
         offset: int = super().get_layer_offset(layer_type, vp_stage, self._stage)
         return offset
 
 
 def _biased(linear: type) -> type:
-    """A parallel linear layer with a bias, where megatron's one switch for all of them is off."""
+    """Return a parallel linear layer that has a bias although megatron's one switch for all layers is off."""
 
     class Biased(linear):  # type: ignore[misc]
         def __init__(self, *sizes: int, **options: Any) -> None:
@@ -137,12 +137,12 @@ def _biased(linear: type) -> type:
     return Biased
 
 
-def _shares_tokens(settings: ModelSettings) -> bool:
-    """Whether sequence parallelism is on: a reduce-scatter and an all-gather for each all-reduce."""
+def _uses_sequence_parallel(settings: ModelSettings) -> bool:
+    """Return whether a reduce-scatter and an all-gather replace each all-reduce."""
     if settings.sequence_parallel is None:
         return settings.device == "cuda"
     return settings.sequence_parallel
 
 
-def _leave(weight: Tensor) -> None:
-    """Initialise nothing: all weights are loaded."""
+def _skip_init(weight: Tensor) -> None:
+    """Leave a weight uninitialised, as all weights are loaded."""

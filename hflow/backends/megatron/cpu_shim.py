@@ -1,8 +1,8 @@
-"""megatron-core on a CPU: its source is rewritten while it is imported.
+"""Runs megatron-core on a CPU by rewriting its source while it is imported.
 
-`torch.cuda` becomes a namespace that stands for the CPU, `"cuda"` becomes `"cpu"`, `.cuda()` and pinned
-memory go. Nothing outside megatron changes, and nothing is looked up at run time. Machines with CUDA never
-import this module.
+In the rewritten source, `torch.cuda` is a namespace that stands for the CPU, `"cuda"` is `"cpu"`, and
+`.cuda()` and pinned memory are removed. Nothing outside megatron changes, and nothing is looked up at run
+time. Machines with CUDA never import this module.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from hflow.errors import BackendError
 
 _PACKAGE = "megatron.core"
 _NAME = "__cpu_as_cuda__"
-"""What rewritten modules call the namespace."""
+"""Name of the namespace in rewritten modules."""
 _TOUCHED = re.compile(rb"cuda|pin_memory")
 _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w+Tensor)")
 
 
 def install() -> None:
-    """Rewrite megatron-core from its first import on; safe to call again.
+    """Rewrite megatron-core when it is imported; safe to call again.
 
     Raises:
-        BackendError: when it was imported before, as it is.
+        BackendError: if it is already imported without the rewriting.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
         raise BackendError(
-            "megatron.core was imported before the CPU was made ready for it; "
+            "megatron.core was imported before it was prepared for the CPU; "
             "call hflow.backends.megatron.device.prepare('cpu') first"
         )
     sys.meta_path.insert(0, _Finder())
 
 
 class _Nothing:
-    """A stream, an event or a context that does nothing."""
+    """A stream, event or context that does nothing."""
 
     def __init__(self, *args: Any, **options: Any) -> None: ...
 
@@ -59,7 +59,7 @@ class _Nothing:
 
 
 class _CpuAsCuda:
-    """What megatron uses of `torch.cuda`, for the one CPU; everything else is torch's."""
+    """The members of `torch.cuda` that megatron uses, for one CPU; other members are torch's."""
 
     Stream = Event = stream = device = _Nothing
 
@@ -129,7 +129,7 @@ class _Rewrite(ast.NodeTransformer):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the rewritten source; byte code is not kept, as it would be taken for the original's."""
+    """Compiles the rewritten source. Its byte code is not cached, as Python would use it for the original."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -161,25 +161,25 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _run_eagerly(module: ModuleType) -> None:
-    """No torch.compile: it takes seconds to import and gains nothing on small models."""
+    """Turn off torch.compile, which takes seconds to import and gains nothing on small models."""
     module.disable_jit_fuser()
 
 
 def _keep_cpu_states(module: ModuleType) -> None:
-    """Random states of the CPU; these two reach into CUDA's C++ themselves."""
+    """Use the CPU's random states; the original functions call CUDA's C++ code."""
     namespace: Any = module
     namespace._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     namespace._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def _need_no_streams(module: ModuleType) -> None:
-    """No advice on the number of CUDA's connections."""
+def _silence_warning(module: ModuleType) -> None:
+    """Silence the warning about the number of CUDA connections."""
     module.linear_with_grad_accumulation_and_async_allreduce.warned = True
 
 
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _run_eagerly,
     "megatron.core.tensor_parallel.random": _keep_cpu_states,
-    "megatron.core.tensor_parallel.layers": _need_no_streams,
+    "megatron.core.tensor_parallel.layers": _silence_warning,
 }
-"""What is done with a module once it is loaded."""
+"""Module name -> change to make after the module is loaded."""

@@ -33,11 +33,11 @@ def _environment(replica: Replica, device: str) -> Mapping[str, str]:
 
 def _check_model(settings: ModelSettings, config: Any) -> None:
     """Check sizes and the checkpoint's tensors once, as otherwise every rank would report its own error."""
-    from hflow.backends.hf_config import refusals
+    from hflow.backends.hf_config import translate_errors
     from hflow.backends.megatron.checkpoint_reader import open_weights
     from hflow.backends.megatron.model_dims import read_dims
 
-    with refusals(settings.name):
+    with translate_errors(settings.name):
         dims = read_dims(config, settings.head)
         if settings.path is not None:
             with open_weights(settings, dims):

@@ -1,4 +1,4 @@
-"""Makes this process ready for megatron on a device, before anything imports megatron."""
+"""Prepares this process for megatron on a device, before anything imports megatron."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from hflow.backends.device import local_device
 
 
 def prepare(name: str) -> torch.device:
-    """Import megatron for this device, which stays the process's only one; safe to call again.
+    """Import megatron for a device, which is then the process's only one; safe to call again.
 
     Args:
         name: `cpu` or `cuda`.
 
     Raises:
-        BackendError: when there is no such device, or megatron was imported without this.
+        BackendError: if there is no such device, or megatron was imported without this function.
     """
     device = local_device(name)
     if device.type == "cpu":
-        from hflow.backends.megatron import cpu_shim as shim
+        from hflow.backends.megatron import cpu_shim
 
-        shim.install()
-    # Megatron calls them by their old names.
+        cpu_shim.install()
+    # Megatron uses the old names of some collectives.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     with warnings.catch_warnings():
-        # It tells of every accelerator library that is not installed.
+        # Megatron warns about every accelerator library that is not installed.
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     return device

@@ -1,8 +1,6 @@
-"""Projection to q, k and v where there are fewer key-value heads than tensor ranks.
+"""Layers that replace megatron's: a q, k, v projection for few key-value heads, and an RMS norm.
 
-Megatron would cut the fused matrix regardless of heads and gather activations in every layer. Here each
-rank holds its query heads and the one key-value head that they attend to; ranks with the same one sum
-its gradient, so that the copies stay equal.
+Axes: U computed tokens, D hidden, H heads, E head size, T tensor ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +21,12 @@ from torch.nn.functional import rms_norm
 
 
 class RepeatedQkv(nn.Module):
-    """Built and called as megatron's `linear_qkv` for a configuration with one key-value head a rank."""
+    """Projection to q, k and v where there are fewer key-value heads than tensor ranks.
+
+    It has the interface of megatron's `linear_qkv`. Megatron would split the fused matrix regardless of heads
+    and gather activations in every layer. Here each rank holds its query heads and the one key-value head
+    that they use. Ranks with the same key-value head sum its gradient, so that the copies stay equal.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class RepeatedQkv(nn.Module):
         copies: ProcessGroup,
         **_: Any,
     ) -> None:
-        """Weights without values.
+        """Allocate weights without initialising them.
 
         Args:
             input_size: D.
@@ -44,7 +47,7 @@ class RepeatedQkv(nn.Module):
             config: megatron's `TransformerConfig`.
             bias: whether there are biases.
             tp_group: the tensor ranks.
-            copies: those of them that hold the same key-value head.
+            copies: the tensor ranks that hold the same key-value head.
         """
         super().__init__()
         self.tp_group, self.copies = tp_group, copies
@@ -56,7 +59,7 @@ class RepeatedQkv(nn.Module):
         def parameter(*shape: int, shared: bool = False) -> nn.Parameter:
             made = nn.Parameter(torch.empty(*shape, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(made, True, 0, 1)
-            made.shared = shared  # type: ignore[attr-defined]  # megatron leaves it out of norms
+            made.shared = shared  # type: ignore[attr-defined]  # excludes it from gradient norms
             return made
 
         self.q_weight = parameter(q_rows, input_size)
@@ -65,11 +68,11 @@ class RepeatedQkv(nn.Module):
         self.kv_bias = parameter(kv_rows, shared=is_copy) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """`[U, 1, D]` -> `[U, 1, (H / T + 2) E]`, and no bias that is left to add."""
-        weight = torch.cat((self.q_weight, _summed(self.kv_weight, self.copies)))
+        """Project `[U, 1, D]` -> `[U, 1, (H / T + 2) E]`; the second result, a bias still to add, is None."""
+        weight = torch.cat((self.q_weight, _sum_gradient(self.kv_weight, self.copies)))
         bias = None
         if self.q_bias is not None and self.kv_bias is not None:
-            bias = torch.cat((self.q_bias, _summed(self.kv_bias, self.copies)))
+            bias = torch.cat((self.q_bias, _sum_gradient(self.kv_bias, self.copies)))
         linear = (
             linear_with_grad_accumulation_and_async_allreduce
             if weight.requires_grad
@@ -102,21 +105,18 @@ class _SumGradient(torch.autograd.Function):
         return gradient, None
 
 
-_summed: Callable[[Tensor, ProcessGroup], Tensor] = _SumGradient.apply
-
-
-# -------------------- RMS norm whose weight megatron's gradient sums know.
+_sum_gradient: Callable[[Tensor, ProcessGroup], Tensor] = _SumGradient.apply
 
 
 class RMSNorm(nn.Module):
-    """`[..., D]` -> `[..., D]`; statistics are in fp32 whatever the input is in."""
+    """RMS norm `[..., D]` -> `[..., D]` with fp32 statistics, marked for megatron's gradient sums."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6) -> None:
-        """As megatron's layer specs build norms; `config` is its `TransformerConfig`."""
+        """Take the arguments of megatron's layer specs; `config` is its `TransformerConfig`."""
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism each tensor rank sees a part of the tokens: gradients are summed.
+        # With sequence parallelism each tensor rank has a part of the tokens, so gradients must be summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""The fp32 weights that are stepped: of each of its stage's parameters a data rank has a range.
+"""fp32 master weights: the range of each parameter that a data rank updates.
 
-Where the model computes in half precision they are apart from it: rounded and gathered they are the model's.
-Checkpoints are read into them and written from them, so that nothing is lost on the way.
+Where the model computes in half precision, master weights are stored separately from it: rounded and
+gathered, they are the model's weights. Checkpoints are read into and written from them, so that no precision
+is lost.
 """
 
 from __future__ import annotations
@@ -14,70 +15,73 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hflow.backends.interface import ModelSettings
-from hflow.backends.megatron.checkpoint_reader import fill, open_weights
+from hflow.backends.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.backends.megatron.model import Stage
 
 
 @dataclass(frozen=True)
 class MasterWeight:
-    """The range that a data rank steps of one parameter, flattened."""
+    """The range of one flattened parameter that a data rank updates."""
 
     shard: Tensor
-    """fp32 `[stop - start]`: the parameter's own storage where that is in fp32."""
+    """fp32 `[stop - start]`; the parameter's own storage if that is fp32."""
     start: int
     stop: int
 
 
-def ranges_of(stage: Stage, optimizer: Any) -> dict[str, MasterWeight]:
-    """What this rank steps, by parameter name; a parameter of which it steps nothing is not there.
+def updated_ranges(stage: Stage, optimizer: Any) -> dict[str, MasterWeight]:
+    """Return what this rank updates, by parameter name. Parameters that it does not update are left out.
 
     Args:
         stage: this rank's.
-        optimizer: megatron's distributed optimizer of it.
+        optimizer: megatron's distributed optimizer of the stage.
     """
-    own = {
+    fp32_shards = {
         weight: shard
         for weights, shards in zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True)
         for weight, shard in zip(weights, shards, strict=True)
     }
-    found = {}
+    ranges = {}
     for name, weight in stage.module.named_parameters():
-        shard: Tensor | None = own.get(weight, getattr(weight, "main_param", None))
+        shard: Tensor | None = fp32_shards.get(weight, getattr(weight, "main_param", None))
         if shard is not None:
             span = optimizer._get_model_param_range_map(weight)["param"]
-            found[name] = MasterWeight(shard, span.start, span.end)
-    return found
+            ranges[name] = MasterWeight(shard, span.start, span.end)
+    return ranges
 
 
 def separate_master_weights(stage: Stage, ranges: dict[str, MasterWeight]) -> dict[str, MasterWeight]:
-    """Those of the ranges that are apart from the model; none where it computes in fp32."""
-    halves = {n for n, weight in stage.module.named_parameters() if weight.dtype != torch.float32}
-    return {name: master for name, master in ranges.items() if name in halves}
+    """Return the ranges that are stored separately from the model; none where it computes in fp32."""
+    half = {n for n, weight in stage.module.named_parameters() if weight.dtype != torch.float32}
+    return {name: master for name, master in ranges.items() if name in half}
 
 
 @torch.no_grad()
-def load(stage: Stage, settings: ModelSettings, masters: dict[str, MasterWeight]) -> None:
-    """Read them from the model's checkpoint, which the model has rounded; one parameter at a time."""
-    if not masters:
+def load_master_weights(
+    stage: Stage, settings: ModelSettings, master_weights: dict[str, MasterWeight]
+) -> None:
+    """Read separate master weights from the model's checkpoint, one parameter at a time."""
+    if not master_weights:
         return
     with open_weights(settings, stage.dims) as read:
-        for row in stage.parameters:
-            if row.name in masters:
-                master, whole = masters[row.name], torch.empty(row.shape, dtype=torch.float32)
-                fill([row], {row.name: whole}, read)
+        for parameter in stage.parameters:
+            if parameter.name in master_weights:
+                master = master_weights[parameter.name]
+                whole = torch.empty(parameter.shape, dtype=torch.float32)
+                load_parameters([parameter], {parameter.name: whole}, read)
                 master.shard.copy_(whole.view(-1)[master.start : master.stop])
 
 
-def gather(stage: Stage, masters: dict[str, MasterWeight]) -> dict[str, Tensor]:
-    """Every parameter of the stage in fp32, by name; a collective over data parallelism.
+def gather_master_weights(stage: Stage, master_weights: dict[str, MasterWeight]) -> dict[str, Tensor]:
+    """Return every parameter of the stage in fp32, by name; a collective over the data ranks.
 
-    As large as the stage itself, twice over where that computes in half precision.
+    The result has twice the size of a stage in half precision.
     """
     weights = {name: weight.detach() for name, weight in stage.module.named_parameters()}
-    halves = {name: weight for name, weight in weights.items() if weight.dtype != torch.float32}
-    flat = torch.zeros(sum(x.numel() for x in halves.values()), device=stage.device)
-    parts = dict(zip(halves, flat.split([x.numel() for x in halves.values()]), strict=True))
-    for name, master in masters.items():
+    half = {name: weight for name, weight in weights.items() if weight.dtype != torch.float32}
+    flat = torch.zeros(sum(x.numel() for x in half.values()), device=stage.device)
+    parts = dict(zip(half, flat.split([x.numel() for x in half.values()]), strict=True))
+    for name, master in master_weights.items():
         parts[name][master.start : master.stop] = master.shard
     if stage.parallel.data > 1 and len(flat):
         dist.all_reduce(flat, group=stage.parallel.groups.dp)

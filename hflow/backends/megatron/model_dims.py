@@ -1,4 +1,4 @@
-"""The dims of a model that megatron can build, read from its Hugging Face configuration."""
+"""The dimensions of a model that megatron can build, read from its Hugging Face config."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from transformers import PreTrainedConfig
 from hflow.errors import BackendError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type`s whose layers megatron's GPT model computes."""
+"""Values of `model_type` whose layers megatron's GPT model can compute."""
 
 _ROPES = ("default", "linear", "llama3")
-"""Rotary embeddings that are one vector of frequencies, whatever the length."""
+"""Rotary embeddings with one vector of frequencies for all sequence lengths."""
 
 
 @dataclass(frozen=True)
 class ModelDims:
-    """Axes: D hidden, V vocabulary, F intermediate, H heads, K key-value heads, E head size."""
+    """Dimensions of a model, and which weights its layers have."""
 
     num_layers: int
     hidden: int
@@ -37,12 +37,12 @@ class ModelDims:
 
 
 def read_dims(config: PreTrainedConfig, head: str) -> ModelDims:
-    """Sizes of a model with a head.
+    """Return the dimensions of a model with a head.
 
     Raises:
-        BackendError: when megatron's layers would not compute what the Hugging Face model does.
+        BackendError: if megatron's layers would not compute what the Hugging Face model does.
     """
-    _check(config)
+    _check_architecture(config)
     family = config.model_type
     biased = family in ("llama", "qwen3") and bool(config.attention_bias)
     return ModelDims(
@@ -62,16 +62,16 @@ def read_dims(config: PreTrainedConfig, head: str) -> ModelDims:
     )
 
 
-def _check(config: PreTrainedConfig) -> None:
+def _check_architecture(config: PreTrainedConfig) -> None:
     family = config.model_type
     if family not in FAMILIES:
         raise BackendError(
-            f"model_type {family!r} is not one that the megatron backend builds ({', '.join(FAMILIES)}); "
+            f"model_type {family!r} is not one that the megatron backend supports ({', '.join(FAMILIES)}); "
             "use the torch backend"
         )
     if config.hidden_act != "silu":
         raise BackendError(
-            f"hidden_act {config.hidden_act!r} is not silu, which megatron computes; use the torch backend"
+            f"hidden_act {config.hidden_act!r} is not silu, which megatron needs; use the torch backend"
         )
     layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     window = getattr(config, "sliding_window", None)
@@ -82,29 +82,31 @@ def _check(config: PreTrainedConfig) -> None:
     if rope not in _ROPES:
         raise BackendError(f"rope_type {rope!r} is not one of {', '.join(_ROPES)}; use the torch backend")
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise BackendError(f"{family} rotates a part of each head, which the megatron backend does not")
+        raise BackendError(
+            f"{family} rotates only a part of each head, which is not supported; use the torch backend"
+        )
 
 
 def check_split(dims: ModelDims, tensor: int, pipe: int) -> None:
-    """Refuse a layout that would split what must stay whole.
+    """Check that a layout splits the model evenly.
 
     Raises:
-        BackendError: naming the nearest size that works.
+        BackendError: if not; suggests the nearest size that works.
     """
     if dims.num_layers < pipe:
         raise BackendError(
             f"{dims.num_layers} layers cannot fill {pipe} pipeline stages; use at most {dims.num_layers}"
         )
-    if not _can_share(dims, tensor):
-        fitting = [n for n in range(1, dims.num_heads + 1) if _can_share(dims, n)]
-        nearest = min(fitting, key=lambda n: (abs(n - tensor), n))
+    if not _can_split(dims, tensor):
+        possible = [n for n in range(1, dims.num_heads + 1) if _can_split(dims, n)]
+        nearest = min(possible, key=lambda n: (abs(n - tensor), n))
         raise BackendError(
             f"{tensor} tensor ranks cannot share {dims.num_heads} heads, {dims.num_kv_heads} key-value "
             f"heads and {dims.intermediate} MLP rows; use {nearest}"
         )
 
 
-def _can_share(dims: ModelDims, tensor: int) -> bool:
+def _can_split(dims: ModelDims, tensor: int) -> bool:
     kv = dims.num_kv_heads
     return (
         dims.num_heads % tensor == 0

@@ -1,12 +1,13 @@
-"""A replica's ranks on data, tensor and pipeline axes, with a process group for each axis.
+"""A replica's data, tensor and pipeline axes, with a process group for each.
 
-Megatron's global `parallel_state` stays uninitialised: groups are handed to what needs them, so replicas of
-different layouts live side by side in one process.
+Megatron's global `parallel_state` stays uninitialised. Groups are passed to what needs them, so replicas of
+different layouts can exist in one process.
 
-torch names a new group either by a counter that all processes of the world must advance together, which
-processes outside the replica do not, or (`use_local_synchronization`) by its ranks and the number of groups
-that the process has. The latter needs only the members, if that number is the same for all of them: so the
-ranks of a replica first bring it to the same value, and then make equally many groups each.
+torch names a new group in one of two ways: by a counter that all processes of the world must advance
+together, which processes outside the replica do not; or (`use_local_synchronization`) by its ranks and the
+number of groups that the process has. The second way needs only the group's members if they all have the same
+number of groups. So the ranks of a replica first bring that number to the same value, and then make equally
+many groups each.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ class ParallelState:
     t: int
     p: int
     group: ProcessGroup
-    """All ranks of the replica; a rank is `p * (data * tensor) + d * tensor + t`."""
+    """All ranks of the replica. A rank is `p * (data * tensor) + d * tensor + t`."""
     groups: ProcessGroupCollection
-    """What megatron's model, optimizer and schedule are handed."""
+    """The groups for megatron's model, optimizer and schedule."""
     _made: _Groups = field(repr=False)
 
     @classmethod
     def of(cls, position: RankPosition) -> ParallelState:
         """Make the groups; a collective over the position's group.
 
-        A process that hosts all ranks of a replica is a parallel of one, as no result depends on the layout.
+        A process that hosts all ranks of a replica is a single rank, as no result depends on the layout.
         """
         group, sizes = position.group, (position.data, position.tensor, position.pipe)
         if group is None:
-            group, sizes = _alone(), (1, 1, 1)
+            group, sizes = _single_rank_group(), (1, 1, 1)
         data, tensor, pipe = sizes
         assert data * tensor * pipe == group.size(), f"{position} has {group.size()} ranks"
         rest, t = divmod(group.rank(), tensor)
@@ -59,18 +60,18 @@ class ParallelState:
         return cls(data, tensor, pipe, d, t, p, group, groups, made)
 
     @property
-    def place(self) -> ShardPosition:
-        """Coordinates that decide which weights this rank holds."""
+    def shard_position(self) -> ShardPosition:
+        """The coordinates that determine which weights this rank holds."""
         return ShardPosition(self.t, self.tensor, self.p, self.pipe)
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether token ids go in here."""
+        """Whether this stage receives token ids."""
         return self.p == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the head is here."""
+        """Whether this stage has the head."""
         return self.p == self.pipe - 1
 
     @property
@@ -79,49 +80,49 @@ class ParallelState:
         return self.t == 0 and self.is_last_stage
 
     def tensor_block(self, size: int) -> ProcessGroup:
-        """The group of the `size` neighbouring tensor ranks that include this one; a collective."""
+        """Return the group of the `size` neighbouring tensor ranks that include this one; a collective."""
         first = self.group.rank() - self.t % size
         return self._made.of(range(first, first + size))
 
 
 class _Groups:
-    """Groups of a replica's ranks, each made once."""
+    """Process groups of a replica's ranks, each made once."""
 
     def __init__(self, replica: ProcessGroup) -> None:
         self._replica = replica
         self._known = {tuple(range(replica.size())): replica}
         if replica.size() > 1:
-            self._count_alike()
+            self._equalize_counts()
 
     def of(self, ranks: Sequence[int]) -> ProcessGroup:
-        """The group of these ranks of the replica, this one among them."""
+        """Return the group of these ranks of the replica, which include this one."""
         key = tuple(ranks)
         if key not in self._known:
             self._known[key] = self._new(key)
         return self._known[key]
 
-    def make_spare(self) -> None:
-        """Make a group that nobody uses, where other ranks make one that this rank is not in."""
+    def make_unused(self) -> None:
+        """Make an unused group, at the point where other ranks make a group without this rank."""
         self._new((self._replica.rank(),))
 
     def _new(self, ranks: tuple[int, ...]) -> ProcessGroup:
         members = [dist.get_global_rank(self._replica, rank) for rank in ranks]
-        made = dist.new_group(members, timeout=_patience(self._replica), use_local_synchronization=True)
+        made = dist.new_group(members, timeout=_timeout_of(self._replica), use_local_synchronization=True)
         assert isinstance(made, ProcessGroup)
         return made
 
-    def _count_alike(self) -> None:
-        """Give all ranks of the replica the same number of groups."""
+    def _equalize_counts(self) -> None:
+        """Bring all ranks of the replica to the same number of groups."""
         counts = [0] * self._replica.size()
         dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=self._replica)
         for _ in range(max(counts) - counts[self._replica.rank()]):
-            self.make_spare()
+            self.make_unused()
 
 
 def _collection(
     made: _Groups, sizes: tuple[int, int, int], coords: tuple[int, int, int]
 ) -> ProcessGroupCollection:
-    """Megatron's names for the groups; there is neither context nor expert parallelism."""
+    """Return the groups under megatron's names. There is no context or expert parallelism."""
     (data, tensor, pipe), (d, t, p) = sizes, coords
 
     def group(ds: Sequence[int], ts: Sequence[int], ps: Sequence[int]) -> ProcessGroup:
@@ -134,7 +135,7 @@ def _collection(
     if p in (0, pipe - 1):
         ends = group([d], [t], sorted({0, pipe - 1}))
     else:
-        made.make_spare()
+        made.make_unused()
     return ProcessGroupCollection(
         tp=tp,
         dp=dp,
@@ -157,8 +158,8 @@ def _collection(
     )
 
 
-def _alone() -> ProcessGroup:
-    """A group of this process; where there is no world yet, a world of its own."""
+def _single_rank_group() -> ProcessGroup:
+    """Return a group of this process alone; makes a world of one process if there is none."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -167,8 +168,8 @@ def _alone() -> ProcessGroup:
     return made
 
 
-def _patience(group: ProcessGroup) -> timedelta:
-    """How long a collective of the group waits for a missing rank."""
+def _timeout_of(group: ProcessGroup) -> timedelta:
+    """Return the group's timeout."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    patience: timedelta = group._get_backend(device).options._timeout
-    return patience
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout

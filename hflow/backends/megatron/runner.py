@@ -1,4 +1,4 @@
-"""A rank's stage with what surrounds its forward: its schedule, its inputs and its outputs."""
+"""Runs infer and train nodes on a rank's stage: distributes the head's samples, then runs the schedule."""
 
 from __future__ import annotations
 
@@ -11,110 +11,163 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hflow.backends.common.inputs import PackedBatch, PackedTokens, empty_shard, to_device, tokens_of
+from hflow.backends.common.infer import returned_fields, run_infer
+from hflow.backends.common.inputs import (
+    PackedBatch,
+    PackedTokens,
+    pack_batch,
+    pack_tokens,
+    placeholder_batch,
+)
+from hflow.backends.common.loss import Loss
 from hflow.backends.common.microbatches import MicrobatchSplitter, Minibatch
-from hflow.backends.interface import NodeCall
+from hflow.backends.common.train import StepRecord, run_train
+from hflow.backends.interface import NodeCall, TrainShard
 from hflow.backends.megatron.model import Stage
+from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.parallel_state import ParallelState
 from hflow.backends.megatron.schedule import PipelineSchedule
-from hflow.backends.megatron.vocab_parallel import output_of
-from hflow.data.batch import Column
+from hflow.backends.megatron.vocab_parallel import stage_output
+from hflow.data.batch import Batch, Column
 from hflow.types import Output
 
-# -------------------- A data index's minibatches on their way from its head to its tensor and pipeline
-# ranks, once a step.
-# Every stage computes from token ids and lengths; what else a body reads goes to the tensor ranks of the
-# last stage only. Columns keep their types.
+
+@dataclass(frozen=True)
+class MegatronRunner:
+    """Runs nodes on a stage. All ranks of a replica call it together."""
+
+    stage: Stage
+    schedule: PipelineSchedule
+    splitter: MicrobatchSplitter
+    """Used on heads; agrees with the heads of other data indices."""
+    requested: dict[str, set[str]] = field(default_factory=dict)
+    """Node -> output fields that its body has used so far."""
+
+    def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
+        """Run an infer node; see `ModelBackend.infer`."""
+
+        def finish(tokens: PackedTokens, hidden: Tensor) -> Batch | None:
+            if not isinstance(tokens, PackedBatch):
+                return None
+            return returned_fields(call, tokens, self._output(call, tokens, hidden))
+
+        def run_forwards(mine: Minibatch | None) -> list[Batch]:
+            (minibatch,) = self._receive(None if mine is None else [mine])
+            results = self.schedule.forward(self._microbatches(minibatch), finish)
+            return [result for result in results if result is not None]
+
+        self.stage.module.eval()
+        if self.stage.parallel.is_head:
+            return run_infer(call, shards, self.splitter, run_forwards)
+        run_forwards(None)
+        return []
+
+    def train(
+        self, optimizer: MegatronOptimizer, call: NodeCall, shards: Sequence[TrainShard], step: int
+    ) -> dict[str, float]:
+        """Run a train node; see `ModelBackend.train`."""
+
+        def accumulate(loss: Loss, minibatch: Minibatch, record: StepRecord) -> None:
+            def microbatch_loss(tokens: PackedTokens, hidden: Tensor) -> Tensor:
+                if not isinstance(tokens, PackedBatch):
+                    return hidden[:0].sum()
+                output = self._output(call, tokens, hidden)
+                part = loss.microbatch_loss(tokens, output, record.metrics)
+                record.loss += part.detach()
+                return part
+
+            optimizer.zero_grad()
+            self.schedule.backward(self._microbatches(minibatch), microbatch_loss)
+
+        parallel = self.stage.parallel
+        mine = self.splitter.minibatches(call, shards) if parallel.is_head else None
+        minibatches = self._receive(mine)
+        self.stage.module.train()
+        record = run_train(call, step, minibatches, accumulate, optimizer, parallel.group)
+        return record.finish(self.splitter.group) if parallel.is_head else {}
+
+    def _receive(self, mine: Sequence[Minibatch] | None) -> list[Minibatch]:
+        """Return the minibatches of this data index's head; `mine` is None on other ranks."""
+        return broadcast_minibatches(self.stage.parallel, mine, self.stage.device)
+
+    def _microbatches(self, minibatch: Minibatch) -> list[PackedTokens]:
+        """Return the micro-batches on the device, the same number on every rank.
+
+        The last stage, which runs the body, gets `PackedBatch`. A rank with fewer micro-batches than others
+        also gets placeholders.
+        """
+        device, dtype = self.stage.device, self.stage.dtype
+        pack = pack_batch if self.stage.parallel.is_last_stage else pack_tokens
+        packed = [pack(batch, device, dtype) for batch in minibatch.microbatches]
+        num_placeholders = minibatch.num_microbatches - len(packed)
+        return [*packed, *[pack_tokens(placeholder_batch(), device, dtype)] * num_placeholders]
+
+    def _output(self, call: NodeCall, packed: PackedBatch, hidden: Tensor) -> Output:
+        """Return the body's output, on the last stage. Using its fields is a collective over tensor ranks."""
+        requested = self.requested.setdefault(call.node, set())
+        return stage_output(self.stage, packed, hidden, call.temperature, requested)
 
 
-_OF_LAYERS = "input_ids"
-"""The column that layers read. Ids of samples and groups and lengths are no columns."""
+LAYER_COLUMN = "input_ids"
+"""The column that layers need. Sample ids, group ids and lengths are not columns."""
 
 Columns = dict[str, Column]
 Value = TypeVar("Value")
 
 
-def share_out(
+def broadcast_minibatches(
     parallel: ParallelState, mine: Sequence[Minibatch] | None, device: torch.device
 ) -> list[Minibatch]:
-    """The minibatches of this rank's data index; a collective over its tensor and pipeline ranks.
+    """Send a head's minibatches to the tensor and pipeline ranks of its data index; a collective over them.
+
+    Every stage computes from token ids and lengths. Columns that only the body reads are sent to the tensor
+    ranks of the last stage only. Columns keep their dtypes.
 
     Args:
-        parallel: this rank's place.
-        mine: the head's, prepared and cut; None on other ranks.
-        device: where collectives of the parallel's groups find their tensors.
+        parallel: this rank's layout.
+        mine: the head's minibatches, prepared and split; None on other ranks.
+        device: device for collectives of these groups.
 
     Returns:
-        On the last stage, what the head has; on the others, without the columns that only bodies read.
+        The head's minibatches; on stages before the last one, without the columns that only the body reads.
     """
     whole = None if mine is None else list(mine)
     tensor_ranks = parallel.groups.tp
     if parallel.pipe == 1:
-        return _sent(whole, tensor_ranks, 0, device)
-    stages = None if whole is None else [_for_layers(minibatch) for minibatch in whole]
-    received = _sent(stages, parallel.groups.mp, (parallel.pipe - 1) * parallel.tensor, device)
+        return _broadcast(whole, tensor_ranks, 0, device)
+    for_layers = None if whole is None else [_for_layers(minibatch) for minibatch in whole]
+    head_rank = (parallel.pipe - 1) * parallel.tensor
+    received = _broadcast(for_layers, parallel.groups.mp, head_rank, device)
     if not parallel.is_last_stage:
         return received
-    rest = None if whole is None else [_for_bodies(minibatch) for minibatch in whole]
-    return [_joined(*parts) for parts in zip(received, _sent(rest, tensor_ranks, 0, device), strict=True)]
+    for_bodies = None if whole is None else [_for_bodies(minibatch) for minibatch in whole]
+    others = _broadcast(for_bodies, tensor_ranks, 0, device)
+    return [_join(minibatch, columns) for minibatch, columns in zip(received, others, strict=True)]
 
 
 def _for_layers(minibatch: Minibatch) -> Minibatch:
-    batches = tuple(batch.select([_OF_LAYERS]) for batch in minibatch.microbatches)
+    batches = tuple(batch.select([LAYER_COLUMN]) for batch in minibatch.microbatches)
     return replace(minibatch, microbatches=batches)
 
 
 def _for_bodies(minibatch: Minibatch) -> list[Columns]:
-    """Columns of each micro-batch that bodies read and layers do not."""
+    """Return the columns of each micro-batch that only bodies read."""
     return [
-        {name: column for name, column in batch.columns.items() if name != _OF_LAYERS}
+        {name: column for name, column in batch.columns.items() if name != LAYER_COLUMN}
         for batch in minibatch.microbatches
     ]
 
 
-def _joined(minibatch: Minibatch, rest: Sequence[Columns]) -> Minibatch:
-    batches = zip(minibatch.microbatches, rest, strict=True)
-    return replace(minibatch, microbatches=tuple(batch.with_columns(columns) for batch, columns in batches))
+def _join(minibatch: Minibatch, others: Sequence[Columns]) -> Minibatch:
+    pairs = zip(minibatch.microbatches, others, strict=True)
+    return replace(minibatch, microbatches=tuple(batch.with_columns(columns) for batch, columns in pairs))
 
 
-def _sent(value: Value | None, group: ProcessGroup, source: int, device: torch.device) -> Value:
-    """What the rank `source` of a group has; None stands for it on the others. A collective."""
-    boxed = [value]
+def _broadcast(value: Value | None, group: ProcessGroup, source: int, device: torch.device) -> Value:
+    """Return the value of a group's rank `source`; other ranks pass None. A collective."""
+    values = [value]
     if group.size() > 1:
-        dist.broadcast_object_list(boxed, group=group, group_src=source, device=device)
-    (sent,) = boxed
-    assert sent is not None
-    return sent
-
-
-@dataclass(frozen=True)
-class MegatronRunner:
-    """Everything here but `output` is called by all ranks of a replica together."""
-
-    stage: Stage
-    schedule: PipelineSchedule
-    cutting: MicrobatchSplitter
-    """The head's: agrees with the other data indices' heads."""
-    touched: dict[str, set[str]] = field(default_factory=dict)
-    """node -> parts of the output that its body touched so far."""
-
-    def received(self, mine: Sequence[Minibatch] | None) -> list[Minibatch]:
-        """The minibatches that this data index's head has; other ranks have None."""
-        return share_out(self.stage.parallel, mine, self.stage.device)
-
-    def microbatches(self, minibatch: Minibatch) -> list[PackedTokens]:
-        """Micro-batches on the device, as many on every rank.
-
-        The last stage, which runs the body, gets `PackedBatch`. A rank with fewer micro-batches than others
-        is filled up with micro-batches of one unlearned token.
-        """
-        device, dtype = self.stage.device, self.stage.dtype
-        is_last = self.stage.parallel.is_last_stage
-        filled = [(to_device if is_last else tokens_of)(b, device, dtype) for b in minibatch.microbatches]
-        num_idle = minibatch.num_microbatches - len(filled)
-        return [*filled, *[tokens_of(empty_shard(), device, dtype)] * num_idle]
-
-    def output(self, call: NodeCall, packed: PackedBatch, hidden: Tensor) -> Output:
-        """What the body gets, on the last stage; a collective over its tensor ranks when it is touched."""
-        touched = self.touched.setdefault(call.node, set())
-        return output_of(self.stage, packed, hidden, call.temperature, touched)
+        dist.broadcast_object_list(values, group=group, group_src=source, device=device)
+    (received,) = values
+    assert received is not None
+    return received

@@ -1,6 +1,6 @@
-"""Megatron's pipeline schedule over the micro-batches of a data index.
+"""Runs the micro-batches of a data index through megatron's pipeline schedule.
 
-The schedule is megatron's own: one forward, one backward in turn, or a plain loop where there is one stage.
+The schedule is megatron's own: one forward, one backward (1F1B), or a plain loop with one stage.
 """
 
 from __future__ import annotations
@@ -19,36 +19,37 @@ from hflow.backends.common.inputs import PackedTokens
 from hflow.backends.megatron.model import Stage
 
 Finish = Callable[[PackedTokens, Tensor], Any]
-"""From a micro-batch and its hidden states `[U, D]` to what the last stage makes of them."""
+"""Computes the last stage's result from a micro-batch and its hidden states `[U, D]`."""
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """Runs micro-batches through the stages of a replica; all its ranks run it together."""
+    """Runs micro-batches through the stages of a replica; all its ranks call it together."""
 
     stage: Stage
     module: nn.Module
-    """The stage's module, or what wraps it to sum gradients."""
+    """The stage's module, or its wrapper that sums gradients."""
 
     def backward(
-        self, microbatches: Sequence[PackedTokens], share: Callable[[PackedTokens, Tensor], Tensor]
+        self, microbatches: Sequence[PackedTokens], microbatch_loss: Callable[[PackedTokens, Tensor], Tensor]
     ) -> None:
-        """Sum the gradients of all micro-batches, over data parallelism too.
+        """Accumulate the gradients of all micro-batches, summed over data ranks too.
 
         Args:
-            microbatches: this rank's, as many as every other rank has.
-            share: on the last stage, a micro-batch's part of the loss.
+            microbatches: this rank's; every rank has the same number.
+            microbatch_loss: on the last stage, returns a micro-batch's part of the loss.
         """
 
         def finish(tokens: PackedTokens, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
-            # Losses are weighed already, so there is no number of tokens for megatron to divide by.
-            return share(tokens, hidden), torch.zeros((), dtype=torch.int, device=hidden.device), None
+            # The loss has its weights already, so megatron gets no number of tokens to divide by.
+            no_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
+            return microbatch_loss(tokens, hidden), no_tokens, None
 
         self._run(microbatches, finish, forward_only=False)
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[PackedTokens], finish: Finish) -> list[Any]:
-        """Run forward passes; on the last stage, what `finish` returned for each micro-batch."""
+        """Run forward passes; on the last stage, return what `finish` returned for each micro-batch."""
 
         def collect(tokens: PackedTokens, hidden: Tensor, non_loss_data: bool) -> Any:
             return finish(tokens, hidden)
@@ -86,15 +87,15 @@ class PipelineSchedule:
         return results
 
     def _rows_between(self, tokens: PackedTokens) -> int:
-        """Rows that a tensor rank passes on to the next stage."""
+        """Return the number of rows that a tensor rank sends to the next stage."""
         num_rows = len(tokens.computed_ids)
         return -(-num_rows // self.stage.parallel.tensor) if self.stage.config.sequence_parallel else num_rows
 
 
 class _KnownShapes(P2PCommunicator):  # type: ignore[misc]  # megatron has no types
-    """Exchanges activations and gradients between stages, whose shapes need no exchange of their own.
+    """Exchanges activations and gradients between stages without exchanging their shapes first.
 
-    Every stage knows the lengths of all micro-batches, which come and go in order in both directions.
+    Every stage knows the lengths of all micro-batches, which pass in the same order in both directions.
     """
 
     def __init__(self, stage: Stage, lengths: Sequence[int]) -> None:
@@ -105,5 +106,5 @@ class _KnownShapes(P2PCommunicator):  # type: ignore[misc]  # megatron has no ty
     def _communicate_shapes(
         self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
     ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Shapes of what comes next from the previous and from the next stage."""
+        """Return the shapes of the next tensors from the previous and from the next stage."""
         return next(self._forward) if recv_prev else None, next(self._backward) if recv_next else None

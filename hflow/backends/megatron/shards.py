@@ -1,13 +1,13 @@
-"""What is trained of a stage, as sharded checkpoints hold it.
+"""Sharded checkpoints of a stage: each data rank writes and reads the ranges that it updates.
 
-The distributed optimizer keeps a range of each flattened parameter on a data rank. A range of a matrix is
-part of a row, whole rows, part of a row: at most three boxes, which the parameter's parts cut into boxes of
-checkpoint tensors. So every rank reads and writes its own state, and nothing is gathered.
+The distributed optimizer gives each data rank a range of every flattened parameter. A range of a matrix is
+part of a row, whole rows, and part of a row: at most three boxes, which the mapping to HF tensors splits
+further. Every rank therefore reads and writes only its own state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -21,36 +21,36 @@ from hflow.backends.common.sharded_checkpoint import (
     open_shards,
     write_shards,
 )
-from hflow.backends.megatron.hf_mapping import MappedParameter, ShardPosition, TensorPart, parameters
+from hflow.backends.megatron.hf_mapping import MappedParameter, ShardPosition, TensorPart, rank_parameters
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.weight_export import held_blocks
 from hflow.types.tensor_slices import Box, meet, numel, sizes, whole, within
 
 
-def save(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:
+def save_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:
     """Write a sharded checkpoint; a collective over the replica."""
-    rows = _written(stage)
-    states = _frozen(stage, rows) if optimizer is None else _states(rows, optimizer)
-    write_shards(directory, states, _about(stage, optimizer), stage.parallel.group)
+    parameters = _written_parameters(stage)
+    states = _frozen_states(stage, parameters) if optimizer is None else _states(parameters, optimizer)
+    write_shards(directory, states, _info(stage, optimizer), stage.parallel.group)
 
 
-def load(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:
-    """Take a sharded checkpoint; the model in half precision is its rounding."""
-    whole_model = parameters(stage.dims, ShardPosition())
-    shapes = {part.tensor: part.shape for row in whole_model for part in row.parts}
-    with open_shards(directory, _about(stage, optimizer), shapes) as source:
+def load_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:
+    """Load weights, and of a trainable model the moments, from a sharded checkpoint."""
+    whole_model = rank_parameters(stage.dims, ShardPosition())
+    shapes = {part.tensor: part.shape for parameter in whole_model for part in parameter.parts}
+    with open_shards(directory, _info(stage, optimizer), shapes) as reader:
         for block in held_blocks(stage):
-            source.fill(block.tensor, block.box, block.values)
+            reader.fill(block.tensor, block.box, block.values)
         if optimizer is not None:
             for state in _states(stage.parameters, optimizer):
-                for kind in source.about.kinds:
-                    source.fill(state.tensor, state.box, state.values[kind], kind)
-            optimizer.resume(source.about.num_steps)
+                for kind in reader.info.kinds:
+                    reader.fill(state.tensor, state.box, state.values[kind], kind)
+            optimizer.resume(reader.info.num_steps)
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """A range of a flattened vector or matrix as boxes of it, one after the other."""
+    """Yield the boxes of a vector or matrix that a range of its flattened entries consists of, in order."""
     if len(shape) == 1:
         yield ((start, stop),)
         return
@@ -64,69 +64,69 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
         start = end
 
 
-def _about(stage: Stage, optimizer: MegatronOptimizer | None) -> CheckpointInfo:
+def _info(stage: Stage, optimizer: MegatronOptimizer | None) -> CheckpointInfo:
     return CheckpointInfo.of(stage.hf_config, stage.head, 0 if optimizer is None else optimizer.num_steps)
 
 
-def _written(stage: Stage) -> list[MappedParameter]:
-    """The parameters that this rank writes: those with the same blocks are shared out to their holders."""
+def _written_parameters(stage: Stage) -> list[MappedParameter]:
+    """Return the parameters that this rank writes. Tensor ranks with the same blocks take turns."""
     parallel = stage.parallel
-    held = [
-        parameters(stage.dims, ShardPosition(t, parallel.tensor, parallel.p, parallel.pipe))
+    by_rank = [
+        rank_parameters(stage.dims, ShardPosition(t, parallel.tensor, parallel.p, parallel.pipe))
         for t in range(parallel.tensor)
     ]
-    mine = []
-    for index, rows in enumerate(zip(*held, strict=True)):
-        row = rows[parallel.t]
-        holders = [t for t, other in enumerate(rows) if other.parts == row.parts]
-        is_elsewhere = all(other.is_copy for other in rows)  # on another stage
-        if not is_elsewhere and holders[index % len(holders)] == parallel.t:
-            mine.append(row)
-    return mine
+    written = []
+    for index, versions in enumerate(zip(*by_rank, strict=True)):
+        mine = versions[parallel.t]
+        holders = [t for t, other in enumerate(versions) if other.parts == mine.parts]
+        is_on_other_stage = all(other.is_copy for other in versions)
+        if not is_on_other_stage and holders[index % len(holders)] == parallel.t:
+            written.append(mine)
+    return written
 
 
-def _frozen(stage: Stage, rows: list[MappedParameter]) -> Iterator[BlockState]:
-    """Of a model that nothing steps data ranks hold the same: the first one writes."""
-    names = {row.name for row in rows} if stage.parallel.d == 0 else set()
-    for row in stage.parameters:
-        if row.name in names:
-            weight = stage.module.get_parameter(row.name).detach().float()
-            yield from _cut(row, whole(row.shape), {WEIGHT: weight.view(row.shape)})
+def _frozen_states(stage: Stage, parameters: list[MappedParameter]) -> Iterator[BlockState]:
+    """Yield the weights of a frozen model on the first data rank, as all data ranks have the same."""
+    names = {parameter.name for parameter in parameters} if stage.parallel.d == 0 else set()
+    for parameter in stage.parameters:
+        if parameter.name in names:
+            weight = stage.module.get_parameter(parameter.name).detach().float()
+            values = {WEIGHT: weight.view(parameter.shape)}
+            yield from _split_box(parameter, whole(parameter.shape), values)
 
 
-def _states(
-    rows: tuple[MappedParameter, ...] | list[MappedParameter], optimizer: MegatronOptimizer
-) -> Iterator[BlockState]:
-    """The boxes of all that this rank steps of some parameters."""
-    for row in rows:
-        if row.name not in optimizer.ranges:
+def _states(parameters: Iterable[MappedParameter], optimizer: MegatronOptimizer) -> Iterator[BlockState]:
+    """Yield the boxes of what this rank updates of some parameters."""
+    for parameter in parameters:
+        if parameter.name not in optimizer.ranges:
             continue
-        master = optimizer.ranges[row.name]
-        mean, square = optimizer.moments(row.name)
+        master = optimizer.ranges[parameter.name]
+        mean, square = optimizer.moments(parameter.name)
         flat = {WEIGHT: master.shard.detach(), MEAN: mean, SQUARE: square}
-        at = 0
-        for box in boxes_of_range(row.shape, master.start, master.stop):
+        offset = 0
+        for box in boxes_of_range(parameter.shape, master.start, master.stop):
             size = numel(box)
-            values = {kind: x.view(-1)[at : at + size].view(sizes(box)) for kind, x in flat.items()}
-            yield from _cut(row, box, values)
-            at += size
+            values = {kind: x.view(-1)[offset : offset + size].view(sizes(box)) for kind, x in flat.items()}
+            yield from _split_box(parameter, box, values)
+            offset += size
 
 
-def _cut(row: MappedParameter, box: Box, values: Mapping[str, Tensor]) -> Iterator[BlockState]:
-    """A box of a parameter as boxes of checkpoint tensors; padding is in none."""
-    for part in row.parts:
-        met = meet(_place(part, row), box) if part.length else None
-        if met is not None:
-            cut = {kind: x[within(met, box)] for kind, x in values.items()}
-            yield BlockState(part.tensor, part.shape, _moved(met, part.axis, part.span[0] - part.at), cut)
+def _split_box(parameter: MappedParameter, box: Box, values: Mapping[str, Tensor]) -> Iterator[BlockState]:
+    """Split a box of a parameter into boxes of HF tensors, leaving out padding."""
+    for part in parameter.parts:
+        overlap = meet(_box_of_part(part, parameter), box) if part.length else None
+        if overlap is not None:
+            selected = {kind: x[within(overlap, box)] for kind, x in values.items()}
+            shift = part.span[0] - part.offset
+            yield BlockState(part.tensor, part.shape, _shifted(overlap, part.axis, shift), selected)
 
 
-def _place(part: TensorPart, row: MappedParameter) -> Box:
-    """Where a part lies in its parameter."""
-    box = whole(row.shape)
-    return (*box[: part.axis], (part.at, part.at + part.length), *box[part.axis + 1 :])
+def _box_of_part(part: TensorPart, parameter: MappedParameter) -> Box:
+    """Return the box of a part in its parameter."""
+    box = whole(parameter.shape)
+    return (*box[: part.axis], (part.offset, part.offset + part.length), *box[part.axis + 1 :])
 
 
-def _moved(box: Box, axis: int, by: int) -> Box:
+def _shifted(box: Box, axis: int, by: int) -> Box:
     start, stop = box[axis]
     return (*box[:axis], (start + by, stop + by), *box[axis + 1 :])

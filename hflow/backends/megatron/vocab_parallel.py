@@ -1,7 +1,9 @@
-"""Log-probs and entropy from logits whose vocabulary is divided over tensor ranks, never gathered.
+"""Log-probs and entropy of logits whose vocabulary is split over tensor ranks, without gathering the logits.
 
-A rank has `V' / T` logits of every row. What the ranks must know of each other is one maximum and a few
-sums a row: sum of e^l, sum of e^l l, and the logits of the tokens asked for, each of which one rank has.
+A rank has V' / T logits of every row. The ranks exchange one maximum and a few sums per row: the sum of e^l,
+the sum of e^l * l, and the logits of the requested tokens, each of which one rank has.
+
+Axes: N rows, C rows of a chunk, K requested tokens of a row, V' padded vocabulary, T tensor ranks, D hidden.
 """
 
 from __future__ import annotations
@@ -22,87 +24,115 @@ from hflow.backends.megatron.model import Stage
 from hflow.types import Output
 
 
+def stage_output(
+    stage: Stage, packed: PackedBatch, hidden: Tensor, temperature: float, requested: set[str]
+) -> Output:
+    """Return the output of a micro-batch, which a node's body reads on all tensor ranks of the last stage.
+
+    Args:
+        stage: the last one.
+        packed: the micro-batch.
+        hidden: its hidden states `[U, D]`.
+        temperature: logits are divided by it.
+        requested: as in `LmOutput`.
+    """
+    if stage.head != "lm":
+        return ScalarOutput(packed.expand(stage.module.output_layer(hidden)), packed, stage.head)
+    logits = VocabParallelLogits(
+        rows=hidden.index_select(0, packed.computed_rows(packed.targets - 1)),
+        local_logits=stage.logits,
+        vocab_start=stage.vocab_start,
+        vocab_rows=stage.vocab_rows,
+        group=stage.parallel.groups.tp,
+        temperature=temperature,
+    )
+    return LmOutput(logits, packed, requested)
+
+
 @dataclass(frozen=True)
 class VocabParallelLogits:
-    """`common.output.Logits` by an output matrix of which each tensor rank has some rows."""
+    """`common.output.Logits` from an output matrix whose rows are split over the tensor ranks."""
 
     rows: Tensor
     """Hidden states `[N, D]`, the same on all tensor ranks."""
-    part: Callable[[Tensor], Tensor]
-    """This rank's logits `[C, V' / T]` of hidden states `[C, D]`."""
-    start: int
-    """Token of the first of them."""
-    size: int
-    """`V' / T`."""
+    local_logits: Callable[[Tensor], Tensor]
+    """Computes this rank's logits `[C, V' / T]` of hidden states `[C, D]`."""
+    vocab_start: int
+    """Token of this rank's first logit."""
+    vocab_rows: int
+    """V' / T."""
     group: ProcessGroup
     """The tensor ranks."""
     temperature: float
     """Logits are divided by it."""
 
     def measure(self, names: Sequence[str], ids: Tensor) -> Sequence[Tensor]:
-        """Some of `logprobs` and `entropy`, in one pass."""
+        """Compute some of `logprobs` and `entropy`, in one pass."""
 
         def step(rows: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-            logprobs, entropy = self._measured(rows, ids[:, None], with_entropy="entropy" in names)
-            found = {"logprobs": logprobs[:, 0], "entropy": entropy}
-            return tuple(found[name] for name in names)
+            logprobs, entropy = self._measure(rows, ids[:, None], with_entropy="entropy" in names)
+            measures = {"logprobs": logprobs[:, 0], "entropy": entropy}
+            return tuple(measures[name] for name in names)
 
-        return in_chunks(step, self.size, self.rows, ids)
+        return in_chunks(step, self.vocab_rows, self.rows, ids)
 
     def logprobs_of(self, ids: Tensor) -> Tensor:
-        """Log-probs of given tokens."""
-        (found,) = in_chunks(lambda rows, ids: self._measured(rows, ids)[:1], self.size, self.rows, ids)
-        return found
+        """Return the log-probs of given tokens."""
+        (logprobs,) = in_chunks(
+            lambda rows, ids: self._measure(rows, ids)[:1], self.vocab_rows, self.rows, ids
+        )
+        return logprobs
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """The `k` likeliest tokens and their log-probs."""
+        """Return the `k` likeliest tokens and their log-probs."""
 
         def step(rows: Tensor) -> tuple[Tensor, ...]:
             logits = self._logits(rows)
-            ids = likeliest(logits.detach(), k, self.start, self.group)
-            return ids, measured(logits, ids, self.start, self.group, False)[0]
+            ids = vocab_parallel_topk(logits.detach(), k, self.vocab_start, self.group)
+            return ids, vocab_parallel_logprobs(logits, ids, self.vocab_start, self.group, False)[0]
 
-        ids, logprobs = in_chunks(step, self.size, self.rows)
+        ids, logprobs = in_chunks(step, self.vocab_rows, self.rows)
         return ids, logprobs
 
-    def _measured(self, rows: Tensor, ids: Tensor, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
-        return measured(self._logits(rows), ids, self.start, self.group, with_entropy)
+    def _measure(self, rows: Tensor, ids: Tensor, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+        logits = self._logits(rows)
+        return vocab_parallel_logprobs(logits, ids, self.vocab_start, self.group, with_entropy)
 
     def _logits(self, rows: Tensor) -> Tensor:
-        logits = self.part(rows).float()
+        logits = self.local_logits(rows).float()
         return logits if self.temperature == 1.0 else logits / self.temperature
 
 
 @torch.no_grad()
-def likeliest(logits: Tensor, k: int, start: int, group: ProcessGroup) -> Tensor:
-    """The `k` likeliest tokens `[C, K]` of each row, the likeliest first, out of each rank's candidates."""
+def vocab_parallel_topk(logits: Tensor, k: int, vocab_start: int, group: ProcessGroup) -> Tensor:
+    """Return the `k` likeliest tokens `[C, K]` of each row, likeliest first, from each rank's candidates."""
     values, ids = logits.topk(min(k, logits.shape[1]), dim=-1)
-    values, ids = _gathered(values, group), _gathered(ids + start, group)
+    values, ids = _gather_columns(values, group), _gather_columns(ids + vocab_start, group)
     return ids.gather(-1, values.topk(k, dim=-1).indices)
 
 
-class _Measured(torch.autograd.Function):
-    """Two collectives in the forward pass, none in the backward pass: each rank's logits get their own."""
+class _VocabParallelLogprobs(torch.autograd.Function):
+    """Two collectives in the forward pass and none in the backward pass, which is local to each rank."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, start: int, group: ProcessGroup, with_entropy: bool
+        ctx: Any, logits: Tensor, ids: Tensor, vocab_start: int, group: ProcessGroup, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         size = logits.shape[-1]
         highest = logits.amax(-1)
         _all_reduce(highest, dist.ReduceOp.MAX, group)
         shifted = logits - highest[:, None]
         exponentials = shifted.exp()
-        is_here = (ids >= start) & (ids < start + size)
-        index = (ids - start).clamp(0, size - 1)
-        picked = shifted.gather(-1, index) * is_here
+        is_local = (ids >= vocab_start) & (ids < vocab_start + size)
+        index = (ids - vocab_start).clamp(0, size - 1)
+        picked = shifted.gather(-1, index) * is_local
         products = (exponentials * shifted).sum(-1) if with_entropy else torch.zeros_like(highest)
         sums = torch.cat([exponentials.sum(-1)[:, None], products[:, None], picked], dim=-1)
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         total, mean, picked = sums[:, 0], sums[:, 1] / sums[:, 0], sums[:, 2:]
         ctx.with_entropy = with_entropy
         probabilities = exponentials.div_(total[:, None])
-        ctx.save_for_backward(probabilities, index, is_here, *([shifted, mean] if with_entropy else []))
+        ctx.save_for_backward(probabilities, index, is_local, *([shifted, mean] if with_entropy else []))
         return picked - total.log()[:, None], total.log() - mean
 
     @staticmethod
@@ -110,20 +140,23 @@ class _Measured(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor, None, None, None, None]:
         """With p the probabilities: d log p_i / d l_j = [i = j] - p_j, d H / d l_j = -p_j (l_j - E[l])."""
-        probabilities, index, is_here, *others = ctx.saved_tensors
+        probabilities, index, is_local, *others = ctx.saved_tensors
         slope = grad_logprobs.sum(-1, keepdim=True)
         if ctx.with_entropy:
             shifted, mean = others
             slope = slope + grad_entropy[:, None] * (shifted - mean[:, None])
-        grad = (-probabilities * slope).scatter_add_(-1, index, grad_logprobs * is_here)
+        grad = (-probabilities * slope).scatter_add_(-1, index, grad_logprobs * is_local)
         return grad, None, None, None, None
 
 
-measured: Callable[[Tensor, Tensor, int, ProcessGroup, bool], tuple[Tensor, Tensor]] = _Measured.apply
-"""Log-probs `[C, K]` of tokens `[C, K]`, and entropy `[C]` in nats, from fp32 logits `[C, V' / T]` of a rank.
+vocab_parallel_logprobs: Callable[[Tensor, Tensor, int, ProcessGroup, bool], tuple[Tensor, Tensor]] = (
+    _VocabParallelLogprobs.apply
+)
+"""Compute log-probs `[C, K]` of tokens `[C, K]`, and entropy `[C]` in nats, from a rank's logits `[C, V' /
+T]`.
 
-The other arguments: the token of the first logit, the tensor ranks, and whether the entropy is wanted;
-without it, the second result has no meaning.
+The arguments: fp32 logits, tokens, the token of the first logit, the tensor ranks, and whether to compute the
+entropy. Without it, the second result has no meaning.
 """
 
 
@@ -132,38 +165,10 @@ def _all_reduce(x: Tensor, operation: Any, group: ProcessGroup) -> None:
         dist.all_reduce(x, operation, group=group)
 
 
-def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`[C, K]` of every rank side by side: `[C, T K]`."""
+def _gather_columns(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Concatenate the columns of every rank: `[C, K]` -> `[C, T K]`."""
     if group.size() == 1 or not x.numel():
         return x.repeat(1, group.size())
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim=-1)
-
-
-# -------------------- What a node's body gets on the last stage, on all of its tensor ranks alike.
-
-
-def output_of(
-    stage: Stage, packed: PackedBatch, hidden: Tensor, temperature: float, wanted: set[str]
-) -> Output:
-    """The output of a micro-batch.
-
-    Args:
-        stage: the last one.
-        packed: the micro-batch.
-        hidden: its hidden states `[U, D]`.
-        temperature: logits are divided by it.
-        wanted: shared by the micro-batches of a call, as `LmOutput` says.
-    """
-    if stage.head != "lm":
-        return ScalarOutput(packed.widen(stage.module.output_layer(hidden)), packed, stage.head)
-    logits = VocabParallelLogits(
-        rows=hidden.index_select(0, packed.computed(packed.targets - 1)),
-        part=stage.logits,
-        start=stage.vocab_start,
-        size=stage.vocab_rows,
-        group=stage.parallel.groups.tp,
-        temperature=temperature,
-    )
-    return LmOutput(logits, packed, wanted)

@@ -1,4 +1,4 @@
-"""From `ModelSettings` to an HF model with the asked head, checked for what packing needs."""
+"""Builds the HF model and head that `ModelSettings` describe, and checks that packing supports them."""
 
 from __future__ import annotations
 
@@ -12,68 +12,53 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from hflow.backends.common.checks import refuse_tensors
-from hflow.backends.hf_config import read_config, refusals
+from hflow.backends.common.checks import check_tensors
+from hflow.backends.hf_config import read_config, translate_errors
 from hflow.backends.interface import ModelSettings
 from hflow.backends.packed_attention import PACKED, check_supported
 from hflow.backends.torch_model.heads import ScalarHead, head_file
 from hflow.errors import BackendError, nearest
 
-_MODELS: Any = AutoModelForCausalLM
 HEADS = ("lm", "value", "score")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+_MODELS: Any = AutoModelForCausalLM
+
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
-"""Configuration keys of models whose logits are more than a matrix times hidden states."""
+"""Config keys of models whose logits are not just hidden states times a matrix."""
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings that look at the longest sequence of a forward: results would depend on packing."""
+"""Rotary embeddings that depend on the longest sequence of a forward, so results would depend on packing."""
 
 
 def build(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
-    """The HF model and its head, in fp32 on the CPU, with packed attention and without dropout.
+    """Build the HF model and its head in fp32 on the CPU, with packed attention and without dropout.
 
-    Every rank builds the same weights: all read the same checkpoint or draw from the same seed.
+    Every rank builds the same weights, from the same checkpoint or the same seed.
 
     Raises:
-        BackendError: when the settings, the architecture or the checkpoint do not fit.
+        BackendError: if the settings, the architecture or the checkpoint are unusable.
     """
     check_choice("head", settings.head, HEADS)
     check_choice("dtype", settings.dtype, DTYPES)
     disable_progress_bar()
     config = read_config(settings)
-    with refusals(settings.name):
+    with translate_errors(settings.name):
         if settings.path is not None:
             model = _from_checkpoint(Path(settings.path), config, settings.head)
         else:
             model = _from_scratch(config, settings.seed)
         _check_architecture(model)
     _turn_off_dropout(model)
-    _learn_every_token(model)
+    _train_padding_token(model)
     if settings.head == "lm":
         return model, _output_matrix(model)
-    _drop_output_matrix(model)
+    _remove_output_matrix(model)
     return model, scalar_head(settings, model.config.hidden_size)
 
 
-def _output_matrix(model: PreTrainedModel) -> nn.Linear:
-    output: Any = model.get_output_embeddings  # untyped in transformers
-    matrix = output()
-    if not isinstance(matrix, nn.Linear):
-        raise BackendError(f"{type(model).__name__} has no linear output layer")
-    return matrix
-
-
-def _drop_output_matrix(model: PreTrainedModel) -> None:
-    """Forget the output layer, which a value or score model has no use for."""
-    matrix = _output_matrix(model)
-    for name, module in list(model.named_children()):
-        if module is matrix:
-            delattr(model, name)
-
-
 def scalar_head(settings: ModelSettings, hidden_size: int) -> ScalarHead:
-    """A loaded head; a fresh one when the model will be trained or is random anyway."""
+    """Return the checkpoint's head, or a new one if the model will be trained or has random weights."""
     head = ScalarHead(hidden_size, settings.seed)
     if settings.path is None:
         return head
@@ -81,6 +66,16 @@ def scalar_head(settings: ModelSettings, hidden_size: int) -> ScalarHead:
     if head_file(directory, settings.head).is_file() or not settings.trainable:
         head.load(directory, settings.head)
     return head
+
+
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+    """Check that a setting has one of its known values.
+
+    Raises:
+        BackendError: if not; suggests the nearest value.
+    """
+    if value not in known:
+        raise BackendError(f"{name} {value!r} is not one of {', '.join(known)}{nearest(value, known)}")
 
 
 def _from_scratch(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
@@ -109,15 +104,16 @@ def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str) -> PreTrai
 
 
 def _check_loaded(path: Path, model: PreTrainedModel, report: Mapping[str, Any], head: str) -> None:
-    """A checkpoint must hold exactly the model's tensors; a scalar head needs no output matrix."""
+    """Check that a checkpoint has exactly the model's tensors. A scalar head needs no output matrix."""
     output = _output_matrix(model)
-    spare = set() if head == "lm" else {n for n, p in model.named_parameters() if p is output.weight}
+    unneeded = set() if head == "lm" else {n for n, p in model.named_parameters() if p is output.weight}
     mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
-    refuse_tensors(path, set(report["missing_keys"]) - spare, report["unexpected_keys"], mismatched - spare)
+    missing = set(report["missing_keys"]) - unneeded
+    check_tensors(path, missing, report["unexpected_keys"], mismatched - unneeded)
 
 
 def _check_architecture(model: PreTrainedModel) -> None:
-    """Refuse what would make packed results differ from those of the HF model."""
+    """Check that packed results are the HF model's own."""
     check_supported(model)
     name, config = type(model).__name__, model.config
     for key in _LOGIT_TRANSFORMS:
@@ -129,23 +125,29 @@ def _check_architecture(model: PreTrainedModel) -> None:
 
 
 def _turn_off_dropout(model: nn.Module) -> None:
-    """The log-probs of training, inference and generation must be of one and the same policy."""
+    """Set dropout to 0, so that training, inference and generation compute log-probs of one policy."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
 
 
-def _learn_every_token(model: PreTrainedModel) -> None:
-    """Nothing is padded here: the token that HF pads with is one like others, and its embedding learns."""
+def _train_padding_token(model: PreTrainedModel) -> None:
+    """Give the padding token's embedding a gradient. Nothing is padded, so it is a token like others."""
     embeddings: Any = model.get_input_embeddings  # untyped in transformers
     embeddings().padding_idx = None
 
 
-def check_choice(what: str, value: str, known: Iterable[str]) -> None:
-    """Refuse a value that is not one of the known.
+def _output_matrix(model: PreTrainedModel) -> nn.Linear:
+    output: Any = model.get_output_embeddings  # untyped in transformers
+    matrix = output()
+    if not isinstance(matrix, nn.Linear):
+        raise BackendError(f"{type(model).__name__} has no linear output layer")
+    return matrix
 
-    Raises:
-        BackendError: naming the nearest one.
-    """
-    if value not in known:
-        raise BackendError(f"{what} {value!r} is not one of {', '.join(known)}{nearest(value, known)}")
+
+def _remove_output_matrix(model: PreTrainedModel) -> None:
+    """Remove the output layer, which a value or score model does not use."""
+    matrix = _output_matrix(model)
+    for name, module in list(model.named_children()):
+        if module is matrix:
+            delattr(model, name)

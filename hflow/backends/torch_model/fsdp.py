@@ -1,8 +1,8 @@
-"""Where a model's weights lie and in which precision they are used.
+"""Placement of a model's weights on devices, and the dtype in which they are used.
 
-Several ranks: FSDP2 shards each decoder layer and the rest (small layers together with the rest).
-One rank: plain weights. In both, the weights that are stepped are fp32, and in bf16 each unit is
-cast for its forward and backward.
+With several ranks, FSDP2 shards each decoder layer, and the rest of the model together with small layers.
+With one rank, weights stay whole. In both cases the stored weights are fp32; a bf16 model casts each unit for
+its forward and backward pass.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 MIN_UNIT_BYTES = 4 << 20
-"""A smaller layer is gathered with the rest of the model: its own collectives would cost more time
-than the memory is worth."""
+"""A smaller layer is gathered with the rest of the model: collectives of its own would cost more time than
+the saved memory is worth."""
 
 
-def place(
+def place_model(
     root: nn.Module,
     layers: list[nn.Module],
     device: torch.device,
     dtype: torch.dtype,
     group: ProcessGroup | None,
 ) -> None:
-    """Move a model to its device: sharded over `group`, or whole where that is None.
+    """Move a model to its device, sharded over `group`.
 
     Args:
-        root: the module whose forward covers everything that uses weights.
+        root: the module whose forward covers every use of weights.
         layers: submodules whose weights are gathered one after the other.
         device: this rank's device.
-        dtype: what the forward and backward pass compute in; gradients are summed in fp32.
-        group: the ranks to shard over; gradients are summed over them, not averaged.
+        dtype: dtype of the forward and backward pass. Gradients are summed in fp32.
+        group: the ranks to shard over; None leaves the weights whole. Gradients are summed over the ranks,
+            not averaged.
     """
     if group is None:
         root.to(device)
@@ -62,10 +63,15 @@ def _num_bytes(module: nn.Module) -> int:
 def cast_while_running(unit: nn.Module, inner: list[nn.Module], dtype: torch.dtype) -> None:
     """Use a unit's weights in `dtype` during its forward; gradients reach the fp32 weights.
 
-    It is what FSDP's mixed precision does, for one rank. `inner` are units within it that have
-    casts of their own. Activation checkpointing calls the unit again, and so casts again.
+    This is FSDP's mixed precision for a single rank. Activation checkpointing calls the unit again and thus
+    casts again.
+
+    Args:
+        unit: the module whose weights are cast.
+        inner: submodules that cast their own weights.
+        dtype: of the casts.
     """
-    skipped = {id(module) for other in inner for module in other.modules()}
+    skipped = {id(module) for submodule in inner for module in submodule.modules()}
     slots = [
         (module, name)
         for module in unit.modules()
@@ -76,18 +82,18 @@ def cast_while_running(unit: nn.Module, inner: list[nn.Module], dtype: torch.dty
     stack: list[list[Any]] = []
 
     def enter(*_: Any) -> None:
-        masters = [module._parameters[name] for module, name in slots]
+        originals = [module._parameters[name] for module, name in slots]
         casts: dict[int, Tensor] = {}
-        for (module, name), master in zip(slots, masters, strict=True):
-            assert master is not None
-            if id(master) not in casts:  # tied weights are cast once
-                casts[id(master)] = master.to(dtype)
-            module._parameters[name] = casts[id(master)]  # type: ignore[assignment]
-        stack.append(masters)
+        for (module, name), original in zip(slots, originals, strict=True):
+            assert original is not None
+            if id(original) not in casts:  # tied weights are cast once
+                casts[id(original)] = original.to(dtype)
+            module._parameters[name] = casts[id(original)]  # type: ignore[assignment]
+        stack.append(originals)
 
     def leave(*_: Any) -> None:
-        for (module, name), master in zip(slots, stack.pop(), strict=True):
-            module._parameters[name] = master
+        for (module, name), original in zip(slots, stack.pop(), strict=True):
+            module._parameters[name] = original
 
     unit.register_forward_pre_hook(enter)
     unit.register_forward_hook(leave, always_call=True)

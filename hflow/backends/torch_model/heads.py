@@ -14,10 +14,10 @@ from hflow.errors import BackendError
 
 
 class ScalarHead(nn.Module):
-    """`Linear(D, 1)` on hidden states, in fp32 whatever the hidden states are in: `[T, D]` -> `[T]`."""
+    """`Linear(D, 1)` on hidden states: `[T, D]` -> `[T]`, always in fp32."""
 
     def __init__(self, hidden_size: int, seed: int) -> None:
-        """Weights from N(0, 1 / (D + 1)) as in Stiennon et al. 2020; the bias is 0."""
+        """Draw weights from N(0, 1 / (D + 1)) as in Stiennon et al. 2020; the bias is 0."""
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(1, hidden_size, generator=generator) / math.sqrt(hidden_size + 1)
@@ -25,28 +25,28 @@ class ScalarHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """One number for each hidden state."""
+        """Return one number for each hidden state."""
         return linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
 
     def load(self, directory: Path, kind: str) -> None:
-        """Take the weights from a checkpoint's head file.
+        """Load the weights from a checkpoint's head file.
 
         Raises:
-            BackendError: when there is none, or it has other tensors or shapes.
+            BackendError: if there is no such file, or it has other tensors or shapes.
         """
         path = head_file(directory, kind)
         if not path.is_file():
             raise BackendError(f"{directory} has no {path.name}: it is not the checkpoint of a {kind} model")
-        found = load_file(path)
-        wanted = {name: list(tensor.shape) for name, tensor in self.state_dict().items()}
-        shapes = {name: list(tensor.shape) for name, tensor in found.items()}
-        if shapes != wanted:
-            raise BackendError(f"{path} holds {shapes}, a {kind} head of this model has {wanted}")
-        self.load_state_dict(found)
+        tensors = load_file(path)
+        expected = {name: list(tensor.shape) for name, tensor in self.state_dict().items()}
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != expected:
+            raise BackendError(f"{path} holds {shapes}, but a {kind} head of this model has {expected}")
+        self.load_state_dict(tensors)
 
 
 def head_file(directory: Path, kind: str) -> Path:
-    """Where a checkpoint keeps its scalar head; `kind` is `value` or `score`."""
+    """Return the path of a checkpoint's scalar head; `kind` is `value` or `score`."""
     return directory / f"{kind}_head.safetensors"
 
 

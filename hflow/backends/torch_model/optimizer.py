@@ -1,4 +1,4 @@
-"""AdamW on this rank's shards, its learning rate and its gradient clipping."""
+"""The torch backend's optimizer: AdamW, a learning-rate schedule and gradient clipping."""
 
 from __future__ import annotations
 
@@ -17,25 +17,31 @@ from hflow.backends.interface import OptimSettings
 
 
 class TorchOptimizer:
-    """AdamW; vectors (norms, biases) are not decayed. Sharded weights are stepped as plain tensors."""
+    """AdamW on this rank's shards as plain tensors. Vectors (norms, biases) have no weight decay."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], settings: OptimSettings, group: ProcessGroup | None
     ) -> None:
-        """Take the model's weights; `group` holds the ranks among which they are sharded."""
+        """Prepare AdamW.
+
+        Args:
+            parameters: the model's weights.
+            settings: of AdamW and its schedule.
+            group: the ranks that the weights are sharded over; None for one.
+        """
         check_schedule(settings)
         self._settings = settings
         self._group = group
         self._weights = list(parameters)
-        self._shards = [nn.Parameter(local(weight.detach())) for weight in self._weights]
+        self._shards = [nn.Parameter(local_shard(weight.detach())) for weight in self._weights]
         self._shard_of = dict(zip(self._weights, self._shards, strict=True))
-        filled = [shard for shard in self._shards if shard.numel()]
-        parts: list[dict[str, Any]] = [
-            {"params": [shard for shard in filled if shard.dim() >= 2]},
-            {"params": [shard for shard in filled if shard.dim() < 2], "weight_decay": 0.0},
+        nonempty = [shard for shard in self._shards if shard.numel()]
+        param_groups: list[dict[str, Any]] = [
+            {"params": [shard for shard in nonempty if shard.dim() >= 2]},
+            {"params": [shard for shard in nonempty if shard.dim() < 2], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(
-            parts,
+            param_groups,
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -50,48 +56,48 @@ class TorchOptimizer:
         return learning_rate(self._settings, self.num_steps)
 
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient, over all ranks (a collective)."""
+        """Return the norm of the whole gradient over all ranks; a collective."""
         for weight, shard in zip(self._weights, self._shards, strict=True):
-            shard.grad = None if weight.grad is None else local(weight.grad)
+            shard.grad = None if weight.grad is None else local_shard(weight.grad)
         norm = get_total_norm([shard.grad for shard in self._shards if shard.grad is not None])
         if self._group is None:
             return norm.item()
-        # Without any gradient the norm is on the CPU, which NCCL takes nothing from.
+        # Without any gradient the norm is on the CPU, which NCCL cannot reduce.
         square = norm.to(self._shards[0].device).square()
         dist.all_reduce(square, group=self._group)
         return square.sqrt().item()
 
     def step(self, norm: float) -> None:
-        """Clip by the norm that `gradient_norm` returned, step, and forget the gradients."""
+        """Clip by the norm that `gradient_norm` returned, update the weights, and drop the gradients."""
         if self._settings.clip_grad > 0:
             clip_grads_with_norm_(self._shards, self._settings.clip_grad, torch.tensor(norm))
-        for part in self._adamw.param_groups:
-            part["lr"] = self.lr
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr
         self._adamw.step()
         self.num_steps += 1
-        self.forget()
+        self._zero_grad()
 
     def moments(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Adam's averages of a weight's gradient and of its square, of this rank's shard of it."""
+        """Return Adam's averages of the gradient and its square, of this rank's shard of a weight."""
         shard = self._shard_of[weight]
         state = self._adamw.state[shard]
-        if not state:  # as AdamW begins
+        if not state:  # the state that AdamW starts with
             state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(shard), torch.zeros_like(shard)
         return state["exp_avg"].detach(), state["exp_avg_sq"].detach()
 
     def resume(self, num_steps: int) -> None:
-        """Count steps from here on, once the moments are those after so many."""
+        """Set the number of steps made, after the moments of that many steps have been loaded."""
         self.num_steps = num_steps
         for state in self._adamw.state.values():
             state["step"].fill_(num_steps)
 
-    def forget(self) -> None:
+    def _zero_grad(self) -> None:
         """Drop all gradients."""
         for tensor in (*self._weights, *self._shards):
             tensor.grad = None
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The shard of a tensor that this rank holds, sharing its storage."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the shard of a tensor that this rank holds; it shares the tensor's storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
-"""Runs micro-batches through the model, the same number on every rank."""
+"""Runs infer and train nodes on a whole or an FSDP-sharded model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -11,9 +11,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.backends.common.checks import check_temperature
-from hflow.backends.common.inputs import PackedBatch, empty_shard, to_device
-from hflow.backends.common.microbatches import MicrobatchSplitter
-from hflow.backends.interface import NodeCall
+from hflow.backends.common.infer import returned_fields, run_infer
+from hflow.backends.common.inputs import PackedBatch, pack_batch, placeholder_batch
+from hflow.backends.common.loss import Loss
+from hflow.backends.common.microbatches import MicrobatchSplitter, Minibatch
+from hflow.backends.common.train import StepRecord, run_train
+from hflow.backends.interface import NodeCall, TrainShard
+from hflow.backends.torch_model.optimizer import TorchOptimizer
 from hflow.backends.torch_model.packed_model import PackedModel
 from hflow.data.batch import Batch
 from hflow.types import Output
@@ -23,34 +27,65 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TorchRunner:
-    """A placed model and what surrounds its forward."""
+    """Runs micro-batches through the model, the same number on every rank, as FSDP requires."""
 
     module: PackedModel
     device: torch.device
     dtype: torch.dtype
     group: ProcessGroup | None
-    """The ranks that its weights are sharded over; None for one."""
-    cutting: MicrobatchSplitter
-    touched: dict[str, set[str]] = field(default_factory=dict)
-    """node -> parts of the output that its body touched so far."""
+    """The ranks that the weights are sharded over; None for one."""
+    splitter: MicrobatchSplitter
+    requested: dict[str, set[str]] = field(default_factory=dict)
+    """Node -> output fields that its body has used so far."""
 
-    def forward(
+    @torch.no_grad()
+    def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
+        """Run an infer node; see `ModelBackend.infer`."""
+
+        def run_forwards(minibatch: Minibatch) -> list[Batch]:
+            results = [
+                self._forward(batch, call, lambda packed, output: returned_fields(call, packed, output))
+                for batch in minibatch.microbatches
+            ]
+            for _ in range(minibatch.num_microbatches - len(minibatch.microbatches)):
+                self._forward_placeholder()
+            return results
+
+        self.module.eval()
+        return run_infer(call, shards, self.splitter, run_forwards)
+
+    def train(
+        self, optimizer: TorchOptimizer, call: NodeCall, shards: Sequence[TrainShard], step: int
+    ) -> dict[str, float]:
+        """Run a train node; see `ModelBackend.train`."""
+
+        def accumulate(loss: Loss, minibatch: Minibatch, record: StepRecord) -> None:
+            for batch in minibatch.microbatches:
+                part = self._forward(
+                    batch, call, lambda packed, output: loss.microbatch_loss(packed, output, record.metrics)
+                )
+                torch.autograd.backward(part)
+                record.loss += part.detach()
+            for _ in range(minibatch.num_microbatches - len(minibatch.microbatches)):
+                torch.autograd.backward(self._forward_placeholder())
+
+        minibatches = self.splitter.minibatches(call, shards)
+        self.module.train()
+        return run_train(call, step, minibatches, accumulate, optimizer, self.group).finish(self.group)
+
+    def _forward(
         self, batch: Batch, call: NodeCall, consume: Callable[[PackedBatch, Output], Result]
     ) -> Result:
-        """Run one prepared micro-batch; `consume` runs within the forward, on whole weights.
-
-        Raises:
-            RunError: when the policy's temperature is 0, under which nothing has a log-prob.
-        """
+        """Run a prepared micro-batch and `consume`, which runs within the forward pass, on whole weights."""
         check_temperature(call)
-        packed = to_device(batch, self.device, self.dtype)
-        touched = self.touched.setdefault(call.node, set())
+        packed = pack_batch(batch, self.device, self.dtype)
+        requested = self.requested.setdefault(call.node, set())
         result: Result = self.module(
-            packed, lambda output: consume(packed, output), call.temperature, lambda: touched
+            packed, lambda output: consume(packed, output), call.temperature, lambda: requested
         )
         return result
 
-    def idle(self) -> Tensor:
-        """Take part in a forward of the other ranks; returns a zero whose backward does the same."""
-        nothing: Tensor = self.module(to_device(empty_shard(), self.device, self.dtype), None)
-        return nothing
+    def _forward_placeholder(self) -> Tensor:
+        """Join a forward pass of the other ranks; return a zero whose backward pass joins theirs."""
+        zero: Tensor = self.module(pack_batch(placeholder_batch(), self.device, self.dtype), None)
+        return zero

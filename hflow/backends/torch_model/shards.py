@@ -1,4 +1,4 @@
-"""What is trained of an HF model, as sharded checkpoints hold it: the rows of each weight on this rank."""
+"""Sharded checkpoints of an HF model: each rank writes and reads its rows of every weight."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from hflow.backends.torch_model.weight_export import held_blocks, named_paramete
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model with its head, and what steps it."""
+    """A model with its head and its optimizer."""
 
     model: PreTrainedModel
     module: PackedModel
     head: str
     optimizer: TorchOptimizer | None
-    """None of a frozen model."""
+    """None for a frozen model."""
 
     @property
-    def about(self) -> CheckpointInfo:
-        """Which model it is."""
+    def info(self) -> CheckpointInfo:
+        """Description of the model for its checkpoint."""
         num_steps = 0 if self.optimizer is None else self.optimizer.num_steps
         return CheckpointInfo.of(self.model.config, self.head, num_steps)
 
     def states(self) -> Iterator[BlockState]:
-        """Yield this rank's rows of every weight; those of no two ranks overlap."""
+        """Yield this rank's rows of every weight. No two ranks have the same rows."""
         for weight, block in held_blocks(self.model, self.module, self.module.head, self.head):
             values = {WEIGHT: block.values}
             if self.optimizer is not None:
@@ -48,19 +48,19 @@ class TrainedModel:
             yield BlockState(block.tensor, block.shape, block.box, values)
 
 
-def save(trained: TrainedModel, directory: Path, group: ProcessGroup | None) -> None:
+def save_model_shards(trained: TrainedModel, directory: Path, group: ProcessGroup | None) -> None:
     """Write a sharded checkpoint; a collective over the group."""
-    write_shards(directory, trained.states(), trained.about, group)
+    write_shards(directory, trained.states(), trained.info, group)
 
 
-def load(trained: TrainedModel, directory: Path) -> None:
-    """Take a sharded checkpoint."""
+def load_model_shards(trained: TrainedModel, directory: Path) -> None:
+    """Load weights, and of a trainable model the moments, from a sharded checkpoint."""
     named = named_parameters(trained.model, trained.module.head, trained.head)
     shapes = {name: tuple(weight.shape) for name, weight in named}
-    with open_shards(directory, trained.about, shapes) as source:
+    with open_shards(directory, trained.info, shapes) as reader:
         for state in trained.states():
-            for kind in source.about.kinds:
+            for kind in reader.info.kinds:
                 if kind in state.values:
-                    source.fill(state.tensor, state.box, state.values[kind], kind)
+                    reader.fill(state.tensor, state.box, state.values[kind], kind)
         if trained.optimizer is not None:
-            trained.optimizer.resume(source.about.num_steps)
+            trained.optimizer.resume(reader.info.num_steps)
