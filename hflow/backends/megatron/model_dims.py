@@ -66,7 +66,7 @@ def _check_architecture(config: PreTrainedConfig) -> None:
     family = config.model_type
     if family not in FAMILIES:
         raise BackendError(
-            f"model_type {family!r} is not one that the megatron backend supports ({', '.join(FAMILIES)}); "
+            f"model_type {family!r} is not one that the megatron backend builds ({', '.join(FAMILIES)}); "
             "use the torch backend"
         )
     if config.hidden_act != "silu":
