@@ -42,7 +42,7 @@ from hflow.workers.interface import (
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import Membership, World
 from hflow.workers.process_setup import bind_cores
-from hflow.workers.storage.dataset_rows import DatasetRow, DatasetRows
+from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.weights.publisher import Handles, Sent, WeightPublisher, WorkerRoutes, transports
 from hflow.workers.weights.transfer import Parcel, Wanted, pack, unpack
@@ -135,7 +135,7 @@ class Worker:
         pause = pause_seconds(setup.plan.cluster.num_devices)
         self._mailboxes = {index: Mailbox(index, pause) for index in hosted}
         self._store = SampleStore()
-        self._rows = DatasetRows(self._plan, setup.datasets)
+        self._rows = DatasetReader(self._plan, setup.datasets)
         self._build_generation(*self._build_models(member))
         routes = WorkerRoutes(self._plan, hosted, self._backends)
         ways = transports(self._plan, setup.exchange, hosted[0], store)

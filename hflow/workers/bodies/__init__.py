@@ -4,5 +4,5 @@
 - `ComputeRunner`: compute bodies that are called per sample or per group, in the processes of a `Pool`.
 - `BatchNodeRunner`: nodes that are called on a whole batch: infer, train, update, and compute on batches.
 
-Generate bodies have a room of their own, `hflow.workers.generation`.
+Generate bodies are run by `hflow.workers.generation`.
 """

@@ -48,7 +48,7 @@ class ComputeRunner:
         self._store = store
         self._on_error = on_error
         self._lock = threading.Lock()
-        self._pending: dict[tuple[str, int], _PendingCall] = {}
+        self._pending: dict[tuple[str, int], _BodyCall] = {}
         """Calls without a result, by node and key."""
         self._batch_queues: set[queue.SimpleQueue[Sequence[WorkerEvent] | BaseException]] = set()
         """Queues that `run_on_batch` reads."""
@@ -128,7 +128,7 @@ class ComputeRunner:
         with self._lock:
             for order in orders:
                 stop = start + len(order.samples)
-                self._pending[order.node, order.key] = _PendingCall(batch, range(start, stop))
+                self._pending[order.node, order.key] = _BodyCall(batch, range(start, stop))
                 start = stop
 
     # On the pool's thread
@@ -163,7 +163,7 @@ class ComputeRunner:
         self._store.add(program.stream, batch.with_columns(columns))
         if program.metrics:
             for (_, rows), call_metrics in zip(results, metrics, strict=True):
-                samples = _PendingCall(call_batch, rows).samples
+                samples = _BodyCall(call_batch, rows).samples
                 self._store.add_metrics(program.stream, program.name, samples, call_metrics)
         keeps = _keep_flags(columns.get("keep"), sizes)
         reported = _reported_values(program, columns, len(results))
@@ -189,7 +189,7 @@ class _CallBatch:
 
 
 @dataclass(frozen=True)
-class _PendingCall:
+class _BodyCall:
     """A call without a result yet."""
 
     batch: _CallBatch

@@ -73,7 +73,7 @@ def is_async(body: Callable[..., Any]) -> bool:
 
 
 @dataclass
-class _Child:
+class _ChildState:
     """State of this process: its bodies, and the event loop on which asynchronous ones run."""
 
     bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class _Child:
     running: dict[JobId, asyncio.Task[JobResult]] = field(default_factory=dict)
 
 
-_child = _Child()
+_child = _ChildState()
 
 
 def load_bodies(pickled: Mapping[str, bytes]) -> None:

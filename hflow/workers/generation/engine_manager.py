@@ -31,7 +31,7 @@ class EngineUpdate:
 
 
 class EngineManager:
-    """Manages the generation replicas of a worker. All engines start asleep, without weights.
+    """Manages the generation replicas of a worker. All engines start asleep, before they have weights.
 
     Args:
         plan: says which weight route each engine has.

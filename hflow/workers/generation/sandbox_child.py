@@ -27,7 +27,7 @@ _PROCESS_EVENTS = ("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.sys
 """Audit events of new processes, which could use a network."""
 
 
-class _Child:
+class _SandboxState:
     """State of this process."""
 
     tool: Callable[..., Any]
@@ -35,7 +35,7 @@ class _Child:
 
 def confine(pickled_tool: bytes, memory_mb: int) -> None:
     """Load the tool, then give up network and memory; called once in every process."""
-    _Child.tool = cloudpickle.loads(pickled_tool)
+    _SandboxState.tool = cloudpickle.loads(pickled_tool)
     cut_network()
     limit_memory(memory_mb)
 
@@ -93,5 +93,5 @@ def run_tool(arguments: Mapping[str, Any]) -> bytes:
 
 
 def _call_tool(arguments: Mapping[str, Any]) -> Any:
-    result = _Child.tool(**arguments)
+    result = _SandboxState.tool(**arguments)
     return asyncio.run(result) if inspect.iscoroutine(result) else result

@@ -15,7 +15,7 @@ DatasetRow = Mapping[str, tuple[Unit, Any]]
 """Dataset column -> its unit and value."""
 
 
-class DatasetRows:
+class DatasetReader:
     """Reads dataset rows by stream; opens every dataset once per process."""
 
     def __init__(self, plan: Plan, settings: Mapping[str, DataSettings]) -> None:
