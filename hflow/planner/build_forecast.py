@@ -12,14 +12,14 @@ from hflow.planner.ir import Plan
 from hflow.planner.memory import memory_phases, unknown_models
 from hflow.planner.period import steady_period
 from hflow.planner.request import PlanRequest
-from hflow.planner.workload import workloads
+from hflow.planner.stream_workloads import stream_workloads
 
 
 def forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
     """Everything that can be estimated about a plan; None without figures of the hardware."""
     if request.hardware is None:
         return None
-    lengths = workloads(plan, request)
+    lengths = stream_workloads(plan, request)
     traffic = estimate_traffic(plan, request, dict(lengths)[plan.schedule.streams[0].name])
     times = node_times(plan, request, dict(lengths), traffic)
     missing = tuple(_missing(plan))

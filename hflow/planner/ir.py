@@ -10,34 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hflow.graph.ir import TRAJECTORY_FIELDS, Graph, Level, Node, Read
+from hflow.graph.ir import Graph, Level
 from hflow.planner.forecast import Forecast
 from hflow.planner.hardware import Hardware
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
 from hflow.types import ScheduleSettings
-
-__all__ = [
-    "TRAJECTORY_FIELDS",
-    "BatchCut",
-    "ClusterSpec",
-    "DeviceGroup",
-    "EdgeRule",
-    "Graph",
-    "Level",
-    "Node",
-    "OrderEdge",
-    "Placement",
-    "Plan",
-    "Read",
-    "Replica",
-    "RouteRow",
-    "RoutingRow",
-    "Schedule",
-    "ScheduledNode",
-    "ScheduledStream",
-    "WeightRoute",
-]
 
 
 @dataclass(frozen=True)

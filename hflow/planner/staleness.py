@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 
 from hflow.graph.edges import round_product, steps_ahead
-from hflow.planner.ir import Level, Schedule
+from hflow.graph.ir import Level
+from hflow.planner.ir import Schedule
 
 
 def admission_limit(version: int, batch: int, max_staleness: float, sync_every: int = 1) -> int:

@@ -11,18 +11,7 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
-from hflow.errors import PlanError
-
-if TYPE_CHECKING:
-    from hflow.graph.ir import NodeSpec
-    from hflow.planner.ir import Plan
-    from hflow.planner.request import PlanRequest
-
-ASSUMED_PROMPT = 512
-"""Most tokens of a prompt where the user says nothing."""
-ASSUMED_CV = 0.6
 _STANDARD = NormalDist()
 
 
@@ -56,42 +45,6 @@ class WorkloadRequest:
     """Mean tokens of a response; assumed: half of `max_tokens`."""
     response_cv: float | None = None
     """Standard deviation over mean; assumed: 0.6."""
-
-
-def workloads(plan: Plan, request: PlanRequest) -> tuple[tuple[str, Workload], ...]:
-    """Root stream -> lengths of its samples.
-
-    A written stream has no `max_tokens`: its prompt is assumed to take at most half of the model's
-    `max_model_len`, and its response half of the rest on average.
-
-    Raises:
-        PlanError: when the prompt leaves no room for a response.
-    """
-    return tuple(
-        (stream.name, _workload(plan.graph.node(stream.source).spec, request))
-        for stream in plan.schedule.streams
-    )
-
-
-def _workload(spec: NodeSpec, request: PlanRequest) -> Workload:
-    asked = request.workload
-    length, model = min((request.model(name).max_model_len, name) for name in spec.models)
-    max_tokens = spec.option("max_tokens")
-    room = length // 2 if max_tokens is None else max(1, length - max_tokens)
-    prompt = min(ASSUMED_PROMPT, room) if asked.prompt is None else asked.prompt
-    if prompt >= length:
-        raise PlanError(
-            f"prompts of {prompt} tokens leave no room for a response of {spec.name!r} in {length} tokens; "
-            f"set workload.prompt to {length - 1} or less, or raise max_model_len of {model!r}"
-        )
-    longest = length - prompt if max_tokens is None else min(max_tokens, length - prompt)
-    return Workload(
-        prompt=prompt,
-        response_mean=longest / 2 if asked.response_mean is None else asked.response_mean,
-        response_cv=ASSUMED_CV if asked.response_cv is None else asked.response_cv,
-        max_response=longest,
-        is_assumed=None in (asked.prompt, asked.response_mean, asked.response_cv),
-    )
 
 
 def cdf(workload: Workload, tokens: int) -> float:

@@ -12,7 +12,8 @@ from typing import Any
 from state_driver import Generating, World
 from state_script import grpo
 
-from hflow.planner.ir import Level, Schedule
+from hflow.graph.ir import Level
+from hflow.planner.ir import Schedule
 from hflow.runtime import events as ev
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.ledger.header import bare_header

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 from state_script import publishers
 
-from hflow.planner.ir import PUBLISH_PREFIX, Level, Schedule, ScheduledNode, ScheduledStream
+from hflow.graph.ir import Level
+from hflow.planner.ir import PUBLISH_PREFIX, Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime.simulation.simulate import simulate
 from hflow.types import ScheduleSettings
 

@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from random import Random
 
-from hflow.planner.ir import Level, Schedule, ScheduledNode
+from hflow.graph.ir import Level
+from hflow.planner.ir import Schedule, ScheduledNode
 from hflow.planner.staleness import staleness_bound
 from hflow.runtime import events as ev
 from hflow.runtime.state.firing_rules import evaluation_due, node_fires

@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 from state_script import changed, publishers
 
-from hflow.planner.ir import Level, Schedule, ScheduledNode, ScheduledStream
+from hflow.graph.ir import Level
+from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
 from hflow.types import ScheduleSettings
 
 GROUPS = ("g0", "g1", "g2")

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
-from hflow.planner.ir import Level, Schedule, ScheduledNode, ScheduledStream
+from hflow.graph.ir import Level
+from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.runtime.state.invariants import check_invariants
 from hflow.runtime.state.run_state import RunState

@@ -19,7 +19,8 @@ from hflow.planner.data.traffic_estimate import estimate_traffic
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.request import ModelRequest
-from hflow.planner.workload import Workload, WorkloadRequest, workloads
+from hflow.planner.stream_workloads import stream_workloads
+from hflow.planner.workload import Workload, WorkloadRequest
 
 # ------------------------------------------------------------------------------------- monotonic
 devices = st.builds(
@@ -94,7 +95,7 @@ def timed(graph, models=None, cluster="cpu-1x2", hardware=TOY, **changes):
     models = {name: ModelRequest(shape=shape) for name, shape in shapes.items()}
     request = graphs.request(cluster, models=models, hardware=hardware, **changes)
     plan = compile_plan(graph, request)
-    lengths = dict(workloads(plan, request))
+    lengths = dict(stream_workloads(plan, request))
     traffic = estimate_traffic(plan, request, lengths[plan.schedule.streams[0].name])
     return {row.node: row for row in node_times(plan, request, lengths, traffic)}
 

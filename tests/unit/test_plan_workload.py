@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hflow.errors import PlanError
 from hflow.planner.compile import compile_plan
 from hflow.planner.request import ModelRequest
+from hflow.planner.stream_workloads import stream_workloads
 from hflow.planner.workload import (
     Workload,
     WorkloadRequest,
@@ -18,7 +19,6 @@ from hflow.planner.workload import (
     expected_max,
     quantile,
     sample_lengths,
-    workloads,
 )
 
 some = st.builds(
@@ -33,7 +33,7 @@ some = st.builds(
 # ------------------------------------------------------------------------- where they come from
 def lengths_of(graph, **changes):
     request = graphs.request(**changes)
-    return dict(workloads(compile_plan(graph, request), request))
+    return dict(stream_workloads(compile_plan(graph, request), request))
 
 
 def limited(graph, node, max_tokens):

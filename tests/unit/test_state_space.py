@@ -9,7 +9,8 @@ import pytest
 from state_script import ENGINE, arriving, batch, changed, generated, group, sample, schedule
 from state_space import Space, explore
 
-from hflow.planner.ir import Level, Schedule, ScheduledStream
+from hflow.graph.ir import Level
+from hflow.planner.ir import Schedule, ScheduledStream
 from hflow.planner.staleness import staleness_bound
 from hflow.runtime import events as ev
 

@@ -13,7 +13,8 @@ from hflow.planner.layout_checks import check_layouts
 from hflow.planner.memory.rank import Rank
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
-from hflow.planner.workload import Workload, workloads
+from hflow.planner.stream_workloads import stream_workloads
+from hflow.planner.workload import Workload
 
 Ranks = tuple[Rank, ...]
 """The ranks on one device, in the plan's order of replicas."""
@@ -33,7 +34,7 @@ class MemoryContext:
         Raises:
             PlanError: when the assumed prompt leaves no room for a response.
         """
-        return dict(workloads(self.plan, self.request))
+        return dict(stream_workloads(self.plan, self.request))
 
     def route_to(self, rank: Rank) -> WeightRoute | None:
         """How an engine gets its weights; None where nobody changes them."""

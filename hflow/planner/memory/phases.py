@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hflow.graph.ir import Level
 from hflow.planner.backends import engine_kind, training_backend
 from hflow.planner.forecast import Parts, PhaseMemory
 from hflow.planner.graph_queries import root_stream
-from hflow.planner.ir import DeviceGroup, Level, Plan
+from hflow.planner.ir import DeviceGroup, Plan
 from hflow.planner.memory import transfer
 from hflow.planner.memory.byte_counts import Items
 from hflow.planner.memory.context import MemoryContext, Ranks

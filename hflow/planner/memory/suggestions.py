@@ -16,7 +16,7 @@ from hflow.planner.layout import Layout
 from hflow.planner.memory.context import MOST_TENSOR_RANKS, devices_of, with_layouts
 from hflow.planner.memory.phases import memory_phases
 from hflow.planner.request import ModelRequest, PlanRequest
-from hflow.planner.workload import workloads
+from hflow.planner.stream_workloads import stream_workloads
 
 # -------------------- Changes that may make a plan fit, the mildest first; whether one does is found by
 # trying it.
@@ -116,7 +116,7 @@ def _and(first: Suggestion, others: Iterable[Suggestion]) -> Iterator[Suggestion
 
 def _fewer_tokens(plan: Plan, request: PlanRequest) -> Values:
     """Half the tokens of a micro-batch and so on, down to the longest sequence."""
-    longest = max(lengths.prompt + lengths.max_response for _, lengths in workloads(plan, request))
+    longest = max(lengths.prompt + lengths.max_response for _, lengths in stream_workloads(plan, request))
     return lambda asked: _halves(asked.tokens_per_microbatch, longest)
 
 

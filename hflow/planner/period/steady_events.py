@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from hflow.planner.ir import Level, Schedule, ScheduledNode
+from hflow.graph.ir import Level
+from hflow.planner.ir import Schedule, ScheduledNode
 
 MOST_STEPS = 12
 """Steps unrolled, at most, for nodes that do not fire in every step. Rarer ones count with their mean."""

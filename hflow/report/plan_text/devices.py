@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from hflow.planner.ir import DeviceGroup, Level, Plan
+from hflow.graph.ir import Level
+from hflow.planner.ir import DeviceGroup, Plan
 from hflow.planner.layout import Layout
 from hflow.planner.routing import rank_order
 from hflow.report.formatting import range_text

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
+from hflow.graph.ir import TRAJECTORY_FIELDS, Level
 from hflow.metrics import declare
 from hflow.planner.data.data_locations import DataLocations
-from hflow.planner.ir import TRAJECTORY_FIELDS, EdgeRule, Level, Plan
+from hflow.planner.ir import EdgeRule, Plan
 from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.node_execution import NodeExecution, output_fields
 from hflow.runtime.execution.step_metrics import (

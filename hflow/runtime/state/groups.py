@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hflow.planner.ir import Level, ScheduledNode, ScheduledStream
+from hflow.graph.ir import Level
+from hflow.planner.ir import ScheduledNode, ScheduledStream
 from hflow.runtime.events import Instruction, RunGroup, RunSample
 
 # -------------------- What becomes ready when a node of one stream is done for a sample or a group.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hflow.planner.ir import Level, Schedule, ScheduledNode
+from hflow.graph.ir import Level
+from hflow.planner.ir import Schedule, ScheduledNode
 
 
 class Progress:

@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from hflow.graph.ir import Level
 from hflow.metrics import declare
-from hflow.planner.ir import Level, Schedule
+from hflow.planner.ir import Schedule
 from hflow.runtime.events import (
     Asleep,
     Awake,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hflow.planner.ir import Level, Schedule, ScheduledNode
+from hflow.graph.ir import Level
+from hflow.planner.ir import Schedule, ScheduledNode
 from hflow.runtime.state.device_state import DeviceOrder, Engine
 from hflow.runtime.state.evaluation import Evaluation
 from hflow.runtime.state.groups import Emit

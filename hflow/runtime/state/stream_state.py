@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hflow.planner.ir import Level, ScheduledNode, ScheduledStream
+from hflow.graph.ir import Level
+from hflow.planner.ir import ScheduledNode, ScheduledStream
 from hflow.runtime.events import OpenGroup, Refusal, Refuse
 from hflow.runtime.state.groups import Emit, Group, Member, SampleDependencies
 

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hflow.planner.ir import Level, Schedule
+from hflow.graph.ir import Level
+from hflow.planner.ir import Schedule
 from hflow.runtime.events import Instruction, RunGroup, RunSample, RunStreamingInference
 from hflow.runtime.state.groups import Emit
 from hflow.runtime.state.stream_state import StreamState

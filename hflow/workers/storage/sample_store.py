@@ -17,7 +17,7 @@ import numpy as np
 
 from hflow.data.batch import Batch
 from hflow.data.unpack_returns import metric_value
-from hflow.planner.ir import TRAJECTORY_FIELDS
+from hflow.graph.ir import TRAJECTORY_FIELDS
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage.field_column import FieldColumn, PackedValues
 

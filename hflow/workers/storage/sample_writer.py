@@ -10,7 +10,7 @@ from typing import Any
 
 from hflow.data.unpack_returns import check_value, split_result
 from hflow.errors import RecipeError
-from hflow.planner.ir import Graph
+from hflow.graph.ir import Graph
 from hflow.types import Trajectory, Unit
 from hflow.workers.interface import NodeProgram, SampleReady
 from hflow.workers.storage.dataset_rows import DatasetRow
