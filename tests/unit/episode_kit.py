@@ -1,4 +1,4 @@
-"""Tiny models, tokenizers and engines for the tests of episodes; all of them the real ones."""
+"""Tiny models, tokenizers and engines for tests of episodes. None of them is a mock."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
 def merging_tokenizer(directory: Path, template: str | None) -> TextTokenizer:
-    """One that writes every pair of digits, and "ab", as one token.
+    """Return a tokenizer that encodes every pair of digits, and "ab", as one token.
 
-    What a model draws character by character is encoded otherwise: encoding it again would be seen.
+    Text that a model generated character by character is encoded differently, so tests notice if a generated
+    text is encoded again.
     """
     pairs = [("a", "b"), *((x, y) for x in "0123456789" for y in "0123456789")]
     words = [*SPECIAL, *LETTERS, *("".join(pair) for pair in pairs)]
@@ -52,22 +53,22 @@ def merging_tokenizer(directory: Path, template: str | None) -> TextTokenizer:
 
 
 def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    """A fixture: `merging_tokenizer` without a chat template."""
+    """Fixture: `merging_tokenizer` without a chat template."""
     return merging_tokenizer(tmp_path_factory.mktemp("plain"), None)
 
 
 def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    """A fixture: `merging_tokenizer` with a chat template."""
+    """Fixture: `merging_tokenizer` with a chat template."""
     return merging_tokenizer(tmp_path_factory.mktemp("chat"), TEMPLATE)
 
 
 def one_thread() -> None:
-    """A fixture: models this small are slower on two."""
+    """Fixture: use one thread, as models this small are slower on two."""
     torch.set_num_threads(1)
 
 
 def model_settings(num_tokens: int, seed: int = 1, num_positions: int = 1000) -> ModelSettings:
-    """A tiny random model."""
+    """Return the settings of a tiny random model."""
     architecture = {
         "model_type": "qwen2",
         "vocab_size": num_tokens,
@@ -85,18 +86,18 @@ def model_settings(num_tokens: int, seed: int = 1, num_positions: int = 1000) ->
 
 
 def new_engine(tokenizer: TextTokenizer, seed: int = 1, **options: int) -> EmbeddedEngine:
-    """An engine whose model is random: it says anything."""
+    """Return an engine with a random model."""
     settings = model_settings(tokenizer.num_tokens, seed)
     return EmbeddedEngine(settings, {"max_model_len": 1000, **options}, None, tokenizer.decode)
 
 
 class Gated(EmbeddedEngine):
-    """An engine that stops by itself: it allows `num_allowed` further steps, then waits for more."""
+    """An engine that makes `num_allowed` further steps and then waits until this is increased."""
 
     num_allowed = 0
 
     def step(self) -> list[tuple[int, GenerationResult]]:
-        """Draw while that is allowed; otherwise return nothing, having done nothing."""
+        """Make a step if one is allowed."""
         if self.num_allowed == 0:
             time.sleep(0.001)
             return []
@@ -105,20 +106,20 @@ class Gated(EmbeddedEngine):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for it."""
+    """Wait until a condition holds."""
     while not condition():
         await asyncio.sleep(0.001)
 
 
 class Heard(EngineDriver):
-    """A driver that remembers what it was asked and what it answered."""
+    """A driver that records prompts and results."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         super().__init__(engine)
         self.heard: list[tuple[tuple[int, ...], GenerationResult]] = []
 
     async def submit(self, prompt_ids: Any, params: SamplingParams, *rest: Any) -> GenerationResult:
-        """Generate, and remember it."""
+        """Generate, and record the request."""
         drawn = await super().submit(prompt_ids, params, *rest)
         self.heard.append((tuple(prompt_ids), drawn))
         return drawn
@@ -136,7 +137,7 @@ def driving(engine: EmbeddedEngine) -> Iterator[EngineDriver]:
 
 @contextmanager
 def heard(engine: EmbeddedEngine) -> Iterator[Heard]:
-    """Drive an engine, and remember what is said."""
+    """Drive an engine, and record requests."""
     driver = Heard(engine)
     try:
         yield driver
@@ -145,21 +146,21 @@ def heard(engine: EmbeddedEngine) -> Iterator[Heard]:
 
 
 def heard_driver(plain: TextTokenizer) -> Iterator[Heard]:
-    """A fixture: a driver that remembers."""
+    """Fixture: a driver that records requests."""
     with heard(new_engine(plain)) as driver:
         yield driver
 
 
 @cache
 def shared_sandboxes() -> Sandboxes:
-    """Those of all tests: to start the process of a tool takes longer than a test."""
+    """Return the sandboxes of all tests, as starting the process of a tool takes longer than a test."""
     made = Sandboxes(1)
     atexit.register(made.close)
     return made
 
 
 def new_effects(journal: Journal | None = None) -> RecordedEffects:
-    """An episode's effects."""
+    """Return the effects of a new episode."""
     return RecordedEffects(shared_sandboxes(), journal=journal)
 
 
@@ -173,7 +174,7 @@ def episode(
     model: str = "actor",
     **params: Any,
 ) -> EpisodeEngine:
-    """The engine of one sample."""
+    """Return the engine of one sample."""
     sampling = SamplingParams(**{"max_tokens": 12, **params})
     seed = sample_seed(0, "gen", sample, model)
     return EpisodeEngine(driver, tokenizer, sampling, seed, effects, model, tools)

@@ -48,7 +48,7 @@ def run(body: Callable[[EngineDriver], Awaitable[Any]], **options: int) -> Any:
 
 
 def undisturbed(samples: Sequence[int]) -> list[Trajectory]:
-    """What these episodes say when nothing happens to them."""
+    """Return the trajectories of these episodes without interruption."""
 
     async def play(driver: EngineDriver) -> list[Trajectory]:
         return await asyncio.gather(*(episode(driver, i).complete(f"{i}+1=") for i in samples))
@@ -57,7 +57,7 @@ def undisturbed(samples: Sequence[int]) -> list[Trajectory]:
     return talks
 
 
-def test_a_completion_is_masked_stamped_and_decoded() -> None:
+def test_a_completion_has_masks_versions_and_text() -> None:
     talk: Trajectory = run(lambda driver: episode(driver).complete("17+25="))
     prompt = TOKENIZER.prompt("17+25=")
     num_drawn = len(talk.input_ids) - len(prompt)
@@ -73,7 +73,7 @@ def test_a_completion_is_masked_stamped_and_decoded() -> None:
     assert (talk.stop_reason, num_drawn <= 12) == ("stop" if ended else "length", True)
 
 
-def test_many_episodes_at_once_equal_each_alone() -> None:
+def test_concurrent_episodes_equal_separate_ones() -> None:
     async def all_at_once(driver: EngineDriver) -> list[Trajectory]:
         return await asyncio.gather(*(episode(driver, i).complete(f"{i % 5}+1=") for i in range(40)))
 
@@ -84,7 +84,7 @@ def test_many_episodes_at_once_equal_each_alone() -> None:
         assert together[i].input_ids == alone.input_ids
 
 
-def test_results_cross_threads_once_a_step() -> None:
+def test_results_cross_threads_once_per_step() -> None:
     async def counted(driver: EngineDriver) -> int:
         loop = asyncio.get_running_loop()
         crossings, original = 0, loop.call_soon_threadsafe
@@ -102,7 +102,7 @@ def test_results_cross_threads_once_a_step() -> None:
     assert run(counted, max_running=64) == 1
 
 
-def test_turns_keep_every_token_and_encode_only_what_is_added() -> None:
+def test_turns_encode_only_added_messages() -> None:
     async def play(driver: EngineDriver) -> list[Trajectory]:
         first = await episode(driver).complete("1+1=")
         second = await episode(driver, 1).complete(first.add("user", "no ").add("user", "3="), max_tokens=4)
@@ -120,7 +120,7 @@ def test_turns_keep_every_token_and_encode_only_what_is_added() -> None:
     assert second.completion == TOKENIZER.decode(second.input_ids[start + len(added) :])
 
 
-def test_turns_of_a_chat_go_through_the_template() -> None:
+def test_turns_of_a_chat_use_the_template() -> None:
     async def play(driver: EngineDriver) -> list[Trajectory]:
         first = await episode(driver, 3, CHAT).complete([{"role": "user", "content": "1+1"}])
         return [first, await episode(driver, 4, CHAT).complete(first.add("user", "no"))]
@@ -145,7 +145,7 @@ def test_a_trajectory_cut_by_length_is_continued() -> None:
     assert pieces.num_turns == 2
 
 
-def test_stop_strings_end_the_turn_and_are_not_said() -> None:
+def test_stop_strings_end_the_turn_and_are_not_in_the_completion() -> None:
     async def play(driver: EngineDriver) -> list[Trajectory]:
         free = await episode(driver, 5).complete("1=")
         return [free, await episode(driver, 5).complete("1=", stop=[free.completion[3:5]])]
@@ -196,7 +196,7 @@ def test_an_interrupted_episode_sees_one_longer_completion() -> None:
     assert any(set(talk.versions) >= {0, 3} for talk in talks)
 
 
-def test_requests_that_come_during_an_interruption_wait() -> None:
+def test_requests_during_an_interruption_wait() -> None:
     async def play(driver: EngineDriver) -> Trajectory:
         driver.interrupt()
         driver.interrupt()
@@ -214,7 +214,7 @@ def test_requests_that_come_during_an_interruption_wait() -> None:
     assert set(talk.versions) == {-1, 2}
 
 
-def test_a_cancelled_episode_leaves_the_engine() -> None:
+def test_the_request_of_a_cancelled_episode_is_cancelled() -> None:
     async def play(driver: EngineDriver, engine: Gated) -> list[Trajectory]:
         tasks = started(driver, 3)
         engine.num_allowed = 2
@@ -243,7 +243,7 @@ def test_a_refused_prompt_fails_alone() -> None:
     assert "takes 1 to 399" in str(bad)
 
 
-def test_a_failed_engine_tells_everybody() -> None:
+def test_all_requests_of_a_failed_engine_fail() -> None:
     async def play(driver: EngineDriver) -> list[Any]:
         nan = {name: torch.full_like(p, float("nan")) for name, p in new_engine()._module.named_parameters()}
         driver.load(iter(nan.items()), 1)

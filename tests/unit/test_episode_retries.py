@@ -1,4 +1,4 @@
-"""An episode that failed is tried again from where it was: what it drew is not drawn again."""
+"""A failed episode is retried from its journal: no token is generated twice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def asking(engine: Engine, prompt: str) -> Trajectory:
 
 
 async def whimsical(engine: Engine, prompt: str) -> Trajectory:
-    """Its second try does not begin as the first did."""
+    """Generate with other limits in the second attempt."""
     key = engine.random()
     _tries[key] += 1
     talk = await engine.complete(prompt, max_tokens=2 + (_tries[key] == 2))
@@ -55,7 +55,7 @@ async def whimsical(engine: Engine, prompt: str) -> Trajectory:
 
 
 async def played(workers: InprocWorkers) -> tuple[list[WorkerEvent], list[list[Any]], int]:
-    """What became of four samples, their fields, and the tokens that were drawn for them."""
+    """Return the events of four samples, their fields, and the number of tokens generated for them."""
     await workers.open_groups(0, kit.group_orders(GEN, range(2)))
     await workers.wake("actor@gen", 0)
     events = await kit.collect(workers, 0, 4)
@@ -73,15 +73,17 @@ def play(
     return kit.with_workers(kit.with_program(setup, GEN, body=body, options=options), played)
 
 
-def test_nothing_is_drawn_twice(setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_is_generated_twice(setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected, num_expected = play(setup, monkeypatch, 0, 0)
     _, fields, num_drawn = play(setup, monkeypatch, 2, 2)
     assert fields == expected
     assert num_drawn == num_expected
-    assert sorted(_tries.values()) == [3, 3, 3, 3], "each asked the service with its own number, thrice"
+    assert sorted(_tries.values()) == [3, 3, 3, 3], (
+        "each episode called the service three times with its own number"
+    )
 
 
-def test_tries_come_to_an_end(setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_are_limited(setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     events, _, _ = play(setup, monkeypatch, 3, 2)
     assert len(events) == 4
     for event in events:
@@ -89,8 +91,10 @@ def test_tries_come_to_an_end(setup: WorkerSetup, monkeypatch: pytest.MonkeyPatc
         assert "try again later" in event.message
 
 
-def test_one_that_goes_another_way_starts_anew(setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its journal is of no use to it."""
+def test_an_episode_that_diverges_starts_without_a_journal(
+    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt with the journal fails; the next one starts without it."""
     events, _, _ = play(setup, monkeypatch, 0, 2, whimsical)
     assert all(isinstance(event, SampleReady) for event in events), events
     events, _, _ = play(setup, monkeypatch, 0, 1, whimsical)

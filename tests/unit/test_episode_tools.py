@@ -1,4 +1,4 @@
-"""Tools in episodes on a real engine: turns, errors, counts, and that every token stays what it was."""
+"""Tools in episodes on a real engine: turns, errors, counts, unchanged tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def broken(key: str) -> str:
 
 
 def check_tokens(talk: Trajectory, heard: list[tuple[tuple[int, ...], Any]]) -> None:
-    """What was generated is learned as it was drawn; all else is masked."""
+    """Check that generated tokens are unchanged and learned, and all others masked."""
     rest = talk.input_ids
     for prompt_ids, drawn in heard:
         end = len(prompt_ids) + len(drawn.ids)
@@ -65,7 +65,7 @@ TURN = st.tuples(st.integers(1, 14), st.lists(TEXTS, max_size=2), st.sampled_fro
     sample=st.integers(0, 10**6),
     style=st.sampled_from(["[]", "+=?", "hermes", "none"]),
 )
-def test_every_token_stays_what_it_was(
+def test_tokens_are_only_appended(
     prompt: str,
     turns: list[tuple[int, list[str], str]],
     sample: int,
@@ -74,7 +74,7 @@ def test_every_token_stays_what_it_was(
     chat: TextTokenizer,
     driver: Heard,
 ) -> None:
-    """Whatever is said, called and answered: tokens are appended, never encoded again."""
+    """Whatever the turns are, no generated token is encoded again."""
     is_chat = style in ("hermes", "none")
     offered = [] if style == "none" else [calculator]
     driver.heard.clear()
@@ -104,8 +104,8 @@ def test_every_token_stays_what_it_was(
     check_tokens(talk, driver.heard)
 
 
-def test_encoding_again_would_have_been_seen(plain: TextTokenizer, driver: Heard) -> None:
-    """The tokenizer of the property above does not bring a drawn text's tokens back."""
+def test_the_tokenizer_does_not_round_trip(plain: TextTokenizer, driver: Heard) -> None:
+    """Otherwise `test_tokens_are_only_appended` would not notice that a text is encoded again."""
 
     async def play() -> list[Trajectory]:
         effects = new_effects()
@@ -118,7 +118,7 @@ def test_encoding_again_would_have_been_seen(plain: TextTokenizer, driver: Heard
 
 @pytest.fixture(scope="module")
 def calling(plain: TextTokenizer, driver: Heard) -> tuple[int, Trajectory]:
-    """A sample whose random model happens to write `[...]`."""
+    """Return a sample in which the random model happens to write `[...]`."""
 
     async def play() -> list[Trajectory]:
         engines = [
@@ -142,7 +142,7 @@ def test_a_marked_call_ends_the_turn(plain: TextTokenizer, calling: tuple[int, T
     assert talk.tools == (later,)
 
 
-def test_tools_stay_offered_and_results_are_answers(
+def test_tools_remain_offered_and_errors_become_results(
     plain: TextTokenizer, driver: Heard, calling: tuple[int, Trajectory]
 ) -> None:
     sample, first = calling
@@ -171,7 +171,7 @@ def test_tools_stay_offered_and_results_are_answers(
     assert list(talk.input_ids[len(first.input_ids) :][: len(added)]) == added
 
 
-def test_a_bug_of_the_body_is_raised(plain: TextTokenizer, driver: Heard) -> None:
+def test_errors_of_other_functions_are_raised(plain: TextTokenizer, driver: Heard) -> None:
     async def play() -> list[Any]:
         effects = new_effects()
         engine = episode(driver, plain, effects, tools="[]")
@@ -204,7 +204,7 @@ def test_a_template_describes_the_tools(chat: TextTokenizer, driver: Heard) -> N
     assert list(bare.input_ids[:4]) == chat.prompt("1+1")[:4]
 
 
-def test_what_the_tokenizer_lacks_refuses_the_sample(plain: TextTokenizer, driver: Heard) -> None:
+def test_a_message_that_cannot_be_encoded_is_an_episode_error(plain: TextTokenizer, driver: Heard) -> None:
     async def play() -> None:
         effects = new_effects()
         engine = episode(driver, plain, effects, tools="[]")

@@ -1,4 +1,4 @@
-"""Unfinished episodes leave one worker as journals and end on another."""
+"""Unfinished episodes move from one worker to another as journals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def orders(workers: InprocWorkers) -> list[tuple[GroupOrder, Any]]:
 
 
 async def started(workers: InprocWorkers, journals: dict[int, Journal]) -> None:
-    """As `open_groups`, with journals."""
+    """Open groups with journals."""
     sink = workers._worker._mailboxes[0].put
     workers._worker._episodes.open_groups(orders(workers), sink, journals)
     await workers.wake("actor@gen", 0)
@@ -63,7 +63,7 @@ def read(workers: InprocWorkers) -> list[list[Any]]:
 
 
 async def finished(workers: InprocWorkers, journals: dict[int, Journal]) -> tuple[list[list[Any]], int]:
-    """The samples' fields, and how many tokens were drawn for them."""
+    """Return the samples' fields, and the number of tokens generated for them."""
     await started(workers, journals)
     events = await kit.collect(workers, 0, 4)
     assert all(isinstance(event, SampleReady) for event in events), events
@@ -72,7 +72,7 @@ async def finished(workers: InprocWorkers, journals: dict[int, Journal]) -> tupl
 
 
 async def left(workers: InprocWorkers) -> str:
-    """Journals of episodes that all wait for the oracle, as text."""
+    """Return the journals of episodes that all wait for the oracle, as text."""
     await started(workers, {})
     episodes = workers._worker._episodes
     while episodes.state_counts()[EpisodeState.PROCESSING_TOOLS] < 4:
@@ -83,7 +83,7 @@ async def left(workers: InprocWorkers) -> str:
     return json.dumps({sample: journal.to_json() for (_, sample), journal in journals.items()})
 
 
-def test_samples_end_elsewhere_as_they_would_have_here(
+def test_moved_samples_are_the_same_as_without_the_move(
     setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, num_expected = kit.with_workers(setup, lambda workers: finished(workers, {}))
@@ -96,13 +96,13 @@ def test_samples_end_elsewhere_as_they_would_have_here(
     fields, num_drawn = kit.with_workers(setup, lambda workers: finished(workers, journals))
     assert fields == expected
     assert num_drawn == num_expected - num_journaled
-    assert len(_consulted) == 4  # what the oracle would have said is unknown: it is asked again
+    assert len(_consulted) == 4  # the oracle's answer was not recorded, so it is called again
 
 
-def test_a_worker_gives_up_groups_that_another_goes_on_with(
+def test_detached_groups_continue_on_another_worker(
     setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a group with a member that ended, nothing moves."""
+    """A group with a finished member is not detached."""
     expected, num_expected = kit.with_workers(setup, lambda workers: finished(workers, {}))
 
     async def work(workers: InprocWorkers) -> tuple[list[list[Any]], int]:
@@ -127,7 +127,7 @@ def test_a_worker_gives_up_groups_that_another_goes_on_with(
     assert num_drawn == num_expected
 
 
-def test_another_body_refuses_its_sample(setup: WorkerSetup) -> None:
+def test_a_journal_of_another_body_refuses_its_sample(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> list[Any]:
         await started(workers, {1: Journal.from_json([{"kind": "time", "model": "actor", "request": {}}])})
         return await kit.collect(workers, 0, 4)
@@ -139,7 +139,7 @@ def test_another_body_refuses_its_sample(setup: WorkerSetup) -> None:
     assert "but the journal has time" in refused.message
 
 
-def test_polls_say_what_episodes_do(setup: WorkerSetup) -> None:
+def test_polls_report_the_states_of_episodes(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> dict[str, int]:
         await workers.open_groups(0, kit.group_orders(GEN, range(2)))
         await workers.wake("actor@gen", 0)
@@ -165,7 +165,7 @@ def failing(question: str) -> str:
     raise ConnectionError("by request")
 
 
-def test_tools_are_counted_beside_the_sample(setup: WorkerSetup) -> None:
+def test_tool_calls_are_counted_as_metrics_of_the_sample(setup: WorkerSetup) -> None:
     changed = kit.with_program(setup, GEN, body=offering)
 
     async def work(workers: InprocWorkers) -> dict[str, tuple[float, int]]:

@@ -1,4 +1,4 @@
-"""Episodes that are replayed: nothing is done twice, and what differs is refused."""
+"""Replay of episodes from journals: no effect is performed twice, and a different body is refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def double(number: int) -> int:
 
 
 async def body(engine: EpisodeEngine) -> tuple[Trajectory, list[Any]]:
-    """An episode of every kind of effect."""
+    """Run an episode with every kind of effect."""
     talk = await engine.complete("1+2=", max_tokens=9)
     seen: list[Any] = [engine.random(), engine.time()]
     talk = talk.add("tool", await engine.call(oracle, question=talk.reply))
@@ -79,11 +79,11 @@ def play(
 
 
 def moved(journal: Journal) -> Journal:
-    """The journal, as another worker reads it."""
+    """Return the journal as another worker reads it."""
     return Journal.from_json(json.loads(json.dumps(journal.to_json())))
 
 
-def test_a_whole_journal_is_replayed_without_doing_anything(driver: Heard, plain: TextTokenizer) -> None:
+def test_a_complete_journal_is_replayed_without_any_effect(driver: Heard, plain: TextTokenizer) -> None:
     (talk, seen), effects = play(driver, plain)
     assert seen[4].startswith("error: TypeError: double() got an unexpected keyword")
     journal = moved(effects.journal)
@@ -100,7 +100,7 @@ def test_a_whole_journal_is_replayed_without_doing_anything(driver: Heard, plain
     assert replayed.counts == effects.counts == {"tool_calls": 2, "tool_errors": 1, "malformed_calls": 0}
 
 
-def test_every_beginning_of_a_journal_leads_to_the_same_end(driver: Heard, plain: TextTokenizer) -> None:
+def test_every_prefix_of_a_journal_leads_to_the_same_result(driver: Heard, plain: TextTokenizer) -> None:
     (talk, seen), effects = play(driver, plain)
     whole = effects.journal.entries
     for length in range(len(whole) + 1):
@@ -117,7 +117,9 @@ def test_every_beginning_of_a_journal_leads_to_the_same_end(driver: Heard, plain
         assert len(driver.heard) == kinds.count("complete")
 
 
-def test_a_partial_completion_goes_on_with_what_is_left(driver: Heard, plain: TextTokenizer) -> None:
+def test_a_partial_completion_continues_with_the_remaining_tokens(
+    driver: Heard, plain: TextTokenizer
+) -> None:
     (talk, _), effects = play(driver, plain)
     *before, last = effects.journal.entries
     drawn: GenerationResult = last.outcome
@@ -131,7 +133,7 @@ def test_a_partial_completion_goes_on_with_what_is_left(driver: Heard, plain: Te
     assert driver.stats.num_tokens - num_before == len(drawn.ids) - 2
 
 
-def test_what_differs_is_refused_with_the_reason(driver: Heard, plain: TextTokenizer) -> None:
+def test_a_different_effect_is_refused_with_the_reason(driver: Heard, plain: TextTokenizer) -> None:
     _, effects = play(driver, plain)
     whole = effects.journal.entries
 
@@ -162,7 +164,7 @@ async def two_at_once(engine: EpisodeEngine) -> list[Trajectory]:
     return list(await asyncio.gather(*talks))
 
 
-def test_effects_at_the_same_time_are_told_apart(driver: Heard, plain: TextTokenizer) -> None:
+def test_concurrent_effects_are_identified_by_their_order(driver: Heard, plain: TextTokenizer) -> None:
     talks, effects = play(driver, plain, body=two_at_once)
     again, _ = play(driver, plain, moved(effects.journal), two_at_once)
     assert again == talks
@@ -180,7 +182,7 @@ OPS = st.one_of(
 
 
 def acting(ops: list[tuple[str, Any]]) -> Callable[[EpisodeEngine], Any]:
-    """A body that does this, and returns what it saw; times of a fresh effect are left out."""
+    """Return a body that performs these operations and returns their results, except times."""
 
     async def body(engine: EpisodeEngine) -> list[Any]:
         talk = await engine.complete("1=", max_tokens=2)
@@ -205,10 +207,10 @@ def acting(ops: list[tuple[str, Any]]) -> Callable[[EpisodeEngine], Any]:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ops=st.lists(OPS, max_size=6), cut=st.integers(0, 9), num_kept=st.integers(0, 3))
-def test_whatever_an_episode_does_is_replayed(
+def test_any_episode_is_replayed(
     ops: list[tuple[str, Any]], cut: int, num_kept: int, driver: Heard, plain: TextTokenizer
 ) -> None:
-    """From any beginning of its journal, the last completion of which may lack its end."""
+    """From any prefix of its journal, whose last completion may be partial."""
     expected, effects = play(driver, plain, body=acting(ops))
     kept = list(effects.journal.entries[: cut + 1])
     last = kept[-1]
@@ -231,7 +233,7 @@ def test_whatever_an_episode_does_is_replayed(
 
 
 def test_an_episode_is_interrupted_in_every_state(plain: TextTokenizer) -> None:
-    """The engine sleeps and wakes while the episode generates, calls a tool and does something else."""
+    """The engine sleeps and wakes while the episode generates, calls a tool, and does neither."""
     may_go_on = asyncio.Event()
 
     async def wait(seconds: float) -> int:

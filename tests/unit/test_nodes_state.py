@@ -1,4 +1,4 @@
-"""The memory of nodes is JSON, and a firing that fails leaves none."""
+"""The state of nodes is JSON, and is lost where a call fails."""
 
 import hypothesis.strategies as st
 import pytest
@@ -17,14 +17,14 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=4))
-def test_what_is_kept_comes_back(memory):
+def test_a_saved_state_is_loaded(memory):
     states = NodeStates()
     states.save("controller", State(memory))
     assert states.load("controller") == memory
     assert states.load("another") == {}
 
 
-def test_a_state_that_is_not_kept_is_forgotten():
+def test_changes_that_are_not_saved_are_lost():
     states = NodeStates()
     states.save("controller", State(beta=0.5, seen=[1]))
     state = states.load("controller")
@@ -34,7 +34,7 @@ def test_a_state_that_is_not_kept_is_forgotten():
 
 
 @pytest.mark.parametrize("value", [torch.ones(1), float("nan"), float("inf"), {1, 2}, object()])
-def test_what_is_no_json_is_refused(value):
+def test_a_state_that_is_not_json_is_refused(value):
     states = NodeStates()
     with pytest.raises(
         RunError, match=r"node 'controller': its state cannot be saved as JSON.* such as float\(tensor\)"

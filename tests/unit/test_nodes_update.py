@@ -36,7 +36,7 @@ def follow(teacher, student, *, decay):
 
 
 @pytest.mark.parametrize("changes", [{}, {"dtype": "bf16"}, {"head": "value"}])
-def test_every_weight_is_updated_and_the_source_is_not(changes):
+def test_all_weights_of_the_target_are_updated_and_none_of_the_source(changes):
     teacher, student = kit.model(seed=1, **changes), kit.model(seed=2, **changes)
     old, other = (
         {block.tensor: block.values.clone() for block in model.blocks()} for model in (teacher, student)
@@ -50,7 +50,7 @@ def test_every_weight_is_updated_and_the_source_is_not(changes):
     assert old.keys() == {name for name, _ in teacher.weights()}
 
 
-def test_what_is_trained_afterwards_starts_from_the_update():
+def test_training_starts_from_the_updated_weights():
     teacher, student = kit.model(seed=1), kit.model(seed=2)
     update_weights(program(follow, decay=0.0), teacher, student)
     batch = kit.make_batch(kit.LENGTHS)
@@ -58,7 +58,7 @@ def test_what_is_trained_afterwards_starts_from_the_update():
     assert metrics[0] == metrics[1]
 
 
-def test_a_value_head_has_no_part_in_a_policy():
+def test_models_of_two_architectures_are_refused():
     teacher, student = kit.model(head="value"), kit.model()
     before = kit.weights(teacher)
     reason = r"differ in value_head.weight: 'teacher' has shape \[1, 32\], 'student' does not have it"

@@ -85,12 +85,12 @@ async def num_together(x: int) -> int:
 
 
 class Bench:
-    """A pool of one body under the name `body`, and what came out of it."""
+    """A pool with one body, named `body`, and its results."""
 
     def __init__(self, body: Callable[..., Any], num_processes: int, **options: Any) -> None:
-        self._outcomes: queue.SimpleQueue[Sequence[JobResult] | BaseException] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Sequence[JobResult] | BaseException] = queue.SimpleQueue()
         self.pool = Pool(
-            {"body": PoolBody(body, **options)}, num_processes, self._outcomes.put, self._outcomes.put
+            {"body": PoolBody(body, **options)}, num_processes, self._results.put, self._results.put
         )
 
     def run(self, calls: dict[int, dict[str, Any]]) -> dict[int, JobResult]:
@@ -100,13 +100,13 @@ class Bench:
     def wait(self, count: int) -> dict[int, JobResult]:
         ended: dict[int, JobResult] = {}
         while len(ended) < count:
-            found = self._outcomes.get(timeout=60)
+            found = self._results.get(timeout=60)
             if isinstance(found, BaseException):
                 raise found
-            for outcome in found:
-                assert outcome.key not in ended, "an outcome came twice"
-                ended[outcome.key] = outcome
-        assert self._outcomes.empty()
+            for result in found:
+                assert result.key not in ended, "a job was reported twice"
+                ended[result.key] = result
+        assert self._results.empty()
         return ended
 
 
@@ -129,7 +129,7 @@ def numbers(count: int) -> dict[int, dict[str, Any]]:
 
 def test_values_of_many_jobs(bench: Callable[..., Bench]) -> None:
     ended = bench(double, num_processes=2).run(numbers(300))
-    assert {key: outcome.value for key, outcome in ended.items()} == {k: 2 * k for k in range(300)}
+    assert {key: result.value for key, result in ended.items()} == {k: 2 * k for k in range(300)}
 
 
 def test_children_import_only_what_bodies_need(bench: Callable[..., Bench]) -> None:
@@ -138,7 +138,7 @@ def test_children_import_only_what_bodies_need(bench: Callable[..., Bench]) -> N
 
 def test_a_failure_names_the_line_of_the_body(bench: Callable[..., Bench]) -> None:
     ended = bench(fail_on_odd).run(numbers(10))
-    assert sorted(key for key, outcome in ended.items() if outcome.reason is None) == [0, 2, 4, 6, 8]
+    assert sorted(key for key, result in ended.items() if result.reason is None) == [0, 2, 4, 6, 8]
     line = fail_on_odd.__code__.co_firstlineno + 2
     assert ended[3].reason == "failed"
     assert ended[3].message == f"ValueError: 3 is odd ({os.path.relpath(__file__)}:{line})"
@@ -146,20 +146,20 @@ def test_a_failure_names_the_line_of_the_body(bench: Callable[..., Bench]) -> No
 
 def test_only_the_hanging_sample_times_out(bench: Callable[..., Bench]) -> None:
     ended = bench(hang_on_seven, timeout=0.5).run(numbers(20))
-    assert [key for key, outcome in sorted(ended.items()) if outcome.reason] == [7]
+    assert [key for key, result in sorted(ended.items()) if result.reason] == [7]
     assert (ended[7].reason, ended[7].message) == ("timeout", "took longer than its timeout of 0.5 s")
     assert ended[8].value == 8
 
 
 def test_only_the_crashing_sample_fails(bench: Callable[..., Bench]) -> None:
     ended = bench(die_on_five, num_processes=2).run(numbers(30))
-    assert [key for key, outcome in sorted(ended.items()) if outcome.reason] == [5]
+    assert [key for key, result in sorted(ended.items()) if result.reason] == [5]
     assert (ended[5].reason, ended[5].message) == ("failed", "its process died (exit code 3)")
 
 
 def test_retries(bench: Callable[..., Bench], tmp_path: Path) -> None:
     calls = {key: {"marks": str(tmp_path), "x": key} for key in range(4)}
-    assert {outcome.value for outcome in bench(third_time, retries=2).run(calls).values()} == {2}
+    assert {result.value for result in bench(third_time, retries=2).run(calls).values()} == {2}
 
 
 def test_too_few_retries(bench: Callable[..., Bench], tmp_path: Path) -> None:
@@ -168,32 +168,32 @@ def test_too_few_retries(bench: Callable[..., Bench], tmp_path: Path) -> None:
     assert (tmp_path / "0").read_text() == "xx"
 
 
-def test_a_crash_is_tried_again_and_counted(bench: Callable[..., Bench]) -> None:
+def test_a_crash_is_retried_and_counted(bench: Callable[..., Bench]) -> None:
     ended = bench(die_on_five, retries=2).run(numbers(8))
-    assert [key for key, outcome in ended.items() if outcome.reason] == [5]
+    assert [key for key, result in ended.items() if result.reason] == [5]
 
 
-def test_a_value_that_cannot_travel_fails_alone(bench: Callable[..., Bench]) -> None:
+def test_an_unpicklable_value_fails_only_its_own_job(bench: Callable[..., Bench]) -> None:
     ended = bench(unpicklable).run(numbers(3))
-    assert [key for key, outcome in ended.items() if outcome.reason] == [1]
+    assert [key for key, result in ended.items() if result.reason] == [1]
     assert "cannot be sent between processes" in ended[1].message
 
 
 def test_async_bodies_time_out_one_by_one(bench: Callable[..., Bench]) -> None:
     ended = bench(sleepy, timeout=0.3).run(numbers(40))
-    assert [key for key, outcome in ended.items() if outcome.reason] == [3]
+    assert [key for key, result in ended.items() if result.reason] == [3]
     assert ended[3].reason == "timeout"
 
 
-def test_an_async_body_that_blocks_is_found(bench: Callable[..., Bench]) -> None:
+def test_an_async_body_that_blocks_times_out_alone(bench: Callable[..., Bench]) -> None:
     ended = bench(blocking, timeout=0.2).run(numbers(5))
-    assert [key for key, outcome in ended.items() if outcome.reason] == [2]
+    assert [key for key, result in ended.items() if result.reason] == [2]
     assert ended[2].reason == "timeout"
 
 
 def test_async_concurrency_is_bounded_and_used(bench: Callable[..., Bench]) -> None:
     ended = bench(num_together, concurrency=3).run(numbers(12))
-    assert max(outcome.value for outcome in ended.values()) == 3
+    assert max(result.value for result in ended.values()) == 3
 
 
 def test_a_body_whose_module_is_not_importable(bench: Callable[..., Bench], tmp_path: Path) -> None:
@@ -224,9 +224,9 @@ def test_a_process_killed_while_idle_is_replaced(bench: Callable[..., Bench]) ->
     one = bench(own_pid)
     pid = one.run(numbers(1))[0].value
     os.kill(pid, signal.SIGKILL)
-    outcomes = [one.run(numbers(3)) for _ in range(2)]
-    assert {outcome.reason for ended in outcomes for outcome in ended.values()} == {None}
-    assert pid not in {outcome.value for outcome in outcomes[-1].values()}
+    results = [one.run(numbers(3)) for _ in range(2)]
+    assert {result.reason for ended in results for result in ended.values()} == {None}
+    assert pid not in {result.value for result in results[-1].values()}
 
 
 def test_closing_twice_while_a_body_hangs() -> None:
@@ -244,20 +244,20 @@ def slow_on_hundreds(x: int) -> int:
     return x
 
 
-def test_slow_samples_hold_up_no_others(bench: Callable[..., Bench]) -> None:
-    """One process, three samples that never end: all others do, and those when they are given up."""
+def test_slow_jobs_do_not_delay_others(bench: Callable[..., Bench]) -> None:
+    """One process, three jobs that never end: all others end, and these end when they are cancelled."""
     one = bench(slow_on_hundreds)
     one.pool.submit("body", numbers(300))
     ended = one.wait(297)
     assert {key for key in range(300) if key not in ended} == {0, 100, 200}
-    assert {outcome.reason for outcome in ended.values()} == {None}
+    assert {result.reason for result in ended.values()} == {None}
     one.pool.cancel([("body", key) for key in (0, 100, 200, 299)])
     ended = one.wait(3)
-    assert {(key, outcome.reason) for key, outcome in ended.items()} == {(k, "failed") for k in (0, 100, 200)}
+    assert {(key, result.reason) for key, result in ended.items()} == {(k, "failed") for k in (0, 100, 200)}
     assert one.run(numbers(2) | {1: {"x": 7}, 0: {"x": 8}})[1].value == 7
 
 
-def test_a_given_up_job_is_not_tried_again(bench: Callable[..., Bench]) -> None:
+def test_a_cancelled_job_is_not_retried(bench: Callable[..., Bench]) -> None:
     for body in (slow_on_hundreds, sleepy):
         one = bench(body, retries=5, timeout=60)
         one.pool.submit("body", {3: {"x": 3 if body is sleepy else 0}})
@@ -277,5 +277,5 @@ async def dies_on_four(x: int) -> int:
 
 def test_only_the_async_body_that_ends_its_process_fails(bench: Callable[..., Bench]) -> None:
     ended = bench(dies_on_four, retries=1).run(numbers(9))
-    assert [key for key, outcome in ended.items() if outcome.reason] == [4]
+    assert [key for key, result in ended.items() if result.reason] == [4]
     assert ended[4].message.startswith("its process died")

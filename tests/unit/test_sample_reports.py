@@ -1,4 +1,4 @@
-"""What workers tell the controller of a sample: runs of versions, and one number."""
+"""What workers report of a sample: runs of versions, and one number."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def trajectory(*versions: int) -> Trajectory:
 
 
 def test_a_sample_is_reported_with_its_runs_of_versions():
-    """Tokens of tools and prompts belong to no run, and do not cut one."""
+    """Tokens of tools and prompts belong to no run and do not end one."""
     report = sample_ready_event("gen", 3, [trajectory(-1, -1, 4, 4, -1, 4, 5, -1, 7, 7)], 0.5)
     assert report.segments == ((4, 3), (5, 1), (7, 2))
     assert (report.oldest, report.newest, report.num_learned, report.length) == (4, 7, 6, 10)
     assert (report.num_turns, report.value) == (2, 0.5)
 
 
-def test_trajectories_that_were_made_side_by_side_have_sums_by_version():
+def test_several_trajectories_have_sums_by_version():
     report = sample_ready_event("alice", 0, [trajectory(-1, 4, 4, 6), trajectory(4, -1, 5, 6)])
     assert report.segments == ((4, 3), (5, 1), (6, 2))
     assert (report.oldest, report.newest, report.num_learned, report.length) == (4, 6, 6, 8)
 
 
-def test_a_written_sample_has_no_runs():
+def test_a_sample_without_generated_tokens_has_no_runs():
     report = sample_ready_event("sft", 0, [Trajectory.learned((1, 2), (3,))])
     assert (report.segments, report.oldest, report.newest) == ((), -1, -1)
 
@@ -49,7 +49,7 @@ def test_a_written_sample_has_no_runs():
         ([], None),
     ],
 )
-def test_one_number_of_a_sample_is_told(returns: list[tuple[str, str]], told: str | None):
+def test_one_number_of_a_sample_is_reported(returns: list[tuple[str, str]], told: str | None):
     assert reported_number(returns) == told
 
 
@@ -67,7 +67,7 @@ def test_one_number_of_a_sample_is_told(returns: list[tuple[str, str]], told: st
         ("tests/integration/recipes/ppo_of_a_reward_model.py", {"rew_inf": "reward"}),
     ],
 )
-def test_advantages_values_and_losses_are_not_told(recipe: str, told: dict[str, str]):
+def test_advantages_values_and_losses_are_not_reported(recipe: str, told: dict[str, str]):
     graph = check(ROOT / recipe, [])
     found = {node.name: reported_field(graph, node.name) for node in graph.nodes}
     assert {name: field for name, field in found.items() if field} == told

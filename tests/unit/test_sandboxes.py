@@ -101,7 +101,7 @@ def test_results_come_back() -> None:
     assert pid != os.getpid()
 
 
-def test_what_a_tool_raises_is_said_in_one_line() -> None:
+def test_an_error_of_a_tool_is_reported_in_one_line() -> None:
     assert failure(calculator, expression="1 / 0") == "ZeroDivisionError: division by zero"
     assert failure(calculator, expression="__import__('os')").startswith("NameError: ")
     assert failure(calculator, other="1").startswith("TypeError: calculator() got an unexpected keyword")
@@ -170,7 +170,7 @@ def connect_or_start(what: str) -> str:
     return "done"
 
 
-def test_where_there_are_no_namespaces_a_hook_refuses_sockets() -> None:
+def test_without_namespaces_a_hook_refuses_sockets() -> None:
     with ProcessPool(1, initializer=hooked, context=CleanContext()) as pool:
         said = {
             what: pool.schedule(connect_or_start, args=(what,)).result(30)

@@ -1,4 +1,4 @@
-"""The store packs what it holds in any order, from any mixture of sources."""
+"""`SampleStore`: packing fields in any order, releasing samples, moving them between workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def length_of(sample: int) -> int:
 
 
 def batch_of(samples: list[int], *names: str) -> Batch:
-    """What another worker would send: the fields of `store_of`, packed."""
+    """Return what another worker sends: the fields of `store_of`, packed."""
     return pack(store_of(samples), samples, names or FIELDS)["gen"]
 
 
@@ -70,7 +70,7 @@ DTYPES = {
 
 
 @given(st.data())
-def test_any_order_from_any_mixture_of_chunks(data: st.DataObject) -> None:
+def test_loose_and_packed_values_are_gathered_in_any_order(data: st.DataObject) -> None:
     samples = list(range(12))
     sources = data.draw(st.lists(st.integers(0, 3), min_size=12, max_size=12))
     store = store_of([sample for sample in samples if sources[sample] == 0])
@@ -118,7 +118,7 @@ def test_values_as_bodies_read_them() -> None:
     assert moved.values("gen", "prompt", [1]) == ["prompt 0"]
 
 
-def test_a_gathered_batch_may_be_written_to() -> None:
+def test_a_gathered_batch_is_a_copy() -> None:
     store = SampleStore()
     sent = batch_of([0, 1, 2])
     for column in sent.columns.values():
@@ -131,7 +131,7 @@ def test_a_gathered_batch_may_be_written_to() -> None:
     assert store.values("gen", "input_ids", [0]) == [[0]]
 
 
-def test_release_frees_a_sample_everywhere_and_no_other() -> None:
+def test_release_frees_a_sample_in_all_streams_and_no_other_sample() -> None:
     store = store_of([0, 1])
     store.put_trajectory("view", 0, 0, trajectory(0, 2), {})
     before = store.num_values()
@@ -190,7 +190,7 @@ def test_a_unit_does_not_change() -> None:
         store.add_value("gen", "prompt", Unit.SEQUENCE, [0], 1.0)
 
 
-def test_what_comes_after_the_release_is_dropped() -> None:
+def test_values_that_come_after_the_release_are_dropped() -> None:
     store = store_of([0])
     late = store.gather("gen", ["gen/num_tokens"], [0])
     store.release([0], ["gen"])
@@ -199,7 +199,7 @@ def test_what_comes_after_the_release_is_dropped() -> None:
     assert store.num_values() == 0
 
 
-def test_of_what_comes_late_only_the_released_is_dropped() -> None:
+def test_late_values_of_samples_that_were_not_released_are_kept() -> None:
     samples = [0, 1, 2]
     store = store_of(samples)
     late = store.gather("gen", ["gen/num_tokens"], samples)

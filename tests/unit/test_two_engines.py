@@ -1,4 +1,4 @@
-"""Episodes of two engines on a worker: samples in both streams, time that runs while both are awake."""
+"""Episodes with two engines: samples in both streams, timeouts that run while both engines are awake."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def setup() -> WorkerSetup:
     return make_setup(compile_recipe(GAME, TINY))
 
 
-def test_a_sample_stands_in_both_streams(setup: WorkerSetup) -> None:
+def test_a_sample_is_in_both_streams(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> None:
         await workers.open_groups(0, kit.group_orders("alice_play", range(1), 8))
         await workers.wake("alice@gen", 4)
@@ -71,7 +71,7 @@ def test_a_failure_names_the_node(setup: WorkerSetup) -> None:
     kit.with_workers(kit.with_program(setup, "game", body=failing), work)
 
 
-def test_time_runs_while_both_are_awake(setup: WorkerSetup) -> None:
+def test_timeouts_run_while_both_engines_are_awake(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> list[bool]:
         episodes = workers._worker._episodes
         seen = []

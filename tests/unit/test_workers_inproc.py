@@ -1,4 +1,4 @@
-"""The whole of a worker in this process: real bodies, pool, tokenizer, model and engine."""
+"""A whole worker in this process, with real bodies, pool, tokenizer, model and engine."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_generated_tokens_are_counted(setup: WorkerSetup) -> None:
     with_workers(setup, work)
 
 
-def test_samples_do_not_depend_on_when_or_where_they_are_drawn(setup: WorkerSetup) -> None:
+def test_samples_do_not_depend_on_time_or_worker(setup: WorkerSetup) -> None:
     async def together(workers: InprocWorkers) -> list[Any]:
         await generate(workers)
         return read(workers, GEN, "input_ids", tuple(range(8)))
@@ -105,7 +105,7 @@ def test_samples_do_not_depend_on_when_or_where_they_are_drawn(setup: WorkerSetu
     assert with_workers(setup, together) == with_workers(setup, one_by_one)
 
 
-def test_an_engine_that_sleeps_keeps_what_is_unfinished() -> None:
+def test_an_engine_that_sleeps_keeps_unfinished_samples() -> None:
     async def work(workers: InprocWorkers) -> list[Any]:
         await workers.open_groups(0, kit.group_orders(GEN, range(4)))
         await workers.wake("actor@gen", 0)
@@ -196,7 +196,7 @@ def test_batch_nodes_in_a_row(setup: WorkerSetup) -> None:
     with_workers(setup, work)
 
 
-def test_training_changes_what_the_engine_draws_with(setup: WorkerSetup) -> None:
+def test_the_engine_generates_with_trained_weights(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> tuple[list[Any], list[Any]]:
         samples = await prepare(workers)
         await workers.run({0: kit.task("advantage", samples)})
@@ -238,7 +238,7 @@ def bump(state: State) -> tuple[Any, dict[str, float]]:
     return torch.full((8,), float(state["calls"])), {"calls": float(state["calls"])}
 
 
-def test_a_nodes_state_lives_on(setup: WorkerSetup) -> None:
+def test_the_state_of_a_node_is_kept_between_calls(setup: WorkerSetup) -> None:
     changed = kit.with_program(
         setup,
         "advantage",
@@ -258,7 +258,7 @@ def test_a_nodes_state_lives_on(setup: WorkerSetup) -> None:
     with_workers(changed, work)
 
 
-def test_released_samples_are_answered_and_leave_nothing(setup: WorkerSetup) -> None:
+def test_released_samples_are_reported_and_freed(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> None:
         await workers.open_groups(0, kit.group_orders(GEN, range(2)))
         await workers.release(0, (0, 1), GEN, None)
@@ -275,7 +275,7 @@ def test_released_samples_are_answered_and_leave_nothing(setup: WorkerSetup) -> 
     with_workers(setup, work)
 
 
-def test_orders_that_come_with_one_for_a_released_sample_are_carried_out(setup: WorkerSetup) -> None:
+def test_orders_sent_with_one_for_a_released_sample_are_run(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> None:
         await generate(workers)
         await workers.release(0, (2,), GEN, None)
@@ -305,7 +305,7 @@ def test_nothing_moves_within_one_process(setup: WorkerSetup) -> None:
     assert with_workers(setup, work) == 0
 
 
-def test_spans_tell_what_the_device_did(setup: WorkerSetup) -> None:
+def test_spans_show_what_the_device_did(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> list[str]:
         await generate(workers)
         await workers.compute(0, kit.sample_orders("score", [0]))

@@ -1,4 +1,4 @@
-"""Small parts of workers: weights in buckets, patience, the mailbox, blame, metrics."""
+"""Small parts of workers: weights in buckets, pausable timeouts, the mailbox, error locations, metrics."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_tensor_that_lacks_a_slice_is_refused() -> None:
         list(put_together([contents({"embed": sent["embed"]}, (4, 7))]))
 
 
-def test_time_stands_still_while_the_engine_sleeps() -> None:
+def test_a_timeout_pauses_while_the_engine_sleeps() -> None:
     async def main() -> tuple[bool, bool]:
         clock = PausableClock()
 
@@ -116,7 +116,7 @@ def test_time_stands_still_while_the_engine_sleeps() -> None:
     assert asyncio.run(main()) == (False, False)
 
 
-def test_no_limit_is_no_limit() -> None:
+def test_a_timeout_of_none_never_ends_the_block() -> None:
     async def main() -> None:
         clock = PausableClock()
         clock.run()
@@ -198,7 +198,7 @@ def test_blame_points_into_the_body() -> None:
     assert text.endswith(f"({Path(__file__).relative_to(Path.cwd())}:{line})")
 
 
-def test_metrics_are_of_valid_entries() -> None:
+def test_per_token_metrics_are_reduced_over_learned_tokens() -> None:
     seqs = Sequences.of([2, 3], loss_mask=[False, True, False, True, True])
     tokens = torch.tensor([9.0, 1.0, 9.0, 2.0, 6.0])
     assert reduce_metric("kl", tokens, seqs) == 3.0

@@ -1,4 +1,4 @@
-"""Sources on a worker: what becomes of episodes and encode bodies that end in every possible way."""
+"""Sources on a worker: episodes and encode bodies that succeed, fail, time out or end the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def setup() -> WorkerSetup:
 
 
 async def slow_or_wrong(engine: Engine, prompt: str) -> Trajectory:
-    """Hangs on the first prompt, fails on the second."""
+    """Hang on the first prompt, fail on the second."""
     if prompt == FIRST:
         await asyncio.sleep(600)
     if prompt == SECOND:
@@ -80,7 +80,7 @@ async def second_time(engine: Engine, prompt: str) -> Trajectory:
     return await engine.complete(prompt)
 
 
-def test_an_episode_is_tried_again(setup: WorkerSetup) -> None:
+def test_an_episode_is_retried(setup: WorkerSetup) -> None:
     changed = kit.with_program(setup, GEN, body=second_time, options={"retries": 1, "concurrency": 1})
     ended = with_workers(changed, lambda workers: generated(workers, 2))
     assert all(isinstance(event, SampleReady) for event in ended.values())
@@ -95,7 +95,7 @@ async def with_tools(engine: Engine, prompt: str) -> Trajectory:
     return await engine.complete(prompt, tools=[lookup])
 
 
-def test_what_cannot_be_run_ends_the_run(setup: WorkerSetup) -> None:
+def test_tools_that_cannot_be_offered_end_the_run(setup: WorkerSetup) -> None:
     changed = kit.with_program(setup, GEN, body=with_tools)
     with pytest.raises(RecipeError, match=r"no chat template to describe tools with; set .* tool_format"):
         with_workers(changed, lambda workers: generated(workers, 1))
@@ -138,7 +138,7 @@ async def hides_what_failed(engine: Engine, prompt: str) -> Trajectory:
         raise ValueError("something went wrong") from None
 
 
-def test_an_engine_that_stopped_ends_the_run_whatever_a_body_says(
+def test_an_engine_that_stopped_ends_the_run_even_if_the_body_hides_it(
     setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def diverged(self: EmbeddedEngine, logits: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ def shy(tokenizer: Tokenizer, prompt: str, answer: str) -> Trajectory:
     return tokenizer.join(prompt, answer)
 
 
-def test_a_text_that_a_body_does_not_like_is_refused() -> None:
+def test_an_encode_body_that_raises_refuses_its_sample() -> None:
     async def work(workers: InprocWorkers) -> None:
         ended = await written(workers, range(20), 1)
         failed = [event for event in ended.values() if isinstance(event, Failed)]
@@ -227,13 +227,13 @@ async def leaves(engine: Engine, prompt: str) -> Trajectory:
     raise SystemExit(3)
 
 
-def test_a_body_that_exits_is_refused(setup: WorkerSetup) -> None:
+def test_a_body_that_exits_refuses_its_sample(setup: WorkerSetup) -> None:
     changed = kit.with_program(setup, GEN, body=leaves)
     ended = with_workers(changed, lambda workers: generated(workers, 1))
     assert all(event.message.startswith("SystemExit: 3 (") for event in ended.values())
 
 
-def test_encode_bodies_cannot_be_timed() -> None:
+def test_encode_nodes_cannot_have_a_timeout() -> None:
     changed = kit.with_program(sft(), "sft_view", options={"timeout": 1.0})
     with pytest.raises(NotYetError, match="'sft_view' cannot have a timeout yet"):
         with_workers(changed, lambda workers: written(workers, range(1), 1))

@@ -1,4 +1,4 @@
-"""Plans, setups and orders for the tests of workers; the parts themselves are the real ones."""
+"""Plans, setups and orders for tests of workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def setup_of(*overrides: str) -> WorkerSetup:
 
 
 async def collect(workers: Workers, worker: int, count: int) -> list[WorkerEvent]:
-    """Poll one worker until it reported so many events."""
+    """Poll one worker until it has reported `count` events."""
     events: list[WorkerEvent] = []
     while len(events) < count:
         report: Report = await workers.poll(worker)
@@ -69,12 +69,12 @@ def task(node: str, *shards: tuple[int, ...], step: int = 0, dp: int = 0) -> Nod
 
 
 def with_knobs(setup: WorkerSetup, node: str, **knobs: Any) -> WorkerSetup:
-    """The setup with other hyper-parameters of one node."""
+    """Return the setup with other hyper-parameters of one node."""
     return with_program(setup, node, knobs={**setup.programs[node].knobs, **knobs})
 
 
 def with_program(setup: WorkerSetup, node: str, **changes: Any) -> WorkerSetup:
-    """The setup with another body or other options of one node."""
+    """Return the setup with another body or other options of one node."""
     program = setup.programs[node]
     if options := changes.pop("options", None):
         changes["options"] = {**program.options, **options}
@@ -99,5 +99,5 @@ def with_workers(setup: WorkerSetup, work: Callable[[InprocWorkers], Awaitable[T
 
 
 def read(workers: InprocWorkers, stream: str, field: str, samples: Sequence[int]) -> list[Any]:
-    """What the one store holds, as Python values."""
+    """Return values of the store as Python values."""
     return workers._worker._store.values(stream, field, samples)

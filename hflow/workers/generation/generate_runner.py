@@ -26,7 +26,9 @@ from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_writer import SampleWriter
 
 _SAMPLE_ERRORS = (BackendError, DataError, EpisodeError)
-"""hflow's own errors that refuse the sample in which they are raised; the others end the run."""
+"""hflow's own errors that refuse the sample in which they are raised; the others end the run.
+
+A `DataError` also ends the run where the episode starts from a dataset row, as the data is wrong."""
 
 
 @dataclass(frozen=True)
