@@ -1,4 +1,9 @@
-"""Events into the state machine and instructions out of it. Plain frozen rows."""
+"""What enters the state machine (events) and what it decides (instructions), as frozen rows of plain values.
+
+`RunState.handle` maps an event to instructions. The executor (or the simulator, on a virtual clock) sends
+the events and performs the instructions. Each class says who sends it, or what performing it means, and
+which events follow.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +12,69 @@ from dataclasses import dataclass
 
 
 class Refusal(enum.StrEnum):
-    """Why a sample or group left the run untrained."""
+    """Why a sample or group left the run before it was trained."""
 
     KEEP = "keep"
-    """A `keep` node said no."""
+    """A node returned `keep=False`."""
     FAILED = "failed"
-    """A per-sample or per-group body raised, after its retries."""
+    """A body of a sample or group raised an exception in its last attempt."""
     TIMEOUT = "timeout"
-    """A body or an episode ran out of time."""
+    """A body or an episode exceeded its time limit."""
     SMALL_GROUP = "small_group"
-    """Too few members of its group were left."""
+    """Too few other members of its group remained."""
     STALE = "stale"
-    """Its oldest token was older than the certificate allows (age rule)."""
+    """Its oldest token was older than the age rule allows."""
     QUEUE_FULL = "queue_full"
-    """More groups were accepted than may wait, and it was the oldest."""
+    """More groups were accepted than may wait for their batch, and its group was the oldest."""
 
     @property
     def is_drop(self) -> bool:
-        """Whether a rule about time took it, and not what it is."""
+        """Whether the sample took too long, whatever it contains. Such samples count as dropped."""
         return self in (Refusal.STALE, Refusal.QUEUE_FULL)
 
 
 # ---------------------------------------------------------------------------------- events
 @dataclass(frozen=True)
 class Started:
-    """The workers are ready; the first instructions follow."""
+    """All workers are ready. Sent once, before every other event."""
 
 
 @dataclass(frozen=True)
 class SampleDone:
-    """A stream's source finished one sample; `oldest` is the least version among its tokens."""
+    """A stream's source finished a sample. Sent by the sample's worker, also for a refused sample."""
 
     stream: str
     sample: int
     oldest: int = -1
+    """The lowest version among its generated tokens; -1 where none was generated."""
 
 
 @dataclass(frozen=True)
 class NodeDone:
-    """A node finished for a sample id, a group id or a step, by its level."""
+    """A node is done. Answers `RunSample`, `RunGroup`, `RunBatch` and, per key, `RunStreamingInference`."""
 
     node: str
     key: int
+    """The sample, the group or the step, by the node's level."""
     keep: bool = True
+    """False refuses the sample or group."""
 
 
 @dataclass(frozen=True)
 class NodeFailed:
-    """A source, sample or group body gave up on a sample or group: a refusal with a reason."""
+    """A source, sample node or group node failed in its last attempt. Its sample or group is refused."""
 
     node: str
     key: int
+    """The sample or group."""
     reason: Refusal
     message: str = ""
+    """The body's error."""
 
 
 @dataclass(frozen=True)
 class Exhausted:
-    """The dataset had no row for this group; the group does not exist."""
+    """The dataset has no row for this group. Answers `OpenGroup`, in the place of its `SampleDone`s."""
 
     stream: str
     group: int
@@ -72,7 +82,7 @@ class Exhausted:
 
 @dataclass(frozen=True)
 class Awake:
-    """An engine confirmed that it generates with `version`."""
+    """An engine generates with the weights of `version`. Answers `Wake`."""
 
     replica: str
     version: int
@@ -80,22 +90,22 @@ class Awake:
 
 @dataclass(frozen=True)
 class Asleep:
-    """An engine confirmed that it stopped; its unfinished samples are kept and stay running."""
+    """An engine has stopped; its unfinished samples are kept. Answers `Sleep`."""
 
     replica: str
-
-
-@dataclass(frozen=True)
-class StopRequested:
-    """The user asked the run to end: nothing new starts, what runs finishes."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """New weights of an engine lie ready for it; whoever trains them may change its own."""
+    """The weights of an engine are copied, and nodes may change them from now on. Answers `Publish`."""
 
     replica: str
     version: int
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """The user asked the run to end: running nodes finish, and nothing new starts."""
 
 
 Event = Started | SampleDone | NodeDone | NodeFailed | Exhausted | Awake | Asleep | Published | StopRequested
@@ -104,7 +114,10 @@ Event = Started | SampleDone | NodeDone | NodeFailed | Exhausted | Awake | Aslee
 # ----------------------------------------------------------------------------- instructions
 @dataclass(frozen=True)
 class OpenGroup:
-    """Take the next row of the stream's dataset and start the source for these samples."""
+    """Take the next row of the stream's dataset and start the source for these samples.
+
+    Answered by `SampleDone` or `NodeFailed` for each sample, or by one `Exhausted`.
+    """
 
     stream: str
     group: int
@@ -113,7 +126,7 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class RunSample:
-    """Run a per-sample node."""
+    """Run the body of a sample node. Answered by `NodeDone` or `NodeFailed`."""
 
     node: str
     sample: int
@@ -121,7 +134,7 @@ class RunSample:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Run a per-group node on the members that are left."""
+    """Run the body of a group node on the remaining members. Answered by `NodeDone` or `NodeFailed`."""
 
     node: str
     group: int
@@ -130,36 +143,37 @@ class RunGroup:
 
 @dataclass(frozen=True)
 class RunStreamingInference:
-    """Run a model on samples or groups that have arrived. The node reports on each of its keys."""
+    """Run a model on samples or groups that have arrived. Answered by one `NodeDone` for each key."""
 
     node: str
     number: int
-    """How many firings its devices had before."""
+    """How many times the node's devices have run a model before."""
     keys: tuple[int, ...]
     """Samples or groups, by the node's level, in order of arrival."""
     samples: tuple[int, ...]
-    """All of them, those of a group together."""
+    """All samples, those of a group together."""
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """Samples that left the run (all that is left of a group, or one member): free their data.
+    """Free the data of samples that left the run: all remaining members of a group, or some of them.
 
-    Those that are still generated are aborted: each reports once more, whatever, and nothing follows.
+    Samples that are still generated are aborted. Each of them reports once more, and its report is ignored.
     """
 
     stream: str
     group: int
     samples: tuple[int, ...]
     node: str
+    """The node that refused them, or the source where they took too long."""
     reason: Refusal
     message: str = ""
-    """What the body failed with, where it did."""
+    """The error of the node's body, if it failed."""
 
 
 @dataclass(frozen=True)
 class Accept:
-    """What is left of a group passed all its nodes and waits to be bound: nothing to do, but to know."""
+    """Note that the remaining members of a group have passed all nodes. They wait for their batch."""
 
     stream: str
     group: int
@@ -168,17 +182,19 @@ class Accept:
 
 @dataclass(frozen=True)
 class FormBatch:
-    """Bind groups (ids sorted) to a step of a stream; for side streams, the evaluation's end."""
+    """Make a batch of these groups: the batch of a step or, on a side stream, all of an evaluation."""
 
     stream: str
     step: int
+    """The step; on a side stream, the version that was evaluated."""
     samples: tuple[int, ...]
     groups: tuple[int, ...]
+    """In ascending order."""
 
 
 @dataclass(frozen=True)
 class RunBatch:
-    """Fire a batch node for a step."""
+    """Run a batch node for a step. Answered by `NodeDone`."""
 
     node: str
     step: int
@@ -186,9 +202,10 @@ class RunBatch:
 
 @dataclass(frozen=True)
 class Publish:
-    """Make a copy of weights that an engine with devices of its own can load while they change.
+    """Copy weights to where an engine with its own devices can load them later. Answered by `Published`.
 
-    It comes before whatever else is asked of the devices that hold them, and the engine goes on meanwhile.
+    The devices that hold the weights make the copy before anything they are asked to do later, so nodes that
+    change the weights may be started at once. The engine continues to generate meanwhile.
     """
 
     replica: str
@@ -197,10 +214,10 @@ class Publish:
 
 @dataclass(frozen=True)
 class Wake:
-    """Give an engine the weights of `version` (no transfer when it has them) and let it run.
+    """Load the weights of `version` into an engine and start it. Answered by `Awake`.
 
-    What was published for it is what it loads.
-    It resumes what it was interrupted in before it takes fresh samples, which come after `Awake`.
+    The engine loads what was published for it, if anything was. Nothing is loaded if it has that version. It
+    first continues its interrupted samples; new samples come after `Awake`.
     """
 
     replica: str
@@ -209,9 +226,9 @@ class Wake:
 
 @dataclass(frozen=True)
 class Sleep:
-    """Interrupt an engine, keeping unfinished samples, and free its device for others.
+    """Interrupt an engine, keep its unfinished samples, and free its devices. Answered by `Asleep`.
 
-    Where samples are not to be interrupted it comes when there are none.
+    Where samples are not to be interrupted, this is sent when the engine has none.
     """
 
     replica: str
@@ -219,17 +236,18 @@ class Sleep:
 
 @dataclass(frozen=True)
 class StepDone:
-    """Every batch node of a step is done."""
+    """Report a step: every batch node is done with it. Its data is no longer needed."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The run is over."""
+    """End the run. No instruction follows."""
 
     reason: str
     error: bool = False
+    """Whether `reason` is an error."""
 
 
 Instruction = (

@@ -361,7 +361,7 @@ class World:
     def _check_lead(self, node: ScheduledNode, step: int) -> None:
         """No writer changes weights that an engine of the trained stream is to get (evaluations apart)."""
         every, progress = self.schedule.settings.sync_every, self.state.parts.progress
-        if len(self.streams) > 1 or progress.formed == progress.num_steps:
+        if len(self.streams) > 1 or progress.num_formed == progress.num_steps:
             return
         for replica in self.apart:
             if not self.models_of[replica].isdisjoint(node.writes):

@@ -16,8 +16,9 @@ from state_driver import Generating, World
 from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.runtime.state.groups import SampleDependencies
+from hflow.types import ScheduleSettings
 
-STATIC = (Schedule, ScheduledStream, SampleDependencies)
+STATIC = (Schedule, ScheduledStream, ScheduleSettings, SampleDependencies)
 
 
 @dataclass

@@ -357,7 +357,7 @@ def test_the_newest_message_of_the_culprit_is_told():
     assert state.finished is not None
     assert state.finished.reason == (
         "2 groups were refused since the last batch, 2 of them by score (failed): KeyError: 'b'; "
-        "mend score or raise schedule.max_refused_per_step"
+        "fix score or raise schedule.max_refused_per_step"
     )
 
 
@@ -366,9 +366,9 @@ def test_what_comes_late_from_a_refused_group_is_not_the_culprits_message():
     script = Script(plan, hold={"score 0", "score 1"})
     script.run()
     script.state.handle(ev.NodeFailed("score", 0, ev.Refusal.FAILED, "KeyError: 'a'"))
-    assert script.state.parts.rollout.messages == {("score", ev.Refusal.FAILED): "KeyError: 'a'"}
+    assert script.state.parts.trained.refusal_messages == {("score", ev.Refusal.FAILED): "KeyError: 'a'"}
     script.state.handle(ev.NodeFailed("score", 1, ev.Refusal.FAILED, "its sample left the run"))
-    assert script.state.parts.rollout.messages == {("score", ev.Refusal.FAILED): "KeyError: 'a'"}
+    assert script.state.parts.trained.refusal_messages == {("score", ev.Refusal.FAILED): "KeyError: 'a'"}
 
 
 # -------------------------------------------------------------------------- age
@@ -484,5 +484,5 @@ def test_a_reader_that_no_edge_protects_raises():
     state.handle(ev.SampleDone("gen", 0))
     state.handle(ev.SampleDone("gen", 1))
     state.handle(ev.NodeDone("train", 0))
-    with pytest.raises(AssertionError, match="no edge held its writer"):
+    with pytest.raises(AssertionError, match="an order edge before a node that writes it is missing"):
         state.handle(ev.NodeDone("slow", 0))

@@ -253,4 +253,4 @@ def test_what_arrives_at_a_model_meanwhile_goes_through_it_together():
     run = Script(what, hold={"rm"})
     trace = run.run()
     assert [line for line in trace if line.startswith("rm")] == ["rm on 0"]
-    assert run.state.parts.stations.all["m"].waiting == deque([("rm", 1), ("rm", 2)])
+    assert run.state.parts.streaming.by_group["m"].waiting == deque([("rm", 1), ("rm", 2)])

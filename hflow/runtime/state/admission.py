@@ -1,10 +1,13 @@
-"""Which groups are opened now: evaluations first, then the trained stream up to its capacity."""
+"""`Admission` decides which groups are opened: those of evaluations first, then those of the trained stream.
+
+Invariant: no more than `max_samples` samples are in flight, over all streams.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hflow.runtime.state.device_state import Engine, EngineState
+from hflow.runtime.state.device_state import EnginePhase, EngineState
 from hflow.runtime.state.evaluation import Evaluation
 from hflow.runtime.state.staleness import capacity
 from hflow.runtime.state.state_parts import StateParts
@@ -14,28 +17,33 @@ from hflow.runtime.state.weight_updates import can_begin
 class Admission:
     """Opens groups.
 
-    `max_concurrent` bounds the samples in flight over all streams; it is raised where it could
-    not hold one group of each stream that must make progress.
+    `max_samples` is `max_concurrent`, or more where that would not hold one group of each stream that must
+    make progress.
 
-    Samples of the trained stream sleep, still in flight, while batch nodes have their shared
-    devices. A side stream that does not take its turns on the same devices may be what those
-    nodes wait for, so the trained stream always leaves it room for one group.
+    Samples of the trained stream stay in flight, asleep, while batch nodes use their shared devices. A side
+    stream whose engines do not take turns on the same devices may be what these nodes wait for. So room for
+    one group of each such side stream is always reserved.
+
+    Args:
+        parts: the state of the run.
     """
 
-    def __init__(self, data: StateParts) -> None:
-        self._data = data
-        rollout = data.rollout
-        turns = set(data.shared_by[rollout.stream.name])
+    def __init__(self, parts: StateParts) -> None:
+        self._parts = parts
+        trained = parts.trained
+        turns = set(parts.shared_devices[trained.stream.name])
         self._reserved = [
-            e for e in data.evaluations.values() if turns and turns != set(data.shared_by[e.stream.name])
+            evaluation
+            for evaluation in parts.evaluations.values()
+            if turns and turns != set(parts.shared_devices[evaluation.stream.name])
         ]
-        together = sum(stream.graph.size for stream in (rollout, *self._reserved))
-        largest = max(stream.graph.size for stream in data.streams)
-        self.max_samples = max(data.schedule.settings.max_concurrent, together, largest)
+        needed = sum(stream.dependencies.size for stream in (trained, *self._reserved))
+        largest = max(stream.dependencies.size for stream in parts.streams)
+        self.max_samples = max(parts.schedule.settings.max_concurrent, needed, largest)
 
     def begin_evaluations(self) -> None:
-        """Begin the evaluations whose engines are awake with the weights of a due version."""
-        for evaluation in self._data.evaluations.values():
+        """Begin the evaluations that are due and whose engines are awake with the version."""
+        for evaluation in self._parts.evaluations.values():
             if evaluation.active is not None:
                 continue
             version = evaluation.candidate()
@@ -43,52 +51,55 @@ class Admission:
                 evaluation.begin(version)
 
     def open_groups(self) -> None:
-        """Open as many groups as there is room for."""
-        for evaluation in self._data.evaluations.values():
+        """Open as many groups as may be opened now."""
+        for evaluation in self._parts.evaluations.values():
             if evaluation.active is None:
                 continue
-            for _ in range(self._num_free() // evaluation.graph.size):
+            for _ in range(self._num_free_samples() // evaluation.dependencies.size):
                 if evaluation.exhausted:
                     break
                 evaluation.open_group()
-        rollout = self._data.rollout
-        if num_groups := self._rollout_capacity():
-            version = self._data.engine_version(rollout.stream.name)
+        trained = self._parts.trained
+        if num_groups := self._trained_capacity():
+            version = self._parts.engine_version(trained.stream.name)
             for _ in range(num_groups):
-                rollout.open_group_at(version)
+                trained.open_group_at(version)
 
     def _has_engines(self, evaluation: Evaluation, version: int) -> bool:
-        engines = self._data.engines_of[evaluation.stream.name]
-        return can_begin(evaluation, version, self._data) and all(
-            engine.state is EngineState.AWAKE and (engine.version == version or not evaluation.models)
+        engines = self._parts.engines_of[evaluation.stream.name]
+        return can_begin(evaluation, version, self._parts) and all(
+            engine.phase is EnginePhase.AWAKE and (engine.version == version or not evaluation.models)
             for engine in engines
         )
 
-    def _num_free(self) -> int:
-        return max(0, self.max_samples - sum(stream.num_generating for stream in self._data.streams))
+    def _num_free_samples(self) -> int:
+        return max(0, self.max_samples - sum(stream.num_generating for stream in self._parts.streams))
 
-    def _rollout_capacity(self) -> int:
-        """Asked after every event; there is no room after most, which is found out first."""
-        data, rollout = self._data, self._data.rollout
-        free, size = self._num_free(), rollout.graph.size
-        if free < size or rollout.exhausted or rollout.is_full:
+    def _trained_capacity(self) -> int:
+        """Return how many groups of the trained stream may be opened now.
+
+        This is called after every event, and usually there is no room, so that is checked first.
+        """
+        parts, trained = self._parts, self._parts.trained
+        num_free, size = self._num_free_samples(), trained.dependencies.size
+        if num_free < size or trained.exhausted or trained.is_full:
             return 0
-        engines = data.engines_of[rollout.stream.name]
-        if any(engine.state is not EngineState.AWAKE for engine in engines):
+        engines = parts.engines_of[trained.stream.name]
+        if any(engine.phase is not EnginePhase.AWAKE for engine in engines):
             return 0
-        limit = rollout.limit(*self._progress_of(engines))
-        if limit <= rollout.num_admitted:
+        limit = trained.group_limit(*self._progress_of(engines))
+        if limit <= trained.num_admitted:
             return 0
         for evaluation in self._reserved:
-            free -= max(0, evaluation.graph.size - evaluation.num_generating)
-        return capacity(free, size, limit, rollout.num_admitted)
+            num_free -= max(0, evaluation.dependencies.size - evaluation.num_generating)
+        return capacity(num_free, size, limit, trained.num_admitted)
 
-    def _progress_of(self, engines: Sequence[Engine]) -> tuple[int, int]:
-        """The version that the trained stream is generated with, or the steps that are trained.
+    def _progress_of(self, engines: Sequence[EngineState]) -> tuple[int, int]:
+        """Return the version that generates the trained stream, and the completed steps.
 
-        A stream reads trained weights or it does not: the other number is 0.
+        Only one of them matters, by whether the stream reads trained weights. The other is 0.
         """
-        data = self._data
-        if data.rollout.models:
+        parts = self._parts
+        if parts.trained.models:
             return min(engine.version for engine in engines), 0
-        return 0, data.progress.steps_settled(data.trained_nodes)
+        return 0, parts.progress.num_settled(parts.trained_nodes)

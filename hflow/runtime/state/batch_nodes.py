@@ -1,154 +1,173 @@
-"""When batch nodes fire: the pointers of device groups, and what a node waits for."""
+"""When batch nodes fire.
+
+Every device group has a pointer into the fixed order of its batch nodes (`DeviceOrder`). A node fires when
+the pointer is at it and all that it waits for is done: the batch, the nodes before it, the versions of its
+models, and engines that need the weights before it changes them.
+
+Invariant: a device group runs one batch node at a time, in its order, and each node at most once per step.
+"""
 
 from __future__ import annotations
 
 from hflow.planner.ir import ScheduledNode
 from hflow.runtime.events import RunBatch, StepDone
-from hflow.runtime.state.device_state import DeviceOrder, EngineState
-from hflow.runtime.state.firing_rules import node_fires, on_beat
+from hflow.runtime.state.device_state import DeviceOrder, EnginePhase
+from hflow.runtime.state.firing_rules import is_due, node_fires
 from hflow.runtime.state.state_parts import StateParts
-from hflow.runtime.state.weight_updates import blocks_writer, publish_weights, turn_is_needed
+from hflow.runtime.state.weight_updates import blocks_writer, needs_turn, publish_weights
 
 
-def fires(node: ScheduledNode, step: int, data: StateParts) -> bool:
-    """Whether a batch node fires at a step, as far as that is known now."""
-    num_steps = data.progress.num_steps
-    evaluation = data.evaluations.get(node.stream)
+def fires(node: ScheduledNode, step: int, parts: StateParts) -> bool:
+    """Return whether a batch node fires at a step, as far as that is known now."""
+    num_steps = parts.progress.num_steps
+    evaluation = parts.evaluations.get(node.stream)
     if evaluation is None:
-        return node_fires(node, step, num_steps) or _is_late(node, step, data)
-    return evaluation.happens_at(step) and (step == num_steps or on_beat(step, node.every, node.after))
+        return node_fires(node, step, num_steps) or _is_late(node, step, parts)
+    return evaluation.happens_at(step) and (step == num_steps or is_due(step, node.every, node.after))
 
 
-def _is_late(node: ScheduledNode, step: int, data: StateParts) -> bool:
-    """Whether a node that fires at the last step is owed one, as that step was not known to be the last.
+def fire_batch_nodes(parts: StateParts) -> None:
+    """Move every pointer as far as possible and fire the nodes that are ready.
 
-    So is the case where the dataset ends early. It fires in the final cycle, when the weights are
-    still those that the last step left; nodes that want an exact version cannot be late.
+    Devices do what they are asked in this order, so weights are published before nodes change them.
     """
-    progress = data.progress
-    plain = node.at_end and not node.reads and not node.writes
-    return plain and step == progress.num_steps and progress.fired[node.name] < step - 1
+    has_changed = True
+    while has_changed:
+        advance_pointers(parts)
+        published = publish_weights(parts)
+        has_changed = published or sum(_fire_next(device, parts) for device in parts.devices) > 0
 
 
-def fire_batch_nodes(data: StateParts) -> None:
-    """Move every group's pointer as far as it goes and fire what is ready there.
-
-    What devices are asked to do they do in that order, so weights are published first.
-    """
-    went_on = True
-    while went_on:
-        settle_batch_nodes(data)
-        published = publish_weights(data)
-        went_on = published or sum(_fire(device, data) for device in data.devices) > 0
-
-
-def settle_batch_nodes(data: StateParts) -> None:
-    """Pass over what does not happen and report the steps that are complete; fire nothing."""
-    for device in data.devices:
-        _move(device, data)
-    progress = data.progress
-    final = progress.formed == progress.num_steps and data.has_side_nodes
-    steps = min(progress.formed + final, progress.steps_settled(progress.settled))
-    while progress.reported < steps:
-        data.emit(StepDone(progress.reported))
-        progress.reported += 1
+def advance_pointers(parts: StateParts) -> None:
+    """Skip nodes that do not fire and report the steps that are complete; fire nothing."""
+    for device in parts.devices:
+        _advance(device, parts)
+    progress = parts.progress
+    includes_final_cycle = progress.num_formed == progress.num_steps and parts.has_side_nodes
+    num_complete = min(
+        progress.num_formed + includes_final_cycle, progress.num_settled(progress.last_settled)
+    )
+    while progress.num_reported < num_complete:
+        parts.emit(StepDone(progress.num_reported))
+        progress.num_reported += 1
 
 
-def finish_node(name: str, step: int, data: StateParts) -> None:
-    """A batch node reports that it is done for a step."""
-    device = next((d for d in data.devices if d.running is not None and d.running.name == name), None)
+def finish_batch_node(name: str, step: int, parts: StateParts) -> None:
+    """Record that a batch node is done for a step."""
+    device = next((d for d in parts.devices if d.running is not None and d.running.name == name), None)
     assert device is not None, f"{name} does not run"
-    data.progress.finish(name, step, device.cycle)
+    parts.progress.finish(name, step, device.cycle)
     device.running = None
     device.step_forward()
 
 
-def _move(device: DeviceOrder, data: StateParts) -> None:
-    """Pass over what does not happen at this step, up to a node that fires or a turn that is needed."""
-    progress = data.progress
-    while device.running is None and device.cycle <= progress.formed:
+def _advance(device: DeviceOrder, parts: StateParts) -> None:
+    """Move a pointer to the next node that fires, or to a generation turn that is needed."""
+    progress = parts.progress
+    while device.running is None and device.cycle <= progress.num_formed:
         if device.in_turn:
-            if not _turn_is_over(device, data):
+            if not _turn_is_over(device, parts):
                 return
             device.step_forward()
         elif (node := device.next_node) is None:
             device.next_cycle()
         else:
-            if fires(node, device.cycle, data) or not _is_passable(node, device.cycle, data):
+            if fires(node, device.cycle, parts) or not _can_skip(node, device.cycle, parts):
                 return
-            progress.pass_over(node.name, device.cycle)
+            progress.skip(node.name, device.cycle)
             device.step_forward()
 
 
-def _turn_is_over(device: DeviceOrder, data: StateParts) -> bool:
-    """Whether the group's engines sleep and nothing can ask for them at this step any more."""
-    asleep = all(engine.state is EngineState.ASLEEP for engine in device.engines)
-    known = not device.engines or _is_known(device.cycle, data)
-    return asleep and known and not turn_is_needed(device, data)
+def _turn_is_over(device: DeviceOrder, parts: StateParts) -> bool:
+    """Return whether the group's engines are asleep and cannot be needed at this step any more."""
+    asleep = all(engine.phase is EnginePhase.ASLEEP for engine in device.engines)
+    is_certain = not device.engines or _is_certain(device.cycle, parts)
+    return asleep and is_certain and not needs_turn(device, parts)
 
 
-def _is_known(step: int, data: StateParts) -> bool:
-    """Whether it is certain that a step happens, or that it is the final cycle.
+def _is_certain(step: int, parts: StateParts) -> bool:
+    """Return whether it is certain that a step happens, or that it is the final cycle.
 
-    Until then the dataset may end and make it the final one, in which every side stream is due.
+    Before that, the dataset may end and make this the final cycle, in which every side stream is due.
     """
-    return step < data.progress.formed or step == data.progress.num_steps
+    return step < parts.progress.num_formed or step == parts.progress.num_steps
 
 
-def _is_passable(node: ScheduledNode, step: int, data: StateParts) -> bool:
-    """Whether a node that does not fire at a step may be passed over.
+def _can_skip(node: ScheduledNode, step: int, parts: StateParts) -> bool:
+    """Return whether a node that does not fire at a step may be skipped.
 
-    A writer only when it could have fired: that is when its models' version advances, and readers
-    of the step and engines that want its weights are served before.
+    A node that writes a model is skipped only when it could have fired, because its model's version then
+    advances. So nodes and engines that need the version of the step are served before.
     """
-    final = step == data.progress.num_steps
-    return _is_known(step, data) and (final or not node.writes or _is_ready(node, step, data))
+    is_final = step == parts.progress.num_steps
+    return _is_certain(step, parts) and (is_final or not node.writes or _is_ready(node, step, parts))
 
 
-def _fire(device: DeviceOrder, data: StateParts) -> bool:
-    node, step = device.next_node, device.cycle
-    if node is None or not fires(node, step, data) or not _is_ready(node, step, data):
+def _fire_next(device: DeviceOrder, parts: StateParts) -> bool:
+    """Fire the node at a pointer if it is ready. Returns whether it was."""
+    node, cycle = device.next_node, device.cycle
+    if node is None or not fires(node, cycle, parts) or not _is_ready(node, cycle, parts):
         return False
-    told = _told_step(node, step, data)
+    step = _step_of(node, cycle, parts)
     device.running = node
-    data.progress.start(node, told)
-    data.emit(RunBatch(node.name, told))
+    parts.progress.start(node, step)
+    parts.emit(RunBatch(node.name, step))
     return True
 
 
-def _is_ready(node: ScheduledNode, step: int, data: StateParts) -> bool:
-    """Whether a node that fires at a step has all that it waits for, its group apart."""
+def _is_ready(node: ScheduledNode, cycle: int, parts: StateParts) -> bool:
+    """Return whether everything that a node waits for is done, except nodes of its own device group."""
+    step = _step_of(node, cycle, parts)
     return (
-        _is_formed(node.stream, step, data)
-        and all(_is_past(n, _told_step(node, step, data), data) for n in data.batch_needs[node.name])
-        and _has_versions(node, step, data)
-        and not any(blocks_writer(engine, step, data) for m in node.writes for engine in data.readers_of(m))
+        _is_formed(node.stream, cycle, parts)
+        and all(_has_passed(need, step, parts) for need in parts.batch_needs[node.name])
+        and _has_versions(node, cycle, parts)
+        and not any(
+            blocks_writer(engine, cycle, parts)
+            for model in node.writes
+            for engine in parts.engines_with(model)
+        )
     )
 
 
-def _told_step(node: ScheduledNode, cycle: int, data: StateParts) -> int:
-    """The step that a node works on: that of its cycle, unless it is late."""
-    late = node.stream == data.rollout.stream.name and cycle == data.progress.num_steps
-    return cycle - late
+def _is_late(node: ScheduledNode, step: int, parts: StateParts) -> bool:
+    """Return whether a node that fires at the last step must fire in the final cycle instead.
+
+    That is so if the dataset ended early, so that the last step was not known to be the last. The weights
+    are still those after the last step. Nodes that need an exact version are never late.
+    """
+    progress = parts.progress
+    needs_no_version = node.at_end and not node.reads and not node.writes
+    return needs_no_version and step == progress.num_steps and progress.last_fired[node.name] < step - 1
 
 
-def _is_formed(stream: str, step: int, data: StateParts) -> bool:
-    evaluation = data.evaluations.get(stream)
+def _step_of(node: ScheduledNode, cycle: int, parts: StateParts) -> int:
+    """Return the step that a node works on in a cycle: the same number, unless the node is late."""
+    is_late = node.stream == parts.trained.stream.name and cycle == parts.progress.num_steps
+    return cycle - is_late
+
+
+def _is_formed(stream: str, step: int, parts: StateParts) -> bool:
+    """Return whether a stream's batch of a step, or its evaluation of a version, is formed."""
+    evaluation = parts.evaluations.get(stream)
     if evaluation is not None:
         return step in evaluation.formed
-    return step < data.progress.formed or step == data.progress.num_steps
+    return step < parts.progress.num_formed or step == parts.progress.num_steps
 
 
-def _is_past(node: ScheduledNode, step: int, data: StateParts) -> bool:
-    return data.progress.settled[node.name] >= step or not fires(node, step, data)
+def _has_passed(node: ScheduledNode, step: int, parts: StateParts) -> bool:
+    """Return whether a node is settled at a step, or does not fire at it."""
+    return parts.progress.last_settled[node.name] >= step or not fires(node, step, parts)
 
 
-def _has_versions(node: ScheduledNode, step: int, data: StateParts) -> bool:
-    """Whether the models of a node are at this step's start exactly (lag 1)."""
-    models = data.progress.trained_models((*node.reads, *node.writes))
+def _has_versions(node: ScheduledNode, step: int, parts: StateParts) -> bool:
+    """Return whether the models of a node are exactly as they are at the step's start."""
+    progress = parts.progress
+    models = progress.trained_models((*node.reads, *node.writes))
     for model in models:
-        version = data.progress.version[model]
+        version = progress.version[model]
         assert version <= step, (
-            f"{node.name} at step {step} missed {model}: it is at version {version}, no edge held its writer"
+            f"{node.name} at step {step} needs {model} at that version, but it is at version {version}: "
+            "an order edge before a node that writes it is missing"
         )
-    return all(data.progress.version[model] == step for model in models)
+    return all(progress.version[model] == step for model in models)

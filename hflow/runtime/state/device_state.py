@@ -1,4 +1,8 @@
-"""Generation engines, and device groups with their cyclic order. Plain state, no decisions."""
+"""Generation engines, and device groups with the order of their batch nodes.
+
+This module holds state only; `batch_nodes` and `weight_updates` decide how it changes. Invariant: a device
+group that engines share runs no batch node while one of them is not asleep.
+"""
 
 from __future__ import annotations
 
@@ -6,104 +10,104 @@ import enum
 from dataclasses import dataclass, field
 
 from hflow.planner.ir import ScheduledNode
+from hflow.runtime.state.engine_weights import EngineWeights
 from hflow.runtime.state.evaluation import Evaluation
-from hflow.runtime.state.weight_version import WeightCopy
 
 
-class EngineState(enum.Enum):
-    """What a generation engine was last told, and whether it confirmed."""
+class EnginePhase(enum.Enum):
+    """What an engine does, as far as it has been confirmed."""
 
     ASLEEP = enum.auto()
     WAKING = enum.auto()
+    """`Wake` was sent and not confirmed yet."""
     AWAKE = enum.auto()
     DRAINING = enum.auto()
-    """It is to stop once its samples are finished, and takes no fresh ones."""
-    SLEEPING = enum.auto()
+    """Awake, but it takes no new samples and sleeps when the last one is finished."""
+    FALLING_ASLEEP = enum.auto()
+    """`Sleep` was sent and not confirmed yet."""
 
 
 @dataclass(eq=False)
-class Engine:
+class EngineState:
     """One generation replica."""
 
     name: str
     models: tuple[str, ...]
-    """Trained models whose weights it is given: those of all streams that use it."""
-    serves_rollout: bool
-    """Whether the trained stream uses it."""
+    """Trained models whose weights it receives: those of all streams that use it."""
+    serves_trained_stream: bool
     evaluations: tuple[Evaluation, ...]
     """Side streams that use it."""
     is_separate: bool = False
-    """Whether weights are published for it, as it shares no devices with whoever trains or infers."""
-    copy: WeightCopy = field(default_factory=WeightCopy)
-    """The versions of its weights."""
-    state: EngineState = EngineState.ASLEEP
+    """Whether weights are published for it, because it shares no devices with nodes that train or infer."""
+    weights: EngineWeights = field(default_factory=EngineWeights)
+    phase: EnginePhase = EnginePhase.ASLEEP
     is_publishing: bool = False
-    """Whether the weights of its target are being published."""
+    """Whether `Publish` was sent for its target version and not confirmed yet."""
 
     @property
     def version(self) -> int:
         """Version of its weights, -1 before the first."""
-        return self.copy.version
+        return self.weights.version
 
     @property
     def target(self) -> int:
-        """Version that it was given last, whether it has loaded it or not."""
-        return self.copy.target
+        """Version that it was given last, loaded or not."""
+        return self.weights.target
 
     @property
-    def is_behind(self) -> bool:
+    def has_pending_weights(self) -> bool:
         """Whether it was given weights that it has not loaded yet."""
-        return self.copy.target != self.copy.version
+        return self.weights.target != self.weights.version
 
     @property
-    def is_held(self) -> bool:
-        """Whether evaluation samples run on it, so that it keeps its weights and stays awake."""
+    def is_evaluating(self) -> bool:
+        """Whether evaluation samples run on it, so that it must keep its weights and stay awake."""
         return any(evaluation.occupies_engines for evaluation in self.evaluations)
 
     @property
-    def is_settled(self) -> bool:
-        """Whether all that was told about it is confirmed."""
-        at_rest = self.state in (EngineState.ASLEEP, EngineState.AWAKE, EngineState.DRAINING)
-        return at_rest and not self.is_publishing
+    def is_confirmed(self) -> bool:
+        """Whether every instruction about it has been confirmed."""
+        is_stable = self.phase in (EnginePhase.ASLEEP, EnginePhase.AWAKE, EnginePhase.DRAINING)
+        return is_stable and not self.is_publishing
 
     @property
     def is_loading(self) -> bool:
-        """Whether it takes new weights from those who train them, which must not change meanwhile."""
-        return self.state is EngineState.WAKING and self.is_behind and not self.is_separate
+        """Whether it reads new weights from the devices that train them; nodes must not change them now."""
+        return self.phase is EnginePhase.WAKING and self.has_pending_weights and not self.is_separate
 
 
 @dataclass(eq=False)
 class DeviceOrder:
-    """One device group: its batch nodes fire in a fixed order, cycle after cycle.
+    """One device group and a pointer into the fixed order of its batch nodes, cycle after cycle.
 
-    Where engines share the group, each cycle opens with their turn.
+    If engines share the group, each cycle begins with their generation turn.
     """
 
     name: str
     nodes: tuple[ScheduledNode, ...]
-    engines: tuple[Engine, ...] = ()
+    engines: tuple[EngineState, ...] = ()
     cycle: int = 0
     """The step that the pointer is at."""
     in_turn: bool = True
-    """Whether the pointer is before the cycle's nodes, where the generation turn is."""
+    """Whether the pointer is at the generation turn, before the cycle's nodes."""
     position: int = 0
-    """Index in `nodes` of the next one, or of the running one."""
+    """Index in `nodes` of the next node, or of the running one."""
     running: ScheduledNode | None = None
 
     @property
     def next_node(self) -> ScheduledNode | None:
-        """The node that the pointer is at, if the group is free for it."""
+        """The node at the pointer, if the group is free to run it."""
         if self.in_turn or self.running is not None or self.position == len(self.nodes):
             return None
         return self.nodes[self.position]
 
     def step_forward(self) -> None:
-        """Move the pointer past a node, or past the turn."""
+        """Move the pointer past a node, or past the generation turn."""
         if self.in_turn:
             self.in_turn = False
         else:
             self.position += 1
 
     def next_cycle(self) -> None:
-        """Wrap around to the next step's turn."""
+        """Move the pointer to the beginning of the next step."""
         self.cycle, self.position, self.in_turn = self.cycle + 1, 0, True

@@ -1,4 +1,7 @@
-"""A side stream: at each version where it is due, its whole dataset runs once."""
+"""`Evaluation`: a side stream, whose whole dataset runs once for each version at which it is due.
+
+Invariant: during an evaluation of trained weights, all its engines hold exactly the evaluated version.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,32 @@ from collections.abc import Sequence
 
 from hflow.planner.ir import ScheduledNode, ScheduledStream
 from hflow.runtime.events import Accept, FormBatch
+from hflow.runtime.state.engine_weights import EngineWeights
 from hflow.runtime.state.firing_rules import evaluation_due, next_evaluation
 from hflow.runtime.state.groups import Emit, Group
-from hflow.runtime.state.progress import Progress
+from hflow.runtime.state.progress import RunProgress
 from hflow.runtime.state.stream_state import StreamState
-from hflow.runtime.state.weight_version import WeightCopy
 
 
 class Evaluation(StreamState):
     """A side stream.
 
-    Nothing waits for an evaluation of trained weights to begin, except writers that `needs` bind
-    to it: once a writer changes a model that it reads, an evaluation of that version is off, unless
-    all its engines were given a copy before.
-    Evaluations of unchanging models, and of streams that read none, are never skipped.
+    Training does not wait for an evaluation to begin, except for nodes whose `needs` name it. Once a node
+    changes a model that the stream reads, an evaluation of the earlier version is skipped, unless all its
+    engines have been given that version. Evaluations of models that never change are never skipped.
+
+    Args:
+        stream: the stream.
+        nodes: all nodes of the schedule.
+        models: trained models that its engines hold.
+        engine_weights: versions of its engines' weights.
+        progress: steps and versions of the run.
+        emit: receives instructions.
 
     Attributes:
-        active: the version that is being evaluated, if any.
-        last: the greatest version ever begun.
+        active: the version that is being evaluated; None between evaluations.
+        last: the highest version whose evaluation has begun.
         formed: versions whose evaluation is complete.
-        models: trained models that its engines hold; their weights are of one version during an
-            evaluation.
-        copies: versions of its engines' weights.
     """
 
     def __init__(
@@ -35,8 +42,8 @@ class Evaluation(StreamState):
         stream: ScheduledStream,
         nodes: Sequence[ScheduledNode],
         models: tuple[str, ...],
-        copies: tuple[WeightCopy, ...],
-        progress: Progress,
+        engine_weights: tuple[EngineWeights, ...],
+        progress: RunProgress,
         emit: Emit,
     ) -> None:
         super().__init__(stream, nodes, emit)
@@ -44,79 +51,80 @@ class Evaluation(StreamState):
         self.last = -1
         self.formed: set[int] = set()
         self.models = models
-        self.copies = copies
-        self._kept: list[Group] = []
-        self._first = 0
+        self.engine_weights = engine_weights
+        self._accepted_groups: list[Group] = []
+        self._first_group = 0
+        """The group that read the first row in this evaluation."""
         self._num_groups: int | None = None
+        """Groups of the dataset; None until the first evaluation has reached its end."""
         self._progress = progress
 
     @property
     def occupies_engines(self) -> bool:
-        """Whether samples of it run (abandoned ones too) or may still be opened."""
+        """Whether its samples run (abandoned ones too) or more may be opened."""
         return self.active is not None or self.num_generating > 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether the dataset is through and every group accepted or refused."""
+        """Whether the dataset is at its end and every group is accepted or refused."""
         return self.active is not None and self.exhausted and not self.groups
 
     @property
-    def wants_decision(self) -> bool:
-        """Whether the evaluation is complete, or has left its engines."""
+    def needs_decision(self) -> bool:
+        """Whether the evaluation is complete, or no engine works on it any more."""
         return self.is_complete or self.num_generating == 0
 
     def candidate(self) -> int | None:
-        """The version that the next evaluation would be of, if it can be told now."""
+        """Return the version that the next evaluation would be of; None if that is not known now."""
         if self.models:
-            versions = {copy.version for copy in self.copies}
+            versions = {weights.version for weights in self.engine_weights}
             return versions.pop() if len(versions) == 1 else None
         version = next_evaluation(self.stream, self.last, self._progress.num_steps)
-        return version if version is not None and version <= self._progress.formed else None
+        return version if version is not None and version <= self._progress.num_formed else None
 
     def is_expected(self, version: int) -> bool:
-        """Whether an evaluation of this version is due, has not begun, and can still be had."""
+        """Return whether an evaluation of this version is due, has not begun, and is still possible."""
         return (
             version > self.last
             and evaluation_due(self.stream, version, self._progress.num_steps)
-            and (self._progress.is_untouched(self.models, version) or self._is_in_hand(version))
+            and (self._progress.is_unchanged(self.models, version) or self._engines_have(version))
         )
 
     def happens_at(self, version: int) -> bool:
-        """Whether this version was, is being, or will be evaluated."""
+        """Return whether this version was, is being, or will be evaluated."""
         return version in self.formed or version == self.active or self.is_expected(version)
 
     def begin(self, version: int) -> None:
-        """Start over at the dataset's first row; group ids go on counting."""
+        """Begin an evaluation at the dataset's first row. Group ids continue to ascend."""
         self.active = self.last = version
-        self._first = self.next_group
+        self._first_group = self.next_group
         self.exhausted = self._num_groups == 0
 
     def open_group(self) -> None:
-        """Admit the next group; after a first pass it is known which one is the last."""
+        """Admit the next group. From the second evaluation on, the last group is known as such."""
         super().open_group()
-        self.exhausted = self.next_group - self._first == self._num_groups
+        self.exhausted = self.next_group - self._first_group == self._num_groups
 
     def exhaust(self, number: int) -> None:
-        """The dataset had no row for this group: so it has no more than came before."""
+        """Remove a group without a row; the dataset has as many groups as came before it."""
         super().exhaust(number)
-        known = self._num_groups
-        count = number - self._first
-        self._num_groups = count if known is None else min(known, count)
+        count = number - self._first_group
+        self._num_groups = count if self._num_groups is None else min(self._num_groups, count)
 
     def finish(self) -> None:
-        """Bind what was accepted to the version that was evaluated."""
-        assert self.active is not None, f"no evaluation of {self.stream.name} runs"
-        groups = sorted(self._kept, key=lambda group: group.number)
+        """End the evaluation and make a batch of its accepted groups."""
+        assert self.active is not None, f"no evaluation of {self.stream.name} is active"
+        groups = sorted(self._accepted_groups, key=lambda group: group.number)
         samples = tuple(sample for group in groups for sample in group.members)
         self._emit(FormBatch(self.stream.name, self.active, samples, tuple(g.number for g in groups)))
         self.formed.add(self.active)
         self.active = None
-        self._kept.clear()
+        self._accepted_groups.clear()
 
-    def _is_in_hand(self, version: int) -> bool:
-        """Whether all its engines have a copy of these weights, or one lies ready for them."""
-        return all(copy.target == version for copy in self.copies)
+    def _engines_have(self, version: int) -> bool:
+        """Return whether all its engines have been given these weights, loaded or not."""
+        return all(weights.target == version for weights in self.engine_weights)
 
-    def _accepted(self, group: Group) -> None:
-        self._kept.append(group)
+    def _on_complete(self, group: Group) -> None:
+        self._accepted_groups.append(group)
         self._emit(Accept(self.stream.name, group.number, tuple(group.members)))

@@ -1,4 +1,8 @@
-"""How far the run is: batches formed, nodes settled, versions of the models."""
+"""How far a run is: batches formed, nodes settled, versions of the models.
+
+Invariant: a model's version is the number of leading steps at which all nodes that write it are settled,
+and never exceeds the number of formed batches. A node is settled at a step when it is done or was skipped.
+"""
 
 from __future__ import annotations
 
@@ -8,83 +12,83 @@ from hflow.graph.ir import Level
 from hflow.planner.ir import Schedule, ScheduledNode
 
 
-class Progress:
+class RunProgress:
     """Steps and versions.
 
     Attributes:
-        num_steps: steps that there will be; fewer than planned once the dataset is exhausted.
-        formed: batches of the trained stream formed so far.
-        reported: leading steps at which every batch node is settled (`StepDone`); with side streams
-            that have batch nodes, the final cycle counts as one.
-        settled: batch node -> the last step for which it is done or was passed over.
-        fired: batch node -> the last step at which it fired.
-        running: batch node at work -> its step.
-        version: model -> leading steps at which its writers are settled. Only models that have writers.
-        touched: model -> the last step at which a writer started to change it.
+        num_steps: steps of the run; fewer than planned once the dataset is exhausted.
+        num_formed: batches of the trained stream formed so far.
+        num_reported: leading steps at which every batch node is settled (`StepDone` was issued). If side
+            streams have batch nodes, the final cycle counts as a step.
+        last_settled: batch node -> the last step at which it is settled.
+        last_fired: batch node -> the last step at which it fired.
+        running: running batch node -> its step.
+        version: model -> its version. Only models that some node writes.
+        last_changed: model -> the last step at which a node started to change it.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.num_steps = schedule.num_steps
-        self.formed = 0
-        self.reported = 0
+        self.num_formed = 0
+        self.num_reported = 0
         nodes = [node for node in schedule.nodes if node.level is Level.BATCH]
-        self.settled = {node.name: -1 for node in nodes}
-        self.fired = dict.fromkeys(self.settled, -1)
+        self.last_settled = {node.name: -1 for node in nodes}
+        self.last_fired = dict.fromkeys(self.last_settled, -1)
         self.running: dict[str, int] = {}
         self._writers: dict[str, list[str]] = {}
         for node in nodes:
             for model in node.writes:
                 self._writers.setdefault(model, []).append(node.name)
         self.version = dict.fromkeys(self._writers, 0)
-        self.touched = dict.fromkeys(self._writers, -1)
+        self.last_changed = dict.fromkeys(self._writers, -1)
 
     def form_batch(self) -> None:
-        """A batch was formed."""
-        self.formed += 1
+        """Count a batch that was formed."""
+        self.num_formed += 1
 
     def start(self, node: ScheduledNode, step: int) -> None:
-        """A batch node fires."""
-        assert self.fired[node.name] < step, f"{node.name} fires twice at step {step}"
-        self.running[node.name] = self.fired[node.name] = step
+        """Record that a batch node fires."""
+        assert self.last_fired[node.name] < step, f"{node.name} fires twice at step {step}"
+        self.running[node.name] = self.last_fired[node.name] = step
         for model in node.writes:
-            self.touched[model] = step
+            self.last_changed[model] = step
 
     def finish(self, name: str, step: int, cycle: int) -> None:
-        """A batch node is done for a step, which is that of its cycle unless it was late."""
+        """Record that a batch node is done for a step. Its cycle is the step, unless the node was late."""
         assert self.running.get(name) == step, f"{name} does not run step {step}"
         del self.running[name]
-        self.settled[name] = cycle
-        self._advance_versions()
+        self.last_settled[name] = cycle
+        self._update_versions()
 
-    def pass_over(self, name: str, step: int) -> None:
-        """A batch node does not fire at a step."""
-        self.settled[name] = step
-        self._advance_versions()
+    def skip(self, name: str, step: int) -> None:
+        """Record that a batch node does not fire at a step."""
+        self.last_settled[name] = step
+        self._update_versions()
 
-    def steps_settled(self, names: Iterable[str]) -> int:
-        """Formed steps at which all of these nodes are done or passed over."""
-        return min((self.settled[name] + 1 for name in names), default=self.formed)
+    def num_settled(self, names: Iterable[str]) -> int:
+        """Return the number of formed steps at which all of these nodes are settled."""
+        return min((self.last_settled[name] + 1 for name in names), default=self.num_formed)
 
     def trained_models(self, models: Iterable[str]) -> tuple[str, ...]:
-        """Those of `models` that some node writes; the others never change."""
+        """Return those of `models` that some node writes. The others never change."""
         return tuple(model for model in models if model in self.version)
 
-    def is_untouched(self, models: Iterable[str], step: int) -> bool:
-        """Whether these models can still be had as they are at the start of `step`."""
-        return all(self.version[model] <= step and self.touched[model] < step for model in models)
+    def is_unchanged(self, models: Iterable[str], step: int) -> bool:
+        """Return whether these models are, or will be, as they are at the start of `step`."""
+        return all(self.version[model] <= step and self.last_changed[model] < step for model in models)
 
     def common_version(self, models: Iterable[str]) -> int | None:
-        """The version at which all models stand with no writer at work; None when there is none."""
+        """Return the version of all models if it is one and no node changes them now; else None."""
         versions = {self.version[model] for model in models}
         if len(versions) > 1:
             return None
         version = versions.pop() if versions else 0
-        return version if self.is_untouched(models, version) else None
+        return version if self.is_unchanged(models, version) else None
 
-    def least_version(self, models: Iterable[str]) -> int:
-        """The least version among models; 0 where none of them changes."""
+    def min_version(self, models: Iterable[str]) -> int:
+        """Return the lowest version among models; 0 if none of them changes."""
         return min((self.version[model] for model in models), default=0)
 
-    def _advance_versions(self) -> None:
+    def _update_versions(self) -> None:
         for model, writers in self._writers.items():
-            self.version[model] = min(self.formed, self.steps_settled(writers))
+            self.version[model] = min(self.num_formed, self.num_settled(writers))

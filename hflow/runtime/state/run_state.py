@@ -1,14 +1,28 @@
-"""`RunState`: events in, instructions out. Pure: no clock, no I/O, no threads, no randomness.
+"""`RunState`, the state machine of a run: `handle(event)` returns the instructions that follow.
 
-The executor performs the instructions with real workers, the simulator on a virtual clock; what
-they report comes back as events. The pieces, from the inside out:
+It is pure: no clock, no I/O, no threads, no randomness. The executor performs the instructions with real
+workers, the simulator on a virtual clock, and both send what happens back as events (`hflow.runtime.events`).
 
-- `groups`, `stream_state`: one group, one stream; `rollout` and `evaluation`: what the trained and
-  the side streams do with finished groups; `staleness`: the admission formula and the age rule;
-- `stations`: devices on which models work on what arrives;
-- `progress`: steps and versions; `copies`, `devices`: engines, and the cyclic order of device groups;
-- `binding`, `weights`, `batch_nodes`, `admission`: the four decisions (which groups a step gets, who
-  gets weights, which node fires, which group is opened), taken after each event in a fixed order.
+What there is, from the inside out:
+
+- `groups`: one group of samples, and what its nodes wait for.
+- `stream_state`: the open groups of one stream. `trained_stream` forms batches of finished groups;
+  `evaluation` runs a side stream's dataset once per version.
+- `streaming_inference`: queues of models that work on samples as they arrive.
+- `progress`: steps, batches and model versions.
+- `engine_weights`, `device_state`: generation engines, and the order of batch nodes on each device group.
+- `state_parts`: all of the above, assembled from the plan's schedule.
+
+What is decided after an event, in this order:
+
+1. which batch is formed, and which evaluation is complete (`RunState._close_batches`, `may_form_batch`);
+2. which evaluation begins (`admission`);
+3. which weights are published and which batch nodes fire (`batch_nodes`, by the rules of `firing_rules`);
+4. which engines sleep and wake, with which weights (`weight_updates`);
+5. which groups are opened (`admission`, by the formulas of `staleness`).
+
+Invariant: after every event, everything that can be done has been asked for, and nothing twice.
+`invariants.check_invariants` states the rest, and property tests call it after every event.
 """
 
 from __future__ import annotations
@@ -35,45 +49,15 @@ from hflow.runtime.events import (
     StopRequested,
 )
 from hflow.runtime.state.admission import Admission
-from hflow.runtime.state.batch_nodes import finish_node, fire_batch_nodes, settle_batch_nodes
-from hflow.runtime.state.device_state import EngineState
+from hflow.runtime.state.batch_nodes import advance_pointers, finish_batch_node, fire_batch_nodes
+from hflow.runtime.state.device_state import EnginePhase
 from hflow.runtime.state.staleness import LOOK_AHEAD
 from hflow.runtime.state.state_parts import StateParts, assemble
 from hflow.runtime.state.stream_state import StreamState
 from hflow.runtime.state.weight_updates import update_engines
 
-# -------------------- When accepted groups are bound to a step.
-# With eta = 0 a batch is bound as soon as it is full: all that is admitted trains before the engines get new
-# weights, so nobody is overtaken. Else groups wait until the step asks for them, and the oldest go first. A
-# sample that takes long is overtaken by fresh ones meanwhile, and the later they are bound, the more steps it
-# has to catch up before it is too old.
-#
-# A step asks when a device group has nothing left to do before it. So nodes of the next step run beside the
-# writers of this one where they are placed apart; but no further ahead than that, or a fast group would bind
-# everything early.
-
-
-def may_bind(data: StateParts) -> bool:
-    """Whether the next batch can be formed now."""
-    return data.rollout.is_formable and (not _waits(data) or _is_asked_for(data))
-
-
-def _waits(data: StateParts) -> bool:
-    return bool(data.rollout.models) and data.schedule.settings.max_staleness > 0
-
-
-def _is_asked_for(data: StateParts) -> bool:
-    step = data.progress.formed
-    if step > data.progress.least_version(data.rollout.models) + LOOK_AHEAD:
-        return False
-    return any(device.cycle == step and device.running is None for device in data.devices)
-
-
 NUM_RUNNING = declare(
-    "rollout/running",
-    "groups",
-    "open groups: generated, or worked on by sample and group nodes",
-    live="last",
+    "rollout/running", "groups", "open groups: generated, or worked on by sample and group nodes", live="last"
 )
 NUM_QUEUED = declare("rollout/queued", "groups", "accepted groups that wait for their batch", live="last")
 NUM_ACCEPTED = declare("rollout/accepted", "groups", "groups accepted since the run's start", live="last")
@@ -81,30 +65,37 @@ VERSION = declare(
     "rollout/version", "version", "version of the weights that new samples are generated with", live="last"
 )
 
-HISTORY = 20
-"""Events that an assertion's text carries."""
+HISTORY_LENGTH = 20
+"""Events that the message of an assertion lists."""
 
 
 class RunState:
     """The state machine of one run.
 
-    An event that cannot happen (an unknown node, a second completion) is a bug of ours and raises
-    an `AssertionError` whose text carries the last events. After `Finish` events are ignored.
+    An event that cannot happen (an unknown node, a second completion) is a bug in hflow and raises an
+    `AssertionError` that lists the last events. After `Finish`, events are ignored.
 
     Args:
         schedule: the part of the plan that says what fires when.
+
+    Attributes:
+        parts: the state.
+        admission: opens groups.
+        finished: the last instruction, once it was issued.
+        stopping: whether the user asked the run to end.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self._out: list[Instruction] = []
-        self.parts = assemble(schedule, self._out.append)
+        self._instructions: list[Instruction] = []
+        self.parts = assemble(schedule, self._instructions.append)
         self.admission = Admission(self.parts)
         self.finished: Finish | None = None
         self.stopping = False
         self._started = False
-        self._history: deque[Event] = deque(maxlen=HISTORY)
+        self._history: deque[Event] = deque(maxlen=HISTORY_LENGTH)
         self._streams = {stream.stream.name: stream for stream in self.parts.streams}
         self._stream_of = {stream.stream.source: stream for stream in self.parts.streams}
+        """Source, sample node or group node -> its stream."""
         self._sources = frozenset(self._stream_of)
         for node in schedule.nodes:
             if node.level is not Level.BATCH:
@@ -122,38 +113,38 @@ class RunState:
         }
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take one event; return what to do now, in order."""
+        """Handle one event and return what to do now, in order."""
         if self.finished is not None:
             return []
         self._history.append(event)
         try:
             self._handlers[type(event)](event)
             if self.finished is None:
-                self.parts.stations.fire(self._stream_of)
+                self.parts.streaming.run_waiting(self._stream_of)
         except AssertionError as bug:
             events = "\n  ".join(str(event) for event in self._history)
             raise AssertionError(f"{bug}; last events:\n  {events}") from bug
-        instructions = self._out.copy()
-        self._out.clear()
+        instructions = self._instructions.copy()
+        self._instructions.clear()
         return instructions
 
     def rollout_counts(self) -> dict[str, float]:
         """Return the present counts of groups, and the version of the weights that generate new samples."""
-        rollout = self.parts.rollout
+        trained = self.parts.trained
         counts: dict[str, float] = {
-            NUM_RUNNING.name: len(rollout.groups),
-            NUM_QUEUED.name: len(rollout.queue),
-            NUM_ACCEPTED.name: rollout.num_accepted,
+            NUM_RUNNING.name: len(trained.groups),
+            NUM_QUEUED.name: len(trained.queue),
+            NUM_ACCEPTED.name: trained.num_accepted,
         }
-        if self.parts.engines_of[rollout.stream.name]:
-            counts[VERSION.name] = self.parts.engine_version(rollout.stream.name)
+        if self.parts.engines_of[trained.stream.name]:
+            counts[VERSION.name] = self.parts.engine_version(trained.stream.name)
         return counts
 
     # ------------------------------------------------------------------ events
     def _on_started(self, event: Started) -> None:
         assert not self._started, "the run started twice"
         self._started = True
-        self._advance()
+        self._decide()
 
     def _on_sample_done(self, event: SampleDone) -> None:
         stream = self._streams[event.stream]
@@ -161,27 +152,27 @@ class RunState:
             stream.discard_sample(event.sample)
         else:
             stream.sample_done(event.sample, event.oldest)
-        self._after_sample_event(stream)
+        self._decide_after(stream)
 
     def _on_node_done(self, event: NodeDone) -> None:
-        if event.node in self.parts.progress.settled:
-            finish_node(event.node, event.key, self.parts)
-            self._advance()
+        if event.node in self.parts.progress.last_settled:
+            finish_batch_node(event.node, event.key, self.parts)
+            self._decide()
             return
         stream = self._stream_of.get(event.node)
         assert stream is not None, f"there is no node {event.node}"
         assert event.node not in self._sources, f"{event.node} is a source: it reports samples"
-        self.parts.stations.done(event.node, event.key)
+        self.parts.streaming.done(event.node, event.key)
         if self.stopping:
             stream.discard_node(event.node, event.key)
         else:
             stream.node_done(event.node, event.key, event.keep)
-        self._after_sample_event(stream)
+        self._decide_after(stream)
 
     def _on_node_failed(self, event: NodeFailed) -> None:
         stream = self._stream_of.get(event.node)
-        assert stream is not None, f"{event.node} is no source, sample or group node that could fail"
-        self.parts.stations.done(event.node, event.key)
+        assert stream is not None, f"{event.node} failed, but it is no source, sample node or group node"
+        self.parts.streaming.done(event.node, event.key)
         if event.node in self._sources:
             if self.stopping:
                 stream.discard_sample(event.key)
@@ -191,97 +182,119 @@ class RunState:
             stream.discard_node(event.node, event.key)
         else:
             stream.node_failed(event.node, event.key, event.reason, event.message)
-        self._after_sample_event(stream)
+        self._decide_after(stream)
 
     def _on_exhausted(self, event: Exhausted) -> None:
         stream = self._streams[event.stream]
         stream.exhaust(event.group)
-        self._after_sample_event(stream)
+        self._decide_after(stream)
 
     def _on_awake(self, event: Awake) -> None:
         engine = self.parts.engines[event.replica]
-        assert engine.state is EngineState.WAKING, f"{engine.name} was not told to wake"
+        assert engine.phase is EnginePhase.WAKING, f"{engine.name} woke without being asked to"
         assert engine.target == event.version, f"{engine.name} woke with {event.version}, not {engine.target}"
-        engine.state, engine.copy.version = EngineState.AWAKE, event.version
-        self._advance()
+        engine.phase, engine.weights.version = EnginePhase.AWAKE, event.version
+        self._decide()
 
     def _on_asleep(self, event: Asleep) -> None:
         engine = self.parts.engines[event.replica]
-        assert engine.state is EngineState.SLEEPING, f"{engine.name} was not told to sleep"
-        engine.state = EngineState.ASLEEP
-        self._advance()
+        assert engine.phase is EnginePhase.FALLING_ASLEEP, f"{engine.name} slept without being asked to"
+        engine.phase = EnginePhase.ASLEEP
+        self._decide()
 
     def _on_published(self, event: Published) -> None:
         engine = self.parts.engines[event.replica]
         assert engine.is_publishing, f"nothing is published for {engine.name}"
-        assert engine.target == event.version, f"{event.version} is published for {engine.name}"
+        assert engine.target == event.version, (
+            f"version {event.version} was published for {engine.name}, not {engine.target}"
+        )
         engine.is_publishing = False
-        self._advance()
+        self._decide()
 
     def _on_stop(self, event: StopRequested) -> None:
         self.stopping = True
-        self.parts.stations.clear(self._stream_of)
-        self._advance()
+        self.parts.streaming.clear(self._stream_of)
+        self._decide()
 
     # ------------------------------------------------------------------ decisions
-    def _after_sample_event(self, stream: StreamState) -> None:
-        """Most events of samples change nothing but the room for more of them.
-
-        So it is where more groups are accepted than a batch needs, and no step asks for one yet.
-        """
-        if self.stopping or stream.wants_decision or may_bind(self.parts):
-            self._advance()
+    def _decide_after(self, stream: StreamState) -> None:
+        """Decide what follows from an event of a sample: in most cases only that there is room for more."""
+        if self.stopping or stream.needs_decision or may_form_batch(self.parts):
+            self._decide()
         else:
             self.admission.open_groups()
 
-    def _advance(self) -> None:
-        """Do everything that can be done now."""
+    def _decide(self) -> None:
+        """Decide everything that can be decided now."""
         if self.stopping:
             self._wind_down()
             return
         while True:
             self._close_batches()
-            if self.parts.rollout.is_refused_out:
-                self._finish(self.parts.rollout.describe_refusals(), error=True)
+            if self.parts.trained.has_too_many_refusals:
+                self._finish(self.parts.trained.describe_refusals(), error=True)
                 return
             self.admission.begin_evaluations()
             fire_batch_nodes(self.parts)
-            if not may_bind(self.parts):  # a device group that goes on may ask for the next batch
+            if not may_form_batch(self.parts):  # a pointer that moved may have reached the next batch
                 break
         update_engines(self.parts)
         self.admission.open_groups()
         if self._is_over():
-            cut_short = self.parts.progress.num_steps < self.parts.schedule.num_steps
-            self._finish("dataset exhausted" if cut_short else "done")
+            ended_early = self.parts.progress.num_steps < self.parts.schedule.num_steps
+            self._finish("dataset exhausted" if ended_early else "done")
 
     def _close_batches(self) -> None:
-        """Form the batches and end the evaluations that are complete."""
-        rollout, progress = self.parts.rollout, self.parts.progress
-        while may_bind(self.parts):
-            rollout.form_batch()
-        if rollout.is_dry:
-            progress.num_steps = progress.formed
+        """Form the batches that can be formed and finish the evaluations that are complete."""
+        trained, progress = self.parts.trained, self.parts.progress
+        while may_form_batch(self.parts):
+            trained.form_batch()
+        if trained.cannot_fill_batch:
+            progress.num_steps = progress.num_formed
         for evaluation in self.parts.evaluations.values():
             if evaluation.is_complete:
                 evaluation.finish()
 
     def _wind_down(self) -> None:
-        """Start nothing; end when all that runs has reported. Samples in flight are left."""
-        settle_batch_nodes(self.parts)
-        engines_settled = all(engine.is_settled for engine in self.parts.engines.values())
-        at_work = self.parts.progress.running or any(s.has_running_nodes for s in self.parts.streams)
-        if engines_settled and not at_work:
+        """Start nothing; finish when everything that runs has reported. Samples in flight are abandoned."""
+        advance_pointers(self.parts)
+        are_confirmed = all(engine.is_confirmed for engine in self.parts.engines.values())
+        are_running = self.parts.progress.running or any(s.has_running_nodes for s in self.parts.streams)
+        if are_confirmed and not are_running:
             self._finish("stopped")
 
     def _is_over(self) -> bool:
-        progress = self.parts.progress
+        parts, progress = self.parts, self.parts.progress
         return (
-            progress.reported == progress.num_steps + self.parts.has_side_nodes
-            and all(device.cycle > progress.num_steps for device in self.parts.devices)
-            and all(progress.num_steps in e.formed for e in self.parts.evaluations.values())
-            and all(engine.is_settled for engine in self.parts.engines.values())
+            progress.num_reported == progress.num_steps + parts.has_side_nodes
+            and all(device.cycle > progress.num_steps for device in parts.devices)
+            and all(progress.num_steps in e.formed for e in parts.evaluations.values())
+            and all(engine.is_confirmed for engine in parts.engines.values())
         )
 
     def _finish(self, reason: str, *, error: bool = False) -> None:
         self.finished = Finish(reason, error)
         self.parts.emit(self.finished)
+
+
+def may_form_batch(parts: StateParts) -> bool:
+    """Return whether the next batch can be formed now.
+
+    With eta = 0 (`max_staleness`) a batch is formed as soon as it is full: all that is admitted trains before
+    the engines get new weights, so no sample is overtaken. Otherwise groups wait until the step needs them,
+    and the oldest go first: a sample that takes long is overtaken by newer ones, and the later batches are
+    formed, the more steps it has before it is too old.
+
+    A step needs its batch when a device group has nothing left to do before it. So nodes of the next step run
+    in parallel with those that change the weights of this step, if they are on other devices. They run no
+    further ahead than that, or a fast device group would form all batches early.
+    """
+    waits_for_step = bool(parts.trained.models) and parts.schedule.settings.max_staleness > 0
+    return parts.trained.can_form_batch and (not waits_for_step or _step_needs_batch(parts))
+
+
+def _step_needs_batch(parts: StateParts) -> bool:
+    step = parts.progress.num_formed
+    if step > parts.progress.min_version(parts.trained.models) + LOOK_AHEAD:
+        return False
+    return any(device.cycle == step and device.running is None for device in parts.devices)

@@ -1,7 +1,11 @@
-"""A root stream: groups open, their samples finish, their nodes run, and they are accepted or refused.
+"""`StreamState`: the groups of one root stream between admission and acceptance.
 
-What happens to accepted and refused groups differs between the trained stream (`rollout`) and
-side streams (`evaluation`), which override the hooks at the end of `StreamState`.
+Groups are opened, their samples are generated, their nodes run, and they are accepted or refused. What
+happens then differs between the trained stream (`trained_stream`) and side streams (`evaluation`), which
+override the hooks at the end of the class.
+
+Invariant: every sample that was opened reports exactly once, also after it was refused. Until then it
+counts as generating.
 """
 
 from __future__ import annotations
@@ -15,20 +19,27 @@ from hflow.runtime.state.groups import Emit, Group, Member, SampleDependencies
 
 
 class StreamState:
-    """Groups of one stream between admission and acceptance.
+    """The groups of one stream.
+
+    Args:
+        stream: the stream.
+        nodes: all nodes of the schedule.
+        emit: receives instructions.
 
     Attributes:
+        dependencies: what the stream's nodes wait for.
         groups: open groups by id.
+        next_group: id of the group that is opened next.
         num_generating: samples whose source has not reported, abandoned ones included.
-        abandoned: samples that were refused while generating; they occupy an engine until they
+        abandoned: samples that were refused while they were generated. They occupy an engine until they
             report.
-        orphans: (node, key) still at work on what was refused; their results are ignored.
-        exhausted: whether the dataset has no further row (for this evaluation).
+        orphans: (node, key) of nodes that work on something that was refused; their results are ignored.
+        exhausted: whether the dataset has no further row (on a side stream: for this evaluation).
     """
 
     def __init__(self, stream: ScheduledStream, nodes: Sequence[ScheduledNode], emit: Emit) -> None:
         self.stream = stream
-        self.graph = SampleDependencies(stream, nodes)
+        self.dependencies = SampleDependencies(stream, nodes)
         self.groups: dict[int, Group] = {}
         self.next_group = 0
         self.num_generating = 0
@@ -40,71 +51,83 @@ class StreamState:
     # ------------------------------------------------------------------ events
     def open_group(self) -> None:
         """Admit the next group."""
-        group = Group(self.next_group, self.graph, self._emit)
+        group = Group(self.next_group, self.dependencies, self._emit)
         self.groups[group.number] = group
         self.next_group += 1
-        self.num_generating += self.graph.size
+        self.num_generating += self.dependencies.size
         self._emit(OpenGroup(self.stream.name, group.number, tuple(group.members)))
 
     def exhaust(self, number: int) -> None:
-        """The dataset had no row for this group."""
+        """Remove a group for which the dataset had no row."""
         group = self.groups.pop(number, None)
         assert group is not None, f"group {number} of {self.stream.name} is not open"
-        assert group.tasks_left == self.graph.num_tasks, f"group {number} exists: it has finished samples"
-        self.num_generating -= self.graph.size
+        has_started = group.tasks_left != self.dependencies.num_tasks
+        assert not has_started, f"group {number} has a row: some of its samples are finished"
+        self.num_generating -= self.dependencies.size
         self.exhausted = True
 
     def sample_done(self, sample: int, oldest: int) -> None:
-        """The source finished a sample."""
-        found = self._report(sample)
-        if found is None:
+        """Handle a sample that its source finished."""
+        reported = self._end_generation(sample)
+        if reported is None:
             return
-        group, member = found
+        group, member = reported
         member.oldest = oldest
         if self._is_stale(member):
-            self._refuse_sample(group, sample, self.graph.source, Refusal.STALE)
+            self._refuse_sample(group, sample, self.dependencies.source, Refusal.STALE)
             return
-        group.finish_sample_task(sample, self.graph.source)
-        self._close_if_complete(group)
+        group.finish_sample_task(sample, self.dependencies.source)
+        self._accept_if_complete(group)
 
     def sample_failed(self, sample: int, reason: Refusal, message: str = "") -> None:
-        """The source gave up on a sample."""
-        found = self._report(sample)
-        if found is not None:
-            self._refuse_sample(found[0], sample, self.graph.source, reason, message)
+        """Handle a sample on which its source failed."""
+        reported = self._end_generation(sample)
+        if reported is not None:
+            self._refuse_sample(reported[0], sample, self.dependencies.source, reason, message)
 
     def node_done(self, name: str, key: int, keep: bool) -> None:
-        """A sample or group node is done; `keep` False refuses what it looked at."""
+        """Handle a sample or group node that is done; `keep=False` refuses its sample or group."""
         if not keep:
             self.node_failed(name, key, Refusal.KEEP)
-        elif (group := self._finish_running(name, key)) is not None:
-            if self.graph.levels[name] is Level.SAMPLE:
+        elif (group := self._end_node(name, key)) is not None:
+            if self.dependencies.levels[name] is Level.SAMPLE:
                 group.finish_sample_task(key, name)
             else:
                 group.finish_group_task(name)
-            self._close_if_complete(group)
+            self._accept_if_complete(group)
 
     def node_failed(self, name: str, key: int, reason: Refusal, message: str = "") -> None:
-        """A sample or group node gave up, or said that this is not to be kept."""
-        group = self._finish_running(name, key)
+        """Handle a sample or group node that failed, or that refused its sample or group."""
+        group = self._end_node(name, key)
         if group is None:
             return
-        if self.graph.levels[name] is Level.SAMPLE:
+        if self.dependencies.levels[name] is Level.SAMPLE:
             self._refuse_sample(group, key, name, reason, message)
         else:
             self._refuse_group(group, name, reason, message)
-            self._refused(name, reason, message)
+            self._on_group_refused(name, reason, message)
 
     def discard_sample(self, sample: int) -> None:
-        """The source reported on a sample of a run that is stopping: nothing follows."""
-        self._report(sample)
+        """Handle the report of a sample in a run that is stopping: nothing follows from it."""
+        self._end_generation(sample)
 
     def discard_node(self, name: str, key: int) -> None:
-        """A node reported in a run that is stopping: nothing follows."""
-        self._finish_running(name, key)
+        """Handle the report of a node in a run that is stopping: nothing follows from it."""
+        self._end_node(name, key)
 
-    def awaited(self) -> Iterator[tuple[str, int]]:
-        """What nodes are at work on, or wait at a station to begin with; orphans too."""
+    # ------------------------------------------------------------------ queries
+    @property
+    def has_running_nodes(self) -> bool:
+        """Whether a sample or group node is running."""
+        return any(group.has_running_nodes for group in self.groups.values())
+
+    @property
+    def needs_decision(self) -> bool:
+        """Whether the last event may have consequences beyond its own group."""
+        raise NotImplementedError
+
+    def running_nodes(self) -> Iterator[tuple[str, int]]:
+        """Yield (node, key) of all nodes that run or wait for their devices, orphans included."""
         yield from self.orphans
         for group in self.groups.values():
             yield from ((name, group.number) for name in group.running)
@@ -112,8 +135,8 @@ class StreamState:
                 yield from ((name, sample) for name in member.running)
 
     def movable_groups(self) -> list[int]:
-        """Open groups of which no member has ended or was refused, in order of admission."""
-        size = self.graph.size
+        """Return the open groups whose members are all being generated, in order of admission."""
+        size = self.dependencies.size
         return [
             number
             for number, group in self.groups.items()
@@ -121,38 +144,28 @@ class StreamState:
         ]
 
     def members_of(self, number: int) -> frozenset[int]:
-        """The samples that are left of a group; none where it is not open."""
+        """Return the remaining samples of a group; empty if it is not open."""
         group = self.groups.get(number)
         return frozenset(group.members if group else ())
 
     def is_orphan(self, name: str, key: int) -> bool:
-        """Whether what a node is at work on was refused meanwhile."""
+        """Return whether a node works on something that was refused meanwhile."""
         return (name, key) in self.orphans
 
     def samples_of(self, name: str, key: int) -> tuple[int, ...]:
-        """The samples that are left of what a node works on."""
-        if self.graph.levels[name] is Level.SAMPLE:
+        """Return the remaining samples of what a node works on."""
+        if self.dependencies.levels[name] is Level.SAMPLE:
             return (key,)
         return tuple(self.groups[key].members)
 
-    @property
-    def has_running_nodes(self) -> bool:
-        """Whether a sample or group node is at work."""
-        return any(group.has_running_nodes for group in self.groups.values())
-
-    @property
-    def wants_decision(self) -> bool:
-        """Whether the last event may have completed something beyond its own group."""
-        raise NotImplementedError
-
     # ------------------------------------------------------------------ steps
-    def _report(self, sample: int) -> tuple[Group, Member] | None:
-        """Take a sample off the engine; None for an abandoned one."""
+    def _end_generation(self, sample: int) -> tuple[Group, Member] | None:
+        """Record that no engine works on a sample any more. Returns None for an abandoned sample."""
         if sample in self.abandoned:
             self.abandoned.remove(sample)
             self.num_generating -= 1
             return None
-        group = self.groups.get(sample // self.graph.size)
+        group = self.groups.get(sample // self.dependencies.size)
         assert group is not None, f"sample {sample} of {self.stream.name} is in no open group"
         member = group.members.get(sample)
         assert member is not None, f"sample {sample} of {self.stream.name} was refused"
@@ -161,17 +174,17 @@ class StreamState:
         member.generating = False
         return group, member
 
-    def _finish_running(self, name: str, key: int) -> Group | None:
-        """Take a node off the running ones; None if what it worked on was refused meanwhile."""
+    def _end_node(self, name: str, key: int) -> Group | None:
+        """Record that a node is not running any more. Returns None if its sample or group was refused."""
         if (name, key) in self.orphans:
             self.orphans.remove((name, key))
             return None
-        at_sample = self.graph.levels[name] is Level.SAMPLE
-        group = self.groups.get(key // self.graph.size if at_sample else key)
+        is_sample_node = self.dependencies.levels[name] is Level.SAMPLE
+        group = self.groups.get(key // self.dependencies.size if is_sample_node else key)
         assert group is not None, f"{name} reports on {key}, which is in no open group"
-        if at_sample:
+        if is_sample_node:
             assert key in group.members, f"{name} reports on sample {key}, which was refused"
-        running = group.members[key].running if at_sample else group.running
+        running = group.members[key].running if is_sample_node else group.running
         assert name in running, f"{name} does not run for {key}"
         running.remove(name)
         return group
@@ -182,47 +195,49 @@ class StreamState:
         self._refuse_samples(group, {sample: message}, node, reason)
 
     def _refuse_samples(self, group: Group, messages: Mapping[int, str], node: str, reason: Refusal) -> None:
-        """Refuse members for one reason, each with its message; and the others where too few are left."""
-        gone = []
+        """Refuse members for one reason, each with its message. If too few remain, refuse the others too."""
+        removed = []
         for sample, message in messages.items():
-            gone.append(self._abandon(group, sample))
+            removed.append(self._remove_member(group, sample))
             self._emit(Refuse(self.stream.name, group.number, (sample,), node, reason, message))
         if len(group.members) < max(1, self.stream.min_group):
             self._refuse_group(group, node, Refusal.SMALL_GROUP)
-            self._refused(node, reason, list(messages.values())[-1])
+            self._on_group_refused(node, reason, list(messages.values())[-1])
         else:
-            for member in gone:
+            for member in removed:
                 group.forget(member)
-            self._close_if_complete(group)
+            self._accept_if_complete(group)
 
     def _refuse_group(self, group: Group, node: str, reason: Refusal, message: str = "") -> None:
-        """Refuse all members that are left and forget the group."""
+        """Refuse all remaining members and forget the group."""
         samples = tuple(group.members)
         for sample in samples:
-            self._abandon(group, sample)
+            self._remove_member(group, sample)
         self.orphans.update((name, group.number) for name in group.running)
         self.groups.pop(group.number, None)
         if samples:
             self._emit(Refuse(self.stream.name, group.number, samples, node, reason, message))
 
-    def _abandon(self, group: Group, sample: int) -> Member:
+    def _remove_member(self, group: Group, sample: int) -> Member:
         member = group.members.pop(sample)
         if member.generating:
             self.abandoned.add(sample)
         self.orphans.update((name, sample) for name in member.running)
         return member
 
-    def _close_if_complete(self, group: Group) -> None:
+    def _accept_if_complete(self, group: Group) -> None:
         if group.tasks_left == 0:
             del self.groups[group.number]
-            self._accepted(group)
+            self._on_complete(group)
 
     # ------------------------------------------------------------------ hooks
     def _is_stale(self, member: Member) -> bool:
+        """Return whether a member is too old to train."""
         return False
 
-    def _accepted(self, group: Group) -> None:
+    def _on_complete(self, group: Group) -> None:
+        """Accept a group whose nodes are all done."""
         raise NotImplementedError
 
-    def _refused(self, node: str, reason: Refusal, message: str) -> None:
-        """A whole group was refused; `node`, `reason` and `message` are those of its last refusal."""
+    def _on_group_refused(self, node: str, reason: Refusal, message: str) -> None:
+        """Handle the refusal of a whole group, given the node, reason and message of its last refusal."""

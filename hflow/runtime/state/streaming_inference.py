@@ -1,9 +1,10 @@
-"""Stations: devices on which a model works on samples and groups as they arrive.
+"""Models that work on samples and groups as they arrive, on devices of their own.
 
-A reward model before a `keep` cannot wait for a batch. What arrives for it waits at the station of its
-devices; whenever the station is free, all that waits for one node goes through the model together. So
-micro-batches are as large as the model is slow, and all ranks of the replica are told the same things in
-the same order, one at a time.
+A reward model whose `keep` decides on a sample cannot wait for a batch. Its samples wait in a queue of its
+devices. Whenever the devices are free, all that waits for one node goes through the model together. So the
+slower the model is, the larger are its micro-batches.
+
+Invariant: a replica runs one node at a time, and all its ranks get the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -18,88 +19,92 @@ from hflow.runtime.events import Instruction, RunGroup, RunSample, RunStreamingI
 from hflow.runtime.state.groups import Emit
 from hflow.runtime.state.stream_state import StreamState
 
-Key = tuple[str, int]
+NodeKey = tuple[str, int]
 """A node, and the sample or group that it works on."""
 
 
 @dataclass(eq=False)
 class StreamingReplica:
-    """One device group that no batch node and no engine uses."""
+    """The queue of one device group that no batch node and no engine uses."""
 
     name: str
-    waiting: deque[Key] = field(default_factory=deque)
-    """In order of arrival; what was refused meanwhile is passed over when its turn comes."""
-    running: set[Key] = field(default_factory=set)
-    num_fired: int = 0
+    waiting: deque[NodeKey] = field(default_factory=deque)
+    """In order of arrival. What was refused meanwhile is skipped when its turn comes."""
+    running: set[NodeKey] = field(default_factory=set)
+    num_runs: int = 0
 
 
 class StreamingReplicas:
-    """All stations of a run.
+    """The queues of all device groups that run models on arriving samples.
 
     Args:
-        schedule: nodes of samples and groups that have a device group run at its station.
-        emit: takes instructions.
+        schedule: sample and group nodes that have a device group are queued here.
+        emit: receives instructions.
+
+    Attributes:
+        by_group: device group -> its queue.
     """
 
     def __init__(self, schedule: Schedule, emit: Emit) -> None:
         self._emit = emit
-        placed = [node for node in schedule.nodes if node.level is not Level.BATCH and node.group]
-        self.all = {node.group: StreamingReplica(node.group) for node in placed if node.group}
-        self._at = {node.name: self.all[node.group] for node in placed if node.group}
+        nodes = [node for node in schedule.nodes if node.level is not Level.BATCH and node.group]
+        self.by_group = {node.group: StreamingReplica(node.group) for node in nodes if node.group}
+        self._replica_of = {node.name: self.by_group[node.group] for node in nodes if node.group}
         trained = schedule.streams[0]
         num_groups = trained.batch or 1
-        sizes = {Level.GROUP: num_groups, Level.SAMPLE: num_groups * trained.group_size}
-        self._most = {node.name: sizes[node.level] for node in placed}
-        """Node -> most samples or groups at once: those of a batch."""
+        max_keys = {Level.GROUP: num_groups, Level.SAMPLE: num_groups * trained.group_size}
+        self._max_keys = {node.name: max_keys[node.level] for node in nodes}
+        """Node -> most samples or groups that it runs on at once: those of a batch."""
 
     @property
     def nodes(self) -> frozenset[str]:
-        """The nodes that run at stations."""
-        return frozenset(self._at)
+        """The nodes that are queued here."""
+        return frozenset(self._replica_of)
 
-    def pass_on(self, instruction: Instruction) -> None:
-        """Emit what streams emit, but nodes that have a station wait there."""
+    def emit_or_queue(self, instruction: Instruction) -> None:
+        """Emit a stream's instruction, or queue it if it runs a node with a queue."""
         match instruction:
-            case RunSample(node, key) | RunGroup(node, key) if node in self._at:
-                self._at[node].waiting.append((node, key))
+            case RunSample(node, key) | RunGroup(node, key) if node in self._replica_of:
+                self._replica_of[node].waiting.append((node, key))
             case _:
                 self._emit(instruction)
 
     def done(self, node: str, key: int) -> None:
-        """A node reports on a sample or group."""
-        if (station := self._at.get(node)) is not None:
-            assert (node, key) in station.running, f"{node} does not run for {key}"
-            station.running.remove((node, key))
+        """Record that a node is done with a sample or group; other nodes are ignored."""
+        if (replica := self._replica_of.get(node)) is not None:
+            assert (node, key) in replica.running, f"{node} does not run for {key}"
+            replica.running.remove((node, key))
 
-    def fire(self, stream_of: Mapping[str, StreamState]) -> None:
-        """Let every free station begin with what waits there."""
-        for station in self.all.values():
-            while station.waiting and not station.running:
-                self._begin(station, stream_of)
+    def run_waiting(self, stream_of: Mapping[str, StreamState]) -> None:
+        """Let every free replica run what waits."""
+        for replica in self.by_group.values():
+            while replica.waiting and not replica.running:
+                self._run_next(replica, stream_of)
 
     def clear(self, stream_of: Mapping[str, StreamState]) -> None:
-        """Nothing new is to start: give up what waits."""
-        for station in self.all.values():
-            for node, key in station.waiting:
+        """Discard what waits, in a run that is stopping."""
+        for replica in self.by_group.values():
+            for node, key in replica.waiting:
                 stream_of[node].discard_node(node, key)
-            station.waiting.clear()
+            replica.waiting.clear()
 
-    def _begin(self, station: StreamingReplica, stream_of: Mapping[str, StreamState]) -> None:
-        """Fire the node that waits longest, on all that waits for it."""
-        node = station.waiting[0][0]
+    def _run_next(self, replica: StreamingReplica, stream_of: Mapping[str, StreamState]) -> None:
+        """Run the node that waits longest, on all that waits for it."""
+        node = replica.waiting[0][0]
+        stream = stream_of[node]
         keys: list[int] = []
         samples: list[int] = []
-        others: deque[Key] = deque()
-        for name, key in station.waiting:
-            if name != node or len(keys) == self._most[node]:
-                others.append((name, key))
-            elif stream_of[node].is_orphan(node, key):
-                stream_of[node].discard_node(node, key)
+        still_waiting: deque[NodeKey] = deque()
+        for name, key in replica.waiting:
+            if name != node or len(keys) == self._max_keys[node]:
+                still_waiting.append((name, key))
+            elif stream.is_orphan(node, key):
+                stream.discard_node(node, key)
             else:
                 keys.append(key)
-                samples += stream_of[node].samples_of(node, key)
-        station.waiting = others
+                samples += stream.samples_of(node, key)
+        replica.waiting = still_waiting
         if keys:
-            station.running = {(node, key) for key in keys}
-            self._emit(RunStreamingInference(node, station.num_fired, tuple(keys), tuple(samples)))
-            station.num_fired += 1
+            replica.running = {(node, key) for key in keys}
+            self._emit(RunStreamingInference(node, replica.num_runs, tuple(keys), tuple(samples)))
+            replica.num_runs += 1

@@ -1,160 +1,170 @@
 """Which weights engines get, and when.
 
-Weights leave those who train them while no node changes them, so that the version on an engine's label
-is exactly what it holds. While evaluation samples run on an engine it keeps its weights; trainers do not
-wait for that, and the engine catches up afterwards.
+Invariant: weights are taken from the devices that train them only while no node changes them, so an engine
+holds exactly the version that it is labelled with. An engine keeps its weights while evaluation samples run
+on it. Training does not wait for that; the engine catches up afterwards.
 
-An engine that takes turns with batch nodes, or uses their storage, takes weights from them as it wakes:
-`Sleep` (no group is opened any more; samples are interrupted and kept), `Asleep`, `Wake` (the bytes
-move), `Awake` (the version is set; what was interrupted goes on, and groups are opened again). The next
-writers wait until it has them.
+An engine that shares devices with batch nodes takes the weights from these devices when it wakes:
 
-For an engine apart the bytes move in two parts. `Publish` makes a copy, and is ordered in the moment in
-which the version is there, before anything else is ordered on the devices that hold it; as these do what
-they are asked in order, the next writers need not wait for more than the order. The engine generates
-meanwhile. `Published` lets it sleep, load and wake as above, beside whatever trains. One version lies
-ready for an engine at most: the next is published, and the writers after it go on, when it is loaded. So
-nobody trains further ahead of what an engine generates with than the version that it is about to load.
+1. `Sleep`: no more groups are opened, and samples are interrupted and kept; `Asleep` confirms.
+2. `Wake`: the weights move; `Awake` confirms. Interrupted samples continue, and groups are opened again.
 
-Where samples are not to be interrupted, `Sleep` comes once the last one has finished.
+Nodes that change the weights wait until the engine has them.
+
+For an engine with its own devices the weights move in two parts. `Publish` copies them, as soon as the
+version exists. The devices that hold the weights make the copy before anything they are asked to do later,
+so nodes that change the weights need not wait for it. The engine generates meanwhile. After `Published` it
+sleeps, loads the copy and wakes as above, while training continues. At most one published version is
+pending per engine: the next version is published, and the nodes that change it start, when the pending one
+is loaded. So training is never further ahead of an engine than the version that the engine loads next.
+
+If samples are not to be interrupted, `Sleep` is issued when the last sample has finished.
 """
 
 from __future__ import annotations
 
 from hflow.runtime.events import Publish, Sleep, Wake
-from hflow.runtime.state.device_state import DeviceOrder, Engine, EngineState
+from hflow.runtime.state.device_state import DeviceOrder, EnginePhase, EngineState
 from hflow.runtime.state.evaluation import Evaluation
 from hflow.runtime.state.state_parts import StateParts
 
 
-def turn_is_needed(device: DeviceOrder, data: StateParts) -> bool:
-    """Whether the pointer's step still needs the engines of a group.
+def needs_turn(device: DeviceOrder, parts: StateParts) -> bool:
+    """Return whether the engines of a device group are still needed in the step of its pointer.
 
-    For the trained stream until its batch is formed, for a side stream until the evaluation of
-    the step's version is complete. Once False it stays so for the step.
+    The trained stream needs them until the step's batch is formed, a side stream until the evaluation of
+    the step's version is complete. Once the result is False, it remains so for the step.
     """
-    step = device.cycle
-    if step > data.progress.formed or not device.engines:
+    step, progress = device.cycle, parts.progress
+    if step > progress.num_formed or not device.engines:
         return False
-    unformed = step == data.progress.formed < data.progress.num_steps
+    has_no_batch = step == progress.num_formed < progress.num_steps
     return any(
-        (engine.serves_rollout and unformed) or engine.is_held or _is_awaited(engine, step)
+        (engine.serves_trained_stream and has_no_batch) or engine.is_evaluating or _is_expected(engine, step)
         for engine in device.engines
     )
 
 
-def can_begin(evaluation: Evaluation, version: int, data: StateParts) -> bool:
-    """Whether an evaluation of this version has the turns that it needs; engines may yet lack weights."""
+def can_begin(evaluation: Evaluation, version: int, parts: StateParts) -> bool:
+    """Return whether an evaluation of this version has its turns. Its engines may still lack the weights."""
     return evaluation.is_expected(version) and all(
-        device.in_turn and device.cycle == version <= data.progress.formed
-        for device in data.shared_by[evaluation.stream.name]
+        device.in_turn and device.cycle == version <= parts.progress.num_formed
+        for device in parts.shared_devices[evaluation.stream.name]
     )
 
 
-def publish_weights(data: StateParts) -> bool:
-    """Publish the weights that engines apart lack, as soon as they are there; returns whether any were."""
-    versions = {name: _due(engine, data) for name, engine in data.engines.items() if engine.is_separate}
-    due = {name: version for name, version in versions.items() if version is not None}
-    for name, version in due.items():
-        engine = data.engines[name]
-        engine.copy.target, engine.is_publishing = version, True
-        data.emit(Publish(name, version))
-    return bool(due)
+def publish_weights(parts: StateParts) -> bool:
+    """Publish all weights that separate engines need and that exist. Returns whether there were any."""
+    versions = {
+        name: _version_to_publish(engine, parts)
+        for name, engine in parts.engines.items()
+        if engine.is_separate
+    }
+    to_publish = {name: version for name, version in versions.items() if version is not None}
+    for name, version in to_publish.items():
+        engine = parts.engines[name]
+        engine.weights.target, engine.is_publishing = version, True
+        parts.emit(Publish(name, version))
+    return bool(to_publish)
 
 
-def update_engines(data: StateParts) -> None:
-    """Put engines to sleep and wake them, as turns and versions ask."""
-    for engine in data.engines.values():
-        if engine.state in (EngineState.AWAKE, EngineState.DRAINING):
-            _stop(engine, data)
-        elif engine.state is EngineState.ASLEEP and _is_wanted(engine, data):
-            _wake(engine, data)
+def update_engines(parts: StateParts) -> None:
+    """Put engines to sleep and wake them, by their turns and by the versions they need."""
+    for engine in parts.engines.values():
+        if engine.phase in (EnginePhase.AWAKE, EnginePhase.DRAINING):
+            _sleep_if_needed(engine, parts)
+        elif engine.phase is EnginePhase.ASLEEP and _should_be_awake(engine, parts):
+            _wake_if_possible(engine, parts)
 
 
-def blocks_writer(engine: Engine, step: int, data: StateParts) -> bool:
-    """Whether the weights of the start of `step` must be taken for an engine before they change."""
+def blocks_writer(engine: EngineState, step: int, parts: StateParts) -> bool:
+    """Return whether an engine must get the weights of the start of `step` before they change."""
     if engine.is_loading:
         return True
     return (
-        data.progress.is_untouched(engine.models, step)
-        and not engine.is_held
-        and _is_wanted(engine, data)
-        and _lacks(engine, step, data)
+        parts.progress.is_unchanged(engine.models, step)
+        and not engine.is_evaluating
+        and _should_be_awake(engine, parts)
+        and _needs_version(engine, step, parts)
     )
 
 
-def _is_awaited(engine: Engine, version: int) -> bool:
+def _is_expected(engine: EngineState, version: int) -> bool:
+    """Return whether an evaluation of this version is expected on an engine."""
     return any(evaluation.is_expected(version) for evaluation in engine.evaluations)
 
 
-def _is_wanted(engine: Engine, data: StateParts) -> bool:
-    """Whether an engine should be awake: always, or in the turn of the group that it shares."""
-    device = data.device_of.get(engine.name)
-    return device is None or (device.in_turn and turn_is_needed(device, data))
+def _should_be_awake(engine: EngineState, parts: StateParts) -> bool:
+    """Return whether an engine should be awake: a separate one always, another one in its turn."""
+    device = parts.device_of.get(engine.name)
+    return device is None or (device.in_turn and needs_turn(device, parts))
 
 
-def _lacks(engine: Engine, version: int, data: StateParts) -> bool:
-    """Whether an engine should get the weights of `version` in place of those that it was given last."""
+def _needs_version(engine: EngineState, version: int, parts: StateParts) -> bool:
+    """Return whether an engine needs the weights of `version` in place of those that it was given last."""
     if engine.target < 0:
         return True
-    every = data.schedule.settings.sync_every
-    rolls_on = engine.serves_rollout and data.progress.formed < data.progress.num_steps
-    if rolls_on and version // every > engine.target // every:
+    sync_every, progress = parts.schedule.settings.sync_every, parts.progress
+    generates_batches = engine.serves_trained_stream and progress.num_formed < progress.num_steps
+    if generates_batches and version // sync_every > engine.target // sync_every:
         return True
-    return version != engine.target and any(can_begin(e, version, data) for e in engine.evaluations)
+    return version != engine.target and any(can_begin(e, version, parts) for e in engine.evaluations)
 
 
-def _due(engine: Engine, data: StateParts) -> int | None:
-    """The version to publish for an engine now, if any.
+def _version_to_publish(engine: EngineState, parts: StateParts) -> int | None:
+    """Return the version to publish for an engine now; None if there is none.
 
-    None before it has loaded the last one, nor while that one is, or can yet be, evaluated on it.
+    There is none before the engine has loaded the last one, nor while that one is being evaluated, or can
+    still be evaluated, on it.
     """
-    is_evaluated = engine.is_held or any(can_begin(e, engine.target, data) for e in engine.evaluations)
-    if engine.is_behind or is_evaluated:
+    is_evaluated = engine.is_evaluating or any(
+        can_begin(evaluation, engine.target, parts) for evaluation in engine.evaluations
+    )
+    if engine.has_pending_weights or is_evaluated:
         return None
-    version = data.progress.common_version(engine.models)
-    return version if version is not None and _lacks(engine, version, data) else None
+    version = parts.progress.common_version(engine.models)
+    return version if version is not None and _needs_version(engine, version, parts) else None
 
 
-def _must_sleep(engine: Engine, data: StateParts) -> bool:
-    """Whether an engine's turn is over, or new weights are ready for it."""
+def _must_sleep(engine: EngineState, parts: StateParts) -> bool:
+    """Return whether an engine's turn is over, or new weights are ready for it."""
     if engine.is_separate:
-        return engine.is_behind and not engine.is_publishing
-    if not _is_wanted(engine, data):
+        return engine.has_pending_weights and not engine.is_publishing
+    if not _should_be_awake(engine, parts):
         return True
-    if engine.is_held:
+    if engine.is_evaluating:
         return False
-    version = data.progress.common_version(engine.models)
-    return version is not None and _lacks(engine, version, data)
+    version = parts.progress.common_version(engine.models)
+    return version is not None and _needs_version(engine, version, parts)
 
 
-def _stop(engine: Engine, data: StateParts) -> None:
-    """Put an engine to sleep that must, at once or when its samples are finished."""
-    if not _must_sleep(engine, data):
-        engine.state = EngineState.AWAKE
-    elif data.schedule.settings.interrupt or _is_idle(engine, data):
-        engine.state = EngineState.SLEEPING
-        data.emit(Sleep(engine.name))
+def _sleep_if_needed(engine: EngineState, parts: StateParts) -> None:
+    """Put an engine to sleep if it must, at once or when its samples are finished."""
+    if not _must_sleep(engine, parts):
+        engine.phase = EnginePhase.AWAKE
+    elif parts.schedule.settings.interrupt or _is_idle(engine, parts):
+        engine.phase = EnginePhase.FALLING_ASLEEP
+        parts.emit(Sleep(engine.name))
     else:
-        engine.state = EngineState.DRAINING
+        engine.phase = EnginePhase.DRAINING
 
 
-def _is_idle(engine: Engine, data: StateParts) -> bool:
-    """Whether no sample of any of its streams is in flight."""
+def _is_idle(engine: EngineState, parts: StateParts) -> bool:
+    """Return whether no sample of an engine's streams is in flight."""
     return not any(
-        stream.num_generating and engine in data.engines_of[stream.stream.name] for stream in data.streams
+        stream.num_generating and engine in parts.engines_of[stream.stream.name] for stream in parts.streams
     )
 
 
-def _wake(engine: Engine, data: StateParts) -> None:
-    """Wake an engine with new weights where it lacks them (once they are whole), else as it is."""
+def _wake_if_possible(engine: EngineState, parts: StateParts) -> None:
+    """Wake an engine, with new weights if it needs them. If these do not exist yet, it sleeps on."""
     if engine.is_separate:
-        if engine.is_publishing or not engine.is_behind:
+        if engine.is_publishing or not engine.has_pending_weights:
             return
-    elif _lacks(engine, data.progress.least_version(engine.models), data):
-        version = data.progress.common_version(engine.models)
+    elif _needs_version(engine, parts.progress.min_version(engine.models), parts):
+        version = parts.progress.common_version(engine.models)
         if version is None:
             return
-        engine.copy.target = version
-    engine.state = EngineState.WAKING
-    data.emit(Wake(engine.name, engine.target))
+        engine.weights.target = version
+    engine.phase = EnginePhase.WAKING
+    parts.emit(Wake(engine.name, engine.target))
