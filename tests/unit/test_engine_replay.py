@@ -47,9 +47,7 @@ def test_interruptions_are_part_of_the_record() -> None:
 def test_what_was_not_noted_is_not_made_up() -> None:
     draws: Draws = {}
     generate(RecordingEngine(draws, settings()), PROMPTS[:1], DRAWN[:1])
-    with pytest.raises(
-        RunError, match=r"no token 0 behind the prompt \[7\]: the run that it replays had other"
-    ):
+    with pytest.raises(RunError, match=r"no token 0 after the prompt \[7\]; the recorded run had other"):
         generate(ReplayingEngine(draws, settings()), PROMPTS[2:3], DRAWN[:1])
     with pytest.raises(RunError, match="no token 6"):
         generate(ReplayingEngine(draws, settings()), PROMPTS[:1], [SamplingParams(max_tokens=9, seed=0)])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hflow.backends.embedded_engine.cache import (
     KVCache,
     LengthBand,
-    arrange,
-    bands,
+    assign_slots,
+    length_bands,
     outgrows_band,
     padded_length,
 )
@@ -26,17 +26,17 @@ def sequences(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_bands_by_hand():
-    assert list(bands(np.array([300, 257, 100, 32, 1]))) == [
+    assert list(length_bands(np.array([300, 257, 100, 32, 1]))) == [
         LengthBand(0, 2, 304),
         LengthBand(2, 3, 112),
         LengthBand(3, 5, 32),
     ]
-    assert list(bands(np.array([], np.int64))) == []
+    assert list(length_bands(np.array([], np.int64))) == []
 
 
 def test_arranging_by_hand():
     slots, lengths = np.array([0, 1, 3, 4]), np.array([10, 90, 20, 70])
-    assert arrange(slots, lengths).tolist() == [2, 1, 3, 0], (
+    assert assign_slots(slots, lengths).tolist() == [2, 1, 3, 0], (
         "only 90 is where it belongs, 20 is among its like"
     )
 
@@ -44,9 +44,9 @@ def test_arranging_by_hand():
 @given(sequences())
 def test_slots_are_compact_and_long_bands_come_first(held: tuple[np.ndarray, np.ndarray]):
     slots, lengths = held
-    arranged = arrange(slots, lengths)
+    arranged = assign_slots(slots, lengths)
     assert sorted(arranged) == list(range(len(slots)))
-    found = list(bands(lengths[np.argsort(arranged)]))
+    found = list(length_bands(lengths[np.argsort(arranged)]))
     assert [band.first for band in found] == [0, *(band.last for band in found)][: len(found)]
     assert sum(band.last - band.first for band in found) == len(slots)
     longest = [band.length for band in found]
@@ -59,10 +59,10 @@ def test_slots_are_compact_and_long_bands_come_first(held: tuple[np.ndarray, np.
 @given(sequences())
 def test_nobody_moves_who_lies_where_it_belongs(held: tuple[np.ndarray, np.ndarray]):
     slots, lengths = held
-    arranged = arrange(slots, lengths)
-    assert (arrange(arranged, lengths) == arranged).all()
+    arranged = assign_slots(slots, lengths)
+    assert (assign_slots(arranged, lengths) == arranged).all()
     order = np.argsort(arranged)
-    of_slot = {slot: band for band in bands(lengths[order]) for slot in range(band.first, band.last)}
+    of_slot = {slot: band for band in length_bands(lengths[order]) for slot in range(band.first, band.last)}
     for slot, new in zip(slots.tolist(), arranged.tolist(), strict=True):
         if new != slot and slot in of_slot:
             assert not of_slot[slot].first <= new < of_slot[slot].last

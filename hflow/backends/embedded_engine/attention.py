@@ -1,8 +1,10 @@
-"""Attention over a packed step, in the form that Hugging Face models call.
+"""Attention over a packed step, with the interface that Hugging Face models call.
 
-A step's rows are packed without padding: rows 0 .. B-1 are the last tokens of the running
-sequences (slots 0 .. B-1 of the cache), the prompts that enter follow. Further rows, if any,
-only fill the matrix products up and attend to nothing.
+The rows of a step are packed without padding. Rows 0 .. B-1 are the last tokens of the running sequences,
+which have slots 0 .. B-1 of the cache. The entering prompts follow. Further rows only fill up the matrix
+products and attend to nothing.
+
+Axes: B decoding sequences, N tokens stored in the cache.
 """
 
 from __future__ import annotations
@@ -19,32 +21,31 @@ from hflow.backends.embedded_engine.cache import KVCache, LengthBand
 from hflow.backends.packed_attention import PackedLayout, packed_attention
 
 ATTENTION = "hflow_embedded"
-"""Name under which HF models find `attend`. No mask function has this name, so that they build
-no mask."""
+"""Name of this attention for `attn_implementation`. No mask function has this name, so HF builds no mask."""
 
 
 @dataclass(frozen=True)
 class PackedStep:
-    """What attention must know of one step. N is the number of tokens stored in the cache."""
+    """What attention needs to know of a step."""
 
     cache: KVCache
     num_decoding: int
     """B."""
     bands: tuple[LengthBand, ...]
-    """Of the B decoding rows."""
+    """The length bands of the B decoding rows."""
     decode_mask: Tensor | None
-    """Additive `[B, 1, 1, longest band]`."""
+    """Additive mask `[B, 1, 1, longest band]`."""
     stored_rows: Tensor | None
-    """int64 `[N]`: the row of each stored token, repeated over a group's members; None where
-    every row is stored once, in order."""
+    """int64 `[N]`: the row of each stored token, repeated for each member of a prompt group. None if rows 0
+    .. N-1 are stored in order."""
     stored_slots: Tensor
     """int64 `[N]`."""
     stored_positions: Tensor
     """int64 `[N]`."""
     num_prompt_rows: int
-    """Rows of the prompts that enter, behind the B decoding ones."""
+    """Rows of the entering prompts, after the B decoding rows."""
     prompts: PackedLayout | None
-    """Where these prompts lie, counted from the first of their rows; None where none enters."""
+    """Layout of the entering prompts, counted from the first of their rows; None if there are none."""
 
 
 def attend(
@@ -58,23 +59,23 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Store the step's keys and values, and attend.
+    """Store the step's keys and values in the cache, and attend.
 
     Args:
-        module: the layer's attention module; its `layer_idx` names the cache's layer.
+        module: the layer's attention module; its `layer_idx` selects the cache's layer.
         query: `[1, heads, rows, head_dim]`.
         key: `[1, kv_heads, rows, head_dim]`.
         value: as `key`.
-        attention_mask: unused; the step knows what each row sees.
-        packed_step: the step, handed through the model's forward.
+        attention_mask: unused; the step determines what each row sees.
+        packed_step: the step, passed through the model's forward.
         scaling: factor of the scores.
-        kwargs: whatever else the architecture passes.
+        kwargs: other arguments of the architecture.
 
     Returns:
         `[1, rows, heads, head_dim]`, and None for the attention weights.
 
     Raises:
-        BackendError: when the architecture asks for more than causal attention.
+        BackendError: if the architecture asks for more than causal attention.
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     _store(packed_step, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -102,9 +103,9 @@ def _store(step: PackedStep, layer: int, keys: Tensor, values: Tensor) -> None:
 
 
 def _decode(step: PackedStep, layer: int, band: LengthBand, queries: Tensor, scale: float) -> Tensor:
-    """One query a sequence, of `[B, heads, head_dim]`, over its slot: those of one band.
+    """Attend from one query per sequence over its slot, for the sequences of one band.
 
-    Query heads that share keys become rows of one product, which saves repeating the keys.
+    Query heads that share keys become rows of one product, so that keys need not be repeated.
     """
     assert step.decode_mask is not None
     first, last, length = band
@@ -112,7 +113,7 @@ def _decode(step: PackedStep, layer: int, band: LengthBand, queries: Tensor, sca
     mask = step.decode_mask[first:last, :, :, :length]
     grouped = queries[first:last].reshape(last - first, keys.shape[1], -1, queries.shape[-1])
     if grouped.dtype is torch.float32:
-        # Twice as fast as SDPA's CPU kernel, which is written for many queries a sequence.
+        # Twice as fast as SDPA's CPU kernel, which is made for many queries per sequence.
         scores = torch.matmul(grouped * scale, keys.transpose(2, 3)).add_(mask)
         out = torch.matmul(scores.softmax(-1), values)
     else:

@@ -1,4 +1,10 @@
-"""`KVCache`: keys and values of the running sequences, one slot each, grown on demand."""
+"""The KV cache, and the slots of running sequences in it.
+
+Sequences are sorted into length bands: a band's sequences have lengths between the same two powers of two.
+Bands occupy consecutive slots, longest first, so attention of each band is computed over a view of the cache
+that is as long as the band's longest sequence. With a long tail of lengths, computing all sequences over the
+longest length would cost several times more.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +17,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+Ints = npt.NDArray[np.int64]
+
 _LENGTH_STEP = 16
 
 
 def padded_length(num_tokens: int) -> int:
-    """Round up to what attention is computed over.
+    """Round a length up to one that attention is computed over: a multiple of 16, and at least 32.
 
-    Multiples of 16, and at least 32: over such lengths the masked tail adds exact zeros in the
-    same summation order, so that a sequence's result does not depend on its neighbours' lengths.
+    Over such lengths the masked tail adds exact zeros in the same summation order, so a sequence's result
+    does not depend on the lengths of other sequences.
     """
     return max(2 * _LENGTH_STEP, -(-num_tokens // _LENGTH_STEP) * _LENGTH_STEP)
 
 
 class KVCache:
-    """Per layer two tensors `[slots, kv_heads, length, head_dim]`.
+    """Keys and values of the running sequences.
 
-    Running sequences occupy slots 0 .. n-1, so that a decode step reads views of it.
-    A layer is allocated when it is first written, with the shape and dtype of its keys, which
-    makes the cache independent of the architecture. What was never written is zero, since a
-    masked NaN would still be a NaN.
+    Each layer has two tensors `[slots, kv_heads, length, head_dim]`. Running sequences have slots 0 .. n-1,
+    so that a decode step reads views. A layer is allocated when it is first written, with the shape and dtype
+    of its keys, so the cache does not depend on the architecture. Unwritten entries are zero, since a masked
+    NaN would still be NaN.
     """
 
     def __init__(self, max_slots: int) -> None:
@@ -40,16 +48,16 @@ class KVCache:
 
     @property
     def num_layers(self) -> int:
-        """Layers written so far."""
+        """Number of layers written so far."""
         return len(self._layers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
+        """Allocated bytes."""
         return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Make room for `num_slots` sequences of `length` tokens, keeping what is cached."""
+        """Make room for `num_slots` sequences of `length` tokens, keeping the content."""
         if num_slots <= self._num_slots and length <= self._length:
             return
         if num_slots > self._num_slots:
@@ -68,12 +76,12 @@ class KVCache:
         cached_values[slots, :, positions] = values
 
     def view(self, layer: int, first: int, last: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[last - first, kv_heads, length, head_dim]` of slots `first .. last - 1`."""
+        """Return views `[last - first, kv_heads, length, head_dim]` of slots `first .. last - 1`."""
         keys, values = self._layers[layer]
         return keys[first:last, :, :length], values[first:last, :, :length]
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first `length` tokens of slots into others, all at once: a target may be a source too."""
+        """Copy the first `length` tokens of slots to others, all at once; the two may overlap."""
         for layer in self._layers.values():
             for tensor in layer:
                 tensor[targets, :, :length] = tensor[sources, :, :length]
@@ -95,25 +103,15 @@ class KVCache:
 
 
 def additive_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """`[N, 1, 1, length]`: 0 up to and including each row's position, minus infinity after it."""
+    """Return a mask `[N, 1, 1, length]`: 0 up to each row's position, minus infinity after it."""
     reachable = torch.arange(length, device=positions.device) <= positions[:, None]
     mask = torch.zeros(reachable.shape, dtype=dtype, device=positions.device)
     return mask.masked_fill_(~reachable, float("-inf"))[:, None, None, :]
 
 
-# -------------------- Which slot of the cache a sequence has: long ones first, so that each attends over
-# little more than it has.
-# Sequences are of one **band** when the same power of two holds their lengths. Bands lie one behind
-# another, so
-# that attention of each is computed over a view of the cache that is as long as the band's longest. Otherwise
-# all would be computed over the longest of all: with a long tail of lengths several times what there is.
-
-
-Ints = npt.NDArray[np.int64]
-
-_ENDS = padded_length(1) * 2 ** np.arange(32)
+_BAND_ENDS = padded_length(1) * 2 ** np.arange(32)
 """Band -> the largest length in it."""
-_LARGEST = frozenset(_ENDS.tolist())
+_LARGEST_LENGTHS = frozenset(_BAND_ENDS.tolist())
 
 
 class LengthBand(NamedTuple):
@@ -125,32 +123,35 @@ class LengthBand(NamedTuple):
 
 
 def outgrows_band(length: int) -> bool:
-    """Whether a sequence has just become too long for its band."""
-    return length - 1 in _LARGEST
+    """Return whether a sequence has just become too long for its band."""
+    return length - 1 in _LARGEST_LENGTHS
 
 
-def arrange(slots: Ints, lengths: Ints) -> Ints:
-    """The slots 0 .. n-1 of n sequences, longer bands first; as many as possible stay where they are.
+def assign_slots(slots: Ints, lengths: Ints) -> Ints:
+    """Assign n sequences to slots 0 .. n-1, longer bands first, moving as few as possible.
 
     Args:
-        slots: `[n]`, where each lies now.
-        lengths: `[n]`, tokens of each.
+        slots: `[n]`, the current slots.
+        lengths: `[n]`, tokens of each sequence.
+
+    Returns:
+        `[n]`, the new slots.
     """
     band = _band(lengths)
-    wanted = np.sort(band)[::-1]
-    """Slot -> band of whoever is to lie there."""
+    band_of_slot = np.sort(band)[::-1]
+    """Slot -> band of the sequence to put there."""
     stays = slots < len(slots)
-    stays[stays] = wanted[slots[stays]] == band[stays]
+    stays[stays] = band_of_slot[slots[stays]] == band[stays]
     is_free = np.ones(len(slots), np.bool_)
     is_free[slots[stays]] = False
     movers = np.flatnonzero(~stays)
-    arranged = slots.copy()
-    arranged[movers[np.argsort(-band[movers], kind="stable")]] = np.flatnonzero(is_free)
-    return arranged
+    assigned = slots.copy()
+    assigned[movers[np.argsort(-band[movers], kind="stable")]] = np.flatnonzero(is_free)
+    return assigned
 
 
-def bands(lengths: Ints) -> Iterator[LengthBand]:
-    """The bands of sequences that are arranged, by slot."""
+def length_bands(lengths: Ints) -> Iterator[LengthBand]:
+    """Yield the bands of sequences that are ordered by slot."""
     band = _band(lengths)
     starts = [0, *(np.flatnonzero(np.diff(band)) + 1).tolist(), len(band)]
     for first, last in pairwise(starts):
@@ -159,5 +160,5 @@ def bands(lengths: Ints) -> Iterator[LengthBand]:
 
 
 def _band(lengths: Ints) -> Ints:
-    found: Ints = np.searchsorted(_ENDS, lengths)
-    return found
+    band: Ints = np.searchsorted(_BAND_ENDS, lengths)
+    return band

@@ -1,14 +1,14 @@
-"""`EmbeddedEngine`: continuous batching over a Hugging Face decoder, one packed forward a step.
+"""`EmbeddedEngine`: continuous batching over a Hugging Face decoder, with one packed forward per step.
 
-At every step finished sequences leave and waiting ones enter. The last tokens of all running
-sequences and the prompts that enter go through the model in one forward; prompts that are
-equal and enter together are computed once.
+At every step finished sequences leave and waiting ones enter. The last tokens of all running sequences and
+the prompts of the entering ones go through the model in one forward. Equal prompts that enter together are
+computed once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,57 +16,31 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hflow.backends.embedded_engine.admission import PromptGroup, admit
-from hflow.backends.embedded_engine.cache import KVCache, arrange, outgrows_band
+from hflow.backends.embedded_engine.cache import KVCache, assign_slots, outgrows_band
 from hflow.backends.embedded_engine.module import build_module, load_in_place
 from hflow.backends.embedded_engine.options import EngineOptions
-from hflow.backends.embedded_engine.packing import pack
-from hflow.backends.embedded_engine.request import GenerationRequest
+from hflow.backends.embedded_engine.packing import pack_step
+from hflow.backends.embedded_engine.requests import (
+    Decode,
+    GenerationRequest,
+    PromptGroup,
+    admit,
+    stop_reason,
+)
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
 from hflow.backends.interface import GenerationEngine, GenerationResult, ModelSettings, SamplingParams
 from hflow.errors import BackendError
 
-# -------------------- When a sequence ends.
-
-
-Decode = Callable[[Sequence[int]], str]
-
-_TOKENS_PER_CHARACTER = 4
-"""Most tokens that one character can take: the bytes of its UTF-8 code."""
-
-
-def stop_reason(request: GenerationRequest, decode: Decode | None) -> str | None:
-    """`stop` or `length` when the token just drawn ends the request, else None."""
-    if request.ids[-1] in request.stop_ids:
-        return "stop"
-    if request.params.stop and decode is not None and _ends_with_stop(request, decode):
-        return "stop"
-    return "length" if len(request.ids) >= request.max_length else None
-
-
-def _ends_with_stop(request: GenerationRequest, decode: Decode) -> bool:
-    """Whether a stop string is in the last drawn characters.
-
-    Only as many tokens as the longest stop string can span are decoded; an earlier occurrence
-    would have ended the request earlier.
-    """
-    stops = request.params.stop
-    window = _TOKENS_PER_CHARACTER * max(map(len, stops)) + 1
-    first_drawn = request.num_prompt - request.params.num_resumed
-    text = decode(request.ids[max(first_drawn, len(request.ids) - window) :])
-    return any(stop in text for stop in stops)
-
 
 class EmbeddedEngine(GenerationEngine):
-    """One engine in this process, stepped by its owner (not thread-safe).
+    """A generation engine in this process, stepped by its owner; not thread-safe.
 
-    A drawn token depends on its sequence, the weights and (seed, position) only: neither on
-    the batch it was drawn in nor on when (up to rounding in the matrix products). Position
-    counts from the sequence's first token, so that a request continued after an interruption
-    goes on with the numbers that it would have had.
+    A drawn token depends only on its sequence, the weights and (seed, position), up to rounding in the matrix
+    products: not on the other sequences of the batch, nor on time. Positions count from the sequence's first
+    token, so a request that is resumed after an interruption draws with the same random numbers.
 
     Attributes:
-        version: of the weights in use; every token drawn is stamped with it.
+        version: version of the weights in use, recorded with every drawn token.
     """
 
     def __init__(
@@ -80,14 +54,14 @@ class EmbeddedEngine(GenerationEngine):
 
         Args:
             settings: architecture or checkpoint, dtype and device.
-            options: bounds of the engine, fields of `EngineOptions`.
-            module: a trainer's module whose parameters the engine shares; its owner calls
-                `set_version` after an update, and `load_weights` is refused.
-            decode: ids to text; needed by requests with stop strings only.
+            options: fields of `EngineOptions`.
+            module: a trainer's module whose parameters the engine shares. Its owner calls `set_version` after
+                an update; `load_weights` raises.
+            decode: token ids to text, for requests with stop strings.
 
         Raises:
-            BackendError: when the model cannot be served.
-            ConfigError: for an option that does not exist or a value that does not fit.
+            BackendError: if the engine does not support the model.
+            ConfigError: if an option is unknown or has a wrong value.
         """
         self.version = 0
         self._options = EngineOptions.of(options or {})
@@ -106,44 +80,44 @@ class EmbeddedEngine(GenerationEngine):
         self._running: list[GenerationRequest] = []
         """Slot -> request."""
         self._rows: SamplingRows | None = None
-        """Sampling parameters of the running; None when membership changed."""
+        """Sampling parameters of the running requests; None after these have changed."""
         self._asleep = False
         self._probe(settings.name)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests waiting or running."""
+        """Number of requests that wait or run."""
         return len(self._waiting) + len(self._running)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot."""
+        """Number of requests that have a slot."""
         return len(self._running)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values allocated."""
+        """Allocated bytes of keys and values."""
         return self._cache.nbytes
 
     def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Queue a request.
 
         Raises:
-            BackendError: when the prompt is empty, too long or holds unknown tokens, or when
-                there are stop strings and the engine has nothing to decode with.
+            BackendError: if the prompt is empty, too long or has unknown tokens, or if there are stop strings
+                and the engine has no `decode`.
         """
         if not 0 < len(prompt_ids) < self._max_length:
             raise BackendError(
-                f"a prompt has {len(prompt_ids)} tokens, the engine takes 1 to {self._max_length - 1}; "
+                f"a prompt has {len(prompt_ids)} tokens, but the engine takes 1 to {self._max_length - 1}; "
                 "shorten it or raise max_model_len"
             )
         if max(prompt_ids) >= self._vocab_size:
             raise BackendError(
-                f"a prompt holds token {max(prompt_ids)}, the model's vocabulary has {self._vocab_size}; "
-                "give the model its tokenizer's vocabulary size"
+                f"a prompt holds token {max(prompt_ids)}, but the model's vocabulary has {self._vocab_size}; "
+                "set the model's vocab_size to its tokenizer's"
             )
         if params.stop and self._decode is None:
-            raise BackendError("stop strings need an engine that was given a tokenizer's decode")
+            raise BackendError("stop strings need an engine with a tokenizer; pass decode=")
         self._waiting.append(
             GenerationRequest(
                 request_id=request_id,
@@ -157,14 +131,14 @@ class EmbeddedEngine(GenerationEngine):
 
     @torch.inference_mode()
     def cancel(self, request_id: int) -> None:
-        """Forget a request, wherever it is; nothing is returned for it."""
+        """Remove a request, waiting or running; no result is returned for it."""
         self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
-        self._arrange([slot for slot, r in enumerate(self._running) if r.request_id == request_id])
+        self._compact([slot for slot, r in enumerate(self._running) if r.request_id == request_id])
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, GenerationResult]]:
-        """Admit what fits, draw one token for every running sequence; return the finished."""
-        assert not self._asleep, "step() of a sleeping engine"
+        """Admit waiting requests and draw one token for each running one; return the finished requests."""
+        assert not self._asleep, "step() called while asleep"
         free_slots = self._options.max_running - len(self._running)
         groups = admit(self._waiting, free_slots, self._options.max_tokens_per_step)
         if not self._running and not groups:
@@ -177,42 +151,42 @@ class EmbeddedEngine(GenerationEngine):
         return self._finish(has_entered=bool(groups))
 
     def interrupt(self) -> list[tuple[int, GenerationResult]]:
-        """Abort everything and return what there is, the running in slot order, then the waiting."""
+        """Remove all requests; return what each has drawn, running ones in slot order, then waiting ones."""
         unfinished = [*self._running, *self._waiting]
         self._running, self._rows = [], None
         self._waiting.clear()
-        return [(request.request_id, request.generated("abort")) for request in unfinished]
+        return [(request.request_id, request.result("abort")) for request in unfinished]
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Copy new weights in place; running sequences keep their tokens and are prefilled anew.
+        """Copy new weights in place. Running sequences keep their tokens and are prefilled again.
 
         Raises:
-            BackendError: when names or shapes are not this model's, or the weights are shared.
+            BackendError: if names or shapes differ from the model's, or the weights are shared.
         """
         if self._shares_weights:
             raise BackendError(
-                "this engine shares its trainer's weights, which cannot be loaded; use set_version"
+                "this engine shares its trainer's weights, so it cannot load others; call set_version"
             )
         load_in_place(self._module, weights)
         self.set_version(version)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The module's own tensors."""
-        held: Mapping[str, Tensor] = self._module.state_dict()
-        return held
+        """Return the module's own tensors by HF name."""
+        tensors: Mapping[str, Tensor] = self._module.state_dict()
+        return tensors
 
     def set_version(self, version: int) -> None:
-        """Declare that the weights have changed (the trainer's own, in sharing mode).
+        """Report that shared weights have changed. Running sequences are prefilled again.
 
-        What is cached is never read again, as whatever runs is prefilled anew.
+        Prefilling overwrites the cache, so the old one need not be cleared.
         """
         self._requeue()
         self.version = version
 
     def sleep(self) -> None:
-        """Leave an accelerator: free the cache, move weights of one's own to host memory.
+        """Free the cache and move weights that are not shared to host memory, on an accelerator.
 
-        On a CPU both stay where they are, since fresh pages cost more than a short turn computes.
+        On a CPU both stay in memory, since allocating pages again costs more than a short turn of generation.
         """
         self._requeue()
         self._asleep = True
@@ -222,14 +196,14 @@ class EmbeddedEngine(GenerationEngine):
                 self._module.to("cpu")
 
     def wake(self) -> None:
-        """Bring the weights back; a cache that was freed grows again with the first step."""
+        """Move the weights back. A freed cache is allocated again by the first step."""
         if self._is_accelerated:
             self._module.to(self._device)
         self._asleep = False
 
     def _forward(self, groups: Sequence[PromptGroup]) -> Tensor:
-        """Logits `[S, V]` for the running sequences and the members of `groups`, in this order."""
-        packed = pack(self._running, groups, self._cache, self._dtype, self._device)
+        """Return logits `[S, V]` for the running sequences and the members of `groups`, in this order."""
+        packed = pack_step(self._running, groups, self._cache, self._dtype, self._device)
         logits: Tensor = self._module(
             input_ids=packed.input_ids,
             position_ids=packed.positions,
@@ -247,63 +221,68 @@ class EmbeddedEngine(GenerationEngine):
             params = [request.params for request in self._running]
             self._rows = SamplingRows.of(params, logits.shape[1], self._device)
         positions = np.fromiter((len(r.ids) for r in self._running), np.int64, len(self._running))
-        tokens, logprobs = draw(logits, self._rows, positions, self._forced()).tolist()
+        tokens, logprobs = draw(logits, self._rows, positions, self._forced_tokens()).tolist()
         for request, token, logprob in zip(self._running, tokens, logprobs, strict=True):
             if logprob != logprob:
                 raise BackendError(
-                    "the model's logits are NaN; its weights have diverged, lower the learning rate"
+                    "the model's logits are NaN, so its weights have diverged; lower the learning rate"
                 )
             request.ids.append(int(token))
             request.logprobs.append(logprob)
             request.versions.append(self.version)
 
-    def _forced(self) -> Tensor | None:
-        """The tokens that the running requests go on with, `[S]`; None: they are drawn."""
+    def _forced_tokens(self) -> Tensor | None:
+        """Return tokens `[S]` to use in place of drawn ones; None to draw. A replay overrides it."""
         return None
 
     def _finish(self, has_entered: bool) -> list[tuple[int, GenerationResult]]:
-        """Take finished sequences out of their slots, and see to it that the others are arranged."""
+        """Remove and return finished sequences, and reassign the slots of the others if necessary."""
         reasons = [stop_reason(request, self._decode) for request in self._running]
-        left = [slot for slot, reason in enumerate(reasons) if reason is not None]
+        finished_slots = [slot for slot, reason in enumerate(reasons) if reason is not None]
         finished = [
-            (self._running[slot].request_id, self._running[slot].generated(str(reasons[slot])))
-            for slot in left
+            (self._running[slot].request_id, self._running[slot].result(str(reasons[slot])))
+            for slot in finished_slots
         ]
-        if left or has_entered or any(outgrows_band(len(request.ids)) for request in self._running):
-            self._arrange(left)
+        if finished_slots or has_entered or any(outgrows_band(len(request.ids)) for request in self._running):
+            self._compact(finished_slots)
         return finished
 
-    def _arrange(self, left: Sequence[int]) -> None:
-        """Free the slots of those that left, and arrange the others by their lengths."""
-        gone = frozenset(left)
-        slots = np.array([slot for slot in range(len(self._running)) if slot not in gone], np.int64)
+    def _compact(self, freed: Sequence[int]) -> None:
+        """Free slots, and assign the other sequences to slots by their lengths."""
+        freed_slots = frozenset(freed)
+        slots = np.array([slot for slot in range(len(self._running)) if slot not in freed_slots], np.int64)
         lengths = np.array([len(self._running[slot].ids) for slot in slots], np.int64)
-        arranged = arrange(slots, lengths)
-        moves = arranged != slots
+        assigned = assign_slots(slots, lengths)
+        moves = assigned != slots
         if moves.any():
-            sources, targets = self._tensor(slots[moves]), self._tensor(arranged[moves])
+            sources, targets = self._tensor(slots[moves]), self._tensor(assigned[moves])
             self._cache.move(sources, targets, int(lengths[moves].max()))
-        if gone or moves.any():
-            self._running = [self._running[slot] for slot in slots[np.argsort(arranged)]]
+        if freed_slots or moves.any():
+            self._running = [self._running[slot] for slot in slots[np.argsort(assigned)]]
             self._rows = None
 
     def _tensor(self, values: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
     def _requeue(self) -> None:
-        """Send the running back to the front of the queue, keeping their tokens."""
+        """Move running requests to the front of the queue, with their tokens."""
         self._waiting.extendleft(reversed(self._running))
         self._running, self._rows = [], None
 
     @torch.inference_mode()
     def _probe(self, name: str) -> None:
-        """Run two tokens, so that an architecture that does not fit is refused here."""
-        probe = GenerationRequest(-1, SamplingParams(), [0, 0], 2, 3)
+        """Check the architecture by running two tokens.
+
+        Raises:
+            BackendError: if not every layer uses the engine's attention.
+        """
+        probe = GenerationRequest(-1, SamplingParams(), [0, 0], num_prompt=2, max_length=3)
         self._forward([PromptGroup((0, 0), (probe,))])
-        num_seen = self._cache.num_layers
-        if num_seen != self._num_layers:
+        num_pluggable = self._cache.num_layers
+        if num_pluggable != self._num_layers:
             raise BackendError(
-                f"model {name!r}: {num_seen} of {self._num_layers} layers of {type(self._module).__name__} "
-                "have pluggable attention, the engine needs all; choose another architecture"
+                f"model {name!r}: {num_pluggable} of {self._num_layers} layers of "
+                f"{type(self._module).__name__} have pluggable attention, but the engine needs all; "
+                "choose another architecture"
             )
         self._cache.drop()

@@ -1,4 +1,4 @@
-"""The engine's own module: built from settings, or a twin that shares a trainer's parameters."""
+"""Builds the engine's HF module, which may share a trainer's parameters, and loads new weights into it."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module:
-    """A Hugging Face causal LM in evaluation mode whose attention is the engine's.
+    """Build a Hugging Face causal LM in evaluation mode with the engine's attention.
 
     Args:
         settings: what to build.
-        shared: a module of the same architecture whose parameters are used as they are, so that
-            a trainer's updates are seen at once; None to have parameters of one's own.
+        shared: a module of the same architecture whose parameters are used, so that a trainer's updates take
+            effect at once; None for parameters of its own.
 
     Raises:
-        BackendError: when the architecture, dtype or module cannot be served.
+        BackendError: if the engine does not support the architecture, dtype or module.
     """
     if settings.dtype not in _DTYPES:
         raise BackendError(
-            f"model {settings.name!r} has dtype {settings.dtype!r}, set one of {sorted(_DTYPES)}"
+            f"model {settings.name!r} has dtype {settings.dtype!r}; set one of {sorted(_DTYPES)}"
         )
     with translate_errors(settings.name):
-        module: Any = _owned(settings) if shared is None else _twin(settings, shared)
+        module: Any = _new_module(settings) if shared is None else _sharing_module(settings, shared)
     check_supported(module)
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise BackendError(
-            f"model {settings.name!r}: {type(module).__name__} cannot keep chosen logits only, "
-            "which the embedded engine needs; choose another architecture"
+            f"model {settings.name!r}: {type(module).__name__} cannot compute logits of chosen "
+            "positions only (logits_to_keep), which the embedded engine needs; choose another architecture"
         )
-    evaluated: nn.Module = module.eval()
-    return evaluated
+    in_eval_mode: nn.Module = module.eval()
+    return in_eval_mode
 
 
-def _owned(settings: ModelSettings) -> Any:
+def _new_module(settings: ModelSettings) -> Any:
     dtype, config = _DTYPES[settings.dtype], read_config(settings)
     if settings.path is not None:
         module: Any = AutoModelForCausalLM.from_pretrained(
@@ -66,41 +66,37 @@ def _from_config(config: Any, dtype: torch.dtype) -> Any:
     return auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
 
 
-def _twin(settings: ModelSettings, shared: nn.Module) -> Any:
-    """A module with the parameters and buffers of `shared`.
+def _sharing_module(settings: ModelSettings, shared: nn.Module) -> Any:
+    """Build a module with the parameters and buffers of `shared`.
 
-    Its configuration and mode are its own, as the trainer has another attention function,
-    dropout and recomputation.
+    It has its own config and mode, as the trainer uses another attention, dropout and recomputation.
     """
     with torch.device("meta"):
-        twin: Any = _from_config(copy.deepcopy(shared.config), _DTYPES[settings.dtype])
+        module: Any = _from_config(copy.deepcopy(shared.config), _DTYPES[settings.dtype])
     for path, parameter in shared.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):
             raise BackendError(
-                f"model {settings.name!r} is sharded over ranks; the engine shares storage with one rank only"
+                f"model {settings.name!r} is sharded over ranks, so the engine cannot share its storage"
             )
-        _place(twin, path, parameter)
+        _set_tensor(module, path, parameter)
     for path, buffer in shared.named_buffers(remove_duplicate=False):
-        _place(twin, path, buffer)
-    return twin
+        _set_tensor(module, path, buffer)
+    return module
 
 
-def _place(module: nn.Module, path: str, tensor: torch.Tensor) -> None:
+def _set_tensor(module: nn.Module, path: str, tensor: torch.Tensor) -> None:
     """Set a parameter or buffer by its dotted path."""
     parent, _, name = path.rpartition(".")
     setattr(module.get_submodule(parent), name, tensor)
 
 
-# -------------------- Taking a new version of the weights into a module, in place.
-
-
 def load_in_place(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy `(Hugging Face name, full tensor)` pairs into a module.
+    """Copy `(HF name, full tensor)` pairs into a module.
 
-    Tied tensors are one storage: any of their names fills it.
+    Tied tensors share storage, so any of their names sets all of them.
 
     Raises:
-        BackendError: for a name that the module lacks, a wrong shape, or a tensor left out.
+        BackendError: if a name is unknown, a shape differs, or a tensor is missing.
     """
     targets = module.state_dict(keep_vars=True)
     missing = {tensor.data_ptr(): name for name, tensor in reversed(targets.items())}
@@ -113,8 +109,8 @@ def load_in_place(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> N
             target = targets[name]
             if target.shape != tensor.shape:
                 raise BackendError(
-                    f"new weights have {name!r} of shape {tuple(tensor.shape)}, the engine's model "
-                    f"{tuple(target.shape)}; give both the same architecture"
+                    f"new weights have {name!r} of shape {tuple(tensor.shape)}, but the engine's "
+                    f"model has {tuple(target.shape)}; give both the same architecture"
                 )
             target.copy_(tensor)
             missing.pop(target.data_ptr(), None)

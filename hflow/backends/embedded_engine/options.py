@@ -1,4 +1,4 @@
-"""What a user may set on the embedded engine."""
+"""Options of the embedded engine."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from hflow.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Bounds of one engine. They change speed and memory, not what is drawn."""
+    """Limits of an engine. They change speed and memory, but not what is drawn."""
 
     max_running: int = 256
-    """Sequences that draw a token in one step; the others wait."""
+    """Maximum sequences that draw a token in one step; the others wait."""
     max_tokens_per_step: int = 8192
-    """Prompt tokens prefilled in one step (a longer prompt is prefilled alone)."""
+    """Maximum prompt tokens prefilled in one step. A longer prompt is prefilled alone."""
     max_model_len: int = 2048
-    """Longest sequence, prompt included, where the model's `max_position_embeddings` is not less."""
+    """Maximum tokens of a sequence, prompt included, if the model's `max_position_embeddings` is not
+    smaller."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineOptions:
         """Read options from a mapping.
 
         Raises:
-            ConfigError: for an unknown name or a number below 1.
+            ConfigError: if a name is unknown or a value is below 1.
         """
         names = [field.name for field in fields(cls)]
         for name, value in options.items():
             if name not in names:
                 raise ConfigError(f"the embedded engine has no option {name!r}{nearest(name, names)}")
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"engine option {name} is {value!r}, set a whole number of at least 1")
+                raise ConfigError(f"engine option {name} is {value!r}; set an integer of at least 1")
         return cls(**options)

@@ -1,4 +1,7 @@
-"""From running sequences and entering prompts to the tensors of one packed forward."""
+"""Packs running sequences and entering prompts into the tensors of one forward.
+
+Axes: B decoding sequences, S sequences that draw a token, N tokens stored in the cache.
+"""
 
 from __future__ import annotations
 
@@ -10,46 +13,53 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hflow.backends.embedded_engine.admission import PromptGroup
 from hflow.backends.embedded_engine.attention import PackedStep
-from hflow.backends.embedded_engine.cache import KVCache, additive_mask, bands, padded_length
-from hflow.backends.embedded_engine.request import GenerationRequest
+from hflow.backends.embedded_engine.cache import KVCache, additive_mask, length_bands, padded_length
+from hflow.backends.embedded_engine.requests import GenerationRequest, PromptGroup
 from hflow.backends.packed_attention import PackedLayout, PaddedLayout
 
 Ints = npt.NDArray[np.int64]
 
 _MIN_ROWS = 4
-"""CPU matrix products of fewer rows sum in another order; filling up keeps a sequence's result
-independent of how many others run."""
+"""Minimum rows of a forward. CPU matrix products of fewer rows sum in another order; filling up keeps a
+sequence's result independent of the number of running sequences."""
 
 
 @dataclass(frozen=True)
 class PackedForward:
-    """Inputs of one forward, and where its logits go."""
+    """Inputs of one forward, and the positions of its logits."""
 
     input_ids: Tensor
     """int64 `[1, rows]`."""
     positions: Tensor
     """int64 `[1, rows]`."""
     logit_rows: Tensor
-    """int64: the rows whose logits are wanted (running sequences, then one a prompt), filled up."""
+    """int64: the rows whose logits are computed (running sequences, then one per prompt), filled up."""
     sequence_logits: Tensor | None
-    """int64 `[S]`: index into the logits for each sequence; None where each has its own."""
+    """int64 `[S]`: index into the logits for each sequence; None if each has its own."""
     step: PackedStep
 
 
-def pack(
+def pack_step(
     running: Sequence[GenerationRequest],
     groups: Sequence[PromptGroup],
     cache: KVCache,
     dtype: torch.dtype,
     device: torch.device,
 ) -> PackedForward:
-    """Lay out one step. The running are arranged; members of `groups` take the slots after them, in order."""
+    """Pack one step.
+
+    Args:
+        running: the running sequences, in slot order.
+        groups: entering prompts; their members take the slots after the running ones, in order.
+        cache: gets room for all of them.
+        dtype: of the model.
+        device: of the model.
+    """
     num_decoding = len(running)
     last_ids = np.fromiter((request.ids[-1] for request in running), np.int64, num_decoding)
     positions = np.fromiter((len(request.ids) - 1 for request in running), np.int64, num_decoding)
-    decoding = tuple(bands(positions + 1))
+    decoding = tuple(length_bands(positions + 1))
     cached_length = max((band.length for band in decoding), default=0)
     longest_prompt = max((len(group.ids) for group in groups), default=0)
     cache.reserve(
@@ -74,16 +84,16 @@ def pack(
         prompts=_layout(prompts.lengths, dtype, device) if groups else None,
     )
     return PackedForward(
-        input_ids=tensor(_filled(np.concatenate((last_ids, prompts.ids))))[None],
-        positions=tensor(_filled(np.concatenate((positions, prompts.positions))))[None],
-        logit_rows=tensor(_filled(np.concatenate((np.arange(num_decoding), prompts.last_rows)))),
+        input_ids=tensor(_fill_up(np.concatenate((last_ids, prompts.ids))))[None],
+        positions=tensor(_fill_up(np.concatenate((positions, prompts.positions))))[None],
+        logit_rows=tensor(_fill_up(np.concatenate((np.arange(num_decoding), prompts.last_rows)))),
         sequence_logits=tensor(prompts.sequence_logits()) if groups else None,
         step=step,
     )
 
 
 class _Prompts:
-    """The rows of the prompts that enter: `starts[g]` is the first row of prompt g."""
+    """Rows of the entering prompts: `starts[g]` is the first row of prompt g."""
 
     def __init__(self, groups: Sequence[PromptGroup], num_decoding: int) -> None:
         self.num_decoding = num_decoding
@@ -95,7 +105,7 @@ class _Prompts:
         self.last_rows = self.starts + self.lengths - 1
 
     def stored(self, decode_positions: Ints) -> tuple[Ints, Ints, Ints]:
-        """Rows, slots and positions of all tokens to store: each prompt once for every member."""
+        """Return rows, slots and positions of all tokens to store: each prompt once per member."""
         lengths = np.repeat(self.lengths, self.num_members)
         slots = self.num_decoding + np.arange(len(lengths))
         decoding = np.arange(self.num_decoding)
@@ -106,16 +116,16 @@ class _Prompts:
         )
 
     def sequence_logits(self) -> Ints:
-        """Which logits row each sequence draws from: members of a group share their prompt's."""
+        """Return the logits row of each sequence; members of a group share their prompt's."""
         entering = np.repeat(self.num_decoding + np.arange(len(self.lengths)), self.num_members)
         return np.concatenate((np.arange(self.num_decoding), entering))
 
 
 def _layout(lengths: Ints, dtype: torch.dtype, device: torch.device) -> PackedLayout:
-    """Where prompts of these lengths lie, for their attention.
+    """Return the layout of prompts of these lengths.
 
-    On the CPU each is padded to `padded_length` instead of to its longest neighbour, so that its
-    result does not depend on which prompts enter with it.
+    On the CPU each is padded to `padded_length` instead of to its longest neighbour, so that its result does
+    not depend on the other prompts of the step.
     """
     if device.type != "cpu":
         return PackedLayout.of(lengths, device, dtype)
@@ -144,12 +154,12 @@ def _layout(lengths: Ints, dtype: torch.dtype, device: torch.device) -> PackedLa
 
 
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Concatenation of `range(starts[i], starts[i] + lengths[i])`."""
+    """Return the concatenation of `range(starts[i], starts[i] + lengths[i])`."""
     ends = np.cumsum(lengths)
     ranges: Ints = np.arange(int(lengths.sum())) + np.repeat(starts - (ends - lengths), lengths)
     return ranges
 
 
-def _filled(values: Ints) -> Ints:
+def _fill_up(values: Ints) -> Ints:
     missing = max(0, _MIN_ROWS - len(values))
     return np.concatenate((values, np.zeros(missing, np.int64)))

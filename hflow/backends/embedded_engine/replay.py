@@ -1,8 +1,7 @@
-"""Engines that note what they draw, and engines that draw what was noted.
+"""Engines that record what they draw, and engines that replay such a record.
 
-Two runs that agree to rounding may still draw another token now and then, after which nothing can be
-compared. An engine that replays computes everything itself, log-probs included, and takes only the choice of
-the token from the record.
+Two runs that agree up to rounding may still draw a different token now and then, after which they cannot be
+compared. A replaying engine computes everything, log-probs included, but takes each token from the record.
 """
 
 from __future__ import annotations
@@ -14,28 +13,28 @@ import torch
 from torch import Tensor
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.embedded_engine.request import GenerationRequest
+from hflow.backends.embedded_engine.requests import GenerationRequest
 from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.errors import RunError
 
 Draws = dict[tuple[int, tuple[int, ...]], list[int]]
-"""(seed, prompt) -> the tokens drawn behind it, across interruptions."""
+"""(seed, prompt) -> the tokens drawn after it, across interruptions."""
 
 
 def _key(params: SamplingParams, ids: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """What a request is known by: ids that were drawn before an interruption are no part of its prompt."""
+    """Return a request's key in the record, without the tokens drawn before an interruption."""
     return params.seed, tuple(ids[: len(ids) - params.num_resumed])
 
 
 class RecordingEngine(EmbeddedEngine):
-    """Notes every token that it draws."""
+    """Records every token that it draws."""
 
     def __init__(self, draws: Draws, *built_from: Any) -> None:
         """Build the engine.
 
         Args:
-            draws: the record, added to.
-            *built_from: as `EmbeddedEngine`.
+            draws: the record, extended in place.
+            *built_from: arguments of `EmbeddedEngine`.
         """
         super().__init__(*built_from)
         self._draws = draws
@@ -47,46 +46,46 @@ class RecordingEngine(EmbeddedEngine):
         self._keys[request_id] = _key(params, prompt_ids)
 
     def step(self) -> list[tuple[int, GenerationResult]]:
-        """Draw; return the finished."""
-        return self._noted(super().step())
+        """Draw a token for each request; record and return the finished requests."""
+        return self._record(super().step())
 
     def interrupt(self) -> list[tuple[int, GenerationResult]]:
-        """Abort everything; return what there is."""
-        return self._noted(super().interrupt())
+        """Remove all requests; record and return what each has drawn."""
+        return self._record(super().interrupt())
 
-    def _noted(self, ended: list[tuple[int, GenerationResult]]) -> list[tuple[int, GenerationResult]]:
+    def _record(self, ended: list[tuple[int, GenerationResult]]) -> list[tuple[int, GenerationResult]]:
         for request_id, generated in ended:
             self._draws.setdefault(self._keys.pop(request_id), []).extend(generated.ids)
         return ended
 
 
 class ReplayingEngine(EmbeddedEngine):
-    """Draws what a record says."""
+    """Draws the tokens of a record."""
 
     def __init__(self, draws: Draws, *built_from: Any) -> None:
         """Build the engine.
 
         Args:
-            draws: what was drawn elsewhere.
-            *built_from: as `EmbeddedEngine`.
+            draws: the record of another run.
+            *built_from: arguments of `EmbeddedEngine`.
         """
         super().__init__(*built_from)
         self._draws = draws
 
-    def _forced(self) -> Tensor:
-        return torch.tensor([self._next(request) for request in self._running], device=self._device)
+    def _forced_tokens(self) -> Tensor:
+        return torch.tensor([self._next_token(request) for request in self._running], device=self._device)
 
-    def _next(self, request: GenerationRequest) -> int:
-        """The token that comes next in a request.
+    def _next_token(self, request: GenerationRequest) -> int:
+        """Return the recorded next token of a request.
 
         Raises:
-            RunError: when the record has none: the two runs have come apart before.
+            RunError: if the record has none, because the runs have already diverged.
         """
-        drawn = self._draws.get(_key(request.params, request.ids[: request.num_prompt]), ())
-        at = len(request.ids) - request.num_prompt + request.params.num_resumed
-        if at >= len(drawn):
+        recorded = self._draws.get(_key(request.params, request.ids[: request.num_prompt]), ())
+        index = len(request.ids) - request.num_prompt + request.params.num_resumed
+        if index >= len(recorded):
             raise RunError(
-                f"the record has no token {at} behind the prompt {request.ids[: request.num_prompt]}: the "
-                "run that it replays had other prompts or other texts"
+                f"the record has no token {index} after the prompt {request.ids[: request.num_prompt]}; the "
+                "recorded run had other prompts or texts"
             )
-        return drawn[at]
+        return recorded[index]
