@@ -1,24 +1,42 @@
 """Reinforcement learning of language models as a typed dataflow graph: recipe, plan, run.
 
-Everything that a recipe needs is here, and importing it loads neither torch nor ray.
+Recipes import everything that they need from here. `check`, `plan`, `simulate` and `run` do what the commands
+of the same names do. Importing hflow imports neither torch nor ray.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from hflow import nodes
 from hflow.dsl import (
+    Context,
     Dataset,
+    Level,
     Model,
     NodeType,
+    Option,
     Recipe,
+    Shapes,
     compute,
     encode,
     generate,
     infer,
     sandbox,
     train,
+    typed_options,
     update,
     use,
+)
+from hflow.errors import (
+    BackendError,
+    ConfigError,
+    DataError,
+    EpisodeError,
+    HflowError,
+    NotYetError,
+    PlanError,
+    RecipeError,
+    RunError,
 )
 from hflow.types import (
     Engine,
@@ -33,47 +51,80 @@ from hflow.types import (
     Tensor,
     Text,
     Tokenizer,
+    ToolCall,
     Trajectory,
 )
 
 if TYPE_CHECKING:
     from hflow import algo
+    from hflow.launch import check, plan, run, simulate
+
+_LAZY = {
+    "algo": "hflow.lazy",
+    "check": "hflow.launch",
+    "plan": "hflow.launch",
+    "run": "hflow.launch",
+    "simulate": "hflow.launch",
+}
+"""Name -> the module that defines it, which is imported at the first use of the name."""
 
 __all__ = [
+    "BackendError",
+    "ConfigError",
+    "Context",
+    "DataError",
     "Dataset",
     "Engine",
+    "EpisodeError",
+    "HflowError",
     "Json",
+    "Level",
     "Metrics",
     "Model",
     "NodeType",
+    "NotYetError",
+    "Option",
     "Output",
     "PerGroup",
     "PerSequence",
     "PerToken",
+    "PlanError",
     "Recipe",
+    "RecipeError",
+    "RunError",
     "Sequences",
+    "Shapes",
     "State",
     "Tensor",
     "Text",
     "Tokenizer",
+    "ToolCall",
     "Trajectory",
     "algo",
+    "check",
     "compute",
     "encode",
     "generate",
     "infer",
     "nodes",
+    "plan",
+    "run",
     "sandbox",
+    "simulate",
     "train",
+    "typed_options",
     "update",
     "use",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Give out `algo` without importing it: `from hflow import algo` asks here (PEP 562)."""
-    if name == "algo":
-        from hflow.lazy import algo
-
-        return algo
+    """Import the module of a name in `_LAZY` (PEP 562)."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'hflow' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that are not imported yet."""
+    return __all__

@@ -1,9 +1,8 @@
-"""The recipe language: what recipes import, and the functions that read them."""
+"""The recipe language: decorators, `use`, `Recipe`, and the functions that read a recipe file."""
 
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.load import load_recipe
-from hflow.dsl.model import Model
-from hflow.dsl.nodetype import Context, NodeType, Shapes
+from hflow.dsl.nodetype import Context, NodeType, Shapes, typed_options
 from hflow.dsl.options import Option
 from hflow.dsl.overrides import apply_overrides, overridable_keys
 from hflow.dsl.recipe import Recipe
@@ -11,6 +10,7 @@ from hflow.dsl.sandbox import sandbox
 from hflow.dsl.use import use
 from hflow.dsl.verbs import compute, encode, generate, infer, train, update
 from hflow.graph.ir import Level
+from hflow.graph.model import Model
 
 __all__ = [
     "Context",
@@ -30,6 +30,7 @@ __all__ = [
     "overridable_keys",
     "sandbox",
     "train",
+    "typed_options",
     "update",
     "use",
 ]

@@ -1,4 +1,4 @@
-"""What an annotation says: the unit of a field and the type in which the body receives it."""
+"""Annotations of bodies: the unit of a field and the type in which the body receives it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from hflow.types import Engine, Output, Sequences, State, Tokenizer, Unit
 from hflow.types.units import Provided
 
 Form = Literal["tensor", "sample", "group", "weights"]
-"""How a body sees its fields: packed tensors of a batch, one sample's plain values, lists over a
-group's members, or single weight tensors."""
+"""The form in which a body receives its fields: packed tensors of a batch, plain values of one sample,
+lists over the members of a group, or single weight tensors."""
 
 ALLOWED_TYPES: dict[Form, str] = {
     "tensor": "PerToken, PerSequence, PerGroup, Text or Json",
     "sample": "str, float, int, bool, list[float], list[int], list[bool], dict or list[dict]",
-    "group": "a list over the members, such as list[float] or list[str], or a group's float, int or bool",
+    "group": "a list over the members, such as list[float] or list[str], or one float, int or bool per group",
     "weights": "Tensor",
 }
+"""The annotations of fields in each form, for error messages."""
 
 PROVIDED_TYPES: dict[Any, str] = {
     Engine: "engine",
@@ -28,38 +29,38 @@ PROVIDED_TYPES: dict[Any, str] = {
     Tokenizer: "tokenizer",
     State: "state",
 }
-"""Annotations that the framework fills in -> kind."""
+"""Annotations of parameters that the framework provides, and the kind of each."""
 
 _BATCH_SCALAR = {Unit.TEXT: "list[str]", Unit.JSON: "list[Any]"}
 _NUMBERS = (float, int, bool)
 
 
 @dataclass(frozen=True)
-class Typed:
-    """A field's unit, and the type that stands in the body."""
+class FieldType:
+    """The unit of a field, and the type of its value in the body."""
 
     unit: Unit
     scalar: str
 
 
-def read_hint(hint: Any, form: Form) -> Typed | None:
-    """What an annotation means in a body of that form, or None where it means nothing."""
+def read_hint(hint: Any, form: Form) -> FieldType | None:
+    """Return the type that an annotation names in a body of this form, or None if it names none."""
     if form == "tensor":
         unit = unit_of(hint)
-        return Typed(unit, _BATCH_SCALAR.get(unit, "tensor")) if unit else None
+        return FieldType(unit, _BATCH_SCALAR.get(unit, "tensor")) if unit else None
     if form == "weights":
         return None
-    return _sample(hint) if form == "sample" else _group(hint)
+    return _sample_type(hint) if form == "sample" else _group_type(hint)
 
 
 def unit_of(hint: Any) -> Unit | None:
-    """The unit in `PerToken`, `PerSequence`, `PerGroup`, `Text`, `Json`; None in anything else."""
-    marks = getattr(hint, "__metadata__", ())
-    return next((mark for mark in marks if isinstance(mark, Unit)), None)
+    """Return the unit of `PerToken`, `PerSequence`, `PerGroup`, `Text` or `Json`; None for anything else."""
+    metadata = getattr(hint, "__metadata__", ())
+    return next((item for item in metadata if isinstance(item, Unit)), None)
 
 
 def hint_text(hint: Any) -> str:
-    """An annotation as a recipe writes it."""
+    """Return an annotation as a recipe writes it."""
     unit = unit_of(hint)
     if unit is not None:
         return UNIT_NAMES[unit]
@@ -67,12 +68,12 @@ def hint_text(hint: Any) -> str:
 
 
 def is_metrics(hint: Any) -> bool:
-    """Whether it is `Metrics`."""
+    """Return whether an annotation is `Metrics`."""
     return Provided.METRICS in getattr(hint, "__metadata__", ())
 
 
 def split_optional(hint: Any) -> tuple[Any, bool]:
-    """`X | None` -> (X, True); anything else -> (itself, False)."""
+    """Return `(X, True)` for `X | None`, and the annotation itself with False for anything else."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint, False
     rest = [argument for argument in get_args(hint) if argument is not type(None)]
@@ -80,33 +81,33 @@ def split_optional(hint: Any) -> tuple[Any, bool]:
 
 
 def result_hints(hint: Any) -> list[Any]:
-    """`tuple[U, V]` -> [U, V]; one type -> [it]; None -> []."""
+    """Split a result annotation: `tuple[U, V]` into two, None into none, any other type into itself."""
     if hint is type(None):
         return []
     return list(get_args(hint)) if get_origin(hint) is tuple else [hint]
 
 
-def _sample(hint: Any) -> Typed | None:
+def _sample_type(hint: Any) -> FieldType | None:
     if hint is str:
-        return Typed(Unit.TEXT, "str")
+        return FieldType(Unit.TEXT, "str")
     if hint in _NUMBERS:
-        return Typed(Unit.SEQUENCE, hint.__name__)
+        return FieldType(Unit.SEQUENCE, hint.__name__)
     if _is_dict(hint):
-        return Typed(Unit.JSON, "dict")
-    item = _item(hint)
+        return FieldType(Unit.JSON, "dict")
+    item = _item_type(hint)
     if item in _NUMBERS:
-        return Typed(Unit.TOKEN, f"list[{item.__name__}]")
-    return Typed(Unit.JSON, "list[dict]") if _is_dict(item) else None
+        return FieldType(Unit.TOKEN, f"list[{item.__name__}]")
+    return FieldType(Unit.JSON, "list[dict]") if _is_dict(item) else None
 
 
-def _group(hint: Any) -> Typed | None:
+def _group_type(hint: Any) -> FieldType | None:
     if hint in _NUMBERS:
-        return Typed(Unit.GROUP, hint.__name__)
-    member = _sample(_item(hint))
-    return Typed(member.unit, f"list[{member.scalar}]") if member else None
+        return FieldType(Unit.GROUP, hint.__name__)
+    member = _sample_type(_item_type(hint))
+    return FieldType(member.unit, f"list[{member.scalar}]") if member else None
 
 
-def _item(hint: Any) -> Any:
+def _item_type(hint: Any) -> Any:
     arguments = get_args(hint)
     return arguments[0] if get_origin(hint) is list and arguments else None
 

@@ -1,51 +1,56 @@
-"""`Dataset`: rows of typed columns, by name."""
+"""`Dataset`: named rows with typed columns."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hflow.dsl.annotations import unit_of
-from hflow.dsl.source_location import caller_location
+from hflow.dsl.annotations import hint_text, unit_of
 from hflow.errors import RecipeError
 from hflow.graph.ir import DatasetSpec
+from hflow.graph.source_location import caller_location
 from hflow.types import Unit
 
 _COLUMN_UNITS = (Unit.TEXT, Unit.JSON, Unit.SEQUENCE)
 
 
 class Dataset:
-    """What feeds a stream: `Dataset(prompt=Text, answer=Text)`. The file is the configuration's.
+    """Rows that feed a stream of samples: `Dataset("train", prompt=Text, answer=Text)`.
+
+    The configuration names the file that holds the rows.
 
     Args:
-        name: its key under `data` in the configuration.
-        **columns: column name -> `Text`, `Json` or `PerSequence` (a number).
+        name: the dataset's key under `data` in the configuration.
+        **columns: the columns that the recipe reads, each `Text`, `Json` or `PerSequence` (a number).
 
     Raises:
-        RecipeError: when there is no column or one is of another type.
+        RecipeError: if there is no column or a column has another type.
     """
 
     def __init__(self, name: str = "train", /, **columns: Any) -> None:
         self.where = caller_location()
         if not isinstance(name, str) or not name.isidentifier():
             raise RecipeError(
-                f"{self.where}: a dataset's name is an identifier such as 'train', not {name!r}"
+                f"{self.where}: Dataset({name!r}): a dataset's name must be an identifier, such as 'train'"
             )
         if not columns:
-            raise RecipeError(f"{self.where}: Dataset({name!r}) has no column: add one, such as prompt=Text")
-        self.name = name
-        self.columns = {column: self._unit(column, hint) for column, hint in columns.items()}
-
-    def _unit(self, column: str, hint: Any) -> Unit:
-        unit = unit_of(hint)
-        if unit not in _COLUMN_UNITS:
             raise RecipeError(
-                f"{self.where}: column {column!r} must be Text, Json or PerSequence, not {hint!r}"
+                f"{self.where}: Dataset({name!r}) has no columns. Declare at least one, such as prompt=Text"
             )
-        return unit
+        self.name = name
+        self.columns = {column: self._column_unit(column, hint) for column, hint in columns.items()}
 
     def __repr__(self) -> str:
         return f"Dataset({self.name!r})"
 
     def spec(self) -> DatasetSpec:
-        """The dataset as a value."""
+        """Return the dataset as a frozen value."""
         return DatasetSpec(self.name, tuple(self.columns.items()), self.where)
+
+    def _column_unit(self, column: str, hint: Any) -> Unit:
+        unit = unit_of(hint)
+        if unit is None or unit not in _COLUMN_UNITS:
+            raise RecipeError(
+                f"{self.where}: Dataset({self.name!r}): column {column!r} must be Text, Json or PerSequence, "
+                f"not {hint_text(hint)}"
+            )
+        return unit

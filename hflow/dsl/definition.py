@@ -1,114 +1,128 @@
-"""`Definition`: a decorated body with everything that its decorator said, not yet a value."""
+"""`Definition`: a decorated body together with its node type, options and knobs."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from hflow.dsl.return_types import ErrorFactory, ReturnTypes
 from hflow.dsl.signature import Signature, read_signature
-from hflow.dsl.source_location import definition_location
 from hflow.errors import RecipeError
 from hflow.graph.errors import recipe_error
-from hflow.graph.ir import SourceLocation
+from hflow.graph.source_location import SourceLocation, definition_location
 
 if TYPE_CHECKING:
     from hflow.dsl.nodetype import NodeType
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 ATTRIBUTE = "__hflow__"
-"""Where a decorator leaves its definition on the function."""
+"""The attribute of a decorated function that holds its definition."""
 
 
 @dataclass(frozen=True)
-class Definition:
-    """One node of a recipe: a body, its kind with models and options, its bound knobs.
-
-    It is called like its body.
-    """
+class Definition(Generic[Arguments, Result]):
+    """One node of a recipe. Calling it calls its body, with the body's own parameters and result."""
 
     name: str
     kind: NodeType
-    body: Callable[..., Any]
+    """The decorator, with its models and options."""
+    body: Callable[Arguments, Result]
     where: SourceLocation
     signature: Signature
     results: ReturnTypes
     knobs: Mapping[str, Any]
     reads: Mapping[str, str] = field(default_factory=dict)
-    """parameter -> field, where they differ."""
+    """Parameter -> the field that it reads, for parameters that are not named like their field."""
     engines: tuple[str, ...] = ()
-    """Engine parameters in the order of the kind's models."""
+    """The body's Engine parameters, in the order of the decorator's models."""
     implicit: bool = False
+    """Whether the framework added the node."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Call the body."""
         return self.body(*args, **kwargs)
 
 
-def definition_of(node: Any) -> Definition | None:
-    """The definition behind a decorated function or a `use`; None for anything else."""
+def definition_of(node: object) -> Definition[..., Any] | None:
+    """Return the definition of a decorated function or of a variant made by `use`; None for anything else."""
     return node if isinstance(node, Definition) else getattr(node, ATTRIBUTE, None)
 
 
-def define(kind: NodeType, body: Callable[..., Any], of: Definition | None = None) -> Definition:
-    """Read a body under a kind.
+def define(
+    kind: NodeType, body: Callable[..., Any], base: Definition[..., Any] | None = None
+) -> Definition[..., Any]:
+    """Read the signature of a body and check that a node type can run it.
 
     Args:
         kind: the decorator.
         body: the function.
-        of: the definition of which this one is a variant; its knobs and engine order are kept.
+        base: the definition of which the new one is a variant. Its name, location, knobs, `reads` and order
+            of engines are kept.
 
     Raises:
-        RecipeError: when the body is not one that the kind can run.
+        RecipeError: if the node type cannot run the body.
     """
-    where = of.where if of else definition_location(body)
+    where = base.where if base else definition_location(body)
 
-    def fault(text: str) -> RecipeError:
-        return recipe_error(where, body.__name__, text)
+    def error(problem: str) -> RecipeError:
+        return recipe_error(where, body.__name__, problem)
 
-    _check_async(kind, body, fault)
-    signature = read_signature(body, where, kind.form, _provides(kind))
-    name = of.name if of else body.__name__
-    results = kind.read_results(signature.result, name, fault)
-    _check_names(kind, signature, fault)
-    engines = of.engines if of and of.engines else _engine_order(kind, signature, fault)
-    fresh = Definition(name, kind, body, where, signature, results, {}, engines=engines)
-    defaults = {knob.name: knob.value for knob in signature.knobs}
-    return replace(fresh, knobs={**defaults, **(of.knobs if of else {})}, reads=of.reads if of else {})
+    _check_async(kind, body, error)
+    signature = read_signature(body, where, kind.form, _provided_kinds(kind))
+    name = base.name if base else body.__name__
+    results = kind.read_results(signature.result, name, error)
+    _check_knob_names(kind, signature, error)
+    _check_required_parameters(kind, signature, error)
+    engines = base.engines if base and base.engines else _order_engines(kind, signature, error)
+    knobs = {knob.name: knob.value for knob in signature.knobs}
+    fresh: Definition[..., Any] = Definition(
+        name, kind, body, where, signature, results, knobs, engines=engines
+    )
+    return replace(fresh, knobs={**knobs, **base.knobs}, reads=base.reads) if base else fresh
 
 
-def _provides(kind: NodeType) -> tuple[str, ...]:
-    """Kinds of provided parameters; Sequences and State are a batch's."""
+def _provided_kinds(kind: NodeType) -> tuple[str, ...]:
+    """Return the kinds of parameters that are provided; Sequences and State exist for batches only."""
     return kind.provides if kind.form == "tensor" else tuple(set(kind.provides) - {"sequences", "state"})
 
 
-def _check_async(kind: NodeType, body: Callable[..., Any], fault: ErrorFactory) -> None:
+def _check_async(kind: NodeType, body: Callable[..., Any], error: ErrorFactory) -> None:
     is_async = inspect.iscoroutinefunction(body)
     if kind.is_async is True and not is_async:
-        raise fault(f"an @{kind.verb} body is an episode: write 'async def'")
+        raise error(f"the body of @{kind.verb} must be asynchronous. Write 'async def'")
     if is_async and (kind.is_async is False or kind.form == "tensor"):
-        raise fault("only generate and per-sample or per-group compute bodies may be 'async def'")
+        raise error(
+            "only bodies of generate, and of compute with per='sample' or per='group', may be 'async def'"
+        )
 
 
-def _check_names(kind: NodeType, signature: Signature, fault: ErrorFactory) -> None:
+def _check_knob_names(kind: NodeType, signature: Signature, error: ErrorFactory) -> None:
     for knob in signature.knobs:
-        if knob.name in kind.known:
-            raise fault(f"knob {knob.name!r} has the name of an option of @{kind.verb}; rename it")
-    kinds = [kind for _, kind in signature.provided]
+        if knob.name in kind.option_names:
+            raise error(f"knob {knob.name!r} has the same name as an option of @{kind.verb}. Rename the knob")
+
+
+def _check_required_parameters(kind: NodeType, signature: Signature, error: ErrorFactory) -> None:
+    provided = [provided_kind for _, provided_kind in signature.provided]
     for needed in kind.needs:
-        if needed not in kinds:
-            raise fault(f"an @{kind.verb} body takes its {needed.capitalize()}: add a parameter for it")
+        if needed not in provided:
+            annotation = needed.capitalize()
+            raise error(f"the body of @{kind.verb} needs a parameter annotated with {annotation}. Add one")
 
 
-def _engine_order(kind: NodeType, signature: Signature, fault: ErrorFactory) -> tuple[str, ...]:
-    """Engine parameters in the order of the models, which they are named after if several."""
-    engines = tuple(name for name, provided in signature.provided if provided == "engine")
+def _order_engines(kind: NodeType, signature: Signature, error: ErrorFactory) -> tuple[str, ...]:
+    """Return the Engine parameters in the order of the models. With several models, names must match."""
+    engines = tuple(name for name, provided_kind in signature.provided if provided_kind == "engine")
     models = tuple(model.name for model in kind.models)
-    if len(engines) <= 1 and len(models) <= 1:
-        return engines
-    if not models:
+    if not models or (len(engines) <= 1 and len(models) <= 1):
         return engines
     if sorted(engines) != sorted(models):
-        raise fault(f"one Engine per model, by its name: models {models}, Engine parameters {engines}")
+        raise error(
+            f"with several models, the body needs one Engine parameter named after each model. "
+            f"The models are {', '.join(models)}, the Engine parameters {', '.join(engines) or 'none'}"
+        )
     return models

@@ -1,4 +1,4 @@
-"""`load_recipe`: from a path to a `Recipe`."""
+"""`load_recipe`: import a recipe file and find the `Recipe` in it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from types import ModuleType
 
 from hflow.dsl.recipe import Recipe
-from hflow.dsl.source_location import relative_path
 from hflow.errors import HflowError, RecipeError, nearest
+from hflow.graph.source_location import relative_path
 
 PREFIX = "hflow_recipe_"
-"""Begins the module name of a recipe file, so that it hides no other module.
+"""First part of a recipe's module name, so that a recipe file cannot shadow another module.
 
-Such a module is in `sys.modules` but not importable elsewhere: whoever ships its bodies registers it
-with cloudpickle's `register_pickle_by_value`.
+Other processes cannot import such a module. To send its bodies to them, register the module with
+cloudpickle's `register_pickle_by_value`.
 """
 
 
@@ -24,31 +24,31 @@ def load_recipe(path: str | Path) -> Recipe:
     """Import a recipe file and return the one `Recipe` in it.
 
     Raises:
-        RecipeError: when the file is missing, is not Python, raises, or holds no or several recipes.
+        RecipeError: if the file does not exist, is not Python, raises an exception, or does not hold exactly
+            one `Recipe`.
     """
     file = Path(path)
     if not file.is_file():
-        near = (
-            nearest(file.name, (other.name for other in file.parent.glob("*.py")))
-            if file.parent.is_dir()
-            else ""
-        )
-        raise RecipeError(f"there is no recipe file {str(path)!r}{near}")
+        neighbours = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise RecipeError(f"there is no recipe file {str(path)!r}{nearest(file.name, neighbours)}")
     module = _import(file.resolve())
     recipes = [value for value in vars(module).values() if isinstance(value, Recipe)]
-    if len(recipes) != 1:
-        many = f"it has {len(recipes)} recipes: {', '.join(recipe.name for recipe in recipes)}; keep one"
+    if len(recipes) == 1:
+        return recipes[0]
+    shown = relative_path(str(file.resolve()))
+    if not recipes:
         raise RecipeError(
-            f"{relative_path(str(file.resolve()))}: {many if recipes else 'it has no Recipe(...)'}"
+            f"{shown}: the file has no Recipe(...). Add 'recipe = Recipe(NAME, DATASET, NODES)'"
         )
-    return recipes[0]
+    names = ", ".join(recipe.name for recipe in recipes)
+    raise RecipeError(f"{shown}: the file has {len(recipes)} recipes ({names}). Keep one")
 
 
 def _import(file: Path) -> ModuleType:
     name = PREFIX + file.stem
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise RecipeError(f"{file}: a recipe is a .py file")
+        raise RecipeError(f"{file}: a recipe must be a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -56,17 +56,16 @@ def _import(file: Path) -> ModuleType:
     except HflowError:
         raise
     except SyntaxError as error:
-        raise RecipeError(
-            f"{relative_path(error.filename or str(file))}:{error.lineno}: {error.msg}"
-        ) from error
+        shown = relative_path(error.filename or str(file))
+        raise RecipeError(f"{shown}:{error.lineno}: {error.msg}") from error
     except Exception as error:
         line = _line_in(file, error)
-        text = str(error).splitlines()[0] if str(error) else ""
-        raise RecipeError(f"{relative_path(str(file))}:{line}: {type(error).__name__}: {text}") from error
+        message = str(error).splitlines()[0] if str(error) else ""
+        raise RecipeError(f"{relative_path(str(file))}:{line}: {type(error).__name__}: {message}") from error
     return module
 
 
 def _line_in(file: Path, error: Exception) -> int:
-    """The last line of the file that was running when the error was raised."""
+    """Return the innermost line of the file in an exception's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((f.lineno or 0 for f in reversed(frames) if f.filename == str(file)), 0)

@@ -1,22 +1,33 @@
-"""Options of decorators: their types, defaults and bounds."""
+"""`Option`: the type, default and bounds of a decorator's option, and the tables of options.
+
+`hflow.dsl.verbs` documents what each option means.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hflow.errors import RecipeError
+from hflow.graph.source_location import caller_location
 from hflow.validation import check_value
+
+_RENAMED = {"least": "minimum", "most": "maximum"}
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a decorator.
+    """One option of a decorator: `Option("float", 1.0, minimum=0.0)`.
 
-    Attributes:
-        type: what it may be, written as `hflow.validation.check_value` reads it.
-        default: its value when the recipe does not say.
+    Args:
+        type: alternatives joined by ` | `: `int`, `float`, `bool`, `str`, `None`, a quoted choice such as
+            `'none'`, or `tuple[T, ...]` of one of these.
+        default: the value if the recipe does not set the option.
         minimum: smallest number allowed.
         maximum: largest number allowed.
+
+    Raises:
+        RecipeError: for `least=` and `most=`, the earlier names of `minimum=` and `maximum=`.
     """
 
     type: str
@@ -24,37 +35,44 @@ class Option:
     minimum: float | None = None
     maximum: float | None = None
 
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **options: Any) -> Option:
+            """Refuse the names that bounds had before."""
+            for old, new in _RENAMED.items():
+                if old in options:
+                    raise RecipeError(f"{caller_location()}: Option: {old}= is now called {new}=. Rename it")
+            return super().__new__(cls)
+
     def check(self, value: Any) -> Any:
-        """Return the value as the type wants it, such as an int as a float.
+        """Return the value in the option's type: an int becomes a float, a list a tuple.
 
         Raises:
-            ValueError: of the wrong type or out of bounds; the message reads after "X is".
+            ValueError: if it has another type or is out of bounds. The message continues a sentence that
+                begins with "X is".
         """
         return check_value(value, self.type, self.minimum, self.maximum)
 
 
 Options = dict[str, Option]
 
-_NAMES = "None | str | tuple[str, ...]"
-_POSITIVE = Option("None | float", None, minimum=0.001)
-
 COMMON: Options = {
-    "returns": Option(_NAMES),
+    "returns": Option("None | str | tuple[str, ...]"),
     "on": Option("None | str"),
     "every": Option("int", 1, minimum=1),
     "after": Option("int", 0, minimum=0),
 }
-"""Every node has them."""
+"""Options of every node."""
 
 STREAM: Options = {"group": Option("int", 1, minimum=1)}
-"""Nodes that open a stream: samples a prompt."""
+"""Options of nodes that open a stream."""
 
 POOLED: Options = {
-    "timeout": _POSITIVE,
+    "timeout": Option("None | float", None, minimum=0.001),
     "retries": Option("int", 0, minimum=0),
     "concurrency": Option("None | int", None, minimum=1),
 }
-"""Bodies that run sample by sample: seconds a try, further tries, bodies at once."""
+"""Options of bodies that run sample by sample."""
 
 SAMPLING: Options = {
     "temperature": Option("float", 1.0, minimum=0.0),
@@ -64,11 +82,10 @@ SAMPLING: Options = {
     "stop": Option("tuple[str, ...]", ()),
     "tool_format": Option("None | str"),
 }
-"""How tokens are drawn; `top_k` 0 means all, `max_tokens` is a completion's limit, `tool_format` how
-calls are written: `hermes` (the default), or the two characters around one."""
+"""Options of generation."""
 
 GROUPED: Options = {"min_group": Option("None | int", None, minimum=1)}
-"""Nodes that may need several samples of a prompt; a smaller group is refused."""
+"""Options of nodes that may need several samples of a prompt."""
 
 LEARNING: Options = {
     "reduce": Option("None | str"),
@@ -77,7 +94,7 @@ LEARNING: Options = {
     "prox": Option("None | 'recompute' | 'loglinear' | 'metrics' | 'none'"),
     "mask": Option("None | str"),
 }
-"""Train nodes: reduction of the loss, updates a step, source of prox_logprobs, extra loss mask."""
+"""Options of train nodes."""
 
 SPEC_FIELDS = ("returns", "on", "every", "after", "group", "per")
-"""Options that have a place of their own in a `NodeSpec`."""
+"""Options that are fields of their own in a `NodeSpec`."""

@@ -1,4 +1,4 @@
-"""`Recipe`: the list of nodes that make an algorithm."""
+"""`Recipe`: the nodes of an algorithm and the dataset that feeds them."""
 
 from __future__ import annotations
 
@@ -12,88 +12,93 @@ from typing import Any, TypeVar
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.definition import Definition, definition_of
 from hflow.dsl.implicit_nodes import implicit_nodes
-from hflow.dsl.model import Model
 from hflow.dsl.nodetype import Context, NodeType
-from hflow.dsl.source_location import caller_location, caller_module
 from hflow.dsl.to_spec import to_spec
 from hflow.errors import RecipeError
-from hflow.graph.ir import RecipeSpec, SourceLocation
+from hflow.graph.ir import RecipeSpec
+from hflow.graph.model import Model
+from hflow.graph.source_location import SourceLocation, caller_location, caller_module
 
 Named = TypeVar("Named", Model, Dataset)
 
 
 class Recipe:
-    """Decorated functions and `use`s of them, fed by a dataset. Their order does not matter.
+    """A list of nodes, fed by a dataset: `Recipe("grpo", data, [actor_gen, score, ...])`.
+
+    The order of the nodes does not matter: the names of parameters and fields connect them.
 
     Args:
-        name: of the recipe, an identifier.
-        dataset: whose batches make the steps.
-        nodes: decorated functions and variants made by `use`.
+        name: the recipe's name, an identifier.
+        dataset: the dataset whose batches make the training steps.
+        nodes: decorated functions, and variants of them made by `use`.
 
     Raises:
-        RecipeError: when something in the list is no node, or two have one name.
+        RecipeError: if an item of the list is not a node, or two nodes have the same name.
     """
 
-    def __init__(self, name: str, dataset: Dataset, nodes: Sequence[Any]) -> None:
+    def __init__(self, name: str, dataset: Dataset, nodes: Sequence[Callable[..., Any]]) -> None:
         self.where = caller_location()
         self.module = caller_module()
         if not isinstance(name, str) or not name.isidentifier():
-            raise RecipeError(f"{self.where}: a recipe's name is an identifier such as 'ppo', not {name!r}")
+            raise RecipeError(
+                f"{self.where}: Recipe({name!r}): a recipe's name must be an identifier, such as 'ppo'"
+            )
         if not isinstance(dataset, Dataset):
             raise RecipeError(
-                f"{self.where}: Recipe({name!r}): its second argument is a Dataset, not {dataset!r}"
+                f"{self.where}: Recipe({name!r}): the second argument must be a Dataset, not {dataset!r}"
             )
         self.name = name
         self.dataset = dataset
         self.nodes = tuple(self._definition(node) for node in nodes)
-        self._check_names()
+        self._check_node_names()
 
     def spec(self) -> RecipeSpec:
-        """The recipe as a value, with the nodes that it implies.
+        """Return the recipe as a frozen value, with the nodes that hflow adds.
 
         Raises:
-            RecipeError: when a node's model is open, or two models or datasets have one name.
+            RecipeError: if a node lacks its model, or two models or datasets have the same name.
         """
         listed = [to_spec(node) for node in self.nodes]
-        implied = [to_spec(node) for node in implicit_nodes(self.nodes)]
+        implicit = [to_spec(node) for node in implicit_nodes(self.nodes)]
         return RecipeSpec(
             name=self.name,
             dataset=self.dataset.name,
-            nodes=(*listed, *implied),
-            models=tuple(model.spec() for model in self._models()),
+            nodes=(*listed, *implicit),
+            models=tuple(self._models()),
             datasets=tuple(dataset.spec() for dataset in self._datasets()),
             unlisted=tuple(self._unlisted()),
             doc=getattr(sys.modules.get(self.module), "__doc__", None) or "",
         )
 
     def bodies(self, options: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Callable[..., Any]]:
-        """What to call, by node name, with inputs and knobs; it travels beside the plan.
+        """Return what a worker calls for each node, with inputs and knobs by name.
 
         Args:
-            options: by node name, options that a configuration changed, for kinds with a `run` of their own.
+            options: node -> options that a configuration changed, for node types that override `run`.
         """
         nodes = (*self.nodes, *implicit_nodes(self.nodes))
         return {node.name: _callable(node, (options or {}).get(node.name, {})) for node in nodes}
 
-    def _definition(self, node: Any) -> Definition:
+    def _definition(self, node: Callable[..., Any]) -> Definition[..., Any]:
         definition = definition_of(node)
         if definition is None:
             shown = getattr(node, "__name__", repr(node))
             raise RecipeError(
-                f"{self.where}: Recipe({self.name!r}): {shown} is no node: decorate it with a verb"
+                f"{self.where}: Recipe({self.name!r}): {shown} is not a node. Decorate the function, "
+                f"for example with @compute()"
             )
-        is_library = node is definition.body and node.__module__.startswith("hflow.")
-        return replace(definition, where=self.where) if is_library else definition
+        is_library_node = node is definition.body and node.__module__.startswith("hflow.")
+        return replace(definition, where=self.where) if is_library_node else definition
 
-    def _check_names(self) -> None:
-        seen: dict[str, SourceLocation] = {}
+    def _check_node_names(self) -> None:
+        locations: dict[str, SourceLocation] = {}
         for node in self.nodes:
-            if node.name in seen:
+            if node.name in locations:
                 raise RecipeError(
-                    f"{node.where}: {node.name}: a node of this name is at {seen[node.name]}; "
-                    f"give one another name with use(..., name=)"
+                    f"{node.where}: {node.name}: another node with this name is at {locations[node.name]}. "
+                    f"Rename one of them with use(..., name=)"
                 )
-            seen[node.name] = node.where
+            locations[node.name] = node.where
 
     def _models(self) -> list[Model]:
         models = [model for node in self.nodes for model in node.kind.all_models]
@@ -103,47 +108,47 @@ class Recipe:
         return _distinct(models)
 
     def _datasets(self) -> list[Dataset]:
-        others = [node.kind.bound["data"] for node in self.nodes if "data" in node.kind.bound]
-        return _distinct([self.dataset, *others])
+        given = [node.kind.given_objects for node in self.nodes]
+        return _distinct([self.dataset, *(objects["data"] for objects in given if "data" in objects)])
 
     def _unlisted(self) -> Iterator[tuple[str, SourceLocation]]:
-        """Nodes of the recipe's file that no recipe in it lists, in the order of the file."""
+        """Yield the nodes of the recipe's file that no recipe in it lists, in the order of the file."""
         values = vars(sys.modules[self.module]).values() if self.module in sys.modules else ()
         recipes = [value for value in values if isinstance(value, Recipe)]
         listed = [node for recipe in {*recipes, self} for node in recipe.nodes]
         for value in values:
             node = definition_of(value)
-            if node is None or not _is_own(value, node, self.module):
+            if node is None or not _is_defined_in(self.module, value, node):
                 continue
-            is_used = any(node is other or (callable(value) and value is other.body) for other in listed)
-            if not is_used:
+            is_listed = any(node is other or (callable(value) and value is other.body) for other in listed)
+            if not is_listed:
                 yield node.name, node.where
 
 
-def _is_own(value: Any, node: Definition, module: str) -> bool:
-    """Whether a value of a module was made there: a variant always was, a function may be imported."""
+def _is_defined_in(module: str, value: object, node: Definition[..., Any]) -> bool:
+    """Return whether a node was made in a module: a variant always was, a function may be imported."""
     return isinstance(value, Definition) or node.body.__module__ == module
 
 
-def _distinct(things: Sequence[Named]) -> list[Named]:
-    """Each thing once.
+def _distinct(items: Sequence[Named]) -> list[Named]:
+    """Return each model or dataset once.
 
     Raises:
-        RecipeError: when two different ones share a name.
+        RecipeError: if two different ones have the same name.
     """
     by_name: dict[str, Named] = {}
-    for thing in things:
-        other = by_name.setdefault(thing.name, thing)
-        if other is not thing:
-            raise RecipeError(f"{thing.where}: {thing!r} is also at {other.where}; give one another name")
+    for item in items:
+        other = by_name.setdefault(item.name, item)
+        if other is not item:
+            raise RecipeError(f"{item.where}: {item!r} is also declared at {other.where}. Rename one of them")
     return list(by_name.values())
 
 
-def _callable(node: Definition, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The body; for a kind with a `run` of its own, a callable that goes through it."""
+def _callable(node: Definition[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the body, or a callable that goes through `run` if the node type overrides it."""
     if type(node.kind).run is NodeType.run:
         return node.body
-    run = _Run(node, {**node.kind.settings, **options})
+    run = _Run(node, {**node.kind.option_values, **options})
     if not inspect.iscoroutinefunction(node.body):
         return run
 
@@ -155,13 +160,13 @@ def _callable(node: Definition, options: Mapping[str, Any]) -> Callable[..., Any
 
 
 class _Run:
-    """Fires a user's NodeType, called like a body: with inputs and knobs by name."""
+    """Calls the `run` of a user's node type. It is called like a body: with inputs and knobs by name."""
 
-    def __init__(self, node: Definition, options: Mapping[str, Any]) -> None:
+    def __init__(self, node: Definition[..., Any], options: Mapping[str, Any]) -> None:
         self._kind = node.kind
         self._options = options
         self._knobs = tuple(node.knobs)
-        self.__wrapped__ = node.body  # where `inspect.unwrap`, and so messages about errors, look
+        self.__wrapped__ = node.body  # `inspect.unwrap` finds the body here, and with it error locations.
         self.__name__ = node.name
         self.__module__ = node.body.__module__
 

@@ -1,4 +1,4 @@
-"""What a body returns, read from its result annotation."""
+"""Result annotations: the trajectories, fields and metrics that a body returns."""
 
 from __future__ import annotations
 
@@ -12,71 +12,71 @@ from hflow.graph.ir import Returned
 from hflow.types import Tensor, Trajectory, Unit
 
 ErrorFactory = Callable[[str], RecipeError]
-"""Makes the error for a text, with the body's name and place."""
+"""Makes the exception for a problem with a body, with the body's name and location."""
 
 
 @dataclass(frozen=True)
 class ReturnTypes:
-    """Trajectories (streams) first, then fields, then perhaps metrics."""
+    """What a body returns: trajectories first, which open streams, then fields, then metrics."""
 
     fields: tuple[Returned, ...] = ()
     streams: tuple[str, ...] = ()
     metrics: bool = False
     grouped: bool = False
-    """Whether the one trajectory is a list of them: a group."""
+    """Whether the body returns a list of trajectories, which is one group."""
 
 
 def read_fields(
-    hint: Any, names: Sequence[str], function: str, form: Form, fault: ErrorFactory
+    hint: Any, names: Sequence[str], function: str, form: Form, error: ErrorFactory
 ) -> ReturnTypes:
-    """The results of a body that returns fields.
+    """Read the result annotation of a body that returns fields.
 
     Args:
-        hint: its result annotation.
-        names: what `returns=` says; empty where it says nothing.
-        function: its name, which names a single field.
-        form: how its fields look.
-        fault: makes errors.
+        hint: the result annotation.
+        names: the names in `returns=`; empty if it is not set.
+        function: the name of the node, which is the default name of a single field.
+        form: the form of the body's fields.
+        error: makes the exception for a message.
     """
     hints, metrics = _split_metrics(hint)
     if not hints and not metrics:
-        raise fault("it returns nothing; return a field or Metrics")
+        raise error("the function returns nothing. Return a field or Metrics")
     names = names or ([function] if len(hints) == 1 else [])
-    return ReturnTypes(_named(hints, names, form, fault), metrics=metrics)
+    return ReturnTypes(_named_fields(hints, names, form, error), metrics=metrics)
 
 
-def read_trajectories(hint: Any, names: Sequence[str], function: str, fault: ErrorFactory) -> ReturnTypes:
-    """The results of a body that opens a stream: trajectories, then fields of the stream."""
+def read_trajectories(hint: Any, names: Sequence[str], function: str, error: ErrorFactory) -> ReturnTypes:
+    """Read the result annotation of a body that opens streams: trajectories, then fields of the stream."""
     hints, metrics = _split_metrics(hint)
     num_streams = next((i for i, h in enumerate(hints) if not _is_trajectory(h)), len(hints))
     if num_streams == 0 or any(_is_trajectory(h) for h in hints[num_streams:]):
-        raise fault("it must return a Trajectory, or several, before anything else")
+        raise error("the function must return one or more Trajectory first, then its fields")
     if num_streams == 1:
         names = (function, *names)
     if len(names) < num_streams:
-        raise fault(f"it returns {num_streams} trajectories: name each one in returns=")
+        raise error(f"the function returns {num_streams} trajectories. Name each of them in returns=")
     grouped = any(_is_list(h) for h in hints[:num_streams])
     if grouped and len(hints) > 1:
-        raise fault("a list of trajectories (a group) is returned alone")
-    fields = _named(hints[num_streams:], names[num_streams:], "sample", fault)
+        raise error("a list of trajectories (one group) must be the only result")
+    fields = _named_fields(hints[num_streams:], names[num_streams:], "sample", error)
     return ReturnTypes(fields, tuple(names[:num_streams]), metrics, grouped)
 
 
-def read_loss(hint: Any, fault: ErrorFactory) -> ReturnTypes:
-    """The results of a train body: its loss, perhaps metrics."""
+def read_loss(hint: Any, error: ErrorFactory) -> ReturnTypes:
+    """Read the result annotation of a train body: a loss, then perhaps metrics."""
     hints, metrics = _split_metrics(hint)
     if len(hints) != 1:
-        raise fault("a train body returns its loss, and Metrics after it if it likes")
-    loss = _field(hints[0], "loss", "tensor", fault)
+        raise error("the body of @train must return one loss, or one loss and Metrics")
+    loss = _field(hints[0], "loss", "tensor", error)
     if loss.unit not in (Unit.TOKEN, Unit.SEQUENCE, Unit.GROUP):
-        raise fault("a loss is PerToken, PerSequence or PerGroup")
+        raise error("a loss must be PerToken, PerSequence or PerGroup")
     return ReturnTypes((loss,), metrics=metrics)
 
 
-def read_weight(hint: Any, fault: ErrorFactory) -> ReturnTypes:
-    """The result of an update body: the new value of one weight tensor."""
+def read_weight(hint: Any, error: ErrorFactory) -> ReturnTypes:
+    """Read the result annotation of an update body: the new value of one weight tensor."""
     if hint is not Tensor:
-        raise fault("an update body returns a Tensor, the target's new value")
+        raise error("the body of @update must return a Tensor, the target's new value")
     return ReturnTypes()
 
 
@@ -86,21 +86,23 @@ def _split_metrics(hint: Any) -> tuple[list[Any], bool]:
     return (hints[:-1] if metrics else hints), metrics
 
 
-def _named(
-    hints: Sequence[Any], names: Sequence[str], form: Form, fault: ErrorFactory
+def _named_fields(
+    hints: Sequence[Any], names: Sequence[str], form: Form, error: ErrorFactory
 ) -> tuple[Returned, ...]:
     if len(names) != len(hints):
-        raise fault(f"it returns {len(hints)} fields, so returns= must name {len(hints)}, not {len(names)}")
+        raise error(
+            f"the function returns {len(hints)} field(s), but returns= names {len(names)}. Name them all"
+        )
     if len(set(names)) != len(names):
-        raise fault(f"returns={tuple(names)!r} names a field twice")
-    return tuple(_field(hint, name, form, fault) for hint, name in zip(hints, names, strict=True))
+        raise error(f"returns={tuple(names)!r} has the same name twice. Give each field its own name")
+    return tuple(_field(hint, name, form, error) for hint, name in zip(hints, names, strict=True))
 
 
-def _field(hint: Any, name: str, form: Form, fault: ErrorFactory) -> Returned:
-    typed = read_hint(hint, form)
-    if typed is None:
-        raise fault(f"result {name!r} is {hint_text(hint)}; here a result is {ALLOWED_TYPES[form]}")
-    return Returned(name, typed.unit, typed.scalar)
+def _field(hint: Any, name: str, form: Form, error: ErrorFactory) -> Returned:
+    field_type = read_hint(hint, form)
+    if field_type is None:
+        raise error(f"result {name!r} has the type {hint_text(hint)}, but must be {ALLOWED_TYPES[form]}")
+    return Returned(name, field_type.unit, field_type.scalar)
 
 
 def _is_trajectory(hint: Any) -> bool:

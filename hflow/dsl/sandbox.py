@@ -1,4 +1,4 @@
-"""`@sandbox`: a tool that runs in a process of its own, without network."""
+"""`@sandbox`: run a tool in its own process, without network access."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hflow.dsl.options import Option
-from hflow.dsl.source_location import caller_location
 from hflow.graph.errors import recipe_error
+from hflow.graph.source_location import caller_location
 from hflow.types.sandbox import ATTRIBUTE, Sandbox
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -19,14 +19,16 @@ _OPTIONS = {
 
 
 def sandbox(*, timeout: float = 10.0, memory_mb: int = 512) -> Callable[[Function], Function]:
-    """Decorate a function whose every call runs in a limited process; called directly, it just runs.
+    """Decorate a tool so that `engine.call` runs it in a limited process.
+
+    The function itself is returned unchanged; a direct call runs it in the caller's process.
 
     Args:
-        timeout: seconds a call may take.
-        memory_mb: address space that a call may take.
+        timeout: seconds that one call may take.
+        memory_mb: address space in MiB that one call may use.
 
     Raises:
-        RecipeError: when a limit is not a number in its bounds.
+        RecipeError: if a limit is not a number or out of bounds.
     """
     where = caller_location()
     limits = {}

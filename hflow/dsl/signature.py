@@ -1,4 +1,4 @@
-"""Reads a body's signature: which parameters are edges, which are provided, which are knobs."""
+"""`read_signature`: sort a body's parameters into edges, provided parameters and knobs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from hflow.dsl.annotations import ALLOWED_TYPES, PROVIDED_TYPES, Form, hint_text, read_hint, split_optional
+from hflow.dsl.annotations import (
+    ALLOWED_TYPES,
+    PROVIDED_TYPES,
+    Form,
+    hint_text,
+    read_hint,
+    split_optional,
+)
 from hflow.errors import RecipeError
 from hflow.graph.errors import recipe_error
-from hflow.graph.ir import Knob, Parameter, SourceLocation
+from hflow.graph.ir import Knob, Parameter
+from hflow.graph.source_location import SourceLocation
 from hflow.types import Tensor
 from hflow.validation import check_value, text_of_type
 
@@ -19,31 +27,33 @@ _EMPTY = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a body, sorted by what they are."""
+    """The parameters of a body by kind, and its result annotation."""
 
     parameters: tuple[Parameter, ...]
+    """Edges: parameters before `*` that read a field."""
     provided: tuple[tuple[str, str], ...]
+    """Parameters that the framework provides, each with its kind."""
     knobs: tuple[Knob, ...]
+    """Parameters after `*`."""
     result: Any
-    """The result's annotation."""
 
 
 def read_signature(
     body: Callable[..., Any], where: SourceLocation, form: Form, provides: Sequence[str]
 ) -> Signature:
-    """Read a body.
+    """Read the signature of a body.
 
     Args:
         body: the function.
-        where: its place, for messages.
-        form: how its fields look.
-        provides: kinds of provided parameters that its verb has.
+        where: its location, for messages.
+        form: the form of its fields.
+        provides: the kinds of provided parameters that it may have.
 
     Raises:
-        RecipeError: for a parameter without annotation, of an unknown type or of a kind that its
-            verb does not provide, a knob without default, a result without annotation.
+        RecipeError: for a parameter or result without annotation or with an unknown one, a parameter that is
+            not provided here, or a knob without default.
     """
-    reader = _Reader(body, where, form, provides)
+    reader = _SignatureReader(body, where, form, provides)
     parameters: list[Parameter] = []
     provided: list[tuple[str, str]] = []
     knobs: list[Knob] = []
@@ -51,17 +61,17 @@ def read_signature(
         hint = reader.hint(parameter)
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             knobs.append(reader.knob(parameter, hint))
-        elif kind := reader.provided(parameter, hint):
+        elif kind := reader.provided_kind(parameter, hint):
             provided.append((parameter.name, kind))
         else:
             parameters.append(reader.edge(parameter, hint))
     if form == "weights":
-        provided = reader.weights([name for name, _ in provided])
-    return Signature(tuple(parameters), tuple(provided), tuple(knobs), reader.result())
+        provided = reader.target_and_source([name for name, _ in provided])
+    return Signature(tuple(parameters), tuple(provided), tuple(knobs), reader.result_hint())
 
 
-class _Reader:
-    """One body under reading."""
+class _SignatureReader:
+    """Reads the parameters of one body."""
 
     def __init__(
         self, body: Callable[..., Any], where: SourceLocation, form: Form, provides: Sequence[str]
@@ -73,71 +83,77 @@ class _Reader:
         try:
             self._hints = get_type_hints(body, include_extras=True)
         except NameError as error:
-            raise self._fault(f"an annotation names {error.name!r}, which is not defined") from error
+            problem = f"an annotation uses {error.name!r}, which is not defined. Import or define it"
+            raise self._error(problem) from error
 
     def hint(self, parameter: inspect.Parameter) -> Any:
-        """The parameter's annotation."""
+        """Return a parameter's annotation."""
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            raise self._fault(
-                "a body has no *args or **kwargs: every parameter is an edge or a knob", parameter
-            )
+            problem = "*args and **kwargs are not allowed: every parameter is an edge or a knob. Name it"
+            raise self._error(problem, parameter)
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            raise self._fault("edges are passed by name: drop the '/'", parameter)
+            raise self._error("hflow passes parameters by name. Remove the '/'", parameter)
         if parameter.name not in self._hints:
-            raise self._fault(f"it has no annotation: say {ALLOWED_TYPES[self._form]}", parameter)
+            allowed = ALLOWED_TYPES[self._form]
+            raise self._error(f"the parameter has no annotation. Annotate it with {allowed}", parameter)
         return self._hints[parameter.name]
 
-    def result(self) -> Any:
-        """The result's annotation."""
+    def result_hint(self) -> Any:
+        """Return the result annotation."""
         if "return" not in self._hints:
-            raise self._fault("annotate its result")
+            raise self._error("the function has no result annotation. Add one after '->'")
         return self._hints["return"]
 
-    def provided(self, parameter: inspect.Parameter, hint: Any) -> str | None:
-        """The kind of a parameter that the framework fills in; None for an edge."""
+    def provided_kind(self, parameter: inspect.Parameter, hint: Any) -> str | None:
+        """Return the kind of a parameter that the framework provides; None for an edge."""
         if hint is Tensor and self._form == "weights":
             return "weight"
         kind = PROVIDED_TYPES.get(hint) if isinstance(hint, type) else None
         if kind is not None and kind not in self._provides:
-            has = ", ".join(sorted(self._provides)) or "nothing"
-            raise self._fault(f"{hint.__name__} is not provided here; this verb has: {has}", parameter)
+            provided = ", ".join(name.capitalize() for name in sorted(self._provides)) or "nothing"
+            raise self._error(
+                f"{hint.__name__} is not provided here; this body can have {provided}", parameter
+            )
         return kind
 
     def edge(self, parameter: inspect.Parameter, hint: Any) -> Parameter:
-        """A parameter before `*`."""
-        bare, optional = split_optional(hint)
-        typed = read_hint(bare, self._form)
-        if typed is None:
-            raise self._fault(
-                f"it is {hint_text(hint)}; here an edge is {ALLOWED_TYPES[self._form]}", parameter
-            )
+        """Read a parameter before `*`."""
+        required_hint, optional = split_optional(hint)
+        field_type = read_hint(required_hint, self._form)
+        if field_type is None:
+            allowed = ALLOWED_TYPES[self._form]
+            raise self._error(f"the annotation {hint_text(hint)} does not fit here. Use {allowed}", parameter)
         if (parameter.default is None) != optional or parameter.default not in (None, _EMPTY):
-            raise self._fault(
-                "an edge has no default but None, with '| None'; a hyper-parameter goes after '*'", parameter
+            raise self._error(
+                "a parameter before '*' reads a field and has no default, except '= None' with the "
+                "annotation 'X | None'. Put a hyper-parameter after '*'",
+                parameter,
             )
-        return Parameter(parameter.name, parameter.name, typed.unit, typed.scalar, optional)
+        return Parameter(parameter.name, parameter.name, field_type.unit, field_type.scalar, optional)
 
-    def weights(self, names: list[str]) -> list[tuple[str, str]]:
-        """Target and source of an update body."""
+    def target_and_source(self, names: list[str]) -> list[tuple[str, str]]:
+        """Name the two weight tensors of an update body."""
         if len(names) != 2:
-            raise self._fault("an update body takes two Tensors, target and source, and knobs after '*'")
+            raise self._error(
+                f"the body of @update takes two Tensors before '*', target and source, not {len(names)}"
+            )
         return [(names[0], "target"), (names[1], "source")]
 
     def knob(self, parameter: inspect.Parameter, hint: Any) -> Knob:
-        """A parameter after `*`."""
-        kind = text_of_type(hint)
-        if kind is None:
-            raise self._fault(
-                f"knob of type {hint_text(hint)}: a knob is int, float, bool, str, a Literal, "
-                f"tuple[T, ...] of them, or one of these '| None'",
+        """Read a parameter after `*`."""
+        knob_type = text_of_type(hint)
+        if knob_type is None:
+            raise self._error(
+                f"a knob (a parameter after '*') cannot be {hint_text(hint)}. Use int, float, bool, str, "
+                f"a Literal, tuple[T, ...] of one of them, or one of these with '| None'",
                 parameter,
             )
         if parameter.default is _EMPTY:
-            raise self._fault("a knob needs a default", parameter)
+            raise self._error("a knob (a parameter after '*') needs a default", parameter)
         try:
-            return Knob(parameter.name, kind, check_value(parameter.default, kind))
+            return Knob(parameter.name, knob_type, check_value(parameter.default, knob_type))
         except ValueError as error:
-            raise self._fault(f"its default is {error}", parameter) from error
+            raise self._error(f"the default is {error}", parameter) from error
 
-    def _fault(self, text: str, parameter: inspect.Parameter | None = None) -> RecipeError:
-        return recipe_error(self._where, self._name, text, parameter.name if parameter else None)
+    def _error(self, problem: str, parameter: inspect.Parameter | None = None) -> RecipeError:
+        return recipe_error(self._where, self._name, problem, parameter.name if parameter else None)

@@ -1,4 +1,4 @@
-"""From a `Definition` to a `NodeSpec`: no live object is left, costs and layouts are data."""
+"""`to_spec`: convert a `Definition` to a `NodeSpec`, a frozen value in which costs and layouts are data."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from hflow.types import Unit
 _LAYOUTS = ("sharded", "single")
 
 
-def to_spec(node: Definition) -> NodeSpec:
-    """The node as a value.
+def to_spec(node: Definition[..., Any]) -> NodeSpec:
+    """Return a node as a frozen value.
 
     Raises:
-        RecipeError: when its models are open, or a user's NodeType gives no valid cost or layout.
+        RecipeError: if a model is missing, or a user's NodeType returns an invalid cost or layout.
     """
     kind = node.kind
-    if kind.is_open:
-        raise recipe_error(node.where, node.name, f"its model is open: list use({node.name}, MODEL) instead")
-    settings = kind.settings
+    if kind.has_open_models:
+        problem = f"the node has no model yet. List use({node.name}, MODEL) instead"
+        raise recipe_error(node.where, node.name, problem)
+    options = kind.option_values
     parameters = tuple(replace(p, field=node.reads.get(p.name, p.name)) for p in node.signature.parameters)
     return NodeSpec(
         name=node.name,
         verb=kind.verb,
-        level=kind.fires,
+        level=kind.node_level,
         body=_body_ref(node),
         where=node.where,
         models=tuple(model.name for model in kind.all_models),
@@ -43,15 +44,15 @@ def to_spec(node: Definition) -> NodeSpec:
         metrics=node.results.metrics,
         opens_stream=kind.opens_stream,
         streams=node.results.streams,
-        group=settings.get("group", 1),
-        on=settings.get("on"),
-        data=kind.bound["data"].name if "data" in kind.bound else None,
+        group=options.get("group", 1),
+        on=options.get("on"),
+        data=kind.given_objects["data"].name if "data" in kind.given_objects else None,
         reads_weights=kind.reads_weights,
         writes_weights=kind.writes_weights,
         knobs=tuple(Knob(knob.name, knob.type, node.knobs[knob.name]) for knob in node.signature.knobs),
         options=_options(kind, node, parameters),
-        every=settings["every"],
-        after=settings["after"],
+        every=options["every"],
+        after=options["after"],
         layouts=_layouts(node),
         cost=_cost(node),
         shape=kind.draw(),
@@ -59,8 +60,8 @@ def to_spec(node: Definition) -> NodeSpec:
     )
 
 
-def _provided(node: Definition) -> tuple[tuple[str, str], ...]:
-    """Provided parameters; where there are several engines, each with its model."""
+def _provided(node: Definition[..., Any]) -> tuple[tuple[str, str], ...]:
+    """Return the provided parameters with their kinds; if there are several engines, each with its model."""
     models = dict(zip(node.engines, (m.name for m in node.kind.models), strict=False))
     several = len(node.engines) > 1
     return tuple(
@@ -70,56 +71,55 @@ def _provided(node: Definition) -> tuple[tuple[str, str], ...]:
 
 
 def _options(
-    kind: NodeType, node: Definition, parameters: tuple[Parameter, ...]
+    kind: NodeType, node: Definition[..., Any], parameters: tuple[Parameter, ...]
 ) -> tuple[tuple[str, Any], ...]:
-    """Every option with its value; those that depend on the body are decided here."""
-    settings = {name: value for name, value in kind.settings.items() if name not in SPEC_FIELDS}
-    if settings.get("min_group", 0) is None:
-        settings["min_group"] = 2 if _needs_group(kind, node, parameters) else 1
-    if settings.get("prox", "") is None:
+    """Return every option with its value. Defaults that depend on the body are filled in here."""
+    options = {name: value for name, value in kind.option_values.items() if name not in SPEC_FIELDS}
+    if options.get("min_group", 0) is None:
+        options["min_group"] = 2 if _needs_group(kind, node, parameters) else 1
+    if options.get("prox", "") is None:
         reads_prox = any(parameter.field == "prox_logprobs" for parameter in parameters)
-        settings["prox"] = "recompute" if reads_prox else "none"
-    return tuple(settings.items())
+        options["prox"] = "recompute" if reads_prox else "none"
+    return tuple(options.items())
 
 
-def _needs_group(kind: NodeType, node: Definition, parameters: tuple[Parameter, ...]) -> bool:
-    is_pairwise = kind.verb == "train" and node.results.fields[0].unit is Unit.GROUP
-    return kind.fires is Level.GROUP or is_pairwise or any(p.field == "group" for p in parameters)
+def _needs_group(kind: NodeType, node: Definition[..., Any], parameters: tuple[Parameter, ...]) -> bool:
+    has_group_loss = kind.verb == "train" and node.results.fields[0].unit is Unit.GROUP
+    return kind.node_level is Level.GROUP or has_group_loss or any(p.field == "group" for p in parameters)
 
 
-def _layouts(node: Definition) -> tuple[tuple[str, str], ...]:
+def _layouts(node: Definition[..., Any]) -> tuple[tuple[str, str], ...]:
     layouts = tuple((result.field, node.kind.layout(result.field)) for result in node.results.fields)
     for field, layout in layouts:
         if layout not in _LAYOUTS:
-            raise recipe_error(
-                node.where, node.name, f"layout({field!r}) is {layout!r}, not one of {_LAYOUTS}"
-            )
+            problem = f"layout({field!r}) must return 'sharded' or 'single', not {layout!r}"
+            raise recipe_error(node.where, node.name, problem)
     return layouts
 
 
-def _cost(node: Definition) -> tuple[tuple[str, float], ...]:
-    """The coefficients of an affine cost; empty where the planner's own model holds."""
+def _cost(node: Definition[..., Any]) -> tuple[tuple[str, float], ...]:
+    """Return the coefficients of an affine cost; none if it is 0, so that the planner estimates it."""
     cost = node.kind.cost
     constant = cost(Shapes(0, 0, 0))
     slopes = [cost(s) - constant for s in (Shapes(1, 0, 0), Shapes(0, 1, 0), Shapes(0, 0, 1))]
     predicted = constant + 300 * slopes[0] + 20 * slopes[1] + 5 * slopes[2]
     if abs(cost(Shapes(300, 20, 5)) - predicted) > 1e-6 * max(1.0, abs(predicted)):
-        raise recipe_error(
-            node.where, node.name, "cost(shapes) must be affine in tokens, sequences and groups"
-        )
+        problem = "cost(shapes) must be affine in tokens, sequences and groups"
+        raise recipe_error(node.where, node.name, problem)
     names = ("constant", "tokens", "sequences", "groups")
     values = (constant, *slopes)
     return tuple(zip(names, values, strict=True)) if any(values) else ()
 
 
-def _body_ref(node: Definition) -> BodyRef:
+def _body_ref(node: Definition[..., Any]) -> BodyRef:
     body = node.body
-    return BodyRef(body.__module__, body.__qualname__, _digest(body, node))
+    return BodyRef(body.__module__, body.__qualname__, _source_digest(body, node))
 
 
-def _digest(body: Callable[..., Any], node: Definition) -> str:
+def _source_digest(body: Callable[..., Any], node: Definition[..., Any]) -> str:
     try:
         source = textwrap.dedent(inspect.getsource(body))
     except OSError as error:
-        raise recipe_error(node.where, node.name, "its source cannot be read; define it in a file") from error
+        problem = "the function's source cannot be read. Define it in a file"
+        raise recipe_error(node.where, node.name, problem) from error
     return hashlib.sha256(source.encode()).hexdigest()[:16]

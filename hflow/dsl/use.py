@@ -1,75 +1,91 @@
-"""`use`: a variant of a node, with other models, names, options or knobs."""
+"""`use`: a variant of a node with other models, names, options or knobs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from types import EllipsisType
+from typing import Any, cast
 
-from hflow.dsl.definition import Definition, define, definition_of
-from hflow.dsl.model import Model
-from hflow.dsl.source_location import caller_location
+from hflow.dsl.dataset import Dataset
+from hflow.dsl.definition import Arguments, Definition, Result, define, definition_of
 from hflow.errors import RecipeError, nearest
 from hflow.graph.errors import recipe_error
-from hflow.graph.ir import SourceLocation
+from hflow.graph.model import Model
+from hflow.graph.source_location import SourceLocation, caller_location
 from hflow.validation import check_value
 
 
 def use(
-    node: Any,
+    node: Callable[Arguments, Result],
     *models: Model,
     name: str | None = None,
+    on: str | EllipsisType | None = ...,
+    data: Dataset | EllipsisType | None = ...,
     reads: Mapping[str, str] | None = None,
+    every: int | EllipsisType = ...,
     **options_and_knobs: Any,
-) -> Definition:
-    """Make a variant of a decorated function, of a library node or of another variant.
+) -> Definition[Arguments, Result]:
+    """Make a variant of a decorated function, of a node of the library or of another variant.
+
+    What is not given stays as it is in `node`, which itself does not change.
 
     Args:
-        node: what to vary; it stays as it is.
-        *models: replace its models (or fill those that a library node leaves open).
-        name: of the new node; by default the old one's.
-        reads: parameter -> field that it reads instead of the one named like it.
-        **options_and_knobs: the decorator's options (`on=`, `data=`, `every=`, ...) and the body's
-            knobs.
+        node: the node to vary.
+        *models: models in the place of the node's own, or for those that a node of the library leaves open.
+        name: the name of the variant. Default: the name of the node.
+        on: the stream that the variant works on, or from which it derives.
+        data: the dataset that feeds the stream of the variant, for evaluation.
+        reads: parameter -> the field that it reads instead of the field with the parameter's name.
+        every: run in every n-th step only.
+        **options_and_knobs: other options of the decorator, and knobs of the body.
 
     Raises:
-        RecipeError: for anything that is no node, model, parameter, option or knob.
+        RecipeError: if `node` is not a node, or a model, parameter, option or knob does not exist or fit.
     """
     where = caller_location()
     old = definition_of(node)
     if old is None:
-        raise RecipeError(f"{where}: use() takes a decorated function, not {node!r}")
-    knobs = {knob.name: knob.type for knob in old.signature.knobs}
-    options = {key: value for key, value in options_and_knobs.items() if key not in knobs}
+        raise RecipeError(
+            f"{where}: use() takes a decorated function, not {node!r}. Decorate it, as in @compute()"
+        )
+    named = {"on": on, "data": data, "every": every}
+    values = {key: value for key, value in named.items() if value is not ...} | options_and_knobs
+    knob_types = {knob.name: knob.type for knob in old.signature.knobs}
+    options = {key: value for key, value in values.items() if key not in knob_types}
     for key in options:
-        if key not in old.kind.known:
-            hint = nearest(key, (*knobs, *old.kind.known, "name", "reads"))
-            raise recipe_error(where, old.name, f"it has no option or knob {key!r}{hint}")
+        if key not in old.kind.option_names:
+            hint = nearest(key, (*knob_types, *old.kind.option_names, "name", "reads"))
+            raise recipe_error(where, old.name, f"there is no option or knob {key!r}{hint}")
     base = replace(old, name=_checked_name(name, old, where), where=where)
-    new = define(old.kind.variant(models, options), old.body, of=base)
-    bound = {
-        key: _bound(new, key, value, knobs[key]) for key, value in options_and_knobs.items() if key in knobs
+    new = define(old.kind.variant(models, options), old.body, base)
+    knobs = {
+        key: _checked_knob(new, key, value, knob_types[key])
+        for key, value in values.items()
+        if key in knob_types
     }
-    return replace(new, knobs={**new.knobs, **bound}, reads={**new.reads, **_checked_reads(new, reads or {})})
+    checked_reads = _checked_reads(new, reads or {})
+    variant = replace(new, knobs={**new.knobs, **knobs}, reads={**new.reads, **checked_reads})
+    return cast("Definition[Arguments, Result]", variant)
 
 
-def _checked_name(name: str | None, old: Definition, where: SourceLocation) -> str:
+def _checked_name(name: str | None, old: Definition[..., Any], where: SourceLocation) -> str:
     if name is not None and not name.isidentifier():
-        raise recipe_error(where, old.name, f"name={name!r} is no identifier")
+        raise recipe_error(where, old.name, f"name={name!r} must be an identifier, such as 'eval_gen'")
     return name or old.name
 
 
-def _bound(node: Definition, key: str, value: Any, kind: str) -> Any:
+def _checked_knob(node: Definition[..., Any], name: str, value: Any, knob_type: str) -> Any:
     try:
-        return check_value(value, kind)
+        return check_value(value, knob_type)
     except ValueError as error:
-        raise recipe_error(node.where, node.name, f"knob {key} is {error}") from error
+        raise recipe_error(node.where, node.name, f"knob {name} is {error}") from error
 
 
-def _checked_reads(node: Definition, reads: Mapping[str, str]) -> Mapping[str, str]:
-    known = [parameter.name for parameter in node.signature.parameters]
+def _checked_reads(node: Definition[..., Any], reads: Mapping[str, str]) -> Mapping[str, str]:
+    names = [parameter.name for parameter in node.signature.parameters]
     for parameter in reads:
-        if parameter not in known:
-            hint = nearest(parameter, known)
-            raise recipe_error(node.where, node.name, f"reads= names no parameter {parameter!r}{hint}")
+        if parameter not in names:
+            hint = nearest(parameter, names)
+            raise recipe_error(node.where, node.name, f"reads=: there is no parameter {parameter!r}{hint}")
     return reads

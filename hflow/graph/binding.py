@@ -1,4 +1,4 @@
-"""Binds the parameters of nodes to fields."""
+"""`bind_node`: find the field that each parameter of a node reads."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Iterator
 
 from hflow.errors import RecipeError, nearest
 from hflow.graph.errors import recipe_error
-from hflow.graph.field_table import UNIT_NAMES, Field, Fields, column_fields
+from hflow.graph.field_table import UNIT_NAMES, Field, FieldTable, column_fields
 from hflow.graph.ir import Level, Node, NodeSpec, Parameter, Read, RecipeSpec
-from hflow.graph.prox import framework_parameters, makes_own_prox
+from hflow.graph.prox import computes_own_prox, framework_parameters
 from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
 
 
-def bind_node(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fields: Fields) -> Node:
-    """The node with every parameter bound; an optional one that nobody produces stays unbound.
+def bind_node(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fields: FieldTable) -> Node:
+    """Return a node whose parameters are bound to fields. Optional parameters without a field stay unbound.
 
     Raises:
-        RecipeError: when nobody produces an input, several streams do, or its unit does not fit.
+        RecipeError: if no node or several streams produce an input, or the unit of its field does not fit.
     """
-    tiers = list(_scope(node, spec, assignment, fields))
+    scopes = list(_scopes(node, spec, assignment, fields))
     stream = assignment.stream_of[node.name]
     reads: list[Read] = []
     unbound: list[str] = []
     for parameter in (*node.parameters, *framework_parameters(node)):
-        if makes_own_prox(node, parameter):
+        if computes_own_prox(node, parameter):
             field: Field | None = Field(parameter.field, stream, node.name, Unit.TOKEN)
         else:
-            field = _find(node, parameter, tiers)
+            field = _find_field(node, parameter, scopes)
         if field is None:
             unbound.append(parameter.name)
         else:
@@ -37,79 +37,85 @@ def bind_node(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fi
 
 
 def unbound_notes(
-    node: Node, spec: RecipeSpec, assignment: StreamAssignment, fields: Fields
+    node: Node, spec: RecipeSpec, assignment: StreamAssignment, fields: FieldTable
 ) -> Iterator[str]:
-    """For each unbound parameter, its name and the nearest field's."""
-    names = [name for tier in _scope(node.spec, spec, assignment, fields) for name in tier]
+    """Yield one line for each unbound parameter, with the field that has the most similar name."""
+    names = [name for scope in _scopes(node.spec, spec, assignment, fields) for name in scope]
     for parameter in node.spec.parameters:
         if parameter.name in node.unbound:
             yield f"{node.name}({parameter.name}) keeps its default{nearest(parameter.field, names)}"
 
 
-Tier = dict[str, list[Field]]
-"""Fields at one distance from the reader, by name."""
+Scope = dict[str, list[Field]]
+"""Fields by name, of one stream or of several that are equally close to the reader."""
 
 
-def _scope(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fields: Fields) -> Iterator[Tier]:
-    """Fields that a node can see, nearest first. A source sees what is there before its samples."""
+def _scopes(
+    node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fields: FieldTable
+) -> Iterator[Scope]:
+    """Yield the fields that a node can read, closest first.
+
+    A node that opens a stream reads what exists before its samples: dataset columns or the parent stream.
+    """
     stream = assignment.stream(assignment.stream_of[node.name])
-    own = node.streams if node.opens_stream else ()
+    opened = node.streams if node.opens_stream else ()
     if node.opens_stream and stream.parent is None:
         yield {name: [field] for name, field in column_fields(spec, stream).items()}
         return
-    for streams in assignment.tiers(stream.parent if node.opens_stream and stream.parent else stream.name):
-        tier: Tier = {}
+    start = stream.parent if node.opens_stream and stream.parent else stream.name
+    for streams in assignment.search_order(start):
+        scope: Scope = {}
         for name in streams:
-            for field in fields[name].values() if name not in own else ():
-                tier.setdefault(field.name, []).append(field)
-        yield tier
+            for field in fields[name].values() if name not in opened else ():
+                scope.setdefault(field.name, []).append(field)
+        yield scope
 
 
-def _find(node: NodeSpec, parameter: Parameter, tiers: list[Tier]) -> Field | None:
-    for tier in tiers:
-        found = tier.get(parameter.field, [])
-        if len({field.producer for field in found}) > 1:
-            streams = ", ".join(field.stream for field in found)
-            text = f"{parameter.field!r} is in several streams ({streams}): choose with on="
-            raise _fault(node, parameter, text)
-        if found:
-            return found[0]
+def _find_field(node: NodeSpec, parameter: Parameter, scopes: list[Scope]) -> Field | None:
+    for scope in scopes:
+        candidates = scope.get(parameter.field, [])
+        if len({field.producer for field in candidates}) > 1:
+            streams = ", ".join(field.stream for field in candidates)
+            raise _error(
+                node, parameter, f"{parameter.field!r} is in several streams ({streams}). Choose one with on="
+            )
+        if candidates:
+            return candidates[0]
     if parameter.optional:
         return None
-    names = [name for tier in tiers for name in tier]
-    hint = nearest(parameter.field, names) or f"; there are {', '.join(sorted(names))}"
-    raise _fault(node, parameter, f"nobody produces {parameter.field!r}{hint}")
+    names = [name for scope in scopes for name in scope]
+    hint = nearest(parameter.field, names) or f"; the fields here are {', '.join(sorted(names))}"
+    raise _error(node, parameter, f"no node or dataset column produces {parameter.field!r}{hint}")
 
 
 def _check_unit(node: NodeSpec, parameter: Parameter, field: Field, stream: str) -> None:
-    if field.unit is Unit.TOKEN and field.stream != stream and not _is_own_parent(node):
-        raise _fault(
+    # A source may read its parent's tokens, as plain values: it has no tokens of its own yet.
+    if field.unit is Unit.TOKEN and field.stream != stream and not node.opens_stream:
+        raise _error(
             node,
             parameter,
-            f"{field.name!r} speaks of the tokens of stream {field.stream!r}, not of {stream!r}",
+            f"{field.name!r} belongs to the tokens of stream {field.stream!r}, but the node works on "
+            f"{stream!r}. Set on={field.stream!r}, or reduce the field to one value per sequence first",
         )
     if parameter.name == "@mask" and field.scalar not in ("", "tensor", "bool", "list[bool]"):
-        raise _fault(node, parameter, f"the mask {field.name!r} must be bool, not {field.scalar}")
+        raise _error(node, parameter, f"the mask {field.name!r} must be bool, not {field.scalar}")
     if field.unit.widens_to(parameter.unit):
         return
-    wanted, has = UNIT_NAMES[parameter.unit], UNIT_NAMES[field.unit]
-    ask = _remedy(node, parameter, field)
-    raise _fault(
-        node, parameter, f"reads {field.name!r} as {wanted}, but {field.producer} makes it {has}{ask}"
+    raise _error(
+        node,
+        parameter,
+        f"{field.name!r} is read as {UNIT_NAMES[parameter.unit]}, but {field.producer} produces "
+        f"{UNIT_NAMES[field.unit]}{_narrowing_fix(node, parameter, field)}",
     )
 
 
-def _is_own_parent(node: NodeSpec) -> bool:
-    """A source reads its parent's tokens as plain values, before there are any of its own."""
-    return node.opens_stream
-
-
-def _remedy(node: NodeSpec, parameter: Parameter, field: Field) -> str:
+def _narrowing_fix(node: NodeSpec, parameter: Parameter, field: Field) -> str:
+    """Return how to reduce a field to a smaller unit, if that is what the parameter asks for."""
     if not parameter.unit.widens_to(field.unit):
         return ""
     if node.level is Level.BATCH:
-        return ": narrow it in a compute, with seqs.sum, mean or members"
-    return ": a unit is never narrowed by itself; take the list"
+        return ". Reduce it in a compute node with seqs.sum, seqs.mean or seqs.members"
+    return ". Annotate the parameter with a list"
 
 
 def _read(parameter: Parameter, field: Field) -> Read:
@@ -124,5 +130,5 @@ def _read(parameter: Parameter, field: Field) -> Read:
     )
 
 
-def _fault(node: NodeSpec, parameter: Parameter, text: str) -> RecipeError:
-    return recipe_error(node.where, node.name, text, parameter.name)
+def _error(node: NodeSpec, parameter: Parameter, problem: str) -> RecipeError:
+    return recipe_error(node.where, node.name, problem, parameter.name)

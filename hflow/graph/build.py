@@ -1,4 +1,4 @@
-"""`build_graph`: from what a recipe declares to a checked graph. Pure."""
+"""`build_graph`: convert what a recipe declares to a checked graph. A pure function."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from hflow.graph.warnings import warnings_of
 
 
 def build_graph(spec: RecipeSpec) -> Graph:
-    """Bind every parameter, draw every edge, and refuse what the language forbids.
+    """Bind every parameter to a field, derive the edges and check the graph.
 
-    Nodes come in an order in which they can run within a step, otherwise in the recipe's.
+    The nodes are in an order in which they can run within a step; where several could be next, in the order
+    of the recipe.
 
     Raises:
-        RecipeError: with function, parameter, file:line and the nearest name.
+        RecipeError: if the recipe is wrong. The message has file:line, function, parameter and, for an
+            unknown name, the most similar one.
     """
     assignment = assign_streams(spec)
     check_prox(spec, assignment)
@@ -58,10 +60,10 @@ def _edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> list[Edge]:
 
 
 def _in_order(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[Node, ...]:
-    """The nodes sorted by their edges of lag 0."""
-    place_of = {node.name: i for i, node in enumerate(nodes)}
+    """Sort nodes by their edges of lag 0."""
+    position = {node.name: i for i, node in enumerate(nodes)}
     order = same_step_order(edges)
-    order.add_nodes_from(place_of)
+    order.add_nodes_from(position)
     return tuple(
-        nodes[place_of[name]] for name in nx.lexicographical_topological_sort(order, place_of.__getitem__)
+        nodes[position[name]] for name in nx.lexicographical_topological_sort(order, position.__getitem__)
     )

@@ -1,4 +1,4 @@
-"""What a graph must not be. Every check is one function; the first refusal is raised."""
+"""Checks of a graph, one function each. The first problem is raised."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 import networkx as nx
 
+from hflow.errors import RecipeError
 from hflow.graph.edges import nodes_after_batch, same_step_order
 from hflow.graph.errors import recipe_error
 from hflow.graph.field_table import UNIT_NAMES
-from hflow.graph.ir import EdgeKind, Graph, Level, Node
+from hflow.graph.ir import EdgeKind, Graph, Level, Node, NodeSpec
 from hflow.types import Unit
 
 REDUCTIONS: Mapping[Unit, tuple[str, ...]] = {
@@ -18,11 +19,15 @@ REDUCTIONS: Mapping[Unit, tuple[str, ...]] = {
     Unit.SEQUENCE: ("seq-mean",),
     Unit.GROUP: ("group-mean",),
 }
-"""Unit of a loss -> how it may be reduced; N is a whole number."""
+"""Unit of a loss -> its reductions. N is a whole number."""
 
 
 def check_graph(graph: Graph) -> None:
-    """Raise `RecipeError` for the first thing that the language forbids."""
+    """Check a graph.
+
+    Raises:
+        RecipeError: for the first problem.
+    """
     check_writers(graph)
     check_losses(graph)
     check_cycles(graph)
@@ -35,84 +40,98 @@ def check_graph(graph: Graph) -> None:
 
 
 def check_writers(graph: Graph) -> None:
-    """A model is written by one node, and only if it is trainable."""
+    """Check that every model has at most one writer, and only if it is trainable."""
     writers: dict[str, Node] = {}
     for node in graph.nodes:
         for name in node.spec.writes_weights:
             model = graph.model(name)
             if not model.trainable:
-                text = f"it writes model {name!r}, which is frozen: declare Model({name!r}, trainable=True)"
-                raise _fault(node, f"{text} at {model.where}" if model.where else text)
+                raise _error(
+                    node,
+                    f"it writes model {name!r}, which is frozen. Declare Model({name!r}, trainable=True) at "
+                    f"{model.where}",
+                )
             other = writers.setdefault(name, node)
             if other is not node:
-                raise _fault(node, f"{other.name} at {other.spec.where} also writes model {name!r} in a step")
+                raise _error(
+                    node,
+                    f"{other.name} at {other.spec.where} also writes model {name!r}. Only one node of a "
+                    "recipe may write a model",
+                )
 
 
 def check_losses(graph: Graph) -> None:
-    """A loss has a reduction of its unit, and is taken over the batches that make the steps."""
+    """Check that every loss has a reduction for its unit, and works on batches that make steps."""
     for node in graph.nodes:
         if node.spec.verb != "train":
             continue
         unit, reduce = node.spec.returns[0].unit, node.spec.option("reduce")
         choices = REDUCTIONS[unit]
-        counted = unit is Unit.TOKEN and re.fullmatch(r"token-sum/[1-9]\d*", reduce or "")
-        if not counted and (reduce not in choices or reduce == "token-sum/N"):
-            asked = "it has no reduce=" if reduce is None else f"reduce={reduce!r} does not fit"
-            raise _fault(node, f"{asked}: a {UNIT_NAMES[unit]} loss is reduced by {' or '.join(choices)}")
+        is_token_sum = unit is Unit.TOKEN and re.fullmatch(r"token-sum/[1-9]\d*", reduce or "")
+        if not is_token_sum and (reduce not in choices or reduce == "token-sum/N"):
+            problem = "reduce= is not set" if reduce is None else f"reduce={reduce!r} does not fit"
+            hint = ", with a whole number N" if unit is Unit.TOKEN else ""
+            raise _error(
+                node, f"{problem}. For a {UNIT_NAMES[unit]} loss, set it to {', '.join(choices)}{hint}"
+            )
         if not graph.stream(node.stream).trained:
-            raise _fault(node, f"{graph.dataset!r} does not feed stream {node.stream!r}: it makes no steps")
+            raise _error(
+                node,
+                f"it trains on stream {node.stream!r}, which the recipe's dataset {graph.dataset!r} does not "
+                "feed, so that there are no steps. Set on= to another stream",
+            )
 
 
 def check_cycles(graph: Graph) -> None:
-    """Within a step nothing waits for itself."""
+    """Check that no node waits for itself within a step."""
     for node in graph.nodes:
-        own = [r for r in node.reads if r.producer == node.name and r.field in _returned(node)]
-        if own:
-            raise _fault(node, f"a cycle within a step: it reads {own[0].field!r}, which it returns itself")
+        own_fields = [r.field for r in node.reads if r.producer == node.name and r.field in _returned(node)]
+        if own_fields:
+            raise _error(node, f"a cycle within a step: it reads {own_fields[0]!r}, which it returns itself")
     order = same_step_order(graph.edges)
     if nx.is_directed_acyclic_graph(order):
         return
     arcs = nx.find_cycle(order)
     path = " -> ".join([src for src, _ in arcs] + [arcs[0][0]])
-    why = ", ".join(_arc_reason(graph, src, dst) for src, dst in arcs)
-    raise _fault(graph.node(arcs[0][0]), f"a cycle within a step: {path} ({why})")
+    reasons = ", ".join(_arc_reason(graph, src, dst) for src, dst in arcs)
+    raise _error(graph.node(arcs[0][0]), f"a cycle within a step: {path} ({reasons})")
 
 
 def check_group(graph: Graph, node: Node) -> None:
-    """Who needs several samples of a prompt works on a stream that has them."""
-    needed = node.spec.option("min_group", 1)
+    """Check that a node which needs several samples of a prompt works on a stream that has them."""
+    min_group = node.spec.option("min_group", 1)
     group = graph.stream(node.stream).group
-    if group < needed:
+    if group < min_group:
         source = graph.stream(node.stream).source
-        raise _fault(
+        raise _error(
             node,
-            f"it needs groups of {needed} or more, but {source} makes groups of {group}: "
-            f"set group={max(needed, 2)} there, or min_group={group} here",
+            f"it needs at least {min_group} samples per prompt, but {source} has group={group}. "
+            f"Set group={max(min_group, 2)} there, or min_group={group} here",
         )
 
 
 def check_keep(graph: Graph, node: Node) -> None:
-    """`keep` is a bool of a sample or group, decided before a batch is formed."""
+    """Check that `keep` is a bool per sample or group that is known before a batch is complete."""
     result = next((r for r in node.spec.returns if r.field == "keep"), None)
     if result is None:
         return
     if node.spec.level is Level.BATCH:
-        raise _fault(node, "'keep' refuses a sample or group: say per='sample' or per='group'")
+        raise _error(node, "'keep' decides about one sample or group. Set per='sample' or per='group'")
     if result.scalar != "bool":
-        raise _fault(node, f"'keep' must be a bool, not {result.scalar}")
-    late = nodes_after_batch(graph)
-    if node.name in late:
-        before = [
-            e.src for e in graph.edges if e.dst == node.name and e.kind is EdgeKind.DATA and e.src in late
-        ]
-        reason = f"depends on {before[0]}, which runs" if before else "has a cadence, so it runs"
-        raise _fault(
-            node, f"'keep' {reason} only after the batch is formed, when nothing can be refused any more"
+        raise _error(node, f"'keep' must be bool, not {result.scalar}")
+    after_batch = nodes_after_batch(graph)
+    if node.name in after_batch:
+        data = [e for e in graph.edges if e.dst == node.name and e.kind is EdgeKind.DATA]
+        producers = [e.src for e in data if e.src in after_batch]
+        reason = f"depends on {producers[0]}" if producers else "has every= or after="
+        raise _error(
+            node,
+            f"'keep' {reason} and runs after the batch is complete, when no sample can be left out",
         )
 
 
 def check_arrival(node: Node) -> None:
-    """A model that works on single samples as they arrive sees no groups."""
+    """Check that inference on single samples as they arrive reads nothing about groups."""
     if node.spec.verb != "infer" or node.spec.level is not Level.SAMPLE:
         return
     units = {read.unit for read in node.reads} | {returned.unit for returned in node.spec.returns}
@@ -120,38 +139,45 @@ def check_arrival(node: Node) -> None:
         read.field == "group" for read in node.reads
     )
     if sees_groups or Unit.GROUP in units:
-        raise _fault(node, "it sees groups, whose members come one by one: say per='group'")
+        raise _error(node, "it reads groups, but runs on single samples. Set per='group'")
 
 
 def check_cadence(graph: Graph, node: Node) -> None:
-    """A field is there in every step in which it is read; the trained stream has no cadence."""
+    """Check that every field is produced in every step that reads it, and the steps have no cadence."""
     spec = node.spec
     if spec.opens_stream and graph.stream(node.stream).trained and (spec.every, spec.after) != (1, 0):
-        raise _fault(
-            node, "the recipe's dataset makes the steps: every= and after= are for evaluation (data=)"
+        raise _error(
+            node,
+            "the recipe's dataset feeds this stream in every step. Remove every= and after=; they are for "
+            "evaluation with data=",
         )
     for read in node.reads:
-        maker = graph.node(read.producer).spec
-        if maker.opens_stream or maker.name == spec.name:
+        producer = graph.node(read.producer).spec
+        if producer.opens_stream or producer.name == spec.name:
             continue
-        if spec.every % maker.every or spec.after < maker.after or (spec.after - maker.after) % maker.every:
-            made = f"{maker.name} makes {read.field!r} every {maker.every} steps from step {maker.after}"
-            text = f"{made}, but it is read every {spec.every} from step {spec.after}"
-            raise recipe_error(spec.where, spec.name, text, read.parameter)
+        offset = spec.after - producer.after
+        if spec.every % producer.every or offset < 0 or offset % producer.every:
+            raise recipe_error(
+                spec.where,
+                spec.name,
+                f"{producer.name} produces {read.field!r} {_cadence(producer)}, but it is read "
+                f"{_cadence(spec)}. Set every= and after= alike",
+                read.parameter,
+            )
 
 
 def check_source(graph: Graph, node: Node) -> None:
-    """Episodes need language models; what is trained on must have been drawn at random."""
+    """Check that models which generate have the head `lm`, and samples for training are drawn at random."""
     if node.spec.verb != "generate":
         return
     for name in node.spec.models:
         if graph.model(name).head != "lm":
-            raise _fault(
-                node, f"model {name!r} has head={graph.model(name).head!r}; generation needs head='lm'"
+            raise _error(
+                node, f"model {name!r} has head={graph.model(name).head!r}, but generation needs head='lm'"
             )
     learners = [n for n in graph.nodes if n.spec.verb == "train" and n.stream in node.spec.streams]
     if learners and node.spec.option("temperature") == 0:
-        raise _fault(node, f"{learners[0].name} trains on it, so its temperature must be above 0")
+        raise _error(node, f"{learners[0].name} trains on its samples, so temperature must be above 0")
 
 
 def _returned(node: Node) -> list[str]:
@@ -165,5 +191,9 @@ def _arc_reason(graph: Graph, src: str, dst: str) -> str:
     return f"{dst} overwrites {edge.model!r} that {src} reads"
 
 
-def _fault(node: Node, text: str) -> Exception:
-    return recipe_error(node.spec.where, node.name, text)
+def _cadence(spec: NodeSpec) -> str:
+    return f"every {spec.every} step(s) from step {spec.after}"
+
+
+def _error(node: Node, problem: str) -> RecipeError:
+    return recipe_error(node.spec.where, node.name, problem)

@@ -1,6 +1,6 @@
-"""A graph as a drawing: Graphviz and Mermaid sources, with what a plan adds to it.
+"""Drawings of a graph: Graphviz and Mermaid sources, with what a plan adds to the graph.
 
-Verbs have colours; kinds of edge have line styles, and every edge but data within a step says its kind.
+Each verb has a colour and each kind of edge a line style. The label of an edge names its fields or its kind.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FILLS = {
     "update": "#fef3c7",
     "save": "#ede9fe",
 }
-_OWN_KIND = "#fce7f3"
-"""Colour of a user's own kinds of node."""
+_USER_FILL = "#fce7f3"
+"""Colour of node types that a user defines."""
 _DOT_DEFAULTS = (
     "  rankdir=LR;",
     '  node [style=filled, fontname="sans-serif"];',
@@ -41,7 +41,7 @@ _DOT_DEFAULTS = (
 )
 _RESERVED = frozenset({"call", "class", "classDef", "click", "default", "end", "flowchart", "graph", "href"})
 _RESERVED |= {"interpolate", "linkStyle", "style", "subgraph"}
-"""Words that Mermaid does not take for a node."""
+"""Words that Mermaid does not accept as the name of a node."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PlanOverlay:
     orders: tuple[tuple[str, Edge], ...] = ()
     """Order edges, each with its device group."""
     groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Device groups: title and nodes. A node is in one group at most."""
+    """Device groups: title and nodes. A node is in at most one group."""
 
 
 _NO_OVERLAY = PlanOverlay()
@@ -61,7 +61,7 @@ _NO_OVERLAY = PlanOverlay()
 
 @dataclass(frozen=True)
 class _Box:
-    """A node as it is drawn."""
+    """A node of the drawing."""
 
     name: str
     verb: str
@@ -69,55 +69,59 @@ class _Box:
     lines: tuple[str, ...]
 
 
-def to_dot(graph: Graph, placed: PlanOverlay = _NO_OVERLAY) -> str:
-    """Graphviz source: `dot -Tsvg`."""
-    boxes = {box.name: f"  {_dot_box(box)}" for box in _boxes(graph, placed)}
+def to_dot(graph: Graph, overlay: PlanOverlay = _NO_OVERLAY) -> str:
+    """Return Graphviz source, for `dot -Tsvg`."""
+    boxes = {box.name: f"  {_dot_box(box)}" for box in _boxes(graph, overlay)}
     lines = [f"digraph {_dot(graph.name)} {{", *_DOT_DEFAULTS]
-    for number, (title, names) in enumerate(placed.groups):
+    for number, (title, names) in enumerate(overlay.groups):
         lines += [f"  subgraph cluster_{number} {{", f"    label={_dot(title)};"]
         lines += [f"  {boxes.pop(name)}" for name in names]
         lines.append("  }")
-    lines += [*boxes.values(), *(f"  {_dot_edge(edge, label)}" for edge, label in _edges(graph, placed)), "}"]
+    lines += [
+        *boxes.values(),
+        *(f"  {_dot_edge(edge, label)}" for edge, label in _edges(graph, overlay)),
+        "}",
+    ]
     return "\n".join(lines) + "\n"
 
 
-def to_mermaid(graph: Graph, placed: PlanOverlay = _NO_OVERLAY) -> str:
-    """Mermaid source, which GitHub and documentation sites draw."""
-    drawn = list(_boxes(graph, placed))
+def to_mermaid(graph: Graph, overlay: PlanOverlay = _NO_OVERLAY) -> str:
+    """Return Mermaid source, which GitHub and documentation sites render."""
+    drawn = list(_boxes(graph, overlay))
     boxes = {box.name: f"  {_mermaid_box(box)}" for box in drawn}
     lines = ["flowchart LR"]
-    for number, (title, names) in enumerate(placed.groups):
+    for number, (title, names) in enumerate(overlay.groups):
         lines.append(f'  subgraph group.{number}["{_mermaid(title)}"]')
         lines += [f"  {boxes.pop(name)}" for name in names]
         lines.append("  end")
     lines += boxes.values()
-    for edge, label in _edges(graph, placed):
+    for edge, label in _edges(graph, overlay):
         lines.append(f'  {_id(edge.src)} {_ARROWS[edge.kind]}|"{_mermaid(label)}"| {_id(edge.dst)}')
     verbs = dict.fromkeys(box.verb for box in drawn)
     lines += [f"  classDef {_class(verb)} fill:{_fill(verb)},color:#111827" for verb in verbs]
     return "\n".join(lines) + "\n"
 
 
-def _boxes(graph: Graph, placed: PlanOverlay) -> Iterator[_Box]:
+def _boxes(graph: Graph, overlay: PlanOverlay) -> Iterator[_Box]:
     for node in graph.nodes:
-        yield _Box(node.name, node.spec.verb, node.spec.shape, (node.name, _call(node)))
-    for name, model in placed.saves:
+        yield _Box(node.name, node.spec.verb, node.spec.shape, (node.name, _signature(node)))
+    for name, model in overlay.saves:
         yield _Box(name, "save", "cylinder", (name, f"save({model})"))
 
 
-def _call(node: Node) -> str:
+def _signature(node: Node) -> str:
     return f"{node.spec.verb}({', '.join(node.spec.models)})"
 
 
-def _edges(graph: Graph, placed: PlanOverlay) -> Iterator[tuple[Edge, str]]:
-    """Every edge with its label."""
+def _edges(graph: Graph, overlay: PlanOverlay) -> Iterator[tuple[Edge, str]]:
+    """Yield every edge with its label."""
     yield from ((edge, _label(edge)) for edge in graph.edges)
-    for group, edge in placed.orders:
+    for group, edge in overlay.orders:
         yield edge, f"order of {group}" + (f", lag {edge.lag}" if edge.lag else "")
 
 
 def _label(edge: Edge) -> str:
-    """Fields, or the kind and model, and the lag where the edge leaves the step."""
+    """Return the fields, or the kind and the model, and the lag of an edge into a later step."""
     if edge.kind is EdgeKind.DATA:
         text = ", ".join(edge.fields) or "samples"
     elif edge.kind is EdgeKind.WEIGHTS:
@@ -135,7 +139,7 @@ def _dot_box(box: _Box) -> str:
 
 
 def _dot_edge(edge: Edge, label: str) -> str:
-    """Edges into a later step do not push their ends apart, so that the drawing reads from left to right."""
+    """Return one edge. Edges into a later step do not constrain ranks, so that steps read left to right."""
     loose = ", constraint=false" if edge.lag or edge.at_most else ""
     return f"{_dot(edge.src)} -> {_dot(edge.dst)} [{_STYLES[edge.kind]}, label={_dot(label)}{loose}];"
 
@@ -157,7 +161,7 @@ def _id(name: str) -> str:
 
 
 def _fill(verb: str) -> str:
-    return _FILLS.get(verb, _OWN_KIND)
+    return _FILLS.get(verb, _USER_FILL)
 
 
 def _class(verb: str) -> str:

@@ -1,4 +1,4 @@
-"""Edges and their lags, each kind by one pure function on the bound nodes."""
+"""The edges of a graph and their lags. One pure function derives each kind from the bound nodes."""
 
 from __future__ import annotations
 
@@ -11,41 +11,45 @@ from hflow.graph.ir import Edge, EdgeKind, Graph, Level, Node, Stream
 
 
 def data_edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> Iterator[Edge]:
-    """Fields that a node reads, and from its stream's source what any body's tensors need."""
+    """Yield the edges for fields that nodes read, and for the tokens and masks that packed tensors need."""
     sources = {stream.name: stream.source for stream in streams}
     for node in nodes:
         fields: dict[str, set[str]] = {}
         for read in node.reads:
             fields.setdefault(read.producer, set()).add(read.field)
-        if not node.spec.opens_stream and node.spec.verb != "update" and (_shape_fields(node) or not fields):
-            fields.setdefault(sources[node.stream], set()).update(_shape_fields(node))
+        if (
+            not node.spec.opens_stream
+            and node.spec.verb != "update"
+            and (_packing_fields(node) or not fields)
+        ):
+            fields.setdefault(sources[node.stream], set()).update(_packing_fields(node))
         for producer, names in fields.items():
             if producer != node.name:
                 yield Edge(EdgeKind.DATA, producer, node.name, fields=tuple(sorted(names)))
 
 
 def state_edges(nodes: Sequence[Node]) -> Iterator[Edge]:
-    """A node's memory: it reads what it wrote one step before."""
+    """Yield an edge from each node with a `State` to itself: it reads what it wrote one step before."""
     for node in nodes:
         if "state" in (kind for _, kind in node.spec.provided):
             yield Edge(EdgeKind.DATA, node.name, node.name, lag=1, fields=("state",))
 
 
 def weight_edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> Iterator[Edge]:
-    """From every writer of a model to every reader.
+    """Yield an edge from every node that writes a model to every node that reads it.
 
-    A batch reader of step k has exactly the weights that step k - 1 left (lag 1). Who runs as samples
-    come (generation, per-group inference, evaluation) has at most lag 1 + staleness.
+    A batch node of step k reads exactly the weights after step k - 1 (lag 1). Nodes that run as samples
+    arrive (generation, inference per group, evaluation) have a lag of at most 1 + `max_staleness`.
     """
     for writer in nodes:
         for reader in nodes:
             for model in _shared(writer.spec.writes_weights, reader.spec.reads_weights):
-                exact = _is_in_step(reader, streams)
-                yield Edge(EdgeKind.WEIGHTS, writer.name, reader.name, lag=1, model=model, at_most=not exact)
+                at_most = not _is_in_step(reader, streams)
+                yield Edge(EdgeKind.WEIGHTS, writer.name, reader.name, lag=1, model=model, at_most=at_most)
 
 
 def overwrite_edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> Iterator[Edge]:
-    """A batch reader of step k comes before the node of step k that overwrites what it reads."""
+    """Yield an edge from every batch node that reads a model to the node that overwrites it in a step."""
     for reader in nodes:
         for writer in nodes:
             if writer is reader or not _is_in_step(reader, streams):
@@ -55,36 +59,39 @@ def overwrite_edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> Iterato
 
 
 def max_lag(edge: Edge, max_staleness: float, sync_every: int = 1) -> int:
-    """Most steps that an edge's weights may lie behind: `(staleness + 1) * sync_every` for generation."""
+    """Return the largest number of steps between writing and reading the weights of an edge.
+
+    For generation it is `(max_staleness + 1) * sync_every`.
+    """
     if not edge.at_most:
         return edge.lag
     return edge.lag * sync_every + steps_ahead(max_staleness, sync_every)
 
 
 def steps_ahead(max_staleness: float, sync_every: int) -> int:
-    """Batches that generation may begin beyond those of a sync: `staleness * sync_every`, rounded up."""
+    """Return how many batches generation may start ahead: `max_staleness * sync_every`, rounded up."""
     return math.ceil(round_product(max_staleness * sync_every))
 
 
 def round_product(product: float) -> float:
-    """A product of decimals without the last bits, by which 0.7 x 10 would be more than 7."""
+    """Remove the rounding error of a product of decimals, so that 0.7 * 10 is not more than 7."""
     return round(product, 6)
 
 
 def nodes_after_batch(graph: Graph) -> frozenset[str]:
-    """Nodes that can only run once a step's batch is formed.
+    """Return the nodes that can only run once the batch of a step is complete.
 
-    These are the batch nodes, all that depends on one by data, and per-sample or per-group nodes
-    with a cadence (`every`, `after`), as steps are what it counts. Root sources are never among them.
+    These are batch nodes, nodes that depend on one by data, and per-sample or per-group nodes with `every` or
+    `after`, which count steps. Nodes that open a stream from a dataset are never among them.
     """
-    bound = {node.name for node in graph.nodes if _waits_for_batch(node)}
+    waiting = {node.name for node in graph.nodes if _waits_for_batch(node)}
     data = nx.DiGraph((e.src, e.dst) for e in graph.edges if e.kind is EdgeKind.DATA and e.lag == 0)
-    later = {name for start in bound if start in data for name in nx.descendants(data, start)}
-    return frozenset(bound | later)
+    later = {name for start in waiting if start in data for name in nx.descendants(data, start)}
+    return frozenset(waiting | later)
 
 
 def same_step_order(edges: Iterable[Edge]) -> nx.DiGraph[str]:
-    """The DiGraph of edges with lag 0: the order within a step."""
+    """Return the edges of lag 0 as a DiGraph: the order of nodes within a step."""
     return nx.DiGraph((edge.src, edge.dst) for edge in edges if edge.lag == 0)
 
 
@@ -94,12 +101,13 @@ def _waits_for_batch(node: Node) -> bool:
 
 
 def _is_in_step(node: Node, streams: Sequence[Stream]) -> bool:
-    """Whether a node fires once a step, on the step's own batch."""
+    """Return whether a node runs once per step, on the batch of the step."""
     trained = next((stream.trained for stream in streams if stream.name == node.stream), True)
     return node.spec.level is Level.BATCH and trained
 
 
-def _shape_fields(node: Node) -> tuple[str, ...]:
+def _packing_fields(node: Node) -> tuple[str, ...]:
+    """Return the fields that hflow needs to pack the node's tensors or to run its model."""
     kinds = {kind for _, kind in node.spec.provided}
     if "output" in kinds:
         return ("input_ids", "loss_mask")

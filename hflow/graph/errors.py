@@ -1,19 +1,23 @@
-"""One form for every message about a recipe: place, function, parameter, what to change."""
+"""Messages about a recipe: `file:line: function(parameter): problem. Fix`."""
 
 from __future__ import annotations
 
 from hflow.errors import RecipeError
-from hflow.graph.ir import SourceLocation
+from hflow.graph.source_location import SourceLocation
 
 
 def recipe_error(
-    where: SourceLocation, function: str, text: str, parameter: str | None = None
+    where: SourceLocation, function: str, problem: str, parameter: str | None = None
 ) -> RecipeError:
-    """The error for a function (and one of its parameters) of a recipe."""
-    return RecipeError(format_problem(where, function, text, parameter))
+    """Return the exception for a problem with a function of a recipe, or with one of its parameters."""
+    return RecipeError(format_problem(where, function, problem, parameter))
 
 
-def format_problem(where: SourceLocation, function: str, text: str, parameter: str | None = None) -> str:
-    """The line that `refusal` raises and warnings print."""
-    subject = f"{function}({parameter})" if parameter else function
-    return f"{where}: {subject}: {text}"
+def format_problem(where: SourceLocation, function: str, problem: str, parameter: str | None = None) -> str:
+    """Return the message about a problem, for exceptions and warnings.
+
+    A parameter `@NAME` stands for the decorator's option NAME.
+    """
+    if parameter and parameter.startswith("@"):
+        return f"{where}: {function}({parameter[1:]}=): {problem}"
+    return f"{where}: {function}({parameter}): {problem}" if parameter else f"{where}: {function}: {problem}"

@@ -1,4 +1,4 @@
-"""Every field of a recipe, by stream: who makes it and in which unit."""
+"""The table of all fields of a recipe: for each stream, the producer and unit of each field."""
 
 from __future__ import annotations
 
@@ -23,64 +23,70 @@ UNIT_NAMES: Mapping[Unit, str] = {
 
 @dataclass(frozen=True)
 class Field:
-    """A field of one stream."""
+    """One field of one stream."""
 
     name: str
     stream: str
     producer: str
     unit: Unit
     scalar: str = ""
-    """Type that its body returns; empty for columns and trajectory fields."""
+    """The type that its body returns; empty for dataset columns and fields of the trajectory."""
 
 
-Fields = Mapping[str, Mapping[str, Field]]
-"""stream -> name -> field."""
+FieldTable = Mapping[str, Mapping[str, Field]]
+"""Stream -> name -> field."""
 
 
-def build_field_table(spec: RecipeSpec, assignment: StreamAssignment) -> Fields:
-    """All fields of all streams.
+def build_field_table(spec: RecipeSpec, assignment: StreamAssignment) -> FieldTable:
+    """Return the fields of all streams.
 
     Raises:
-        RecipeError: when two nodes make one field in a stream, or one makes a column or a
-            trajectory's field again.
+        RecipeError: if a field of a stream has two producers, counting dataset columns and the trajectory.
     """
-    fields = {stream.name: _carried(spec, stream) for stream in assignment.streams}
+    fields = {stream.name: _source_fields(spec, stream) for stream in assignment.streams}
     for node in spec.nodes:
         if node.verb == "train":
             continue
         for stream in assignment.output_streams[node.name]:
             for result in node.returns:
                 _check_new(spec, node, result.field, fields[stream])
-                made = Field(result.field, stream, node.name, result.unit, result.scalar)
-                fields[stream][result.field] = made
+                field = Field(result.field, stream, node.name, result.unit, result.scalar)
+                fields[stream][result.field] = field
     return fields
 
 
 def column_fields(spec: RecipeSpec, stream: Stream) -> dict[str, Field]:
-    """The dataset's columns on a root stream; nothing on a derived one."""
+    """Return the dataset columns of a stream; none if it derives from another stream."""
     if stream.dataset is None:
         return {}
     columns = dataset_columns(spec, stream.dataset)
     return {name: Field(name, stream.name, stream.source, unit) for name, unit in columns.items()}
 
 
-def _carried(spec: RecipeSpec, stream: Stream) -> dict[str, Field]:
-    """What a stream has from its source: columns and the trajectory."""
+def _source_fields(spec: RecipeSpec, stream: Stream) -> dict[str, Field]:
+    """Return what a stream has from its source: dataset columns and the fields of the trajectory."""
     columns = column_fields(spec, stream)
     for name in columns:
         if name in TRAJECTORY_FIELDS:
             where = next(d.where for d in spec.datasets if d.name == stream.dataset)
-            raise RecipeError(f"{where}: column {name!r} has the name of a trajectory's field; rename it")
-    made = {name: Field(name, stream.name, stream.source, unit) for name, unit in TRAJECTORY_FIELDS.items()}
-    return {**columns, **made}
+            raise RecipeError(
+                f"{where}: column {name!r} has the name of a trajectory field. Rename the column"
+            )
+    trajectory = {
+        name: Field(name, stream.name, stream.source, unit) for name, unit in TRAJECTORY_FIELDS.items()
+    }
+    return {**columns, **trajectory}
 
 
 def _check_new(spec: RecipeSpec, node: NodeSpec, name: str, fields: Mapping[str, Field]) -> None:
     other = fields.get(name)
     if other is None:
         return
-    maker = next(n for n in spec.nodes if n.name == other.producer)
-    by = f"{maker.name} at {maker.where}" if other.scalar else f"the dataset or {maker.name}'s trajectory"
-    raise recipe_error(
-        node.where, node.name, f"field {name!r} of stream {other.stream!r} is already made by {by}"
+    producer = next(n for n in spec.nodes if n.name == other.producer)
+    shown = (
+        f"{producer.name} at {producer.where}"
+        if other.scalar
+        else f"the dataset or the trajectory of {producer.name}"
     )
+    problem = f"{shown} already produces field {name!r} of stream {other.stream!r}. Rename one with returns="
+    raise recipe_error(node.where, node.name, problem)

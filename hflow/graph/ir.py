@@ -1,7 +1,7 @@
-"""The graph as a value: frozen specs from the recipe, frozen nodes and edges after the build.
+"""Frozen values of a graph: `RecipeSpec`, which a recipe declares, and `Graph`, which `build_graph` makes.
 
-`RecipeSpec` is what `dsl` hands over: nodes with unresolved parameters. `build_graph` turns it
-into a `Graph`, in which every parameter is bound to a producer and every edge has a lag.
+The parameters of a `RecipeSpec` are names. In a `Graph` every parameter is bound to the node that produces
+its field, and every edge has a lag: the number of steps between its two ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import networkx as nx
 
+from hflow.graph.model import Model
+from hflow.graph.source_location import SourceLocation
 from hflow.types import Unit
 
 TRAJECTORY_FIELDS: Mapping[str, Unit] = {
@@ -28,11 +30,11 @@ TRAJECTORY_FIELDS: Mapping[str, Unit] = {
     "num_turns": Unit.SEQUENCE,
     "group": Unit.SEQUENCE,
 }
-"""Fields that every stream carries from its source, besides the dataset's columns."""
+"""Fields that every stream has from its source, besides the columns of the dataset."""
 
 
 class Level(enum.StrEnum):
-    """When a node fires: once a sample, once a group, or once a batch (a step)."""
+    """When a node runs: once per sample, once per group, or once per batch (a step)."""
 
     SAMPLE = "sample"
     GROUP = "group"
@@ -40,7 +42,11 @@ class Level(enum.StrEnum):
 
 
 class EdgeKind(enum.StrEnum):
-    """The four kinds of edge."""
+    """What an edge stands for.
+
+    `data`: fields; `weights`: a model's new weights; `overwrite`: read before the weights are overwritten;
+    `order`: two nodes of a device group, one after the other.
+    """
 
     DATA = "data"
     WEIGHTS = "weights"
@@ -49,19 +55,8 @@ class EdgeKind(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class SourceLocation:
-    """A place in the user's source, for messages."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-@dataclass(frozen=True)
 class BodyRef:
-    """A body by name and content; the callable itself travels beside the plan."""
+    """The name of a body and the digest of its source. The function itself is not part of a plan."""
 
     module: str
     qualname: str
@@ -70,7 +65,7 @@ class BodyRef:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter before `*`: an edge, not yet bound."""
+    """A parameter before `*`, which reads a field. It is not bound to a producer yet."""
 
     name: str
     field: str
@@ -82,7 +77,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Knob:
-    """One parameter after `*`: a hyper-parameter with its bound value."""
+    """A parameter after `*`: a hyper-parameter with its value."""
 
     name: str
     type: str
@@ -91,23 +86,12 @@ class Knob:
 
 @dataclass(frozen=True)
 class Returned:
-    """One field that a body returns (for a train node: the loss, which is no field)."""
+    """A field that a body returns; for a train node its loss, which is not a field."""
 
     field: str
     unit: Unit
     scalar: str = "tensor"
     """The type that the body returns: `tensor`, `float`, `bool`, `list[float]`, `dict` ..."""
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A model as the recipe declares it."""
-
-    name: str
-    head: str = "lm"
-    trainable: bool = False
-    init_from: str | None = None
-    where: SourceLocation | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +105,7 @@ class DatasetSpec:
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A decorated function, or a `use` of one, as a value."""
+    """A decorated function, or a variant of one made by `use`, as a value."""
 
     name: str
     verb: str
@@ -132,15 +116,15 @@ class NodeSpec:
     models: tuple[str, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     provided: tuple[tuple[str, str], ...] = ()
-    """(parameter, kind) with kind among `engine output sequences tokenizer state`, for several
-    engines `engine:MODEL`, for an update `target` and `source`."""
+    """Parameters that hflow provides, each with its kind: `engine output sequences tokenizer state`; for
+    several engines `engine:MODEL`, for an update `target` and `source`."""
     returns: tuple[Returned, ...] = ()
     metrics: bool = False
     opens_stream: bool = False
     streams: tuple[str, ...] = ()
-    """Names of the streams that it opens. A body returns their trajectories first, in this order."""
+    """Names of the streams that it opens, in the order in which its body returns their trajectories."""
     group: int = 1
-    """Samples a prompt (G), for nodes that open a stream."""
+    """Number of samples per prompt (G), for nodes that open a stream."""
     on: str | None = None
     data: str | None = None
     reads_weights: tuple[str, ...] = ()
@@ -148,57 +132,57 @@ class NodeSpec:
     knobs: tuple[Knob, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
     """Decorator options: `reduce minibatches epochs prox timeout retries concurrency
-    temperature max_tokens min_group mask ...`, every one with its value, defaults included."""
+    temperature max_tokens min_group mask ...`, all with their values, defaults included."""
     every: int = 1
     after: int = 0
     layouts: tuple[tuple[str, str], ...] = ()
-    """For a user's NodeType: field -> layout, filled by `NodeType.layout`."""
+    """(field, layout) from `NodeType.layout`: `sharded` or `single`."""
     cost: tuple[tuple[str, float], ...] = ()
-    """For a user's NodeType: seconds per firing, as coefficients of `constant tokens sequences groups`."""
+    """Seconds of one call from `NodeType.cost`, as coefficients of `constant tokens sequences groups`; empty
+    if the planner estimates them."""
     shape: str = "box"
     """Graphviz shape, from `NodeType.draw`."""
     implicit: bool = False
-    """Added by the framework (`actor_inf` for `prox="recompute"`); dropped when nobody reads it."""
+    """Whether hflow added it (`actor_inf` for `prox="recompute"`). It is dropped if no node reads it."""
 
     def option(self, name: str, default: Any = None) -> Any:
-        """The value of a decorator option."""
+        """Return the value of a decorator option."""
         return dict(self.options).get(name, default)
 
     @property
     def runs_as_compute(self) -> bool:
-        """Whether it is a compute or of a user's kind, which runs like one."""
+        """Whether it is a compute node or of a user's node type, which runs like one."""
         return self.verb not in ("encode", "generate", "infer", "train", "update")
 
 
 @dataclass(frozen=True)
 class RecipeSpec:
-    """What a recipe file declares."""
+    """What a recipe declares."""
 
     name: str
     dataset: str
     nodes: tuple[NodeSpec, ...]
-    models: tuple[ModelSpec, ...]
+    models: tuple[Model, ...]
     datasets: tuple[DatasetSpec, ...]
     unlisted: tuple[tuple[str, SourceLocation], ...] = ()
-    """Decorated functions in the recipe's file that no recipe lists (name, place)."""
+    """(name, location) of decorated functions in the recipe's file that no recipe lists."""
     doc: str = ""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A bound parameter: where its value comes from and what is repeated on the way."""
+    """A parameter that is bound to a field: the producer of the field, its stream and its unit."""
 
     parameter: str
-    """The body's parameter. A name that starts with `@` is a field which the framework itself needs
-    and the body is not given: `@mask` (option `mask`), `@behav_logprobs` and `@versions` (for
-    `prox="loglinear"` and `"metrics"`)."""
+    """The body's parameter. A name with `@` is a field that hflow itself needs and the body does not receive:
+    `@mask` (option `mask`), `@behav_logprobs` and `@versions` (for `prox="loglinear"` and `"metrics"`)."""
     field: str
     stream: str
-    """The stream that holds the field; another than the reader's means a join by sample."""
+    """The stream that has the field. If it is not the reader's stream, the two are joined by sample."""
     producer: str
-    """The node that makes the field; for dataset columns and trajectory fields, the source. It is
-    the reader itself where nothing has to be moved: a source's dataset columns, and prox_logprobs
-    that a train node makes on its way (`prox="loglinear"`)."""
+    """The node that produces the field; for dataset columns and trajectory fields, the source of the stream.
+    It is the reader itself if nothing has to be moved: for the dataset columns that a source reads, and for
+    the prox_logprobs that a train node computes itself (`prox="loglinear"`)."""
     source_unit: Unit
     unit: Unit
     scalar: str
@@ -206,34 +190,34 @@ class Read:
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the graph: its spec, the stream it works on, its bound reads."""
+    """A node of the graph: its spec, the stream that it works on, and its bound parameters."""
 
     spec: NodeSpec
     stream: str
     reads: tuple[Read, ...] = ()
     unbound: tuple[str, ...] = ()
-    """Optional parameters that nobody produces; the body's default is used."""
+    """Optional parameters whose field no node produces. The body's default is used."""
 
     @property
     def name(self) -> str:
-        """Its spec's name."""
+        """The name of its spec."""
         return self.spec.name
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Samples opened by one source node."""
+    """The samples of one encode or generate node."""
 
     name: str
     source: str
     dataset: str | None
-    """The dataset whose rows feed it; None when it derives from another stream."""
+    """The dataset that feeds it; None if it derives from another stream."""
     parent: str | None
     group: int
     every: int = 1
     after: int = 0
     trained: bool = False
-    """Whether it is fed by the recipe's dataset: its batches make the steps."""
+    """Whether the recipe's dataset feeds it. Its batches make the steps."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +231,7 @@ class Edge:
     fields: tuple[str, ...] = ()
     model: str | None = None
     at_most: bool = False
-    """For weight edges into generation: the lag is an upper bound, `lag + max_staleness`."""
+    """Whether the lag is an upper bound, `lag + max_staleness`: for weight edges into generation."""
 
 
 @dataclass(frozen=True)
@@ -259,20 +243,20 @@ class Graph:
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     streams: tuple[Stream, ...]
-    models: tuple[ModelSpec, ...]
+    models: tuple[Model, ...]
     datasets: tuple[DatasetSpec, ...]
     warnings: tuple[str, ...] = field(default=(), compare=False)
     skipped: tuple[str, ...] = ()
-    """Listed nodes that do not run, as nobody reads what they make (`actor_inf`)."""
+    """Listed nodes that do not run because no node reads their field (`actor_inf`)."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """One line for every optional parameter that stays unbound, with the nearest name."""
+    """One line for each optional parameter that stays unbound, with the most similar field name."""
 
     def node(self, name: str) -> Node:
-        """The node of that name."""
+        """Return the node with a name."""
         return self._by_name[name]
 
     def stream(self, name: str) -> Stream:
-        """The stream of that name."""
+        """Return the stream with a name."""
         return next(s for s in self.streams if s.name == name)
 
     def root_stream(self, name: str) -> Stream:
@@ -285,8 +269,8 @@ class Graph:
             stream = self.stream(stream.parent)
         return next(s for s in self.streams if s.source == stream.source)
 
-    def model(self, name: str) -> ModelSpec:
-        """The model of that name."""
+    def model(self, name: str) -> Model:
+        """Return the model with a name."""
         return next(m for m in self.models if m.name == name)
 
     @cached_property
@@ -295,7 +279,7 @@ class Graph:
 
     @cached_property
     def nx(self) -> nx.DiGraph[str]:
-        """A DiGraph of node names; each arc holds its `edges`, a tuple of `Edge`."""
+        """The graph as a DiGraph of node names. The attribute `edges` of an arc is a tuple of `Edge`."""
         graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from(node.name for node in self.nodes)
         for edge in self.edges:

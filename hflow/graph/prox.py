@@ -1,7 +1,7 @@
-"""Where `prox_logprobs` come from: `@train(prox=...)` alone decides (rule 8 of the language).
+"""The source of `prox_logprobs`, which only `@train(prox=...)` decides.
 
-`recompute` and `metrics` take them from an infer node (`actor_inf`) on the train node's model,
-`loglinear` lets the train node make them on its way, `none` reads `behav_logprobs` in their place.
+With `recompute` and `metrics` an infer node (`actor_inf`) on the trained model computes them, with
+`loglinear` the train node itself; with `none` the train node reads `behav_logprobs` instead.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
 
 FIELD = "prox_logprobs"
-_APPROXIMATES = ("loglinear", "metrics")
+_INTERPOLATING = ("loglinear", "metrics")
 
 
 def resolve_prox(spec: RecipeSpec, assignment: StreamAssignment) -> RecipeSpec:
-    """Drop implied `actor_inf`s where one is listed, and bind `prox="none"` to `behav_logprobs`."""
+    """Drop implicit nodes where an `actor_inf` is listed; let `prox="none"` read `behav_logprobs`."""
     listed = {
-        assignment.stream_of[node.name] for node in spec.nodes if _makes_prox(node) and not node.implicit
+        assignment.stream_of[node.name] for node in spec.nodes if _returns_prox(node) and not node.implicit
     }
     kept = [node for node in spec.nodes if not (node.implicit and assignment.stream_of[node.name] in listed)]
     return replace(spec, nodes=tuple(_resolve(node) for node in kept))
 
 
-def makes_own_prox(node: NodeSpec, parameter: Parameter) -> bool:
-    """Whether the train node itself computes this parameter."""
+def computes_own_prox(node: NodeSpec, parameter: Parameter) -> bool:
+    """Return whether the train node itself computes the field of this parameter."""
     return parameter.field == FIELD and node.verb == "train" and node.option("prox") == "loglinear"
 
 
 def framework_parameters(node: NodeSpec) -> tuple[Parameter, ...]:
-    """Fields that the framework reads for a train node and the body is not given."""
+    """Return the parameters of a train node that hflow reads and the body does not receive."""
     if node.verb != "train":
         return ()
-    wanted = []
+    parameters = []
     if node.option("mask") is not None:
-        wanted.append(Parameter("@mask", node.option("mask"), Unit.TOKEN, "tensor"))
-    if node.option("prox") in _APPROXIMATES:
-        wanted += [
+        parameters.append(Parameter("@mask", node.option("mask"), Unit.TOKEN, "tensor"))
+    if node.option("prox") in _INTERPOLATING:
+        parameters += [
             Parameter(f"@{field}", field, Unit.TOKEN, "tensor") for field in ("behav_logprobs", "versions")
         ]
-    return tuple(wanted)
+    return tuple(parameters)
 
 
 def unread_prox(nodes: Sequence[Node]) -> Iterator[Node]:
-    """Infer nodes that make nothing but prox_logprobs which nobody reads."""
+    """Yield the infer nodes that return only prox_logprobs, if no node reads them."""
     for node in nodes:
         only_prox = node.spec.verb == "infer" and [r.field for r in node.spec.returns] == [FIELD]
         if only_prox and not any(read.producer == node.name for other in nodes for read in other.reads):
@@ -55,16 +55,17 @@ def unread_prox(nodes: Sequence[Node]) -> Iterator[Node]:
 
 
 def check_prox(spec: RecipeSpec, assignment: StreamAssignment) -> None:
-    """Refuse what contradicts `prox=`: other makers, other models, readers that mean otherwise.
+    """Check that the nodes of a stream agree with `prox=` of its train node.
 
     Raises:
-        RecipeError: for the first contradiction.
+        RecipeError: if a node other than infer returns prox_logprobs, an infer node computes them with
+            another model, or a node reads them though `prox=` makes none.
     """
     for train in spec.nodes:
         if train.verb == "train" and any(parameter.name == FIELD for parameter in train.parameters):
             same = [n for n in spec.nodes if assignment.stream_of[n.name] == assignment.stream_of[train.name]]
             for node in same:
-                _check_maker(node, train)
+                _check_producer(node, train)
                 _check_reader(node, train)
 
 
@@ -75,27 +76,27 @@ def _resolve(node: NodeSpec) -> NodeSpec:
     return replace(node, parameters=tuple(bound))
 
 
-def _makes_prox(node: NodeSpec) -> bool:
+def _returns_prox(node: NodeSpec) -> bool:
     return any(result.field == FIELD for result in node.returns)
 
 
-def _check_maker(node: NodeSpec, train: NodeSpec) -> None:
-    if not _makes_prox(node):
+def _check_producer(node: NodeSpec, train: NodeSpec) -> None:
+    if not _returns_prox(node):
         return
     mode = train.option("prox")
     if node.verb != "infer":
         raise recipe_error(
             node.where,
             node.name,
-            f"it makes {FIELD}, but prox={mode!r} of {train.name} alone decides where they come from: "
-            f"name the field otherwise",
+            f"it returns {FIELD}, but only prox={mode!r} of {train.name} decides where they come from. "
+            f"Rename the field with returns=",
         )
     if node.models != train.models:
         raise recipe_error(
             node.where,
             node.name,
-            f"it makes {FIELD} with model {node.models[0]!r}, but {train.name} on the same stream trains "
-            f"{train.models[0]!r}",
+            f"it computes {FIELD} with model {node.models[0]!r}, but {train.name} on the same stream trains "
+            f"{train.models[0]!r}. Use {train.models[0]!r} here, or rename the field with returns=",
         )
 
 
@@ -108,7 +109,7 @@ def _check_reader(node: NodeSpec, train: NodeSpec) -> None:
             raise recipe_error(
                 node.where,
                 node.name,
-                f"it reads {FIELD}, but {train.name} has prox={mode!r}, so there are none here: "
-                f"set prox='recompute' there or read 'behav_logprobs'",
+                f"{FIELD} do not exist, because {train.name} has prox={mode!r}. "
+                f"Set prox='recompute' there, or read 'behav_logprobs' here",
                 parameter.name,
             )

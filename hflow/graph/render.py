@@ -12,12 +12,12 @@ from hflow.graph.ir import Edge, EdgeKind, Graph, Level, Node, Read, Stream
 
 
 def render_text(graph: Graph) -> str:
-    """The graph by stage: a node's stage is the longest chain of lag-0 edges before it."""
+    """Return the graph as text, by stage: the length of the longest chain of lag-0 edges before a node."""
     return "\n".join(line.rstrip() for line in _lines(graph)) + "\n"
 
 
 def stages(graph: Graph) -> dict[str, int]:
-    """Length of the longest chain within a step that leads to each node."""
+    """Return for each node the length of the longest chain of edges within a step that leads to it."""
     order = same_step_order(graph.edges)
     depth = {node.name: 0 for node in graph.nodes}
     for name in nx.topological_sort(order):
@@ -26,7 +26,7 @@ def stages(graph: Graph) -> dict[str, int]:
 
 
 def describe(edge: Edge) -> str:
-    """One edge in words, from its destination's side."""
+    """Return an edge in words, as its destination sees it."""
     if edge.kind is EdgeKind.DATA and edge.lag:
         return "its own state of the step before"
     if edge.kind is EdgeKind.DATA:
@@ -44,13 +44,13 @@ def _lines(graph: Graph) -> Iterator[str]:
     yield ""
     for stream in graph.streams:
         yield f"stream {stream.name}: {_stream(stream)}"
-    depth, late = stages(graph), nodes_after_batch(graph)
+    depth, after_batch = stages(graph), nodes_after_batch(graph)
     for stage in range(max(depth.values(), default=-1) + 1):
         yield ""
         yield f"stage {stage}"
         for node in graph.nodes:
             if depth[node.name] == stage:
-                yield from _node(graph, node, node.name in late)
+                yield from _node(graph, node, node.name in after_batch)
     for title, rows in (("skipped", graph.skipped), ("optional", graph.notes), ("warning", graph.warnings)):
         if rows:
             yield ""
@@ -60,7 +60,7 @@ def _lines(graph: Graph) -> Iterator[str]:
 def _models(graph: Graph) -> Iterator[str]:
     for model in graph.models:
         kind = "trainable" if model.trainable else "frozen"
-        start = f", starts as {model.init_from}" if model.init_from else ""
+        start = f", starts as {model.init_from.name}" if model.init_from else ""
         yield f"model {model.name}: {kind}, head {model.head}{start}"
 
 
@@ -72,9 +72,9 @@ def _stream(stream: Stream) -> str:
     return f"{origin}{group}, every {stream.every} steps after {stream.after}, not trained on"
 
 
-def _node(graph: Graph, node: Node, late: bool) -> Iterator[str]:
+def _node(graph: Graph, node: Node, after_batch: bool) -> Iterator[str]:
     spec = node.spec
-    yield f"  {spec.name}  {spec.verb}({', '.join(spec.models)}) {_when(node, late)} on {node.stream}"
+    yield f"  {spec.name}  {spec.verb}({', '.join(spec.models)}) {_when(node, after_batch)} on {node.stream}"
     if node.reads:
         yield f"      reads    {', '.join(_read(node, read) for read in node.reads)}"
     if spec.returns:
@@ -84,10 +84,10 @@ def _node(graph: Graph, node: Node, late: bool) -> Iterator[str]:
             yield f"      <- {describe(edge)}"
 
 
-def _when(node: Node, late: bool) -> str:
+def _when(node: Node, after_batch: bool) -> str:
     cadence = f", every {node.spec.every} after {node.spec.after}"
     level = f"per {node.spec.level}"
-    if node.spec.level is not Level.BATCH and late:
+    if node.spec.level is not Level.BATCH and after_batch:
         level += ", once the batch is formed"
     return level if (node.spec.every, node.spec.after) == (1, 0) else level + cadence
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from hflow.config import ModelConfig, RunConfig
 from hflow.errors import ConfigError, PlanError
-from hflow.graph.ir import Graph, ModelSpec
+from hflow.graph.ir import Graph
+from hflow.graph.model import Model
 from hflow.planner.backends import BACKENDS, traits
 from hflow.planner.model_shape import ModelShape, read_shape
 
@@ -29,7 +30,7 @@ SIZES = (
 """Keys of an HF config that count something."""
 
 
-def model_shape(config: RunConfig, graph: Graph, spec: ModelSpec) -> ModelShape | None:
+def model_shape(config: RunConfig, graph: Graph, spec: Model) -> ModelShape | None:
     """The sizes of a model with the head that the recipe gives it; None where they cannot be known.
 
     Raises:
@@ -50,12 +51,12 @@ def model_shape(config: RunConfig, graph: Graph, spec: ModelSpec) -> ModelShape 
     return shape
 
 
-def model_dtype(config: RunConfig, graph: Graph, spec: ModelSpec) -> str:
+def model_dtype(config: RunConfig, graph: Graph, spec: Model) -> str:
     """What a model computes in: as configured, else as the model that it starts from, else fp32."""
     own = config.models.get(spec.name, ModelConfig()).dtype
     if own is not None:
         return own
-    return "fp32" if spec.init_from is None else model_dtype(config, graph, graph.model(spec.init_from))
+    return "fp32" if spec.init_from is None else model_dtype(config, graph, spec.init_from)
 
 
 def overruled_architectures(config: RunConfig) -> tuple[str, ...]:
@@ -76,7 +77,7 @@ def overruled_architectures(config: RunConfig) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-def _architecture(config: RunConfig, graph: Graph, spec: ModelSpec) -> tuple[str, Mapping[str, Any]] | None:
+def _architecture(config: RunConfig, graph: Graph, spec: Model) -> tuple[str, Mapping[str, Any]] | None:
     """The HF config of a model, and where it stands."""
     own = config.models.get(spec.name, ModelConfig())
     file = _checkpoint_config(own)
@@ -84,7 +85,7 @@ def _architecture(config: RunConfig, graph: Graph, spec: ModelSpec) -> tuple[str
         return str(file), _read(file)
     if own.architecture is not None:
         return f"models.{spec.name}", own.architecture
-    return None if spec.init_from is None else _architecture(config, graph, graph.model(spec.init_from))
+    return None if spec.init_from is None else _architecture(config, graph, spec.init_from)
 
 
 def _checkpoint_config(model: ModelConfig) -> Path | None:

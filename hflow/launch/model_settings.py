@@ -9,7 +9,7 @@ from hflow.backends.interface import SHARDS, ModelSettings, OptimSettings
 from hflow.config import ModelConfig, OptimConfig
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError
-from hflow.graph.ir import ModelSpec
+from hflow.graph.model import Model
 from hflow.launch.compile import Compiled
 from hflow.launch.model_metadata import model_dtype
 
@@ -32,7 +32,7 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
     return found
 
 
-def source_config(compiled: Compiled, spec: ModelSpec) -> ModelConfig:
+def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
     """The configuration that says where a model's weights come from: its own, else `init_from`'s.
 
     Raises:
@@ -45,7 +45,7 @@ def source_config(compiled: Compiled, spec: ModelSpec) -> ModelConfig:
                 f"models.{spec.name} has no weights; set models.{spec.name}.path to a checkpoint's directory "
                 f"or take an architecture with +model@models.{spec.name}=tiny-qwen2"
             )
-        return source_config(compiled, compiled.graph.model(spec.init_from))
+        return source_config(compiled, spec.init_from)
     if config.path is not None and not (Path(config.path) / "config.json").is_file():
         raise ConfigError(
             f"models.{spec.name}.path is {config.path}, but there is no checkpoint (config.json) in it; "
@@ -54,7 +54,7 @@ def source_config(compiled: Compiled, spec: ModelSpec) -> ModelConfig:
     return config
 
 
-def _settings(compiled: Compiled, spec: ModelSpec) -> ModelSettings:
+def _settings(compiled: Compiled, spec: Model) -> ModelSettings:
     own = compiled.config.models.get(spec.name, ModelConfig())
     source = source_config(compiled, spec)
     return ModelSettings(
@@ -75,7 +75,7 @@ def _settings(compiled: Compiled, spec: ModelSpec) -> ModelSettings:
     )
 
 
-def _resumes(spec: ModelSpec, own: ModelConfig) -> bool:
+def _resumes(spec: Model, own: ModelConfig) -> bool:
     """Whether a model goes on from the optimizer's state that its checkpoint holds.
 
     Only the model goes on: place in the data, samples and the ledger of the run are a resumed run's matter.

@@ -10,7 +10,8 @@ from typing import TypeVar
 from hflow.config import ModelConfig, RunConfig, flatten
 from hflow.config.hardware import Kind, read_hardware
 from hflow.errors import ConfigError, nearest
-from hflow.graph.ir import Graph, ModelSpec
+from hflow.graph.ir import Graph
+from hflow.graph.model import Model
 from hflow.launch.model_metadata import model_dtype, model_shape, overruled_architectures
 from hflow.planner.cluster import device_of, parse_cluster
 from hflow.planner.hardware import Device, Hardware, Link
@@ -131,7 +132,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
     )
 
 
-def _model(config: RunConfig, graph: Graph, spec: ModelSpec) -> ModelRequest:
+def _model(config: RunConfig, graph: Graph, spec: Model) -> ModelRequest:
     model = config.models.get(spec.name, ModelConfig())
     return ModelRequest(
         layout=model.layout,

@@ -9,11 +9,15 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hflow.errors import PlanError
+from hflow.graph.model import Model
 from hflow.planner.ir import Plan
 from hflow.planner.layout import Layout
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
 _UNDECIDING = ("digest", "warnings", "hardware", "forecast")
@@ -41,8 +45,11 @@ def plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, int | float | str):
         return value
+    if isinstance(value, Model):  # `init_from` is another model of the graph, named here
+        origin = value.init_from.name if value.init_from else None
+        return {**_field_values(value), "init_from": origin}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return _field_values(value)
     if isinstance(value, Mapping):
         return {str(key): plain(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, set | frozenset):
@@ -50,6 +57,10 @@ def plain(value: Any) -> Any:
     raise PlanError(
         f"{value!r} cannot be part of a plan; use numbers, texts, lists or mappings in settings and knobs"
     )
+
+
+def _field_values(value: DataclassInstance) -> dict[str, Any]:
+    return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
 def plan_digest(plan: Plan) -> str:

@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from hflow import Dataset, Model, NodeType, Recipe, Text, compute, nodes, use
-from hflow.dsl import Context, Level, Option
+from hflow import Context, Dataset, Level, Model, NodeType, Option, Recipe, Text, compute, nodes, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)

@@ -14,7 +14,6 @@ from hflow.graph.ir import (
     Graph,
     Knob,
     Level,
-    ModelSpec,
     Node,
     NodeSpec,
     Read,
@@ -22,6 +21,7 @@ from hflow.graph.ir import (
     SourceLocation,
     Stream,
 )
+from hflow.graph.model import Model
 from hflow.launch.plan_request import known_devices
 from hflow.planner.cluster import parse_cluster
 from hflow.planner.ir import ClusterSpec
@@ -80,7 +80,7 @@ def wire(
     name: str,
     nodes: list[tuple[NodeSpec, str, tuple[str, ...]]],
     streams: list[Stream],
-    models: list[ModelSpec],
+    models: list[Model],
 ) -> Graph:
     """Bind `(spec, stream, fields)` rows: data edges by field, weight and overwrite edges by model."""
     source_of = {stream.name: stream.source for stream in streams}
@@ -140,7 +140,7 @@ def grpo(group: int = 4, **options: object) -> Graph:
         Stream(stream, "actor_gen", "data", None, group, trained=True),
         Stream(heldout, "eval_gen", "heldout", None, 1, every=10),
     ]
-    return wire("grpo", nodes, streams, [ModelSpec("actor", trainable=True), ModelSpec("ref")])
+    return wire("grpo", nodes, streams, [Model("actor", trainable=True), Model("ref")])
 
 
 def agent() -> Graph:
@@ -162,7 +162,7 @@ def agent() -> Graph:
         Stream("agent", "agent", "data", None, 8, trained=True),
         Stream("rm_view", "rm_view", None, "agent", 8),
     ]
-    graph = wire("agent", nodes, streams, [ModelSpec("actor", trainable=True), ModelSpec("rm", head="score")])
+    graph = wire("agent", nodes, streams, [Model("actor", trainable=True), Model("rm", head="score")])
     views = Edge(EdgeKind.DATA, "agent", "rm_view")
     return replace(graph, edges=(*graph.edges, views))
 
@@ -178,7 +178,7 @@ def sft() -> Graph:
         (train("sft_train", "actor", reduce="token-mean"), "sft_view", ()),
     ]
     streams = [Stream("sft_view", "sft_view", "data", None, 1, trained=True)]
-    return wire("sft", nodes, streams, [ModelSpec("actor", trainable=True)])
+    return wire("sft", nodes, streams, [Model("actor", trainable=True)])
 
 
 def cluster_of(name: str) -> ClusterSpec:
@@ -223,9 +223,9 @@ def ppo(**options: object) -> Graph:
         ),
     ]
     models = [
-        ModelSpec("actor", trainable=True),
-        ModelSpec("critic", "value", trainable=True),
-        ModelSpec("ref"),
+        Model("actor", trainable=True),
+        Model("critic", head="value", trainable=True),
+        Model("ref"),
     ]
     return wire("ppo", nodes, [Stream(stream, "actor_gen", "data", None, 1, trained=True)], models)
 
@@ -250,7 +250,7 @@ def ema() -> Graph:
         Stream("sft_view", "sft_view", "data", None, 1, trained=True),
         Stream("eval_gen", "eval_gen", "heldout", None, 1, every=5, after=2),
     ]
-    return wire("ema", nodes, streams, [ModelSpec("actor", trainable=True), ModelSpec("ref", trainable=True)])
+    return wire("ema", nodes, streams, [Model("actor", trainable=True), Model("ref", trainable=True)])
 
 
 def changed(graph: Graph, node: str, **changes: object) -> Graph:

@@ -12,7 +12,8 @@ from plan_graphs import ema, grpo, infer, ppo, request
 
 from hflow.config import load_config
 from hflow.errors import PlanError
-from hflow.graph.ir import Graph, ModelSpec, Node
+from hflow.graph.ir import Graph, Node
+from hflow.graph.model import Model
 from hflow.launch.compile import compile_recipe
 from hflow.planner.cluster import device_ranges
 from hflow.planner.compile import compile_plan
@@ -27,7 +28,7 @@ def rlhf() -> Graph:
     """PPO with a reward model: five replicas of four models."""
     graph = ppo()
     rew_inf = Node(infer("rew_inf", "rm", "rm_score"), "actor_gen")
-    return replace(graph, nodes=(*graph.nodes, rew_inf), models=(*graph.models, ModelSpec("rm", "score")))
+    return replace(graph, nodes=(*graph.nodes, rew_inf), models=(*graph.models, Model("rm", head="score")))
 
 
 def plan(placement: str, cluster: str = "h100-1x8", graph: Graph | None = None, **changes: object) -> Plan:

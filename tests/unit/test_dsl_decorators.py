@@ -9,6 +9,7 @@ from hflow import (
     Engine,
     Model,
     NodeType,
+    Option,
     Output,
     PerGroup,
     PerSequence,
@@ -27,7 +28,6 @@ from hflow import (
     update,
     use,
 )
-from hflow.dsl import Option
 from hflow.errors import RecipeError
 from hflow.graph.ir import Knob, Level, NodeSpec, Parameter, Returned
 from hflow.types import Unit
@@ -206,7 +206,7 @@ def test_the_digest_follows_the_body():
 def test_encode_makes_a_group_from_a_list():
     spec = spec_of(use(nodes.pair, actor))
     assert (spec.group, spec.streams, spec.returns) == (2, ("pair",), ())
-    with pytest.raises(RecipeError, match="go together"):
+    with pytest.raises(RecipeError, match="belong together"):
         use(nodes.pair, actor, group=1)
 
 

@@ -1,4 +1,4 @@
-# expect: score(answer): it has no annotation: say str, float
+# expect: score(answer): the parameter has no annotation. Annotate it with str, float, int, bool,
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: score(num_tokens): it is
+# expect: score(num_tokens): the annotation PerSequence does not fit here. Use str, float, int, bool,
 from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: score(completion): it is str; here an edge is a list over the members
+# expect: score(completion): the annotation str does not fit here. Use a list over the members, such as
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: score(num_tokens): it is float; here an edge is PerToken, PerSequence, PerGroup, Text or Json
+# expect: score(num_tokens): the annotation float does not fit here. Use PerToken, PerSequence, PerGroup,
 from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

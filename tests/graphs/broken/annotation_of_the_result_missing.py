@@ -1,4 +1,4 @@
-# expect: score: annotate its result
+# expect: score: the function has no result annotation. Add one after '->'
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

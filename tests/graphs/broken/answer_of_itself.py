@@ -1,4 +1,4 @@
-# expect: actor_gen(completion): nobody produces 'completion'
+# expect: actor_gen(completion): no node or dataset column produces 'completion'; did you mean 'prompt'?
 from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, generate
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: score(rest): a body has no *args or **kwargs
+# expect: score(rest): *args and **kwargs are not allowed: every parameter is an edge or a knob. Name it
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: only generate and per-sample or per-group compute bodies may be 'async def'
+# expect: score: only bodies of generate, and of compute with per='sample' or per='group', may be 'async def'
 from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

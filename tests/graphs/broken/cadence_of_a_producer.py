@@ -1,4 +1,4 @@
-# expect: ref_inf makes 'ref_logprobs' every 10 steps from step 0, but it is read every 1 from step 0
+# expect: kl(ref_logprobs): ref_inf produces 'ref_logprobs' every 10 step(s) from step 0, but it is read
 from hflow import Dataset, Model, PerToken, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: the recipe's dataset makes the steps: every= and after=
+# expect: actor_gen: the recipe's dataset feeds this stream in every step. Remove every= and after=; they are
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

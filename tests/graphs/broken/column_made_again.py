@@ -1,4 +1,4 @@
-# expect: field 'answer' of stream 'actor_gen' is already made by the dataset
+# expect: answer: the dataset or the trajectory of actor_gen already produces field 'answer' of stream
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: column 'completion' has the name of a trajectory's field
+# expect: column 'completion' has the name of a trajectory field. Rename the column
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, completion=Text)

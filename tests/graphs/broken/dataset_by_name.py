@@ -1,4 +1,4 @@
-# expect: data= takes a Dataset, not 'heldout'
+# expect: generate: data= must be a Dataset, not 'heldout'
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

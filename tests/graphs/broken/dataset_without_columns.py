@@ -1,4 +1,4 @@
-# expect: Dataset('train') has no column: add one, such as prompt=Text
+# expect: Dataset('train') has no columns. Declare at least one, such as prompt=Text
 from hflow import Dataset, Model, Recipe, nodes, use
 
 data = Dataset()

@@ -1,4 +1,4 @@
-# expect: score is decorated twice; use() makes variants of a node
+# expect: compute: score has two decorators. Make a variant of a node with use()
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

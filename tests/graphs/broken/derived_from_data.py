@@ -1,4 +1,4 @@
-# expect: data= opens a stream of its own, on= derives one: keep one of them
+# expect: again: data= opens a new stream, on= derives one from another stream. Remove one of them
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

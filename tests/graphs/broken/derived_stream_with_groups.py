@@ -1,4 +1,4 @@
-# expect: a stream that derives from another has its samples: drop group=
+# expect: critique: a stream that derives from another has the same samples. Remove group=
 from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, generate, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: an edge has no default but None, with '| None'; a hyper-parameter goes after '*'
+# expect: score(scale): a parameter before '*' reads a field and has no default, except '= None' with the
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

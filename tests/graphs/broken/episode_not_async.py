@@ -1,4 +1,4 @@
-# expect: an @generate body is an episode: write 'async def'
+# expect: actor_gen: the body of @generate must be asynchronous. Write 'async def'
 from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, generate
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: one Engine per model, by its name
+# expect: game: with several models, the body needs one Engine parameter named after each model. The models
 from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, generate
 
 data = Dataset(prompt=Text, answer=Text)

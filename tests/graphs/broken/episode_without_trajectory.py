@@ -1,4 +1,4 @@
-# expect: it must return a Trajectory, or several, before anything else
+# expect: actor_gen: the function must return one or more Trajectory first, then its fields
 from hflow import Dataset, Engine, Model, Recipe, Text, generate
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: best(rm_score): 'rm_score' is in several streams (view, twin): choose with on=
+# expect: best(rm_score): 'rm_score' is in several streams (view, twin). Choose one with on=
 from hflow import (
     Dataset,
     Model,

@@ -1,4 +1,4 @@
-# expect: field 'reward' of stream 'actor_gen' is already made by score at
+# expect: already produces field 'reward' of stream 'actor_gen'. Rename one with returns=
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: print is no node: decorate it with a verb
+# expect: Recipe('broken'): print is not a node. Decorate the function, for example with @compute()
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

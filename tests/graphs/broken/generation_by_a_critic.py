@@ -1,4 +1,4 @@
-# expect: model 'critic' has head='value'; generation needs head='lm'
+# expect: actor_gen: model 'critic' has head='value', but generation needs head='lm'
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

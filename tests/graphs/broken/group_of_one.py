@@ -1,4 +1,4 @@
-# expect: actor_gen makes groups of 1: set group=2 there, or min_group=1 here
+# expect: spread: it needs at least 2 samples per prompt, but actor_gen has group=1. Set group=2 there, or
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

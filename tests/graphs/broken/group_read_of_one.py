@@ -1,4 +1,4 @@
-# expect: centred: it needs groups of 2 or more
+# expect: centred: it needs at least 2 samples per prompt, but actor_gen has group=1. Set group=2 there, or
 from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

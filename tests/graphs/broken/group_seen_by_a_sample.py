@@ -1,4 +1,4 @@
-# expect: scored: it sees groups, whose members come one by one: say per='group'
+# expect: scored: it reads groups, but runs on single samples. Set per='group'
 from hflow import Dataset, Model, Output, PerSequence, Recipe, Sequences, Text, compute, infer, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: group_advantage: it needs groups of 2 or more, but actor_gen makes groups of 1
+# expect: group_advantage: it needs at least 2 samples per prompt, but actor_gen has group=1. Set group=2
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: an @infer body takes its Output: add a parameter for it
+# expect: score: the body of @infer needs a parameter annotated with Output. Add one
 from hflow import Dataset, Model, PerToken, Recipe, Text, infer, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

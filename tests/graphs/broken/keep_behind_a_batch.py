@@ -1,4 +1,4 @@
-# expect: close: 'keep' depends on ref_inf, which runs only after the batch is formed
+# expect: close: 'keep' depends on ref_inf and runs after the batch is complete, when no sample can be left
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: 'keep' must be a bool, not float
+# expect: right: 'keep' must be bool, not float
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: 'keep' refuses a sample or group: say per='sample' or per='group'
+# expect: right: 'keep' decides about one sample or group. Set per='sample' or per='group'
 from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

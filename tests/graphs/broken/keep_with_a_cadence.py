@@ -1,4 +1,4 @@
-# expect: 'keep' has a cadence, so it runs only after the batch is formed
+# expect: short: 'keep' has every= or after= and runs after the batch is complete, when no sample can be left
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

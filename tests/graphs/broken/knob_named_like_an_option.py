@@ -1,4 +1,4 @@
-# expect: knob 'timeout' has the name of an option of @compute; rename it
+# expect: score: knob 'timeout' has the same name as an option of @compute. Rename the knob
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: score(scales): knob of type bytes: a knob is int, float, bool, str
+# expect: score(scales): a knob (a parameter after '*') cannot be bytes. Use int, float, bool, str, a
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

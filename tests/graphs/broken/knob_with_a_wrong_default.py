@@ -1,4 +1,4 @@
-# expect: score(scale): its default is 'big', not float
+# expect: score(scale): the default is 'big'; it must be float
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: score(scale): a knob needs a default
+# expect: score(scale): a knob (a parameter after '*') needs a default
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

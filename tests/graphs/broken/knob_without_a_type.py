@@ -1,4 +1,4 @@
-# expect: score(scale): it has no annotation
+# expect: score(scale): the parameter has no annotation. Annotate it with str, float, int, bool, list[float],
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

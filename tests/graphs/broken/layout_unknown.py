@@ -1,4 +1,4 @@
-# expect: layout('audit') is 'striped', not one of
+# expect: audit: layout('audit') must return 'sharded' or 'single', not 'striped'
 from hflow import Dataset, Model, NodeType, PerSequence, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: group=n and '-> list[Trajectory]' go together: the list is one group of n
+# expect: both: group=n and '-> list[Trajectory]' belong together: the list is one group of n. Use both or
 from hflow import Dataset, Model, Recipe, Text, Tokenizer, Trajectory, encode
 
 data = Dataset(prompt=Text, answer=Text)

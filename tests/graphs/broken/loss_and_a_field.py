@@ -1,4 +1,4 @@
-# expect: a train body returns its loss, and Metrics after it if it likes
+# expect: actor_train: the body of @train must return one loss, or one loss and Metrics
 from hflow import Dataset, Model, Output, PerToken, Recipe, Text, nodes, train, use
 
 data = Dataset(prompt=Text, answer=Text)

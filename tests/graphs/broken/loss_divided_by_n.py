@@ -1,4 +1,4 @@
-# expect: reduce='token-sum/N' does not fit: a PerToken loss is reduced by
+# expect: actor_train: reduce='token-sum/N' does not fit. For a PerToken loss, set it to token-mean,
 from hflow import Dataset, Model, Output, PerToken, Recipe, Text, nodes, train, use
 
 data = Dataset(prompt=Text, answer=Text)

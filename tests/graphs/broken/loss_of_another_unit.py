@@ -1,4 +1,4 @@
-# expect: reduce='token-mean' does not fit: a PerSequence loss is reduced by seq-mean
+# expect: actor_train: reduce='token-mean' does not fit. For a PerSequence loss, set it to seq-mean
 from hflow import Dataset, Model, Output, PerSequence, Recipe, Sequences, Text, nodes, train, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: a loss is no field: drop returns=
+# expect: actor_train: train nodes return a loss, not a field. Remove returns=
 from hflow import Dataset, Model, Output, PerToken, Recipe, Text, nodes, train, use
 
 data = Dataset(prompt=Text, answer=Text)

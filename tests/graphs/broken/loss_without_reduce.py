@@ -1,4 +1,4 @@
-# expect: actor_train: it has no reduce=: a PerToken loss is reduced by token-mean or seq-mean-token-sum
+# expect: actor_train: reduce= is not set. For a PerToken loss, set it to token-mean, seq-mean-token-sum,
 from hflow import Dataset, Model, Output, PerToken, Recipe, Text, nodes, train, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: sft_train(@mask): nobody produces 'train_mask'
+# expect: sft_train(mask=): no node or dataset column produces 'train_mask'; did you mean 'loss_mask'?
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: infer: @infer takes Models, not 'actor'
+# expect: infer: @infer takes Model(...) objects, not 'actor'
 from hflow import Dataset, Model, Output, PerToken, Recipe, Text, infer, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: init_from takes a Model; a checkpoint's path is models.actor.path in the configuration
+# expect: Model('actor'): init_from must be a Model; set a checkpoint's path with models.actor.path in the
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

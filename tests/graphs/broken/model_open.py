@@ -1,4 +1,4 @@
-# expect: actor_inf: its model is open: list use(actor_inf, MODEL) instead
+# expect: actor_inf: the node has no model yet. List use(actor_inf, MODEL) instead
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: Model('actor') is also at
+# expect: Model('actor') is also declared at
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

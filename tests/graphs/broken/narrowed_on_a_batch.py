@@ -1,4 +1,4 @@
-# expect: makes it PerToken: narrow it in a compute, with seqs.sum, mean or members
+# expect: produces PerToken. Reduce it in a compute node with seqs.sum, seqs.mean or seqs.members
 from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: makes it PerToken: a unit is never narrowed by itself; take the list
+# expect: produces PerToken. Annotate the parameter with a list
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

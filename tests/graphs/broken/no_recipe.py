@@ -1,4 +1,4 @@
-# expect: it has no Recipe(...)
+# expect: the file has no Recipe(...). Add 'recipe = Recipe(NAME, DATASET, NODES)'
 from hflow import Dataset, Model, Text
 
 data = Dataset(prompt=Text, answer=Text)

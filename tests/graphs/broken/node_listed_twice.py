@@ -1,4 +1,4 @@
-# expect: a node of this name is at
+# expect: score: another node with this name is at
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: compute: option retries is -1, less than 0
+# expect: compute: option retries is -1; it must be at least 0
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

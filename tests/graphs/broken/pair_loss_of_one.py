@@ -1,4 +1,4 @@
-# expect: pairs: it needs groups of 2 or more, but sft_view makes groups of 1
+# expect: pairs: it needs at least 2 samples per prompt, but sft_view has group=1. Set group=2 there, or
 from hflow import Dataset, Model, Output, PerGroup, Recipe, Sequences, Text, nodes, train, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: score(num_tokens): edges are passed by name: drop the '/'
+# expect: score(num_tokens): hflow passes parameters by name. Remove the '/'
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

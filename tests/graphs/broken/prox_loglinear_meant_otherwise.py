@@ -1,4 +1,4 @@
-# expect: drift(prox_logprobs): it reads prox_logprobs, but actor_train has prox='loglinear'
+# expect: drift(prox_logprobs): prox_logprobs do not exist, because actor_train has prox='loglinear'. Set
 from hflow import Dataset, Model, PerToken, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

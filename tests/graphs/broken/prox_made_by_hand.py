@@ -1,4 +1,4 @@
-# expect: old: it makes prox_logprobs, but prox='recompute' of actor_train alone decides where they come from
+# expect: old: it returns prox_logprobs, but only prox='recompute' of actor_train decides where they come
 from hflow import Dataset, Model, PerToken, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: it makes prox_logprobs with model 'ref', but actor_train on the same stream trains 'actor'
+# expect: actor_inf: it computes prox_logprobs with model 'ref', but actor_train on the same stream trains
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

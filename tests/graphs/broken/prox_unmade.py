@@ -1,4 +1,4 @@
-# expect: drift(prox_logprobs): nobody produces 'prox_logprobs'
+# expect: drift(prox_logprobs): no node or dataset column produces 'prox_logprobs'; did you mean
 from hflow import Dataset, Model, PerToken, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: it returns nothing; return a field or Metrics
+# expect: score: the function returns nothing. Return a field or Metrics
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

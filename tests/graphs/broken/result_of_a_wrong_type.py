@@ -1,4 +1,4 @@
-# expect: result 'score' is set; here a result is str, float
+# expect: score: result 'score' has the type set, but must be str, float, int, bool, list[float], list[int],
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

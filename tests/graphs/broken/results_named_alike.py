@@ -1,4 +1,4 @@
-# expect: names a field twice
+# expect: score: returns=('a', 'a') has the same name twice. Give each field its own name
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: it returns 2 fields, so returns= must name 2, not 0
+# expect: score: the function returns 2 field(s), but returns= names 0. Name them all
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

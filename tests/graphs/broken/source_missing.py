@@ -1,4 +1,4 @@
-# expect: ema: its model is open
+# expect: ema: the node has no model yet. List use(ema, MODEL) instead
 from hflow import Dataset, Model, Recipe, Tensor, Text, nodes, update, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: score: the recipe's dataset feeds several streams (actor_gen, other_gen): choose with on=
+# expect: score: the recipe's dataset feeds several streams (actor_gen, other_gen). Choose one with on=
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: no stream is fed by the recipe's dataset: list a generate or encode node
+# expect: score: the recipe's dataset feeds no stream. List a generate or encode node
 from hflow import Dataset, Model, Recipe, Text, compute
 
 data = Dataset(prompt=Text, answer=Text)

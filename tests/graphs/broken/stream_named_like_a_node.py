@@ -1,4 +1,4 @@
-# expect: its stream 'score' has the name of score at
+# expect: game: its stream 'score' has the same name as score at
 from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, compute, generate, use
 
 data = Dataset(prompt=Text, answer=Text)

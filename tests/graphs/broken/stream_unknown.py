@@ -1,4 +1,4 @@
-# expect: on='actor_gne' is no stream; did you mean 'actor_gen'?
+# expect: score: there is no stream 'actor_gne' for on=; did you mean 'actor_gen'?
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: reads 'answer' as PerSequence, but actor_gen makes it Text
+# expect: score(answer): 'answer' is read as PerSequence, but actor_gen produces Text
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

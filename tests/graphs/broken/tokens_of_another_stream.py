@@ -1,4 +1,4 @@
-# expect: kl(view_logprobs): 'view_logprobs' speaks of the tokens of stream 'view', not of 'actor_gen'
+# expect: kl(view_logprobs): 'view_logprobs' belongs to the tokens of stream 'view', but the node works on
 from hflow import (
     Dataset,
     Model,

@@ -1,4 +1,4 @@
-# expect: it writes model 'actor', which is frozen: declare Model('actor', trainable=True)
+# expect: actor_train: it writes model 'actor', which is frozen. Declare Model('actor', trainable=True) at
 from hflow import Dataset, Model, Output, PerToken, Recipe, Text, nodes, train, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: also writes model 'actor' in a step
+# expect: also writes model 'actor'. Only one node of a recipe may write a model
 from hflow import Dataset, Model, Output, PerToken, Recipe, Tensor, Text, nodes, train, update, use
 
 data = Dataset(prompt=Text, answer=Text)

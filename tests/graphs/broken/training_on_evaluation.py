@@ -1,4 +1,4 @@
-# expect: 'train' does not feed stream 'eval_gen': it makes no steps
+# expect: sft_train: it trains on stream 'eval_gen', which the recipe's dataset 'train' does not feed, so
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: sft_train trains on it, so its temperature must be above 0
+# expect: actor_gen: sft_train trains on its samples, so temperature must be above 0
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

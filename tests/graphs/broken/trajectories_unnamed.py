@@ -1,4 +1,4 @@
-# expect: it returns 2 trajectories: name each one in returns=
+# expect: game: the function returns 2 trajectories. Name each of them in returns=
 from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, generate
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: it has 2 recipes: broken, again; keep one
+# expect: the file has 2 recipes (broken, again). Keep one
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

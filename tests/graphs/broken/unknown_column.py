@@ -1,4 +1,4 @@
-# expect: actor_gen(promt): nobody produces 'promt'; did you mean 'prompt'?
+# expect: actor_gen(promt): no node or dataset column produces 'promt'; did you mean 'prompt'?
 from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, generate
 
 data = Dataset(prompt=Text, answer=Text)

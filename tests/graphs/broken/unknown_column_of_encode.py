@@ -1,4 +1,4 @@
-# expect: sft_view(anwser): nobody produces 'anwser'; did you mean 'answer'?
+# expect: sft_view(anwser): no node or dataset column produces 'anwser'; did you mean 'answer'?
 from hflow import Dataset, Model, Recipe, Text, Tokenizer, Trajectory, encode
 
 data = Dataset(prompt=Text, answer=Text)

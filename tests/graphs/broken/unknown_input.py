@@ -1,4 +1,4 @@
-# expect: score(complation): nobody produces 'complation'; did you mean 'completion'?
+# expect: score(complation): no node or dataset column produces 'complation'; did you mean 'completion'?
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

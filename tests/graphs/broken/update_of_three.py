@@ -1,4 +1,4 @@
-# expect: an update body takes two Tensors, target and source
+# expect: mix: the body of @update takes two Tensors before '*', target and source, not 3
 from hflow import Dataset, Model, Recipe, Tensor, Text, nodes, update, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: actor_train: knob clip is 'low', not float
+# expect: actor_train: knob clip is 'low'; it must be float
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

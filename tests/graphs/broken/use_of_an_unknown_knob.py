@@ -1,4 +1,4 @@
-# expect: actor_train: it has no option or knob 'clib'; did you mean 'clip'?
+# expect: actor_train: there is no option or knob 'clib'; did you mean 'clip'?
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

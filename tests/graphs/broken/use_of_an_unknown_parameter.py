@@ -1,4 +1,4 @@
-# expect: group_advantage: reads= names no parameter 'rewards'; did you mean 'reward'?
+# expect: group_advantage: reads=: there is no parameter 'rewards'; did you mean 'reward'?
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

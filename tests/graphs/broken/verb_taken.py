@@ -1,4 +1,4 @@
-# expect: verb 'train' is taken by hflow.dsl.verbs; set another
+# expect: Train: verb 'train' is already used by hflow.dsl.verbs. Set another name with verb=
 from hflow import Dataset, Model, NodeType, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

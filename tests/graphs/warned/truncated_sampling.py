@@ -1,4 +1,4 @@
-# expect: actor_gen samples with top_p or top_k, so behav_logprobs do not compare with the model's
+# expect: actor_train(behav_logprobs): actor_gen samples with top_p or top_k: behav_logprobs are not
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

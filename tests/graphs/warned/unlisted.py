@@ -1,4 +1,4 @@
-# expect: score: no recipe lists this node
+# expect: score: no recipe in this file lists the node
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: greedy: no recipe lists this node
+# expect: greedy: no recipe in this file lists the node
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: ref_inf: nobody reads 'ref_logprobs'
+# expect: ref_inf: no node reads 'ref_logprobs'
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

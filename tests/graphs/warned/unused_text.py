@@ -1,4 +1,4 @@
-# expect: shout: nobody reads 'shout'
+# expect: shout: no node reads 'shout'
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,4 +1,4 @@
-# expect: 'reward' is repeated on every token;
+# expect: reinforce(reward): 'reward' is repeated on every token. To reward the last token only, use
 from hflow import Dataset, Model, Output, PerToken, Recipe, Text, compute, nodes, train, use
 
 data = Dataset(prompt=Text, answer=Text)

@@ -1,0 +1,148 @@
+"""The public API as mypy sees it: recipes have the right types, wrong uses are errors."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+import hflow
+from hflow import (
+    Dataset,
+    Model,
+    NodeType,
+    Option,
+    RecipeError,
+    compute,
+    encode,
+    generate,
+    infer,
+    train,
+    update,
+)
+from hflow.validation import text_of_type
+
+ROOT = Path(__file__).parents[2]
+WRONG_USES = Path(__file__).with_name("wrong_uses.py")
+ERROR = re.compile(r"(?P<file>[^:]+):(?P<line>\d+): error: .* \[(?P<code>[a-z-]+)\]$")
+
+DECORATORS = [encode, generate, compute, infer, train, update]
+UNTYPED = {"train": {"returns"}}
+"""Options that exist only so that their error says what to do."""
+
+
+@pytest.fixture(scope="module")
+def errors() -> list[tuple[str, int, str]]:
+    """mypy's errors in the recipes and in the file of wrong uses: (file, line, code)."""
+    files = [*sorted((ROOT / "recipes").rglob("*.py")), WRONG_USES]
+    command = [sys.executable, "-m", "mypy", *(str(file.relative_to(ROOT)) for file in files)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=280)
+    lines = [line for line in done.stdout.splitlines() if ": error: " in line]
+    matches = [ERROR.match(line) for line in lines]
+    assert lines, done.stdout + done.stderr
+    assert all(matches), done.stdout
+    return [(m["file"], int(m["line"]), m["code"]) for m in matches if m]
+
+
+def test_recipes_have_the_right_types(errors: list[tuple[str, int, str]]):
+    assert [error for error in errors if Path(error[0]).name != WRONG_USES.name] == []
+
+
+def test_wrong_uses_are_errors(errors: list[tuple[str, int, str]]):
+    expected = [
+        (number, code)
+        for number, line in enumerate(WRONG_USES.read_text().splitlines(), start=1)
+        if "  # expect: " in line
+        for code in line.split("  # expect: ")[1].split(", ")
+    ]
+    reported = [(line, code) for file, line, code in errors if Path(file).name == WRONG_USES.name]
+    assert sorted(reported) == sorted(expected)
+
+
+@pytest.mark.parametrize("decorator", DECORATORS, ids=lambda decorator: decorator.verb)
+def test_signatures_and_option_tables_agree(decorator: type[NodeType]):
+    parameters = inspect.signature(decorator).parameters.values()
+    typed = {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    hints = get_type_hints(decorator.__init__)
+    assert set(typed) == _names(decorator) - _untyped(decorator)
+    for name, parameter in typed.items():
+        if name in decorator.objects:
+            assert set(get_args(hints[name])) == {decorator.objects[name], type(None)}
+            assert parameter.default is None
+        else:
+            option = decorator.options[name]
+            assert set((text_of_type(hints[name]) or "").split(" | ")) == set(option.type.split(" | ")), name
+            assert parameter.default == option.default, name
+
+
+def _names(decorator: type[NodeType]) -> set[str]:
+    return {*decorator.options, *decorator.objects}
+
+
+def _untyped(decorator: type[NodeType]) -> set[str]:
+    return UNTYPED.get(decorator.verb, set())
+
+
+@pytest.mark.parametrize("decorator", DECORATORS, ids=lambda decorator: decorator.verb)
+def test_every_option_is_documented(decorator: type[NodeType]):
+    text = inspect.getdoc(decorator.__init__) or ""
+    for name in _names(decorator) - _untyped(decorator):
+        assert f"    {name}: " in text
+
+
+def test_a_subclass_of_a_decorator_adds_options_to_the_table():
+    class Scaled(infer):
+        verb = "scaled"
+        options = infer.options | {"factor": Option("float", 2.0)}
+
+    assert Scaled(Model("actor"), factor=3).option_values["factor"] == 3.0
+    with pytest.raises(RecipeError, match="@scaled has no option 'factr'; did you mean 'factor'"):
+        Scaled(factr=3)
+
+
+def test_a_user_may_type_the_constructor_of_a_node_type():
+    class Graded(NodeType):
+        options = NodeType.options | {"best": Option("float", 10.0)}
+
+        @hflow.typed_options
+        def __init__(self, *, best: float = 10.0, returns: str | None = None) -> None:
+            """Set the options."""
+
+    assert Graded(best=5, returns="grade").option_values["best"] == 5.0
+
+
+@pytest.mark.parametrize(("old", "new"), [("least", "minimum"), ("most", "maximum")])
+def test_old_names_of_bounds_are_errors_that_name_the_new_ones(old: str, new: str):
+    with pytest.raises(RecipeError, match=rf"test_public_types.py:\d+: Option: {old}= is now called {new}="):
+        Option("int", 1, **{old: 0})
+
+
+def test_objects_of_a_recipe_may_be_none():
+    assert update(Model("ref"), source=None).has_open_models
+    assert generate(data=None).given_objects == {}
+    assert generate(data=Dataset("heldout", prompt=hflow.Text)).given_objects["data"].name == "heldout"
+
+
+def test_every_public_name_exists():
+    assert set(dir(hflow)) == set(hflow.__all__)
+    assert all(hasattr(hflow, name) for name in hflow.__all__)
+
+
+def test_importing_hflow_is_light():
+    code = (
+        "import sys, hflow\n"
+        "heavy = ('torch', 'ray', 'transformers', 'hydra', 'hflow.launch', 'hflow.planner')\n"
+        "assert not [name for name in heavy if name in sys.modules]\n"
+        "hflow.check('recipes/sft.py')\n"
+        "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_functions_of_the_commands_return_typed_values():
+    assert hflow.check("recipes/sft.py").name == "sft"
+    assert hflow.plan(ROOT / "recipes/sft.py").recipe == "sft"
