@@ -56,7 +56,7 @@ def without_rows(plan: Plan) -> Plan:
 
 def follow(actor: Any, plan: Plan) -> None:
     """Let a worker take its routes from this plan."""
-    actor._worker._routes._plan = plan
+    actor._worker._publisher._routes._plan = plan
 
 
 async def measure(

@@ -1,9 +1,8 @@
 """A multiprocessing context whose children are forked from a small, clean server process.
 
-The standard contexts either fork this process (with its threads, torch and CUDA) or run the
-main script again in every child, which for a Ray actor imports ray and for a script without a
-`__main__` guard starts it anew. Children of this one import what their task needs, nothing else,
-and start in milliseconds.
+The standard contexts either fork this process (with its threads, torch and CUDA) or run the main script
+again in every child, which imports ray in a Ray actor, and runs a script without a `__main__` guard twice.
+Children of this context import only what their task needs, and start in milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _server.set_forkserver_preload(_PRELOADED)
 
 
 class _Popen(popen_forkserver.Popen):
-    """The standard launch, but from our own server and without the parent's main module."""
+    """The standard launch, but from our server and without the parent's main module."""
 
     _fds: list[int]
 
@@ -57,6 +56,6 @@ class CleanProcess(ForkServerProcess):
 
 
 class CleanContext(ForkServerContext):
-    """Use as `mp_context`; locks and pipes are the standard ones."""
+    """A context to pass as `mp_context`; its locks and pipes are the standard ones."""
 
     Process = CleanProcess

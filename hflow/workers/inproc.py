@@ -15,7 +15,7 @@ from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import Replica
 from hflow.workers.interface import NodeResult, NodeTask, Span, WeightsLoaded, Workers, WorkerSetup
 from hflow.workers.messages import MESSAGES
-from hflow.workers.weights.publisher import Handles, Sent
+from hflow.workers.weights.publisher import BucketHandles, PublishReport
 from hflow.workers.weights.transports.memory import MemoryTransport
 from hflow.workers.worker import Worker
 
@@ -31,7 +31,7 @@ class InprocWorkers(Workers):
     def __init__(self) -> None:
         self._device = ThreadPoolExecutor(1, "hflow-device")
         self._separate_engines: dict[str, ThreadPoolExecutor] = {}
-        self._published: dict[str, tuple[Handles, Sent]] = {}
+        self._published: dict[str, tuple[BucketHandles, PublishReport]] = {}
         """Engine replica -> weights that it has not loaded yet."""
         self._worker: Worker
         self._threads: ThreadPoolExecutor
@@ -63,7 +63,7 @@ class InprocWorkers(Workers):
 
     async def wake(self, replica: str, version: int) -> WeightsLoaded:
         """Bring a generation replica to a version and start it."""
-        is_new = replica in self._separate_engines and self._worker.lacks(replica, version)
+        is_new = replica in self._separate_engines and self._worker.needs_weights(replica, version)
         if is_new and replica not in self._published:
             await self.publish(replica, version)
         handles, report = self._published.pop(replica, (None, None))
@@ -74,7 +74,7 @@ class InprocWorkers(Workers):
         if report is None:
             return WeightsLoaded(0, (update.local_checksum,), (update.engine_checksum,))
         await _on(self._threads, lambda: self._worker.free_weights(replica))
-        return WeightsLoaded(0, tuple(report.digests.values()), (update.engine_checksum,))
+        return WeightsLoaded(0, tuple(report.checksums.values()), (update.engine_checksum,))
 
     async def close(self) -> None:
         """End threads and processes."""

@@ -1,4 +1,4 @@
-"""`Mailbox`: what happened on a worker since its last poll, one message a wake-up."""
+"""Collects what happens on a worker between two polls, so that one message reports many events."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from collections.abc import Iterable
 from hflow.workers.interface import Report, Span, WorkerEvent
 
 LINGER_SECONDS = 0.01
-"""Longest time that an event waits for others while more are to come: a message costs the controller
-and the worker as much as many events."""
-PAUSE_A_WORKER = 0.001
+"""Longest time that an event waits for others while more are due. A message costs the controller and the
+worker as much as many events do."""
+PAUSE_SECONDS_PER_WORKER = 0.001
 
 
 def pause_seconds(num_workers: int) -> float:
-    """Least time from one report of a worker to the next while more is to come.
+    """Return the minimum time between two reports of a worker while more events are due.
 
-    So many workers together send no more reports than a few do, a thousand a second; an event that comes
-    after a quiet time is reported as soon as ever.
+    All workers together then send about a thousand reports a second, however many they are. An event after a
+    quiet time is not delayed by this.
     """
-    return PAUSE_A_WORKER * num_workers
+    return PAUSE_SECONDS_PER_WORKER * num_workers
 
 
 class Mailbox:
-    """Filled by any thread, emptied by the poll. An error, once put, is raised by every poll.
+    """Filled by any thread, emptied by the poll. After an error every poll raises it.
 
-    The last event that is to come is reported at once, together with those before it.
+    The last event that is due is reported at once, together with those before it.
     """
 
     def __init__(self, worker: int, pause: float = 0.0, linger: float = LINGER_SECONDS) -> None:
-        """Begin.
+        """Create an empty mailbox.
 
         Args:
-            worker: whose events these are.
-            pause: least seconds from one report to the next while more is to come.
-            linger: least seconds that an event waits for others then.
+            worker: the worker whose events these are.
+            pause: minimum seconds between two reports while more events are due.
+            linger: minimum seconds that an event waits for others then.
         """
         self._worker = worker
         self._pause = pause
@@ -50,25 +50,25 @@ class Mailbox:
         self._num_due = 0
 
     def expect(self, num_events: int) -> None:
-        """So many more events will be put."""
+        """Announce that so many more events will be put."""
         with self._changed:
             self._num_due += num_events
 
     def put(self, events: Iterable[WorkerEvent]) -> None:
-        """Report events."""
+        """Add events."""
         with self._changed:
             num_before = len(self._events)
             self._events.extend(events)
             self._num_due -= len(self._events) - num_before
             self._changed.notify()
 
-    def note(self, span: Span) -> None:
-        """Report a span with whatever event comes next."""
+    def add_span(self, span: Span) -> None:
+        """Add a span, to be reported with the next event."""
         with self._changed:
             self._spans.append(span)
 
     def fail(self, error: BaseException) -> None:
-        """Report that a background thread cannot go on."""
+        """Let every poll raise the error of a background thread."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify()
@@ -80,15 +80,15 @@ class Mailbox:
             self._changed.notify()
 
     def wait(self) -> Report:
-        """Wait until there are events (or the mailbox is closed) and take all there is.
+        """Wait until there are events or the mailbox is closed, and take everything.
 
         Raises:
-            BaseException: whatever a background thread failed with.
+            BaseException: the error that a background thread failed with.
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events) or self._is_over())
-            patience = max(self._linger, self._reported_at + self._pause - time.monotonic())
-            self._changed.wait_for(lambda: self._num_due <= 0 or self._is_over(), patience)
+            delay = max(self._linger, self._reported_at + self._pause - time.monotonic())
+            self._changed.wait_for(lambda: self._num_due <= 0 or self._is_over(), delay)
             if self._error is not None:
                 raise self._error
             report = Report(self._worker, tuple(self._events), tuple(self._spans))

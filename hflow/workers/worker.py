@@ -1,15 +1,16 @@
-"""`Worker`: one device's process, or all of them in one. A message comes in, a part acts on it.
+"""The worker of one device, or of all devices of a plan in one process. It receives messages.
 
-open_groups         encode bodies on a thread, episodes on the engines' loop
-detach_groups             episodes, as journals
-compute             the pool of body processes; encode bodies for views
-poll                the mailbox
-run                 batch nodes
-export, receive     the store, packed
-publish, wake, free slices of weights out of a training replica, into an engine; what lay between
-sleep               engines stop, unfinished samples stay
-release, summarize  the store
-save                a model and its tokenizer
+Messages and the parts that handle them:
+
+open_groups           encode bodies on a thread, generate bodies on the engines' event loop
+detach_groups         the event loop of episodes
+compute               the pool of body processes; encode and generate bodies of views
+poll                  the mailbox
+run                   batch nodes
+export, receive       the store
+release, summarize    the store
+publish, wake, sleep  weights out of a training replica, engines
+save                  a model and its tokenizer
 """
 
 from __future__ import annotations
@@ -40,93 +41,42 @@ from hflow.workers.interface import (
     WorkerSetup,
 )
 from hflow.workers.mailbox import Mailbox, pause_seconds
-from hflow.workers.process_groups import Membership, World
+from hflow.workers.process_groups import ProcessGroups, ProcessRank
 from hflow.workers.process_setup import bind_cores
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_store import SampleStore
-from hflow.workers.weights.publisher import Handles, Sent, WeightPublisher, WorkerRoutes, transports
-from hflow.workers.weights.transfer import Parcel, Wanted, pack, unpack
+from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest, pack, unpack
+from hflow.workers.weights.publisher import (
+    BucketHandles,
+    PublishReport,
+    WeightPublisher,
+    WorkerRoutes,
+    make_transports,
+)
 from hflow.workers.weights.transports.interface import Transport
-
-# -------------------- Builds what a worker hosts of the plan's replicas, by the launcher's factories.
-
-
-def hosted_replicas(setup: WorkerSetup, hosted: Sequence[int]) -> list[Replica]:
-    """The plan's replicas that have a rank among these workers, in the plan's order."""
-    return [replica for replica in setup.plan.replicas if set(replica.workers) & set(hosted)]
-
-
-def build_backends(
-    setup: WorkerSetup, replicas: Sequence[Replica], world: World | None
-) -> dict[str, ModelBackend]:
-    """Training and inference replicas, with the optimizer's state where they go on; may be a collective."""
-    backends: dict[str, ModelBackend] = {}
-    for replica in replicas:
-        if replica.role != "gen":
-            settings, layout = setup.models[replica.model], replica.layout
-            group = world.group(replica) if world else None
-            seat = RankPosition(group, layout.data, layout.tensor, layout.pipe)
-            backend = backends[replica.name] = setup.factories[replica.backend](settings, seat)
-            if settings.resume:
-                backend.load_shards(f"{settings.path}/{SHARDS}")
-    return backends
-
-
-def build_engines(
-    setup: WorkerSetup,
-    replicas: Sequence[Replica],
-    backends: Mapping[str, ModelBackend],
-    tokenizers: Mapping[str, TextTokenizer],
-) -> tuple[dict[str, EngineDriver], frozenset[str]]:
-    """Generation replicas, and which of them use the storage of the replica that trains here."""
-    source = {route.dst: route.src for route in setup.plan.weights if route.how == "shared"}
-    drivers: dict[str, EngineDriver] = {}
-    sharing = set()
-    for replica in replicas:
-        if replica.role != "gen":
-            continue
-        module = backends[source[replica.name]].shared_module() if replica.name in source else None
-        if module is not None:
-            sharing.add(replica.name)
-        engine = setup.factories[replica.backend](
-            setup.models[replica.model],
-            setup.engines[replica.name],
-            module,
-            tokenizers[replica.model].decode,
-        )
-        drivers[replica.name] = EngineDriver(engine)
-    return drivers, frozenset(sharing)
-
-
-def build_tokenizers(setup: WorkerSetup, verb: str) -> dict[str, TextTokenizer]:
-    """Tokenizers of the models that nodes of a verb use. A thread needs instances of its own."""
-    models = {
-        model for program in setup.programs.values() if program.verb == verb for model in program.models
-    }
-    return {model: TextTokenizer(setup.tokenizers[model]) for model in sorted(models)}
 
 
 class Worker:
     """Hosts the ranks that the plan maps onto some worker indices.
 
-    Messages to the device (`run, publish, wake, sleep, save`) must come one at a time, in an
-    order that is the same on all workers; the others may come from any thread at any time.
+    Messages to the device (`run`, `publish`, `wake`, `sleep`, `save`) must come one at a time, in the same
+    order on all workers. The others may come from any thread at any time.
     """
 
     def __init__(
         self,
         setup: WorkerSetup,
         hosted: Sequence[int],
-        store: Transport,
-        member: Membership | None = None,
+        transport: Transport,
+        rank: ProcessRank | None = None,
     ) -> None:
-        """Join the world, build models, engines, tokenizers and the pool.
+        """Join the process groups, and build models, engines, tokenizers and the pool.
 
         Args:
             setup: what to build.
-            hosted: the worker indices that live here.
-            store: the way of weights between processes, where the plan names no other.
-            member: this process's place among several; None where all indices live here.
+            hosted: the worker indices that this process hosts.
+            transport: carries weights between processes, if the plan names no other transport.
+            rank: this process's rank; None: it hosts all worker indices.
         """
         bind_cores(setup.plan.cluster.cores_of(hosted[0]))
         self._setup = setup
@@ -136,22 +86,21 @@ class Worker:
         self._mailboxes = {index: Mailbox(index, pause) for index in hosted}
         self._store = SampleStore()
         self._rows = DatasetReader(self._plan, setup.datasets)
-        self._build_generation(*self._build_models(member))
+        self._build_generation(*self._build_models(rank))
         routes = WorkerRoutes(self._plan, hosted, self._backends)
-        ways = transports(self._plan, setup.exchange, hosted[0], store)
-        self._shipments = WeightPublisher(routes, hosted[0], ways)
+        transports = make_transports(self._plan, setup.exchange, hosted[0], transport)
+        self._publisher = WeightPublisher(routes, hosted[0], transports)
         self._build_bodies()
 
     def _build_models(
-        self, member: Membership | None
+        self, rank: ProcessRank | None
     ) -> tuple[dict[str, EngineDriver], frozenset[str], dict[str, TextTokenizer]]:
-        """Join the world and build replicas; engines are returned, with the tokenizers of episodes."""
+        """Join the process groups and build replicas; returns the engines, and the tokenizers of episodes."""
         setup, plan = self._setup, self._plan
-        world = (
-            World(member, plan.replicas, plan.cluster.device, setup.collective_timeout) if member else None
-        )
+        device, timeout = plan.cluster.device, setup.collective_timeout
+        process_groups = ProcessGroups(rank, plan.replicas, device, timeout) if rank else None
         replicas = hosted_replicas(setup, self._hosted)
-        self._backends = build_backends(setup, replicas, world)
+        self._backends = build_backends(setup, replicas, process_groups)
         tokenizers = build_tokenizers(setup, "generate")
         return (*build_engines(setup, replicas, self._backends, tokenizers), tokenizers)
 
@@ -177,11 +126,11 @@ class Worker:
             self._setup.pool_processes,
         )
         self._engines = EngineManager(
-            self._plan, drivers, self._backends, sharing, self._episodes, self._note
+            self._plan, drivers, self._backends, sharing, self._episodes, self._add_span
         )
 
     def _build_bodies(self) -> None:
-        """Last, as it starts processes: whatever can be refused has been built by then."""
+        """Build the parts that run bodies. They start processes, so all that can fail is built before."""
         setup = self._setup
         tokenizers = build_tokenizers(setup, "encode")
         self._encoder = EncodeRunner(
@@ -196,9 +145,10 @@ class Worker:
     def _programs(self, verb: str) -> dict[str, NodeProgram]:
         return {name: program for name, program in self._setup.programs.items() if program.verb == verb}
 
-    # ------------------------------------------------------------------------- at any time
+    # Messages that may come at any time
+
     def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
-        """Start sources."""
+        """Start the sources of groups."""
         sink = self._mailboxes[worker].put
         self._mailboxes[worker].expect(sum(len(order.samples) for order in orders))
         by_verb: dict[str, list[tuple[GroupOrder, DatasetRow]]] = {"encode": [], "generate": []}
@@ -206,11 +156,11 @@ class Worker:
             row = self._rows.row(order.stream, order.row)
             by_verb[self._verb(self._plan.graph.stream(order.stream).source)].append((order, row))
         self._encoder.open_groups(by_verb["encode"], sink)
-        journals = {s: held for order in orders for s, held in (order.journals or {}).items()}
+        journals = {s: journal for order in orders for s, journal in (order.journals or {}).items()}
         self._episodes.open_groups(by_verb["generate"], sink, journals)
 
     def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
-        """Stop groups whose samples all run; returns orders by which others go on with them."""
+        """Stop groups of unfinished samples; returns orders by which other workers continue them."""
         orders = self._episodes.detach_groups(self._plan.graph.stream(stream).source, groups)
         self._mailboxes[worker].expect(-sum(len(order.samples) for order in orders))
         return orders
@@ -229,28 +179,29 @@ class Worker:
     def poll(self, worker: int) -> Report:
         """Wait for events of one hosted index."""
         report = self._mailboxes[worker].wait()
-        first = worker == self._hosted[0]  # which speaks for all indices that live here
-        states = {state.value: num for state, num in self._episodes.state_counts().items()} if first else {}
-        return dataclasses.replace(report, drawn=self._engines.take_stats(), episodes=states)
+        is_first = worker == self._hosted[0]  # reports the episodes of all hosted indices
+        counts = self._episodes.state_counts().items() if is_first else ()
+        episodes = {state.value: count for state, count in counts}
+        return dataclasses.replace(report, drawn=self._engines.take_stats(), episodes=episodes)
 
-    def lacks(self, replica: str, version: int) -> bool:
-        """Whether an engine here has other weights than those of a version."""
+    def needs_weights(self, replica: str, version: int) -> bool:
+        """Return whether an engine here has weights of another version."""
         return self._engines.needs_weights(replica, version)
 
     def free_weights(self, replica: str) -> None:
         """Free what was published here for a generation replica."""
-        self._shipments.free(replica)
+        self._publisher.free(replica)
 
-    def export(self, wanted: Wanted) -> list[Parcel]:
-        """Pack fields of samples for another worker."""
-        return [pack(self._store, samples, fields) for samples, fields in wanted]
+    def export(self, requests: list[SampleRequest]) -> list[PackedSamples]:
+        """Pack samples for another worker."""
+        return [pack(self._store, samples, fields) for samples, fields in requests]
 
-    def receive(self, parcel: Parcel) -> int:
-        """Take what another worker exported; returns its bytes."""
-        return unpack(self._store, parcel)
+    def receive(self, packed: PackedSamples) -> int:
+        """Store what another worker exported, and return its bytes."""
+        return unpack(self._store, packed)
 
     def release(self, samples: Sequence[int], stream: str, fields: Sequence[str] | None) -> None:
-        """Free `stream/field` names of samples, or (None) all that their root stream has of them."""
+        """Free `stream/field` names of samples; None: all fields, and everything that runs for them."""
         if fields is not None:
             self._store.release_fields(samples, fields)
             return
@@ -261,60 +212,61 @@ class Worker:
             self._episodes.cancel(member, samples)
 
     def summarize(self, stream: str, samples: Sequence[int]) -> dict[str, tuple[float, int]]:
-        """Sums and counts of the numeric fields of a root stream's samples."""
+        """Return sum and count of each numeric field of a root stream's samples."""
         return self._store.summarize(self._family(stream), samples)
 
-    # ---------------------------------------------------------------------- one at a time
+    # Messages to the device, one at a time
+
     def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
-        """Run a batch node on the shards of all hosted indices.
+        """Run a batch node on the shards of hosted indices.
 
         Raises:
-            RunError: when the node failed; the message names node, step, worker and line.
+            RunError: when the node fails; the message names node, step, worker and line.
         """
         start = time.time()
-        task = merge_tasks(tasks)
+        merged = merge_tasks(tasks)
         try:
-            metrics = self._batch_nodes.run(task)
+            metrics = self._batch_nodes.run(merged)
         except HflowError as error:
-            reason = str(error).removeprefix(f"node {task.node!r}: ")
-            raise type(error)(f"{self._where(task)}: {reason}") from error
+            reason = str(error).removeprefix(f"node {merged.node!r}: ")
+            raise type(error)(f"{self._describe(merged)}: {reason}") from error
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            body = self._setup.programs[task.node].body
-            raise RunError(f"{self._where(task)}: {error_with_location(error, body)}") from error
-        span = Span(task.node, "device", start, time.time(), {"step": task.step})
+            body = self._setup.programs[merged.node].body
+            raise RunError(f"{self._describe(merged)}: {error_with_location(error, body)}") from error
+        span = Span(merged.node, "device", start, time.time(), {"step": merged.step})
         return [
-            NodeResult(held.node, held.step, held.samples, metrics, span, worker, self._numbers(held))
-            for worker, held in tasks.items()
+            NodeResult(task.node, task.step, task.samples, metrics, span, worker, self._values(task))
+            for worker, task in tasks.items()
         ]
 
-    def _numbers(self, task: NodeTask) -> tuple[float, ...]:
-        """What the controller is told of a task's samples; nothing where no shard lies."""
+    def _values(self, task: NodeTask) -> tuple[float, ...]:
+        """Return what the controller needs of the field that a node returned; empty if it needs none."""
         program = self._setup.programs[task.node]
         if program.reported is None or not task.samples:
             return ()
         return tuple(float(x) for x in self._store.values(program.stream, program.reported, task.samples))
 
-    def publish(self, replica: str, version: int) -> tuple[Handles, Sent]:
-        """Put what a generation replica pulls of the weights here where its workers can take it."""
-        return self._shipments.publish(replica, version)
+    def publish(self, replica: str, version: int) -> tuple[BucketHandles, PublishReport]:
+        """Put what a generation replica needs of the weights here where its workers can take it."""
+        return self._publisher.publish(replica, version)
 
-    def wake(self, replica: str, version: int, *published: Handles) -> EngineUpdate | None:
-        """Bring an engine to a version of the weights, let it run, and return what it took, if anything.
+    def wake(self, replica: str, version: int, *published: BucketHandles) -> EngineUpdate | None:
+        """Bring an engine to a version of the weights and start it; returns what it loaded, if anything.
 
         Args:
-            replica: of the engine.
+            replica: the engine's.
             version: of the weights.
             *published: what each sender published; none: a training replica here has the weights.
         """
-        arriving = self._shipments.arriving(replica, published) if published else None
-        return self._engines.wake(replica, version, arriving)
+        incoming = self._publisher.incoming(replica, published) if published else None
+        return self._engines.wake(replica, version, incoming)
 
     def sleep(self, replica: str) -> None:
         """Interrupt an engine and free its memory."""
         self._engines.sleep(replica)
 
     def save(self, model: str, directory: str) -> None:
-        """Write a model in HF layout, and beside it its tokenizer and what its optimizer needs to go on."""
+        """Write a model in HF layout, with its tokenizer and the optimizer's state."""
         replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
         backend, settings = self._backends[replica.name], self._setup.models[model]
         backend.save(directory)
@@ -331,11 +283,10 @@ class Worker:
         self._encoder.close()
         self._episodes.close()
         self._engines.close()
-        self._shipments.close()
+        self._publisher.close()
 
-    # ----------------------------------------------------------------------------- within
     def _family(self, stream: str) -> list[str]:
-        """A root stream, those opened with it, and those that derive from them."""
+        """Return a root stream, the streams of the same source, and all streams that derive from them."""
         streams = self._plan.graph.streams
         source = self._plan.graph.stream(stream).source
         family = {s.name for s in streams if s.source == source}
@@ -346,7 +297,7 @@ class Worker:
     def _verb(self, node: str) -> str:
         return self._setup.programs[node].verb
 
-    def _where(self, task: NodeTask) -> str:
+    def _describe(self, task: NodeTask) -> str:
         workers = ", ".join(map(str, self._hosted))
         return f"node {task.node!r}, step {task.step}, worker {workers}"
 
@@ -354,5 +305,60 @@ class Worker:
         for mailbox in self._mailboxes.values():
             mailbox.fail(error)
 
-    def _note(self, span: Span) -> None:
-        self._mailboxes[self._hosted[0]].note(span)
+    def _add_span(self, span: Span) -> None:
+        self._mailboxes[self._hosted[0]].add_span(span)
+
+
+def hosted_replicas(setup: WorkerSetup, hosted: Sequence[int]) -> list[Replica]:
+    """Return the plan's replicas that have a rank among these workers, in the plan's order."""
+    return [replica for replica in setup.plan.replicas if set(replica.workers) & set(hosted)]
+
+
+def build_backends(
+    setup: WorkerSetup, replicas: Sequence[Replica], process_groups: ProcessGroups | None
+) -> dict[str, ModelBackend]:
+    """Build training and inference replicas, with the optimizer's state on resume. May be a collective."""
+    backends: dict[str, ModelBackend] = {}
+    for replica in replicas:
+        if replica.role != "gen":
+            settings, layout = setup.models[replica.model], replica.layout
+            group = process_groups.group(replica) if process_groups else None
+            position = RankPosition(group, layout.data, layout.tensor, layout.pipe)
+            backend = backends[replica.name] = setup.factories[replica.backend](settings, position)
+            if settings.resume:
+                backend.load_shards(f"{settings.path}/{SHARDS}")
+    return backends
+
+
+def build_engines(
+    setup: WorkerSetup,
+    replicas: Sequence[Replica],
+    backends: Mapping[str, ModelBackend],
+    tokenizers: Mapping[str, TextTokenizer],
+) -> tuple[dict[str, EngineDriver], frozenset[str]]:
+    """Build engines; returns them, and the names of those that share storage with a trainer here."""
+    source = {route.dst: route.src for route in setup.plan.weights if route.how == "shared"}
+    drivers: dict[str, EngineDriver] = {}
+    sharing = set()
+    for replica in replicas:
+        if replica.role != "gen":
+            continue
+        module = backends[source[replica.name]].shared_module() if replica.name in source else None
+        if module is not None:
+            sharing.add(replica.name)
+        engine = setup.factories[replica.backend](
+            setup.models[replica.model],
+            setup.engines[replica.name],
+            module,
+            tokenizers[replica.model].decode,
+        )
+        drivers[replica.name] = EngineDriver(engine)
+    return drivers, frozenset(sharing)
+
+
+def build_tokenizers(setup: WorkerSetup, verb: str) -> dict[str, TextTokenizer]:
+    """Return tokenizers of the models that nodes of a verb use. Each thread needs its own instances."""
+    models = {
+        model for program in setup.programs.values() if program.verb == verb for model in program.models
+    }
+    return {model: TextTokenizer(setup.tokenizers[model]) for model in sorted(models)}

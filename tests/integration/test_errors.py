@@ -283,7 +283,7 @@ def test_the_first_refusal_of_a_kind_is_noted(
             score("return 1.0")
             .replace("data =", "lock = threading.Lock()\ndata =")
             .replace("1.0", "lock and 1.0"),
-            "node 'score': a recipe's bodies run in other processes, but what they use cannot be sent there",
+            "node 'score': the recipe's bodies use something that cannot be sent to other processes",
         ),
         (
             batch_body("return num_tokens[:-1]"),

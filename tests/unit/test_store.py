@@ -11,7 +11,7 @@ from hflow.data.batch import Batch, Column
 from hflow.planner.data.redistribute import Move
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage.sample_store import SampleStore
-from hflow.workers.weights.transfer import by_ends, pack, unpack
+from hflow.workers.storage.sample_transfer import pack, pulls_of, unpack
 
 FIELDS = ("gen/input_ids", "gen/behav_logprobs", "gen/loss_mask", "gen/prompt", "gen/num_tokens")
 
@@ -178,7 +178,7 @@ def test_a_parcel_carries_every_stream() -> None:
 def test_moves_to_one_worker_are_one_message() -> None:
     moves = [Move(0, 1, (1,), ("gen/a",)), Move(2, 1, (2,), ("gen/a",)), Move(0, 1, (3,), ("gen/b",))]
     moves.append(Move(1, 0, (4,), ("gen/a",)))
-    assert by_ends(moves) == {
+    assert pulls_of(moves) == {
         1: {0: [((1,), ("gen/a",)), ((3,), ("gen/b",))], 2: [((2,), ("gen/a",))]},
         0: {1: [((4,), ("gen/a",))]},
     }

@@ -10,14 +10,14 @@ import pytest
 
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Slice
-from hflow.workers.weights.buckets import Bucket, BucketRow
+from hflow.workers.weights.buckets import Bucket, BucketEntry
 from hflow.workers.weights.transports.disk import DiskTransport
 from hflow.workers.weights.transports.interface import Transport
 from hflow.workers.weights.transports.memory import MemoryTransport
 
 
 def bucket(num_bytes: int = 12) -> Bucket:
-    rows = (BucketRow(Slice(0, "w", (num_bytes,), ((0, num_bytes),)), "uint8", 0, num_bytes),)
+    rows = (BucketEntry(Slice(0, "w", (num_bytes,), ((0, num_bytes),)), "uint8", 0, num_bytes),)
     return Bucket(rows, np.arange(num_bytes, dtype=np.uint8))
 
 
@@ -30,13 +30,13 @@ def test_what_is_taken_is_what_was_put(transport: Transport):
     sent = [bucket(12), bucket(7)]
     handles = [transport.put(one) for one in sent]
     taken = [transport.take(pickle.loads(pickle.dumps(handle))) for handle in handles]
-    assert [one.rows for one in taken] == [one.rows for one in sent]
+    assert [one.entries for one in taken] == [one.entries for one in sent]
     assert all(np.array_equal(a.payload, b.payload) for a, b in zip(taken, sent, strict=True))
     transport.free(handles)
     assert np.array_equal(taken[0].payload, sent[0].payload), "what was taken before stays readable"
 
 
-def test_files_appear_whole_and_go(tmp_path: Path):
+def test_files_appear_complete_and_are_removed(tmp_path: Path):
     directory = tmp_path / "run" / "weights"
     senders = [DiskTransport(directory, owner) for owner in ("actor@gen-0", "actor@gen-1")]
     handles = [[sender.put(bucket()) for _ in range(2)] for sender in senders]
@@ -47,12 +47,12 @@ def test_files_appear_whole_and_go(tmp_path: Path):
     assert list(directory.iterdir()) == []
 
 
-def test_what_is_not_there_or_not_whole_is_refused(tmp_path: Path):
+def test_a_missing_or_incomplete_file_is_an_error(tmp_path: Path):
     transport = DiskTransport(tmp_path, "a-0")
     handle = transport.put(bucket())
     Path(handle.path).write_bytes(b"short")
-    with pytest.raises(RunError, match=r"a-0-0.bin, which has 5 bytes in the place of 12"):
+    with pytest.raises(RunError, match=r"a-0-0.bin has 5 bytes instead of 12"):
         transport.take(handle)
     transport.free([handle])
-    with pytest.raises(RunError, match=r"which is not there; all machines must share `out`"):
+    with pytest.raises(RunError, match=r"is missing; set out="):
         transport.take(handle)

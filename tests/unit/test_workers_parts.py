@@ -19,7 +19,7 @@ from hflow.workers.error_location import error_with_location
 from hflow.workers.generation.generate_runner import PausableClock
 from hflow.workers.interface import ComputeReady, Report, Span
 from hflow.workers.mailbox import Mailbox, pause_seconds
-from hflow.workers.weights.buckets import Content, pack_buckets, put_together, unpack_bucket
+from hflow.workers.weights.buckets import SliceValues, assemble_tensors, pack_buckets, unpack_bucket
 
 
 def some_weights() -> dict[str, torch.Tensor]:
@@ -34,16 +34,16 @@ def some_weights() -> dict[str, torch.Tensor]:
     }
 
 
-def contents(weights: dict[str, torch.Tensor], cuts: tuple[int, ...] = (0, 100)) -> list[Content]:
+def contents(weights: dict[str, torch.Tensor], cuts: tuple[int, ...] = (0, 100)) -> list[SliceValues]:
     """Rows between two cuts of every tensor; scalars belong to the first two."""
     found = []
     for place, (name, x) in enumerate(weights.items()):
         if x.dim() == 0 and cuts[0] == 0:
-            found.append(Content.of(Slice(place, name, (), ()), x))
+            found.append(SliceValues.of(Slice(place, name, (), ()), x))
         elif x.dim() and cuts[0] < len(x):
             rows = (cuts[0], min(len(x), cuts[1]))
             box = (rows, *((0, size) for size in x.shape[1:]))
-            found.append(Content.of(Slice(place, name, tuple(x.shape), box), x[slice(*rows)]))
+            found.append(SliceValues.of(Slice(place, name, tuple(x.shape), box), x[slice(*rows)]))
     return found
 
 
@@ -55,7 +55,7 @@ def test_weights_arrive_bit_by_bit(bucket_bytes: int) -> None:
     assert sum(bucket.num_bytes for bucket in buckets) == sum(x.nbytes for x in sent.values())
     for bucket in buckets:
         bucket.payload.flags.writeable = False
-    arrived = dict(put_together([(row for bucket in buckets for row in unpack_bucket(bucket))]))
+    arrived = dict(assemble_tensors([(row for bucket in buckets for row in unpack_bucket(bucket))]))
     assert_same(arrived, sent)
 
 
@@ -72,12 +72,12 @@ def test_slices_of_several_senders_make_tensors(bucket_bytes: int) -> None:
     sent, opened = some_weights(), [0, 0]
     cuts = [(0, 2), (2, 100)]
 
-    def stream(index: int) -> Iterator[Content]:
+    def stream(index: int) -> Iterator[SliceValues]:
         for bucket in pack_buckets(contents(sent, cuts[index]), bucket_bytes):
             opened[index] += 1
             yield from unpack_bucket(bucket)
 
-    arriving = put_together([stream(0), stream(1)])
+    arriving = assemble_tensors([stream(0), stream(1)])
     first = next(arriving)
     assert opened == [2 if bucket_bytes == 1 else 1] * 2
     assert_same(dict([first, *arriving]), sent)
@@ -85,8 +85,8 @@ def test_slices_of_several_senders_make_tensors(bucket_bytes: int) -> None:
 
 def test_a_tensor_that_lacks_a_slice_is_refused() -> None:
     sent = some_weights()
-    with pytest.raises(RunError, match="arrived incomplete: 15 of the 35 entries of 'embed'"):
-        list(put_together([contents({"embed": sent["embed"]}, (4, 7))]))
+    with pytest.raises(RunError, match="incomplete weights: 15 of the 35 entries of 'embed'"):
+        list(assemble_tensors([contents({"embed": sent["embed"]}, (4, 7))]))
 
 
 def test_a_timeout_pauses_while_the_engine_sleeps() -> None:
@@ -130,7 +130,7 @@ def test_a_timeout_of_none_never_ends_the_block() -> None:
 def test_a_poll_takes_all_that_happened() -> None:
     mailbox = Mailbox(3)
     span = Span("train", "device", 0.0, 1.0)
-    mailbox.note(span)
+    mailbox.add_span(span)
     found: list[Report] = []
     waiting = threading.Thread(target=lambda: found.append(mailbox.wait()))
     waiting.start()

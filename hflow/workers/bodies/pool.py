@@ -32,7 +32,7 @@ from hflow.workers.bodies.pool_lanes import (
     SyncLane,
 )
 from hflow.workers.forkserver import CleanContext
-from hflow.workers.pickling import ship
+from hflow.workers.pickling import pickle_with_bodies
 
 DEFAULT_ASYNC_CONCURRENCY = 64
 
@@ -129,7 +129,7 @@ class Pool:
     def _pickle_body(self, node: str) -> bytes:
         body = self._bodies[node].body
         try:
-            return ship(body, [body])
+            return pickle_with_bodies(body, [body])
         except RunError as error:
             raise RunError(f"node {node!r}: {error}") from error
 

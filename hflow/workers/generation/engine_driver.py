@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams
 from hflow.errors import HflowError, RunError
 from hflow.workers.interface import EngineStats
-from hflow.workers.weights.checksum import digest_of
+from hflow.workers.weights.checksum import weights_checksum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +134,7 @@ class EngineDriver:
             weights = engine.weights()
             if names is None:
                 names = {tensor.data_ptr(): name for name, tensor in weights.items()}.values()
-            return digest_of(weights, names)
+            return weights_checksum(weights, names)
 
     def set_version(self, version: int) -> None:
         """Set the version of an engine that shares its trainer's weights, after these have changed."""

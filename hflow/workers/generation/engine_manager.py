@@ -14,8 +14,8 @@ from hflow.planner.ir import Plan, WeightRoute
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_loop import EpisodeLoop
 from hflow.workers.interface import EngineStats, Span
-from hflow.workers.weights.checksum import MODULUS, tensor_digest
-from hflow.workers.weights.transfer import IncomingWeights
+from hflow.workers.weights.checksum import MODULUS, tensor_checksum
+from hflow.workers.weights.weight_stream import IncomingWeights
 
 
 @dataclass(frozen=True)
@@ -148,5 +148,5 @@ class _CheckedWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._weights:
             self.names.append(name)
-            self.checksum = (self.checksum + tensor_digest(name, tensor)) % MODULUS
+            self.checksum = (self.checksum + tensor_checksum(name, tensor)) % MODULUS
             yield name, tensor

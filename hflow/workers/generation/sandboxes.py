@@ -20,7 +20,7 @@ from hflow.workers.bodies.pool_child import timeout_message
 from hflow.workers.bodies.pool_lanes import stop_processes
 from hflow.workers.forkserver import CleanContext
 from hflow.workers.generation.sandbox_child import confine, run_tool
-from hflow.workers.pickling import ship
+from hflow.workers.pickling import pickle_with_bodies
 
 Tool = Callable[..., Any]
 
@@ -75,7 +75,7 @@ class Sandboxes:
             pool = self._pools[tool] = ProcessPool(
                 self._num_processes,
                 initializer=confine,
-                initargs=(ship(tool, [tool]), limits.memory_mb),
+                initargs=(pickle_with_bodies(tool, [tool]), limits.memory_mb),
                 context=CleanContext(),
             )
         return pool

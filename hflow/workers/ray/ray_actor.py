@@ -15,10 +15,10 @@ from hflow.workers.hangs.stack_probe import StackProbe, StackSnapshot
 from hflow.workers.interface import GroupOrder, NodeResult, NodeTask, WorkerSetup
 from hflow.workers.messages import LANES, MESSAGES, Message, activity_of
 from hflow.workers.process_setup import freeze_gc
-from hflow.workers.weights.transfer import Parcel, Wanted
+from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest
 
 if TYPE_CHECKING:
-    from hflow.workers.process_groups import Membership
+    from hflow.workers.process_groups import ProcessRank
 
 
 class WorkerProcess:
@@ -30,34 +30,34 @@ class WorkerProcess:
 
     def __init__(self, index: int) -> None:
         import hflow.workers.worker
-        from hflow.workers.process_groups import collective_counts, open_meeting
+        from hflow.workers.process_groups import collective_counts, open_rendezvous
         from hflow.workers.weights.transports.ray_store import RayTransport
 
         self._transport = RayTransport()
         self._module = hflow.workers.worker
-        self._open_meeting = open_meeting
+        self._open_rendezvous = open_rendezvous
         self._index = index
         self._probe = StackProbe(collective_counts)
 
     def rendezvous(self) -> str:
         """Return the `host:port`, on this worker's machine, where the next run's workers connect."""
-        return self._open_meeting(ray.util.get_node_ip_address())
+        return self._open_rendezvous(ray.util.get_node_ip_address())
 
-    def build(self, pickled: bytes, member: Membership | None, peers: Sequence[Any]) -> None:
+    def build(self, pickled: bytes, rank: ProcessRank | None, peers: Sequence[Any]) -> None:
         """Build the worker. A collective.
 
         A process may serve several runs in turn; each must be closed before the next is built.
 
         Args:
             pickled: the `WorkerSetup`.
-            member: this process's rank; None: it is the only one.
+            rank: of this process; None: it is the only one.
             peers: the actors of all workers.
         """
         setup: WorkerSetup = cloudpickle.loads(pickled)
         self._peers = peers
         self._bodies = {name: program.body for name, program in setup.programs.items()}
         with self._probe.running(activity_of("build")):
-            self._worker = self._module.Worker(setup, (self._index,), self._transport, member)
+            self._worker = self._module.Worker(setup, (self._index,), self._transport, rank)
         freeze_gc()
 
     def probe(self) -> StackSnapshot:
@@ -77,28 +77,31 @@ class WorkerProcess:
         orders = self._worker.detach_groups(worker, stream, groups)
         return [dataclasses.replace(order, journals=ray.put(order.journals)) for order in orders]
 
-    def pull(self, wanted: Mapping[int, Wanted]) -> int:
-        """Fetch samples from other workers; returns their bytes.
+    def pull(self, requests: Mapping[int, list[SampleRequest]]) -> int:
+        """Fetch samples from other workers into the store, and return their bytes.
+
+        Args:
+            requests: worker -> what to fetch from it.
 
         Raises:
             RunError: when one of these workers has died.
         """
-        exports = {source: self._peers[source].export.remote(parcels) for source, parcels in wanted.items()}
+        exports = {source: self._peers[source].export.remote(wanted) for source, wanted in requests.items()}
         with self._probe.running(activity_of("pull")):
             return sum(
-                self._worker.receive(parcel)
+                self._worker.receive(packed)
                 for source, export in exports.items()
-                for parcel in self._fetch(source, export)
+                for packed in self._fetch(source, export)
             )
 
-    def _fetch(self, source: int, export: Any) -> list[Parcel]:
+    def _fetch(self, source: int, export: Any) -> list[PackedSamples]:
         try:
-            parcels: list[Parcel] = ray.get(export)
+            packed: list[PackedSamples] = ray.get(export)
         except RayActorError:
             raise RunError(
                 f"worker {source} died while worker {self._index} pulled samples from it"
             ) from None
-        return parcels
+        return packed
 
     def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
         """Run a batch node on this worker's shards."""

@@ -20,7 +20,7 @@ from hflow.workers.weights.checksum import MODULUS
 
 if TYPE_CHECKING:
     from hflow.workers.generation.engine_manager import EngineUpdate
-    from hflow.workers.weights.publisher import Sent
+    from hflow.workers.weights.publisher import PublishReport
 
 Send = Callable[..., Any]
 """(worker, method, arguments ...) -> a reference for each value that the actor's method returns."""
@@ -36,7 +36,7 @@ class _Publication:
     """A reference to each sender's bucket handles."""
     call: WorkerCall
     reports: Mapping[int, Any]
-    """Sender -> reference to its `Sent`."""
+    """Sender -> reference to its `PublishReport`."""
 
 
 class RayWeights:
@@ -95,7 +95,7 @@ class RayWeights:
         call = _replica_call(source, "publish", route.dst, version)
         return _Publication(handles, call, dict(zip(sent, reports, strict=True)))
 
-    async def _reports(self, publication: _Publication) -> dict[int, Sent]:
+    async def _reports(self, publication: _Publication) -> dict[int, PublishReport]:
         reports = await self._wait_all(publication.call, publication.reports)
         return dict(zip(publication.reports, reports, strict=True))
 
@@ -104,11 +104,11 @@ class RayWeights:
 
 
 def _weights_loaded(
-    engine: Replica, updates: Sequence[EngineUpdate | None], reports: Mapping[int, Sent]
+    engine: Replica, updates: Sequence[EngineUpdate | None], reports: Mapping[int, PublishReport]
 ) -> WeightsLoaded:
     """Combine what all ranks of an engine loaded with what senders report for each of them."""
     loaded = {w: update for w, update in zip(engine.workers, updates, strict=True) if update is not None}
-    sent = {worker: sum(report.digests.get(worker, 0) for report in reports.values()) for worker in loaded}
+    sent = {worker: sum(report.checksums.get(worker, 0) for report in reports.values()) for worker in loaded}
     return WeightsLoaded(
         num_bytes=sum(update.num_bytes for update in loaded.values()),
         sent=tuple((update.local_checksum + sent[worker]) % MODULUS for worker, update in loaded.items()),

@@ -28,12 +28,12 @@ from hflow.workers.interface import (
     WorkerSetup,
 )
 from hflow.workers.messages import activity_of
-from hflow.workers.pickling import ship
-from hflow.workers.process_groups import Membership
+from hflow.workers.pickling import pickle_with_bodies
+from hflow.workers.process_groups import ProcessRank
 from hflow.workers.process_setup import environment
 from hflow.workers.ray.ray_actors import RayActors, end_work
 from hflow.workers.ray.ray_weights import RayWeights
-from hflow.workers.weights.transfer import by_ends
+from hflow.workers.storage.sample_transfer import pulls_of
 
 PROBE_SECONDS = 10.0
 """Longest wait for a worker's answer to a probe."""
@@ -94,21 +94,21 @@ class RayWorkers(Workers):
         self._processes.start()
         self._actors = self._processes.actors(len(workers))
         bodies = [program.body for program in setup.programs.values()]
-        pickled = ray.put(ship(setup, bodies))
+        pickled = ray.put(pickle_with_bodies(setup, bodies))
         # Wait until every process has started, so that none times out in `build` while another imports torch.
         await asyncio.gather(*(self._call(worker, "probe") for worker in workers))
         address = await self._call(0, "rendezvous") if len(workers) > 1 else ""
-        members = [Membership(worker, len(workers), address) if address else None for worker in workers]
-        arguments = {worker: (pickled, members[worker], self._actors) for worker in workers}
+        ranks = [ProcessRank(worker, len(workers), address) if address else None for worker in workers]
+        arguments = {worker: (pickled, ranks[worker], self._actors) for worker in workers}
         await self._call_devices("build", arguments)
 
     async def transfer(self, moves: Sequence[Move]) -> int:
         """Let destinations pull from sources, after what their devices were sent before."""
         if not moves:
             return 0
-        pulls = by_ends(moves)
-        sources = {source for wanted in pulls.values() for source in wanted}
-        arguments = {destination: (wanted,) for destination, wanted in pulls.items()}
+        pulls = pulls_of(moves)
+        sources = {source for requests in pulls.values() for source in requests}
+        arguments = {destination: (requests,) for destination, requests in pulls.items()}
         return sum(await self._call_devices("pull", arguments, others=sources))
 
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:

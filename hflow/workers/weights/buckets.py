@@ -1,4 +1,4 @@
-"""Weights on their way between processes: slices of tensors as bytes, in buckets."""
+"""Buckets: slices of weights as bytes, on their way between processes."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ ALIGNMENT = 16
 """Slices start at multiples of this many bytes, so that any dtype can be viewed in place."""
 
 Bytes = npt.NDArray[np.uint8]
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size, the integers as which numpy handles entries of any dtype."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an entry -> the integers as which numpy handles entries of any dtype."""
 
 
-class Content(NamedTuple):
+class SliceValues(NamedTuple):
     """A slice with its entries."""
 
     slice: Slice
     dtype: str
-    words: npt.NDArray[Any]
-    """Of the box's shape: integers of the same bits."""
+    bits: npt.NDArray[Any]
+    """The entries as integers of the same bits, in the shape of the box."""
 
     @classmethod
-    def of(cls, piece: Slice, values: Tensor) -> Content:
-        """Entries of a tensor of the box's shape; they may share its storage."""
-        return cls(piece, str(values.dtype).removeprefix("torch."), words_of(values))
+    def of(cls, piece: Slice, values: Tensor) -> SliceValues:
+        """Build from a tensor of the box's shape; they may share storage."""
+        return cls(piece, str(values.dtype).removeprefix("torch."), bits_of(values))
 
 
-def words_of(values: Tensor) -> npt.NDArray[Any]:
-    """A tensor's entries as integers of the same bits, in its storage where that is possible."""
-    return values.detach().cpu().contiguous().view(_WORDS[values.dtype.itemsize]).numpy()
+def bits_of(values: Tensor) -> npt.NDArray[Any]:
+    """Return a tensor's entries as integers of the same bits, without a copy if possible."""
+    return values.detach().cpu().contiguous().view(_INTEGERS[values.dtype.itemsize]).numpy()
 
 
-class BucketRow(NamedTuple):
-    """Where one slice lies in a bucket's payload."""
+class BucketEntry(NamedTuple):
+    """Which bytes of a bucket's payload one slice takes."""
 
     slice: Slice
     dtype: str
@@ -59,64 +59,66 @@ class BucketRow(NamedTuple):
 class Bucket:
     """Some slices of one version of a model."""
 
-    rows: tuple[BucketRow, ...]
+    entries: tuple[BucketEntry, ...]
     payload: Bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of the slices, without what lies between them."""
-        return sum(row.end - row.start for row in self.rows)
+        """Bytes of the slices, without the padding between them."""
+        return sum(entry.end - entry.start for entry in self.entries)
 
 
-def pack_buckets(contents: Iterable[Content], bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+def pack_buckets(slices: Iterable[SliceValues], bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """Group slices into buckets, holding one bucket at a time."""
-    rows: list[BucketRow] = []
+    entries: list[BucketEntry] = []
     parts: list[Bytes] = []
-    for piece, dtype, words in contents:
-        start = -(-rows[-1].end // ALIGNMENT) * ALIGNMENT if rows else 0
-        rows.append(BucketRow(piece, dtype, start, start + words.nbytes))
-        parts.append(words.reshape(-1).view(np.uint8))
-        if rows[-1].end >= bucket_bytes:
-            yield _bucket(rows, parts)
-            rows, parts = [], []
-    if rows:
-        yield _bucket(rows, parts)
+    for piece, dtype, bits in slices:
+        start = -(-entries[-1].end // ALIGNMENT) * ALIGNMENT if entries else 0
+        entries.append(BucketEntry(piece, dtype, start, start + bits.nbytes))
+        parts.append(bits.reshape(-1).view(np.uint8))
+        if entries[-1].end >= bucket_bytes:
+            yield _bucket(entries, parts)
+            entries, parts = [], []
+    if entries:
+        yield _bucket(entries, parts)
 
 
-def unpack_bucket(bucket: Bucket) -> Iterator[Content]:
-    """The slices of a bucket, as views of its payload."""
-    for piece, dtype, start, end in bucket.rows:
-        words = bucket.payload[start:end].view(f"i{getattr(torch, dtype).itemsize}")
-        yield Content(piece, dtype, words.reshape(sizes(piece.box)))
+def unpack_bucket(bucket: Bucket) -> Iterator[SliceValues]:
+    """Yield the slices of a bucket, as views of its payload."""
+    for piece, dtype, start, end in bucket.entries:
+        bits = bucket.payload[start:end].view(f"i{getattr(torch, dtype).itemsize}")
+        yield SliceValues(piece, dtype, bits.reshape(sizes(piece.box)))
 
 
-def put_together(streams: Sequence[Iterable[Content]]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors out of streams of slices, each of which is in the order of the tensors.
+def assemble_tensors(streams: Sequence[Iterable[SliceValues]]) -> Iterator[tuple[str, Tensor]]:
+    """Assemble whole tensors from streams of slices, each in the order of the tensors.
 
-    Of each stream no more is taken than its slices of the present tensor and one of a later one.
+    Reads no more of a stream than its slices of the current tensor and one of a later tensor.
 
     Raises:
-        RunError: when the slices of a tensor do not make it up.
+        RunError: when the slices of a tensor do not cover it.
     """
-    merged = heapq.merge(*streams, key=lambda content: content.slice.place)
-    for _, contents in groupby(merged, key=lambda content: content.slice.place):
-        yield _tensor(list(contents))
+    merged = heapq.merge(*streams, key=lambda values: values.slice.place)
+    for _, slices in groupby(merged, key=lambda values: values.slice.place):
+        yield _tensor(list(slices))
 
 
-def _tensor(contents: list[Content]) -> tuple[str, Tensor]:
-    name, shape = contents[0].slice.tensor, contents[0].slice.shape
-    words = np.empty(shape, contents[0].words.dtype)
-    arrived = 0
-    for piece, _, values in contents:
-        words[within(piece.box, whole(shape))] = values
-        arrived += numel(piece.box)
-    if arrived != words.size:
-        raise RunError(f"weights arrived incomplete: {arrived} of the {words.size} entries of {name!r}")
-    return name, torch.from_numpy(words).view(getattr(torch, contents[0].dtype))
+def _tensor(slices: list[SliceValues]) -> tuple[str, Tensor]:
+    name, shape = slices[0].slice.tensor, slices[0].slice.shape
+    tensor = np.empty(shape, slices[0].bits.dtype)
+    num_received = 0
+    for piece, _, bits in slices:
+        tensor[within(piece.box, whole(shape))] = bits
+        num_received += numel(piece.box)
+    if num_received != tensor.size:
+        raise RunError(
+            f"received incomplete weights: {num_received} of the {tensor.size} entries of {name!r}"
+        )
+    return name, torch.from_numpy(tensor).view(getattr(torch, slices[0].dtype))
 
 
-def _bucket(rows: list[BucketRow], parts: list[Bytes]) -> Bucket:
-    payload = np.zeros(rows[-1].end, np.uint8)
-    for row, part in zip(rows, parts, strict=True):
-        payload[row.start : row.end] = part
-    return Bucket(tuple(rows), payload)
+def _bucket(entries: list[BucketEntry], parts: list[Bytes]) -> Bucket:
+    payload = np.zeros(entries[-1].end, np.uint8)
+    for entry, part in zip(entries, parts, strict=True):
+        payload[entry.start : entry.end] = part
+    return Bucket(tuple(entries), payload)

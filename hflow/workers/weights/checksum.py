@@ -1,15 +1,16 @@
-"""A number that says which weights these are, whatever slices they are cut into.
+"""A checksum of a model's weights that does not depend on how they are sliced.
 
-The entries of a tensor, as whole numbers of the same bits, are seen as a matrix: its first axis are the
-rows, all others the columns. A model's digest is, modulo 2**64, the sum over its tensors of
+The entries of a tensor, as unsigned integers of the same bits, form a matrix: its first axis are the rows,
+all others together the columns. A model's checksum is, modulo 2**64, the sum over its tensors of
 
     sum over rows r, columns c of  (bits[r, c] + 1) * R(r) * C(c)
 
-R and C are odd numbers drawn from the tensor's name, shape and dtype. So the digests of parts add up to
-that of the whole, whoever holds them; an entry that changes always changes the sum, as no odd number times
-less than 2**64 is 0; and entries, slices or tensors that change places do but for a chance of about 2**-63.
+R and C are odd numbers drawn from the tensor's name, shape and dtype. So the checksums of slices add up to
+that of the whole model, whichever workers hold them. A change of one entry always changes the sum, because
+an odd number times a number that is not 0 modulo 2**64 is not 0 either. Swapped entries, slices or tensors
+change it except with a probability of about 2**-63.
 
-Of a tensor with more than `MOST_ENTRIES` only evenly spread rows count, the same whatever part is at hand.
+Of a tensor with more than `MAX_ENTRIES` only evenly spaced rows count, the same rows for every slicing.
 """
 
 from __future__ import annotations
@@ -25,68 +26,70 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hflow.types.tensor_slices import Box, whole
-from hflow.workers.weights.buckets import Content, words_of
+from hflow.workers.weights.buckets import SliceValues, bits_of
 
-MOST_ENTRIES = 1 << 16
-"""Entries of a tensor that count, at most, but for the one row that always does."""
+MAX_ENTRIES = 1 << 16
+"""Entries of a tensor that count, at most; but one row always counts."""
 MODULUS = 1 << 64
 
 Numbers = npt.NDArray[np.uint64]
 
 
-def slice_digest(content: Content) -> int:
-    """What a slice adds to the digest of its model."""
-    piece = content.slice
-    if not content.words.size:
+def slice_checksum(values: SliceValues) -> int:
+    """Return what a slice adds to the checksum of its model."""
+    piece = values.slice
+    if not values.bits.size:
         return 0
-    step = _step(piece.shape)
+    step = _row_step(piece.shape)
     first, stop = piece.box[0] if piece.box else (0, 1)
     start = -(-first // step) * step
-    words = content.words.reshape(stop - first, -1)[start - first :: step]
+    bits = values.bits.reshape(stop - first, -1)[start - first :: step]
     rows = np.arange(start, stop, step, dtype=np.uint64)
-    return _sum(piece.tensor, piece.shape, content.dtype, words, rows, _columns(piece.shape, piece.box))
+    return _weighted_sum(
+        piece.tensor, piece.shape, values.dtype, bits, rows, _columns(piece.shape, piece.box)
+    )
 
 
-def tensor_digest(name: str, tensor: Tensor) -> int:
-    """What a whole tensor adds to the digest of its model; only what counts leaves its device."""
+def tensor_checksum(name: str, tensor: Tensor) -> int:
+    """Return what a whole tensor adds to the checksum of its model. Only rows that count leave its device."""
     shape = tuple(tensor.shape)
     if not tensor.numel():
         return 0
-    step = _step(shape)
+    step = _row_step(shape)
     counted = tensor.detach().reshape(shape[0] if shape else 1, -1)[::step]
     rows = np.arange(0, shape[0] if shape else 1, step, dtype=np.uint64)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return _sum(name, shape, dtype, words_of(counted), rows, _columns(shape, whole(shape)))
+    return _weighted_sum(name, shape, dtype, bits_of(counted), rows, _columns(shape, whole(shape)))
 
 
-def digest_of(weights: Mapping[str, Tensor], names: Iterable[str]) -> int:
-    """The digest of these tensors."""
-    return sum(tensor_digest(name, weights[name]) for name in names) % MODULUS
+def weights_checksum(weights: Mapping[str, Tensor], names: Iterable[str]) -> int:
+    """Return the checksum of these tensors."""
+    return sum(tensor_checksum(name, weights[name]) for name in names) % MODULUS
 
 
-def _step(shape: tuple[int, ...]) -> int:
-    """Every how many rows one counts."""
-    return max(1, -(-math.prod(shape) // MOST_ENTRIES))
+def _row_step(shape: tuple[int, ...]) -> int:
+    """Return the distance between rows that count."""
+    return max(1, -(-math.prod(shape) // MAX_ENTRIES))
 
 
 def _columns(shape: tuple[int, ...], box: Box) -> Numbers:
-    """The columns of a box."""
+    """Return the indices of a box's columns."""
     columns: Numbers = np.zeros(1, np.uint64)
     for size, (start, stop) in zip(shape[1:], box[1:], strict=True):
-        here = np.arange(start, stop, dtype=np.uint64)
-        columns = np.add.outer(columns * np.uint64(size), here).reshape(-1)
+        indices = np.arange(start, stop, dtype=np.uint64)
+        columns = np.add.outer(columns * np.uint64(size), indices).reshape(-1)
     return columns
 
 
-def _sum(
-    name: str, shape: tuple[int, ...], dtype: str, words: npt.NDArray[Any], rows: Numbers, columns: Numbers
+def _weighted_sum(
+    name: str, shape: tuple[int, ...], dtype: str, bits: npt.NDArray[Any], rows: Numbers, columns: Numbers
 ) -> int:
-    if not words.size:
+    if not bits.size:
         return 0
-    of_rows, of_columns = _keys(name, shape, dtype)
-    bits = words.view(f"u{words.dtype.itemsize}").astype(np.uint64) + np.uint64(1)
-    by_row = (bits * _odd(columns, of_columns)).sum(1, np.uint64)
-    return int((by_row * _odd(rows, of_rows)).sum(dtype=np.uint64))
+    row_key, column_key = _keys(name, shape, dtype)
+    integers = bits.view(f"u{bits.dtype.itemsize}").astype(np.uint64) + np.uint64(1)
+    by_row = (integers * _odd_numbers(columns, column_key)).sum(1, np.uint64)
+    return int((by_row * _odd_numbers(rows, row_key)).sum(dtype=np.uint64))
 
 
 @lru_cache(4096)
@@ -95,8 +98,8 @@ def _keys(name: str, shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
-def _odd(indices: Numbers, key: int) -> Numbers:
-    """An odd number for each index (splitmix64)."""
+def _odd_numbers(indices: Numbers, key: int) -> Numbers:
+    """Return an odd number for each index (splitmix64)."""
     z = indices * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,1 +1,1 @@
-"""Ways in which published weights get from the processes that send them to those that load them."""
+"""Transports that carry published weights from the processes that send them to those that load them."""

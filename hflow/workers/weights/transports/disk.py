@@ -1,4 +1,4 @@
-"""Buckets in files of a directory that all machines see. A file appears whole, or not at all."""
+"""Buckets in files of a directory that all machines share. A file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hflow.errors import RunError
-from hflow.workers.weights.buckets import Bucket, BucketRow
+from hflow.workers.weights.buckets import Bucket, BucketEntry
 from hflow.workers.weights.transports.interface import Transport
 
 
 class BucketFile(NamedTuple):
-    """A payload in a file, and what is in it."""
+    """A payload in a file, with its entries."""
 
     path: str
     num_bytes: int
-    rows: tuple[BucketRow, ...]
+    entries: tuple[BucketEntry, ...]
 
 
 class DiskTransport(Transport):
-    """Writes each bucket under another name first; readers map the file.
+    """Writes each bucket to a temporary name and then renames it; readers map the file.
 
     Args:
-        directory: of the run; made with the first bucket.
-        owner: what tells this process's files from those of others.
+        directory: where the files are written; created with the first bucket.
+        owner: a prefix that only this process uses.
     """
 
     def __init__(self, directory: Path, owner: str) -> None:
@@ -40,26 +40,29 @@ class DiskTransport(Transport):
         """Write the bucket."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{self._owner}-{next(self._numbers)}.bin"
-        fresh = path.with_suffix(".part")
-        bucket.payload.tofile(fresh)
-        os.replace(fresh, path)
-        return BucketFile(str(path), bucket.payload.nbytes, bucket.rows)
+        temporary = path.with_suffix(".part")
+        bucket.payload.tofile(temporary)
+        os.replace(temporary, path)
+        return BucketFile(str(path), bucket.payload.nbytes, bucket.entries)
 
     def take(self, handle: Any) -> Bucket:
         """Map the file.
 
         Raises:
-            RunError: when it is not there, as where machines do not share the directory, or cut short.
+            RunError: when the file is missing, for example because machines do not share the directory, or is
+                incomplete.
         """
         assert isinstance(handle, BucketFile)
         path = Path(handle.path)
         size = path.stat().st_size if path.exists() else None
         if size != handle.num_bytes:
-            found = "is not there" if size is None else f"has {size} bytes in the place of {handle.num_bytes}"
-            raise RunError(f"weights were published in {path}, which {found}; all machines must share `out`")
-        return Bucket(handle.rows, np.memmap(path, np.uint8, "r"))
+            problem = "is missing" if size is None else f"has {size} bytes instead of {handle.num_bytes}"
+            raise RunError(
+                f"the weights file {path} {problem}; set out= to a directory that all machines share"
+            )
+        return Bucket(handle.entries, np.memmap(path, np.uint8, "r"))
 
     def free(self, handles: Iterable[Any]) -> None:
-        """Remove the files; what is still mapped stays readable."""
+        """Remove the files; a file that is still mapped stays readable."""
         for handle in handles:
             Path(handle.path).unlink()

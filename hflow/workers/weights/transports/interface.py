@@ -1,4 +1,4 @@
-"""`Transport`: the one protocol of all ways between processes. A file for each implementation."""
+"""The interface of transports. Each implementation has a file of its own."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from hflow.workers.weights.buckets import Bucket
 
 
 class Transport(abc.ABC):
-    """A way for buckets. Every process has one; a handle made by one can be used by all others.
+    """Carries buckets between processes. A handle that one process's transport makes is valid in all others.
 
-    The sender puts a bucket once, whoever takes it, and frees it when all receivers have what they need.
+    The sender puts a bucket once for all its receivers, and frees it when they have loaded it.
     """
 
     @abc.abstractmethod
     def put(self, bucket: Bucket) -> Any:
-        """Keep a bucket where receivers can take it; returns its handle, which can be pickled."""
+        """Store a bucket where receivers can take it; returns its handle, which can be pickled."""
 
     @abc.abstractmethod
     def take(self, handle: Any) -> Bucket:
-        """The bucket behind a handle; its payload may be read-only, and is valid until it is freed.
+        """Return the bucket of a handle. Its payload may be read-only, and is valid until it is freed.
 
         Raises:
-            RunError: when it is not there, or not whole.
+            RunError: when it is missing or incomplete.
         """
 
     @abc.abstractmethod
     def free(self, handles: Iterable[Any]) -> None:
-        """Give up what was put."""
+        """Free buckets."""

@@ -13,13 +13,13 @@ class MemoryTransport(Transport):
     """A handle is the bucket itself."""
 
     def put(self, bucket: Bucket) -> Any:
-        """Keep the bucket."""
+        """Return the bucket itself."""
         return bucket
 
     def take(self, handle: Any) -> Bucket:
-        """The same bucket."""
+        """Return the same bucket."""
         assert isinstance(handle, Bucket)
         return handle
 
     def free(self, handles: Iterable[Any]) -> None:
-        """Nothing to do: a bucket lives as long as its handle."""
+        """Do nothing: a bucket lives as long as its handle."""

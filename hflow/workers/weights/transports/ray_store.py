@@ -12,16 +12,16 @@ from hflow.workers.weights.transports.interface import Transport
 
 
 class RayTransport(Transport):
-    """A handle is a reference; the bucket lives as long as anybody has it."""
+    """A handle is a reference; the bucket lives as long as any process holds it."""
 
     def put(self, bucket: Bucket) -> Any:
         """Copy the bucket into the store."""
         return ray.put(bucket)
 
     def take(self, handle: Any) -> Bucket:
-        """Map the bucket, without a copy on the machine that has it."""
+        """Map the bucket, without a copy if it is on this machine."""
         bucket: Bucket = ray.get(handle)
         return bucket
 
     def free(self, handles: Iterable[Any]) -> None:
-        """Nothing to do: a bucket lives as long as its handle."""
+        """Do nothing: a bucket lives as long as its handle."""

@@ -1,4 +1,4 @@
-"""Digests of weights: the same however tensors are cut and whoever counts, another when anything differs."""
+"""Checksums of weights: independent of slicing, and changed by any difference."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from hflow.planner.weights.weight_slices import Slice
 from hflow.runtime.execution.engine_control import verify_weights
 from hflow.types.tensor_slices import Box
 from hflow.workers.interface import WeightsLoaded
-from hflow.workers.weights.buckets import Content
-from hflow.workers.weights.checksum import MODULUS, MOST_ENTRIES, digest_of, slice_digest, tensor_digest
+from hflow.workers.weights.buckets import SliceValues
+from hflow.workers.weights.checksum import (
+    MAX_ENTRIES,
+    MODULUS,
+    slice_checksum,
+    tensor_checksum,
+    weights_checksum,
+)
 
 SHAPES = [(), (7,), (5, 3), (4, 3, 2), (1, 6), (0, 3)]
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64]
 LARGE = (1000, 200)
-STEP = -(-1000 * 200 // MOST_ENTRIES)
+STEP = -(-1000 * 200 // MAX_ENTRIES)
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -31,7 +37,9 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: in
 
 def cut(name: str, tensor: torch.Tensor, box: Box) -> int:
     shape = tuple(tensor.shape)
-    return slice_digest(Content.of(Slice(0, name, shape, box), tensor[tuple(slice(*edge) for edge in box)]))
+    return slice_checksum(
+        SliceValues.of(Slice(0, name, shape, box), tensor[tuple(slice(*edge) for edge in box)])
+    )
 
 
 @st.composite
@@ -49,9 +57,9 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 def test_a_known_answer():
     """By a second implementation, in Python's own numbers."""
     tensor = torch.tensor([[1.0, -2.0], [0.0, 0.5]], dtype=torch.bfloat16)
-    assert tensor_digest("w", tensor) == plainly("w", tensor)
-    assert tensor_digest("w", numbers(LARGE)) == plainly("w", numbers(LARGE), STEP)
-    assert f"{tensor_digest('w', tensor):016x}" == "6eaa0509531c7fb0"
+    assert tensor_checksum("w", tensor) == plainly("w", tensor)
+    assert tensor_checksum("w", numbers(LARGE)) == plainly("w", numbers(LARGE), STEP)
+    assert f"{tensor_checksum('w', tensor):016x}" == "6eaa0509531c7fb0"
 
 
 def plainly(name: str, tensor: torch.Tensor, step: int = 1) -> int:
@@ -84,7 +92,7 @@ def test_parts_add_up_however_a_tensor_is_cut(
 ):
     tensor = numbers(shape, dtype)
     parts = [cut("w", tensor, box) for box in data.draw(tilings(shape))]
-    assert sum(parts) % MODULUS == tensor_digest("w", tensor)
+    assert sum(parts) % MODULUS == tensor_checksum("w", tensor)
 
 
 @settings(max_examples=30, deadline=None)
@@ -92,39 +100,39 @@ def test_parts_add_up_however_a_tensor_is_cut(
 def test_parts_of_a_large_tensor_count_the_same_rows(data: st.DataObject):
     tensor = numbers(LARGE)
     parts = [cut("w", tensor, box) for box in data.draw(tilings(LARGE))]
-    assert sum(parts) % MODULUS == tensor_digest("w", tensor)
+    assert sum(parts) % MODULUS == tensor_checksum("w", tensor)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 199).map(lambda r: r * STEP), st.integers(0, 199), st.integers(0, 31))
 def test_any_bit_of_a_covered_row_counts(row: int, column: int, bit: int):
     words = numbers(LARGE).numpy().copy()
-    before = tensor_digest("w", torch.from_numpy(words))
+    before = tensor_checksum("w", torch.from_numpy(words))
     words.view(np.uint32)[row, column] ^= 1 << bit
-    assert tensor_digest("w", torch.from_numpy(words)) != before
+    assert tensor_checksum("w", torch.from_numpy(words)) != before
 
 
 def test_what_changes_places_is_noticed():
     one, other = numbers((4, 6)), numbers((4, 6), seed=1)
-    plain = digest_of({"a": one, "b": other}, ["a", "b"])
-    assert plain == digest_of({"b": other, "a": one}, ["b", "a"])
-    assert plain != digest_of({"a": other, "b": one}, ["a", "b"])
+    plain = weights_checksum({"a": one, "b": other}, ["a", "b"])
+    assert plain == weights_checksum({"b": other, "a": one}, ["b", "a"])
+    assert plain != weights_checksum({"a": other, "b": one}, ["a", "b"])
     for swapped in (one.flip(0), one.flip(1), one.flip(0).flip(1), torch.roll(one, 1, 0), one.reshape(6, 4)):
-        assert tensor_digest("a", swapped) != tensor_digest("a", one)
+        assert tensor_checksum("a", swapped) != tensor_checksum("a", one)
     diagonal = torch.eye(2)
-    assert tensor_digest("a", diagonal) != tensor_digest("a", diagonal.flip(0))
+    assert tensor_checksum("a", diagonal) != tensor_checksum("a", diagonal.flip(0))
 
 
 def test_what_is_missing_is_noticed_though_it_is_zero():
     zeros = torch.zeros(4, 6)
     assert cut("a", zeros, ((0, 4), (0, 6))) != cut("a", zeros, ((0, 3), (0, 6)))
-    assert digest_of({"a": zeros}, ["a"]) != digest_of({}, [])
+    assert weights_checksum({"a": zeros}, ["a"]) != weights_checksum({}, [])
 
 
 def test_dtype_and_shape_count():
     zeros = torch.zeros(4, 6)
     other = [zeros.bfloat16(), zeros.view(6, 4), zeros.view(2, 12)]
-    assert len({tensor_digest("a", x) for x in (zeros, *other)}) == 4
+    assert len({tensor_checksum("a", x) for x in (zeros, *other)}) == 4
 
 
 def test_a_version_is_committed_when_all_ranks_hold_what_was_sent():
