@@ -40,6 +40,7 @@ from hflow.backends.interface import (
     TrainShard,
 )
 from hflow.backends.torch_model.backend import TorchModel
+from hflow.config.schema import GenConfig, ModelConfig, ScheduleConfig, WorkloadConfig
 from hflow.data.batch import Batch, Column
 from hflow.dsl import bind
 from hflow.graph.build import build_graph
@@ -48,9 +49,8 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.memory import memory_phases
 from hflow.planner.model_shape import num_parameters, read_shape
-from hflow.planner.request import ModelRequest, PlanRequest
-from hflow.planner.workload import WorkloadRequest
-from hflow.types import ScheduleSettings, Unit
+from hflow.planner.request import PlanRequest
+from hflow.types import Unit
 
 SEPARATE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 NUM_STEPS = 3
@@ -157,24 +157,24 @@ REPLICAS = {"train": "actor@train", "infer": "ref@infer", "save": "actor@train",
 
 def predicted(case: Case) -> dict[str, int]:
     """The planner's items of the case's own replica, in the case's phase, on the device that needs most."""
-    asked = ModelRequest(
-        shape=read_shape(case.architecture),
+    asked = ModelConfig(
         dtype=case.dtype,
         tokens_per_microbatch=case.budget,
-        recompute=case.recompute,
-        max_running=case.sequences,
-        max_model_len=case.tokens,
+        activation_checkpointing=case.recompute,
         group="train",
-        gen_group="gen",
+        gen=GenConfig(group="gen", max_running=case.sequences, max_model_len=case.tokens),
     )
+    shape = read_shape(case.architecture)
+    assert shape is not None
     request = PlanRequest(
         ClusterSpec(f"cpu-1x{case.dp + 1}", "cpu", 1, case.dp + 1, 64 << 30),
         batch=case.sequences * case.dp // 2,
         num_steps=4,
         models={"actor": asked, "ref": asked},
+        shapes={"actor": shape, "ref": shape},
         groups={"train": tuple(range(case.dp)), "gen": (case.dp,)},
-        schedule=ScheduleSettings(max_concurrent=case.sequences * case.dp),
-        workload=WorkloadRequest(case.tokens // 4, case.tokens * 3 / 4, 0.6 if case.varied else 0.0),
+        schedule=ScheduleConfig(max_concurrent=case.sequences * case.dp),
+        workload=WorkloadConfig(case.tokens // 4, case.tokens * 3 / 4, 0.6 if case.varied else 0.0),
     )
     plan = compile_plan(build_graph(bind(RECIPE.spec(), {})), request)
     rows = [row for row in memory_phases(plan, request) if row.phase == NODES[case.phase]]

@@ -1,15 +1,16 @@
-"""The configuration of a run: schema, composition by Hydra, checks. Imports neither torch nor ray."""
+"""The configuration of a run: its schema, how it is composed and checked, and how it is written.
+
+Imports neither torch nor ray.
+"""
 
 from hflow.config.compose import load_config
 from hflow.config.dump import flatten, to_mapping, to_yaml
 from hflow.config.names import validate_names
-from hflow.config.schema import DataConfig, GenConfig, ModelConfig, OptimConfig, RunConfig
+from hflow.config.schema import DataConfig, ModelConfig, RunConfig
 
 __all__ = [
     "DataConfig",
-    "GenConfig",
     "ModelConfig",
-    "OptimConfig",
     "RunConfig",
     "flatten",
     "load_config",

@@ -1,8 +1,10 @@
-"""From a recipe's YAML and the command line's overrides to a `RunConfig`, by Hydra.
+"""Composes a `RunConfig` from a recipe's YAML file and overrides, with Hydra.
 
-The primary config is the YAML beside the recipe with the recipe's name, if there is one. Its
-defaults list takes groups from `configs/` (`model`, `optim`, `data`) and from the recipe's own
-directory. Overrides are Hydra's: `steps=10`, `models.actor.optim.lr=3e-4`, `+model@models.ref=NAME`.
+The primary file is the YAML file beside the recipe with the recipe's name, if there is one. Its defaults list
+takes groups from `configs/` (`model`, `optim`, `data`) and from the recipe's own directory. Overrides are
+written as in Hydra: `steps=10`, `models.actor.optim.lr=3e-4`, `+model@models.ref=NAME`.
+
+Hydra is imported when it is used: the planner imports this package for its schema alone.
 """
 
 from __future__ import annotations
@@ -13,18 +15,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from hflow.config.explain import explain
 from hflow.config.schema import RunConfig
-from hflow.errors import ConfigError
+from hflow.errors import ConfigError, nearest
 from hflow.validation import from_mapping, unknown_key
 
 _BARE_PLACEMENT = re.compile(r"(\+{0,2}placement)=(?!null$)([^'\"].*)", re.DOTALL)
@@ -37,7 +29,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         recipe: path of the recipe's Python file.
-        overrides: `key=value` as on the command line; a value replaces what files say.
+        overrides: `key=value` as on the command line. They take precedence over files.
 
     Raises:
         ConfigError: for an unknown key, group or override, or a value that does not fit.
@@ -48,22 +40,28 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def config_dir() -> Path:
-    """The directory of hflow's own groups: inside the installed package, or beside its source."""
+    """Return the directory of hflow's own groups: in the installed package, or in the source tree."""
     package = Path(__file__).parents[1]
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
 
 
 def _compose(primary: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
     directory = primary.parent if primary.is_file() else config_dir()
     name = primary.stem if primary.is_file() else None
-    changes = [_searchpath(config_dir()), *map(_as_hydra, overrides)]
+    hydra_overrides = [_searchpath(config_dir()), *map(_hydra_override, overrides)]
     try:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
-            composed = hydra_compose(name, overrides=changes)
+            composed = compose(name, overrides=hydra_overrides)
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        raise ConfigError(explain(error, primary.name)) from error
+        raise ConfigError(error_text(error, primary.name)) from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
@@ -73,24 +71,56 @@ def _searchpath(directory: Path) -> str:
     return f"hydra.searchpath=['file://{quoted}']"
 
 
-def _as_hydra(override: str) -> str:
-    """Let `key=value` set a key that no file mentions; `build` refuses those that do not exist."""
-    override = _with_quotes(override)
+def _hydra_override(override: str) -> str:
+    """Return an override that sets a key even if no file has it. The schema refuses unknown keys."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType
+    from hydra.errors import HydraException
+
+    override = _quote_placement(override)
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise ConfigError(f"override {override!r} is not understood: {NOTATION}") from error
+        raise ConfigError(f"override {override!r} cannot be parsed: {NOTATION}") from error
     if parsed.key_or_group.partition(".")[0] == "hydra":
         raise ConfigError(unknown_key(parsed.key_or_group, "hydra", [f.name for f in fields(RunConfig)]))
     is_value = parsed.type is OverrideType.CHANGE and parsed.package is None
     return f"++{override}" if is_value else override
 
 
-def _with_quotes(override: str) -> str:
-    """A placement consists of characters that Hydra reserves; its user need not quote it."""
+def _quote_placement(override: str) -> str:
+    """Quote the value of `placement` for the user: its characters are reserved in Hydra."""
     match = _BARE_PLACEMENT.fullmatch(override)
     if match is None:
         return override
     key, value = match.groups()
     escaped = value.replace("'", "\\'")
     return f"{key}='{escaped}'"
+
+
+def error_text(error: Exception, file: str) -> str:
+    """Return one line for an error of Hydra, OmegaConf or YAML.
+
+    Args:
+        error: what was raised while composing.
+        file: name of the file, for errors that do not name a place themselves.
+    """
+    from hydra.errors import MissingConfigException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import MarkedYAMLError
+
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _missing_group(error.missing_cfg_file, error.options or ())
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name}:{mark.line + 1}: invalid YAML: {error.problem}"
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        first_line = str(error).strip().partition("\n")[0]
+        return f"{error.full_key}: {first_line}"
+    return f"{file}: {' '.join(str(error).split())}"
+
+
+def _missing_group(path: str, options: Sequence[str]) -> str:
+    group, _, name = path.rpartition("/")
+    known = f" (known: {', '.join(options)})" if options else ""
+    return f"there is no {group or 'config'} {name!r}{nearest(name, options)}{known}"

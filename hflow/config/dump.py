@@ -1,4 +1,4 @@
-"""A configuration as YAML, and as flat rows."""
+"""Writes a configuration as YAML, as a mapping, and as flat rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hflow.validation import join
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole configuration, defaults included; a file with it composes to the same value."""
+    """Return the whole configuration, defaults included. The YAML composes to the same configuration."""
     import yaml
 
     text: str = yaml.safe_dump(_plain(config), sort_keys=False)
@@ -19,14 +19,14 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def to_mapping(config: RunConfig) -> dict[str, Any]:
-    """The whole configuration in mappings, lists and scalars, defaults included."""
+    """Return the whole configuration as mappings, lists and scalars, defaults included."""
     plain = _plain(config)
     assert isinstance(plain, dict)
     return plain
 
 
 def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of a configuration (or a part of it) with its dotted key, in key order."""
+    """Yield dotted key and value of every leaf of a configuration, or of a part of it, in key order."""
     plain = _plain(value)
     if isinstance(plain, dict):
         for name in sorted(plain):
@@ -36,7 +36,7 @@ def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """The value in dicts, lists and scalars only."""
+    """Return the value as dicts, lists and scalars."""
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -15,16 +15,16 @@ def validate_names(
     data: Collection[str],
     nodes: Mapping[str, Collection[str]],
 ) -> None:
-    """Refuse entries of `models`, `data` and `nodes` that the recipe does not know.
+    """Check that every entry of `models`, `data` and `nodes` is in the recipe.
 
     Args:
         config: the composed configuration.
         models: names of the recipe's models.
         data: names of the recipe's datasets.
-        nodes: by node name, its knobs and options.
+        nodes: node name -> names of its knobs and options.
 
     Raises:
-        ConfigError: for the first unknown name, with the nearest one.
+        ConfigError: for the first unknown name, with the nearest known one.
     """
     _validate("models", config.models, models)
     _validate("data", config.data, data)
@@ -33,7 +33,7 @@ def validate_names(
         _validate(join("nodes", node), values, nodes[node])
 
 
-def _validate(key: str, given: Collection[str], known: Collection[str]) -> None:
-    for name in given:
+def _validate(key: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
         if name not in known:
             raise ConfigError(unknown_key(join(key, name), name, known))

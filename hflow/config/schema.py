@@ -6,13 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt
 from pydantic.dataclasses import dataclass
 
-from hflow.types import ScheduleSettings
 from hflow.validation import CHECKED, FrozenDict, FrozenMapping
+
+
+def _int_if_whole(number: float) -> float:
+    """Return whole numbers as int, so that reports say `max_staleness 2`."""
+    return int(number) if number == int(number) else number
+
+
+WholeOrFraction = Annotated[StrictFloat, AfterValidator(_int_if_whole)]
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -91,6 +98,15 @@ class ModelConfig:
     optim: OptimConfig = Field(default_factory=OptimConfig)
     gen: GenConfig = Field(default_factory=GenConfig)
 
+    @property
+    def compute_dtype(self) -> Literal["fp32", "bf16"]:
+        """`dtype` where it is decided, else fp32."""
+        return self.dtype or "fp32"
+
+    def uses_sequence_parallel(self, on_cpu: bool) -> bool:
+        """Return whether the tensor ranks of a training replica share the tokens between their matrices."""
+        return not on_cpu if self.sequence_parallel is None else self.sequence_parallel
+
 
 @dataclass(frozen=True, config=CHECKED)
 class DataConfig:
@@ -110,14 +126,39 @@ class DataConfig:
 
 @dataclass(frozen=True, config=CHECKED)
 class WorkloadConfig:
-    """Lengths in tokens that the plan's estimates assume; null: hflow's guess, and the plan says so."""
+    """Lengths in tokens that the plan's estimates assume. The plan says which of them are hflow's guess."""
 
     prompt: StrictInt | None = Field(default=None, ge=1)
-    """Tokens of a prompt."""
+    """Tokens of a prompt; null: what `max_tokens` leaves of `max_model_len`, at most 512."""
     response_mean: StrictFloat | None = Field(default=None, ge=1)
-    """Mean number of tokens of a response."""
+    """Mean number of tokens of a response; null: half of `max_tokens`."""
     response_cv: StrictFloat | None = Field(default=None, ge=0)
-    """Standard deviation of the response lengths divided by their mean; 0: all are equal."""
+    """Standard deviation of the response lengths divided by their mean; 0: all are equal, null: 0.6."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class ScheduleConfig:
+    """How far generation may run ahead of training, and what happens to stale samples: `schedule`."""
+
+    max_staleness: WholeOrFraction = Field(default=0, ge=0, le=1_000_000)
+    """Weight syncs by which a trained token may lag (eta): 0 is synchronous, 2 to 8 is typical. With 0.5,
+    generation may start half of the next sync's groups early."""
+    sync_every: StrictInt = Field(default=1, ge=1)
+    """Steps between two weight syncs of the generation engines (s)."""
+    max_concurrent: StrictInt = Field(default=256, ge=1)
+    """Maximum number of samples in flight, over all streams and engines."""
+    interrupt: StrictBool = True
+    """Whether a weight sync interrupts running samples, which keep their tokens and resume with the new
+    weights (partial rollout). If false, engines finish running samples before they take new weights."""
+    age_rule: StrictBool = True
+    """Whether samples are dropped or aborted before they would train too old."""
+    drop_older_than: StrictInt | None = Field(default=None, ge=0)
+    """Limit of the age rule, in versions; null: the lag that the plan certifies, ceil((eta + 1) s) - 1."""
+    queue: StrictInt | None = Field(default=None, ge=1)
+    """Maximum number of accepted groups that wait for a batch; beyond it the oldest group is dropped.
+    null: only admission limits them."""
+    max_refused_per_step: StrictInt = Field(default=1000, ge=0)
+    """Groups that may be refused since the last batch was formed; the run stops when there are more."""
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -143,7 +184,7 @@ class RunConfig:
     """Number of training steps."""
     batch: StrictInt = Field(default=32, ge=1)
     """Groups per step; a group is one prompt with its samples."""
-    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     """How far generation may run ahead of training."""
     save_every: StrictInt = Field(default=0, ge=0)
     """Training steps between two checkpoints; 0 saves only at the end."""

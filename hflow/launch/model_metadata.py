@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hflow.config import ModelConfig, RunConfig
 from hflow.errors import ConfigError, PlanError
@@ -51,7 +51,7 @@ def model_shape(config: RunConfig, graph: Graph, spec: Model) -> ModelShape | No
     return shape
 
 
-def model_dtype(config: RunConfig, graph: Graph, spec: Model) -> str:
+def model_dtype(config: RunConfig, graph: Graph, spec: Model) -> Literal["fp32", "bf16"]:
     """What a model computes in: as configured, else as the model that it starts from, else fp32."""
     own = config.models.get(spec.name, ModelConfig()).dtype
     if own is not None:

@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from hflow.backends.interface import SHARDS, ModelSettings, OptimSettings
-from hflow.config import ModelConfig, OptimConfig
+from hflow.config import ModelConfig
+from hflow.config.schema import OptimConfig
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError
 from hflow.graph.model import Model

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from hflow.config import ModelConfig, RunConfig, flatten
-from hflow.config.hardware import Kind, read_hardware
+from hflow.config.hardware import HardwareKind, read_hardware
 from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import Graph
 from hflow.graph.model import Model
@@ -16,8 +15,8 @@ from hflow.launch.model_metadata import model_dtype, model_shape, overruled_arch
 from hflow.planner.cluster import device_of, parse_cluster
 from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import ClusterSpec
-from hflow.planner.request import ModelRequest, PlanRequest
-from hflow.planner.workload import WorkloadRequest
+from hflow.planner.model_shape import ModelShape
+from hflow.planner.request import PlanRequest
 from hflow.validation import from_mapping
 
 # -------------------- From the configuration to the cluster and the figures of its devices and links.
@@ -63,7 +62,7 @@ def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec
     return cluster, Hardware(device, intra, inter)
 
 
-def _known(cls: type[T], kind: Kind, recipe: str | Path) -> dict[str, T]:
+def _known(cls: type[T], kind: HardwareKind, recipe: str | Path) -> dict[str, T]:
     found = {}
     for name, values in read_hardware(kind, recipe).items():
         found[name] = from_mapping(cls, {"name": name, **values}, f"hardware.{kind}.{name}")
@@ -120,34 +119,25 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         batch=config.batch,
         num_steps=config.steps,
         models={spec.name: _model(config, graph, spec) for spec in graph.models},
+        shapes=_shapes(config, graph),
         groups=config.groups,
         placement=config.placement,
         schedule=config.schedule,
         save_every=config.save_every,
         seed=config.seed,
         hardware=hardware,
-        workload=WorkloadRequest(**dataclasses.asdict(config.workload)),
+        workload=config.workload,
         settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
         warnings=overruled_architectures(config),
     )
 
 
-def _model(config: RunConfig, graph: Graph, spec: Model) -> ModelRequest:
-    model = config.models.get(spec.name, ModelConfig())
-    return ModelRequest(
-        layout=model.layout,
-        gen_layout=model.gen.layout,
-        group=model.group,
-        gen_group=model.gen.group,
-        backend=model.backend,
-        engine=model.gen.engine,
-        transport=model.gen.transport,
-        shape=model_shape(config, graph, spec),
-        dtype=model_dtype(config, graph, spec),
-        tokens_per_microbatch=model.tokens_per_microbatch,
-        recompute=model.activation_checkpointing,
-        sequence_parallel=model.sequence_parallel,
-        saves_optimizer=model.save_optimizer,
-        max_running=model.gen.max_running,
-        max_model_len=model.gen.max_model_len,
-    )
+def _model(config: RunConfig, graph: Graph, spec: Model) -> ModelConfig:
+    """Return the configuration of a model with its `dtype` decided."""
+    return replace(config.models.get(spec.name, ModelConfig()), dtype=model_dtype(config, graph, spec))
+
+
+def _shapes(config: RunConfig, graph: Graph) -> dict[str, ModelShape]:
+    """Return the sizes of the models whose architecture is known."""
+    shapes = {spec.name: model_shape(config, graph, spec) for spec in graph.models}
+    return {name: shape for name, shape in shapes.items() if shape is not None}

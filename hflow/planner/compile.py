@@ -83,7 +83,7 @@ def _compile_rows(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanRequest
         cuts=cuts,
         weights=weight_routes(graph, replicas, request),
         schedule=schedule,
-        shapes=tuple(sorted((n, m.shape) for n, m in request.models.items() if m.shape is not None)),
+        shapes=tuple(sorted(request.shapes.items())),
         settings=tuple(sorted({**request.settings, "seed": request.seed}.items())),
         staleness_bound=staleness_bound(schedule),
         warnings=(*graph.warnings, *request.warnings, *plan_warnings(graph, replicas, group_sizes)),

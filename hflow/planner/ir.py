@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hflow.config.schema import ScheduleConfig
 from hflow.graph.ir import Graph, Level
 from hflow.planner.forecast import Forecast
 from hflow.planner.hardware import Hardware
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
-from hflow.types import ScheduleSettings
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Schedule:
     publishers: tuple[tuple[str, str], ...] = ()
     """Generation replica that shares no group with batch nodes, and whose weights change -> the group that
     trains them, where they are published."""
-    settings: ScheduleSettings = field(default_factory=ScheduleSettings)
+    settings: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
         PlanError: naming the replica, the number, sizes that fit and the nearest layout that works.
     """
     for replica in replicas:
-        asked = request.models.get(replica.model)
-        if asked is not None and asked.shape is not None:
-            _check(replica, asked.shape, traits(replica.backend))
+        shape = request.shapes.get(replica.model)
+        if shape is not None:
+            _check(replica, shape, traits(replica.backend))
 
 
 def _check(replica: Replica, shape: ModelShape, facts: BackendTraits) -> None:

@@ -29,11 +29,11 @@ def stream_workloads(plan: Plan, request: PlanRequest) -> tuple[tuple[str, Workl
 
 
 def _workload(spec: NodeSpec, request: PlanRequest) -> Workload:
-    asked = request.workload
-    max_length, model = min((request.model(name).max_model_len, name) for name in spec.models)
+    assumed = request.workload
+    max_length, model = min((request.model(name).gen.max_model_len, name) for name in spec.models)
     max_tokens = spec.option("max_tokens")
     max_prompt = max_length // 2 if max_tokens is None else max(1, max_length - max_tokens)
-    prompt = min(DEFAULT_PROMPT, max_prompt) if asked.prompt is None else asked.prompt
+    prompt = min(DEFAULT_PROMPT, max_prompt) if assumed.prompt is None else assumed.prompt
     if prompt >= max_length:
         raise PlanError(
             f"prompts of {prompt} tokens leave no room for a response of {spec.name!r} in {max_length} "
@@ -42,8 +42,8 @@ def _workload(spec: NodeSpec, request: PlanRequest) -> Workload:
     max_response = max_length - prompt if max_tokens is None else min(max_tokens, max_length - prompt)
     return Workload(
         prompt=prompt,
-        response_mean=max_response / 2 if asked.response_mean is None else asked.response_mean,
-        response_cv=DEFAULT_CV if asked.response_cv is None else asked.response_cv,
+        response_mean=max_response / 2 if assumed.response_mean is None else assumed.response_mean,
+        response_cv=DEFAULT_CV if assumed.response_cv is None else assumed.response_cv,
         max_response=max_response,
-        is_assumed=None in (asked.prompt, asked.response_mean, asked.response_cv),
+        is_assumed=None in (assumed.prompt, assumed.response_mean, assumed.response_cv),
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from hflow.config.schema import ScheduleConfig
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import model_parallel_backend, traits
 from hflow.planner.graph_queries import root_stream, root_streams
 from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.request import PlanRequest
-from hflow.types import ScheduleSettings
 
 LEAST = {
     "batch": 1,
@@ -45,7 +45,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
             )
 
 
-def _check_schedule(settings: ScheduleSettings, batch: int) -> None:
+def _check_schedule(settings: ScheduleConfig, batch: int) -> None:
     """Raise for rules under which no batch could ever form."""
     if settings.drop_older_than is not None and not settings.age_rule:
         raise PlanError(

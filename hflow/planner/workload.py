@@ -35,18 +35,6 @@ class Workload:
     """Whether any of these is hflow's own guess rather than the user's number."""
 
 
-@dataclass(frozen=True)
-class WorkloadRequest:
-    """What the user says of the lengths; None: assumed by hflow, and the plan says so."""
-
-    prompt: int | None = None
-    """Tokens of a prompt; assumed: what `max_tokens` leaves of the engine's `max_model_len`, at most 512."""
-    response_mean: float | None = None
-    """Mean tokens of a response; assumed: half of `max_tokens`."""
-    response_cv: float | None = None
-    """Standard deviation over mean; assumed: 0.6."""
-
-
 def cdf(workload: Workload, tokens: int) -> float:
     """Probability that a response has at most `tokens` tokens.
 

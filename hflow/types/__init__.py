@@ -2,7 +2,6 @@
 
 from hflow.types.engine import Engine, EpisodeState, State, Tokenizer
 from hflow.types.output import Output
-from hflow.types.schedule_settings import ScheduleSettings
 from hflow.types.sequences import Sequences
 from hflow.types.trajectory import STOP_REASONS, ToolCall, Trajectory
 from hflow.types.units import Json, Metrics, PerGroup, PerSequence, PerToken, Tensor, Text, Unit
@@ -17,7 +16,6 @@ __all__ = [
     "PerGroup",
     "PerSequence",
     "PerToken",
-    "ScheduleSettings",
     "Sequences",
     "State",
     "Tensor",

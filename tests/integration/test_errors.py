@@ -168,7 +168,7 @@ def test_a_checkpoint_without_a_tokenizer(fails: Cli, tmp_path: Path) -> None:
 
 def test_a_broken_yaml_beside_the_recipe(fails: Cli, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("defaults:\n  - _self_\n steps: [1\n")
-    assert "r.yaml:3: this is not YAML: " in fails(SFT)
+    assert "r.yaml:3: invalid YAML: " in fails(SFT)
     (tmp_path / "r.yaml").write_text("defaults:\n  - model@models.actor: tiny-qwen\n  - _self_\n")
     assert "there is no model 'tiny-qwen'; did you mean 'tiny-qwen2'?" in fails(SFT)
 

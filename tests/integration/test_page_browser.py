@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from model_configs import model_config
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from hflow.planner.compile import compile_plan
 from hflow.planner.model_shape import ModelShape
-from hflow.planner.request import ModelRequest
 from hflow.report.page import render_page
 
 ROOT = Path(__file__).parents[2]
@@ -49,12 +49,19 @@ def browser() -> Iterator[Browser]:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """PPO with training, reference and engines apart, so that all kinds of edges and ways occur."""
     models = {
-        "actor": ModelRequest("d2t2p1", "d2t2", "train", "gen", shape=SHAPE),
-        "critic": ModelRequest("d4", group="train", shape=SHAPE),
-        "ref": ModelRequest("d4", group="ref", shape=SHAPE),
+        "actor": model_config("d2t2p1", "d2t2", "train", "gen"),
+        "critic": model_config("d4", group="train"),
+        "ref": model_config("d4", group="ref"),
     }
     groups = {"train": (0, 1, 2, 3), "gen": (8, 9, 10, 11), "ref": (4, 5, 6, 7)}
-    asked = request("h100-2x8", batch=256, models=models, groups=groups, max_staleness=1)
+    asked = request(
+        "h100-2x8",
+        batch=256,
+        models=models,
+        shapes=dict.fromkeys(models, SHAPE),
+        groups=groups,
+        max_staleness=1,
+    )
     made = tmp_path_factory.mktemp("page") / "plan.html"
     made.write_text(render_page(with_forecast(compile_plan(ppo(), asked))), encoding="utf-8")
     return made

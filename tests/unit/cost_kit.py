@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import plan_graphs as graphs
+from model_configs import model_config
 
 from hflow.planner.backends import traits
 from hflow.planner.cost.flops import Work
@@ -12,7 +13,6 @@ from hflow.planner.hardware import Device, Efficiency, Hardware, Link
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
-from hflow.planner.request import ModelRequest
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 32000, is_tied=False)
@@ -52,7 +52,7 @@ def side(shape=SMALL, layout="d1", hardware=TOY, backend="torch", per_machine=8,
     name = backend if isinstance(backend, str) else "torch"
     replica = Replica("m", "m", role, name, axes, "all", tuple(range(axes.world)), (0,))
     cluster = replace(graphs.cluster_of("cpu-1x1"), num_nodes=9999, devices_per_node=per_machine)
-    return replace(ReplicaCosts.of(replica, shape, ModelRequest(**asked), hardware, cluster), backend=made)
+    return replace(ReplicaCosts.of(replica, shape, model_config(**asked), hardware, cluster), backend=made)
 
 
 def named(parts):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import plan_graphs as graphs
 import torch_kit as kit
+from model_configs import model_config
 from torch.profiler import ProfilerActivity, profile
 
 from hflow.backends.interface import ModelSettings, OptimSettings, RankPosition, TrainShard
@@ -20,7 +21,6 @@ from hflow.planner.layout import Layout
 from hflow.planner.memory.microbatch import MicroBatch
 from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import ModelShape, read_shape
-from hflow.planner.request import ModelRequest
 from hflow.types import Unit
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)
@@ -64,7 +64,7 @@ def rank(
     made = role or ("gen" if backend in ENGINES else "train")
     axes = Layout.parse(layout)
     replica = Replica(f"m@{made}", "m", made, backend, axes, "all", tuple(range(axes.world)), (0,))
-    return Rank(replica, shape, ModelRequest(shape=shape, **asked), stage, stage == 0, on_cpu)
+    return Rank(replica, shape, model_config(**asked), stage, stage == 0, on_cpu)
 
 
 def microbatch(tokens: int, learned: int = 0, num: int = 1, pads: bool = False) -> MicroBatch:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 from state_script import publishers
 
+from hflow.config.schema import ScheduleConfig
 from hflow.graph.ir import Level
 from hflow.planner.ir import PUBLISH_PREFIX, Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime.simulation.simulate import simulate
-from hflow.types import ScheduleSettings
 
 GROUPS = ("g0", "g1", "g2")
 MODELS = ("actor", "critic")
@@ -56,7 +56,7 @@ def timed_schedules(draw: st.DrawFn, *kinds: str) -> Timed:
         tuple(row for row in shared if row[1]),
         FEW_STEPS,
         publishers=publishers([replica for replica, home in homes.items() if home is None], nodes),
-        settings=ScheduleSettings(
+        settings=ScheduleConfig(
             sync_every=draw(st.sampled_from((1, 1, 2, 3))),
             max_concurrent=stream.group_size * (stream.batch or 1),
         ),

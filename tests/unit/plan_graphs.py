@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 
+from hflow.config.schema import ScheduleConfig
 from hflow.graph.ir import (
     TRAJECTORY_FIELDS,
     BodyRef,
@@ -26,7 +27,7 @@ from hflow.launch.plan_request import known_devices
 from hflow.planner.cluster import parse_cluster
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.request import PlanRequest
-from hflow.types import ScheduleSettings, Unit
+from hflow.types import Unit
 
 COLUMNS = {"prompt": Unit.TEXT, "answer": Unit.TEXT}
 OUTPUT = (("out", "output"),)
@@ -190,10 +191,10 @@ def request(cluster: str = "cpu-1x2", **changes: object) -> PlanRequest:
     """A request with these fields, and these fields of its schedule's settings."""
     schedule = {
         field.name: changes.pop(field.name)
-        for field in dataclasses.fields(ScheduleSettings)
+        for field in dataclasses.fields(ScheduleConfig)
         if field.name in changes
     }
-    numbers: dict[str, object] = {"batch": 8, "num_steps": 10, "schedule": ScheduleSettings(**schedule)}  # type: ignore[arg-type]
+    numbers: dict[str, object] = {"batch": 8, "num_steps": 10, "schedule": ScheduleConfig(**schedule)}  # type: ignore[arg-type]
     return PlanRequest(cluster_of(cluster), **(numbers | changes))  # type: ignore[arg-type]
 
 

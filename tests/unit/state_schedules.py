@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import strategies as st
 from state_script import changed, publishers
 
+from hflow.config.schema import ScheduleConfig
 from hflow.graph.ir import Level
 from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
-from hflow.types import ScheduleSettings
 
 GROUPS = ("g0", "g1", "g2")
 
@@ -150,7 +150,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         shared=tuple(row for row in shared if row[1]),
         num_steps=draw(st.integers(1, 6)),
         publishers=publishers(apart, batch) if draw(st.sampled_from((True, True, True, False))) else (),
-        settings=ScheduleSettings(
+        settings=ScheduleConfig(
             max_concurrent=draw(st.integers(1, 12)),
             max_refused_per_step=60,
             **draw(staleness_rules(streams[0].batch or 1)),

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
+from hflow.config.schema import ScheduleConfig
 from hflow.graph.ir import Level
 from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.runtime.state.invariants import check_invariants
 from hflow.runtime.state.run_state import RunState
-from hflow.types import ScheduleSettings
 
 ENGINE = "actor@gen"
 
@@ -51,13 +51,13 @@ def schedule(
     engines = tuple(dict.fromkeys(r for stream in streams for r in stream.replicas))
     apart = publishers(() if shared else engines, nodes)
     rows = tuple(streams), tuple(nodes), orders, ((shared, engines),) if shared else ()
-    plain = Schedule(*rows, num_steps=2, publishers=apart, settings=ScheduleSettings(max_concurrent=64))
+    plain = Schedule(*rows, num_steps=2, publishers=apart, settings=ScheduleConfig(max_concurrent=64))
     return changed(plain, **more)
 
 
 def changed(schedule: Schedule, **changes: Any) -> Schedule:
     """A schedule with other values of these fields, its own or those of its settings."""
-    names = {field.name for field in fields(ScheduleSettings)}
+    names = {field.name for field in fields(ScheduleConfig)}
     settings = replace(schedule.settings, **{name: changes[name] for name in names & changes.keys()})
     return replace(schedule, settings=settings, **{k: v for k, v in changes.items() if k not in names})
 

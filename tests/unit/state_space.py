@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 from state_driver import Generating, World
 
+from hflow.config.schema import ScheduleConfig
 from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.runtime.state.groups import SampleDependencies
-from hflow.types import ScheduleSettings
 
-STATIC = (Schedule, ScheduledStream, ScheduleSettings, SampleDependencies)
+STATIC = (Schedule, ScheduledStream, ScheduleConfig, SampleDependencies)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_configs import model_config
 from plan_graphs import ema, grpo, infer, ppo, request
 
 from hflow.config import load_config
@@ -19,7 +20,6 @@ from hflow.planner.cluster import device_ranges
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import Plan
 from hflow.planner.placement.placement_setting import apply_placement
-from hflow.planner.request import ModelRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,7 +116,7 @@ def test_what_is_left_out_follows_the_first_trained_model_that_is_placed():
 
 
 def test_layouts_of_what_is_left_out_are_the_models_own():
-    made = plan("actor=0-3", models={"ref": ModelRequest(layout="d2t2")})
+    made = plan("actor=0-3", models={"ref": model_config(layout="d2t2")})
     assert placed(made)["ref@infer"] == ("actor", "d2t2p1", LOW)
 
 
@@ -215,10 +215,10 @@ def test_contradictions_are_refused_in_one_line(placement: str, message: str):
     ("key", "changes"),
     [
         ("groups.a", {"groups": {"a": (0,)}}),
-        ("models.actor.group", {"models": {"actor": ModelRequest(group="a")}}),
-        ("models.actor.gen.group", {"models": {"actor": ModelRequest(gen_group="a")}}),
-        ("models.actor.layout", {"models": {"actor": ModelRequest(layout="d2")}}),
-        ("models.actor.gen.layout", {"models": {"actor": ModelRequest(gen_layout="d2")}}),
+        ("models.actor.group", {"models": {"actor": model_config(group="a")}}),
+        ("models.actor.gen.group", {"models": {"actor": model_config(gen_group="a")}}),
+        ("models.actor.layout", {"models": {"actor": model_config(layout="d2")}}),
+        ("models.actor.gen.layout", {"models": {"actor": model_config(gen_layout="d2")}}),
     ],
 )
 def test_a_placement_is_the_only_one(key: str, changes: dict[str, object]):

@@ -106,8 +106,8 @@ def test_every_shipped_group_file_loads(file: Path, recipe):
         ("groups.gen=[0,x]", "groups.gen[1] is 'x'; it must be a whole number"),
         ("models.actor.dtype=fp16", "models.actor.dtype is 'fp16'; it must be 'fp32' or 'bf16'"),
         ("models.actor=3", "models.actor is 3; it must be a mapping"),
-        ("steps", "override 'steps' is not understood: write key=value"),
-        ("models.actor.path=a=b", "is not understood: write key=value, and a value with special characters"),
+        ("steps", "override 'steps' cannot be parsed: write key=value"),
+        ("models.actor.path=a=b", "cannot be parsed: write key=value, and a value with special characters"),
         ("optim@models.actor.optim=rl-tny", "there is no optim 'rl-tny'; did you mean 'rl-tiny'?"),
         ("optim@models.critic.optim=rl-tiny", "use +optim@models.critic.optim=rl-tiny"),
         ("seed=${nothing}", "seed: Interpolation key 'nothing' not found"),
@@ -125,7 +125,7 @@ def test_a_wrong_override_is_refused_in_one_line(override: str, message: str):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1", "mine.yaml:1: this is not YAML"),
+        ("a: [1", "mine.yaml:1: invalid YAML"),
         ("- 1\n", "mine.yaml: "),
         ("3", "mine.yaml: "),
         ("stpes: 3", "unknown key 'stpes'; did you mean 'steps'?"),

@@ -6,13 +6,14 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+from model_configs import model_config
 from plan_graphs import agent, changed, ema, grpo, ppo, request, sft
 
+from hflow.config.schema import ModelConfig
 from hflow.graph.draw import to_dot, to_mermaid
 from hflow.graph.ir import Edge, EdgeKind, Graph
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import Plan
-from hflow.planner.request import ModelRequest
 from hflow.report.graph_text import plan_dot, plan_mermaid
 
 STRING = r'"(?:[^"\\]|\\.)*"'
@@ -51,7 +52,7 @@ def parsed(source: str, grammar: dict[str, re.Pattern[str]]) -> dict[str, list[t
     return found
 
 
-def plan_of(graph: Graph, **models: ModelRequest) -> Plan:
+def plan_of(graph: Graph, **models: ModelConfig) -> Plan:
     return compile_plan(graph, request(models=models, batch=64, cluster="h100-1x8"))
 
 
@@ -90,7 +91,7 @@ def test_graphviz_takes_it(graph: Graph):
 
 
 def test_each_device_group_holds_its_nodes():
-    plan = plan_of(grpo(), actor=ModelRequest("d4", "d4", "train", "gen"))
+    plan = plan_of(grpo(), actor=model_config("d4", "d4", "train", "gen"))
     lines = [line.strip() for line in plan_dot(plan).splitlines()]
     ends = [i for i, line in enumerate(lines) if line == "}"]
     for title, inside in (

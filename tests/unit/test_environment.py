@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import plan_graphs as graphs
 import pytest
+from model_configs import model_config
 
 from hflow.planner.compile import compile_plan
-from hflow.planner.request import ModelRequest
 from hflow.workers.process_setup import environment
 from hflow.workers.ray.ray_cluster import Reservation, by_machine
 
@@ -17,7 +17,7 @@ ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 def environments(cluster: str, layout: str, **asked: str) -> list[dict[str, str]]:
     """Of the workers of a plan with this actor, and a reference model on the same devices."""
-    models = {"actor": ModelRequest(layout=layout, **asked), "ref": ModelRequest(layout="d1")}
+    models = {"actor": model_config(layout=layout, **asked), "ref": model_config(layout="d1")}
     plan = compile_plan(graphs.grpo(), graphs.request(cluster, models=models))
     return [environment(plan, worker) for worker in range(plan.cluster.num_devices)]
 

@@ -12,13 +12,13 @@ import pytest
 from forecast_samples import GIB, with_forecast
 from hypothesis import given
 from hypothesis import strategies as st
+from model_configs import model_config
 from plan_graphs import agent, grpo, ppo, request, sft
 
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import CycleStep, Period, Slot
 from hflow.planner.ir import Plan
 from hflow.planner.model_shape import ModelShape
-from hflow.planner.request import ModelRequest
 from hflow.planner.serialise import plain
 from hflow.report.formatting import MINUS
 from hflow.report.page import render_page
@@ -95,11 +95,13 @@ def test_equal_plans_give_equal_bytes():
 
 def test_a_thousand_devices_fit_in_the_page():
     models = {
-        "actor": ModelRequest("d32t4p4", "d64t8", "train", "gen", shape=SHAPE),
-        "critic": ModelRequest("d32t4p4", group="train", shape=SHAPE),
-        "ref": ModelRequest(group="train", shape=SHAPE),
+        "actor": model_config("d32t4p4", "d64t8", "train", "gen"),
+        "critic": model_config("d32t4p4", group="train"),
+        "ref": model_config(group="train"),
     }
-    plan = plan_of("ppo", cluster="h100-128x8", batch=1024, models=models)
+    plan = plan_of(
+        "ppo", cluster="h100-128x8", batch=1024, models=models, shapes=dict.fromkeys(models, SHAPE)
+    )
     text = render_page(plan)
     assert len(text.encode()) < 1_500_000
     assert len({ref for ref in Page(text).refs if ref.startswith("device:")}) == 1024
@@ -229,7 +231,7 @@ def test_steps_that_differ_are_drawn_until_all_repeats():
 
 def test_an_engine_shares_its_group_s_lane():
     """The sample's engine has a lane of its own name; idle or not, the page has one lane a group."""
-    models = {"actor": ModelRequest(group="train", gen_group="gen")}
+    models = {"actor": model_config(group="train", gen_group="gen")}
     made = gantt_view(plan_of(cluster="h100-1x8", batch=64, models=models))
     assert made is not None
     lanes = {lane.name: [bar.node for bar in lane.bars] for lane in made.lanes}
@@ -282,9 +284,11 @@ def test_each_device_knows_its_fullest_phase():
 
 def test_routes_name_who_sends_to_whom():
     """Training on 0-3 and generation on 4-7: every receiver needs slices that only 0-3 hold."""
-    models = {"actor": ModelRequest("d2t2", "d4", "train", "gen", shape=SHAPE)}
+    models = {"actor": model_config("d2t2", "d4", "train", "gen")}
     groups = {"train": (0, 1, 2, 3), "gen": (4, 5, 6, 7)}
-    view = page_view(plan_of(cluster="h100-1x8", batch=64, models=models, groups=groups)).devices
+    shapes = {"actor": SHAPE}
+    plan = plan_of(cluster="h100-1x8", batch=64, models=models, shapes=shapes, groups=groups)
+    view = page_view(plan).devices
     route = next(route for route in view.routes if route.kind == "weights")
     sets = [{i for first, last in runs for i in range(first, last + 1)} for runs in view.sets]
     assert set().union(*(sets[holders] for holders, _ in route.flows)) == {0, 1, 2, 3}
@@ -293,7 +297,7 @@ def test_routes_name_who_sends_to_whom():
 
 
 def test_routes_of_unknown_sizes_name_their_ends():
-    models = {"actor": ModelRequest("d4", "d2", "train", "gen")}
+    models = {"actor": model_config("d4", "d2", "train", "gen")}
     groups = {"train": (0, 1, 2, 3), "gen": (4, 5)}
     view = page_view(plan_of(cluster="h100-1x8", batch=64, models=models, groups=groups)).devices
     route = next(route for route in view.routes if route.kind == "weights")

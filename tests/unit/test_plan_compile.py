@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from model_configs import model_config
 from plan_graphs import agent, changed, ema, grpo, ppo, request, sft, without
 
 from hflow.graph.ir import Level, Stream
@@ -11,7 +12,6 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.graph_queries import trained_models
 from hflow.planner.ir import BatchCut, OrderEdge
 from hflow.planner.layout import Layout
-from hflow.planner.request import ModelRequest
 
 
 def node_of(plan, name):
@@ -33,7 +33,7 @@ def test_by_default_everything_is_colocated_on_all_devices():
 
 
 def test_training_and_generation_have_their_own_rank_orders():
-    models = {"actor": ModelRequest(layout="d2t2p2", gen_layout="d2t2p2")}
+    models = {"actor": model_config(layout="d2t2p2", gen_layout="d2t2p2")}
     plan = compile_plan(grpo(), request("h100-1x8", models=models))
     assert plan.replica("actor@train").heads == (4, 6)
     assert plan.replica("actor@gen").heads == (2, 6)
@@ -45,7 +45,7 @@ def test_training_and_generation_have_their_own_rank_orders():
 
 
 def test_named_groups_share_the_cluster_out():
-    models = {"actor": ModelRequest(layout="d4t2", group="train", gen_group="gen")}
+    models = {"actor": model_config(layout="d4t2", group="train", gen_group="gen")}
     plan = compile_plan(grpo(), request("h100-2x8", models=models))
     assert {g.name: g.devices for g in plan.groups} == {
         "train": tuple(range(8)),
@@ -57,7 +57,7 @@ def test_named_groups_share_the_cluster_out():
 
 
 def test_groups_may_list_their_devices():
-    models = {"actor": ModelRequest(group="a", gen_group="b", gen_layout="d1")}
+    models = {"actor": model_config(group="a", gen_group="b", gen_layout="d1")}
     groups = {"a": (1, 3), "b": (0, 2)}
     plan = compile_plan(grpo(), request("cpu-1x4", models=models, groups=groups))
     assert plan.replica("actor@train").workers == (1, 3)
@@ -81,9 +81,9 @@ def test_batch_nodes_of_a_group_run_in_topological_order_and_wrap_with_lag_one()
 
 def test_groups_have_orders_of_their_own():
     models = {
-        "actor": ModelRequest(layout="d1", group="a"),
-        "critic": ModelRequest(layout="d1", group="b"),
-        "ref": ModelRequest(group="b"),
+        "actor": model_config(layout="d1", group="a"),
+        "critic": model_config(layout="d1", group="b"),
+        "ref": model_config(group="b"),
     }
     plan = compile_plan(ppo(), request(models=models))
     assert dict(plan.schedule.orders) == {
@@ -95,7 +95,7 @@ def test_groups_have_orders_of_their_own():
 
 
 def test_a_batch_compute_runs_beside_its_readers_when_no_batch_node_feeds_it():
-    models = {"actor": ModelRequest(layout="d1", group="train", gen_group="gen")}
+    models = {"actor": model_config(layout="d1", group="train", gen_group="gen")}
     graph = without(grpo(), "ref_inf")
     plan = compile_plan(graph, request("cpu-1x2", models=models))
     assert plan.placement("group_advantage").group == "train"
@@ -235,11 +235,11 @@ def test_a_group_may_shrink_to_what_its_bodies_ask_for(asked, least):
 @pytest.mark.parametrize(
     ("cluster", "actor", "how"),
     [
-        ("cpu-1x1", ModelRequest(), "shared"),
-        ("cpu-1x2", ModelRequest(), "gather"),
-        ("cpu-1x2", ModelRequest(layout="d2", gen_layout="t2"), "gather"),
-        ("cpu-1x2", ModelRequest(layout="d2", gen_layout="d1"), "pull"),
-        ("cpu-1x2", ModelRequest(layout="d1", gen_layout="d1", group="a", gen_group="b"), "pull"),
+        ("cpu-1x1", model_config(), "shared"),
+        ("cpu-1x2", model_config(), "gather"),
+        ("cpu-1x2", model_config(layout="d2", gen_layout="t2"), "gather"),
+        ("cpu-1x2", model_config(layout="d2", gen_layout="d1"), "pull"),
+        ("cpu-1x2", model_config(layout="d1", gen_layout="d1", group="a", gen_group="b"), "pull"),
     ],
 )
 def test_weight_routes(cluster, actor, how):
@@ -257,7 +257,7 @@ def test_weights_that_nobody_writes_have_no_route():
 
 # -------------------------------------------------------------------------------------- size
 def test_a_thousand_devices():
-    models = {"actor": ModelRequest("d32t8p2", "d64t8", group="train", gen_group="gen")}
+    models = {"actor": model_config("d32t8p2", "d64t8", group="train", gen_group="gen")}
     plan = compile_plan(grpo(group=8), request("h100-128x8", batch=512, models=models))
     assert len(plan.replica("actor@train").workers) == 512
     assert plan.replica("actor@gen").heads == tuple(range(512, 1024, 8))

@@ -238,7 +238,7 @@ def test_a_minibatch_by_hand():
 def test_recomputing_costs_a_forward_of_the_layers():
     amount = work(1000.0)
     kept, again = (
-        named(train(side(backend=BARE, recompute=flag), amount, 1))["forward and backward"]
+        named(train(side(backend=BARE, activation_checkpointing=flag), amount, 1))["forward and backward"]
         for flag in (False, True)
     )
     assert again - kept == pytest.approx(2 * 4 * 36_864 * 1000 / 1e12)
@@ -310,7 +310,7 @@ def test_tensor_ranks_share_the_work_and_sum_hidden_states():
     assert parts["forward and backward"] == pytest.approx(3 * 2 * 153_856 * 1000 / 2 / 1e12)
     message = 500 * 64 * 4
     assert parts["tensor all-reduce"] == pytest.approx(2 * 4 * 4 * (message / 1e10 + 1e-6))
-    recomputing = replace(one, asked=replace(one.asked, recompute=True))
+    recomputing = replace(one, asked=replace(one.asked, activation_checkpointing=True))
     assert named(train(recomputing, work(1000.0), 1))["tensor all-reduce"] == pytest.approx(
         1.5 * parts["tensor all-reduce"]
     )
@@ -458,4 +458,4 @@ def test_saving_gathers_and_writes_fp32():
     assert gather.seconds == pytest.approx(0.5 * 4 * 160_256 / 1e10 + 1e-6)
     assert disk == Part("disk", 4 * 160_256 / 1e9, "disk")
     assert state == Part("optimizer's state", 12 * 160_256 / 2 / 1e9, "disk")
-    assert len(saving(side(layout="d2", saves_optimizer=False))) == 2
+    assert len(saving(side(layout="d2", save_optimizer=False))) == 2

@@ -8,6 +8,7 @@ from cost_kit import A100, H100, LLAMA_7B, LLAMA_405B, SMALL, TINY, TOY, rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hflow.config.schema import WorkloadConfig
 from hflow.graph.ir import Level
 from hflow.launch.plan_request import known_devices, known_links
 from hflow.planner.compile import compile_plan
@@ -18,9 +19,8 @@ from hflow.planner.cost.training import forward, train
 from hflow.planner.data.traffic_estimate import estimate_traffic
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.model_shape import ModelShape
-from hflow.planner.request import ModelRequest
 from hflow.planner.stream_workloads import stream_workloads
-from hflow.planner.workload import Workload, WorkloadRequest
+from hflow.planner.workload import Workload
 
 # ------------------------------------------------------------------------------------- monotonic
 devices = st.builds(
@@ -92,8 +92,8 @@ def test_more_devices_are_never_slower_where_links_cost_nothing(backend, workloa
 # ------------------------------------------------------------------------------------ whole plans
 def timed(graph, models=None, cluster="cpu-1x2", hardware=TOY, **changes):
     shapes = {model.name: SMALL for model in graph.models} if models is None else models
-    models = {name: ModelRequest(shape=shape) for name, shape in shapes.items()}
-    request = graphs.request(cluster, models=models, hardware=hardware, **changes)
+    shapes = {name: shape for name, shape in shapes.items() if shape is not None}
+    request = graphs.request(cluster, shapes=shapes, hardware=hardware, **changes)
     plan = compile_plan(graph, request)
     lengths = dict(stream_workloads(plan, request))
     traffic = estimate_traffic(plan, request, lengths[plan.schedule.streams[0].name])
@@ -157,12 +157,12 @@ def test_a_type_that_states_its_cost_is_believed(level, expected):
     source = graph.streams[0].source
     graph = graphs.changed(graph, source, group=4)
     graph = replace(graph, streams=tuple(replace(s, group=4 if s.group > 1 else 1) for s in graph.streams))
-    rows = timed(graph, workload=WorkloadRequest(prompt=20, response_mean=10.0, response_cv=0.0))
+    rows = timed(graph, workload=WorkloadConfig(prompt=20, response_mean=10.0, response_cv=0.0))
     assert dict(rows[node].parts)["body"] == pytest.approx(expected)
 
 
 def test_staleness_and_rare_syncs_let_batches_overlap():
-    lengths = WorkloadRequest(prompt=20, response_mean=100.0, response_cv=1.0)
+    lengths = WorkloadConfig(prompt=20, response_mean=100.0, response_cv=1.0)
     together = {"batch": 64, "max_concurrent": 512, "workload": lengths}
     synchronous = timed(graphs.grpo(), **together)["actor_gen"]
     for change in ({"max_staleness": 1}, {"sync_every": 2}):
@@ -227,7 +227,7 @@ def test_the_step_of_the_addition_recipe():
     devices_known, links = known_devices(__file__), known_links(__file__)
     cpu = devices_known["cpu"]
     hardware = Hardware(cpu, links[cpu.link], links[cpu.network])
-    lengths = WorkloadRequest(prompt=7, response_mean=4.0, response_cv=0.0)
+    lengths = WorkloadConfig(prompt=7, response_mean=4.0, response_cv=0.0)
     graph = graphs.without(graphs.grpo(8, minibatches=2), "ref_inf")
     reads = tuple(read for read in graph.node("actor_train").reads if read.field != "ref_logprobs")
     nodes = tuple(replace(n, reads=reads) if n.name == "actor_train" else n for n in graph.nodes)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_configs import model_config
 from plan_graphs import agent, changed, ema, grpo, ppo, request, sft, without
 from rich.console import Console
 
@@ -25,7 +26,6 @@ from hflow.planner.forecast import CycleStep, EdgeTraffic, Forecast, NodeTime, P
 from hflow.planner.hardware import Device, Efficiency, Hardware, Link
 from hflow.planner.ir import Plan
 from hflow.planner.model_shape import ModelShape
-from hflow.planner.request import ModelRequest
 from hflow.planner.serialise import digested, to_json
 from hflow.planner.workload import Workload
 from hflow.report.diff_text import render_diff
@@ -129,10 +129,10 @@ def test_the_same_shards_on_other_devices_are_no_resharding():
 
 
 def test_another_backend_is_resharded():
-    backends = [{"actor": ModelRequest(backend=backend)} for backend in ("torch", "megatron")]
+    backends = [{"actor": model_config(backend=backend)} for backend in ("torch", "megatron")]
     found = diff(*(rows(models=models) for models in backends))
     assert found.verdict == "a resume would have to reshard actor@train backend torch -> megatron"
-    engines = [{"actor": ModelRequest(engine=engine)} for engine in ("embedded", "vllm")]
+    engines = [{"actor": model_config(engine=engine)} for engine in ("embedded", "vllm")]
     found = diff(*(rows(models=models) for models in engines))
     assert the(found, "replica", "actor@gen backend").effect is Effect.NEW
 
@@ -274,22 +274,23 @@ def test_another_dataset_or_stream_is_refused():
 
 def test_a_model_of_other_sizes_is_refused():
     larger = replace(TINY, num_layers=2)
-    with_actor = [rows(models={"actor": ModelRequest(shape=shape)}) for shape in (TINY, larger, None)]
+    with_actor = [rows(shapes=shapes) for shapes in ({"actor": TINY}, {"actor": larger}, {})]
     found = diff(*with_actor[:2])
     assert the(found, "shape", "actor num_layers") == Change(
         "shape", "actor num_layers", "1", "2", Effect.REFUSE
     )
     assert found.verdict == "cannot resume: shape actor num_layers: 1 -> 2"
-    with_ref = [rows(models={"ref": ModelRequest(shape=shape)}) for shape in (TINY, larger)]
+    with_ref = [rows(shapes={"ref": shape}) for shape in (TINY, larger)]
     assert the(diff(*with_ref), "shape", "ref num_layers").effect is Effect.NEW
     unknown = the(diff(with_actor[2], with_actor[0]), "shape", "actor")
     assert (unknown.before, unknown.after, unknown.effect) == (None, "llama", Effect.SAME)
 
 
 def test_weight_routes():
-    together = {"actor": ModelRequest("d1", "d1", shape=TINY)}
-    apart = {"actor": ModelRequest("d1", "d1", "train", "gen", shape=TINY)}
-    found = diff(rows(models=together, cluster="cpu-1x1"), rows(models=apart))
+    shapes = {"actor": TINY}
+    together = {"actor": model_config("d1", "d1")}
+    apart = {"actor": model_config("d1", "d1", "train", "gen")}
+    found = diff(rows(models=together, shapes=shapes, cluster="cpu-1x1"), rows(models=apart, shapes=shapes))
     # Embedding 10*4; q k v o 4*(4*4); gate up down 3*(8*4); norms 3*4: 212 entries of 4 bytes.
     assert the(found, "weights", "actor@train -> actor@gen moved").after == "848 B"
     assert the(found, "weights", "actor@train -> actor@gen").before == "shared"

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from model_configs import model_config
 from plan_graphs import agent, changed, grpo, ppo, request
 
 from hflow.errors import PlanError
 from hflow.graph.ir import BodyRef, Knob, SourceLocation
 from hflow.planner.compile import compile_plan
-from hflow.planner.request import ModelRequest
 from hflow.planner.serialise import plan_digest, to_json
 
 HERE = Path(__file__).parent
@@ -62,7 +62,7 @@ def test_the_digest_does_not_depend_on_where_files_lie():
         {"sync_every": 2},
         {"save_every": 3},
         {"cluster": "cpu-1x1"},
-        {"models": {"actor": ModelRequest(layout="d1")}},
+        {"models": {"actor": model_config(layout="d1")}},
         {"settings": {"models.actor.optim.lr": 1e-3}},
     ],
     ids=lambda changes: next(iter(changes)),

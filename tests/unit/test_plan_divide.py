@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_configs import model_config
 from plan_graphs import grpo
 
 from hflow.errors import PlanError
@@ -14,7 +15,7 @@ from hflow.planner.ir import ClusterSpec, Replica
 from hflow.planner.layout import Layout
 from hflow.planner.layout_checks import check_layouts
 from hflow.planner.model_shape import ModelShape, tensors
-from hflow.planner.request import ModelRequest, PlanRequest
+from hflow.planner.request import PlanRequest
 from hflow.planner.weights.sharding import pieces
 
 QWEN_7B = ModelShape("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, is_tied=False, has_qkv_bias=True)
@@ -26,7 +27,7 @@ EVEN = replace(QWEN_7B, num_kv_heads=28, intermediate=28 * 64, vocab=28 * 64)
 def check(layout, shape=QWEN_7B, backend="megatron", role="train"):
     actor = Replica(f"actor@{role}", "actor", role, backend, Layout.parse(layout), "all", (), ())
     cluster = ClusterSpec("test", "cpu", 1, 1024, 2**30)
-    check_layouts((actor,), PlanRequest(cluster, 8, 1, {"actor": ModelRequest(shape=shape)}))
+    check_layouts((actor,), PlanRequest(cluster, 8, 1, shapes={} if shape is None else {"actor": shape}))
 
 
 def refusal(*arguments, **options):
@@ -107,8 +108,9 @@ def test_vllm_pads_to_64_tokens_which_not_every_tensor_size_divides():
 
 
 def test_a_plan_is_refused_before_anything_is_laid_out():
-    actor = ModelRequest(layout="t2", gen_layout="d2", shape=replace(QWEN_7B, num_heads=7, num_kv_heads=7))
-    request = PlanRequest(ClusterSpec("test", "cpu", 1, 2, 2**30), 8, 1, {"actor": actor})
+    models = {"actor": model_config(layout="t2", gen_layout="d2")}
+    shapes = {"actor": replace(QWEN_7B, num_heads=7, num_kv_heads=7)}
+    request = PlanRequest(ClusterSpec("test", "cpu", 1, 2, 2**30), 8, 1, models, shapes)
     with pytest.raises(PlanError, match="actor@train: 7 heads cannot be split over 2 tensor ranks"):
         compile_plan(grpo(), request)
 

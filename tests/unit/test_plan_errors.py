@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from model_configs import model_config
 from plan_graphs import changed, compute, grpo, ppo, request, sft, train
 
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Level, Node, Stream
 from hflow.planner.compile import compile_plan
-from hflow.planner.request import ModelRequest
 
 
 def refused(graph, message, cluster="cpu-1x2", **changes):
@@ -17,7 +17,7 @@ def refused(graph, message, cluster="cpu-1x2", **changes):
 
 
 def actor(**changes):
-    return {"actor": ModelRequest(**changes)}
+    return {"actor": model_config(**changes)}
 
 
 def test_a_layout_larger_than_its_group():
@@ -40,7 +40,7 @@ def test_a_layout_that_is_none():
 
 
 def test_an_unknown_model_or_group():
-    refused(grpo(), "no model 'acter'; did you mean 'actor'", models={"acter": ModelRequest()})
+    refused(grpo(), "no model 'acter'; did you mean 'actor'", models={"acter": model_config()})
     groups = {"train": (0,), "gen": (1,)}
     refused(
         grpo(),

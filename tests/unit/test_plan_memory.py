@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_kit import LLAMA_7B, SMALL, microbatch, rank
+from model_configs import model_config
 
 from hflow.backends.common.chunked import LOGITS_PER_CHUNK
 from hflow.backends.embedded_engine import memory as embedded_memory
@@ -19,6 +20,7 @@ from hflow.backends.megatron import memory as megatron_memory
 from hflow.backends.torch_model import fsdp, weight_export
 from hflow.backends.torch_model import memory as torch_memory
 from hflow.backends.vllm_engine import memory as vllm_memory
+from hflow.config.schema import WorkloadConfig
 from hflow.errors import PlanError
 from hflow.planner.backends import training_backend, traits
 from hflow.planner.compile import compile_plan
@@ -34,8 +36,7 @@ from hflow.planner.memory import (
 from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import stage_sizes
 from hflow.planner.model_shape import num_parameters
-from hflow.planner.request import ModelRequest
-from hflow.planner.workload import Workload, WorkloadRequest
+from hflow.planner.workload import Workload
 from hflow.workers.weights import buckets as worker_weights
 
 NUM_7B = 6_738_415_616
@@ -171,12 +172,14 @@ def test_activations_split_over_tensor_ranks_as_in_korthikanti_2022():
 
 def test_recomputation_keeps_inputs_and_one_layer():
     # 7B, one micro-batch of 4,096 tokens in bf16: an input is 2 x 4,096 x 4,096 = 32 MiB.
-    asked = rank(LLAMA_7B, "d64", dtype="bf16", recompute=True, on_cpu=False)
+    asked = rank(LLAMA_7B, "d64", dtype="bf16", activation_checkpointing=True, on_cpu=False)
     batch = microbatch(4_096, 1_000)
     layer = activations.kept_by_layer(asked, batch)
     assert activations.layer_input(asked, batch) == 32 * MIB
     assert torch_memory.train_step(asked, batch)["activations"] <= 32 * 32 * MIB + layer
-    kept = torch_memory.train_step(replace(asked, request=replace(asked.request, recompute=False)), batch)
+    kept = torch_memory.train_step(
+        replace(asked, config=replace(asked.config, activation_checkpointing=False)), batch
+    )
     # At its peak the backward pass is in the last layer but one.
     assert kept["activations"] == 31 * layer
 
@@ -206,7 +209,7 @@ def test_a_stage_of_a_pipeline_has_as_many_micro_batches_as_stages_from_it_on():
 
 # --------------------------------------------------------------------------------- micro-batches
 def batch_of(plan, node, lengths, data, **asked):
-    return largest_microbatch(plan, plan.graph.node(node), lengths, ModelRequest(**asked), data)
+    return largest_microbatch(plan, plan.graph.node(node), lengths, model_config(**asked), data)
 
 
 def test_micro_batches_are_bounded_by_budget_longest_sequence_and_share():
@@ -279,8 +282,9 @@ def compiled(graph, cluster="cpu-1x2", models=("actor", "ref", "critic"), **chan
     asked = changes.pop("asked", {})
     heads = {"critic": replace(SMALL, head="value")}
     known = [model.name for model in graph.models if model.name in models]
-    requests = {name: ModelRequest(shape=heads.get(name, SMALL), **asked) for name in known}
-    request = graphs.request(cluster, models=requests, **changes)
+    configs = {name: model_config(**asked) for name in known}
+    shapes = {name: heads.get(name, SMALL) for name in known}
+    request = graphs.request(cluster, models=configs, shapes=shapes, **changes)
     return compile_plan(graph, request), request
 
 
@@ -340,9 +344,9 @@ def test_a_model_of_unknown_sizes_is_left_out_and_named():
 
 
 def test_groups_of_their_own_have_their_own_phases():
-    asked = ModelRequest(shape=SMALL, group="train", gen_group="gen")
-    models = {"actor": asked, "ref": ModelRequest(shape=SMALL, group="train")}
-    request = graphs.request("cpu-1x4", models=models, groups={"train": (0, 1), "gen": (2, 3)})
+    models = {"actor": model_config(group="train", gen_group="gen"), "ref": model_config(group="train")}
+    groups = {"train": (0, 1), "gen": (2, 3)}
+    request = graphs.request("cpu-1x4", models=models, shapes=dict.fromkeys(models, SMALL), groups=groups)
     plan = compile_plan(graphs.grpo(), request)
     rows = memory_phases(plan, request)
     assert {row.phase for row in rows if row.group == "gen"} == {"generate", "wake"}
@@ -364,10 +368,10 @@ def test_every_device_has_every_phase_once(backend, data, tensor, pipe, on_cpu):
     layout = Layout(data, tensor, pipe) if backend == "megatron" else Layout(data)
     cluster = f"{'cpu' if on_cpu else 'h100'}-1x{layout.world + 1}"
     models = {
-        "actor": ModelRequest(shape=SMALL, layout=str(layout), backend=backend, gen_layout="d1"),
-        "ref": ModelRequest(shape=SMALL, layout="d1"),
+        "actor": model_config(layout=str(layout), backend=backend, gen_layout="d1"),
+        "ref": model_config(layout="d1"),
     }
-    request = graphs.request(cluster, models=models)
+    request = graphs.request(cluster, models=models, shapes=dict.fromkeys(models, SMALL))
     rows = memory_phases(compile_plan(graphs.grpo(), request), request)
     for name in {row.phase for row in rows}:
         devices = [device for row in rows if row.phase == name for device in row.devices]
@@ -385,12 +389,12 @@ def test_every_device_has_every_phase_once(backend, data, tensor, pipe, on_cpu):
 )
 def test_recomputation_smaller_batches_and_more_ranks_never_need_more(recompute, dtype, tokens, num, on_cpu):
     batch = microbatch(tokens, tokens // 2, num)
-    asked = rank(LLAMA_7B, "d8", dtype=dtype, recompute=recompute, on_cpu=on_cpu)
+    asked = rank(LLAMA_7B, "d8", dtype=dtype, activation_checkpointing=recompute, on_cpu=on_cpu)
     needed = torch_memory.train_step(asked, batch).total()
-    again = replace(asked, request=replace(asked.request, recompute=True))
+    again = replace(asked, config=replace(asked.config, activation_checkpointing=True))
     assert torch_memory.train_step(again, batch).total() <= needed
     assert torch_memory.train_step(asked, replace(batch, tokens=tokens + 1)).total() >= needed
-    wider = rank(LLAMA_7B, "d16", dtype=dtype, recompute=recompute, on_cpu=on_cpu)
+    wider = rank(LLAMA_7B, "d16", dtype=dtype, activation_checkpointing=recompute, on_cpu=on_cpu)
     assert torch_memory.train_step(wider, batch).total() <= needed
     assert model_state(wider).total() < model_state(asked).total()
 
@@ -398,10 +402,11 @@ def test_recomputation_smaller_batches_and_more_ranks_never_need_more(recompute,
 # -------------------------------------------------------------------------------------- refusals
 def refused(capacity, cluster="h100-1x2", graph=None, request=None, **asked):
     """What a plan is refused with on devices of so many bytes, having had enough of them."""
-    known = {"shape": SMALL, "gen_layout": "d1", "max_running": 8, "max_model_len": 400} | asked
-    models = {name: ModelRequest(**known) for name in ("actor", "ref")}
-    numbers = {"workload": WorkloadRequest(300, 50, 0.6), "max_concurrent": 8} | (request or {})
-    wanted = graphs.request(cluster, models=models, **numbers)
+    known = {"gen_layout": "d1", "max_running": 8, "max_model_len": 400} | asked
+    shapes = dict.fromkeys(("actor", "ref"), known.pop("shape", SMALL))
+    models = {name: model_config(**known) for name in shapes}
+    numbers = {"workload": WorkloadConfig(300, 50, 0.6), "max_concurrent": 8} | (request or {})
+    wanted = graphs.request(cluster, models=models, shapes=shapes, **numbers)
     plan = compile_plan(graph or graphs.grpo(), wanted)
     phases = memory_phases(plan, wanted)
     small = replace(plan, cluster=replace(plan.cluster, memory_bytes=capacity))
@@ -413,9 +418,11 @@ def refused(capacity, cluster="h100-1x2", graph=None, request=None, **asked):
 
 
 def peak_of(cluster="h100-1x2", **asked):
-    known = {"shape": SMALL, "gen_layout": "d1", "max_running": 8, "max_model_len": 400} | asked
-    models = {name: ModelRequest(**known) for name in ("actor", "ref")}
-    wanted = graphs.request(cluster, models=models, workload=WorkloadRequest(300, 50, 0.6), max_concurrent=8)
+    known = {"gen_layout": "d1", "max_running": 8, "max_model_len": 400} | asked
+    shapes = dict.fromkeys(("actor", "ref"), known.pop("shape", SMALL))
+    numbers = {"shapes": shapes, "workload": WorkloadConfig(300, 50, 0.6), "max_concurrent": 8}
+    models = {name: model_config(**known) for name in shapes}
+    wanted = graphs.request(cluster, models=models, **numbers)
     return max(row.total for row in memory_phases(compile_plan(graphs.grpo(), wanted), wanted))
 
 
@@ -430,25 +437,25 @@ def test_smaller_micro_batches_are_advised_first():
 
 
 def test_recomputation_is_advised_where_one_sequence_is_too_large():
-    capacity = peak_of(tokens_per_microbatch=400, recompute=True)
+    capacity = peak_of(tokens_per_microbatch=400, activation_checkpointing=True)
     message = refused(capacity, tokens_per_microbatch=400)
     assert "; models.actor.activation_checkpointing=true fits (" in message
 
 
 def test_recomputation_and_smaller_micro_batches_together():
     # Inference has the smaller micro-batches already.
-    capacity = peak_of(tokens_per_microbatch=400, recompute=True)
+    capacity = peak_of(tokens_per_microbatch=400, activation_checkpointing=True)
     message = refused(capacity, tokens_per_microbatch=800)
     assert "models.actor.activation_checkpointing=true models.actor.tokens_per_microbatch=400 fits" in message
 
 
 def test_fewer_sequences_at_once_are_advised_where_the_cache_is_too_large():
     # A token's cache is 2 x 4 x 32 x 4 = 1,024 bytes: 64 sequences of 400 tokens take 25 MiB and more.
-    capacity = peak_of(tokens_per_microbatch=400, recompute=True) + 8 * 500 * 1_024
+    capacity = peak_of(tokens_per_microbatch=400, activation_checkpointing=True) + 8 * 500 * 1_024
     message = refused(
         capacity,
         tokens_per_microbatch=400,
-        recompute=True,
+        activation_checkpointing=True,
         max_running=64,
         request={"max_concurrent": 64},
     )
@@ -461,7 +468,7 @@ LARGE = {
     "shape": LLAMA_7B,
     "engine": "vllm",
     "tokens_per_microbatch": 400,
-    "recompute": True,
+    "activation_checkpointing": True,
     "dtype": "bf16",
 }
 
@@ -491,7 +498,8 @@ def test_more_devices_where_nothing_else_helps():
 
 def test_a_model_whose_engine_fits_nowhere():
     # The embedded engine holds the whole model: 13.5 GB in bf16.
-    message = refused(10 * 10**9, shape=LLAMA_7B, dtype="bf16", tokens_per_microbatch=400, recompute=True)
+    smallest = {"tokens_per_microbatch": 400, "activation_checkpointing": True}
+    message = refused(10 * 10**9, shape=LLAMA_7B, dtype="bf16", **smallest)
     assert "no single change fits: even with a group of" in message
     assert "generate needs 1" in message
 
@@ -517,7 +525,7 @@ def close_to(measured):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_real_training_step_and_inference(architecture, dtype, recompute):
     trained, inferred = kit.real_peaks(architecture, 8, 64, dtype=dtype, activation_checkpointing=recompute)
-    batch, asked = microbatch(512, 384), {"dtype": dtype, "recompute": recompute}
+    batch, asked = microbatch(512, 384), {"dtype": dtype, "activation_checkpointing": recompute}
     assert transient(architecture, "train", batch, **asked) == close_to(trained)
     assert transient(architecture, "infer", batch, **asked) == close_to(inferred)
 

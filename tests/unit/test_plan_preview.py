@@ -8,6 +8,7 @@ import plan_graphs as graphs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_configs import model_config
 
 from hflow.graph.ir import TRAJECTORY_FIELDS
 from hflow.planner.compile import compile_plan
@@ -18,7 +19,6 @@ from hflow.planner.data.minibatches import cut_minibatches, shards
 from hflow.planner.data.redistribute import redistribute
 from hflow.planner.data.traffic_estimate import MAX_LISTED_STEPS, estimate_traffic, generating_workers
 from hflow.planner.node_order import topological_order
-from hflow.planner.request import ModelRequest
 from hflow.planner.workload import Workload, sample_lengths
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage.sample_store import SampleStore
@@ -27,7 +27,7 @@ from hflow.workers.storage.sample_store import SampleStore
 def planned(graph, cluster="cpu-1x2", layouts=None, **changes):
     """A plan and its request; `layouts` says (train or infer, generation) by model."""
     models = {
-        name: ModelRequest(layout=layout, gen_layout=gen) for name, (layout, gen) in (layouts or {}).items()
+        name: model_config(layout=layout, gen_layout=gen) for name, (layout, gen) in (layouts or {}).items()
     }
     request = graphs.request(cluster, models=models, **changes)
     return compile_plan(graph, request), request
@@ -230,7 +230,7 @@ def test_a_full_engine_keeps_its_load_while_samples_wait():
     responses = [10, 2, 2, 2, 2, 2]
     plan, request = planned(graphs.ppo(), batch=6, max_concurrent=4)
     assert homes_of(plan, request, responses) == [0, 1, 0, 1, 0, 1]
-    one_slot = {"actor": ModelRequest(max_running=1)}
+    one_slot = {"actor": model_config(max_running=1)}
     request = graphs.request(models=one_slot, batch=6, max_concurrent=4)
     assert homes_of(plan, request, responses) == [0, 1, 0, 1, 1, 1]
 

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from model_configs import model_config
 from plan_graphs import request
 
 from hflow.dsl.load import load_recipe
 from hflow.graph.build import build_graph
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import Plan
-from hflow.planner.request import ModelRequest
 from hflow.planner.serialise import to_json
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ assert RECIPES, "no recipe found"
 
 def plan_of(path: Path, **changes: object) -> Plan:
     graph = build_graph(load_recipe(path).spec())
-    apart = {model.name: ModelRequest("d1t2p2", "d2t2", "train", "gen") for model in graph.models}
+    apart = {model.name: model_config("d1t2p2", "d2t2", "train", "gen") for model in graph.models}
     models = apart if changes.pop("apart", False) else {}
     return compile_plan(graph, request(models=models, batch=64, **changes))
 

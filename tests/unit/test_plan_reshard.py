@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_configs import model_config
 from plan_graphs import grpo
 
 from hflow.planner.backends import BACKENDS, ENGINES, traits
@@ -15,7 +16,7 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.ir import ClusterSpec, Replica, RouteRow, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape, tensors
-from hflow.planner.request import ModelRequest, PlanRequest
+from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
 from hflow.planner.weights.resharding import BoxOverlap, overlaps, senders, with_rows
 from hflow.planner.weights.sharding import Piece, held
@@ -187,8 +188,9 @@ def test_overlaps_of_a_grid_with_rows():
 
 
 # ---------------------------------------------------------------------- in the plan
-def planned(actor):
-    request = PlanRequest(cluster(1, 2), batch=8, num_steps=1, models={"actor": actor})
+def planned(actor, shape=None):
+    shapes = {} if shape is None else {"actor": shape}
+    request = PlanRequest(cluster(1, 2), batch=8, num_steps=1, models={"actor": actor}, shapes=shapes)
     (route,) = compile_plan(grpo(), request).weights
     return route
 
@@ -196,7 +198,7 @@ def planned(actor):
 @pytest.mark.parametrize(("dtype", "item_bytes"), [("fp32", 4), ("bf16", 2)])
 def test_a_plan_counts_in_the_dtype_that_engines_hold(dtype, item_bytes):
     # Two FSDP ranks, two whole engines: each holds one half of 2220 entries and takes the other.
-    route = planned(ModelRequest(shape=shape_of(), dtype=dtype))
+    route = planned(model_config(dtype=dtype), shape_of())
     assert (route.how, route.moved_bytes, route.held_bytes) == (
         "gather",
         2220 * item_bytes,
@@ -205,12 +207,12 @@ def test_a_plan_counts_in_the_dtype_that_engines_hold(dtype, item_bytes):
 
 
 def test_storage_that_is_shared_moves_nothing():
-    route = planned(ModelRequest(layout="d1", gen_layout="d1", shape=shape_of()))
+    route = planned(model_config(layout="d1", gen_layout="d1"), shape_of())
     assert (route.how, route.moved_bytes, route.held_bytes) == ("shared", 0, 2220 * 4)
 
 
 def test_a_model_of_unknown_sizes_has_no_rows():
-    assert planned(ModelRequest()).rows == ()
+    assert planned(model_config()).rows == ()
 
 
 # ------------------------------------------------------------------- replayed on arrays

@@ -3,10 +3,10 @@
 from collections import deque
 
 import pytest
+from model_configs import model_config
 from plan_graphs import agent, ema, grpo, ppo, request, sft, without
 
 from hflow.planner.compile import compile_plan
-from hflow.planner.request import ModelRequest
 from hflow.runtime import events as ev
 from hflow.runtime.state.run_state import RunState
 
@@ -44,7 +44,7 @@ def run(plan, limit=20_000):
     return given
 
 
-APART = {"actor": ModelRequest(layout="d1", group="train", gen_group="gen")}
+APART = {"actor": model_config(layout="d1", group="train", gen_group="gen")}
 
 
 @pytest.mark.parametrize("models", [{}, APART], ids=["colocated", "apart"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from forecast_samples import GIB, sample_hardware, with_forecast
+from model_configs import model_config
 from plan_graphs import agent, ema, grpo, ppo, request, sft
 from rich.cells import cell_len
 from rich.console import Console
@@ -16,7 +17,6 @@ from hflow.graph.ir import Edge, EdgeKind
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import CycleStep, Period, PhaseMemory, Slot
 from hflow.planner.ir import Plan
-from hflow.planner.request import ModelRequest
 from hflow.planner.workload import Workload
 from hflow.report.memory_classes import device_classes
 from hflow.report.plan_text import render_plan
@@ -45,7 +45,7 @@ def plan_of(graph=None, cluster: str = "cpu-1x2", **changes) -> Plan:
 
 def apart(cluster: str, train: str, gen: str, **changes) -> Plan:
     """The actor trains on one group and generates on another."""
-    actor = ModelRequest(layout=train, gen_layout=gen, group="train", gen_group="gen")
+    actor = model_config(layout=train, gen_layout=gen, group="train", gen_group="gen")
     return plan_of(grpo(), cluster, models={"actor": actor}, **changes)
 
 
@@ -273,7 +273,7 @@ def test_turns_name_engines_in_brackets():
 
 
 def test_a_model_that_runs_on_what_arrives_is_told_with_its_devices():
-    told = words(plan_of(agent(), models={"rm": ModelRequest(layout="d1", group="rm")}))
+    told = words(plan_of(agent(), models={"rm": model_config(layout="d1", group="rm")}))
     assert "infer a group on rm@infer, as they arrive" in told
     assert "rew_inf, as samples and groups arrive" in told
 

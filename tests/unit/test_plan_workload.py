@@ -7,14 +7,14 @@ import plan_graphs as graphs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_configs import model_config
 
+from hflow.config.schema import WorkloadConfig
 from hflow.errors import PlanError
 from hflow.planner.compile import compile_plan
-from hflow.planner.request import ModelRequest
 from hflow.planner.stream_workloads import stream_workloads
 from hflow.planner.workload import (
     Workload,
-    WorkloadRequest,
     cdf,
     expected_max,
     quantile,
@@ -42,7 +42,7 @@ def limited(graph, node, max_tokens):
 
 def test_what_the_user_does_not_say_is_assumed_from_max_tokens_and_the_engine():
     graph = limited(limited(graphs.grpo(), "actor_gen", 1500), "eval_gen", 300)
-    models = {"actor": ModelRequest(max_model_len=2000)}
+    models = {"actor": model_config(max_model_len=2000)}
     # The prompt is what 1500 tokens leave of 2000, and for evaluation no more than 512.
     assert lengths_of(graph, models=models) == {
         "actor_gen": Workload(500, 750.0, 0.6, 1500),
@@ -52,26 +52,26 @@ def test_what_the_user_does_not_say_is_assumed_from_max_tokens_and_the_engine():
 
 def test_the_users_numbers_count_and_the_engine_cuts_responses():
     graph = limited(graphs.grpo(), "actor_gen", 1500)
-    said = WorkloadRequest(prompt=900, response_mean=700.0, response_cv=0.0)
-    found = lengths_of(graph, workload=said, models={"actor": ModelRequest(max_model_len=2000)})
+    said = WorkloadConfig(prompt=900, response_mean=700.0, response_cv=0.0)
+    found = lengths_of(graph, workload=said, models={"actor": model_config(max_model_len=2000)})
     assert found["actor_gen"] == Workload(900, 700.0, 0.0, 1100, is_assumed=False)
 
 
 def test_one_number_that_is_missing_is_an_assumption():
-    assert lengths_of(graphs.grpo(), workload=WorkloadRequest(prompt=9, response_mean=9.0))[
+    assert lengths_of(graphs.grpo(), workload=WorkloadConfig(prompt=9, response_mean=9.0))[
         "actor_gen"
     ].is_assumed
 
 
 def test_written_samples_fill_half_of_what_their_prompt_leaves():
     assert lengths_of(graphs.sft()) == {"sft_view": Workload(512, 768.0, 0.6, 1536)}
-    small = {"actor": ModelRequest(max_model_len=64)}
+    small = {"actor": model_config(max_model_len=64)}
     assert lengths_of(graphs.sft(), models=small) == {"sft_view": Workload(32, 16.0, 0.6, 32)}
 
 
 def test_a_prompt_without_room_for_a_response_is_refused():
     with pytest.raises(PlanError, match=r"2048 tokens leave no room .* set workload.prompt to 2047 or less"):
-        lengths_of(graphs.grpo(), workload=WorkloadRequest(prompt=2048))
+        lengths_of(graphs.grpo(), workload=WorkloadConfig(prompt=2048))
 
 
 # ------------------------------------------------------------------------------ the distribution

@@ -48,8 +48,8 @@ def kept_after_infer(rank: Rank) -> Items:
 def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     """Yield the bytes at each moment that may be the peak."""
     layer = activations.kept_by_layer(rank, batch)
-    kept = activations.layer_input(rank, batch) if rank.request.recompute else layer
-    recomputed = layer if rank.request.recompute else 0
+    kept = activations.layer_input(rank, batch) if rank.config.activation_checkpointing else layer
+    recomputed = layer if rank.config.activation_checkpointing else 0
     num_in_flight = min(rank.replica.layout.pipe - rank.stage, batch.num)
     in_layers = Items(activations=num_in_flight * rank.sizes.num_layers * kept)
     yield in_layers + _head(rank, batch, with_gradient=True)

@@ -70,7 +70,7 @@ class _Training:
 
     def __init__(self, rank: Rank, batch: MicroBatch) -> None:
         self.rank, self.batch, self.sizes = rank, batch, rank.sizes
-        self.recomputes = rank.request.recompute
+        self.recomputes = rank.config.activation_checkpointing
         self.layer = activations.kept_by_layer(rank, batch)
         self.kept = activations.layer_input(rank, batch) if self.recomputes else self.layer
         self.shard = FP32_BYTES * self.sizes.total_shard

@@ -50,7 +50,7 @@ class Rollout:
         """Engines of a replica that have something to do, and the sequences that each decodes at once."""
         in_flight = min((self.ahead + 1) * self.groups, max(1, self.max_concurrent // self.group_size))
         engines = min(side.layout.data, in_flight)
-        return engines, min(side.asked.max_running, math.ceil(in_flight / engines) * self.group_size)
+        return engines, min(side.asked.gen.max_running, math.ceil(in_flight / engines) * self.group_size)
 
 
 class Phase(NamedTuple):

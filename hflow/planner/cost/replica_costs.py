@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hflow.config.schema import ModelConfig
 from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.cost.collectives import Ranks, axis_ranks
 from hflow.planner.cost.roofline import Rates
@@ -11,7 +12,6 @@ from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import ClusterSpec, Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import DTYPE_BYTES, ModelShape
-from hflow.planner.request import ModelRequest
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ReplicaCosts:
     """A model, how a replica cuts it, and what its devices and links can do."""
 
     shape: ModelShape
-    asked: ModelRequest
+    asked: ModelConfig
     layout: Layout
     backend: BackendTraits
     hardware: Hardware
@@ -33,7 +33,7 @@ class ReplicaCosts:
         cls,
         replica: Replica,
         shape: ModelShape,
-        asked: ModelRequest,
+        asked: ModelConfig,
         hardware: Hardware,
         cluster: ClusterSpec,
     ) -> ReplicaCosts:
@@ -44,18 +44,18 @@ class ReplicaCosts:
     @property
     def rates(self) -> Rates:
         """What one device reaches in the dtype that the model computes in."""
-        return Rates.of(self.hardware, self.asked.dtype)
+        return Rates.of(self.hardware, self.asked.compute_dtype)
 
     @property
     def itemsize(self) -> int:
         """Bytes of a number in that dtype."""
-        return DTYPE_BYTES[self.asked.dtype]
+        return DTYPE_BYTES[self.asked.compute_dtype]
 
     @property
     def token_share(self) -> int:
         """By how many ranks the tokens between the matrices are shared (sequence parallelism)."""
         on_cpu = self.hardware.device.type == "cpu"
-        return self.layout.tensor if self.asked.shares_tokens(on_cpu) else 1
+        return self.layout.tensor if self.asked.uses_sequence_parallel(on_cpu) else 1
 
     @property
     def stage_link(self) -> Link:

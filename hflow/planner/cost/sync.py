@@ -79,7 +79,7 @@ def saving(side: ReplicaCosts) -> list[Part]:
     gather = all_gather(numel * MASTER_BYTES, side.data, side.hardware)
     whole = numel * side.layout.tensor * side.layout.pipe
     parts = [gather.part("all-gather"), Part("disk", whole * MASTER_BYTES / DISK_BYTES_PER_S, "disk")]
-    if side.asked.saves_optimizer:
+    if side.asked.save_optimizer:
         share = whole * STATE_BYTES / side.layout.world
         parts.append(Part("optimizer's state", share / DISK_BYTES_PER_S, "disk"))
     return parts

@@ -42,7 +42,7 @@ def train(side: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
         work: one rank's share of one minibatch.
         num_updates: minibatches times epochs.
     """
-    walks = 3 if side.asked.recompute else 2
+    walks = 3 if side.asked.activation_checkpointing else 2
     head_passes = 4 if _makes_logits_twice(side, work) else 3
     once = [
         *_walk("forward and backward", side, work, walks, head_passes),

@@ -90,7 +90,7 @@ def generating_workers(
     if not stream.replicas:
         by_group = [placer.place(stream.name, group, size) for group in range(num_groups)]
         return [worker for worker in by_group for _ in range(size)]
-    num_slots = request.model(plan.replica(stream.replicas[0]).model).max_running
+    num_slots = request.model(plan.replica(stream.replicas[0]).model).gen.max_running
     slots: dict[int, list[int]] = defaultdict(list)
     """Worker -> heap of the times at which its used slots become free."""
     running: list[tuple[int, int, int]] = []

@@ -31,7 +31,7 @@ def engine_load(plan: Plan, rank: Rank, workloads: dict[str, Workload]) -> Engin
     streams = [stream for stream in plan.schedule.streams if rank.replica.name in stream.replicas]
     group_size = max(stream.group_size for stream in streams)
     num_groups = -(-plan.schedule.settings.max_concurrent // group_size)
-    num_running = min(rank.request.max_running, -(-num_groups // rank.data) * group_size)
+    num_running = min(rank.config.gen.max_running, -(-num_groups // rank.data) * group_size)
     prompt = max(workloads[stream.name].prompt for stream in streams)
     longest = max(workloads[stream.name].prompt + workloads[stream.name].max_response for stream in streams)
     if (

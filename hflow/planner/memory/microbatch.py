@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Node
 from hflow.planner.data.data_rules import keeps_groups_whole
 from hflow.planner.graph_queries import root_stream
 from hflow.planner.ir import BatchCut, Plan
-from hflow.planner.request import ModelRequest
 from hflow.planner.workload import Workload
 from hflow.types import Unit
 
@@ -32,7 +32,7 @@ class MicroBatch:
 
 
 def largest_microbatch(
-    plan: Plan, node: Node, lengths: Workload, asked: ModelRequest, data: int
+    plan: Plan, node: Node, lengths: Workload, asked: ModelConfig, data: int
 ) -> MicroBatch:
     """The largest micro-batch of a dp rank at a node.
 

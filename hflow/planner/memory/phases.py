@@ -63,7 +63,7 @@ def _node(scene: MemoryContext, rank: Rank, name: str) -> Items:
         return Items()
     node = scene.plan.graph.node(name)
     lengths = scene.lengths[root_stream(scene.plan.graph, node).name]
-    batch = largest_microbatch(scene.plan, node, lengths, rank.request, rank.data)
+    batch = largest_microbatch(scene.plan, node, lengths, rank.config, rank.data)
     memory = training_backend(rank.replica.backend).memory
     return memory.train_step(rank, batch) if verb == "train" else memory.infer_step(rank, batch)
 

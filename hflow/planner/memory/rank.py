@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from hflow.config.schema import ModelConfig
 from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import DTYPE_BYTES, ModelShape, TensorSpec, layer_template, other_tensors
-from hflow.planner.request import ModelRequest
 from hflow.planner.weights.sharding import box_of, is_on_stage, stage_layers
 from hflow.types.tensor_slices import numel
 
@@ -89,7 +89,7 @@ class Rank:
 
     replica: Replica
     shape: ModelShape
-    request: ModelRequest
+    config: ModelConfig
     stage: int
     is_first: bool
     """Whether it is rank 0, which writes checkpoints and sends weights to other workers."""
@@ -109,7 +109,7 @@ class Rank:
     @property
     def width(self) -> int:
         """Bytes of a number in the compute dtype."""
-        return DTYPE_BYTES[self.request.dtype]
+        return DTYPE_BYTES[self.config.compute_dtype]
 
     @property
     def data(self) -> int:
@@ -126,7 +126,7 @@ class Rank:
         """By how many ranks the tokens between the matrices are shared (sequence parallelism)."""
         if self.replica.role == "gen":
             return 1 if self.on_cpu else self.tensor
-        return self.tensor if self.request.shares_tokens(self.on_cpu) else 1
+        return self.tensor if self.config.uses_sequence_parallel(self.on_cpu) else 1
 
     @property
     def query_size(self) -> int:

@@ -62,4 +62,4 @@ def _engine(scene: MemoryContext, rank: Rank, phase: str) -> Items:
 def _shares(scene: MemoryContext, rank: Rank) -> bool:
     """Whether an engine uses its trainer's storage: whole fp32 weights of a language model."""
     route = scene.route_to(rank)
-    return route is not None and route.how == "shared" and rank.request.dtype == "fp32"
+    return route is not None and route.how == "shared" and rank.config.compute_dtype == "fp32"

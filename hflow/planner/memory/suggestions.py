@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from hflow.config.schema import ModelConfig
 from hflow.errors import PlanError
 from hflow.planner.backends import traits
 from hflow.planner.forecast import PhaseMemory
@@ -15,7 +16,7 @@ from hflow.planner.ir import Plan, Replica
 from hflow.planner.layout import Layout
 from hflow.planner.memory.context import MOST_TENSOR_RANKS, devices_of, with_layouts
 from hflow.planner.memory.phases import memory_phases
-from hflow.planner.request import ModelRequest, PlanRequest
+from hflow.planner.request import PlanRequest
 from hflow.planner.stream_workloads import stream_workloads
 
 # -------------------- Changes that may make a plan fit, the mildest first; whether one does is found by
@@ -25,13 +26,6 @@ from hflow.planner.stream_workloads import stream_workloads
 
 
 MOST_DEVICES = 4096
-_KEYS = {
-    "tokens_per_microbatch": "models.{}.tokens_per_microbatch={}",
-    "recompute": "models.{}.activation_checkpointing=true",
-    "max_running": "models.{}.gen.max_running={}",
-    "dtype": "models.{}.dtype={}",
-}
-"""How a user sets what a model's request holds."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +44,10 @@ def remedies(plan: Plan, request: PlanRequest, over: Sequence[PhaseMemory]) -> I
     tokens = _fewer_tokens(plan, request)
     batched = [*trained, *_models(used, "infer")]
     yield from _settings(plan, request, batched, "tokens_per_microbatch", tokens)
-    yield from _settings(plan, request, trained, "recompute", _recomputing)
-    for remedy in _settings(plan, request, trained, "recompute", _recomputing):
+    yield from _settings(plan, request, trained, "activation_checkpointing", _recomputing)
+    for remedy in _settings(plan, request, trained, "activation_checkpointing", _recomputing):
         yield from _and(remedy, _settings(plan, remedy.request, trained, "tokens_per_microbatch", tokens))
-    yield from _settings(plan, request, engines, "max_running", lambda asked: _halves(asked.max_running, 1))
+    yield from _settings(plan, request, engines, "gen.max_running", _fewer_sequences)
     groups = {phase.group for phase in over}
     there = [replica for replica in plan.replicas if replica.group in groups]
     for replica in there:
@@ -91,7 +85,7 @@ def _models(replicas: Iterable[Replica], *roles: str) -> list[str]:
     return list(dict.fromkeys(r.model for r in replicas if not roles or r.role in roles))
 
 
-Values = Callable[[ModelRequest], Sequence[Any]]
+Values = Callable[[ModelConfig], Sequence[Any]]
 """From what is asked for a model to values of one setting, the mildest first."""
 
 
@@ -103,9 +97,16 @@ def _settings(
     for names in [*((name,) for name in models), *together]:
         tried = [value for name in names for value in values(request.model(name))]
         for value in dict.fromkeys(tried):
-            changed = {name: replace(request.model(name), **{setting: value}) for name in names}
-            text = " ".join(_KEYS[setting].format(name, value) for name in names)
+            changed = {name: _with(request.model(name), setting, value) for name in names}
+            text = " ".join(f"models.{name}.{setting}={str(value).lower()}" for name in names)
             yield Suggestion(text, plan, replace(request, models={**request.models, **changed}))
+
+
+def _with(model: ModelConfig, key: str, value: Any) -> ModelConfig:
+    """Return the model's configuration with one key changed."""
+    if key.startswith("gen."):
+        return replace(model, gen=replace(model.gen, **{key.removeprefix("gen."): value}))
+    return replace(model, **{key: value})
 
 
 def _and(first: Suggestion, others: Iterable[Suggestion]) -> Iterator[Suggestion]:
@@ -120,6 +121,10 @@ def _fewer_tokens(plan: Plan, request: PlanRequest) -> Values:
     return lambda asked: _halves(asked.tokens_per_microbatch, longest)
 
 
+def _fewer_sequences(asked: ModelConfig) -> list[int]:
+    return _halves(asked.gen.max_running, 1)
+
+
 def _halves(number: int, least: int) -> list[int]:
     """Half of it, a quarter, ... and the least."""
     found = []
@@ -129,12 +134,12 @@ def _halves(number: int, least: int) -> list[int]:
     return [*found, least] if number > least else []
 
 
-def _recomputing(asked: ModelRequest) -> list[bool]:
-    return [] if asked.recompute else [True]
+def _recomputing(asked: ModelConfig) -> list[bool]:
+    return [] if asked.activation_checkpointing else [True]
 
 
-def _narrower(asked: ModelRequest) -> list[str]:
-    return ["bf16"] if asked.dtype == "fp32" else []
+def _narrower(asked: ModelConfig) -> list[str]:
+    return ["bf16"] if asked.compute_dtype == "fp32" else []
 
 
 def _layouts(plan: Plan, request: PlanRequest, replica: Replica) -> Iterator[Suggestion]:

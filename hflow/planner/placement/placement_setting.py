@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
+from hflow.config.schema import ModelConfig
 from hflow.errors import PlanError, nearest
 from hflow.graph.ir import Graph
 from hflow.planner.cluster import device_ranges
 from hflow.planner.graph_queries import trained_models
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.placement.replicas import ALL_DEVICES, Devices, replica_roles
-from hflow.planner.request import ModelRequest, PlanRequest
+from hflow.planner.request import PlanRequest
 
 GEN_SUFFIX = ".gen"
 """End of the name of a replica that generates, in a placement."""
@@ -156,9 +157,9 @@ def _check_no_other_setting_places(request: PlanRequest, items: Mapping[str, Pla
     keys = [f"groups.{name}" for name in request.groups]
     for model, asked in request.models.items():
         keys += [f"models.{model}.group"] if asked.group else []
-        keys += [f"models.{model}.gen.group"] if asked.gen_group else []
+        keys += [f"models.{model}.gen.group"] if asked.gen.group else []
         keys += [f"models.{model}.layout"] if asked.layout and model in items else []
-        keys += [f"models.{model}.gen.layout"] if asked.gen_layout and model + GEN_SUFFIX in items else []
+        keys += [f"models.{model}.gen.layout"] if asked.gen.layout and model + GEN_SUFFIX in items else []
     if keys:
         raise PlanError(f"placement and {keys[0]} are both set; remove one of them")
 
@@ -221,15 +222,18 @@ def _groups(devices: Mapping[str, Devices], cluster: ClusterSpec) -> dict[str, s
 
 
 def _placed(
-    model: str, asked: ModelRequest, items: Mapping[str, PlacementItem], group_of: Mapping[str, str]
-) -> ModelRequest:
+    model: str, asked: ModelConfig, items: Mapping[str, PlacementItem], group_of: Mapping[str, str]
+) -> ModelConfig:
     gen = model + GEN_SUFFIX
     return replace(
         asked,
         group=group_of.get(model),
-        gen_group=group_of.get(gen),
         layout=items[model].layout if model in items else asked.layout,
-        gen_layout=items[gen].layout if gen in items else asked.gen_layout,
+        gen=replace(
+            asked.gen,
+            group=group_of.get(gen),
+            layout=items[gen].layout if gen in items else asked.gen.layout,
+        ),
     )
 
 

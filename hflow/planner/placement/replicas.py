@@ -157,7 +157,7 @@ def _unplaced_replicas(graph: Graph, request: PlanRequest) -> list[UnplacedRepli
         asked = request.model(model)
         group = asked.group or default
         if role == "gen":
-            group, layout, backend = asked.gen_group or group, asked.gen_layout, asked.engine
+            group, layout, backend = asked.gen.group or group, asked.gen.layout, asked.gen.engine
         else:
             layout, backend = asked.layout, asked.backend
         replicas.append(UnplacedReplica(model, role, group, _layout(layout), backend))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Graph
 from hflow.planner.graph_queries import written_models
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import Replica, WeightRoute, batch_replica
 from hflow.planner.model_shape import DTYPE_BYTES
-from hflow.planner.request import ModelRequest, PlanRequest
+from hflow.planner.request import PlanRequest
 from hflow.planner.weights.resharding import with_rows
 
 # -------------------- Which way published weights take between processes.
@@ -21,7 +22,7 @@ STORE_SHARE = 0.3
 
 
 def with_transport(
-    route: WeightRoute, src: Replica, gen: Replica, asked: ModelRequest, request: PlanRequest
+    route: WeightRoute, src: Replica, gen: Replica, asked: ModelConfig, request: PlanRequest
 ) -> WeightRoute:
     """The route with its transport; only weights that are pulled need one.
 
@@ -30,8 +31,8 @@ def with_transport(
     """
     if route.how != "pull":
         return route
-    if asked.transport != "auto":
-        return replace(route, transport=asked.transport, why="as configured")
+    if asked.gen.transport != "auto":
+        return replace(route, transport=asked.gen.transport, why="as configured")
     room = _room(request)
     machines = {request.cluster.node_of(worker) for worker in src.workers}
     most = route.moved_bytes / gen.layout.data / len(machines)
@@ -62,9 +63,9 @@ def weight_routes(
         if gen.role == "gen" and gen.model in written:
             src = batch_replica(replicas, gen.model)
             route = WeightRoute(gen.model, src.name, gen.name, _how(src, gen))
-            asked = request.models.get(gen.model, ModelRequest())
-            if asked.shape is not None:
-                route = with_rows(route, src, gen, asked.shape, DTYPE_BYTES[asked.dtype], request.cluster)
+            asked, shape = request.model(gen.model), request.shapes.get(gen.model)
+            if shape is not None:
+                route = with_rows(route, src, gen, shape, DTYPE_BYTES[asked.compute_dtype], request.cluster)
             routes.append(with_transport(route, src, gen, asked, request))
     return tuple(routes)
 
