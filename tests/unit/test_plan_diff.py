@@ -142,7 +142,7 @@ def test_another_backend_is_resharded():
     [
         ({"num_steps": 20}, "num_steps", Effect.NEW),
         ({"batch": 16}, "batch", Effect.NEW),
-        ({"max_staleness": 2.0}, "max_staleness", Effect.NEW),
+        ({"max_staleness": 2}, "max_staleness", Effect.NEW),
         ({"sync_every": 2}, "sync_every", Effect.NEW),
         ({"max_concurrent": 64}, "max_concurrent", Effect.SAME),
         ({"max_refused_per_step": 9}, "max_refused_per_step", Effect.SAME),
