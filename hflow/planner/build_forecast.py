@@ -1,4 +1,4 @@
-"""The forecast of a plan: lengths, memory, traffic, seconds, period."""
+"""Build the forecast of a plan: lengths, memory, traffic, seconds and the period."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hflow.planner.stream_workloads import stream_workloads
 
 
 def forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
-    """Everything that can be estimated about a plan; None without figures of the hardware."""
+    """Return all that can be estimated of a plan, or None without figures of the hardware."""
     if request.hardware is None:
         return None
     lengths = stream_workloads(plan, request)
@@ -43,6 +43,6 @@ def _period(plan: Plan, times: Iterable[NodeTime]) -> Period | None:
 def _missing(plan: Plan) -> Iterator[str]:
     for model in unknown_models(plan):
         yield (
-            f"{model}: its sizes are unknown to the planner, so its memory, routes and seconds are left "
-            f"out, and with them the period"
+            f"{model}: the planner does not know its sizes, so its memory, weight routes and seconds, and "
+            "the period of the plan, are not estimated"
         )

@@ -1,7 +1,7 @@
-"""The part of a plan that is estimated: bytes held, bytes moved, seconds, the period.
+"""The rows of a forecast: estimates of memory, traffic, seconds and the period of a plan.
 
-Values only. They decide nothing in a run and are no part of the digest; but what does not fit by
-them is refused before anything starts.
+No decision of a run depends on them, so they are not part of the digest. But a plan whose estimated memory
+does not fit its devices is refused before anything starts.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Parts = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory of devices that are alike, in one phase of a step."""
+    """Memory of a set of devices with equal contents, in one phase of a step."""
 
     group: str
     devices: tuple[int, ...]
-    """Devices with exactly these bytes."""
+    """Devices that hold exactly these bytes."""
     phase: str
-    """`generate`, `wake` (weights on their way to an engine), or the batch node that runs."""
+    """`generate`, `wake` (an engine takes new weights), or the name of the batch node that runs."""
     resident: Parts
-    """What stays whichever phase it is, as (`actor@train weights`, bytes)."""
+    """Bytes that stay in every phase, as (`actor@train weights`, bytes)."""
     transient: Parts
-    """What the phase itself needs at its peak, as (`activations`, bytes)."""
+    """Bytes that only this phase needs, at its peak, as (`activations`, bytes)."""
 
     @property
     def total(self) -> int:
@@ -36,29 +36,30 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class NodeTime:
-    """Seconds of one firing of a node (a source: of one whole batch), and what they consist of."""
+    """Seconds that a node takes for one batch, and what they consist of."""
 
     node: str
     seconds: float
     parts: tuple[tuple[str, float], ...]
-    """Named seconds that add up to the whole, as (`forward`, 1.2), (`all-gather`, 0.1)."""
+    """Named seconds that add up to `seconds`, as (`forward`, 1.2), (`all-gather`, 0.1)."""
     limit: str
-    """What bounds the largest part: `compute`, `memory bandwidth`, `network`, `latency`, `disk`."""
+    """What limits the largest part: `compute`, `memory bandwidth`, `network`, `latency`, `disk`."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast engines draw responses one by one, such that a batch takes its source's seconds."""
+    """Speed of generation sample by sample, chosen such that a batch takes the seconds of its source."""
 
     slots: int
-    """Responses that are drawn at once, over all engines."""
+    """Responses that are generated at once, over all engines."""
     seconds_per_token: float
-    """Of one response, while the slots are full; its prompt's share is spread over its tokens."""
+    """Seconds per token of one response while all slots are used; the prompt's time is spread over the
+    response's tokens."""
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """One collective step of an edge's redistribution, on a sample batch."""
+    """One collective step of a redistribution, for a batch with sampled lengths."""
 
     kind: str
     """`bcast`, `gather` or `scatter`."""
@@ -72,67 +73,67 @@ class StepTraffic:
 
 @dataclass(frozen=True)
 class EdgeTraffic:
-    """Bytes that a batch node's inputs move, on a batch with sampled lengths."""
+    """Bytes that the inputs of a node move, for a batch with sampled lengths."""
 
     consumer: str
     num_bytes: int
     lower_bound: int
-    """Bytes that any split of equal balance must move."""
+    """Bytes that any equally balanced split must move."""
     local_bytes: int
-    """Bytes that the node reads where they lie already."""
+    """Bytes that the node reads without moving them."""
     imbalance: float
-    """Tokens of the heaviest dp rank over the mean; of a train node, whose minibatches each wait for the
-    heaviest, of all minibatches together."""
+    """Tokens of the heaviest dp rank over the mean. Each minibatch of a train node waits for its heaviest
+    rank, so there these tokens are summed over the minibatches."""
     steps: tuple[StepTraffic, ...]
-    """The largest ones first, at most 16."""
+    """The largest first, at most 16."""
     num_steps: int
-    """All collective steps."""
+    """Number of collective steps, listed or not."""
     num_node_bytes: int = 0
-    """Bytes among `num_bytes` that cross machines."""
+    """The part of `num_bytes` that crosses machines."""
     busiest_bytes: int = 0
     """Bytes that the busiest worker sends or receives, whichever is more."""
 
 
 @dataclass(frozen=True)
 class CycleStep:
-    """One arc of the critical cycle: a node takes its seconds, then the edge leads on."""
+    """One part of the critical cycle: a node, and the edge to the next node."""
 
     node: str
     seconds: float
     why: str
-    """The edge to the next node in words: `data`, `weights of actor`, `order of group all`, ..."""
+    """The edge to the next node as text: `data`, `weights of actor`, `order of group all`, ..."""
     lag: int
     """Steps that the edge crosses."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """When one node (or engine turn) runs in the steady state."""
+    """When one node, or one turn of an engine, runs in the steady state."""
 
     node: str
     lane: str
-    """The device group, or the engine's name where it has devices of its own."""
+    """The device group, or the engine's name if it has its own devices."""
     start: float
-    """Seconds after the period's start; may be larger than the period."""
+    """Seconds after the period's start; may exceed the period."""
     seconds: float
     step: int = 0
-    """To which of the period's `num_steps` steps it belongs."""
+    """Which of the period's `num_steps` steps it belongs to."""
 
 
 @dataclass(frozen=True)
 class Period:
-    """The steady state: seconds a step, and what they are bound by."""
+    """The steady state of a schedule: seconds per step, and what limits them."""
 
     seconds: float
-    """Maximum over all cycles of (seconds on the cycle / steps that it crosses)."""
+    """Seconds per step: the maximum over all cycles of (seconds on the cycle / steps that it crosses)."""
     cycle: tuple[CycleStep, ...]
-    """The cycle that reaches it: what has to become faster."""
+    """The critical cycle, which reaches this maximum: only making it faster shortens the period."""
     slots: tuple[Slot, ...]
     idle: tuple[tuple[str, float], ...]
-    """Device group, or engine with devices of its own -> share of the period in which none of them work."""
+    """Device group, or engine with its own devices -> fraction of the period in which it is idle."""
     num_steps: int = 1
-    """Steps that `slots` cover, after which they repeat: more than one where nodes do not fire in every
-    step, or engines take weights every few steps."""
+    """Steps that `slots` cover before they repeat: more than one if nodes do not fire in every step, or
+    engines take weights only every few steps."""
 
 
 @dataclass(frozen=True)
@@ -140,19 +141,19 @@ class Forecast:
     """All estimates of one plan."""
 
     workload: tuple[tuple[str, Workload], ...]
-    """Root stream -> lengths."""
+    """Root stream -> lengths of its samples."""
     memory: tuple[PhaseMemory, ...]
     times: tuple[NodeTime, ...]
     period: Period | None
     traffic: tuple[EdgeTraffic, ...]
     missing: tuple[str, ...] = ()
-    """What could not be estimated, and why, a line each."""
+    """What could not be estimated and why, one line each."""
     layouts: tuple[tuple[str, str], ...] = ()
-    """Replica whose layout nobody asked for -> why it has the one that it has."""
+    """Replica whose layout the planner chose -> the reason for the choice."""
     pace: Pace | None = None
-    """Of the trained stream; None where it is not generated, or its models' sizes are unknown."""
+    """Pace of the trained stream; None if it is not generated, or the sizes of its models are unknown."""
 
     def peak(self, device: int) -> PhaseMemory | None:
-        """The phase in which a device holds most."""
+        """Return the phase in which a device holds most; None for a device without phases."""
         phases = [phase for phase in self.memory if device in phase.devices]
         return max(phases, key=lambda phase: phase.total, default=None)

@@ -20,10 +20,10 @@ Share = Annotated[StrictFloat, Field(gt=0, le=1)]
 
 @dataclass(frozen=True, config=CHECKED)
 class Efficiency:
-    """The share of a data sheet's figure that real programs reach."""
+    """The fraction of a data sheet's figure that real programs reach."""
 
     compute: Share = 0.45
-    """Of dense FLOP/s, in large matrix products (model FLOPs utilisation)."""
+    """Of dense FLOP/s, in large matrix products (model FLOPs utilisation, MFU)."""
     memory: Share = 0.7
     """Of memory bandwidth, in decoding and optimizer steps."""
     network: Share = 0.7
@@ -45,9 +45,9 @@ class Device:
     link: str
     """The link between devices of one machine."""
     network: str
-    """The link between machines, unless the configuration names another."""
+    """The link between machines, unless the configuration names another one."""
     overhead_gib: NonNegative = 0.0
-    """Memory that the runtime takes for itself (CUDA context, NCCL buffers, the Python process)."""
+    """Memory that the runtime itself takes (CUDA context, NCCL buffers, the Python process)."""
     efficiency: Efficiency = Field(default_factory=Efficiency)
 
     def __post_init__(self) -> None:

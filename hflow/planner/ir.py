@@ -1,7 +1,7 @@
-"""The plan as a value: where every node runs, in which order, and which bytes move.
+"""The rows of a plan: where every node runs, in which order, and which bytes move.
 
-Frozen rows only, JSON-serialisable, with a digest; nothing here is a live object. `Schedule`
-is the part that the state machine reads, so that tests can write one by hand.
+All rows are frozen and can be written as JSON. `Schedule` is the part that the state machine reads; it
+depends on nothing else of the plan, so tests can write one by hand.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ class ClusterSpec:
     memory_bytes: int
     """Memory of one device."""
     cores: tuple[int, ...] = ()
-    """Processor cores that the worker of each device of a machine is bound to; empty: none is bound."""
+    """Number of processor cores that the worker of each device of a machine is bound to; empty: workers are
+    not bound."""
 
     def cores_of(self, device: int) -> range:
-        """The cores of a device's worker, counted on its machine; empty where it is not bound."""
-        place = device % self.devices_per_node
-        return range(sum(self.cores[:place]), sum(self.cores[: place + 1]))
+        """Return the cores of a device's worker, numbered on its machine; empty if it is not bound."""
+        local = device % self.devices_per_node
+        return range(sum(self.cores[:local]), sum(self.cores[: local + 1]))
 
     @property
     def num_devices(self) -> int:
-        """Devices of the whole cluster."""
+        """Number of devices in the whole cluster."""
         return self.num_nodes * self.devices_per_node
 
     def node_of(self, device: int) -> int:
-        """The machine that holds a device."""
+        """Return the machine that a device belongs to."""
         return device // self.devices_per_node
 
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices whose replicas take turns. One worker per device: a worker's index is its device's."""
+    """A set of devices whose replicas take turns. Each device has one worker, with the same index."""
 
     name: str
     devices: tuple[int, ...]
@@ -57,13 +58,13 @@ class DeviceGroup:
 
 @dataclass(frozen=True)
 class Replica:
-    """One copy of a model on one group: `actor@train`, `actor@gen`, `ref@infer`."""
+    """One copy of a model's weights on a device group: `actor@train`, `actor@gen`, `ref@infer`."""
 
     name: str
     model: str
     role: Literal["train", "infer", "gen"]
     backend: str
-    """`torch` (training engine) or `embedded` (generation engine)."""
+    """The training backend, such as `torch`, or the generation engine, such as `embedded`."""
     layout: Layout
     group: str
     workers: tuple[int, ...]
@@ -74,21 +75,21 @@ class Replica:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one node runs."""
+    """The workers that one node runs on."""
 
     node: str
     group: str | None
-    """The device group in whose order it takes part, or on which it runs as samples arrive; None for sample
-    and group computes."""
+    """The device group in whose order it runs, or on which it runs as samples arrive; None for per-sample and
+    per-group computes."""
     replicas: tuple[str, ...]
-    """The replicas that it uses (engines of a generate node, the model of infer and train)."""
+    """The replicas that it uses: engines of a generate node, the model of an infer or train node."""
     heads: tuple[int, ...]
-    """dp index -> worker that receives its data; one worker for batch computes."""
+    """dp index -> worker that receives its data; a batch compute has one worker."""
 
 
 @dataclass(frozen=True)
 class OrderEdge:
-    """Two nodes that share a group, in its cyclic order; the last wraps to the first with lag 1."""
+    """Two consecutive nodes in the cyclic order of a group; the last wraps to the first with lag 1."""
 
     group: str
     src: str
@@ -106,17 +107,17 @@ class RoutingRow:
 
 @dataclass(frozen=True)
 class BatchCut:
-    """How a train node cuts its batch, seeded by step, before the split over ranks."""
+    """How a train node cuts its batch into minibatches, before these are split over ranks."""
 
     minibatches: int
     epochs: int
     by_group: bool
-    """Whether a group must stay on one dp rank (PerGroup losses, bodies that read groups)."""
+    """Whether a group must stay on one dp rank, as for PerGroup losses and bodies that read groups."""
 
 
 @dataclass(frozen=True)
 class EdgeRule:
-    """The frozen rule by which one node's inputs are redistributed in every step."""
+    """The rule by which one node's inputs are redistributed in every step."""
 
     consumer: str
     stream: str
@@ -126,21 +127,22 @@ class EdgeRule:
     """Consumer's dp-heads (worker indices)."""
     by_group: bool
     policy: Literal["balanced", "single"]
-    """`balanced`: locality first, then tokens. `single`: everything to the one head."""
+    """`balanced`: samples stay where they are as far as token counts stay even. `single`: all samples go to
+    the one head."""
 
 
 @dataclass(frozen=True)
 class RouteRow:
-    """One slice of a tensor, who holds it at the source and who needs it at the destination.
+    """One slice of a tensor, with the workers that hold it and the workers that need it.
 
-    Layers that are cut alike share a row: `tensor` has `{}` for the layer's index then. A receiver that
-    is a holder has the slice already. Another takes it from a holder on its own machine, or else from
-    any; `hflow.planner.weights.resharding.senders` says from which.
+    Layers that are cut in the same way share a row, with `{}` for the layer index in `tensor`. A receiver
+    that is also a holder already has the slice. Any other receiver takes it from a holder on its own machine
+    if there is one; `hflow.planner.weights.resharding.senders` says from which.
     """
 
     tensor: str
     layers: tuple[int, int] | None
-    """`[first, last)` of the layers that the row stands for; None for a tensor outside the layers."""
+    """`[first, last)` of the layers that share the row; None for a tensor outside the layers."""
     box: tuple[tuple[int, int], ...]
     """`(start, stop)` on each axis of the checkpoint's tensor."""
     holders: int
@@ -151,29 +153,29 @@ class RouteRow:
 
 @dataclass(frozen=True)
 class WeightRoute:
-    """How one replica's weights reach another replica of the same model."""
+    """How the weights of one replica reach another replica of the same model."""
 
     model: str
     src: str
     dst: str
     how: Literal["shared", "gather", "pull"]
-    """`shared`: same storage (d1, same worker). `gather`: all-gathered by bucket into the copy on
-    the same workers. `pull`: gathered, then pulled through the object store by other workers."""
+    """`shared`: both replicas use the same storage (one worker). `gather`: an all-gather, bucket by bucket,
+    into the copy on the same workers. `pull`: published, then pulled by other workers."""
     worker_sets: tuple[tuple[int, ...], ...] = ()
-    """Sets of workers that rows name by their index."""
+    """Sets of workers, which rows refer to by index."""
     rows: tuple[RouteRow, ...] = ()
-    """Empty where the model's sizes are unknown."""
+    """Empty if the model's sizes are unknown."""
     moved_bytes: int = 0
-    """Bytes that all receivers together take from other workers: the least that there can be, given what
-    each of them holds."""
+    """Bytes that all receivers together take from other workers: the minimum, given what each already
+    holds."""
     node_bytes: int = 0
-    """Those among them that cross machines."""
+    """The part of `moved_bytes` that crosses machines."""
     held_bytes: int = 0
-    """Bytes of the destination that its workers hold already."""
+    """Bytes of the destination that its workers already hold."""
     transport: Literal["", "store", "disk"] = ""
-    """What is pulled goes through the object store, or through files in the run's directory."""
+    """Of a `pull` route: through the object store, or through files in the run's directory."""
     why: str = ""
-    """The reason for that."""
+    """The reason for the transport."""
 
 
 def batch_replica(replicas: Iterable[Replica], model: str) -> Replica:
@@ -190,71 +192,72 @@ SAVE_PREFIX = "save."
 """Prefix of the nodes that save models: the node `save.NAME` saves model NAME."""
 
 PUBLISH_PREFIX = "publish."
-"""Before a generation replica's name: its weights are published (`Schedule.publishers`)."""
+"""Prefix of the events in which weights for a generation replica are published (`Schedule.publishers`)."""
 
 
 @dataclass(frozen=True)
 class ScheduledStream:
-    """A root stream as the state machine sees it (derived streams share their root's samples)."""
+    """A root stream as the state machine sees it. Derived streams share the samples of their root."""
 
     name: str
     source: str
     group_size: int
-    """Samples a group (G); sample ids of group g are `g * G ... g * G + G - 1`."""
+    """Samples per group (G); the samples of group g have the ids `g * G ... g * G + G - 1`."""
     batch: int | None
-    """Groups a batch; None for side streams (evaluation), which run their whole dataset."""
+    """Groups per batch; None for side streams (evaluation), which read their whole dataset."""
     replicas: tuple[str, ...]
     """Generation replicas that the source uses; empty when an encode node opens the stream."""
     models: tuple[str, ...]
     """Models whose weights the source reads."""
     min_group: int = 1
-    """A group with fewer members left than this is refused."""
+    """A group with fewer samples than this left is refused."""
     every: int = 1
     after: int = 0
-    """For side streams: evaluated at version v >= after with (v - after) % every == 0, and at the end."""
+    """A side stream is evaluated at versions v >= after with (v - after) % every == 0, and at the end."""
 
 
 @dataclass(frozen=True)
 class ScheduledNode:
-    """A node other than a stream's source, as the state machine sees it."""
+    """A node other than a source, as the state machine sees it."""
 
     name: str
     level: Level
-    """When it fires; a per-sample body behind a batch node is scheduled at `batch`."""
+    """When it fires. A per-sample body that reads a batch node is scheduled at `batch`."""
     stream: str
     """Root stream."""
     needs: tuple[str, ...]
-    """Nodes that must be done before it for the same sample, group or step (data, overwrite)."""
+    """Nodes that must finish before it for the same sample, group or step (data and overwrite edges)."""
     group: str | None = None
-    """Device group whose turn it takes, of a batch node; of another, the devices on which it runs as samples
-    and groups arrive, in no turn. None: no device, or the workers' own processes."""
+    """For a batch node: the device group in whose order it runs. For any other node: the devices on which it
+    runs as samples and groups arrive, outside that order. None: it needs no device."""
     reads: tuple[str, ...] = ()
-    """Models whose weights of exactly this step's start it reads (lag 1)."""
+    """Models whose weights it reads exactly as they are at the start of the step (lag 1)."""
     writes: tuple[str, ...] = ()
     keep: bool = False
-    """Whether it returns `keep`: a False refuses the sample or group."""
+    """Whether it returns `keep`; False refuses the sample or group."""
     every: int = 1
     after: int = 0
-    """Batch nodes fire at step k >= after with (k - after) % every == 0."""
+    """Batch nodes fire at steps k >= after with (k - after) % every == 0."""
     at_end: bool = False
-    """Fires at the last step too, whatever `every` says (saving)."""
+    """Whether it also fires at the last step, whatever `every` says (saving)."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything that `RunState` knows."""
+    """All that the state machine, `RunState`, knows of a plan."""
 
     streams: tuple[ScheduledStream, ...]
     """The trained stream (with a batch) first, then side streams."""
     nodes: tuple[ScheduledNode, ...]
     orders: tuple[tuple[str, tuple[str, ...]], ...]
-    """group -> its batch nodes in cyclic order."""
+    """Device group -> its batch nodes in cyclic order."""
     shared: tuple[tuple[str, tuple[str, ...]], ...]
-    """group -> generation replicas that share it with batch nodes: their turn opens each cycle."""
+    """Device group -> generation replicas that share it with batch nodes: each cycle starts with their
+    turn."""
     num_steps: int
     publishers: tuple[tuple[str, str], ...] = ()
-    """Generation replica that shares no group with batch nodes, and whose weights change -> the group that
-    trains them, where they are published."""
+    """Generation replica whose weights change and that shares no group with batch nodes -> the group that
+    trains and publishes these weights."""
     settings: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
@@ -272,30 +275,30 @@ class Plan:
     routing: tuple[RoutingRow, ...]
     rules: tuple[EdgeRule, ...]
     cuts: tuple[tuple[str, BatchCut], ...]
-    """train node -> how it cuts its batch."""
+    """Train node -> how it cuts its batch."""
     weights: tuple[WeightRoute, ...]
     schedule: Schedule
     shapes: tuple[tuple[str, ModelShape], ...]
-    """Model -> its sizes, where the planner knows the family."""
+    """Model -> its sizes, if the planner knows its family."""
     settings: tuple[tuple[str, Any], ...]
-    """Bound values that change results (models, optimizers, data, seed), flattened and sorted."""
+    """Configuration that changes results (models, optimizers, data, seed), flattened and sorted."""
     staleness_bound: int | None
-    """Largest version lag that a trained token can have; None where no rule bounds it."""
+    """Largest version lag that a trained token can have; None if no rule bounds it."""
     warnings: tuple[str, ...] = ()
     hardware: Hardware | None = None
-    """Figures that the forecast is made with; no part of the digest, as they decide nothing in a run."""
+    """Figures that the forecast uses. Not part of the digest, as no decision of a run depends on them."""
     forecast: Forecast | None = None
-    """Estimates of bytes and seconds; no part of the digest either."""
+    """Estimates of bytes and seconds. Not part of the digest."""
     digest: str = ""
 
     def replica(self, name: str) -> Replica:
-        """The replica of that name."""
+        """Return the replica of that name."""
         return next(r for r in self.replicas if r.name == name)
 
     def placement(self, node: str) -> Placement:
-        """Where a node runs."""
+        """Return where a node runs."""
         return next(p for p in self.placements if p.node == node)
 
     def rule(self, node: str) -> EdgeRule:
-        """The redistribution rule of a batch node."""
+        """Return the redistribution rule of a node."""
         return next(r for r in self.rules if r.consumer == node)

@@ -1,4 +1,4 @@
-"""A layout that cannot cut its model is refused, with the nearest one that can."""
+"""Check that layouts can split their models, and name the nearest layout that can."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from hflow.planner.model_shape import ModelShape, TensorSpec, layer_template, ot
 from hflow.planner.request import PlanRequest
 from hflow.planner.weights.sharding import can_share
 
-_CUTS = {
+_SPLIT_TENSORS = {
     "model.layers.{}.self_attn.q_proj.weight": "{} heads",
     "model.layers.{}.self_attn.k_proj.weight": "{} key-value heads",
     "model.layers.{}.mlp.gate_proj.weight": "an intermediate size of {}",
     "model.embed_tokens.weight": "a vocabulary of {}",
 }
-"""One tensor for each kind of unit that the tensor axis cuts, and what a message calls its units."""
+"""One tensor for each kind of unit that the tensor axis splits, and the text for its units."""
 
 
 def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
-    """Refuse layouts whose tensor or pipeline axis does not divide a model of known sizes.
+    """Check that the tensor and pipeline axes divide every model of known sizes.
 
-    The tensor size must divide heads, key-value heads (or be a multiple of them), the intermediate size
-    and, unless the backend pads it, the vocabulary. Every stage needs a layer.
+    The tensor size must divide the heads, the key-value heads (or be a multiple of them), the intermediate
+    size and, unless the backend pads it, the vocabulary. Every stage needs a layer.
 
     Raises:
-        PlanError: naming the replica, the number, sizes that fit and the nearest layout that works.
+        PlanError: naming the replica, the axis, sizes that fit and the nearest layout that works.
     """
     for replica in replicas:
         shape = request.shapes.get(replica.model)
@@ -36,19 +36,21 @@ def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
             _check(replica, shape, traits(replica.backend))
 
 
-def _check(replica: Replica, shape: ModelShape, facts: BackendTraits) -> None:
-    layout, cuts = replica.layout, _cut_tensors(shape)
+def _check(replica: Replica, shape: ModelShape, backend: BackendTraits) -> None:
+    layout, split_tensors = replica.layout, _split_tensors(shape)
     fits_pipe = range(1, shape.num_layers + 1)
-    if layout.pipe in fits_pipe and all(can_share(spec, facts, layout.tensor) for spec, _ in cuts):
+    if layout.pipe in fits_pipe and all(can_share(spec, backend, layout.tensor) for spec, _ in split_tensors):
         return
     fits_tensor = [
-        size for size in range(1, layout.world + 1) if all(can_share(spec, facts, size) for spec, _ in cuts)
+        size
+        for size in range(1, layout.world + 1)
+        if all(can_share(spec, backend, size) for spec, _ in split_tensors)
     ]
     best = _nearest_layout(layout, fits_tensor, fits_pipe)
-    for spec, units in cuts:
-        if not can_share(spec, facts, layout.tensor):
-            most = layout.data * layout.tensor
-            fitting = _fitting([size for size in fits_tensor if size <= most], layout.tensor, best.tensor)
+    for spec, units in split_tensors:
+        if not can_share(spec, backend, layout.tensor):
+            max_size = layout.data * layout.tensor
+            fitting = _fitting([size for size in fits_tensor if size <= max_size], layout.tensor, best.tensor)
             raise PlanError(
                 f"{replica.name}: {units.format(spec.cut_units)} cannot be split over {layout.tensor} tensor "
                 f"ranks; {fitting}: {best}"
@@ -59,13 +61,13 @@ def _check(replica: Replica, shape: ModelShape, facts: BackendTraits) -> None:
     )
 
 
-def _cut_tensors(shape: ModelShape) -> list[tuple[TensorSpec, str]]:
-    found = {spec.name: spec for spec in (*layer_template(shape), *other_tensors(shape))}
-    return [(found[name], units) for name, units in _CUTS.items()]
+def _split_tensors(shape: ModelShape) -> list[tuple[TensorSpec, str]]:
+    specs = {spec.name: spec for spec in (*layer_template(shape), *other_tensors(shape))}
+    return [(specs[name], units) for name, units in _SPLIT_TENSORS.items()]
 
 
 def _nearest_layout(layout: Layout, fits_tensor: Sequence[int], fits_pipe: Sequence[int]) -> Layout:
-    """The layout for as many devices that fits and changes least, the pipeline before the tensor axis."""
+    """Return the nearest layout on as many devices: the pipeline axis changes least, then the tensor axis."""
     world = layout.world
     pairs = [(t, p) for t in fits_tensor for p in fits_pipe if world % (t * p) == 0]
     t, p = min(pairs, key=lambda pair: (abs(pair[1] - layout.pipe), abs(pair[0] - layout.tensor), pair))
@@ -73,6 +75,6 @@ def _nearest_layout(layout: Layout, fits_tensor: Sequence[int], fits_pipe: Seque
 
 
 def _fitting(sizes: Sequence[int], wanted: int, chosen: int) -> str:
-    """The size that fits and is nearest, and the one that the proposed layout has."""
+    """Name the nearest size that fits, and the size that the proposed layout has."""
     nearest = min(sizes, key=lambda size: (abs(size - wanted), size))
     return f"{nearest} fits" if nearest == chosen else f"{nearest} and {chosen} fit"

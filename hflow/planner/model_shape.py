@@ -1,7 +1,7 @@
 """`ModelShape`: the sizes of a decoder-only transformer, and the list of its tensors.
 
-Names and shapes are those of Hugging Face checkpoints (Llama, Mistral, Qwen2 and Qwen3 families), whatever
-a backend fuses or pads inside: plans speak of checkpoint tensors only.
+Names and shapes are those of Hugging Face checkpoints (Llama, Mistral, Qwen2 and Qwen3 families). Plans refer
+to checkpoint tensors only, even if a backend fuses or pads them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a checkpoint, and how tensor parallelism may cut it."""
+    """One tensor of a checkpoint, and how tensor parallelism may split it."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,17 +51,17 @@ class TensorSpec:
     """Index of its decoder layer; None for embedding, final norm and head."""
     place: str
     """`layer`, `embedding` (first stage), `norm` or `head` (last stage). A tied output matrix is the
-    embedding tensor, which the first and the last stage both hold."""
+    embedding tensor, which both the first and the last stage hold."""
     cut_axis: int | None = None
-    """The axis that tensor parallelism cuts; None: every tensor rank holds it whole."""
+    """The axis that tensor parallelism splits; None: every tensor rank holds the whole tensor."""
     cut_units: int = 1
-    """Units of equal length that the cut axis consists of and a cut must not split: heads for q and o,
-    key-value heads for k and v, rows for the MLP, tokens for a vocabulary."""
+    """Number of equal units of the split axis that must stay whole: heads for q and o, key-value heads for k
+    and v, rows for the MLP, tokens for a vocabulary."""
     may_repeat: bool = False
-    """Whether several tensor ranks may hold the same unit when there are fewer units than ranks
-    (key-value heads)."""
+    """Whether several tensor ranks may hold the same unit if there are fewer units than ranks (key-value
+    heads)."""
     may_pad: bool = False
-    """Whether a backend may pad the axis up to a multiple of its ranks (vocabulary)."""
+    """Whether a backend may pad the axis to a multiple of its ranks (vocabulary)."""
 
     @property
     def numel(self) -> int:
@@ -89,22 +89,22 @@ FAMILIES: Mapping[str, Mapping[str, int | None]] = {
     "qwen2": _QWEN2,
     "qwen3": {**_QWEN2, "head_dim": 128},
 }
-"""`model_type`s whose checkpoints have the tensors that `tensors` lists, and the sizes that transformers
-takes for keys that a config lacks. None: as many key-value heads as heads; D / H for the head size."""
+"""`model_type`s whose checkpoints have the tensors that `tensors` lists, with transformers' defaults for keys
+that a config lacks. None: as many key-value heads as heads; D / H for the head size."""
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
-"""Bytes of one number."""
+"""Bytes of one entry by dtype."""
 
 
 def read_shape(config: Mapping[str, Any], head: str = "lm") -> ModelShape | None:
-    """The sizes in an HF `config.json`; None for a family that the planner does not know.
+    """Return the sizes in an HF `config.json`, or None for a family that the planner does not know.
 
     Args:
         config: the mapping with `model_type`; missing keys have the family's defaults.
         head: `lm`, `value` or `score`.
 
     Raises:
-        PlanError: for a size that is no whole number of at least 1.
+        PlanError: for a size that is not a whole number of at least 1.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -132,7 +132,7 @@ def read_shape(config: Mapping[str, Any], head: str = "lm") -> ModelShape | None
 
 @lru_cache
 def tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
-    """Every tensor of the model's checkpoint, in the order in which transformers lists them."""
+    """Return every tensor of the model's checkpoint, in the order in which transformers lists them."""
     return (
         TensorSpec(
             "model.embed_tokens.weight",
@@ -150,30 +150,30 @@ def tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
 
 
 def layer_tensors(shape: ModelShape, layer: int) -> tuple[TensorSpec, ...]:
-    """The tensors of one decoder layer."""
+    """Return the tensors of one decoder layer."""
     return tuple(_layer(shape, str(layer), layer))
 
 
 @lru_cache
 def layer_template(shape: ModelShape) -> tuple[TensorSpec, ...]:
-    """The tensors of layer 0, with `{}` for the layer's index in their names: all layers are alike."""
+    """Return the tensors of any layer, with `{}` for the layer index in their names."""
     return tuple(_layer(shape, "{}", 0))
 
 
 @lru_cache
 def other_tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
-    """The tensors outside the decoder layers: embedding, final norm, head."""
+    """Return the tensors outside the decoder layers: embedding, final norm, head."""
     return tensors(replace(shape, num_layers=0))
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """Parameters of the whole model."""
+    """Return the number of parameters of the whole model."""
     in_layer = sum(spec.numel for spec in layer_template(shape))
     return shape.num_layers * in_layer + sum(spec.numel for spec in other_tensors(shape))
 
 
 def _sizes(family: str, config: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes that are known, by their HF names."""
+    """Return the sizes that are known, by their HF names."""
     sizes = {key: config.get(key, default) for key, default in FAMILIES[family].items()}
     for key, size in sizes.items():
         may_lack = key in ("num_key_value_heads", "head_dim") and size is None

@@ -1,4 +1,4 @@
-"""`PlanRequest`: what `compile_plan` is asked for besides the graph."""
+"""`PlanRequest`: the input of `compile_plan` besides the graph."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from hflow.planner.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A cluster, a place for every model, and the numbers of a run.
+    """A cluster, where each model runs, and the settings of a run.
 
-    By default every model runs on all devices, which take turns.
+    By default every model runs on all devices, and the models take turns.
     """
 
     cluster: ClusterSpec
     batch: int
-    """Groups (prompts) a step."""
+    """Groups (prompts) per step."""
     num_steps: int
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
-    """Model name -> its configuration with its `dtype` decided. A model that is left out has the defaults.
-    A layout that is None becomes `d{devices of its group}`; where that does not fit in memory, the layout
-    with the fewest tensor ranks and stages that fits. A group that is None becomes the group of the first
-    trained model, or `all`."""
+    """Model name -> its configuration, with its `dtype` decided; missing models have the defaults. A layout
+    that is None becomes `d{devices of its group}`, or if that does not fit into memory, the layout with the
+    fewest tensor ranks and stages that does. A group that is None becomes the group of the first trained
+    model, or `all`."""
     shapes: Mapping[str, ModelShape] = field(default_factory=dict)
-    """Model name -> its sizes. For models without, the plan has no memory, time or weight slices."""
+    """Model name -> its sizes. Without them the plan has no memory, seconds or weight slices of a model."""
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Device group -> its devices. Empty: the groups that models name share the cluster out, each
-    as large as its largest layout; those without a layout share what is left."""
+    """Device group -> its devices. Empty: each group that models name gets as many devices as its largest
+    layout needs, and groups without a layout share the rest."""
     placement: str | None = None
-    """Devices and layouts of replicas in short, as `allocation.allocate` reads them; not together with
-    groups and layouts above."""
+    """Devices and layouts of replicas in one line (`placement.placement_setting`). It excludes `groups`, and
+    the groups and layouts of models."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     save_every: int = 0
-    """Steps between two checkpoints; 0 saves at the end only."""
+    """Steps between two checkpoints; 0 saves only at the end."""
     seed: int = 0
     hardware: Hardware | None = None
-    """Devices and links; None: no forecast."""
+    """Figures of devices and links; None: no forecast."""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Flat bound values (models, optimizers, data) that enter the plan and its digest."""
+    """Flat configuration (models, optimizers, data) that enters the plan and its digest."""
     warnings: tuple[str, ...] = ()
-    """What is allowed in the configuration, but probably not meant."""
+    """Warnings about the configuration: allowed, but probably not intended."""
 
     def model(self, name: str) -> ModelConfig:
-        """Return the configuration of a model; the defaults for one that is left out."""
+        """Return the configuration of a model, or the defaults if it has none."""
         return self.models.get(name, ModelConfig())

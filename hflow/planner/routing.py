@@ -1,7 +1,7 @@
-"""Who is reached under which name: the routing table, and the many-to-few `grouping`.
+"""The routing table of a plan: the worker that each key stands for.
 
-Three kinds of key lead to a worker: a model shard, the data shard `__data{i}__` (dp-head i of
-the source node) and the bare worker index. Several keys may lead to one worker.
+There are three kinds of keys: a model shard, the data shard `__data{i}__` (dp-head i of the source node), and
+the worker's own index. Several keys may stand for one worker.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from hflow.planner.layout import RankOrder
 
 
 def shard_key(model: str, dp: int, tp: int, pp: int) -> str:
-    """The key of one shard of a replica (or of a model that has one replica)."""
+    """Return the key of one shard of a replica."""
     return f"({model}, {dp}, {tp}, {pp})"
 
 
 def data_key(i: int) -> str:
-    """The key of the source's data shard `i`."""
+    """Return the key of the source's data shard `i`."""
     return f"__data{i}__"
 
 
 def worker_key(worker: int) -> str:
-    """The key of a worker by its index."""
+    """Return the key of a worker."""
     return str(worker)
 
 
 def rank_order(role: str) -> RankOrder:
-    """The rank order of a replica: generation has its own, all others that of training."""
+    """Return the rank order of a replica with this role: only generation has its own order."""
     return RankOrder.GENERATE if role == "gen" else RankOrder.TRAIN
 
 
 def shard_rows(replica: Replica) -> list[RoutingRow]:
-    """One row for every shard of a replica, by rank."""
+    """Return one row for every shard of a replica, by rank."""
     order = rank_order(replica.role)
     rows = []
     for rank, worker in enumerate(replica.workers):
@@ -45,7 +45,7 @@ def shard_rows(replica: Replica) -> list[RoutingRow]:
 def routing_table(
     replicas: Iterable[Replica], source_heads: Sequence[int], workers: Iterable[int]
 ) -> tuple[RoutingRow, ...]:
-    """The whole table: shards of every replica, data shards of the source, worker indices.
+    """Return the whole table: shards of every replica, data shards of the source, worker indices.
 
     Args:
         replicas: all replicas of the plan.

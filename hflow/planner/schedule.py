@@ -1,4 +1,4 @@
-"""The part of the plan that the state machine reads."""
+"""`make_schedule`: build the part of the plan that the state machine reads."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def make_schedule(
     orders: Orders,
     saved: Sequence[str],
 ) -> Schedule:
-    """Fold the graph into root streams and the nodes that fire on them."""
+    """Reduce the graph to root streams and the nodes that fire on them."""
     at = {placement.node: placement for placement in placements}
     roots = root_streams(graph)
     opened_by = {stream.source for stream in roots}
     nodes = [_node(graph, node, levels, at[node.name]) for node in graph.nodes if node.name not in opened_by]
     saves = [_save(graph, model, at[SAVE_PREFIX + model], request, roots[0].name) for model in saved]
-    busy = [group for group, _ in orders]
-    engines = {g: tuple(r.name for r in replicas if r.role == "gen" and r.group == g) for g in busy}
+    batch_groups = [group for group, _ in orders]
+    engines = {g: tuple(r.name for r in replicas if r.role == "gen" and r.group == g) for g in batch_groups}
     written = written_models(graph)
-    apart = [r for r in replicas if r.role == "gen" and r.group not in busy and r.model in written]
+    separate = [r for r in replicas if r.role == "gen" and r.group not in batch_groups and r.model in written]
     return Schedule(
         streams=tuple(_stream(graph, root, at, request.batch) for root in roots),
         nodes=(*nodes, *saves),
         orders=orders,
         shared=tuple((group, names) for group, names in engines.items() if names),
         num_steps=request.num_steps,
-        publishers=tuple((r.name, batch_replica(replicas, r.model).group) for r in apart),
+        publishers=tuple((r.name, batch_replica(replicas, r.model).group) for r in separate),
         settings=request.schedule,
     )
 
@@ -68,9 +68,9 @@ def _stream(graph: Graph, root: Stream, at: Mapping[str, Placement], batch: int)
 
 
 def _min_group(family: Iterable[Node], group_size: int) -> int:
-    """The most members that any body asks for."""
-    asked: list[int] = [node.spec.option("min_group", 1) for node in family]
-    return min(max(asked), group_size)
+    """Return the largest `min_group` of any body, at most the size of a whole group."""
+    required: list[int] = [node.spec.option("min_group", 1) for node in family]
+    return min(max(required), group_size)
 
 
 def _node(graph: Graph, node: Node, levels: Mapping[str, Level], placement: Placement) -> ScheduledNode:
@@ -97,10 +97,10 @@ def _node(graph: Graph, node: Node, levels: Mapping[str, Level], placement: Plac
 
 
 def _needs(graph: Graph, node: Node, levels: Mapping[str, Level]) -> tuple[str, ...]:
-    """What must be done before a node.
+    """Return the nodes that must finish before a node.
 
-    A root's source is left out, as nothing fires before it; so are per-sample and per-group nodes
-    for a batch node, as a batch is formed of samples that have them all.
+    Sources of root streams are left out, since nothing can fire before them. A batch node does not list
+    per-sample and per-group nodes either, since a batch consists of samples that have passed them all.
     """
     before = set(same_step(graph).predecessors(node.name))
     if not node.spec.opens_stream:
@@ -125,8 +125,8 @@ def _save(graph: Graph, model: str, placement: Placement, request: PlanRequest, 
     )
 
 
-def station_groups(schedule: Schedule) -> tuple[str, ...]:
-    """Device groups on which models run as samples and groups arrive."""
+def streaming_groups(schedule: Schedule) -> tuple[str, ...]:
+    """Return the device groups on which models run as samples and groups arrive."""
     return _distinct(node.group for node in schedule.nodes if node.level is not Level.BATCH)
 
 

@@ -1,4 +1,4 @@
-"""The plan as JSON, and its digest."""
+"""Plans as JSON, and their digest."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hflow.planner.layout import Layout
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
-_UNDECIDING = ("digest", "warnings", "hardware", "forecast")
+_SCALARS = frozenset({type(None), bool, int, float, str})
+_NOT_DIGESTED = ("digest", "warnings", "hardware", "forecast")
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values for `json.dumps`; keys are in the order of the declarations.
+    """Return a plan as plain values for `json.dumps`; keys are in the order in which fields are declared.
 
     Raises:
-        PlanError: for a setting, knob or option that JSON has no form for.
+        PlanError: for a setting, knob or option that cannot be written as JSON.
     """
     row = plain(plan)
     assert isinstance(row, dict)
@@ -35,11 +35,10 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A frozen row as plain JSON values: tuples become lists, layouts and enums their names."""
-    kind = type(value)
-    if kind in _AS_THEY_ARE:  # most values of a large plan
+    """Return a row as plain JSON values: tuples become lists, layouts and enums become text."""
+    if type(value) in _SCALARS:  # a fast path for most values of a large plan
         return value
-    if kind is tuple or kind is list:
+    if type(value) in (tuple, list):
         return [plain(item) for item in value]
     if isinstance(value, Layout | enum.Enum):
         return str(value)
@@ -55,7 +54,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(plain(item) for item in value)
     raise PlanError(
-        f"{value!r} cannot be part of a plan; use numbers, texts, lists or mappings in settings and knobs"
+        f"{value!r} cannot be part of a plan; use numbers, strings, lists or mappings in settings and knobs"
     )
 
 
@@ -64,39 +63,39 @@ def _field_values(value: DataclassInstance) -> dict[str, Any]:
 
 
 def plan_digest(plan: Plan) -> str:
-    """sha256 of what decides a run, the same on every machine: see `digested`."""
+    """Return the sha256 of all that decides a run, equal on every machine; see `digested`."""
     return rows_digest(to_json(plan))
 
 
 def rows_digest(rows: Mapping[str, Any]) -> str:
-    """`plan_digest` of a plan's JSON rows, whatever digest they name themselves."""
+    """Return the digest of a plan's JSON rows, ignoring the digest that the rows contain."""
     text = json.dumps(digested(rows), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def digested(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a plan's JSON rows that decides a run.
+    """Return the part of a plan's JSON rows that decides a run.
 
-    Left out are the digest itself, warnings and notes, estimates, and everything that says where files lie:
-    places in the recipe's source (its bodies enter by their own digests) and directories of absolute paths.
+    It excludes the digest itself, warnings and notes, estimates, and the location of files: lines in the
+    recipe's source (its bodies have their own digests) and directories of absolute paths.
     """
-    kept = {key: value for key, value in rows.items() if key not in _UNDECIDING}
-    kept["graph"] = _without_places(
+    kept = {key: value for key, value in rows.items() if key not in _NOT_DIGESTED}
+    kept["graph"] = _without_locations(
         {k: v for k, v in rows["graph"].items() if k not in ("warnings", "notes")}
     )
     kept["settings"] = [[name, portable(value)] for name, value in rows["settings"]]
     return kept
 
 
-def _without_places(row: Any) -> Any:
-    """Plain values without the places in the user's source."""
+def _without_locations(row: Any) -> Any:
+    """Return plain values without locations in the user's source."""
     if isinstance(row, dict):
-        return {key: _without_places(value) for key, value in row.items() if key != "where"}
-    return [_without_places(item) for item in row] if isinstance(row, list) else row
+        return {key: _without_locations(value) for key, value in row.items() if key != "where"}
+    return [_without_locations(item) for item in row] if isinstance(row, list) else row
 
 
 def portable(value: Any) -> Any:
-    """A setting without the directory of an absolute path."""
+    """Return a setting with only the file name of absolute paths."""
     if isinstance(value, str) and os.path.isabs(value):
         return Path(value).name
     if isinstance(value, list):

@@ -1,4 +1,7 @@
-"""Numbers that do not fit together are refused with the nearest change that fits."""
+"""Check that the settings of a request fit its graph and each other.
+
+Errors name the nearest change that fits.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hflow.planner.graph_queries import root_stream, root_streams
 from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.request import PlanRequest
 
-LEAST = {
+MINIMUMS = {
     "batch": 1,
     "num_steps": 1,
     "save_every": 0,
@@ -20,20 +23,20 @@ LEAST = {
 
 
 def check_request(graph: Graph, request: PlanRequest) -> None:
-    """Refuse numbers that are too small for any run of this graph.
+    """Check settings that do not depend on where models run.
 
     Raises:
-        PlanError: naming the number and its least value, or a setting that the model's backend has not.
+        PlanError: for a setting that is too small, or that a model's backend does not support.
     """
-    for name, least in LEAST.items():
-        if getattr(request, name) < least:
-            raise PlanError(f"{name} is {getattr(request, name)}; it must be at least {least}")
+    for name, minimum in MINIMUMS.items():
+        if getattr(request, name) < minimum:
+            raise PlanError(f"{name} is {getattr(request, name)}; it must be at least {minimum}")
     _check_schedule(request.schedule, request.batch)
     for name, asked in request.models.items():
         if asked.sequence_parallel is not None and not traits(asked.backend).is_model_parallel:
             raise PlanError(
                 f"models.{name}.sequence_parallel is {str(asked.sequence_parallel).lower()}, but the "
-                f"{asked.backend} backend has no tensor ranks that could share tokens; leave it out, or set "
+                f"{asked.backend} backend has no tensor ranks that could share tokens; remove it, or set "
                 f"models.{name}.backend={model_parallel_backend()}"
             )
     for stream in root_streams(graph):
@@ -66,11 +69,11 @@ def _check_schedule(settings: ScheduleConfig, batch: int) -> None:
 
 
 def check_streams(graph: Graph) -> None:
-    """Refuse graphs without one stream that makes the steps.
+    """Check that exactly one stream, the trained one, determines the steps.
 
     Raises:
-        PlanError: when no stream is trained, or a node changes a model by another stream's batches.
-        NotYetError: when several are trained.
+        PlanError: if no stream is trained, or a node changes a model with the batches of another stream.
+        NotYetError: if several streams are trained.
     """
     trained = [stream for stream in root_streams(graph) if stream.trained]
     if not trained:
@@ -79,29 +82,32 @@ def check_streams(graph: Graph) -> None:
         )
     if len(trained) > 1:
         names = " and ".join(repr(stream.name) for stream in trained)
-        raise NotYetError(f"{names} are both fed by {graph.dataset!r}; feed all but one with other datasets")
+        raise NotYetError(
+            f"{names} are both fed by {graph.dataset!r}, but only one trained stream is supported yet; feed "
+            "the others from other datasets"
+        )
     for node in graph.nodes:
         root = root_stream(graph, node)
         if node.spec.writes_weights and not root.trained:
             raise PlanError(
                 f"node {node.name!r} changes {node.spec.writes_weights[0]!r} on stream {root.name!r}, which "
-                f"makes no steps; put it on {trained[0].name!r}"
+                f"is not trained; move it to stream {trained[0].name!r}"
             )
 
 
 def check_splits(
     rules: Iterable[EdgeRule], cuts: Mapping[str, BatchCut], batch: int, group_size: int
 ) -> None:
-    """Refuse batches that leave a dp rank without work.
+    """Check that a batch has work for every dp rank of every node.
 
     Args:
-        rules: what every batch node splits, and over how many ranks.
+        rules: the rules of batch nodes, which say over how many ranks they split their batch.
         cuts: train node -> its cut.
-        batch: groups a step.
-        group_size: samples a group.
+        batch: groups per step.
+        group_size: samples per group.
 
     Raises:
-        PlanError: naming the batch that fits.
+        PlanError: for a batch that is too small, naming the smallest one that fits.
     """
     for rule in rules:
         cut = cuts.get(rule.consumer)
@@ -111,33 +117,33 @@ def check_splits(
                 f"{rule.consumer}: a batch of {batch} groups cannot be cut into {minibatches} minibatches; "
                 f"set batch to {minibatches} or more, or minibatches to {batch} or less"
             )
-        dp, units = len(rule.heads), 1 if rule.by_group else group_size
-        if rule.policy == "balanced" and rule.fields and batch // minibatches * units < dp:
-            least = -(-dp // units) * minibatches
+        dp, units_per_group = len(rule.heads), 1 if rule.by_group else group_size
+        num_units = batch // minibatches * units_per_group
+        if rule.policy == "balanced" and rule.fields and num_units < dp:
+            min_batch = -(-dp // units_per_group) * minibatches
             what = "groups" if rule.by_group else "samples"
             raise PlanError(
-                f"{rule.consumer}: a minibatch of {batch // minibatches * units} {what} cannot be split over "
-                f"{dp} dp ranks; set batch to {least} or more, or take a layout of "
-                f"d{batch // minibatches * units} or less"
+                f"{rule.consumer}: a minibatch of {num_units} {what} cannot be split over {dp} dp ranks; set "
+                f"batch to {min_batch} or more, or use a layout of at most d{num_units}"
             )
 
 
 def plan_warnings(graph: Graph, replicas: Iterable[Replica], group_sizes: Mapping[str, int]) -> list[str]:
-    """What is allowed, but probably not meant."""
+    """Return warnings about settings that are allowed, but probably not intended."""
     warnings = []
     for node in graph.nodes:
         top_p, top_k = node.spec.option("top_p"), node.spec.option("top_k")
-        cuts_off = (top_p is not None and top_p < 1) or bool(top_k)
-        if node.spec.opens_stream and cuts_off and root_stream(graph, node).trained:
+        truncates = (top_p is not None and top_p < 1) or bool(top_k)
+        if node.spec.opens_stream and truncates and root_stream(graph, node).trained:
             warnings.append(
-                f"{node.name} samples with top_p={top_p}, top_k={top_k}: behav_logprobs are those of the "
-                "truncated distribution and not comparable with theta and prox"
+                f"{node.name} samples with top_p={top_p}, top_k={top_k}: its behav_logprobs are those of the "
+                "truncated distribution, so they cannot be compared with theta and prox"
             )
     for replica in replicas:
         idle = group_sizes[replica.group] - replica.layout.world
         if idle:
             warnings.append(
                 f"{replica.name} uses {replica.layout.world} of the {group_sizes[replica.group]} devices "
-                f"of group {replica.group!r}; {idle} idle during its turn"
+                f"of group {replica.group!r}; the other {idle} are idle during its turn"
             )
     return warnings

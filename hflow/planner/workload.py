@@ -1,7 +1,7 @@
-"""What a plan assumes of the data: lengths of prompts and responses.
+"""The distribution of sample lengths that a plan assumes.
 
-A response has a whole number of tokens, at least 1 and at most `max_response`. `cdf` is the one
-definition of its distribution; quantiles, samples and expectations follow from it.
+A response has a whole number of tokens, at least 1 and at most `max_response`. `cdf` defines its
+distribution; quantiles, samples and expectations follow from it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ _STANDARD = NormalDist()
 class Workload:
     """Lengths of one stream's samples, in tokens.
 
-    Responses follow a lognormal distribution cut off at `max_response`, which real rollouts resemble:
-    many short ones and a long tail, that synchronous generation waits for.
+    Responses follow a lognormal distribution cut off at `max_response`. Real rollouts resemble it: many short
+    responses, and a long tail that synchronous generation waits for.
     """
 
     prompt: int
-    """Tokens of a prompt, all alike."""
+    """Tokens of every prompt."""
     response_mean: float
-    """Mean of the responses before the cut."""
+    """Mean tokens of a response before the cut-off."""
     response_cv: float
-    """Standard deviation over mean, before the cut; 0: all alike."""
+    """Standard deviation over mean, before the cut-off; 0: all responses have equal length."""
     max_response: int
     """`max_tokens` of the node that generates."""
     is_assumed: bool = True
-    """Whether any of these is hflow's own guess rather than the user's number."""
+    """Whether hflow assumed any of these, rather than the user setting all of them."""
 
 
 def cdf(workload: Workload, tokens: int) -> float:
-    """Probability that a response has at most `tokens` tokens.
+    """Return the probability that a response has at most `tokens` tokens.
 
-    The lognormal variable is rounded to the nearest whole number, what is below 1 to 1, and what is
-    above `max_response` to that.
+    The lognormal variable is rounded to the nearest whole number and clipped to 1 and `max_response`.
     """
     if tokens < 1:
         return 0.0
@@ -47,24 +46,24 @@ def cdf(workload: Workload, tokens: int) -> float:
         return 1.0
     if not workload.response_cv:
         return float(tokens + 0.5 >= workload.response_mean)
-    mu, sigma = _of_logarithm(workload)
+    mu, sigma = _log_moments(workload)
     return 0.5 * math.erfc((mu - math.log(tokens + 0.5)) / (sigma * math.sqrt(2)))
 
 
 def quantile(workload: Workload, share: float) -> int:
-    """The least number of tokens that a `share` of all responses, above 0 and below 1, do not exceed."""
+    """Return the smallest number of tokens that a `share` of responses, in (0, 1), does not exceed."""
     real = workload.response_mean
     if workload.response_cv:
-        mu, sigma = _of_logarithm(workload)
+        mu, sigma = _log_moments(workload)
         real = math.exp(mu + sigma * _STANDARD.inv_cdf(share))
     return min(workload.max_response, max(1, math.ceil(real - 0.5)))
 
 
 def sample_lengths(workload: Workload, num: int, seed: int) -> list[int]:
-    """Tokens of `num` samples, prompt and response together.
+    """Return the tokens of `num` samples, prompt and response together.
 
-    The responses are the `num` quantiles at (i + 1/2) / num, so that their distribution is that of the
-    workload whatever `num` is; `seed` decides their order and nothing else.
+    The responses are the `num` quantiles at (i + 1/2) / num, so they have the workload's distribution for any
+    `num`. `seed` decides only their order.
     """
     lengths = [workload.prompt + quantile(workload, (i + 0.5) / num) for i in range(num)]
     random.Random(f"lengths/{seed}").shuffle(lengths)
@@ -73,15 +72,15 @@ def sample_lengths(workload: Workload, num: int, seed: int) -> list[int]:
 
 @lru_cache
 def expected_max(workload: Workload, num: int) -> float:
-    """Mean tokens of the longest of `num` responses: what synchronous generation waits for.
+    """Return the mean tokens of the longest of `num` responses, which synchronous generation waits for.
 
-    The sum over t from 0 of P(longest > t) = 1 - cdf(t)^num, exact for `cdf`.
+    This is the sum over t >= 0 of P(longest > t) = 1 - cdf(t)^num.
     """
     return sum(1.0 - cdf(workload, tokens) ** num for tokens in range(workload.max_response))
 
 
 @lru_cache
-def _of_logarithm(workload: Workload) -> tuple[float, float]:
-    """Mean and standard deviation of the lognormal variable's logarithm."""
+def _log_moments(workload: Workload) -> tuple[float, float]:
+    """Return mean and standard deviation of the logarithm of the lognormal variable."""
     variance = math.log1p(workload.response_cv**2)
     return math.log(workload.response_mean) - variance / 2, math.sqrt(variance)

@@ -107,7 +107,9 @@ def test_equal_sets_are_one_group_however_they_are_written():
 
 def test_a_layout_smaller_than_its_devices_is_warned_of():
     made = plan("actor=0-3:d2 critic=4-7", graph=rlhf())
-    assert made.warnings == ("actor@train uses 2 of the 4 devices of group 'actor'; 2 idle during its turn",)
+    assert made.warnings == (
+        "actor@train uses 2 of the 4 devices of group 'actor'; the other 2 are idle during its turn",
+    )
 
 
 def test_what_is_left_out_follows_the_first_trained_model_that_is_placed():

@@ -96,7 +96,7 @@ def test_samples_that_cannot_be_split_over_ranks():
 def test_training_on_a_side_stream():
     graph = grpo()
     node = Node(train("eval_train", "actor", reduce="token-mean"), "eval_gen")
-    refused(replace(graph, nodes=(*graph.nodes, node)), "makes no steps; put it on 'actor_gen'")
+    refused(replace(graph, nodes=(*graph.nodes, node)), "is not trained; move it to stream 'actor_gen'")
 
 
 def test_a_side_stream_may_have_batch_nodes_of_any_size():

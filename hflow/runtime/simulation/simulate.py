@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from hflow.planner.ir import PUBLISH_PREFIX, Schedule
-from hflow.planner.schedule import station_groups
+from hflow.planner.schedule import streaming_groups
 from hflow.planner.workload import Workload, quantile
 from hflow.runtime.events import (
     Asleep,
@@ -119,7 +119,7 @@ def simulate_run(
     """
     simulation = _Simulation(schedule, durations, rows or {}, slots or {})
     stream = schedule.streams[0]
-    lanes = tuple(dict.fromkeys((*(group for group, _ in schedule.orders), *station_groups(schedule))))
+    lanes = tuple(dict.fromkeys((*(group for group, _ in schedule.orders), *streaming_groups(schedule))))
     homes = {replica: group for group, names in schedule.shared for replica in names}
     samples_a_step = (stream.batch or 0) * stream.group_size
     return simulation.books.close(simulation.run(), lanes, homes, samples_a_step)
