@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 import time
 import urllib.request
@@ -149,6 +150,13 @@ def test_a_cancelled_call_ends_its_process(tmp_path: Path) -> None:
         return path.read_text()
 
     assert run(work) == "begun"
+
+
+def test_child_processes_import_neither_torch_nor_ray() -> None:
+    modules = "hflow.workers.bodies.pool_child, hflow.workers.generation.sandbox_child"
+    code = f"import sys, {modules}; print([name for name in ('torch', 'ray') if name in sys.modules])"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == "[]"
 
 
 def hooked() -> None:
