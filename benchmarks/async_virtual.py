@@ -39,7 +39,7 @@ from hflow.runtime.execution.executor import Executor
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.trace import Trace
-from hflow.runtime.ledger import Ledger, audit, header_of
+from hflow.runtime.ledger import Ledger, audit, make_header
 from hflow.runtime.simulation.simulate import Draw, Durations, response_seconds, simulate_run
 from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, trained_part
 from hflow.workers.interface import Span
@@ -151,7 +151,7 @@ async def execute(plan: Plan, durations: Durations, token: float, slots: int) ->
         directory = RunDirectory.create(out, "virtual")
         with closing(MetricsLog(directory.metrics, directory.tensorboard)) as log:
             rows = Rows(log, Trace(), loop.time)
-            with Ledger(directory.ledger, header_of(plan)) as ledger:
+            with Ledger(directory.ledger, make_header(plan)) as ledger:
                 checkpoints = Checkpoints(directory.checkpoints, ())
                 executor = Executor(plan, workers, order, rows, checkpoints, ledger, SEED)
                 found = await _timed(executor, workers)

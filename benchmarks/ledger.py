@@ -113,12 +113,12 @@ def measure(kind: str, rate: int, seconds: float) -> dict[str, Any]:
     if kind == "without":
         found = loop(Lives(None), rate, seconds)
         return {**found, "loop_us_per_sample": 1e6 * found["cpu_seconds"] / num_samples}
-    bulks = writer.BULKS
-    writer.BULKS = (1,) if kind == "rows" else bulks
+    bulks = writer.BULK_SIZES
+    writer.BULK_SIZES = (1,) if kind == "rows" else bulks
     try:
         return _with_ledger(rate, seconds, num_samples)
     finally:
-        writer.BULKS = bulks
+        writer.BULK_SIZES = bulks
 
 
 def _with_ledger(rate: int, seconds: float, num_samples: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _with_ledger(rate: int, seconds: float, num_samples: int) -> dict[str, Any]:
         with Ledger(path, HEADER) as ledger:
             whole, own = time.process_time(), time.thread_time()
             found = loop(Lives(ledger), rate, seconds)
-            left = len(ledger._writer._notes)
+            left = len(ledger._writer._waiting)
             beside = (time.process_time() - whole) - (time.thread_time() - own)
             start = time.perf_counter()
             ledger.close("done")

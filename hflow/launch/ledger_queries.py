@@ -7,8 +7,8 @@ from pathlib import Path
 from hflow.config import RunConfig
 from hflow.errors import ConfigError, nearest
 from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.ledger.query import Found, count, select
-from hflow.runtime.ledger.sample_history import SampleHistory, tell
+from hflow.runtime.ledger.query import QueryResult, count, select
+from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.runtime.ledger.schema import COLUMNS
 
 SAMPLE_COLUMNS = {name: says for name, (_, says) in COLUMNS.items()}
@@ -25,10 +25,10 @@ def why(run: str, sample: str) -> SampleHistory:
     Raises:
         ConfigError: when there is no such run or sample.
     """
-    return tell(_ledger(run), sample)
+    return read_history(_ledger(run), sample)
 
 
-def samples(run: str, where: str | None = None, limit: int | None = None) -> Found:
+def samples(run: str, where: str | None = None, limit: int | None = None) -> QueryResult:
     """Samples of a run for which SQL on the columns of its ledger's view `samples` holds.
 
     Args:

@@ -31,7 +31,7 @@ from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.trace import Trace
-from hflow.runtime.ledger import Ledger, header_of
+from hflow.runtime.ledger import Ledger, make_header
 from hflow.workers.interface import Workers, WorkerSetup
 from hflow.workers.process_setup import freeze_gc
 
@@ -93,7 +93,7 @@ async def _execute(
 ) -> RunSummary:
     saved = saved_models(compiled.graph)
     checkpoints = Checkpoints(directory.checkpoints, saved)
-    with Ledger(directory.ledger, header_of(compiled.plan)) as ledger:
+    with Ledger(directory.ledger, make_header(compiled.plan)) as ledger:
         executor = Executor(compiled.plan, workers, rows, seen, checkpoints, ledger, compiled.config.seed)
         start = time.monotonic()
         with _interrupts(executor.stop, display):

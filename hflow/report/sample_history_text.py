@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from hflow.runtime.ledger.sample_history import Mate, SampleHistory
+    from hflow.runtime.ledger.sample_history import GroupMember, SampleHistory
 
 STYLES = {"trained": "green", "evaluated": "green", "refused": "red", "dropped": "yellow", "unused": "yellow"}
 
@@ -92,7 +92,7 @@ def _judged(story: SampleHistory) -> Iterator[Line]:
         yield story.sample["accepted_at"], "accepted", "; ".join(part for part in (whole, lost) if part)
 
 
-def _lost(mates: tuple[Mate, ...]) -> str:
+def _lost(mates: tuple[GroupMember, ...]) -> str:
     lost = [
         f"{mate.id} was {mate.end} ({mate.reason})" for mate in mates if mate.end in ("refused", "dropped")
     ]

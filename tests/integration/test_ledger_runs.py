@@ -20,7 +20,7 @@ from hflow.report.summary import RunSummary
 from hflow.runtime.execution.metrics_log import read_metrics
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
-from hflow.runtime.ledger.sample_history import tell
+from hflow.runtime.ledger.sample_history import read_history
 from hflow.workers.ray.ray_actors import RayActors
 
 RECIPE = '''"""A reward that fails on some samples, and a filter."""
@@ -104,7 +104,7 @@ def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_p
     assert all(row["place"].partition(":")[0].endswith("picky.py") for row in failed)
     assert count(ledger, "reason = 'keep' and node = 'is_chosen' and reward >= 1") > 0
     trained = select(ledger, "end = 'trained'", limit=1).to_json()[0]
-    story = tell(ledger, str(trained["id"]))
+    story = read_history(ledger, str(trained["id"]))
     assert story.dataset == "train"
     assert story.segments == ((trained["oldest"], trained["tokens"]),)
     assert [(held.version, held.replica) for held in story.weights] == [(trained["oldest"], "actor@gen")]
@@ -198,7 +198,7 @@ def test_rewards_of_batch_nodes_are_in_the_ledger(tmp_path: Path) -> None:
     ledger = check_rewards(judged(tmp_path, *INPROC))
     first = select(ledger, "end = 'trained'", limit=1).to_json()[0]
     assert count(ledger, f"reward > {first['reward']}") + count(ledger, f"reward <= {first['reward']}") == 28
-    story = tell(ledger, str(first["id"]))
+    story = read_history(ledger, str(first["id"]))
     told = {node.field: node.value for node in story.computed if node.field}
     assert told == {
         "rm_score": pytest.approx(first["reward"] + 0.25 * first["tokens"]),
@@ -210,7 +210,7 @@ def test_rewards_of_batch_nodes_are_in_the_ledger(tmp_path: Path) -> None:
         shown.index(f"  {w}  ") for w in happened
     )
     held_out = select(ledger, "stream = 'eval_gen'", limit=1).to_json()[0]
-    evaluated = tell(ledger, f"eval_gen/{held_out['id']}")
+    evaluated = read_history(ledger, f"eval_gen/{held_out['id']}")
     assert [(node.node, node.field) for node in evaluated.computed] == [("eval_inf", "reward")]
 
 
@@ -262,7 +262,7 @@ def test_ledgers_of_agents(tmp_path: Path, recipe: str, changes: list[str], judg
     trained = select(ledger, "end = 'trained'").to_json()
     assert len(trained) == 2 * 2 * 8
     assert all(sample["reward"] is not None for sample in trained)
-    story = tell(ledger, str(trained[0]["id"]))
+    story = read_history(ledger, str(trained[0]["id"]))
     (told,) = [node.value for node in story.computed if (node.node, node.field) == (judge, "reward")]
     assert told == trained[0]["reward"]
     assert sum(tokens for _, tokens in story.segments) == trained[0]["tokens"]

@@ -15,7 +15,7 @@ from hflow.report.sample_history_text import render_story
 from hflow.report.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
-from hflow.runtime.ledger.sample_history import tell
+from hflow.runtime.ledger.sample_history import read_history
 
 RECIPE = '''"""A reward that goes wrong in every way: the prompt says how, the completion on which samples."""
 
@@ -121,7 +121,7 @@ def test_a_reward_that_hangs_for_ever_drops_its_groups_and_nothing_else(tmp_path
     assert summary.samples["dropped"] == len(stale)
     waited = next(row for row in stale if row["reward"] is None)
     assert (waited["end"], waited["message"]) == ("dropped", "score had not answered")
-    story = tell(ledger, str(waited["id"]))
+    story = read_history(ledger, str(waited["id"]))
     console = Console(file=io.StringIO(), record=True, width=120)
     console.print(render_story(story))
     assert "stale: step" in (told := " ".join(console.export_text().split()))

@@ -11,7 +11,7 @@ from runs import ROOT, TINY, largest_difference, run, steps_of, weights_of
 from hflow.report.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
-from hflow.runtime.ledger.sample_history import tell
+from hflow.runtime.ledger.sample_history import read_history
 from hflow.workers.ray.ray_actors import RayActors
 
 RECIPE = ROOT / "tests/integration/recipes/rewarded.py"
@@ -43,7 +43,7 @@ def test_groups_are_kept_by_what_the_model_says(tmp_path: Path) -> None:
     check(summary)
     ledger = summary.directory / "ledger.sqlite"
     assert count(ledger, "end = 'refused' and node = 'has_spread'") > 0
-    assert "rew_inf" in [made.node for made in tell(ledger, "0").computed]
+    assert "rew_inf" in [made.node for made in read_history(ledger, "0").computed]
 
 
 def test_scores_are_those_of_a_whole_batch(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hflow.graph.ir import Level
 from hflow.planner.ir import Schedule
 from hflow.runtime import events as ev
 from hflow.runtime.ledger import Ledger
-from hflow.runtime.ledger.header import bare_header
+from hflow.runtime.ledger.header import schedule_header
 from hflow.runtime.ledger.query import select
 from hflow.runtime.ledger.schema import open_ledger
 from hflow.workers.interface import ComputeReady, SampleReady
@@ -64,7 +64,7 @@ class LedgerWorld(World):
 @contextmanager
 def kept(path: Path, schedule: Schedule) -> Iterator[Ledger]:
     """A ledger of a schedule, new or continued."""
-    with Ledger(path, bare_header(schedule)) as ledger:
+    with Ledger(path, schedule_header(schedule)) as ledger:
         yield ledger
 
 
@@ -126,7 +126,7 @@ class Teller:
 @contextmanager
 def told(path: Path, **more: Any) -> Iterator[Teller]:
     """A teller on a ledger that is made, or continued."""
-    header = bare_header(grpo(shared=False, **more))
+    header = schedule_header(grpo(shared=False, **more))
     (stream,) = header.streams
     score = replace(header.nodes[1], field="reward", place="recipes/grpo.py:17")
     with Ledger(

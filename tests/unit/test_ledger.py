@@ -16,7 +16,7 @@ from hflow.errors import ConfigError, RunError
 from hflow.runtime import events as ev
 from hflow.runtime.ledger import audit, rewind, writer
 from hflow.runtime.ledger.query import count, select
-from hflow.runtime.ledger.sample_history import tell
+from hflow.runtime.ledger.sample_history import read_history
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_the_life_of_a_trained_sample(path: Path):
     assert (row["reward"], row["end"], row["step"]) == (0.5, "trained", 2)
     assert (row["lag"], row["in_flight_lag"], row["in_queue_lag"]) == (2, 1, 1)
     assert 0 <= row["issued_at"] <= row["finished_at"] <= row["accepted_at"] <= row["ended_at"] < 60
-    story = tell(path, "gen/2")
+    story = read_history(path, "gen/2")
     assert story.segments == ((0, 3), (1, 5))
     assert [(held.version, held.replica, held.digest) for held in story.weights] == [
         (0, "actor@gen", "0a"),
@@ -105,8 +105,8 @@ def test_the_end_of_a_run_says_how_far_each_sample_came(path: Path):
     assert said == {
         0: "its group was not complete",
         1: "it was not finished",
-        2: "it was accepted, and waited for its batch",
-        4: "step 0, which was to train it, was not completed",
+        2: "it was accepted and waited for its batch",
+        4: "it was in the batch of step 0, which was not completed",
     }
     assert {row_of(path, sample)["reason"] for sample in range(6)} == {"stopped"}
     assert audit(path) == []
@@ -144,7 +144,7 @@ def test_a_killed_process_leaves_a_whole_ledger(path: Path):
     assert child.returncode == -signal.SIGKILL
     assert [end for end, _ in ends_of(path).values()] == ["trained"] * 4 + [None] * 2
     assert audit(path) == []
-    assert tell(path, "4").closing is None
+    assert read_history(path, "4").closing is None
 
 
 def test_a_run_that_goes_on_from_a_step_has_one_history(path: Path):
@@ -152,7 +152,7 @@ def test_a_run_that_goes_on_from_a_step_has_one_history(path: Path):
         run.issue(9)  # it still runs when step 0 is complete
         run.train(0, 0)
         run.train(1, 1, version=1)
-    with pytest.raises(RunError, match="never completed 3 steps"):
+    with pytest.raises(RunError, match="cannot continue from step 3"):
         rewind(path, 3)
     rewind(path, 1)
     with told(path) as run:
@@ -178,12 +178,12 @@ def test_a_run_that_goes_on_from_a_step_has_one_history(path: Path):
 
 
 def test_nothing_is_lost_where_the_writer_cannot_keep_up(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(writer, "MANY", 5)
-    monkeypatch.setattr(writer, "BOUND", 10)
+    monkeypatch.setattr(writer, "MAX_TRANSACTION", 5)
+    monkeypatch.setattr(writer, "MAX_WAITING", 10)
     with told(path) as run:
         for group in range(300):
             run.issue(group)
-            assert len(run.ledger._writer._notes) <= 10
+            assert len(run.ledger._writer._waiting) <= 10
     assert count(path) == 600
 
 
@@ -231,7 +231,7 @@ def _lose_its_table(path: Path) -> None:
         ("UPDATE ends SET node = NULL WHERE sample = 2", "refused or dropped without a reason: gen/2"),
         (
             "UPDATE segments SET number = 1 WHERE sample = 0",
-            "segments that are no runs of ascending versions: gen/0",
+            "segments whose numbers have gaps or whose versions do not ascend: gen/0",
         ),
         ("UPDATE segments SET version = 1 WHERE sample = 0", "segments that do not reach from the oldest"),
     ],
@@ -285,15 +285,15 @@ def test_sql_that_is_none_is_refused(asked: Path, where: str, says: str):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("6", "gen has no sample 6; it has 0 to 5"),
-        ("9" * 30, f"gen has no sample {'9' * 30}; it has 0 to 5"),
-        ("gem/0", "there is no stream 'gem'; did you mean 'gen'?; there are gen"),
-        ("x", "a sample is a number, or STREAM/NUMBER, not 'x'"),
+        ("6", "gen has no sample 6. It has samples 0 to 5."),
+        ("9" * 30, f"gen has no sample {'9' * 30}. It has samples 0 to 5."),
+        ("gem/0", "there is no stream 'gem' among gen; did you mean 'gen'?"),
+        ("x", "'x' is not a sample. Use a number, or STREAM/NUMBER."),
     ],
 )
 def test_a_sample_that_is_none_is_refused(asked: Path, name: str, says: str):
     with pytest.raises(ConfigError) as error:
-        tell(asked, name)
+        read_history(asked, name)
     assert str(error.value) == says
 
 

@@ -1,4 +1,4 @@
-"""Whether a ledger tells of a run that kept its promises."""
+"""`audit` checks that a ledger is consistent, and that its run kept what the plan certifies."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 
 from hflow.runtime.ledger.schema import open_ledger, survives
 
-EXAMPLES = 3
-"""Samples that a violation names."""
+NUM_EXAMPLES = 3
+"""Samples that the text of a violation names."""
 
-SAID_OF_SAMPLES = ("finished", "segments", "accepted", "ends")
+SAMPLE_TABLES = ("finished", "segments", "accepted", "ends")
 
 
 def audit(path: Path) -> list[str]:
-    """Violations of what holds for every run; of one that is over, that each sample has exactly one end.
+    """Return the violations of what holds for every run, in words; empty if there are none.
 
-    - A sample is issued once, and nothing is said of one that was not.
-    - It has one end, and nothing happened to it before it was issued.
-    - What is trained or evaluated was finished and accepted before, and its step completed.
-    - Nothing trains with a larger lag than the plan certifies.
-    - Refusals and drops have a reason; a failure says what failed.
-    - Segments are consecutive runs of ascending versions, from the oldest to the newest.
+    - A sample is issued once, and all other rows of it come later.
+    - It has at most one end; once the run is over, exactly one.
+    - Samples that are trained or evaluated were finished and accepted before, and their step is complete.
+    - No sample trains with a larger lag than the plan certifies.
+    - Refusals and drops have a reason and a node.
+    - Segments are numbered without gaps and have ascending versions, from the oldest to the newest.
 
-    Rows that a rewind took back are not counted.
+    Rows that a rewind removed are ignored.
 
     Raises:
         ConfigError: when there is no ledger.
@@ -37,34 +37,34 @@ def audit(path: Path) -> list[str]:
 
 
 def _violations(database: sqlite3.Connection) -> Iterator[str]:
-    for claim, sql in {**CLAIMS, **_known(), **_ended(database)}.items():
-        found = database.execute(f"SELECT DISTINCT stream, sample FROM ({sql}) ORDER BY 1, 2").fetchall()
-        if found:
-            names = ", ".join(f"{_name(database, stream)}/{sample}" for stream, sample in found[:EXAMPLES])
-            more = f" and {len(found) - EXAMPLES} more" if len(found) > EXAMPLES else ""
-            yield f"{claim}: {names}{more}"
+    for violation, sql in {**VIOLATIONS, **_not_issued(), **_without_end(database)}.items():
+        samples = database.execute(f"SELECT DISTINCT stream, sample FROM ({sql}) ORDER BY 1, 2").fetchall()
+        if samples:
+            examples = (f"{_stream_name(database, s)}/{sample}" for s, sample in samples[:NUM_EXAMPLES])
+            more = f" and {len(samples) - NUM_EXAMPLES} more" if len(samples) > NUM_EXAMPLES else ""
+            yield f"{violation}: {', '.join(examples)}{more}"
 
 
-def _name(database: sqlite3.Connection, stream: int) -> str:
+def _stream_name(database: sqlite3.Connection, stream: int) -> str:
     (name,) = database.execute("SELECT name FROM streams WHERE id = ?", (stream,)).fetchone()
     return str(name)
 
 
-def _known() -> dict[str, str]:
-    """Whatever is said of a sample comes after its being issued."""
+def _not_issued() -> dict[str, str]:
+    """Return the queries for samples with rows from before they were issued."""
     return {
         f"{table}, but not issued before": f"""
         SELECT stream, sample FROM {table} AS t WHERE {survives("t")} AND NOT EXISTS (
             SELECT 1 FROM issued AS i WHERE i.stream = t.stream AND i.sample = t.sample
             AND i.seq < t.seq AND {survives("i")})"""
-        for table in SAID_OF_SAMPLES
+        for table in SAMPLE_TABLES
     }
 
 
-def _ended(database: sqlite3.Connection) -> dict[str, str]:
-    """A run that is over has an end for each sample; one that runs may have it yet."""
-    over = "SELECT 1 FROM closings AS c WHERE c.seq > (SELECT COALESCE(MAX(seq), 0) FROM rewinds)"
-    if not database.execute(over).fetchone():
+def _without_end(database: sqlite3.Connection) -> dict[str, str]:
+    """Return the query for samples without an end; none while the run is not over."""
+    is_over = "SELECT 1 FROM closings AS c WHERE c.seq > (SELECT COALESCE(MAX(seq), 0) FROM rewinds)"
+    if not database.execute(is_over).fetchone():
         return {}
     return {
         "no end": f"""
@@ -74,7 +74,7 @@ def _ended(database: sqlite3.Connection) -> dict[str, str]:
 
 
 def _lacks(table: str) -> str:
-    """SQL: whether the end `e` has no row of a table before it."""
+    """Return SQL for whether the end `e` has no row of a table before it."""
     return f"""NOT EXISTS (SELECT 1 FROM {table} AS t WHERE t.stream = e.stream AND t.sample = e.sample
         AND t.seq < e.seq AND {survives("t")})"""
 
@@ -85,13 +85,13 @@ def _repeated(table: str, *key: str) -> str:
 
 
 _USED = f"SELECT * FROM ends AS e WHERE e.kind IN ('trained', 'evaluated') AND {survives('e')}"
-_RUNS = f"""
+_SEGMENTS = f"""
     SELECT g.*, f.oldest, f.newest,
         LAG(g.number, 1, -1) OVER run AS before, LAG(g.version, 1, -1) OVER run AS older
     FROM segments AS g JOIN finished AS f ON f.stream = g.stream AND f.sample = g.sample AND f.seq = g.seq
     WHERE {survives("g")} WINDOW run AS (PARTITION BY g.stream, g.sample, g.seq ORDER BY g.number)"""
 
-CLAIMS = {
+VIOLATIONS = {
     "issued twice": _repeated("issued"),
     "finished twice": _repeated("finished"),
     "accepted twice": _repeated("accepted"),
@@ -113,10 +113,11 @@ CLAIMS = {
     "refused or dropped without a reason": f"""
         SELECT * FROM ends AS e WHERE {survives("e")} AND e.kind IN ('refused', 'dropped', 'unused')
         AND (e.reason IS NULL OR e.kind <> 'unused' AND e.node IS NULL)""",
-    "segments that are no runs of ascending versions": f"""
-        SELECT stream, sample FROM ({_RUNS}) WHERE number <> before + 1 OR version <= older OR tokens < 1""",
+    "segments whose numbers have gaps or whose versions do not ascend": f"""
+        SELECT stream, sample FROM ({_SEGMENTS})
+        WHERE number <> before + 1 OR version <= older OR tokens < 1""",
     "segments that do not reach from the oldest to the newest version": f"""
-        SELECT stream, sample FROM ({_RUNS}) GROUP BY stream, sample, seq
+        SELECT stream, sample FROM ({_SEGMENTS}) GROUP BY stream, sample, seq
         HAVING MIN(version) <> oldest OR MAX(version) <> newest""",
 }
-"""What must not be -> SQL that finds the samples (stream, sample) where it is."""
+"""Violation -> SQL that finds its samples, as (stream, sample)."""

@@ -1,4 +1,4 @@
-"""What a ledger says of its run before the first sample: streams, nodes and the certified lag."""
+"""What a ledger contains before the first sample: streams, nodes and the certified lag."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ class StreamRow:
     dataset: str | None
     group_size: int
     is_trained: bool
-    """Whether its batches make the steps; else it is evaluated."""
+    """Whether steps train it; otherwise it is evaluated."""
     ages: bool
-    """Whether the models that generate it are trained, so that its samples get old."""
+    """Whether trained models generate it, so that its samples age."""
     judge: str | None
-    """The per-sample node whose number is the sample's reward."""
+    """The node whose number is the sample's reward."""
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A source, a node that works on samples or groups, or a batch node that gives each sample a number."""
+    """A source, a sample or group node, or a batch node that gives each sample a number."""
 
     name: str
     stream: str
     per_group: bool
-    """Whether it reports on groups; else on samples."""
+    """Whether it reports on groups; otherwise on samples."""
     field: str | None = None
-    """Name of the number that it gives a sample."""
+    """The field whose number it reports for each sample."""
     place: str | None = None
-    """File and line."""
+    """File and line of its body."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """Streams and nodes of a run, by which its ledger knows them."""
+    """Streams and nodes of a run. The ledger refers to them by their index."""
 
     streams: tuple[StreamRow, ...]
     nodes: tuple[NodeRow, ...]
     max_lag: int | None
-    """The largest lag that a trained token may have; None: unbounded."""
+    """The largest lag that a trained token may have; None: no limit."""
 
 
-def header_of(plan: Plan) -> Header:
-    """The header of a plan's ledger."""
-    return bare_header(plan.schedule, plan.graph)
+def make_header(plan: Plan) -> Header:
+    """Return the header of a plan's ledger."""
+    return schedule_header(plan.schedule, plan.graph)
 
 
-def bare_header(schedule: Schedule, graph: Graph | None = None) -> Header:
-    """The header of a schedule's ledger, with places and names of fields where there is a graph."""
+def schedule_header(schedule: Schedule, graph: Graph | None = None) -> Header:
+    """Return the header of a schedule's ledger. Without a graph it has no places and no names of fields."""
     written = {model for node in schedule.nodes for model in node.writes}
     nodes = [_node_row(graph, stream.source, stream.name, per_group=False) for stream in schedule.streams]
     for node in schedule.nodes:
@@ -82,21 +82,21 @@ def bare_header(schedule: Schedule, graph: Graph | None = None) -> Header:
 
 
 def _node_row(graph: Graph | None, name: str, stream: str, *, per_group: bool) -> NodeRow:
-    """A node, with the number that it tells of each sample and its place where there is a graph."""
+    """Return the row of a node. Without a graph it has no field and no place."""
     if graph is None or name.startswith(SAVE_PREFIX):
         return NodeRow(name, stream, per_group)
     return NodeRow(name, stream, per_group, reported_field(graph, name), str(graph.node(name).spec.where))
 
 
 def _judge(graph: Graph | None, stream: str, nodes: Iterable[NodeRow]) -> str | None:
-    """The node that gives `reward`, else `score`, else whatever number comes last.
+    """Return the node that reports `reward`, else `score`, else the last number.
 
-    Of several, one that works on the stream itself, and not on one that was opened with it.
+    Of several, nodes of the stream itself precede nodes of streams that were derived from it.
     """
     if graph is None:
         return None
-    telling = [node for node in nodes if node.stream == stream and node.field]
-    telling.sort(key=lambda node: graph.node(node.name).stream == stream)
-    by_field = {node.field: node.name for node in telling}
-    preferred = (by_field[field] for field in PREFERRED if field in by_field)
-    return next(preferred, next(reversed(by_field.values()), None))
+    reporting = [node for node in nodes if node.stream == stream and node.field]
+    reporting.sort(key=lambda node: graph.node(node.name).stream == stream)
+    node_of_field = {node.field: node.name for node in reporting}
+    preferred = (node_of_field[field] for field in PREFERRED if field in node_of_field)
+    return next(preferred, next(reversed(node_of_field.values()), None))

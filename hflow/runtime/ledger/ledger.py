@@ -1,10 +1,11 @@
-"""`Ledger`: what the executor tells of each sample, from its admission to its one end.
+"""`Ledger` records what happens to each sample, from its admission to its end.
 
-It sits beside the loop that runs everything, so a note costs that loop an append; the rest is done by
-the writer's thread. In the file is what was noted up to some 0.15 s ago: when the process is killed, no
-more than that is lost, and the file stays whole. A run that fails or is interrupted loses nothing, as
-`close` writes what is left. Against a machine that loses power the file is whole, but not up to date:
-transactions are not forced to the disk one by one.
+Recording costs the controller's loop one append; the writer's thread does the rest. The file is about 0.15 s
+behind. If the process is killed, that is all that is lost, and the file is intact. A run that fails or is
+interrupted loses nothing, because `close` writes what waits. If the machine loses power, the file is intact
+but may lack more, because transactions are not forced to the disk one by one.
+
+Invariant: when the ledger is closed, every sample that was issued has exactly one end.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from typing import Any
 from hflow.errors import RunError
 from hflow.runtime.events import Accept, FormBatch, Instruction, OpenGroup, Refuse, StepDone
 from hflow.runtime.ledger.header import Header
-from hflow.runtime.ledger.rows import Closing, Commit, Issued, Rewind, Rows
-from hflow.runtime.ledger.schema import APPENDED, FORMAT, TABLES, VIEW, survives
-from hflow.runtime.ledger.writer import Writer, unwritable
+from hflow.runtime.ledger.rows import GroupIssued, RowBuilder, RunClosed, RunRewound, WeightsVerified
+from hflow.runtime.ledger.schema import FORMAT, NUM_COLUMNS, TABLES, VIEW, survives
+from hflow.runtime.ledger.writer import Writer, write_error
 from hflow.workers.interface import ComputeReady, NodeResult, SampleReady
 
-KEPT = (Accept, Refuse, FormBatch, StepDone)
-"""Instructions that say what became of samples."""
+RECORDED = (Accept, Refuse, FormBatch, StepDone)
+"""Instructions that decide about samples."""
 
 
 class Ledger:
-    """The ledger of one run, open for appending. Leaving it as a context manager closes it.
+    """The ledger of one run, open for appending. As a context manager it is closed at the end.
 
     Args:
-        path: of the file; one that exists is continued.
+        path: path of the file. An existing file is continued.
         header: streams and nodes of the run.
 
     Raises:
-        RunError: when the file cannot be written; so do all methods.
+        RunError: when the file cannot be written. All methods raise it too.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -45,53 +46,57 @@ class Ledger:
             self._database = sqlite3.connect(path, check_same_thread=False)
             start, seq = _prepare(self._database, header)
         except sqlite3.Error as error:
-            raise unwritable(path, error) from error
-        self._writer = Writer(self._database, Rows(header, seq), path)
+            raise write_error(path, error) from error
+        self._writer = Writer(self._database, RowBuilder(header, seq), path)
         self._writer.start(start)
         self._is_open = True
         self._counts: dict[str, int] = {}
 
-    # ------------------------------------------------------------------------------ notes
-    def record_issued(self, what: OpenGroup, row: int, worker: int, version: int) -> None:
-        """A group goes to a worker whose engine holds weights of `version` (-1: no engine)."""
-        self._writer.put(Issued(what, row, worker, version))
+    # ---------------------------------------------------------------------------- records
+    def record_issued(self, instruction: OpenGroup, row: int, worker: int, version: int) -> None:
+        """Record that a group goes to a worker whose engine holds weights of `version` (-1: no engine)."""
+        self._writer.put(GroupIssued(instruction, row, worker, version))
 
-    def record_weights(self, replica: str, version: int, digest: str) -> None:
-        """All ranks of a generation replica hold a version of the weights, with this digest."""
-        self._writer.put(Commit(replica, version, digest))
+    def record_weights(self, replica: str, version: int, checksum: str) -> None:
+        """Record that all ranks of a generation replica hold a version of the weights."""
+        self._writer.put(WeightsVerified(replica, version, checksum))
 
-    def record_result(self, event: SampleReady | ComputeReady | NodeResult) -> None:
-        """A source, a node of samples or groups, or a batch node on one worker, is done."""
-        if not isinstance(event, NodeResult) or event.numbers:
-            self._writer.put(event)
+    def record_result(self, result: SampleReady | ComputeReady | NodeResult) -> None:
+        """Record that a source, a sample or group node, or a batch node on one worker is done."""
+        if not isinstance(result, NodeResult) or result.numbers:
+            self._writer.put(result)
 
     def record_instruction(self, instruction: Instruction) -> None:
-        """The state machine decided; instructions that tell nothing of samples are passed over."""
-        if isinstance(instruction, KEPT):
+        """Record an instruction of the state machine, if it decides about samples."""
+        if isinstance(instruction, RECORDED):
             self._writer.put(instruction)
             if isinstance(instruction, StepDone):
-                self._writer.nudge()
+                self._writer.write_soon()
 
     def flush(self) -> None:
-        """Wait until all that was noted is in the file."""
+        """Wait until all records are in the file."""
         self._writer.flush()
 
     # ------------------------------------------------------------------------------- ends
     def close(self, reason: str) -> dict[str, int]:
-        """End it: whatever has no end is unused, for this reason. Returns the samples by end."""
+        """Close the ledger. Samples without an end are unused, for this reason.
+
+        Returns:
+            The number of samples by end.
+        """
         if self._is_open:
             self._is_open = False
             try:
                 self._counts = self._finish(reason)
             except sqlite3.Error as error:
-                raise unwritable(self._path, error) from error
+                raise write_error(self._path, error) from error
             finally:
                 self._database.close()
         return self._counts
 
     def _finish(self, reason: str) -> dict[str, int]:
         try:
-            self._writer.put(Closing(reason))
+            self._writer.put(RunClosed(reason))
         finally:
             self._writer.close()
         with self._database:
@@ -108,26 +113,26 @@ class Ledger:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Take a ledger that is not open back to `step` completed steps, as a run does that goes on from there.
+    """Take a closed ledger back to `step` completed steps, for a run that continues from there.
 
-    Samples that were admitted before keep their rows, and may yet have an end; what came later is no
-    part of the run's history any more, and its ids may be issued again.
+    Samples that were admitted before keep their rows, and may still get an end. What came later does not
+    belong to the run's history any more, and its ids may be issued again.
 
     Raises:
-        RunError: when no history of the file has completed so many steps.
+        RunError: when the run has not completed that many steps.
     """
     database = sqlite3.connect(path)
     try:
         position = 0
         if step:
             where = f"step = ? AND {survives('steps')}"
-            (found,) = database.execute(f"SELECT MAX(seq) FROM steps WHERE {where}", (step - 1,)).fetchone()
-            if found is None:
-                raise RunError(f"{path} never completed {step} steps, so it cannot go on from there")
-            position = found
-        rows = Rows(Header((), (), None), _last_seq(database))
+            last_seq = f"SELECT MAX(seq) FROM steps WHERE {where}"
+            (position,) = database.execute(last_seq, (step - 1,)).fetchone()
+            if position is None:
+                raise RunError(f"the run of {path} cannot continue from step {step}: it never completed it")
+        rows = RowBuilder(Header((), (), None), _last_seq(database))
         now = round(1e3 * (time.time() - _started_at(database)))
-        rows.add(now, Rewind(step, position))
+        rows.add(now, RunRewound(step, position))
         with database:
             database.execute("INSERT INTO rewinds VALUES (?, ?, ?, ?)", rows.take()["rewinds"])
     finally:
@@ -135,7 +140,7 @@ def rewind(path: Path, step: int) -> None:
 
 
 def count_ends(database: sqlite3.Connection) -> dict[str, int]:
-    """Samples by end, in the surviving history."""
+    """Return the number of samples by end."""
     return dict(
         database.execute(
             f"SELECT kind, COUNT(*) FROM ends AS e WHERE {survives('e')} GROUP BY kind ORDER BY kind"
@@ -149,7 +154,7 @@ SELECT i.stream, i.sample, c.seq, c.time, 'unused',
     (SELECT COUNT(*) FROM batches AS b JOIN streams ON streams.id = b.stream
      WHERE is_trained AND {survives("b")}),
     :reason, NULL,
-    CASE WHEN a.seq IS NOT NULL THEN 'it was accepted, and waited for its batch'
+    CASE WHEN a.seq IS NOT NULL THEN 'it was accepted and waited for its batch'
          WHEN f.seq IS NOT NULL THEN 'its group was not complete'
          ELSE 'it was not finished' END
 FROM issued AS i
@@ -162,7 +167,7 @@ WHERE {survives("i")} AND NOT EXISTS (
 
 
 def _prepare(database: sqlite3.Connection, header: Header) -> tuple[float, int]:
-    """Make the tables where there are none; returns when the run started, and the last `seq`."""
+    """Create the tables if there are none. Returns when the run started, and the last `seq`."""
     database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;")
     if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'about'").fetchone():
         _create(database, header)
@@ -176,12 +181,12 @@ def _create(database: sqlite3.Connection, header: Header) -> None:
     with database:
         database.executescript(TABLES + VIEW)
         database.executemany("INSERT INTO about VALUES (?, ?)", about.items())
-        _numbered(
+        _insert_numbered(
             database,
             "nodes",
             ((n.name, streams[n.stream], n.per_group, n.field, n.place) for n in header.nodes),
         )
-        _numbered(
+        _insert_numbered(
             database,
             "streams",
             (
@@ -191,7 +196,7 @@ def _create(database: sqlite3.Connection, header: Header) -> None:
         )
 
 
-def _numbered(database: sqlite3.Connection, table: str, rows: Iterable[tuple[Any, ...]]) -> None:
+def _insert_numbered(database: sqlite3.Connection, table: str, rows: Iterable[tuple[Any, ...]]) -> None:
     for number, row in enumerate(rows):
         database.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * (len(row) + 1))})", (number, *row))
 
@@ -202,5 +207,5 @@ def _started_at(database: sqlite3.Connection) -> float:
 
 
 def _last_seq(database: sqlite3.Connection) -> int:
-    last = (database.execute(f"SELECT MAX(seq) FROM {table}").fetchone()[0] or 0 for table in APPENDED)
+    last = (database.execute(f"SELECT MAX(seq) FROM {table}").fetchone()[0] or 0 for table in NUM_COLUMNS)
     return max(last)

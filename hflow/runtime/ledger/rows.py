@@ -1,4 +1,7 @@
-"""From what the controller noted to rows of the ledger's tables."""
+"""`RowBuilder` makes rows of the ledger's tables from what the controller records.
+
+Invariant: each record has one `seq`, which ascends; all rows that are made from a record share it.
+"""
 
 from __future__ import annotations
 
@@ -13,43 +16,43 @@ from hflow.workers.interface import ComputeReady, NodeResult, SampleReady
 
 
 @dataclass(frozen=True)
-class Issued:
+class GroupIssued:
     """A group was sent to a worker."""
 
-    what: OpenGroup
+    instruction: OpenGroup
     row: int
     worker: int
     version: int
 
 
 @dataclass(frozen=True)
-class Rewind:
-    """The run goes on from `step` completed steps."""
+class RunRewound:
+    """The run continues from `step` completed steps."""
 
     step: int
     position: int
-    """Greatest `seq` that stays in its history."""
+    """Greatest `seq` that remains in its history."""
 
 
 @dataclass(frozen=True)
-class Closing:
+class RunClosed:
     """The run is over."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Commit:
-    """A generation replica holds weights, and confirmed that they are what was sent."""
+class WeightsVerified:
+    """A generation replica loaded weights and confirmed their checksum."""
 
     replica: str
     version: int
-    digest: str
+    checksum: str
 
 
-Note = (
-    Issued
-    | Commit
+Record = (
+    GroupIssued
+    | WeightsVerified
     | SampleReady
     | ComputeReady
     | NodeResult
@@ -57,19 +60,19 @@ Note = (
     | Refuse
     | FormBatch
     | StepDone
-    | Rewind
-    | Closing
+    | RunRewound
+    | RunClosed
 )
 
 
-class Rows:
-    """Rows that are not written yet, by table: each table's as one flat list of values.
+class RowBuilder:
+    """Makes rows and keeps them until they are taken: for each table one flat list of values.
 
-    It remembers of the run which samples are bound to which unfinished step, and no more.
+    Of the run it remembers only which samples are in the batch of which unfinished step.
 
     Args:
-        header: of the run.
-        seq: of the last row that is in the file.
+        header: streams and nodes of the run.
+        seq: the last `seq` in the file.
     """
 
     def __init__(self, header: Header, seq: int = 0) -> None:
@@ -78,107 +81,111 @@ class Rows:
         self._sources = {stream.name: stream.source for stream in header.streams}
         self._trained = {stream.name for stream in header.streams if stream.is_trained}
         self._nodes = {node.name: number for number, node in enumerate(header.nodes)}
-        self._filling = 0
+        self._next_step = 0
         """The step that the next batch of the trained stream is for."""
-        self._bound: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """Step -> stream, samples."""
+        self._batches: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """Unfinished step -> stream, samples."""
         self._tables: dict[str, list[Any]] = defaultdict(list)
-        self._takers: dict[type, Callable[[Any, int, int], None]] = {
-            Issued: self._issued,
-            Commit: self._committed,
-            SampleReady: self._finished,
-            ComputeReady: self._computed,
-            NodeResult: self._judged,
-            Accept: self._accepted,
-            Refuse: self._refused,
-            FormBatch: self._formed,
-            StepDone: self._step_done,
-            Rewind: self._rewound,
-            Closing: self._closed,
+        self._handlers: dict[type, Callable[[Any, int, int], None]] = {
+            GroupIssued: self._add_issued,
+            WeightsVerified: self._add_weights,
+            SampleReady: self._add_finished,
+            ComputeReady: self._add_computed,
+            NodeResult: self._add_batch_numbers,
+            Accept: self._add_accepted,
+            Refuse: self._add_refused,
+            FormBatch: self._add_batch,
+            StepDone: self._add_step,
+            RunRewound: self._add_rewind,
+            RunClosed: self._add_closing,
         }
 
-    def add(self, time: int, note: Note) -> None:
-        """Take a note of a moment, in milliseconds."""
+    def add(self, time: int, record: Record) -> None:
+        """Make the rows of a record.
+
+        Args:
+            time: milliseconds since the run's start.
+            record: what happened.
+        """
         self.seq += 1
-        self._takers[type(note)](note, self.seq, time)
+        self._handlers[type(record)](record, self.seq, time)
 
     def take(self) -> dict[str, list[Any]]:
-        """All rows since the last call."""
+        """Return all rows since the last call, by table."""
         tables, self._tables = self._tables, defaultdict(list)
         return tables
 
-    def _issued(self, note: Issued, seq: int, time: int) -> None:
-        what = note.what
-        stream, rest = (
-            self._streams[what.stream],
-            (seq, time, what.group, note.row, note.worker, note.version),
-        )
+    def _add_issued(self, record: GroupIssued, seq: int, time: int) -> None:
+        opened = record.instruction
+        stream = self._streams[opened.stream]
+        values = (seq, time, opened.group, record.row, record.worker, record.version)
         rows = self._tables["issued"]
-        for sample in what.samples:
-            rows += (stream, sample, *rest)
+        for sample in opened.samples:
+            rows += (stream, sample, *values)
 
-    def _committed(self, note: Commit, seq: int, time: int) -> None:
-        self._tables["commits"] += (seq, time, note.replica, note.version, note.digest)
+    def _add_weights(self, record: WeightsVerified, seq: int, time: int) -> None:
+        self._tables["commits"] += (seq, time, record.replica, record.version, record.checksum)
 
-    def _finished(self, note: SampleReady, seq: int, time: int) -> None:
-        stream, sample = self._streams[note.stream], note.sample
-        ages = (note.oldest, note.newest) if note.oldest >= 0 else (None, None)
-        row = (stream, sample, seq, time, note.length, note.num_learned, note.num_turns, *ages)
+    def _add_finished(self, record: SampleReady, seq: int, time: int) -> None:
+        stream, sample = self._streams[record.stream], record.sample
+        versions = (record.oldest, record.newest) if record.oldest >= 0 else (None, None)
+        row = (stream, sample, seq, time, record.length, record.num_learned, record.num_turns, *versions)
         self._tables["finished"] += row
-        if note.value is not None:
-            source = self._nodes[self._sources[note.stream]]
-            self._tables["computed"] += (source, sample, seq, time, note.value)
+        if record.value is not None:
+            source = self._nodes[self._sources[record.stream]]
+            self._tables["computed"] += (source, sample, seq, time, record.value)
         rows = self._tables["segments"]
-        for number, (version, tokens) in enumerate(note.segments):
+        for number, (version, tokens) in enumerate(record.segments):
             rows += (stream, sample, seq, number, version, tokens)
 
-    def _computed(self, note: ComputeReady, seq: int, time: int) -> None:
-        self._tables["computed"] += (self._nodes[note.node], note.key, seq, time, note.value)
+    def _add_computed(self, record: ComputeReady, seq: int, time: int) -> None:
+        self._tables["computed"] += (self._nodes[record.node], record.key, seq, time, record.value)
 
-    def _judged(self, note: NodeResult, seq: int, time: int) -> None:
-        node, rows = self._nodes[note.node], self._tables["computed"]
-        for sample, number in zip(note.samples, note.numbers, strict=True):
+    def _add_batch_numbers(self, record: NodeResult, seq: int, time: int) -> None:
+        node, rows = self._nodes[record.node], self._tables["computed"]
+        for sample, number in zip(record.samples, record.numbers, strict=True):
             rows += (node, sample, seq, time, number)
 
-    def _accepted(self, note: Accept, seq: int, time: int) -> None:
-        stream, rows = self._streams[note.stream], self._tables["accepted"]
-        for sample in note.samples:
+    def _add_accepted(self, record: Accept, seq: int, time: int) -> None:
+        stream, rows = self._streams[record.stream], self._tables["accepted"]
+        for sample in record.samples:
             rows += (stream, sample, seq, time)
 
-    def _refused(self, note: Refuse, seq: int, time: int) -> None:
-        kind = "dropped" if note.reason.is_drop else "refused"
-        rest = (note.reason.value, self._nodes[note.node], note.message or None)
-        self._end(self._streams[note.stream], note.samples, (seq, time, kind, self._filling, *rest))
+    def _add_refused(self, record: Refuse, seq: int, time: int) -> None:
+        kind = "dropped" if record.reason.is_drop else "refused"
+        why = (record.reason.value, self._nodes[record.node], record.message or None)
+        stream = self._streams[record.stream]
+        self._add_ends(stream, record.samples, (seq, time, kind, self._next_step, *why))
 
-    def _formed(self, note: FormBatch, seq: int, time: int) -> None:
-        stream = self._streams[note.stream]
-        self._tables["batches"] += (seq, time, stream, note.step)
-        if note.stream in self._trained:
-            self._bound[note.step] = (stream, note.samples)
-            self._filling = note.step + 1
+    def _add_batch(self, record: FormBatch, seq: int, time: int) -> None:
+        stream = self._streams[record.stream]
+        self._tables["batches"] += (seq, time, stream, record.step)
+        if record.stream in self._trained:
+            self._batches[record.step] = (stream, record.samples)
+            self._next_step = record.step + 1
         else:
-            self._end(stream, note.samples, (seq, time, "evaluated", note.step, None, None, None))
+            self._add_ends(stream, record.samples, (seq, time, "evaluated", record.step, None, None, None))
 
-    def _step_done(self, note: StepDone, seq: int, time: int) -> None:
-        self._tables["steps"] += (seq, time, note.step)
-        if note.step in self._bound:  # the final cycle has none: it only evaluates
-            stream, samples = self._bound.pop(note.step)
-            self._end(stream, samples, (seq, time, "trained", note.step, None, None, None))
+    def _add_step(self, record: StepDone, seq: int, time: int) -> None:
+        self._tables["steps"] += (seq, time, record.step)
+        if record.step in self._batches:  # the final cycle has no batch: it only evaluates
+            stream, samples = self._batches.pop(record.step)
+            self._add_ends(stream, samples, (seq, time, "trained", record.step, None, None, None))
 
-    def _rewound(self, note: Rewind, seq: int, time: int) -> None:
-        self._bound.clear()
-        self._filling = note.step
-        self._tables["rewinds"] += (seq, time, note.step, note.position)
+    def _add_rewind(self, record: RunRewound, seq: int, time: int) -> None:
+        self._batches.clear()
+        self._next_step = record.step
+        self._tables["rewinds"] += (seq, time, record.step, record.position)
 
-    def _closed(self, note: Closing, seq: int, time: int) -> None:
-        """Only here it is known what was bound to a step that was not completed."""
-        for step, (stream, samples) in self._bound.items():
-            message = f"step {step}, which was to train it, was not completed"
-            self._end(stream, samples, (seq, time, "unused", step, note.reason, None, message))
-        self._bound.clear()
-        self._tables["closings"] += (seq, time, note.reason)
+    def _add_closing(self, record: RunClosed, seq: int, time: int) -> None:
+        """End the samples of steps that were not completed, which is known only now."""
+        for step, (stream, samples) in self._batches.items():
+            message = f"it was in the batch of step {step}, which was not completed"
+            self._add_ends(stream, samples, (seq, time, "unused", step, record.reason, None, message))
+        self._batches.clear()
+        self._tables["closings"] += (seq, time, record.reason)
 
-    def _end(self, stream: int, samples: tuple[int, ...], rest: tuple[Any, ...]) -> None:
+    def _add_ends(self, stream: int, samples: tuple[int, ...], values: tuple[Any, ...]) -> None:
         rows = self._tables["ends"]
         for sample in samples:
-            rows += (stream, sample, *rest)
+            rows += (stream, sample, *values)

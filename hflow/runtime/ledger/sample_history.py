@@ -1,4 +1,4 @@
-"""The life of one sample, gathered from the ledger's tables."""
+"""The history of one sample, from the ledger's tables."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from hflow.errors import ConfigError, nearest
-from hflow.runtime.ledger.schema import COLUMNS, LARGEST, open_ledger, survives
+from hflow.runtime.ledger.schema import COLUMNS, MAX_INTEGER, open_ledger, survives
 
 
 @dataclass(frozen=True)
-class Computed:
-    """A node was done with the sample, or with its group."""
+class NodeOutput:
+    """A node was done with the sample or its group."""
 
     node: str
     field: str | None
     value: float | None
-    """The number that it gave the sample."""
+    """The number that it reported for the sample."""
     at: float
     """Seconds since the run's start."""
 
 
 @dataclass(frozen=True)
-class Mate:
+class GroupMember:
     """Another member of the sample's group."""
 
     id: int
@@ -34,46 +34,47 @@ class Mate:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Weights that some of its tokens were drawn with, and which they were."""
+class WeightsUsed:
+    """Weights that generated some of its tokens."""
 
     version: int
     replica: str
     digest: str
+    """Checksum of the weights."""
 
 
 @dataclass(frozen=True)
 class SampleHistory:
-    """What became of one sample. Times are seconds since the run's start."""
+    """What happened to one sample. Times are seconds since the run's start."""
 
     sample: Mapping[str, Any]
     """Its row of the view `samples`."""
     dataset: str | None
     segments: tuple[tuple[int, int], ...]
-    """Runs of generated tokens: (version, number of tokens)."""
-    weights: tuple[Weights, ...]
-    """Of the versions that generated its tokens, on every generation replica that held them."""
-    computed: tuple[Computed, ...]
-    mates: tuple[Mate, ...]
+    """Consecutive tokens that one version generated: (version, number of tokens)."""
+    weights: tuple[WeightsUsed, ...]
+    """The versions that generated its tokens, on every generation replica that held them."""
+    computed: tuple[NodeOutput, ...]
+    mates: tuple[GroupMember, ...]
     bound_at: float | None
     """When its batch was formed."""
     max_lag: int | None
     """The largest lag that the plan lets a trained token have."""
     closing: str | None
-    """How the run ended; None: it goes on, or was killed."""
+    """How the run ended; None: it is not over, or was killed."""
 
     def to_json(self) -> dict[str, Any]:
-        """One object: the sample's row, and what it has more than one of."""
-        more = asdict(self)
-        row = dict(more.pop("sample"))
-        return {**row, **more, "segments": [{"version": v, "tokens": n} for v, n in self.segments]}
+        """Return one object: the columns of the sample's row, and the other attributes."""
+        attributes = asdict(self)
+        row = dict(attributes.pop("sample"))
+        return {**row, **attributes, "segments": [{"version": v, "tokens": n} for v, n in self.segments]}
 
 
-def tell(path: Path, name: str) -> SampleHistory:
-    """The story of a sample.
+def read_history(path: Path, name: str) -> SampleHistory:
+    """Return the history of a sample.
 
     Args:
-        path: of the ledger.
+        path: path of the ledger.
         name: an id of the trained stream, or `STREAM/ID`.
 
     Raises:
@@ -81,35 +82,35 @@ def tell(path: Path, name: str) -> SampleHistory:
     """
     database = open_ledger(path)
     try:
-        return _story(database, *_find(database, name))
+        return _read(database, *_find(database, name))
     finally:
         database.close()
 
 
 def _find(database: sqlite3.Connection, name: str) -> tuple[int, int]:
-    """Number of the stream, and the sample's id."""
+    """Return the index of the stream and the sample's id."""
     stream_name, _, number = name.rpartition("/")
     streams = dict(database.execute("SELECT name, id FROM streams ORDER BY is_trained DESC, id"))
     if not number.isdecimal():
-        raise ConfigError(f"a sample is a number, or STREAM/NUMBER, not {name!r}")
+        raise ConfigError(f"{name!r} is not a sample. Use a number, or STREAM/NUMBER.")
     stream_name = stream_name or next(iter(streams))
     if stream_name not in streams:
         hint = nearest(stream_name, streams)
-        raise ConfigError(f"there is no stream {stream_name!r}{hint}; there are {', '.join(streams)}")
-    sample = min(int(number), LARGEST)
-    first, last, found = database.execute(
+        raise ConfigError(f"there is no stream {stream_name!r} among {', '.join(streams)}{hint}")
+    sample = min(int(number), MAX_INTEGER)
+    first, last, exists = database.execute(
         f"SELECT MIN(sample), MAX(sample), SUM(sample = ?) FROM issued AS i "
         f"WHERE stream = ? AND {survives('i')}",
         (sample, streams[stream_name]),
     ).fetchone()
     if first is None:
-        raise ConfigError(f"{stream_name} has no sample {number}, as none was issued")
-    if not found:
-        raise ConfigError(f"{stream_name} has no sample {number}; it has {first} to {last}")
+        raise ConfigError(f"{stream_name} has no sample {number}: it has no samples yet")
+    if not exists:
+        raise ConfigError(f"{stream_name} has no sample {number}. It has samples {first} to {last}.")
     return streams[stream_name], sample
 
 
-def _story(database: sqlite3.Connection, stream: int, sample: int) -> SampleHistory:
+def _read(database: sqlite3.Connection, stream: int, sample: int) -> SampleHistory:
     names = ", ".join(f'"{name}"' for name in COLUMNS)
     stream_name, dataset = database.execute(
         "SELECT name, dataset FROM streams WHERE id = ?", (stream,)
@@ -138,10 +139,10 @@ def _story(database: sqlite3.Connection, stream: int, sample: int) -> SampleHist
     )
 
 
-def _computed(database: sqlite3.Connection, stream: int, sample: int, group: int) -> tuple[Computed, ...]:
-    """What nodes made of the sample, and of its group while it belonged to it.
+def _computed(database: sqlite3.Connection, stream: int, sample: int, group: int) -> tuple[NodeOutput, ...]:
+    """Return the nodes that were done with the sample, or with its group while the sample belonged to it.
 
-    Batch nodes of an evaluation work on samples that are through.
+    Batch nodes of an evaluation are included although they run after the sample's end.
     """
     rows = database.execute(
         f"""
@@ -153,10 +154,10 @@ def _computed(database: sqlite3.Connection, stream: int, sample: int, group: int
         ORDER BY c.seq""",
         {"group": group, "sample": sample, "stream": stream},
     )
-    return tuple(Computed(*row) for row in rows)
+    return tuple(NodeOutput(*row) for row in rows)
 
 
-def _weights(database: sqlite3.Connection, stream: int, sample: int) -> tuple[Weights, ...]:
+def _weights(database: sqlite3.Connection, stream: int, sample: int) -> tuple[WeightsUsed, ...]:
     rows = database.execute(
         f"""
         SELECT DISTINCT c.version, c.replica, c.digest FROM commits AS c
@@ -165,29 +166,29 @@ def _weights(database: sqlite3.Connection, stream: int, sample: int) -> tuple[We
         ORDER BY c.version, c.replica""",
         (stream, sample),
     )
-    return tuple(Weights(*row) for row in rows)
+    return tuple(WeightsUsed(*row) for row in rows)
 
 
-def _mates(database: sqlite3.Connection, stream: str, sample: int, group: int) -> tuple[Mate, ...]:
+def _mates(database: sqlite3.Connection, stream: str, sample: int, group: int) -> tuple[GroupMember, ...]:
     rows = database.execute(
         'SELECT id, "end", reason FROM samples WHERE stream = ? AND group_id = ? AND id <> ? ORDER BY id',
         (stream, group, sample),
     )
-    return tuple(Mate(*row) for row in rows)
+    return tuple(GroupMember(*row) for row in rows)
 
 
 def _bound_at(database: sqlite3.Connection, stream: int, row: Mapping[str, Any]) -> float | None:
     if row["end"] != "trained":
         return None
-    (found,) = database.execute(
+    (seconds,) = database.execute(
         f"SELECT time / 1e3 FROM batches AS b WHERE stream = ? AND step = ? AND {survives('b')}",
         (stream, row["step"]),
     ).fetchone()
-    return float(found)
+    return float(seconds)
 
 
 def _closing(database: sqlite3.Connection) -> str | None:
-    found = database.execute(
+    row = database.execute(
         f"SELECT reason FROM closings AS c WHERE {survives('c')} ORDER BY seq DESC"
     ).fetchone()
-    return str(found[0]) if found else None
+    return str(row[0]) if row else None

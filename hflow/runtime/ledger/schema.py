@@ -1,20 +1,20 @@
-"""The ledger's file: its tables, append-only, and the one flat view that people ask.
+"""The ledger's file: its tables, to which rows are only appended, and the view that users query.
 
-Every row bears `seq`, the order in which the controller learned of things; a group's samples, which it
-learns of together, share one. Times are milliseconds since the run's start. A sample is known by its
-stream and its id. Tables are clustered by sample, so that they need no index beside themselves.
+Every row has a `seq`, the order in which the controller learned of things. It learns of all samples of a
+group at once, so these share one. Times are milliseconds since the run's start. A sample is identified by
+its stream and its id. Tables are clustered by sample, so that they need no index.
 
 issued      a sample was admitted: row of the dataset, worker, version of the engine's weights
 finished    its source is done: its tokens
-segments    the runs of tokens that one version generated
-computed    a node is done with a sample, or with a group: when, and the number that it gave
-accepted    what was left of its group passed all nodes
-batches     groups were bound to a step (a side stream's: its evaluation of a version is over)
-ends        one row a sample: trained, evaluated, refused, dropped or unused
+segments    consecutive tokens that one version generated
+computed    a node is done with a sample or group: when, and the number that it gave
+accepted    the remaining members of its group passed all nodes
+batches     the batch of a step was formed (on a side stream: the evaluation of a version is over)
+ends        one row per sample: trained, evaluated, refused, dropped or unused
 steps       a step is complete
-commits     all ranks of a generation replica hold a version of the weights, which have this digest
-rewinds     the run went back to `step` completed steps: of what was written before, rows after `position`
-            (a `seq`) are no part of its history any more
+commits     all ranks of a generation replica hold a version of the weights, with this checksum (digest)
+rewinds     the run went back to `step` completed steps: of the rows written before, those after `position`
+            (a `seq`) do not belong to its history any more
 closings    the run ended, and how
 """
 
@@ -28,8 +28,8 @@ from hflow.errors import ConfigError
 
 FORMAT = 2
 
-LARGEST = 2**63 - 1
-"""The largest number that the file can hold."""
+MAX_INTEGER = 2**63 - 1
+"""The largest integer that the file can hold."""
 
 TABLES = """
 CREATE TABLE about (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -71,7 +71,7 @@ CREATE TABLE rewinds (
 CREATE TABLE closings (seq INTEGER PRIMARY KEY, time INTEGER, reason TEXT NOT NULL);
 """
 
-APPENDED = {
+NUM_COLUMNS = {
     "issued": 8,
     "finished": 9,
     "segments": 6,
@@ -84,11 +84,11 @@ APPENDED = {
     "rewinds": 4,
     "closings": 3,
 }
-"""Tables that a run appends to -> their number of columns."""
+"""Table that a run appends to -> its number of columns."""
 
 
 def survives(alias: str) -> str:
-    """SQL: whether a row is part of the history that no rewind took back."""
+    """Return SQL for whether a row belongs to the history, so that no rewind removed it."""
     return f"NOT EXISTS (SELECT 1 FROM rewinds AS w WHERE {alias}.seq > w.position AND {alias}.seq < w.seq)"
 
 
@@ -101,42 +101,42 @@ def _joined(table: str, alias: str) -> str:
 
 COLUMNS = {
     "id": ("i.sample", "the sample's id, unique within its stream"),
-    "stream": ("s.name", "the stream that it belongs to"),
+    "stream": ("s.name", "its stream"),
     "group_id": ("i.group_id", "its group: one prompt with its samples"),
     "row": ("i.row", "row of the dataset"),
-    "worker": ("i.worker", "index of the worker that generated or encoded it"),
+    "worker": ("i.worker", "worker that generated or encoded it"),
     "version": ("NULLIF(i.version, -1)", "version of the engine's weights when it was admitted"),
-    "issued_at": ("i.time / 1e3", "seconds from the run's start to its admission"),
-    "finished_at": ("f.time / 1e3", "... to its last token"),
-    "accepted_at": ("a.time / 1e3", "... to the moment when it and its group had passed all nodes"),
-    "ended_at": ("e.time / 1e3", "... to its end"),
-    "length": ("f.length", "all its tokens, the prompt's included"),
-    "tokens": ("f.tokens", "tokens that were generated, or are learned"),
-    "turns": ("f.turns", "times that the model was asked to go on"),
-    "oldest": ("f.oldest", "least version among its generated tokens"),
-    "newest": ("f.newest", "greatest version among them"),
-    "reward": ("c.value", "number that it was given: the field reward, else score, else the last one"),
+    "issued_at": ("i.time / 1e3", "seconds from the run's start until it was admitted"),
+    "finished_at": ("f.time / 1e3", "... until its last token was generated"),
+    "accepted_at": ("a.time / 1e3", "... until it and its group had passed all nodes"),
+    "ended_at": ("e.time / 1e3", "... until its end"),
+    "length": ("f.length", "all its tokens, including the prompt"),
+    "tokens": ("f.tokens", "tokens that were generated, or are trained"),
+    "turns": ("f.turns", "completions that its episode requested"),
+    "oldest": ("f.oldest", "lowest version among its generated tokens"),
+    "newest": ("f.newest", "highest version among its generated tokens"),
+    "reward": ("c.value", "number that a node reported: the field reward, else score, else the last node's"),
     "end": ("e.kind", "trained, evaluated, refused, dropped, unused; null while it runs"),
-    "reason": ("e.reason", "why it was refused, dropped or not used"),
+    "reason": ("e.reason", "why it was refused, dropped or unused"),
     "node": ("n.name", "the node that refused it"),
     "place": ("n.place", "file and line of that node"),
-    "message": ("e.message", "what that node failed with"),
-    "step": ("e.step", "step that trained it, version that was evaluated, or step being filled at its end"),
+    "message": ("e.message", "the error of that node"),
+    "step": ("e.step", "step that trained it, version that was evaluated, or step that was being filled"),
     "lag": (
         "CASE WHEN s.ages AND e.kind IN ('trained', 'evaluated', 'dropped') "
         "THEN e.step - COALESCE(f.oldest, NULLIF(i.version, -1)) END",
-        "staleness: step less oldest",
+        "staleness: step - oldest",
     ),
     "in_flight_lag": (
         "CASE WHEN s.ages THEN f.newest - f.oldest END",
-        "the part of it that arose while it was generated",
+        "the part of lag that arose while it was generated",
     ),
     "in_queue_lag": (
         "CASE WHEN s.ages AND e.kind IN ('trained', 'evaluated', 'dropped') THEN e.step - f.newest END",
-        "the part of it that arose while it waited",
+        "the part of lag that arose while it waited",
     ),
 }
-"""Columns of the view `samples` -> (SQL, what it says)."""
+"""Column of the view `samples` -> (SQL, meaning)."""
 
 VIEW = f"""
 CREATE VIEW samples AS SELECT
@@ -151,27 +151,28 @@ WHERE {survives("i")};
 """
 
 
-# -------------------- Opens a ledger for reading, also while its run goes on.
-
-
 def open_ledger(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write.
+    """Open a ledger for reading, even while its run writes it.
 
-    A ledger that nobody has open has no log beside it, and can be read where nothing can be written.
+    If no process has the ledger open, there is no write-ahead log, and it can be read on a read-only disk.
 
     Raises:
-        ConfigError: when there is no ledger, or none that this version reads.
+        ConfigError: when there is no ledger, or it has another format.
     """
     if not path.is_file():
-        raise ConfigError(f"there is no ledger {path}; it is part of the directory that `hflow run` makes")
-    is_still = not path.with_name(f"{path.name}-wal").exists()
-    database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro{'&immutable=1' * is_still}", uri=True)
+        raise ConfigError(f"there is no ledger {path}. `hflow run` writes one into the run's directory.")
+    is_open = path.with_name(f"{path.name}-wal").exists()
+    options = "mode=ro" if is_open else "mode=ro&immutable=1"
+    database = sqlite3.connect(f"file:{quote(str(path))}?{options}", uri=True)
     try:
-        (found,) = database.execute("SELECT value FROM about WHERE key = 'format'").fetchone()
+        (file_format,) = database.execute("SELECT value FROM about WHERE key = 'format'").fetchone()
     except sqlite3.DatabaseError as error:
         database.close()
-        raise ConfigError(f"{path} is no ledger of hflow: {error}") from error
-    if found != FORMAT:
+        raise ConfigError(f"{path} is not a ledger of hflow: {error}") from error
+    if file_format != FORMAT:
         database.close()
-        raise ConfigError(f"{path} has format {found}; this version of hflow reads {FORMAT}")
+        raise ConfigError(
+            f"the ledger {path} has format {file_format}, but this version of hflow reads format {FORMAT}. "
+            "Use the version of hflow that wrote it."
+        )
     return database

@@ -1,7 +1,10 @@
-"""The ledger's own thread: it turns notes into rows and writes them, one transaction at a time.
+"""`Writer`: the ledger's own thread, which turns records into rows and writes them in transactions.
 
-A statement inserts hundreds of rows. Python's interpreter lock is given up once a statement, and a busy
-controller gives it back late: with a statement a row the writer could not keep up with it.
+One statement inserts hundreds of rows. Python's interpreter lock is released once per statement, and a busy
+controller returns it late, so a statement per row would be too slow to keep up.
+
+Invariant: records are written in the order in which they were put, and none is lost unless `RunError` is
+raised or the process is killed.
 """
 
 from __future__ import annotations
@@ -14,77 +17,78 @@ from pathlib import Path
 from typing import Any
 
 from hflow.errors import RunError
-from hflow.runtime.ledger.rows import Note, Rows
-from hflow.runtime.ledger.schema import APPENDED
+from hflow.runtime.ledger.rows import Record, RowBuilder
+from hflow.runtime.ledger.schema import NUM_COLUMNS
 
 INTERVAL = 0.15
-"""Seconds between transactions, unless so many notes wait."""
-MANY = 4096
-BOUND = 200_000
-"""Notes that wait at most; a run that makes more waits for the disk."""
-BULKS = (256, 16, 1)
-"""Rows that one statement inserts; each size is a statement of its own, which is prepared once."""
+"""Seconds between transactions, unless `MAX_TRANSACTION` records wait."""
+MAX_TRANSACTION = 4096
+"""Records of one transaction."""
+MAX_WAITING = 200_000
+"""Records that may wait. A run that makes more waits for the disk."""
+BULK_SIZES = (256, 16, 1)
+"""Rows that one statement inserts. Each size is a statement of its own, which is prepared once."""
 
 
 class Writer:
-    """Writes notes to a database until it is closed.
+    """Writes records to a database until it is closed.
 
-    `put` may be called from one thread. What it took is in the file after `INTERVAL` seconds or so, or
-    when `close` returns.
+    `put` may be called from one thread only. A record is in the file about `INTERVAL` seconds later, and
+    at the latest when `close` returns.
 
     Args:
-        database: where the tables are; no other thread uses it until `close` has returned.
+        database: has the tables. No other thread may use it before `close` has returned.
         rows: makes the rows.
-        path: of the file, for messages.
+        path: path of the file, for error messages.
     """
 
-    def __init__(self, database: sqlite3.Connection, rows: Rows, path: Path) -> None:
+    def __init__(self, database: sqlite3.Connection, rows: RowBuilder, path: Path) -> None:
         self._database = database
         self._rows = rows
         self._path = path
-        self._notes: deque[tuple[float, Note]] = deque()
+        self._waiting: deque[tuple[float, Record]] = deque()
         self._wake = threading.Event()
         self._num_put = 0
         self._num_written = 0
         self._closing = False
-        self._failure: sqlite3.Error | None = None
+        self._error: sqlite3.Error | None = None
         self._start = time.time()
-        self._thread = threading.Thread(target=self._work, name="hflow-ledger", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hflow-ledger", daemon=True)
 
     def start(self, run_start: float) -> None:
-        """Begin; times are counted from `run_start`, in seconds since the epoch."""
+        """Start the thread. Times are relative to `run_start`, in seconds since the epoch."""
         self._start = run_start
         self._thread.start()
 
-    def put(self, note: Note) -> None:
-        """Take a note of now.
+    def put(self, record: Record) -> None:
+        """Queue a record with the present time.
 
         Raises:
             RunError: when the file cannot be written.
         """
         self._num_put += 1
-        self._notes.append((time.time(), note))
-        waiting = len(self._notes)
-        if waiting >= MANY or self._failure is not None:
-            self._press(waiting)
+        self._waiting.append((time.time(), record))
+        num_waiting = len(self._waiting)
+        if num_waiting >= MAX_TRANSACTION or self._error is not None:
+            self._write_soon_or_wait(num_waiting)
 
-    def nudge(self) -> None:
-        """Write what there is now, without being waited for."""
+    def write_soon(self) -> None:
+        """Let the thread write what waits now, without waiting for it."""
         self._wake.set()
 
     def flush(self) -> None:
-        """Wait until all that was put is in the file.
+        """Wait until everything that was put is in the file.
 
         Raises:
             RunError: when the file cannot be written.
         """
-        while self._num_written < self._num_put and self._failure is None:
+        while self._num_written < self._num_put and self._error is None:
             self._wake.set()
             time.sleep(0.001)
         self._check()
 
     def close(self) -> None:
-        """Write what is left and end the thread. Safe to call twice.
+        """Write what waits and end the thread. May be called twice.
 
         Raises:
             RunError: when the file cannot be written.
@@ -94,18 +98,18 @@ class Writer:
         self._thread.join()
         self._check()
 
-    def _press(self, waiting: int) -> None:
+    def _write_soon_or_wait(self, num_waiting: int) -> None:
         self._wake.set()
-        while waiting >= BOUND and self._failure is None:
+        while num_waiting >= MAX_WAITING and self._error is None:
             time.sleep(0.001)
-            waiting = len(self._notes)
+            num_waiting = len(self._waiting)
         self._check()
 
     def _check(self) -> None:
-        if self._failure is not None:
-            raise unwritable(self._path, self._failure) from self._failure
+        if self._error is not None:
+            raise write_error(self._path, self._error) from self._error
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             while not self._closing:
                 self._wake.wait(INTERVAL)
@@ -113,33 +117,33 @@ class Writer:
                 self._write()
             self._write()
         except sqlite3.Error as error:
-            self._failure = error
+            self._error = error
 
     def _write(self) -> None:
-        """Write the notes that wait now, a transaction for every `MANY` or so."""
-        while self._notes:
-            num_notes = min(len(self._notes), MANY)
-            for _ in range(num_notes):
-                moment, note = self._notes.popleft()
-                self._rows.add(round(1e3 * (moment - self._start)), note)
+        """Write what waits now, in transactions of at most `MAX_TRANSACTION` records."""
+        while self._waiting:
+            num_records = min(len(self._waiting), MAX_TRANSACTION)
+            for _ in range(num_records):
+                moment, record = self._waiting.popleft()
+                self._rows.add(round(1e3 * (moment - self._start)), record)
             with self._database:
                 for table, values in self._rows.take().items():
                     _insert(self._database, table, values)
-            self._num_written += num_notes
+            self._num_written += num_records
 
 
-def unwritable(path: Path, error: sqlite3.Error) -> RunError:
-    """The error of a ledger that cannot be written."""
+def write_error(path: Path, error: sqlite3.Error) -> RunError:
+    """Return the error of a ledger that cannot be written."""
     return RunError(f"the ledger {path} cannot be written: {error}")
 
 
 def _insert(database: sqlite3.Connection, table: str, values: list[Any]) -> None:
-    """Append rows, given as one flat list."""
-    width, first = APPENDED[table], 0
-    row = f"({', '.join('?' * width)})"
-    for bulk in BULKS:
-        size = bulk * width
-        statement = f"INSERT INTO {table} VALUES {', '.join([row] * bulk)}"
-        while first + size <= len(values):
-            database.execute(statement, values[first : first + size])
-            first += size
+    """Insert rows, given as one flat list of values."""
+    num_columns, first = NUM_COLUMNS[table], 0
+    row = f"({', '.join('?' * num_columns)})"
+    for num_rows in BULK_SIZES:
+        num_values = num_rows * num_columns
+        statement = f"INSERT INTO {table} VALUES {', '.join([row] * num_rows)}"
+        while first + num_values <= len(values):
+            database.execute(statement, values[first : first + num_values])
+            first += num_values
