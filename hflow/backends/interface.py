@@ -114,7 +114,7 @@ class RankPosition:
 class NodeCall:
     """A node's body and everything that its call needs besides the data.
 
-    `hflow.data.batch_arguments.bind` makes the body's keyword arguments from this and a batch.
+    `hflow.data.batch_arguments.bind_batch` makes the body's keyword arguments from this and a batch.
     """
 
     node: str

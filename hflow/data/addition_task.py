@@ -1,4 +1,4 @@
-"""Two-digit additions: a task whose answers are known and which a tiny model can learn."""
+"""A generated dataset of two-digit additions, which a tiny model can learn and whose answers are known."""
 
 from __future__ import annotations
 
@@ -6,61 +6,61 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hflow.data.row_schema import Columns, check_names, checked
+from hflow.data.row_schema import RowSchema, check_columns, checked_row
 from hflow.errors import DataError
 
 NUM_PAIRS = 10_000
 NUM_HELDOUT = 500
 _SEED = 0
-_FLAWS = np.random.default_rng(_SEED).integers(3 * 9, size=NUM_PAIRS)
-"""For each pair, the place of a wrong digit and how far it is off: `9 * place + distance - 1`."""
+_ERRORS = np.random.default_rng(_SEED).integers(3 * 9, size=NUM_PAIRS)
+"""For each pair, the position of a wrong digit and its offset, as `9 * position + offset - 1`."""
 
 
 class Addition:
-    """All pairs of 0 to 99 but 500, or these 500 (`heldout`), chosen once and for all.
+    """The pairs of numbers from 0 to 99: all but 500 (split `train`) or these 500 (`heldout`).
 
-    Columns: `prompt` (`"17+25="`) and `answer` (`"042"`).
+    Columns: `prompt` (`"17+25="`) and `answer` (`"042"`). The split is fixed.
     """
 
     names: ClassVar[tuple[str, ...]] = ("prompt", "answer")
 
-    def __init__(self, split: str, columns: Columns) -> None:
-        """Choose the split's pairs.
+    def __init__(self, split: str, columns: RowSchema) -> None:
+        """Select the split's pairs.
 
         Raises:
-            DataError: for another split or another column.
+            DataError: if the split or a column is unknown.
         """
         order = np.random.default_rng(_SEED).permutation(NUM_PAIRS)
         splits = {"train": order[NUM_HELDOUT:], "heldout": order[:NUM_HELDOUT]}
         if split not in splits:
-            raise DataError(f"the addition data has no split {split!r}, choose one of {sorted(splits)}")
+            raise DataError(f"the addition data has no split {split!r}; choose one of {sorted(splits)}")
         self._pairs = splits[split]
         self._columns = columns
-        check_names(self.names, columns, "the addition data")
+        check_columns(self.names, columns, "the addition data")
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Row `index` of the split."""
+        """Return row `index` of the split."""
         row = self._row(*divmod(int(self._pairs[index]), 100))
-        return checked(row, self._columns, f"the addition data, row {index}")
+        return checked_row(row, self._columns, f"the addition data, row {index}")
 
     def _row(self, first: int, second: int) -> dict[str, str]:
         return {"prompt": f"{first:02d}+{second:02d}=", "answer": f"{first + second:03d}"}
 
 
 class AdditionPairs(Addition):
-    """The same prompts, each with the right sum and a wrong one, of which one digit is another.
+    """The same prompts, each with the right sum and a wrong one that differs in one digit.
 
-    Columns: `prompt`, `chosen` and `rejected`. Which digit and what it becomes is drawn once for each prompt.
+    Columns: `prompt`, `chosen` and `rejected`. The wrong digit and its value are fixed for each prompt.
     """
 
     names: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
 
     def _row(self, first: int, second: int) -> dict[str, str]:
         right = f"{first + second:03d}"
-        place, more = divmod(int(_FLAWS[100 * first + second]), 9)
-        digit = (int(right[place]) + 1 + more) % 10
-        wrong = f"{right[:place]}{digit}{right[place + 1 :]}"
+        position, offset = divmod(int(_ERRORS[100 * first + second]), 9)
+        digit = (int(right[position]) + 1 + offset) % 10
+        wrong = f"{right[:position]}{digit}{right[position + 1 :]}"
         return {"prompt": f"{first:02d}+{second:02d}=", "chosen": right, "rejected": wrong}

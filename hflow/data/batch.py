@@ -1,6 +1,8 @@
-"""`Batch`: packed fields of some samples, in numpy, so that they cross processes without a copy.
+"""`Batch`: packed fields of some samples, as numpy arrays that cross processes without a copy.
 
-A sample's tokens are consecutive; there is no padding anywhere. Integer fields stay integers.
+A sample's tokens are consecutive and nothing is padded. Integer fields keep their dtype.
+
+Axes: S samples, T packed tokens, K entries of one token.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ Values = npt.NDArray[Any] | list[Any]
 class Column:
     """One field of a batch.
 
-    `values` is `[T]` or `[T, K]` for TOKEN, `[S]` for SEQUENCE and GROUP (a group's value is
-    repeated on its members while it travels), and a list of S objects for TEXT and JSON.
+    `values` is `[T]` or `[T, K]` for TOKEN, and `[S]` for SEQUENCE and GROUP, where a group's value is
+    repeated on its members. For TEXT and JSON it is a list of S objects.
     """
 
     unit: Unit
@@ -30,7 +32,7 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values (texts: their UTF-8 length)."""
+        """Bytes of the values; of texts, the length in UTF-8."""
         if isinstance(self.values, np.ndarray):
             return self.values.nbytes
         return sum(len(str(value).encode()) for value in self.values)
@@ -38,14 +40,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Batch:
-    """S samples with their token counts and fields. Rows are in the order of `samples`."""
+    """S samples with their token counts and fields, in the order of `samples`."""
 
     samples: npt.NDArray[np.int64]
     """Sample ids `[S]`."""
     groups: npt.NDArray[np.int64]
     """Group id of each sample `[S]`."""
     lengths: npt.NDArray[np.int64]
-    """Tokens of each sample `[S]`."""
+    """Number of tokens of each sample `[S]`."""
     columns: dict[str, Column] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -67,7 +69,7 @@ class Batch:
         return sum(column.nbytes for column in self.columns.values())
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
-        """The samples at these rows, in this order."""
+        """Return the samples at these rows, in this order."""
         rows = np.asarray(rows, dtype=np.int64)
         lengths = self.lengths[rows]
         tokens = _token_rows(self.offsets[rows], lengths)
@@ -78,34 +80,34 @@ class Batch:
         return Batch(self.samples[rows], self.groups[rows], lengths, columns)
 
     def select(self, names: Iterable[str]) -> Batch:
-        """Only these columns."""
+        """Return a batch with only these columns."""
         columns = {name: self.columns[name] for name in names}
         return Batch(self.samples, self.groups, self.lengths, columns)
 
     def with_columns(self, columns: dict[str, Column]) -> Batch:
-        """These columns added (or replaced)."""
+        """Return a batch with these columns added or replaced."""
         return Batch(self.samples, self.groups, self.lengths, {**self.columns, **columns})
 
     @classmethod
-    def concat(cls, parts: Sequence[Batch]) -> Batch:
-        """Join batches that have the same columns."""
-        assert parts, "nothing to join"
-        if len(parts) == 1:
-            return parts[0]
+    def concat(cls, batches: Sequence[Batch]) -> Batch:
+        """Concatenate batches that have the same columns."""
+        assert batches, "no batches to concatenate"
+        if len(batches) == 1:
+            return batches[0]
         columns = {
-            name: Column(c.unit, _join([part.columns[name].values for part in parts]))
-            for name, c in parts[0].columns.items()
+            name: Column(c.unit, _concat([batch.columns[name].values for batch in batches]))
+            for name, c in batches[0].columns.items()
         }
         return cls(
-            np.concatenate([part.samples for part in parts]),
-            np.concatenate([part.groups for part in parts]),
-            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([batch.samples for batch in batches]),
+            np.concatenate([batch.groups for batch in batches]),
+            np.concatenate([batch.lengths for batch in batches]),
             columns,
         )
 
 
 def _token_rows(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Indices of the tokens of samples that start at `starts`."""
+    """Return the indices of the tokens of samples that start at `starts`."""
     shifts = starts - np.concatenate(([0], np.cumsum(lengths)[:-1])) if len(starts) else starts
     return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(shifts, lengths)
 
@@ -116,7 +118,7 @@ def _take(column: Column, rows: npt.NDArray[np.int64]) -> Values:
     return [column.values[row] for row in rows]
 
 
-def _join(values: list[Values]) -> Values:
+def _concat(values: list[Values]) -> Values:
     if isinstance(values[0], np.ndarray):
         return np.concatenate(values)
     return [value for part in values for value in part]

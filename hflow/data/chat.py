@@ -1,4 +1,4 @@
-"""Chat templates: whole conversations with what is learned, and the text between two turns."""
+"""Chat templates: encodes whole conversations with their learned tokens, and the text between two turns."""
 
 from __future__ import annotations
 
@@ -16,52 +16,60 @@ Schemas = Sequence[Mapping[str, Any]]
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REPLY = "a-reply-of-the-model"
-"""Stands for an assistant's turn where only the text behind it is wanted."""
+"""Placeholder for an assistant's turn where only the text after it is needed."""
 
 
 class ChatTemplate:
-    """A tokenizer's Jinja template and its tokenizer."""
+    """A tokenizer's Jinja chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def prompt(self, messages: Messages, tools: Schemas = ()) -> list[int]:
-        """Ids of messages and the opening of the assistant's turn; `tools` are offered in it."""
+        """Return the ids of messages and the opening of the assistant's turn, with `tools` offered."""
         return self._encode(self._render(messages, opening=True, tools=tools))
 
     def continuation(self, added: Messages, last_id: int | None, tools: Schemas = ()) -> list[int]:
-        """Ids that follow a generated assistant turn: its end, the added messages, the next opening.
+        """Return the ids that follow a generated assistant turn: its end, new messages, and the next opening.
 
-        Only this text is encoded, so that the tokens before it stay what they are.
+        Only this text is encoded, so the tokens before it stay unchanged.
 
         Args:
             added: messages after the assistant's turn.
-            last_id: the turn's last token; where it is the template's own end-of-turn token, that is
-                not repeated.
+            last_id: the turn's last token. If it is the template's end-of-turn token, that is not repeated.
             tools: schemas of the tools that the conversation offers.
+
+        Raises:
+            DataError: if the template hides the assistant's turn or rejects the messages.
         """
         turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": _REPLY}]
         _, reply, after = self._render([*turns, *added], opening=True, tools=tools).partition(_REPLY)
         if not reply:
             raise DataError(
-                "the chat template does not show what the assistant said, so turns cannot be continued"
+                "the chat template omits the assistant's turn, so a conversation cannot be continued; "
+                "fix the template"
             )
         end = "" if last_id is None else str(self._tokenizer.convert_ids_to_tokens(last_id))
         return self._encode(after.removeprefix(end))
 
-    def learned(self, messages: Messages, stop_ids: Sequence[int]) -> tuple[list[int], list[bool]]:
-        """Ids of whole messages, and which of them the assistants generated.
+    def encode_conversation(
+        self, messages: Messages, stop_ids: Sequence[int]
+    ) -> tuple[list[int], list[bool]]:
+        """Return the ids of a conversation, and which of them the assistant generated.
 
-        The template's `{% generation %}` tags say which; without tags it is what the template adds
-        with each assistant message beyond the opening, up to the turn's stop token.
+        The template's `{% generation %}` tags mark generated text. Without tags, it is the text that the
+        template adds with each assistant message after the opening, up to the turn's stop token.
+
+        Raises:
+            DataError: if the template rewrites earlier turns or rejects the messages.
         """
         text = self._render(messages, opening=False)
         if _GENERATION_TAG.search(str(self._tokenizer.chat_template)):
-            return self._by_tags(messages)
+            return self._encode_with_tags(messages)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
         mask = [False] * len(ids)
-        for start, end in self._spans(messages, text):
+        for start, end in self._assistant_spans(messages, text):
             for t, (first, last) in enumerate(offsets):
                 if start <= first and last <= end and first < last:
                     mask[t] = True
@@ -69,25 +77,25 @@ class ChatTemplate:
                         break
         return ids, mask
 
-    def _by_tags(self, messages: Messages) -> tuple[list[int], list[bool]]:
+    def _encode_with_tags(self, messages: Messages) -> tuple[list[int], list[bool]]:
         encoded = self._tokenizer.apply_chat_template(
             list(messages), return_dict=True, return_assistant_tokens_mask=True
         )
         return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
 
-    def _spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
-        """Character ranges of `text` that the template adds with each assistant message."""
+    def _assistant_spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
+        """Return the character ranges of `text` that the template adds with each assistant message."""
         spans = []
         for i, message in enumerate(messages):
             if message.get("role") == "assistant":
                 before = self._render(messages[:i], opening=True)
-                behind = self._render(messages[: i + 1], opening=False)
-                if not (behind.startswith(before) and text.startswith(behind)):
+                after = self._render(messages[: i + 1], opening=False)
+                if not (after.startswith(before) and text.startswith(after)):
                     raise DataError(
-                        "the chat template rewrites earlier turns, so what assistants said cannot be told; "
-                        "mark it with {% generation %} tags"
+                        "the chat template rewrites earlier turns, so the assistant's tokens are unknown; "
+                        "mark them with {% generation %} tags"
                     )
-                spans.append((len(before), len(behind)))
+                spans.append((len(before), len(after)))
         return spans
 
     def _render(self, messages: Messages, opening: bool, tools: Schemas = ()) -> str:
@@ -96,7 +104,7 @@ class ChatTemplate:
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opening
             )
         except (TemplateError, ValueError) as error:
-            raise DataError(f"the chat template refuses the messages: {error}") from error
+            raise DataError(f"the chat template rejects the messages: {error}") from error
         return text
 
     def _encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Micro-batches: which sequences share a forward, under a budget of tokens."""
+"""Assigns sequences to micro-batches under a budget of tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy.typing as npt
 Integers = Sequence[int] | npt.NDArray[np.int64]
 
 
-def pack(lengths: Integers, budget: int, keep_together: Integers | None = None) -> list[list[int]]:
-    """Split sequences into micro-batches of at most `budget` tokens, first-fit decreasing.
+def pack_sequences(lengths: Integers, budget: int, keep_together: Integers | None = None) -> list[list[int]]:
+    """Split sequences into micro-batches of at most `budget` tokens by first-fit decreasing.
 
     Args:
         lengths: tokens of each sequence.
-        budget: most tokens of a micro-batch; a unit longer than that is its own micro-batch.
-        keep_together: a label for each sequence; those with equal labels are never separated.
+        budget: maximum tokens of a micro-batch. A unit that is longer is a micro-batch of its own.
+        keep_together: a label for each sequence. Sequences with equal labels form a unit, which is not split.
 
     Returns:
-        Row indices of each micro-batch, ascending, the micro-batches in the order of their first
-        row. At most twice as many micro-batches as necessary, usually within a few per cent.
+        Row indices of each micro-batch, ascending; the micro-batches are ordered by their first row. There
+        are at most twice as many micro-batches as necessary, and usually a few per cent more.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and sizes.sum() <= budget:
@@ -35,7 +35,7 @@ def pack(lengths: Integers, budget: int, keep_together: Integers | None = None) 
 
 
 def _units(count: int, labels: Integers | None) -> list[npt.NDArray[np.int64]]:
-    """Rows that must stay together."""
+    """Return the rows of each unit."""
     if labels is None:
         return list(np.arange(count, dtype=np.int64)[:, None])
     order = np.argsort(np.asarray(labels), kind="stable")
@@ -44,7 +44,7 @@ def _units(count: int, labels: Integers | None) -> list[npt.NDArray[np.int64]]:
 
 
 def _first_fit_decreasing(sizes: npt.NDArray[np.int64], budget: int) -> list[list[int]]:
-    """Indices of `sizes` by bin: the largest first, each into the first bin that has room."""
+    """Return indices of `sizes` by bin: the largest first, each into the first bin with room for it."""
     free = np.zeros(len(sizes), dtype=np.int64)
     bins: list[list[int]] = []
     for index in np.argsort(-sizes, kind="stable"):

@@ -1,4 +1,4 @@
-"""Whether a row is what the recipe declares."""
+"""Checks dataset rows against the columns that a recipe declares."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from typing import Any
 from hflow.errors import DataError, nearest
 from hflow.types import Unit
 
-Columns = Mapping[str, Unit]
-"""Declared column -> unit."""
+RowSchema = Mapping[str, Unit]
+"""Declared column -> its unit."""
 
 
-def checked(row: Mapping[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-    """The declared columns of a row, in their declared order.
+def checked_row(row: Mapping[str, Any], columns: RowSchema, where: str) -> dict[str, Any]:
+    """Return the declared columns of a row, in their declared order.
 
     Args:
-        row: everything that the source has.
-        columns: what is declared.
-        where: the row's place, for messages.
+        row: all columns of the source.
+        columns: the declared ones.
+        where: position of the row, for errors.
 
     Raises:
-        DataError: for a missing column or a value of the wrong type.
+        DataError: if a column is missing or a value has the wrong type.
     """
-    check_names(row, columns, where)
+    check_columns(row, columns, where)
     for name, unit in columns.items():
         if not _fits(row[name], unit):
             raise DataError(
-                f"{where}: column {name!r} is {row[name]!r:.40}, the recipe declares {_WANTED[unit]}"
+                f"{where}: column {name!r} is {row[name]!r:.40}, but the recipe declares {_EXPECTED[unit]}"
             )
     return {name: row[name] for name in columns}
 
 
-def check_names(known: Iterable[str], columns: Columns, where: str) -> None:
-    """Refuse when a declared column is not among the `known` names.
+def check_columns(known: Iterable[str], columns: RowSchema, where: str) -> None:
+    """Check that every declared column is among the source's.
 
     Raises:
-        DataError: with the nearest name.
+        DataError: if one is missing; suggests the nearest name.
     """
     known = list(known)
     for name in columns:
         if name not in known:
-            has = ", ".join(map(repr, known)) or "none"
-            raise DataError(f"{where}: no column {name!r} (it has {has}){nearest(name, known)}")
+            known_names = ", ".join(map(repr, known)) or "none"
+            raise DataError(f"{where}: no column {name!r} (it has {known_names}){nearest(name, known)}")
 
 
-_WANTED = {
-    Unit.TEXT: "a text",
+_EXPECTED = {
+    Unit.TEXT: "a string",
     Unit.SEQUENCE: "a number",
     Unit.GROUP: "a number",
     Unit.TOKEN: "a list of numbers",

@@ -1,7 +1,7 @@
-"""Sequences of one group begin with the same prompt: which tokens need to be computed once only.
+"""Finds prompt prefixes that the sequences of a group share, so that their tokens are computed only once.
 
-In a causal model equal tokens after equal tokens have equal hidden states. A group of eight answers
-of 500 tokens to a prompt of 1,000 is 12,000 tokens, of which 5,000 are different.
+In a causal model, equal tokens after equal tokens have equal hidden states. Eight answers of 500 tokens to a
+prompt of 1,000 tokens are 12,000 tokens, of which 5,000 are distinct.
 """
 
 from __future__ import annotations
@@ -15,51 +15,51 @@ from hflow.data.batch import Batch
 
 Rows = npt.NDArray[np.int64]
 
-LEAST_SAVED = 0.1
-"""Share of the tokens that must be saved for the indirection to pay."""
+MIN_SAVED_FRACTION = 0.1
+"""Minimum fraction of the tokens that sharing must save to be worth the indirection."""
 
 
 @dataclass(frozen=True)
 class PrefixSharing:
-    """T packed tokens in U computed rows."""
+    """A mapping of T packed tokens to U computed rows."""
 
     token_of_row: Rows
-    """int64 `[U]`: the token that each computed row stands for, ascending."""
+    """int64 `[U]`: the token that is computed in each row, ascending."""
     row_of_token: Rows
-    """int64 `[T]`: the computed row of each token."""
+    """int64 `[T]`: the row that has each token's result."""
 
 
 def share_prefixes(batch: Batch) -> PrefixSharing | None:
-    """Find the tokens that several sequences of a group begin with.
+    """Find the tokens with which several sequences of a group begin.
 
     Args:
-        batch: has `input_ids`; the members of a group need not be neighbours.
+        batch: has `input_ids`. The members of a group need not be neighbours.
 
     Returns:
-        None where too little would be saved.
+        None if too little would be saved.
     """
     ids = np.asarray(batch.columns["input_ids"].values)
     starts, owner = batch.offsets[:-1], np.arange(batch.num_tokens)
     for rows in _groups(batch.groups):
         leader, *others = (ids[starts[row] : starts[row] + batch.lengths[row]] for row in rows)
-        shared = min((_common(leader, other) for other in others), default=0)
+        shared = min((_common_prefix(leader, other) for other in others), default=0)
         for row in rows[1:]:
             owner[starts[row] : starts[row] + shared] = np.arange(starts[rows[0]], starts[rows[0]] + shared)
     token_of_row = np.flatnonzero(owner == np.arange(len(owner)))
-    if len(token_of_row) > (1 - LEAST_SAVED) * len(owner):
+    if len(token_of_row) > (1 - MIN_SAVED_FRACTION) * len(owner):
         return None
     return PrefixSharing(token_of_row, np.searchsorted(token_of_row, owner))
 
 
 def _groups(labels: Rows) -> list[Rows]:
-    """Rows of each group with more than one."""
+    """Return the rows of each group that has more than one."""
     order = np.argsort(labels, kind="stable")
-    found = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
-    return [rows for rows in found if len(rows) > 1]
+    groups = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    return [rows for rows in groups if len(rows) > 1]
 
 
-def _common(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> int:
-    """Number of leading tokens that two sequences have in common."""
+def _common_prefix(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> int:
+    """Return the number of leading tokens that two sequences have in common."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length

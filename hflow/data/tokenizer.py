@@ -1,4 +1,4 @@
-"""`TextTokenizer`: from texts and messages to tokens, and which of them are learned."""
+"""`TextTokenizer`: encodes texts and messages, and marks which tokens are learned."""
 
 from __future__ import annotations
 
@@ -16,72 +16,42 @@ from hflow.data.chat import ChatTemplate
 from hflow.errors import DataError
 from hflow.types import Trajectory
 
-# -------------------- A tokenizer of single characters, for models that are trained from scratch on
-# small alphabets.
-
-
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-"""Ids 0 to 3; the alphabet's characters follow in their order."""
+"""Ids 0 to 3 of a character tokenizer; the alphabet's characters follow in order."""
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""A directory without any of these holds no tokenizer. transformers would make an empty one."""
 
-def character_tokenizer(alphabet: str) -> Any:
-    """Build a Hugging Face tokenizer with one token a character.
-
-    Raises:
-        DataError: when the alphabet is empty or holds a character twice.
-    """
-    if not alphabet:
-        raise DataError("the tokenizer's alphabet is empty, list the characters of your data")
-    repeated = [c for i, c in enumerate(alphabet) if c in alphabet[:i]]
-    if repeated:
-        raise DataError(f"the tokenizer's alphabet holds {repeated[0]!r} twice, list each character once")
-    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    build: Any = PreTrainedTokenizerFast
-    return build(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-    )
-
-
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Where none of these is, transformers would make up an empty tokenizer."""
-
-NUM_CACHED = 4096
-"""Texts whose ids are kept: the members of a group, and evaluations, encode the same prompts again."""
+NUM_CACHED_TEXTS = 4096
+"""Number of texts whose ids are cached, as group members and evaluations encode the same prompts again."""
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """Where a model's tokenizer comes from: a checkpoint's directory, else an alphabet."""
+    """Settings of a model's tokenizer: a checkpoint directory, or an alphabet."""
 
     path: str | None = None
-    """A local directory that `AutoTokenizer` reads."""
+    """A local directory for `AutoTokenizer`."""
     alphabet: str | None = None
-    """Characters of a character tokenizer, where the path holds none (or there is no path)."""
+    """Characters of a character tokenizer, used if the path has no tokenizer."""
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
 
 
 class TextTokenizer:
-    """A model's tokenizer (`hflow.types.Tokenizer`), and what episodes need beyond that.
+    """A model's tokenizer (`hflow.types.Tokenizer`), with what episodes need besides.
 
     Attributes:
-        bos_id: stands before raw-text prompts; None where the tokenizer has none.
+        bos_id: id that raw-text prompts begin with; None if the tokenizer has none.
         stop_ids: tokens that end a turn.
-        chat_template: None where the tokenizer has none.
+        chat_template: None if the tokenizer has none.
     """
 
     def __init__(self, settings: TokenizerSettings) -> None:
-        """Load or build it.
+        """Load or build the tokenizer.
 
         Raises:
-            DataError: when there is no tokenizer where the settings say.
+            DataError: if the settings do not lead to a tokenizer.
         """
         self._hf = _load(settings)
         if settings.chat_template is not None:
@@ -89,7 +59,7 @@ class TextTokenizer:
         self.bos_id: int | None = self._hf.bos_token_id
         self.stop_ids = _stop_ids(self._hf.eos_token_id, settings.path)
         self.chat_template = ChatTemplate(self._hf) if self._hf.chat_template else None
-        self._ids = lru_cache(NUM_CACHED)(self._encode)
+        self._ids = lru_cache(NUM_CACHED_TEXTS)(self._encode)
 
     @property
     def num_tokens(self) -> int:
@@ -97,28 +67,28 @@ class TextTokenizer:
         return len(self._hf)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens.
+        """Return the ids of a text, without special tokens.
 
         Raises:
-            DataError: naming what the vocabulary lacks.
+            DataError: if the vocabulary lacks a character; names it.
         """
         return list(self._ids(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
+        """Return the text of ids, without special tokens."""
         text: str = self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of a raw-text prompt: the begin-of-text token, where there is one, and the text."""
+        """Return the ids of a raw-text prompt: the begin-of-text token, if there is one, and the text."""
         ids = self.encode(text)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
     def join(self, prompt: str, answer: str) -> Trajectory:
-        """Prompt (masked), and answer with its end-of-text token (learned).
+        """Return a trajectory of a prompt (masked) and an answer with its end-of-text token (learned).
 
         Raises:
-            DataError: when the tokenizer has no end-of-text token.
+            DataError: if the tokenizer has no end-of-text token.
         """
         if self._hf.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text token, which join needs; set its eos_token")
@@ -131,12 +101,12 @@ class TextTokenizer:
         )
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Trajectory:
-        """Messages by the chat template; what assistants say is learned.
+        """Encode messages with the chat template. Only the assistant's tokens are learned.
 
         Raises:
-            DataError: when there is no chat template, or it refuses the messages.
+            DataError: if there is no chat template, or it rejects the messages.
         """
-        ids, mask = self.template().learned(messages, self.stop_ids)
+        ids, mask = self.template().encode_conversation(messages, self.stop_ids)
         replies = [str(m.get("content", "")) for m in messages if m.get("role") == "assistant"]
         return Trajectory(
             input_ids=tuple(ids),
@@ -149,28 +119,29 @@ class TextTokenizer:
         )
 
     def template(self) -> ChatTemplate:
-        """The chat template.
+        """Return the chat template.
 
         Raises:
-            DataError: when there is none.
+            DataError: if there is none.
         """
         if self.chat_template is None:
             raise DataError(
-                "this tokenizer has no chat template, so messages cannot be encoded; give texts instead"
+                "this tokenizer has no chat template, so messages cannot be encoded; set chat_template "
+                "or pass texts"
             )
         return self.chat_template
 
     def save(self, directory: str) -> None:
-        """Write it where `AutoTokenizer.from_pretrained` finds it."""
+        """Write the tokenizer for `AutoTokenizer.from_pretrained`."""
         self._hf.save_pretrained(directory)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         ids: list[int] = self._hf(text, add_special_tokens=False)["input_ids"]
         if self._hf.unk_token_id is not None and self._hf.unk_token_id in ids:
-            raise DataError(self._unknown(text))
+            raise DataError(self._unknown_token_message(text))
         return tuple(ids)
 
-    def _unknown(self, text: str) -> str:
+    def _unknown_token_message(self, text: str) -> str:
         encoded = self._hf(text, add_special_tokens=False, return_offsets_mapping=True)
         pieces = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         start, end = next(offsets for i, offsets in pieces if i == self._hf.unk_token_id)
@@ -179,20 +150,45 @@ class TextTokenizer:
 
 
 def _load(settings: TokenizerSettings) -> Any:
-    if settings.path is not None and any((Path(settings.path) / name).exists() for name in _FILES):
+    if settings.path is not None and any((Path(settings.path) / name).exists() for name in _TOKENIZER_FILES):
         loader: Any = AutoTokenizer
         return loader.from_pretrained(settings.path, local_files_only=True)
     if settings.alphabet is not None:
         return character_tokenizer(settings.alphabet)
     if settings.path is not None:
-        raise DataError(f"{settings.path} holds no tokenizer, save one there or set an alphabet")
-    raise DataError("a tokenizer needs the path of a checkpoint or an alphabet, set one of them")
+        raise DataError(f"{settings.path} holds no tokenizer; save one there or set an alphabet")
+    raise DataError("a tokenizer needs the path of a checkpoint or an alphabet; set one of them")
 
 
 def _stop_ids(eos_id: int | None, path: str | None) -> tuple[int, ...]:
-    """The tokenizer's end-of-text token and those of the checkpoint's generation defaults."""
+    """Return the tokenizer's end-of-text token and those of the checkpoint's generation config."""
     ids = [] if eos_id is None else [eos_id]
     if path is not None and (Path(path) / "generation_config.json").exists():
         ends = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
         ids += [ends] if isinstance(ends, int) else list(ends or ())
     return tuple(dict.fromkeys(ids))
+
+
+def character_tokenizer(alphabet: str) -> Any:
+    """Build a Hugging Face tokenizer with one token per character, for models trained on small alphabets.
+
+    Raises:
+        DataError: if the alphabet is empty or has a character twice.
+    """
+    if not alphabet:
+        raise DataError("the tokenizer's alphabet is empty; list the characters of your data")
+    repeated = [c for i, c in enumerate(alphabet) if c in alphabet[:i]]
+    if repeated:
+        raise DataError(f"the tokenizer's alphabet has {repeated[0]!r} twice; list each character once")
+    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    build: Any = PreTrainedTokenizerFast
+    return build(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+    )

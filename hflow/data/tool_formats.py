@@ -1,7 +1,7 @@
-"""How a model writes a tool call, and how it is read: one class a format.
+"""Formats in which a model writes tool calls, one class each.
 
-The text of a turn is read; what is no call stays text. A block that looks like a call but is none
-(broken JSON, an unknown tool) is text too, and is counted.
+A format parses the text of a turn. Text that is not a call stays text. A block that looks like a call but is
+invalid (broken JSON, an unknown tool) stays text too, and is counted.
 """
 
 from __future__ import annotations
@@ -21,73 +21,75 @@ Tool = Callable[..., Any]
 
 @dataclass(frozen=True)
 class ParsedCalls:
-    """The calls in a turn, and how many blocks looked like one."""
+    """The calls in a turn, and the number of invalid blocks."""
 
     calls: tuple[ToolCall, ...]
     num_malformed: int = 0
 
 
 class ToolFormat(Protocol):
-    """One way to write calls."""
+    """A format of tool calls."""
 
     @property
     def is_described(self) -> bool:
-        """Whether the chat template tells the model of the tools; else it must know them."""
+        """Whether the chat template describes the tools to the model."""
         ...
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Texts that end a turn besides the node's own."""
+        """Strings that end a turn, besides the node's own."""
         ...
 
     def check(self, tools: Sequence[Tool]) -> None:
-        """Refuse tools that the format cannot tell apart.
+        """Check that the format can distinguish the tools.
 
         Raises:
-            RecipeError: saying which can be offered.
+            RecipeError: if it cannot; says which tools can be offered.
         """
         ...
 
     def parse(self, text: str, tools: Sequence[Tool]) -> ParsedCalls:
-        """The calls in the text of a turn, stop texts included."""
+        """Return the calls in the text of a turn, stop strings included."""
         ...
 
     def failure(self, message: str) -> str:
-        """What a model reads of a tool that failed."""
+        """Return the text that the model reads when a tool has failed."""
         ...
 
 
 class Hermes:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write calls."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Hermes and Qwen."""
 
     is_described: ClassVar[bool] = True
     stop: ClassVar[tuple[str, ...]] = ()
     _block: ClassVar = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
     def check(self, tools: Sequence[Tool]) -> None:
-        """Names must differ."""
+        """Check that names differ."""
         names = [tool.__name__ for tool in tools]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise RecipeError(f"two tools are named {twice[0]!r}; a model calls tools by name, rename one")
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise RecipeError(
+                f"two tools are named {repeated[0]!r}, but a model calls tools by name; rename one"
+            )
 
     def parse(self, text: str, tools: Sequence[Tool]) -> ParsedCalls:
-        """Every closed block that names a tool."""
+        """Return every closed block that names a tool."""
         names = [tool.__name__ for tool in tools]
         blocks = [_json_call(body, names) if end else None for body, end in self._block.findall(text)]
         calls = tuple(call for call in blocks if call is not None)
         return ParsedCalls(calls, len(blocks) - len(calls))
 
     def failure(self, message: str) -> str:
-        """The error, as such."""
+        """Return the error."""
         return f"error: {message}"
 
 
 @dataclass(frozen=True)
 class Marked:
-    """The one tool's first argument between two characters, `[12+34]`, for models of a small alphabet.
+    """A call as text between two characters, such as `[12+34]`, for models with a small alphabet.
 
-    The second character ends the turn. A tool's answer follows as it stands; a third one, where
-    there is one, stands for the error of a tool that failed.
+    The text is the first argument of the only tool. The second character ends the turn, and the tool's answer
+    follows unchanged. A third character, if there is one, replaces the error of a tool that failed.
     """
 
     opening: str
@@ -101,7 +103,7 @@ class Marked:
         return (self.closing,)
 
     def check(self, tools: Sequence[Tool]) -> None:
-        """Calls bear no name, so there can be one tool, with one argument."""
+        """Check that there is one tool with an argument, as calls have no name."""
         if len(tools) > 1:
             raise RecipeError(
                 f"tool_format={self.opening + self.closing!r} has no names, so it offers one tool, "
@@ -110,11 +112,11 @@ class Marked:
         for tool in tools:
             if not inspect.signature(tool).parameters:
                 raise RecipeError(
-                    f"tool {tool.__name__!r} takes no argument, so it cannot be called in marks"
+                    f"tool {tool.__name__!r} takes no argument, but a call between marks needs one"
                 )
 
     def parse(self, text: str, tools: Sequence[Tool]) -> ParsedCalls:
-        """The marked text that ends the turn."""
+        """Return the marked text that ends the turn."""
         turn, closed, _ = text.partition(self.closing)
         head, opened, argument = turn.rpartition(self.opening)
         if not (closed and opened):
@@ -123,19 +125,19 @@ class Marked:
         return ParsedCalls((ToolCall(tools[0].__name__, {name: argument}),), head.count(self.opening))
 
     def failure(self, message: str) -> str:
-        """The third character, or the error in words."""
+        """Return the third character, or the error."""
         return self.failed or f"error: {message}"
 
 
 def tool_format(option: str | None, has_template: bool) -> ToolFormat:
-    """The format of a generate node.
+    """Return the format of a generate node.
 
     Args:
-        option: its `tool_format`: `hermes`, two or three characters, or None: `hermes`.
-        has_template: whether the tokenizer has a chat template, through which tools are described.
+        option: its `tool_format`: `hermes`, two or three characters, or None for `hermes`.
+        has_template: whether the tokenizer has a chat template, which describes tools.
 
     Raises:
-        RecipeError: for an option that is neither, or a tokenizer that cannot offer tools so.
+        RecipeError: if the option is invalid, or the tokenizer cannot describe tools.
     """
     if option is not None and _are_marks(option):
         return Marked(*option)
@@ -146,22 +148,22 @@ def tool_format(option: str | None, has_template: bool) -> ToolFormat:
     if not has_template:
         raise RecipeError(
             "this tokenizer has no chat template to describe tools with; set the generate node's tool_format "
-            "to the two characters that stand around a call, such as '[]'"
+            "to the two characters that enclose a call, such as '[]'"
         )
     return Hermes()
 
 
 def _are_marks(option: str) -> bool:
-    """Whether these are two or three different characters, none of them a letter or digit."""
+    """Return whether the option is two or three different characters, none of them a letter or digit."""
     return len(option) in (2, 3) and len(set(option)) == len(option) and not any(map(str.isalnum, option))
 
 
 def _json_call(text: str, names: Sequence[str]) -> ToolCall | None:
     try:
-        said = json.loads(text)
+        block = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(said, dict) or said.get("name") not in names:
+    if not isinstance(block, dict) or block.get("name") not in names:
         return None
-    arguments = said.get("arguments", {})
-    return ToolCall(said["name"], arguments) if isinstance(arguments, dict) else None
+    arguments = block.get("arguments", {})
+    return ToolCall(block["name"], arguments) if isinstance(arguments, dict) else None

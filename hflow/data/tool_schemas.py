@@ -1,4 +1,4 @@
-"""What a chat template is told of a tool: its JSON schema, from signature and docstring."""
+"""JSON schemas of tools for chat templates, from signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 
 @lru_cache(256)
 def tool_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of one tool, as chat templates want it.
+    """Return the schema of a tool in the form that chat templates expect.
 
-    A docstring in Google's style describes the parameters too; any other describes the tool.
+    A docstring in Google style also describes the parameters; any other describes only the tool.
 
     Raises:
-        RecipeError: when a parameter is not annotated, or with what JSON has no type for.
+        RecipeError: if a parameter has no annotation, or one without a JSON type.
     """
     try:
         return dict(get_json_schema(tool))
@@ -56,7 +56,7 @@ def _from_signature(tool: Tool) -> dict[str, Any]:
 
 
 def _property(tool: Tool, name: str, hints: dict[str, Any]) -> dict[str, Any]:
-    """The schema of one parameter."""
+    """Return the schema of one parameter."""
     if name not in hints:
         raise RecipeError(f"tool {tool.__name__!r} cannot be described to a model: annotate {name!r}")
     hint = hints[name]
@@ -64,7 +64,8 @@ def _property(tool: Tool, name: str, hints: dict[str, Any]) -> dict[str, Any]:
     if kind is None:
         raise RecipeError(
             f"tool {tool.__name__!r} cannot be described to a model: {name!r} is {hint}; "
-            f"take one of {', '.join(t.__name__ for t in _TYPES)}, or describe it in the docstring's Args"
+            f"annotate it with one of {', '.join(t.__name__ for t in _TYPES)}, or describe it in the "
+            "docstring's Args"
         )
     items = [_TYPES[inner] for inner in get_args(hint)[:1] if inner in _TYPES]
     return {"type": kind, "items": {"type": items[0]}} if kind == "array" and items else {"type": kind}

@@ -1,4 +1,4 @@
-"""Columns out of what bodies return, with messages that name the node and the field."""
+"""Checks what bodies return and converts it to columns. Errors name the node and the field."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hflow.types import Sequences, Unit
 def split_result(
     node: str, returns: Sequence[tuple[str, str]], metrics: bool, result: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The returned fields, in order, and the metrics.
+    """Split what a body returned into its fields, in order, and its metrics.
 
     Raises:
-        RecipeError: when the body returned another number of results than it declares.
+        RecipeError: if the number of results is not the declared one, or the metrics are not a dict.
     """
     expected = len(returns) + metrics
     results = tuple(result) if expected > 1 and isinstance(result, tuple | list) else (result,)
@@ -39,10 +39,10 @@ def split_result(
 
 
 def metric_value(node: str, name: str, value: Any) -> float:
-    """One number that a body of samples or groups reports.
+    """Return a metric of a per-sample or per-group body as a number.
 
     Raises:
-        RunError: when it is none.
+        RunError: if it is not a number.
     """
     try:
         return float(value)
@@ -51,10 +51,10 @@ def metric_value(node: str, name: str, value: Any) -> float:
 
 
 def metric_tensor(node: str, name: str, value: Any) -> Tensor:
-    """Numbers that a batch-level body reports.
+    """Return a metric of a batch-level body as a tensor.
 
     Raises:
-        RunError: when they are none.
+        RunError: if it is not made of numbers.
     """
     try:
         return torch.as_tensor(value).detach()
@@ -65,10 +65,10 @@ def metric_tensor(node: str, name: str, value: Any) -> Tensor:
 
 
 def check_shape(node: str, field: str, unit: Unit, value: Any, seqs: Sequences) -> Tensor:
-    """The tensor, if its length is that of its unit.
+    """Return a tensor after checking that its length is that of its unit.
 
     Raises:
-        RunError: when it is no tensor or has another length.
+        RunError: if it is not a tensor or has another length.
     """
     if not isinstance(value, Tensor):
         raise RunError(f"node {node!r}: {field!r} must be a tensor, the body returned {type(value).__name__}")
@@ -82,15 +82,15 @@ def check_shape(node: str, field: str, unit: Unit, value: Any, seqs: Sequences) 
 
 
 def num_entries(unit: Unit, seqs: Sequences) -> int:
-    """Entries of a field of that unit: T, S or P."""
+    """Return the number of entries of a field of a unit: T, S or P."""
     return {Unit.TOKEN: len(seqs.index), Unit.GROUP: seqs.num_groups}.get(unit, len(seqs))
 
 
 def column_of_tensor(node: str, field: str, unit: Unit, value: Any, batch: Batch, seqs: Sequences) -> Column:
-    """What a batch-level body returned for one field, as a column.
+    """Return a result of a batch-level body as a column.
 
     Raises:
-        RunError: when its shape is not that of its unit.
+        RunError: if its shape does not match its unit.
     """
     if unit in (Unit.TEXT, Unit.JSON):
         return column_of_rows(node, field, unit, value, batch)
@@ -101,15 +101,15 @@ def column_of_tensor(node: str, field: str, unit: Unit, value: Any, batch: Batch
 
 
 def column_of_rows(node: str, field: str, unit: Unit, rows: Any, batch: Batch) -> Column:
-    """One Python value for each row of the batch, as a column.
+    """Return one Python value per row of the batch as a column.
 
     Raises:
-        RunError: when there are not as many values as rows, or not as many numbers as tokens.
+        RunError: if the number of values is not the number of rows, or of numbers not that of tokens.
     """
     rows = check_rows(node, field, rows, len(batch))
     if unit is Unit.TEXT and not all(isinstance(row, str) for row in rows):
-        bad = next(row for row in rows if not isinstance(row, str))
-        raise RunError(f"node {node!r}: {field!r} must be a text, the body returned {bad!r:.60}")
+        invalid = next(row for row in rows if not isinstance(row, str))
+        raise RunError(f"node {node!r}: {field!r} must be a string, the body returned {invalid!r:.60}")
     if unit in (Unit.TEXT, Unit.JSON):
         return Column(unit, rows)
     if unit is not Unit.TOKEN:
@@ -124,10 +124,10 @@ def column_of_rows(node: str, field: str, unit: Unit, rows: Any, batch: Batch) -
 
 
 def check_rows(node: str, field: str, rows: Any, size: int) -> list[Any]:
-    """The rows, if they are a list of that size.
+    """Return the rows after checking that they are a list of that size.
 
     Raises:
-        RunError: when they are not.
+        RunError: if they are not.
     """
     if not isinstance(rows, list) or len(rows) != size:
         got = f"{len(rows)} values" if isinstance(rows, list) else type(rows).__name__
@@ -136,7 +136,7 @@ def check_rows(node: str, field: str, rows: Any, size: int) -> list[Any]:
 
 
 def check_value(node: str, field: str, unit: Unit, value: Any, num_tokens: int) -> None:
-    """Refuse a sample's value that is not of its unit.
+    """Check that the value of one sample matches its unit.
 
     Raises:
         RunError: as `column_of_rows`.
@@ -146,19 +146,19 @@ def check_value(node: str, field: str, unit: Unit, value: Any, num_tokens: int) 
 
 
 def to_array(tensor: Tensor) -> npt.NDArray[Any]:
-    """A tensor as numpy; floats become fp32."""
+    """Return a tensor as numpy; floats become fp32."""
     tensor = tensor.detach()
     return (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
 
 
 def _numbers(node: str, field: str, values: list[Any]) -> npt.NDArray[Any]:
-    """Python numbers as an array; floats become fp32."""
+    """Return Python numbers as an array; floats become fp32."""
     try:
         array = np.array(values)
-    except ValueError:  # of different shapes
+    except ValueError:  # values of different shapes
         array = np.array(values, dtype=object)
     if array.dtype.kind not in "biuf" or array.ndim != 1:
-        bad = [value for value in values if not isinstance(value, bool | int | float)]
-        got = f"{bad[0]!r:.60}" if bad else "one of more than 64 bits"
+        invalid = [value for value in values if not isinstance(value, bool | int | float)]
+        got = f"{invalid[0]!r:.60}" if invalid else "a number of more than 64 bits"
         raise RunError(f"node {node!r}: {field!r} must be a number, the body returned {got}")
     return array.astype(np.float32) if array.dtype.kind == "f" or not len(array) else array

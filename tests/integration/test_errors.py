@@ -159,7 +159,7 @@ def test_a_checkpoint_without_a_tokenizer(fails: Cli, tmp_path: Path) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = AutoConfig.for_model("qwen2", **sizes, **heads)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    assert "model holds no tokenizer, save one there" in fails(SFT, ADDITION, "models.actor.path=model")
+    assert "model holds no tokenizer; save one there" in fails(SFT, ADDITION, "models.actor.path=model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no tensors")
     line = fails(SFT, ADDITION, "models.actor.path=model", "models.actor.alphabet='0123456789+='")
     assert "model 'actor': " in line
@@ -181,13 +181,13 @@ GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
     ("rows", "message"),
     [
         ("", "r.jsonl has no rows"),
-        ("hello\n", "r.jsonl row 0 is no JSON"),
+        ("hello\n", "r.jsonl row 0 is not JSON"),
         (
             '{"prompt": "1+1=", "anser": "2"}\n',
             "r.jsonl row 0: no column 'answer' (it has 'prompt', 'anser')",
         ),
-        ('{"prompt": "1+1=", "answer": 2}\n', "row 0: column 'answer' is 2, the recipe declares a text"),
-        (2 * GOOD_ROW + '{"prompt": \n' + GOOD_ROW, "r.jsonl row 2 is no JSON"),
+        ('{"prompt": "1+1=", "answer": 2}\n', "row 0: column 'answer' is 2, but the recipe declares a string"),
+        (2 * GOOD_ROW + '{"prompt": \n' + GOOD_ROW, "r.jsonl row 2 is not JSON"),
         (
             2 * GOOD_ROW + '{"prompt": "1+a=", "answer": "2"}\n' + GOOD_ROW,
             "data.train row 2: the tokenizer has no token for 'a' (in '1+a='); add it to the alphabet",
@@ -306,7 +306,7 @@ def test_the_first_refusal_of_a_kind_is_noted(
         (episode("return prompt"), "node 'talk' must return a trajectory with tokens, not str"),
         (
             episode("return await engine.complete(prompt, tools=[print])"),
-            "set the generate node's tool_format to the two characters that stand around a call",
+            "set the generate node's tool_format to the two characters that enclose a call",
         ),
         (encoded("return None"), "node 'view' must return a trajectory with tokens, not NoneType"),
         (encoded("return tokenizer.chat([])"), "row 9403: this tokenizer has no chat template"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hflow.data.batch import Batch, Column
-from hflow.data.batch_arguments import bind, sequences_of, unpack
+from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
 from hflow.data.row_arguments import bind_rows, unpack_rows
 from hflow.errors import RecipeError, RunError
 from hflow.graph.ir import Read
@@ -48,7 +48,7 @@ def batch(read_only: bool = False) -> Batch:
 
 def bound(*reads: Read, **options: Any) -> dict[str, Any]:
     here = batch(options.pop("read_only", False))
-    return bind(Body(reads, **options), here, sequences_of(here))
+    return bind_batch(Body(reads, **options), here, sequences_of(here))
 
 
 def test_sequences_count_groups_by_id():
@@ -90,7 +90,7 @@ def test_texts_knobs_and_what_is_provided():
         provided=(("out", "output"), ("s", "sequences")),
         knobs={"clip": 0.2},
     )
-    got = bind(body, here, seqs, output)
+    got = bind_batch(body, here, seqs, output)
     assert got == {"completion": ["a", "b", "c"], "out": output, "s": seqs, "clip": 0.2}
 
 
@@ -98,7 +98,7 @@ def test_fields_of_other_streams_and_made_fields():
     here = batch()
     body = Body((read("score", Unit.SEQUENCE, stream="rm"), read("prox", Unit.TOKEN, "prox_logprobs")))
     made = torch.zeros(6)
-    got = bind(body, here, sequences_of(here), made={"prox_logprobs": made})
+    got = bind_batch(body, here, sequences_of(here), computed={"prox_logprobs": made})
     assert got["score"].tolist() == pytest.approx([0.1, 0.2, 0.3])
     assert got["prox"] is made
 
@@ -110,7 +110,7 @@ def test_a_missing_field_is_named():
 
 def unpacked(result: Any, *returns: tuple[str, str], metrics: bool = False):
     here = batch()
-    return unpack("score", Body(returns=returns, metrics=metrics), result, here, sequences_of(here))
+    return unpack_batch("score", Body(returns=returns, metrics=metrics), result, here, sequences_of(here))
 
 
 def test_unpack_columns():

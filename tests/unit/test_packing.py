@@ -3,42 +3,42 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from hflow.data.packing import pack
+from hflow.data.packing import pack_sequences
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 
 
 def test_first_fit_decreasing():
     # By size: 6 -> A, 5 -> B, 4 -> A, 3 -> B, 2 -> B, 1 -> C.
-    assert pack([3, 6, 1, 5, 2, 4], budget=10) == [[0, 3, 4], [1, 5], [2]]
+    assert pack_sequences([3, 6, 1, 5, 2, 4], budget=10) == [[0, 3, 4], [1, 5], [2]]
 
 
 def test_all_in_one_when_they_fit():
-    assert pack([3, 2, 4], budget=9) == [[0, 1, 2]]
+    assert pack_sequences([3, 2, 4], budget=9) == [[0, 1, 2]]
 
 
 def test_what_is_longer_than_the_budget_is_alone():
-    assert pack([12, 3, 15, 4], budget=10) == [[0], [1, 3], [2]]
+    assert pack_sequences([12, 3, 15, 4], budget=10) == [[0], [1, 3], [2]]
 
 
 def test_groups_stay_together():
-    assert pack([4, 4, 4, 4], budget=9, keep_together=[7, 5, 7, 5]) == [[0, 2], [1, 3]]
+    assert pack_sequences([4, 4, 4, 4], budget=9, keep_together=[7, 5, 7, 5]) == [[0, 2], [1, 3]]
 
 
 def test_a_group_longer_than_the_budget_is_alone():
-    assert pack([6, 6, 2], budget=10, keep_together=[0, 0, 1]) == [[0, 1], [2]]
+    assert pack_sequences([6, 6, 2], budget=10, keep_together=[0, 0, 1]) == [[0, 1], [2]]
 
 
 def test_nothing():
-    assert pack([], budget=10) == []
-    assert pack([], budget=10, keep_together=[]) == []
+    assert pack_sequences([], budget=10) == []
+    assert pack_sequences([], budget=10, keep_together=[]) == []
 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 80), num_groups=st.integers(1, 8))
 def test_every_row_once_within_the_budget(lengths, budget, num_groups):
     groups = [i % num_groups for i in range(len(lengths))]
     for labels in (None, groups):
-        bins = pack(lengths, budget, labels)
+        bins = pack_sequences(lengths, budget, labels)
         assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
         for rows in bins:
             units = set(rows) if labels is None else {groups[row] for row in rows}
@@ -52,5 +52,5 @@ def test_every_row_once_within_the_budget(lengths, budget, num_groups):
 
 @given(lengths=LENGTHS, budget=st.integers(50, 100))
 def test_no_two_micro_batches_would_fit_into_one(lengths, budget):
-    sums = sorted(sum(lengths[row] for row in rows) for rows in pack(lengths, budget))
+    sums = sorted(sum(lengths[row] for row in rows) for rows in pack_sequences(lengths, budget))
     assert len(sums) < 2 or sums[0] + sums[1] > budget

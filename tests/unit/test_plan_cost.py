@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 
 from hflow.backends.common.chunked import LOGITS_PER_CHUNK
 from hflow.backends.torch_model.fsdp import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
-from hflow.data.shared_prefix import LEAST_SAVED as BACKEND_LEAST_SAVED
+from hflow.data.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
 from hflow.planner.backends import traits
 from hflow.planner.cost import sync as syncing
 from hflow.planner.cost.collectives import Ranks, all_gather, all_reduce, axis_ranks, reduce_scatter, send
 from hflow.planner.cost.flops import (
-    LEAST_SAVED,
+    MIN_SAVED_FRACTION,
     attention_flops,
     head_parameters,
     kv_entries,
@@ -126,7 +126,7 @@ def test_keys_and_values_are_repeated_beyond_their_heads():
 def test_what_the_planner_says_of_the_torch_backend_is_so():
     assert LOGITS_AT_ONCE == LOGITS_PER_CHUNK
     assert MIN_UNIT_BYTES == BACKEND_UNIT_BYTES
-    assert LEAST_SAVED == BACKEND_LEAST_SAVED
+    assert MIN_SAVED_FRACTION == BACKEND_MIN_SAVED_FRACTION
     assert syncing.BUCKET_BYTES == BUCKET_BYTES
 
 

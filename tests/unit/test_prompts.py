@@ -53,10 +53,10 @@ def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"promt": "x"}', r"data.jsonl row 1: no column 'prompt' .*did you mean 'promt'"),
-        ('{"prompt": 3}', r"data.jsonl row 1: column 'prompt' is 3, the recipe declares a text"),
+        ('{"prompt": 3}', r"data.jsonl row 1: column 'prompt' is 3, but the recipe declares a string"),
         ('{"prompt": null}', r"row 1: column 'prompt' is None"),
         ("[1, 2]", r"row 1 is a list"),
-        ('{"prompt": "x"', r"row 1 is no JSON"),
+        ('{"prompt": "x"', r"row 1 is not JSON"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -108,7 +108,7 @@ def test_wrong_settings_say_what_to_change(settings: DataSettings, message: str)
 
 def test_other_formats_and_empty_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("x")
-    with pytest.raises(DataError, match=r"neither of .jsonl, .parquet"):
+    with pytest.raises(DataError, match=r"none of the formats .* .jsonl, .parquet"):
         open_dataset(DataSettings(str(tmp_path / "d.csv")), {})
     with pytest.raises(DataError, match="has no rows"):
         open_dataset(DataSettings(jsonl(tmp_path, ["", ""])), {})

@@ -119,7 +119,7 @@ def test_what_cannot_be_done_is_said() -> None:
         characters().chat(TALK)
     with pytest.raises(DataError, match=r"rewrites earlier turns.*generation"):
         characters(STRIPPING).chat([*TALK, {"role": "user", "content": "five"}])
-    with pytest.raises(DataError, match="refuses the messages: be kind"):
+    with pytest.raises(DataError, match="rejects the messages: be kind"):
         characters("{{ raise_exception('be kind') }}").chat(TALK)
     with pytest.raises(DataError, match="path of a checkpoint or an alphabet"):
         TextTokenizer(TokenizerSettings())

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from hflow.backends.hf_config import max_length
 from hflow.backends.interface import NodeCall
 from hflow.data.batch import Batch
-from hflow.data.batch_arguments import column
+from hflow.data.batch_arguments import get_column
 from hflow.errors import BackendError, RunError
 
 
@@ -29,7 +29,7 @@ def check_sequences(model: str, config: PreTrainedConfig, batches: Iterable[Batc
                 f"a sequence has {num_tokens} tokens, but {name} has positions for {longest} "
                 "(max_position_embeddings); remove or shorten such rows"
             )
-        token = int(np.max(column(batch, "input_ids").values))
+        token = int(np.max(get_column(batch, "input_ids").values))
         if token >= config.vocab_size:
             raise BackendError(
                 f"a sequence holds token {token}, but {name} has a vocabulary of {config.vocab_size}; "

@@ -11,7 +11,7 @@ from hflow.backends.common.inputs import PackedBatch, prepare_batch
 from hflow.backends.common.microbatches import MicrobatchSplitter, Minibatch
 from hflow.backends.interface import NodeCall
 from hflow.data.batch import Batch, Column
-from hflow.data.batch_arguments import bind, unpack
+from hflow.data.batch_arguments import bind_batch, unpack_batch
 from hflow.types import Output, Unit
 
 RunForwards = Callable[[Minibatch], list[Batch]]
@@ -44,8 +44,8 @@ def run_infer(
 
 def returned_fields(call: NodeCall, packed: PackedBatch, output: Output) -> Batch:
     """Run the body on one micro-batch; return its fields. Metrics of infer bodies are not kept."""
-    result = call.body(**bind(call, packed.batch, packed.seqs, output))
-    columns, _ = unpack(call.node, call, result, packed.batch, packed.seqs)
+    result = call.body(**bind_batch(call, packed.batch, packed.seqs, output))
+    columns, _ = unpack_batch(call.node, call, result, packed.batch, packed.seqs)
     return Batch(packed.batch.samples, packed.batch.groups, packed.batch.lengths, columns)
 
 

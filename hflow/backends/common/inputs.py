@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hflow.backends.packed_attention import PackedLayout, SharedRows
 from hflow.data.batch import Batch, Column
-from hflow.data.batch_arguments import column, sequences_of, to_tensor
+from hflow.data.batch_arguments import get_column, sequences_of, to_tensor
 from hflow.data.shared_prefix import share_prefixes
 from hflow.types import Sequences, Unit
 
@@ -73,11 +73,11 @@ def prepare_batch(batch: Batch, head: str, mask_field: str | None = None) -> Bat
         head: the model's head.
         mask_field: bool column, per token or per sequence, that excludes more entries.
     """
-    mask = np.array(column(batch, "loss_mask").values, dtype=bool)
+    mask = np.array(get_column(batch, "loss_mask").values, dtype=bool)
     mask[batch.offsets[:-1]] = False
     kept = np.ones(len(batch), dtype=bool)
     if mask_field is not None:
-        extra = column(batch, mask_field)
+        extra = get_column(batch, mask_field)
         flags = np.asarray(extra.values, dtype=bool)
         mask &= flags if extra.unit is Unit.TOKEN else np.repeat(flags, batch.lengths)
         kept = _any_by_sequence(flags, batch) if extra.unit is Unit.TOKEN else flags
@@ -107,7 +107,7 @@ def pack_tokens(batch: Batch, device: torch.device, dtype: torch.dtype) -> Packe
     """
     positions = np.arange(batch.num_tokens) - np.repeat(batch.offsets[:-1], batch.lengths)
     shared = _shared_rows(batch, device)
-    input_ids = to_tensor(column(batch, "input_ids").values, device)
+    input_ids = to_tensor(get_column(batch, "input_ids").values, device)
     position_ids = to_tensor(positions, device)
     return PackedTokens(
         input_ids=input_ids,

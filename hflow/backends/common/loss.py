@@ -18,7 +18,7 @@ from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.common.prox import UpdateProgress, computed_fields, prox_errors
 from hflow.backends.interface import NodeCall
-from hflow.data.batch_arguments import bind
+from hflow.data.batch_arguments import bind_batch
 from hflow.data.unpack_returns import check_shape, split_result
 from hflow.errors import RecipeError, RunError
 from hflow.types import Output, Unit
@@ -52,7 +52,7 @@ class Loss:
         """
         call = self.call
         computed = computed_fields(call, output, packed, self.progress)
-        result = call.body(**bind(call, packed.batch, packed.seqs, output, computed))
+        result = call.body(**bind_batch(call, packed.batch, packed.seqs, output, computed))
         (entries,), values = split_result(call.node, call.returns, call.metrics, result)
         entries = check_shape(call.node, self.field, self.unit, entries, packed.seqs)
         if entries.dim() != 1:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from hflow.backends.common.inputs import count_valid, prepare_batch
 from hflow.backends.interface import NodeCall, TrainShard
 from hflow.data.batch import Batch
-from hflow.data.packing import pack
+from hflow.data.packing import pack_sequences
 from hflow.types import Unit
 
 _UNITS = (Unit.TOKEN, Unit.SEQUENCE, Unit.GROUP)
@@ -73,7 +73,9 @@ class MicrobatchSplitter:
         """
         by_group = any(unit == Unit.GROUP for _, unit in call.returns)
         by_group = by_group or any(read.field == "group" for read in call.reads)
-        return pack(batch.lengths, self.max_tokens, batch.groups if by_group else self._small_groups(batch))
+        return pack_sequences(
+            batch.lengths, self.max_tokens, batch.groups if by_group else self._small_groups(batch)
+        )
 
     def _small_groups(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Return a label for each row: one per group that fits the budget, else one per row."""

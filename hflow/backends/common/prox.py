@@ -10,7 +10,7 @@ from torch import Tensor
 from hflow.algo import loglinear_prox
 from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.interface import NodeCall
-from hflow.data.batch_arguments import column, to_tensor
+from hflow.data.batch_arguments import get_column, to_tensor
 from hflow.types import Output
 
 PROX = "prox_logprobs"
@@ -53,7 +53,7 @@ def prox_errors(
     if call.options.get("prox") != "metrics":
         return {}
     theta = output.logprobs.detach()
-    exact = to_tensor(column(packed.batch, PROX).values, theta.device)
+    exact = to_tensor(get_column(packed.batch, PROX).values, theta.device)
     versions = {"prox_error": progress.version, "prox_error_fixed": progress.step + 1.0}
     return {
         name: (_approximate(theta, packed, progress.step, version) - exact).abs()
@@ -62,7 +62,7 @@ def prox_errors(
 
 
 def _approximate(theta: Tensor, packed: PackedBatch, v_prox: float, v_theta: float) -> Tensor:
-    behav = to_tensor(column(packed.batch, "behav_logprobs").values, theta.device)
-    versions = to_tensor(column(packed.batch, "versions").values, theta.device)
+    behav = to_tensor(get_column(packed.batch, "behav_logprobs").values, theta.device)
+    versions = to_tensor(get_column(packed.batch, "versions").values, theta.device)
     prox = loglinear_prox(theta, behav, versions, v_prox, v_theta)
     return prox.masked_fill(~packed.seqs.loss_mask, 0)

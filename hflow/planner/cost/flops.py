@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.weights.sharding import stage_layers
 
-LEAST_SAVED = 0.1
+MIN_SAVED_FRACTION = 0.1
 """Share of the tokens that must be shared prompts for a backend to compute these once."""
 
 
@@ -42,11 +42,11 @@ def work_of(lengths: Sequence[int], prompt: int, group_size: int, budget: int | 
         prompt: those among them that are its prompt.
         group_size: samples that share a prompt.
         budget: tokens of a micro-batch, for a backend that computes shared prompts once; it does where
-            a whole group fits and `LEAST_SAVED` is saved. None for one that does not.
+            a whole group fits and `MIN_SAVED_FRACTION` is saved. None for one that does not.
     """
     tokens, groups = sum(lengths), len(lengths) / group_size
     shared = prompt * (len(lengths) - groups)
-    is_shared = budget is not None and tokens / groups <= budget and shared >= LEAST_SAVED * tokens
+    is_shared = budget is not None and tokens / groups <= budget and shared >= MIN_SAVED_FRACTION * tokens
     return Work(
         groups=groups,
         sequences=len(lengths),

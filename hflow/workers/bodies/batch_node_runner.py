@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hflow.backends.interface import ModelBackend, NodeCall, TrainShard
 from hflow.data.batch import Batch
-from hflow.data.batch_arguments import bind, sequences_of, unpack
+from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
 from hflow.data.unpack_returns import metric_tensor
 from hflow.errors import NotYetError, RunError
 from hflow.planner.ir import Plan
@@ -82,12 +82,12 @@ class BatchNodeRunner:
             return {}
         batch = self._gather(program, samples)
         seqs = sequences_of(batch)
-        arguments = bind(self._node_call(program), batch, seqs)
+        arguments = bind_batch(self._node_call(program), batch, seqs)
         states = {name: self._states.load(program.name) for name, kind in program.provided if kind == "state"}
         result = program.body(**arguments, **states)
         for state in states.values():
             self._states.save(program.name, state)
-        columns, metrics = unpack(program.name, self._node_call(program), result, batch, seqs)
+        columns, metrics = unpack_batch(program.name, self._node_call(program), result, batch, seqs)
         self._store.put(program.stream, batch.select(()).with_columns(columns))
         tensors = {name: metric_tensor(program.name, name, value) for name, value in metrics.items()}
         return {name: reduce_metric(name, value, seqs) for name, value in tensors.items()}
