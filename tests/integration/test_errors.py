@@ -186,7 +186,7 @@ GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
             '{"prompt": "1+1=", "anser": "2"}\n',
             "r.jsonl row 0: no column 'answer' (it has 'prompt', 'anser')",
         ),
-        ('{"prompt": "1+1=", "answer": 2}\n', "row 0: column 'answer' is 2, but the recipe declares a string"),
+        ('{"prompt": "1+1=", "answer": 2}\n', "column 'answer' is 2, but the recipe declares a string"),
         (2 * GOOD_ROW + '{"prompt": \n' + GOOD_ROW, "r.jsonl row 2 is not JSON"),
         (
             2 * GOOD_ROW + '{"prompt": "1+a=", "answer": "2"}\n' + GOOD_ROW,
