@@ -1,4 +1,4 @@
-"""The vocabulary of recipes and runs. Nothing here imports torch or ray."""
+"""The types that recipes and runs share. Importing them imports neither torch nor ray."""
 
 from hflow.types.engine import Engine, EpisodeState, State, Tokenizer
 from hflow.types.output import Output

@@ -1,4 +1,4 @@
-"""What episodes and encoders are given: protocols that engines and tokenizers fulfil."""
+"""Protocols of what bodies receive: `Engine` for episodes, `Tokenizer` for encoders, and `State`."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from typing import Any, Protocol, runtime_checkable
 
 from hflow.types.trajectory import Trajectory
 
-# -------------------- The states of an episode.
-
 
 class EpisodeState(enum.StrEnum):
-    """What an episode does right now. It can be interrupted in any of these, and goes on from there."""
+    """What an episode is doing. It can be interrupted in any state and continues from there."""
 
     PENDING = "pending"
-    """It waits for its turn: its body has not begun."""
+    """Its body has not started yet."""
     GENERATING = "generating"
-    """An engine draws for it, or is to draw once it is awake."""
+    """An engine generates tokens for it, or will once it is awake."""
     PROCESSING_TOOLS = "processing_tools"
-    """A tool runs."""
+    """A tool is running."""
     INTERACTING = "interacting"
-    """Its body does something else: it computes, or waits for a service."""
+    """Its body is doing something else: it computes, or waits for a service."""
     TERMINATED = "terminated"
-    """Its body has ended, one way or another."""
+    """Its body has returned, failed or been cancelled."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """One sample's view of a generation engine. Every effect of an episode goes through it."""
+    """The generation engine as one sample uses it.
+
+    An episode calls the model, tools, the clock and random numbers through its engine. hflow records the
+    results, so that an interrupted episode can be replayed.
+    """
 
     async def complete(
         self,
@@ -38,51 +40,55 @@ class Engine(Protocol):
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> Trajectory:
-        """Generate until a stop and return the longer trajectory.
+        """Generate a completion and return the trajectory with it.
 
-        A `str` is encoded as it stands, a list of messages by the model's chat template, a
-        `Trajectory` (with its pending messages) is continued token for token. The `tools` are offered
-        to the model, in this and all later turns of the trajectory.
+        Args:
+            prompt: a text, which is encoded without a template; messages, which the model's chat template
+                encodes; or a trajectory, whose tokens are kept and whose pending messages are appended.
+            tools: functions that the model may call in this and all later turns of the trajectory. Default:
+                those that the trajectory already has.
+            max_tokens: largest number of tokens of the completion. Default: the generate node's option.
+            stop: texts that end the completion. Default: the generate node's option.
         """
         ...
 
     async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
         """Run a tool and return its result.
 
-        Where the tool is sandboxed or was offered to the model, its errors are results: one line of
-        text. Those of any other function are raised.
+        If the tool has a sandbox or was offered to the model, an exception becomes the result, as one line of
+        text. Exceptions of other functions are raised.
         """
         ...
 
     def random(self) -> float:
-        """A number in [0, 1), seeded by the sample."""
+        """Return a number in [0, 1), seeded by the sample."""
         ...
 
     def time(self) -> float:
-        """Seconds since the epoch."""
+        """Return the seconds since the epoch."""
         ...
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """A model's tokenizer, as encode bodies see it."""
+    """The tokenizer of a model, as encode bodies receive it."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Return the token ids of a text, without special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
+        """Return the text of token ids, without special tokens."""
         ...
 
     def join(self, prompt: str, answer: str) -> Trajectory:
-        """Prompt (masked) and answer with its end-of-text token (learned)."""
+        """Return a trajectory whose prompt is masked, and whose answer and end-of-text token are learned."""
         ...
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Trajectory:
-        """Messages by the chat template; what assistants say is learned."""
+        """Return a trajectory of messages in the chat template. The messages of assistants are learned."""
         ...
 
 
 class State(dict[str, Any]):
-    """A node's checkpointed JSON memory."""
+    """A dict of JSON values that a node keeps from one step to the next. Checkpoints include it."""

@@ -1,4 +1,4 @@
-"""`Output`: what a model's forward offers to the body of an infer or train node."""
+"""`Output`: the forward pass of a model, which bodies of infer and train nodes receive."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 class Output:
-    """The results of one forward over packed sequences; the head decides which there are.
+    """The results of one forward pass over packed sequences. They depend on the model's head.
 
-    head `lm`: `logprobs`, `entropy` (PerToken, under the generation temperature), `topk(k)`
-    (ids and log-probs, both `[T, K]`) and `logprobs_of(ids)` (`[T, K]`); head `value`:
-    `values` (PerToken) and `bootstrap` (PerSequence); head `score`: `scores` (PerSequence).
+    `lm`: `logprobs` and `entropy` (PerToken, at the generation temperature), `topk(k)` (ids and log-probs,
+    both `[T, K]`) and `logprobs_of(ids)` (`[T, K]`). `value`: `values` (PerToken) and `bootstrap`
+    (PerSequence). `score`: `scores` (PerSequence).
 
-    Every PerToken float is 0 where `loss_mask` is 0. Construct one from tensors to call a
-    body in a test: `Output(logprobs=theta)`. Backends subclass it to compute lazily.
+    PerToken floats are 0 where `loss_mask` is 0. Backends compute a result when a body reads it. To call a
+    body in a test, construct an output from tensors: `Output(logprobs=theta)`.
     """
 
     def __init__(self, **fields: Tensor) -> None:
@@ -24,8 +24,8 @@ class Output:
 
     def _get(self, name: str) -> Any:
         if name not in self._fields:
-            have = ", ".join(sorted(self._fields)) or "nothing"
-            raise AttributeError(f"this output has no {name!r}; it has {have}")
+            available = ", ".join(sorted(self._fields)) or "nothing"
+            raise AttributeError(f"this output has no {name!r}; it has {available}")
         return self._fields[name]
 
     def _tensor(self, name: str) -> Tensor:
@@ -34,35 +34,35 @@ class Output:
 
     @property
     def logprobs(self) -> Tensor:
-        """`log p(input_ids[t] | before t)`, PerToken."""
+        """`log p(input_ids[t] | input_ids[:t])`, PerToken."""
         return self._tensor("logprobs")
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy in nats of the distribution that token t was drawn from, PerToken."""
+        """Entropy in nats of the distribution of token t, PerToken."""
         return self._tensor("entropy")
 
     @property
     def values(self) -> Tensor:
-        """V before token t, PerToken."""
+        """The value V before token t, PerToken."""
         return self._tensor("values")
 
     @property
     def bootstrap(self) -> Tensor:
-        """V after the last token, PerSequence."""
+        """The value V after the last token, PerSequence."""
         return self._tensor("bootstrap")
 
     @property
     def scores(self) -> Tensor:
-        """One scalar a sequence, read at its last token, PerSequence."""
+        """The score of a sequence, computed at its last token, PerSequence."""
         return self._tensor("scores")
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """The `k` likeliest tokens at each position: ids and log-probs, both `[T, K]`."""
+        """Return the `k` most likely tokens at each position: ids and log-probs, both `[T, K]`."""
         ids, logprobs = self._get("topk")
         return ids[:, :k], logprobs[:, :k]
 
     def logprobs_of(self, ids: Tensor) -> Tensor:
-        """Log-probs `[T, K]` of given token ids `[T, K]` at each position."""
+        """Return the log-probs `[T, K]` of token ids `[T, K]` at each position."""
         chosen: Tensor = self._get("logprobs_of")(ids)
         return chosen

@@ -1,4 +1,4 @@
-"""What `@sandbox` says about a function, readable wherever the function travels."""
+"""`Sandbox`: the limits of a tool, stored on the function by `@sandbox` so that any process can read them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ ATTRIBUTE = "__hflow_sandbox__"
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Limits of the process in which a function runs; it has no network."""
+    """Limits of the process in which a tool runs. The process has no network access."""
 
     timeout: float
-    """Seconds a call."""
+    """Seconds that one call may take."""
     memory_mb: int
-    """Address space beyond what the process has once the function is loaded."""
+    """Address space in MiB that a call may use beyond what the process has when the function is loaded."""
 
 
 def sandbox_of(function: Callable[..., Any]) -> Sandbox | None:
-    """The limits of a sandboxed function; None for any other."""
+    """Return the limits of a function with a sandbox; None for any other."""
     return getattr(function, ATTRIBUTE, None)

@@ -1,4 +1,4 @@
-"""`Trajectory`: the tokens of one sample, who made them, and with which weights."""
+"""`Trajectory`: the tokens of one sample, with their log-probs and the weights that generated them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STOP_REASONS = ("stop", "length", "tool_calls", "abort")
-"""Why a generation ended (contract: `length | stop | tool_calls | abort`)."""
+"""Why a generation ended."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that the model asked for."""
+    """A tool call that the model has written."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -21,11 +21,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """An immutable sample. The four token tuples have one length.
+    """One sample, immutable. Its four tuples of tokens have the same length.
 
-    Prompt, template and tool tokens have `loss_mask` False, `behav_logprobs` 0.0 and
-    `versions` -1; a generated token carries the log-prob and the weight version that it
-    was drawn with.
+    A generated token has `loss_mask` True, the log-prob at which it was drawn, and the version of the weights
+    that drew it. Tokens of prompts, templates and tools have `loss_mask` False, `behav_logprobs` 0.0 and
+    `versions` -1.
     """
 
     input_ids: tuple[int, ...]
@@ -38,24 +38,33 @@ class Trajectory:
     num_turns: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     pending: tuple[Mapping[str, Any], ...] = ()
-    """Messages added since the last completion, not yet encoded."""
+    """Messages added since the last completion. The next `complete` encodes them."""
     tools: tuple[Callable[..., Any], ...] = field(default=(), compare=False, repr=False)
-    """Tools that were offered; a `complete` that is given none offers these again."""
+    """Tools that the model may call. A `complete` without `tools=` offers them again."""
 
     def __post_init__(self) -> None:
-        sizes = {len(self.loss_mask), len(self.behav_logprobs), len(self.versions)}
-        if sizes != {len(self.input_ids)}:
+        lengths = {len(self.loss_mask), len(self.behav_logprobs), len(self.versions)}
+        if lengths != {len(self.input_ids)}:
             raise ValueError(
-                f"a trajectory's token fields differ in length: input_ids {len(self.input_ids)}, "
-                f"loss_mask {len(self.loss_mask)}, behav_logprobs {len(self.behav_logprobs)}, "
-                f"versions {len(self.versions)}"
+                f"the token fields of a trajectory must have the same length, but input_ids has "
+                f"{len(self.input_ids)}, loss_mask {len(self.loss_mask)}, behav_logprobs "
+                f"{len(self.behav_logprobs)}, versions {len(self.versions)}"
             )
         if self.stop_reason not in STOP_REASONS:
-            raise ValueError(f"stop_reason is {self.stop_reason!r}, not one of {STOP_REASONS}")
+            raise ValueError(
+                f"stop_reason is {self.stop_reason!r}; it must be one of {', '.join(STOP_REASONS)}"
+            )
 
     @classmethod
     def learned(cls, prompt_ids: tuple[int, ...], target_ids: tuple[int, ...], **text: Any) -> Trajectory:
-        """A trajectory that was written, not generated: `target_ids` are learned, no version."""
+        """Return a trajectory that was written, not generated.
+
+        Args:
+            prompt_ids: tokens that are masked.
+            target_ids: tokens that are learned. Like the prompt's, their log-probs are 0.0 and their version
+                is -1.
+            **text: other fields of the trajectory.
+        """
         num_prompt, num_target = len(prompt_ids), len(target_ids)
         return cls(
             input_ids=prompt_ids + target_ids,
@@ -67,7 +76,7 @@ class Trajectory:
 
     @property
     def reply(self) -> str:
-        """The text of the last assistant turn."""
+        """The text of the last message of the assistant."""
         for message in reversed(self.messages):
             if message.get("role") == "assistant":
                 return str(message.get("content", ""))
@@ -75,9 +84,9 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Number of learned (generated) tokens."""
+        """Number of learned tokens."""
         return sum(self.loss_mask)
 
     def add(self, role: str, text: Any) -> Trajectory:
-        """Return this trajectory with a message appended; the next `complete` encodes it."""
+        """Return the trajectory with one more message. The next `complete` encodes it."""
         return dataclasses.replace(self, pending=(*self.pending, {"role": role, "content": str(text)}))

@@ -1,7 +1,7 @@
-"""Units: what one entry of a field speaks of.
+"""Units: what one entry of a field belongs to, a token, a sequence or a group.
 
-A recipe's annotations name units; a type checker sees the tensors behind them. At run time
-an annotation is `Annotated[..., Unit.X]`, so that the unit can be read without importing torch.
+A recipe's annotations name units, and type checkers see tensors. At run time an annotation is
+`Annotated[..., Unit.X]`, so that hflow reads the unit without importing torch.
 
 Axis letters, used everywhere in hflow: P prompts (groups), G samples of a prompt,
 S sequences (samples), T packed tokens, K alternatives per token, V vocabulary, D hidden.
@@ -25,15 +25,17 @@ class Unit(enum.StrEnum):
     JSON = "json"
 
     def widens_to(self, wanted: Unit) -> bool:
-        """Whether a field of this unit may be read as `wanted` (equal, or repeated)."""
+        """Return whether a field of this unit can be read as `wanted`: as it is, or repeated."""
         if self is wanted:
             return True
-        order = [Unit.GROUP, Unit.SEQUENCE, Unit.TOKEN]
-        return self in order and wanted in order and order.index(self) < order.index(wanted)
+        widening_order = [Unit.GROUP, Unit.SEQUENCE, Unit.TOKEN]
+        if self not in widening_order or wanted not in widening_order:
+            return False
+        return widening_order.index(self) < widening_order.index(wanted)
 
 
 class Provided(enum.StrEnum):
-    """Marks an annotation that the framework fills in, which is therefore no edge."""
+    """Marks an annotation that is not a field."""
 
     METRICS = "metrics"
 
@@ -43,18 +45,18 @@ if TYPE_CHECKING:
 else:
 
     class Tensor:
-        """Stands for `torch.Tensor` in annotations, without importing torch."""
+        """A placeholder for `torch.Tensor` in annotations, which avoids importing torch."""
 
 
 PerToken = Annotated[Tensor, Unit.TOKEN]
-"""A tensor `[T]` (or `[T, K]`), one entry a token of the packed batch."""
+"""A tensor `[T]` (or `[T, K]`), one entry per token of the packed batch."""
 PerSequence = Annotated[Tensor, Unit.SEQUENCE]
-"""A tensor `[S]`, one entry a sequence."""
+"""A tensor `[S]`, one entry per sequence."""
 PerGroup = Annotated[Tensor, Unit.GROUP]
-"""A tensor `[P]`, one entry a group (the samples of one prompt)."""
+"""A tensor `[P]`, one entry per group (the samples of one prompt)."""
 Text = Annotated[list[str], Unit.TEXT]
 """A list of S strings."""
 Json = Annotated[list[Any], Unit.JSON]
 """A list of S JSON values."""
 Metrics = Annotated[dict[str, Any], Provided.METRICS]
-"""A dict of scalars or unit-shaped tensors, averaged over the valid entries and logged."""
+"""A dict of scalars or tensors of a unit's shape. hflow averages each over its valid entries and logs it."""

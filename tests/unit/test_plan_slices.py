@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from test_plan_reshard import NOTHING, assert_same, cases, cluster, memories, replica, route_of, shape_of
 
 from hflow.planner.weights.weight_slices import Slice, kept, outgoing
-from hflow.types.tensor_slices import within
+from hflow.types.tensor_slices import slices_within
 
 
 def at(piece: Slice):
-    return within(piece.box, tuple((0, size) for size in piece.shape))
+    return slices_within(piece.box, tuple((0, size) for size in piece.shape))
 
 
 @given(cases())

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from hflow.backends.common.sharded_checkpoint import INDEX, entry_name
 from hflow.backends.megatron.device import prepare
 from hflow.errors import BackendError
-from hflow.types.tensor_slices import within
+from hflow.types.tensor_slices import slices_within
 
 prepare("cpu")
 
@@ -71,7 +71,7 @@ def test_every_entry_is_written_once_and_by_all_ranks(directory, name):
     for tensor, row in index["tensors"].items():
         count = np.zeros(row["shape"], int)
         for box, file in row["boxes"]:
-            count[within(box, [(0, size) for size in row["shape"]])] += 1
+            count[slices_within(box, [(0, size) for size in row["shape"]])] += 1
             files.setdefault(file, []).extend(
                 entry_name(tensor, box, kind) for kind in ("weight", "mean", "square")
             )
@@ -92,7 +92,7 @@ def test_a_range_is_boxes(rows, width, data):
     stop = data.draw(st.integers(start, rows * width))
     whole = np.arange(rows * width).reshape(rows, width)
     boxes = list(boxes_of_range(whole.shape, start, stop))
-    parts = [whole[within(box, ((0, rows), (0, width)))].reshape(-1) for box in boxes]
+    parts = [whole[slices_within(box, ((0, rows), (0, width)))].reshape(-1) for box in boxes]
     assert len(boxes) <= 3
     assert np.array_equal(np.concatenate([*parts, np.arange(0)]), np.arange(start, stop))
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 
 from hflow.backends.common.checks import check_tensors
 from hflow.errors import BackendError
-from hflow.types.tensor_slices import Box, meet, numel, within
+from hflow.types.tensor_slices import Box, intersect, numel, slices_within
 
 INDEX = "shards.json"
 FORMAT = 1
@@ -166,10 +166,10 @@ class ShardReader:
         """
         num_copied = 0
         for stored, file in self.boxes[tensor]:
-            overlap = meet(stored, box)
+            overlap = intersect(stored, box)
             if overlap is not None:
-                part = self._read(file, entry_name(tensor, stored, kind), within(overlap, stored))
-                target[within(overlap, box)].copy_(part)
+                part = self._read(file, entry_name(tensor, stored, kind), slices_within(overlap, stored))
+                target[slices_within(overlap, box)].copy_(part)
                 num_copied += numel(overlap)
         if num_copied != numel(box):
             raise BackendError(

@@ -25,7 +25,7 @@ from hflow.backends.megatron.hf_mapping import MappedParameter, ShardPosition, T
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.weight_export import held_blocks
-from hflow.types.tensor_slices import Box, meet, numel, sizes, whole, within
+from hflow.types.tensor_slices import Box, box_shape, intersect, numel, slices_within, whole_box
 
 
 def save_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:
@@ -92,7 +92,7 @@ def _frozen_states(stage: Stage, parameters: list[MappedParameter]) -> Iterator[
         if parameter.name in names:
             weight = stage.module.get_parameter(parameter.name).detach().float()
             values = {WEIGHT: weight.view(parameter.shape)}
-            yield from _split_box(parameter, whole(parameter.shape), values)
+            yield from _split_box(parameter, whole_box(parameter.shape), values)
 
 
 def _states(parameters: Iterable[MappedParameter], optimizer: MegatronOptimizer) -> Iterator[BlockState]:
@@ -106,7 +106,9 @@ def _states(parameters: Iterable[MappedParameter], optimizer: MegatronOptimizer)
         offset = 0
         for box in boxes_of_range(parameter.shape, master.start, master.stop):
             size = numel(box)
-            values = {kind: x.view(-1)[offset : offset + size].view(sizes(box)) for kind, x in flat.items()}
+            values = {
+                kind: x.view(-1)[offset : offset + size].view(box_shape(box)) for kind, x in flat.items()
+            }
             yield from _split_box(parameter, box, values)
             offset += size
 
@@ -114,16 +116,16 @@ def _states(parameters: Iterable[MappedParameter], optimizer: MegatronOptimizer)
 def _split_box(parameter: MappedParameter, box: Box, values: Mapping[str, Tensor]) -> Iterator[BlockState]:
     """Split a box of a parameter into boxes of HF tensors, leaving out padding."""
     for part in parameter.parts:
-        overlap = meet(_box_of_part(part, parameter), box) if part.length else None
+        overlap = intersect(_box_of_part(part, parameter), box) if part.length else None
         if overlap is not None:
-            selected = {kind: x[within(overlap, box)] for kind, x in values.items()}
+            selected = {kind: x[slices_within(overlap, box)] for kind, x in values.items()}
             shift = part.span[0] - part.offset
             yield BlockState(part.tensor, part.shape, _shifted(overlap, part.axis, shift), selected)
 
 
 def _box_of_part(part: TensorPart, parameter: MappedParameter) -> Box:
     """Return the box of a part in its parameter."""
-    box = whole(parameter.shape)
+    box = whole_box(parameter.shape)
     return (*box[: part.axis], (part.offset, part.offset + part.length), *box[part.axis + 1 :])
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hflow.backends.torch_model.heads import save_head
 from hflow.backends.torch_model.optimizer import local_shard
-from hflow.types.tensor_slices import Block, Box, numel, whole
+from hflow.types.tensor_slices import Block, Box, numel, whole_box
 
 BUCKET_BYTES = 64 << 20
 """A bucket is gathered once its whole tensors reach this size, which bounds the extra memory."""
@@ -133,7 +133,7 @@ def _gather_bucket(bucket: list[tuple[str, DTensor]]) -> Iterator[Named]:
 def held_box(tensor: Tensor) -> Box:
     """Return the part of a tensor that this rank holds; all of an unsharded tensor."""
     if not isinstance(tensor, DTensor):
-        return whole(tuple(tensor.shape))
+        return whole_box(tuple(tensor.shape))
     group: ProcessGroup = tensor.device_mesh.get_group()
     return _rows_of_rank(tensor, group.rank(), group.size())
 
@@ -148,4 +148,4 @@ def _rows_of_rank(x: DTensor, rank: int, num_ranks: int) -> Box:
     num_rows, *others = x.shape
     block = -(-num_rows // num_ranks)
     span = min(num_rows, rank * block), min(num_rows, (rank + 1) * block)
-    return (span, *whole(tuple(others)))
+    return (span, *whole_box(tuple(others)))

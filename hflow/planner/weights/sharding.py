@@ -15,7 +15,7 @@ from hflow.errors import PlanError
 from hflow.planner.backends import BackendTraits
 from hflow.planner.layout import Layout, even_blocks
 from hflow.planner.model_shape import ModelShape, TensorSpec, tensors
-from hflow.types.tensor_slices import Box, numel, whole
+from hflow.types.tensor_slices import Box, numel, whole_box
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def box_of(
     """
     _check_shares(spec, traits, layout.tensor)
     d, t, _ = coords
-    box = whole(spec.shape)
+    box = whole_box(spec.shape)
     if layout.tensor > 1 and spec.cut_axis is not None:
         box = _with_edges(box, spec.cut_axis, _tensor_cut(spec, traits, layout.tensor, t))
     if traits.sharded_over_data == "everything" and layout.data > 1:

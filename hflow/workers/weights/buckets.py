@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Slice
-from hflow.types.tensor_slices import numel, sizes, whole, within
+from hflow.types.tensor_slices import box_shape, numel, slices_within, whole_box
 
 BUCKET_BYTES = 64 << 20
 """A bucket is closed when it is at least this large; a larger slice has one of its own."""
@@ -87,7 +87,7 @@ def unpack_bucket(bucket: Bucket) -> Iterator[SliceValues]:
     """Yield the slices of a bucket, as views of its payload."""
     for piece, dtype, start, end in bucket.entries:
         bits = bucket.payload[start:end].view(f"i{getattr(torch, dtype).itemsize}")
-        yield SliceValues(piece, dtype, bits.reshape(sizes(piece.box)))
+        yield SliceValues(piece, dtype, bits.reshape(box_shape(piece.box)))
 
 
 def assemble_tensors(streams: Sequence[Iterable[SliceValues]]) -> Iterator[tuple[str, Tensor]]:
@@ -108,7 +108,7 @@ def _tensor(slices: list[SliceValues]) -> tuple[str, Tensor]:
     tensor = np.empty(shape, slices[0].bits.dtype)
     num_received = 0
     for piece, _, bits in slices:
-        tensor[within(piece.box, whole(shape))] = bits
+        tensor[slices_within(piece.box, whole_box(shape))] = bits
         num_received += numel(piece.box)
     if num_received != tensor.size:
         raise RunError(

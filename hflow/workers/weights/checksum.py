@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from hflow.types.tensor_slices import Box, whole
+from hflow.types.tensor_slices import Box, whole_box
 from hflow.workers.weights.buckets import SliceValues, bits_of
 
 MAX_ENTRIES = 1 << 16
@@ -59,7 +59,7 @@ def tensor_checksum(name: str, tensor: Tensor) -> int:
     counted = tensor.detach().reshape(shape[0] if shape else 1, -1)[::step]
     rows = np.arange(0, shape[0] if shape else 1, step, dtype=np.uint64)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return _weighted_sum(name, shape, dtype, bits_of(counted), rows, _columns(shape, whole(shape)))
+    return _weighted_sum(name, shape, dtype, bits_of(counted), rows, _columns(shape, whole_box(shape)))
 
 
 def weights_checksum(weights: Mapping[str, Tensor], names: Iterable[str]) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hflow.backends.interface import ModelBackend
 from hflow.planner.ir import ClusterSpec, WeightRoute
 from hflow.planner.weights.weight_slices import Receivers, Slice, kept, outgoing
-from hflow.types.tensor_slices import Block, meet, numel, sizes, whole, within
+from hflow.types.tensor_slices import Block, box_shape, intersect, numel, slices_within, whole_box
 from hflow.workers.weights.buckets import Bucket, SliceValues, assemble_tensors, pack_buckets, unpack_bucket
 from hflow.workers.weights.checksum import MODULUS, slice_checksum
 
@@ -33,7 +33,7 @@ def outgoing_slices(
 def outgoing_tensors(receivers: Receivers, backend: ModelBackend, is_sender: bool) -> AddressedSlices:
     """Yield what one worker sends by a route without rows: whole tensors. A collective."""
     tensors = (
-        SliceValues.of(Slice(place, name, tuple(tensor.shape), whole(tuple(tensor.shape))), tensor)
+        SliceValues.of(Slice(place, name, tuple(tensor.shape), whole_box(tuple(tensor.shape))), tensor)
         for place, (name, tensor) in enumerate(backend.weights())
     )
     if is_sender:
@@ -116,12 +116,14 @@ class _SliceReader:
 
     def __call__(self, piece: Slice) -> SliceValues:
         blocks = self._blocks.get(piece.tensor, [])
-        overlaps = [(box, block) for block in blocks if (box := meet(block.box, piece.box)) is not None]
+        overlaps = [(box, block) for block in blocks if (box := intersect(block.box, piece.box)) is not None]
         assert sum(numel(box) for box, _ in overlaps) == numel(piece.box), f"{piece} is not held here"
-        parts = [(box, block.values[within(box, block.box)].to(self._dtype)) for box, block in overlaps]
+        parts = [
+            (box, block.values[slices_within(box, block.box)].to(self._dtype)) for box, block in overlaps
+        ]
         if len(parts) == 1:
             return SliceValues.of(piece, parts[0][1])
-        values = parts[0][1].new_empty(sizes(piece.box))
+        values = parts[0][1].new_empty(box_shape(piece.box))
         for box, part in parts:
-            values[within(box, piece.box)] = part
+            values[slices_within(box, piece.box)] = part
         return SliceValues.of(piece, values)
