@@ -311,7 +311,7 @@ def _engine() -> EngineKind:
 
 def _processes(others: Sequence[tuple[str, Compiled]]) -> RayActors | None:
     """Processes for the largest of the runs that use Ray, with what any of them needs set."""
-    from hflow.workers.process_setup import environment
+    from hflow.workers.process_setup import device_environment
     from hflow.workers.ray.ray_actors import RayActors
 
     plans = [other.plan for _, other in others if other.config.workers == "ray"]
@@ -319,7 +319,7 @@ def _processes(others: Sequence[tuple[str, Compiled]]) -> RayActors | None:
         return None
     cluster = max((plan.cluster for plan in plans), key=lambda cluster: cluster.num_devices)
     environments = [
-        {name: value for plan in plans for name, value in environment(plan, worker).items()}
+        {name: value for plan in plans for name, value in device_environment(plan, worker).items()}
         for worker in range(cluster.num_devices)
     ]
     return RayActors(cluster, environments)

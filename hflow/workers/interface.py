@@ -1,7 +1,7 @@
-"""The border between the controller and the workers: the handle that sends messages, and the messages.
+"""The interface between the controller and the workers: the handle that sends messages, and their contents.
 
-The controller (`runtime.executor`) knows ids, lengths, versions and workers; tensors stay in the
-workers' stores and move worker to worker. Every message is a frozen row of plain values.
+The controller (`runtime.execution.executor`) knows ids, lengths, versions and workers. Tensors stay in the
+workers' stores and move from worker to worker. All messages are frozen rows of plain values.
 """
 
 from __future__ import annotations
@@ -13,249 +13,6 @@ from typing import Any, Literal
 
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import Plan, Replica
-
-# -------------------- What the controller and the workers tell each other: frozen rows of plain values.
-
-
-@dataclass(frozen=True)
-class NodeProgram:
-    """What a worker needs to run one node: its bound spec and its body."""
-
-    name: str
-    verb: str
-    level: str
-    stream: str
-    """The stream that the node works on (and writes its fields to)."""
-    root: str
-    """The root stream whose samples these are."""
-    body: Callable[..., Any]
-    reads: tuple[Any, ...]
-    """`graph.ir.Read` rows."""
-    provided: tuple[tuple[str, str], ...]
-    returns: tuple[tuple[str, str], ...]
-    """(field, unit) of each returned field."""
-    metrics: bool
-    opens_stream: bool
-    models: tuple[str, ...]
-    knobs: Mapping[str, Any]
-    options: Mapping[str, Any]
-    dataset: str | None = None
-    group: int = 1
-    reported: str | None = None
-    """The returned field that the controller is told of each sample, see `plan.numbers`."""
-
-
-@dataclass(frozen=True)
-class WorkerSetup:
-    """Everything that a worker is built from. Bodies and factories are picklable callables."""
-
-    plan: Plan
-    programs: Mapping[str, NodeProgram]
-    models: Mapping[str, Any]
-    """model name -> `backends.base.ModelSettings`."""
-    engines: Mapping[str, Mapping[str, Any]]
-    """generation replica -> options of its engine."""
-    datasets: Mapping[str, Any]
-    """dataset name -> `data.prompts.DataSettings`."""
-    tokenizers: Mapping[str, Any]
-    """model name -> `data.tokenizer.TokenizerSettings`."""
-    seed: int
-    factories: Mapping[str, Callable[..., Any]]
-    """backend name -> class or function that builds it; chosen by the launcher.
-
-    Training backends are called with (settings, seat), as `backends.base.ModelBackend`; engines with
-    (settings, options, module or None, decode), where `module` is a trainer's whose storage the
-    engine shares and `decode` turns ids into text.
-    """
-    pool_processes: int = 1
-    exchange: str = ""
-    """Directory for weights that go by disk; all machines must see it."""
-    collective_timeout: float = 600.0
-    """Seconds after which a collective with a missing rank fails, naming it."""
-
-
-# ------------------------------------------------------------------- controller -> worker
-@dataclass(frozen=True)
-class GroupOrder:
-    """Start one group of a stream on this worker."""
-
-    stream: str
-    group: int
-    row: int
-    """Row of the stream's dataset; the worker reads it."""
-    samples: tuple[int, ...]
-    journals: Any = None
-    """Of samples that go on from where another worker left them: sample -> journal, or where that is."""
-
-
-@dataclass(frozen=True)
-class ComputeOrder:
-    """Run a sample-level node on one sample, or a group-level node on a group's members."""
-
-    node: str
-    key: int
-    samples: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ShardInput:
-    """One dp rank's samples, minibatch by minibatch (one minibatch for infer and compute)."""
-
-    dp: int
-    minibatches: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class NodeTask:
-    """Run a batch node for a step on the shards that this worker holds.
-
-    They may be several; a worker that is not the head of its tensor and pipeline ranks has none.
-    """
-
-    node: str
-    step: int
-    shards: tuple[ShardInput, ...]
-
-    @property
-    def activity(self) -> str:
-        """What the workers do meanwhile, for errors."""
-        return f"running node {self.node!r}, step {self.step}"
-
-    @property
-    def samples(self) -> tuple[int, ...]:
-        """All samples of its shards."""
-        return tuple(s for shard in self.shards for minibatch in shard.minibatches for s in minibatch)
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that a worker did, for the trace. Seconds since the epoch."""
-
-    name: str
-    lane: str
-    start: float
-    end: float
-    args: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class NodeResult:
-    """What a batch node left on one worker: nothing but names and numbers."""
-
-    node: str
-    step: int
-    samples: tuple[int, ...]
-    """Samples whose output fields this worker now holds (a replica's dp-heads hold its outputs)."""
-    metrics: Mapping[str, float]
-    span: Span
-    worker: int = 0
-    """Index of the worker that made it."""
-    numbers: tuple[float, ...] = ()
-    """The number that it gave each of `samples`, as in `ComputeReady`; empty where it gave none."""
-
-
-@dataclass(frozen=True)
-class WeightsLoaded:
-    """What the workers of a generation replica confirm when it wakes; empty where it had the weights.
-
-    Digests of weights (`workers.digest`) stand in the order of the replica's workers.
-    """
-
-    num_bytes: int = 0
-    """Bytes that they pulled from other workers."""
-    sent: tuple[int, ...] = ()
-    """Of what each was sent by others, counted where it was taken, and what it had itself."""
-    held: tuple[int, ...] = ()
-    """Of what each generates with now, counted in its engine."""
-
-
-# ------------------------------------------------------------------- worker -> controller
-@dataclass(frozen=True)
-class SampleReady:
-    """A source finished a sample; its trajectory is in this worker's store."""
-
-    stream: str
-    sample: int
-    length: int
-    """Tokens of all its trajectories."""
-    num_learned: int
-    oldest: int
-    """Least version among its generated tokens; -1 where none was generated."""
-    newest: int
-    segments: tuple[tuple[int, int], ...] = ()
-    """Runs of generated tokens of one version, in order: (version, number of tokens); of several
-    trajectories, their sums by version."""
-    num_turns: int = 0
-    value: float | None = None
-    """The number that the source gave it, as in `ComputeReady`."""
-
-
-@dataclass(frozen=True)
-class ComputeReady:
-    """A sample- or group-level node finished; its fields are in this worker's store."""
-
-    node: str
-    key: int
-    keep: bool = True
-    value: float | None = None
-    """The number that it gave its sample (`plan.numbers` says which of several); None where it gave none."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A body gave up on a sample or group."""
-
-    node: str
-    key: int
-    reason: Literal["failed", "timeout"]
-    message: str
-
-
-WorkerEvent = SampleReady | ComputeReady | Failed
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What engines did in some time."""
-
-    num_tokens: int = 0
-    """Tokens drawn by requests that finished or were interrupted."""
-    seconds: float = 0.0
-    """Time in steps of engines, summed over them."""
-    num_interrupted: int = 0
-    """Requests interrupted before they were finished."""
-    num_kept: int = 0
-    """Tokens that these had and kept."""
-
-    def __add__(self, other: EngineStats) -> EngineStats:
-        return EngineStats(
-            self.num_tokens + other.num_tokens,
-            self.seconds + other.seconds,
-            self.num_interrupted + other.num_interrupted,
-            self.num_kept + other.num_kept,
-        )
-
-    def __sub__(self, other: EngineStats) -> EngineStats:
-        return EngineStats(
-            self.num_tokens - other.num_tokens,
-            self.seconds - other.seconds,
-            self.num_interrupted - other.num_interrupted,
-            self.num_kept - other.num_kept,
-        )
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything that happened on a worker since the last poll."""
-
-    worker: int
-    events: tuple[WorkerEvent, ...]
-    spans: tuple[Span, ...] = ()
-    drawn: EngineStats = EngineStats()
-    """What its engines did since the last poll."""
-    episodes: Mapping[str, int] = field(default_factory=dict)
-    """`types.EpisodeState` -> episodes of the worker's process that are in it now; the terminated are
-    all that ever ended. Empty from all indices of a process but the first."""
 
 
 class Workers(abc.ABC):
@@ -361,3 +118,252 @@ class Workers(abc.ABC):
     async def _call_replica(self, replica: Replica, method: str, *arguments: Any) -> None:
         """Send a message to all workers of a replica, on their devices, and wait for them."""
         raise NotImplementedError
+
+
+# What workers are built from
+
+
+@dataclass(frozen=True)
+class NodeProgram:
+    """What a worker needs to run one node: its bound spec and its body."""
+
+    name: str
+    verb: str
+    level: str
+    stream: str
+    """The stream that the node works on and writes its fields to."""
+    root: str
+    """The root stream of its samples."""
+    body: Callable[..., Any]
+    reads: tuple[Any, ...]
+    """`graph.ir.Read` rows."""
+    provided: tuple[tuple[str, str], ...]
+    returns: tuple[tuple[str, str], ...]
+    """(field, unit) of each returned field."""
+    metrics: bool
+    opens_stream: bool
+    models: tuple[str, ...]
+    knobs: Mapping[str, Any]
+    options: Mapping[str, Any]
+    dataset: str | None = None
+    group: int = 1
+    reported: str | None = None
+    """The returned field whose value of each sample is reported to the controller."""
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """Everything that a worker is built from. Bodies and factories are picklable callables."""
+
+    plan: Plan
+    programs: Mapping[str, NodeProgram]
+    models: Mapping[str, Any]
+    """Model name -> `backends.interface.ModelSettings`."""
+    engines: Mapping[str, Mapping[str, Any]]
+    """Generation replica -> options of its engine."""
+    datasets: Mapping[str, Any]
+    """Dataset name -> `data.datasets.DataSettings`."""
+    tokenizers: Mapping[str, Any]
+    """Model name -> `data.tokenizer.TokenizerSettings`."""
+    seed: int
+    factories: Mapping[str, Callable[..., Any]]
+    """Backend name -> class or function that builds it.
+
+    Training backends are called with (settings, position), and return a `backends.interface.ModelBackend`.
+    Engines are called with (settings, options, module or None, decode), where `module` is a trainer's whose
+    storage the engine shares, and `decode` turns token ids into text.
+    """
+    pool_processes: int = 1
+    exchange: str = ""
+    """Directory for weights that are sent through files; all machines must share it."""
+    collective_timeout: float = 600.0
+    """Seconds after which a collective with a missing rank fails."""
+
+
+# What the controller sends
+
+
+@dataclass(frozen=True)
+class GroupOrder:
+    """Start one group of a stream on this worker."""
+
+    stream: str
+    group: int
+    row: int
+    """Row of the stream's dataset; the worker reads it."""
+    samples: tuple[int, ...]
+    journals: Any = None
+    """For samples that continue what another worker began: sample -> journal, or a reference to that."""
+
+
+@dataclass(frozen=True)
+class ComputeOrder:
+    """Run a sample-level node on one sample, or a group-level node on a group's samples."""
+
+    node: str
+    key: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShardInput:
+    """The samples of one dp rank by minibatch; a node that does not train has one minibatch."""
+
+    dp: int
+    minibatches: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class NodeTask:
+    """Run a batch node for a step on the shards of this worker.
+
+    A worker has several shards if it hosts several dp ranks, and none if it is not the head of its tensor and
+    pipeline ranks.
+    """
+
+    node: str
+    step: int
+    shards: tuple[ShardInput, ...]
+
+    @property
+    def activity(self) -> str:
+        """What the workers do meanwhile, for errors."""
+        return f"running node {self.node!r}, step {self.step}"
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """All samples of its shards."""
+        return tuple(s for shard in self.shards for minibatch in shard.minibatches for s in minibatch)
+
+
+# What the workers answer and report
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a worker did, for the trace. Times are in seconds since the epoch."""
+
+    name: str
+    lane: str
+    start: float
+    end: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NodeResult:
+    """The result of a batch node on one worker, without tensors."""
+
+    node: str
+    step: int
+    samples: tuple[int, ...]
+    """Samples whose output fields are now in this worker's store. These are on the heads of a replica."""
+    metrics: Mapping[str, float]
+    span: Span
+    worker: int = 0
+    """Index of the worker that ran it."""
+    values: tuple[float, ...] = ()
+    """The reported field of each of `samples`; empty if the node reports none."""
+
+
+@dataclass(frozen=True)
+class WeightsLoaded:
+    """What the workers of a generation replica report when it wakes; empty if it had the weights already.
+
+    Checksums (`workers.weights.checksum`) are in the order of the replica's workers.
+    """
+
+    num_bytes: int = 0
+    """Bytes that they pulled from other workers."""
+    sent_checksums: tuple[int, ...] = ()
+    """Of what each was sent, computed by the senders, plus what it held itself."""
+    engine_checksums: tuple[int, ...] = ()
+    """Of what each generates with now, computed in its engine."""
+
+
+@dataclass(frozen=True)
+class SampleReady:
+    """A source finished a sample; its trajectories are in this worker's store."""
+
+    stream: str
+    sample: int
+    length: int
+    """Tokens of all its trajectories."""
+    num_learned: int
+    oldest: int
+    """Lowest weight version among its generated tokens; -1 if none was generated."""
+    newest: int
+    segments: tuple[tuple[int, int], ...] = ()
+    """Runs of generated tokens of one version, in order: (version, number of tokens). With several
+    trajectories, the total of each version."""
+    num_turns: int = 0
+    value: float | None = None
+    """The reported field, as in `ComputeReady`."""
+
+
+@dataclass(frozen=True)
+class ComputeReady:
+    """A sample- or group-level node finished; its fields are in this worker's store."""
+
+    node: str
+    key: int
+    keep: bool = True
+    value: float | None = None
+    """The sample's value of the node's reported field; None if there is none."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A body failed on a sample or group."""
+
+    node: str
+    key: int
+    reason: Literal["failed", "timeout"]
+    message: str
+
+
+WorkerEvent = SampleReady | ComputeReady | Failed
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What engines did in some time."""
+
+    num_tokens: int = 0
+    """Tokens drawn by requests that finished or were interrupted."""
+    seconds: float = 0.0
+    """Time spent in engine steps, summed over engines."""
+    num_interrupted: int = 0
+    """Requests interrupted before they finished."""
+    num_kept: int = 0
+    """Tokens that the interrupted requests had, and kept."""
+
+    def __add__(self, other: EngineStats) -> EngineStats:
+        return EngineStats(
+            self.num_tokens + other.num_tokens,
+            self.seconds + other.seconds,
+            self.num_interrupted + other.num_interrupted,
+            self.num_kept + other.num_kept,
+        )
+
+    def __sub__(self, other: EngineStats) -> EngineStats:
+        return EngineStats(
+            self.num_tokens - other.num_tokens,
+            self.seconds - other.seconds,
+            self.num_interrupted - other.num_interrupted,
+            self.num_kept - other.num_kept,
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that happened on a worker since the last poll."""
+
+    worker: int
+    events: tuple[WorkerEvent, ...]
+    spans: tuple[Span, ...] = ()
+    engine_stats: EngineStats = EngineStats()
+    """What its engines did since the last poll."""
+    episodes: Mapping[str, int] = field(default_factory=dict)
+    """`types.EpisodeState` -> episodes of the worker's process that are in this state now; for the terminated
+    state, all that ever ended. Only the first worker of a process reports it."""

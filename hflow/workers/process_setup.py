@@ -1,4 +1,4 @@
-"""Environment variables that a worker's process needs before it touches its device."""
+"""Prepares a worker's process: environment variables, processor cores, garbage collection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hflow.planner.backends import descriptor
 from hflow.planner.ir import Plan
 
 
-def environment(plan: Plan, worker: int) -> dict[str, str]:
+def device_environment(plan: Plan, worker: int) -> dict[str, str]:
     """Return the environment variables of one worker, which the backends of its replicas choose."""
     variables: dict[str, str] = {}
     for replica in plan.replicas:
@@ -22,51 +22,45 @@ def environment(plan: Plan, worker: int) -> dict[str, str]:
     return variables
 
 
-# -------------------- Binds this process to processor cores of its own.
-
-
-_ALLOWED = sorted(os.sched_getaffinity(0))
-"""Cores that this process might use when it began."""
+_ALLOWED_CORES = sorted(os.sched_getaffinity(0))
+"""Cores that this process could use when it started."""
 
 
 def bind_cores(cores: range) -> None:
-    """Let all threads of this process, those to come too, run on these cores only, torch on as many threads.
+    """Bind all present and future threads of this process to cores, and give torch as many threads.
 
     Args:
-        cores: counted among those that the process may use; empty: nothing is bound.
+        cores: indices among the cores that the process may use; empty: nothing is bound.
 
     Raises:
-        RunError: when there are not so many.
+        RunError: when there are fewer cores.
     """
     if not cores:
         return
-    if cores.stop > len(_ALLOWED):
+    if cores.stop > len(_ALLOWED_CORES):
         raise RunError(
-            f"a worker is to be bound to cores {cores.start} to {cores.stop - 1}, but this machine lends "
-            f"{len(_ALLOWED)}; name fewer in cores, or none"
+            f"cores binds a worker to cores {cores.start} to {cores.stop - 1}, but this process may use only "
+            f"{len(_ALLOWED_CORES)} cores. Set smaller numbers, or cores=null"
         )
-    chosen = [_ALLOWED[core] for core in cores]
+    chosen = [_ALLOWED_CORES[core] for core in cores]
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), chosen)
     torch.set_num_threads(len(chosen))
 
 
-# -------------------- Keeps Python's garbage collector from walking through the libraries in every step.
-
-
-THRESHOLDS = (20_000, 20, 50)
-"""Objects that are made before the collector looks at the young ones, and how often it then looks at older
-ones. A controller holds some hundred thousand objects of samples in flight, which it lets go without the
-collector's help; at Python's own thresholds all were visited several times a step, 0.1 s each time."""
+GC_THRESHOLDS = (20_000, 20, 50)
+"""Arguments of `gc.set_threshold`. A controller holds some 100,000 objects of samples in flight, which are
+freed without the collector's help. At Python's own thresholds the collector visits all of them several times
+a step, for 0.1 s each time."""
 
 
 def freeze_gc() -> None:
-    """Take everything that exists now out of the collector's sight, and let it look at the rest less often.
+    """Exclude all existing objects from garbage collection, and let it run less often.
 
-    Episodes allocate enough for several full collections a step, each of which would visit the half
-    a million objects of torch and transformers: more time than the episodes themselves take.
+    Episodes allocate enough for several full collections a step. Each would visit the half a million objects
+    of torch and transformers, which takes more time than the episodes themselves.
     """
-    gc.unfreeze()  # what an earlier run in this process left
+    gc.unfreeze()  # objects that an earlier run in this process froze
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*THRESHOLDS)
+    gc.set_threshold(*GC_THRESHOLDS)

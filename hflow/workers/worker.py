@@ -182,7 +182,7 @@ class Worker:
         is_first = worker == self._hosted[0]  # reports the episodes of all hosted indices
         counts = self._episodes.state_counts().items() if is_first else ()
         episodes = {state.value: count for state, count in counts}
-        return dataclasses.replace(report, drawn=self._engines.take_stats(), episodes=episodes)
+        return dataclasses.replace(report, engine_stats=self._engines.take_stats(), episodes=episodes)
 
     def needs_weights(self, replica: str, version: int) -> bool:
         """Return whether an engine here has weights of another version."""

@@ -118,7 +118,7 @@ def test_an_engine_apart_pulls_weights_and_ray_is_stopped_after() -> None:
         try:
             await workers.start(setup)
             loaded = await workers.wake("actor@gen", 0)
-            assert (loaded.num_bytes, loaded.sent) == (route.moved_bytes, loaded.held)
+            assert (loaded.num_bytes, loaded.sent_checksums) == (route.moved_bytes, loaded.engine_checksums)
             await train_and_compare(workers)
         finally:
             await workers.close()

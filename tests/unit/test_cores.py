@@ -78,5 +78,5 @@ def test_a_process_keeps_to_its_cores() -> None:
 
 def test_more_cores_than_there_are() -> None:
     lent = len(os.sched_getaffinity(0))
-    said = f"bound to cores {lent} to {lent}, but this machine lends {lent}; name fewer"
+    said = f"to cores {lent} to {lent}, but this process may use only {lent} cores"
     assert said in child(lent, lent + 1).stderr

@@ -9,8 +9,8 @@ import pytest
 from model_configs import model_config
 
 from hflow.planner.compile import compile_plan
-from hflow.workers.process_setup import environment
-from hflow.workers.ray.ray_cluster import Reservation, by_machine
+from hflow.workers.process_setup import device_environment
+from hflow.workers.ray.ray_actors import Reservation, order_by_machine
 
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
@@ -19,7 +19,7 @@ def environments(cluster: str, layout: str, **asked: str) -> list[dict[str, str]
     """Of the workers of a plan with this actor, and a reference model on the same devices."""
     models = {"actor": model_config(layout=layout, **asked), "ref": model_config(layout="d1")}
     plan = compile_plan(graphs.grpo(), graphs.request(cluster, models=models))
-    return [environment(plan, worker) for worker in range(plan.cluster.num_devices)]
+    return [device_environment(plan, worker) for worker in range(plan.cluster.num_devices)]
 
 
 def test_tensor_ranks_of_megatron_have_one_queue() -> None:
@@ -46,5 +46,5 @@ def test_it_is_part_of_the_actors_options() -> None:
 
 
 def test_neighbouring_workers_share_a_machine() -> None:
-    assert by_machine({0: "b", 1: "a", 2: "b", 3: "a"}) == (0, 2, 1, 3)
-    assert by_machine({2: "a", 0: "a", 1: "a"}) == (0, 1, 2)
+    assert order_by_machine({0: "b", 1: "a", 2: "b", 3: "a"}) == (0, 2, 1, 3)
+    assert order_by_machine({2: "a", 0: "a", 1: "a"}) == (0, 1, 2)

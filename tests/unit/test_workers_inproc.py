@@ -84,7 +84,7 @@ def test_generated_tokens_are_counted(setup: WorkerSetup) -> None:
             report = await workers.poll(0)
             num_events += len(report.events)
             num_learned += sum(event.num_learned for event in report.events)
-            num_generated += report.drawn.num_tokens
+            num_generated += report.engine_stats.num_tokens
         assert num_generated == num_learned > 8
 
     with_workers(setup, work)
@@ -310,7 +310,7 @@ def test_spans_show_what_the_device_did(setup: WorkerSetup) -> None:
         await generate(workers)
         await workers.compute(0, kit.sample_orders("score", [0]))
         report = await workers.poll(0)
-        assert report.drawn.num_tokens == 0
+        assert report.engine_stats.num_tokens == 0
         return [span.name for span in report.spans]
 
     assert "generate actor@gen" in with_workers(setup, work)

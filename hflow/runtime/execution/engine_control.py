@@ -90,10 +90,10 @@ def verify_weights(replica: str, version: int, loaded: WeightsLoaded) -> str | N
     Raises:
         RunError: when a rank holds other weights than were sent.
     """
-    for sent, held in zip(loaded.sent, loaded.held, strict=True):
+    for sent, held in zip(loaded.sent_checksums, loaded.engine_checksums, strict=True):
         if sent != held:
             raise RunError(
                 f"{replica} does not hold the weights of version {version}: their checksum was {sent:016x} "
                 f"when they were sent, but is {held:016x} in the engine"
             )
-    return "".join(f"{checksum:016x}" for checksum in dict.fromkeys(loaded.held)) or None
+    return "".join(f"{checksum:016x}" for checksum in dict.fromkeys(loaded.engine_checksums)) or None

@@ -153,7 +153,7 @@ class StepMetrics:
 
     def add_report(self, report: Report) -> None:
         """Count what a worker's engines and episodes did."""
-        self._engine_stats += report.drawn
+        self._engine_stats += report.engine_stats
         self._episodes.add_report(report.worker, report.episodes)
 
     def add_sample(self, sample: SampleReady, *, is_trained: bool) -> None:

@@ -143,7 +143,7 @@ class RowBuilder:
 
     def _add_batch_numbers(self, record: NodeResult, seq: int, time: int) -> None:
         node, rows = self._nodes[record.node], self._tables["computed"]
-        for sample, number in zip(record.samples, record.numbers, strict=True):
+        for sample, number in zip(record.samples, record.values, strict=True):
             rows += (node, sample, seq, time, number)
 
     def _add_accepted(self, record: Accept, seq: int, time: int) -> None:

@@ -1,25 +1,37 @@
-"""`RayActors`: one Ray actor a device, for one run or for several, one after the other."""
+"""The Ray actors of one or several runs: one bundle of Ray resources per device, and an actor on each."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hflow.errors import RunError
 from hflow.planner.ir import ClusterSpec
 from hflow.workers.ray.ray_actor import RayWorker
-from hflow.workers.ray.ray_cluster import Reservation, reserve
 
 CLOSE_SECONDS = 10.0
-"""Longest wait for workers to end their processes before they are killed."""
+"""Longest wait for workers to end their threads and pools, before their processes are killed."""
+RESERVE_SECONDS = 60.0
+"""Longest wait for the resources of a run."""
 
 
 class RayActors:
-    """Started with the first run, for its cluster; a later run may be smaller.
+    """Started with the first run, for its cluster; a later run may use fewer devices.
 
-    Starting them is most of what a short run takes: they import torch.
+    Starting them takes most of the time of a short run, because each imports torch.
     """
 
     def __init__(self, cluster: ClusterSpec, environments: Sequence[Mapping[str, str]] = ()) -> None:
@@ -27,7 +39,7 @@ class RayActors:
 
         Args:
             cluster: the devices.
-            environments: environment variables of each process, where there are any.
+            environments: environment variables of each process, if any.
         """
         self._cluster = cluster
         self._environments = environments or [{}] * cluster.num_devices
@@ -35,9 +47,10 @@ class RayActors:
         self._actors: list[Any] = []
 
     def start(self) -> None:
-        """Reserve the cluster's devices and start an actor on each; nothing where that is done.
+        """Reserve the cluster's devices and start an actor on each, unless this is done.
 
-        To be called on a thread that lives as long as they: Ray's daemons end with the one that started them.
+        Call it on a thread that lives as long as the actors: Ray's daemons end with the thread that started
+        them.
 
         Raises:
             RunError: when the Ray cluster is too small.
@@ -45,12 +58,12 @@ class RayActors:
         if self._reservation is None:
             self._reservation = reserve(self._cluster)
             self._actors = [
-                RayWorker.options(**self._reservation.options(worker, variables)).remote(worker)
-                for worker, variables in enumerate(self._environments)
+                RayWorker.options(**self._reservation.options(worker, environment)).remote(worker)
+                for worker, environment in enumerate(self._environments)
             ]
 
     def actors(self, num_devices: int) -> list[Any]:
-        """The actors of the first so many devices."""
+        """Return the actors of the first `num_devices` devices."""
         assert num_devices <= len(self._actors), f"{num_devices} workers of {len(self._actors)}"
         return self._actors[:num_devices]
 
@@ -64,8 +77,84 @@ class RayActors:
             self._reservation = None
 
 
-async def end_work(actors: list[Any]) -> None:
-    """Let workers end their threads and pools; a worker that does not answer is left as it is."""
+async def close_workers(actors: list[Any]) -> None:
+    """Let workers end their threads and pools; their processes stay. One that does not answer is ignored."""
     if actors:
         closing = [actor.close.remote() for actor in actors]
         await asyncio.to_thread(ray.wait, closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Ray resources for every device of the plan's cluster."""
+
+    bundles: PlacementGroup
+    order: tuple[int, ...]
+    """Worker -> its bundle, so that neighbouring workers share a machine, as the plan assumes."""
+    num_cpus: int
+    """CPUs of one worker; Ray sets OMP_NUM_THREADS to it."""
+    num_gpus: int
+    owns_ray: bool
+    """Whether this run started Ray."""
+
+    def options(self, worker: int, environment: Mapping[str, str]) -> dict[str, object]:
+        """Return actor options that place a worker on its bundle, with its environment variables."""
+        bundle = self.order[worker]
+        strategy = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=bundle)
+        return {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "scheduling_strategy": strategy,
+            **({"runtime_env": {"env_vars": dict(environment)}} if environment else {}),
+        }
+
+    def free(self) -> None:
+        """Return the resources, and stop Ray if this run started it."""
+        if not self.owns_ray:
+            remove_placement_group(self.bundles)
+        else:
+            ray.shutdown()
+
+
+def reserve(cluster: ClusterSpec) -> Reservation:
+    """Connect to Ray, or start it on this machine, and reserve a bundle for every device.
+
+    Raises:
+        RunError: when the Ray cluster is too small.
+    """
+    owns_ray = not ray.is_initialized()
+    num_gpus = int(cluster.device == "cuda")
+    if owns_ray:
+        _start_ray(cluster)
+    num_cpus = max(1, int(ray.available_resources().get("CPU", 0)) // cluster.num_devices)
+    bundle = {"CPU": float(num_cpus), **({"GPU": 1.0} if num_gpus else {})}
+    bundles = placement_group([bundle] * cluster.num_devices, strategy="PACK")
+    if not bundles.wait(RESERVE_SECONDS):
+        total = {name: ray.cluster_resources().get(name, 0) for name in bundle}
+        raise RunError(
+            f"the Ray cluster cannot hold {cluster.num_devices} workers with {bundle} each: "
+            f"it has {total} in total. Use a smaller cluster, or stop other runs on it"
+        )
+    machines = placement_group_table(bundles)["bundles_to_node_id"]
+    return Reservation(bundles, order_by_machine(machines), num_cpus, num_gpus, owns_ray)
+
+
+def order_by_machine(machines: Mapping[int, str]) -> tuple[int, ...]:
+    """Return bundles machine by machine, given the machine of each. Ray places bundles in any order."""
+    distinct = list(dict.fromkeys(machines[bundle] for bundle in sorted(machines)))
+    return tuple(sorted(machines, key=lambda bundle: (distinct.index(machines[bundle]), bundle)))
+
+
+def _start_ray(cluster: ClusterSpec) -> None:
+    """Connect to the cluster's Ray, or start it here with at least a CPU per worker."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if cluster.num_nodes > 1:
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+        return
+    ray.init(
+        num_cpus=max(cluster.num_devices, os.cpu_count() or 1),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )

@@ -108,11 +108,16 @@ def _weights_loaded(
 ) -> WeightsLoaded:
     """Combine what all ranks of an engine loaded with what senders report for each of them."""
     loaded = {w: update for w, update in zip(engine.workers, updates, strict=True) if update is not None}
-    sent = {worker: sum(report.checksums.get(worker, 0) for report in reports.values()) for worker in loaded}
+    sent = {
+        worker: update.local_checksum + sum(report.checksums.get(worker, 0) for report in reports.values())
+        for worker, update in loaded.items()
+    }
     return WeightsLoaded(
         num_bytes=sum(update.num_bytes for update in loaded.values()),
-        sent=tuple((update.local_checksum + sent[worker]) % MODULUS for worker, update in loaded.items()),
-        held=tuple(update.engine_checksum for update in loaded.values()),
+        sent_checksums=tuple(
+            (update.local_checksum + sent[worker]) % MODULUS for worker, update in loaded.items()
+        ),
+        engine_checksums=tuple(update.engine_checksum for update in loaded.values()),
     )
 
 

@@ -30,8 +30,8 @@ from hflow.workers.interface import (
 from hflow.workers.messages import activity_of
 from hflow.workers.pickling import pickle_with_bodies
 from hflow.workers.process_groups import ProcessRank
-from hflow.workers.process_setup import environment
-from hflow.workers.ray.ray_actors import RayActors, end_work
+from hflow.workers.process_setup import device_environment
+from hflow.workers.ray.ray_actors import RayActors, close_workers
 from hflow.workers.ray.ray_weights import RayWeights
 from hflow.workers.storage.sample_transfer import pulls_of
 
@@ -89,7 +89,7 @@ class RayWorkers(Workers):
         self._weights = RayWeights(setup.plan, self._send, self._wait_all)
         workers = range(setup.plan.cluster.num_devices)
         if self._processes is None:
-            environments = [environment(setup.plan, worker) for worker in workers]
+            environments = [device_environment(setup.plan, worker) for worker in workers]
             self._processes = RayActors(setup.plan.cluster, environments)
         self._processes.start()
         self._actors = self._processes.actors(len(workers))
@@ -129,7 +129,9 @@ class RayWorkers(Workers):
     async def close(self) -> None:
         """End the work, and free what this run reserved or started. Safe to call twice."""
         actors, self._actors = self._actors, []
-        await end_work([actor for worker, actor in enumerate(actors) if worker not in self._unresponsive])
+        await close_workers(
+            [actor for worker, actor in enumerate(actors) if worker not in self._unresponsive]
+        )
         if self._owns_processes and self._processes is not None:
             await self._processes.close()
 
