@@ -180,8 +180,8 @@ def predicted(case: Case) -> dict[str, int]:
     rows = [row for row in memory_phases(plan, request) if row.phase == NODES[case.phase]]
     items = []
     for row in rows:
-        own = {n: s for n, s in row.resident if n.startswith(REPLICAS[case.phase])}
-        items.append(own | dict(row.transient))
+        own = [item for item in row.resident if item.name.startswith(REPLICAS[case.phase])]
+        items.append({item.name: item.num_bytes for item in (*own, *row.transient)})
     return max(items, key=lambda parts: sum(parts.values()))
 
 

@@ -114,9 +114,10 @@ def _check_backends(config: RunConfig) -> None:
         ConfigError: naming the key, the nearest name and all names.
     """
     for name, model in config.models.items():
-        choices = (("backend", model.backend, BACKENDS), ("gen.engine", model.gen.engine, ENGINES))
-        for key, value, known in choices:
+        settings = (("backend", model.backend, BACKENDS), ("gen.engine", model.gen.engine, ENGINES))
+        for key, value, known in settings:
             if value not in known:
+                choices = " or ".join(map(repr, known))
                 raise ConfigError(
-                    f"models.{name}.{key} is {value!r}; choose {' or '.join(known)}{nearest(value, known)}"
+                    f"models.{name}.{key} is {value!r}; it must be {choices}{nearest(value, known)}"
                 )

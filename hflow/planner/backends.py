@@ -20,8 +20,8 @@ from hflow.errors import PlanError, nearest
 if TYPE_CHECKING:
     from hflow.backends.interface import ModelSettings
     from hflow.planner.ir import Replica
-    from hflow.planner.memory.byte_counts import Items
     from hflow.planner.memory.engine_load import EngineLoad
+    from hflow.planner.memory.items import Items
     from hflow.planner.memory.microbatch import MicroBatch
     from hflow.planner.memory.rank import Rank
 

@@ -7,11 +7,32 @@ does not fit its devices is refused before anything starts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 from hflow.planner.workload import Workload
 
-Parts = tuple[tuple[str, int], ...]
-"""Named bytes, as (name, bytes)."""
+
+class MemoryCategory(StrEnum):
+    """What memory is used for. Reports give each category a colour and a letter, in this order."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+    KV_CACHE = "KV cache"
+    BUFFERS = "buffers"
+    """What collectives, weight transfers and the backward pass of a layer use for a moment."""
+    RUNTIME = "runtime"
+
+
+class MemoryItem(NamedTuple):
+    """Named bytes of a device."""
+
+    name: str
+    num_bytes: int
+    category: MemoryCategory
 
 
 @dataclass(frozen=True)
@@ -23,15 +44,15 @@ class PhaseMemory:
     """Devices that hold exactly these bytes."""
     phase: str
     """`generate`, `wake` (an engine takes new weights), or the name of the batch node that runs."""
-    resident: Parts
-    """Bytes that stay in every phase, as (`actor@train weights`, bytes)."""
-    transient: Parts
-    """Bytes that only this phase needs, at its peak, as (`activations`, bytes)."""
+    resident: tuple[MemoryItem, ...]
+    """What the device holds in all phases, such as `actor@train weights`."""
+    transient: tuple[MemoryItem, ...]
+    """What only this phase needs, at its peak, such as `activations`."""
 
     @property
     def total(self) -> int:
         """Bytes at the phase's peak."""
-        return sum(size for _, size in (*self.resident, *self.transient))
+        return sum(item.num_bytes for item in (*self.resident, *self.transient))
 
 
 @dataclass(frozen=True)

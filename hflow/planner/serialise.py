@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
     """Return a row as plain JSON values: tuples become lists, layouts and enums become text."""
     if type(value) in _SCALARS:  # a fast path for most values of a large plan
         return value
-    if type(value) in (tuple, list):
+    if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     if isinstance(value, Layout | enum.Enum):
         return str(value)

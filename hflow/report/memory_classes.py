@@ -1,23 +1,12 @@
-"""Memory as reports show it: devices that hold the same belong together, and bytes have kinds."""
+"""Classes of devices with equal memory, as reports show them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hflow.planner.forecast import Parts, PhaseMemory
-
-KINDS = (
-    ("weights", ("weight", "cast", "param")),
-    ("gradients", ("grad",)),
-    ("optimizer", ("optim",)),
-    ("activations", ("activ",)),
-    ("logits", ("logit",)),
-    ("KV cache", ("kv", "cache")),
-    ("buffers", ("buffer", "bucket", "gather", "batch", "sync")),
-    ("runtime", ("runtime", "overhead", "context")),
-)
-"""What bytes are for, and the words in an item's name that tell it; anything else is `other`."""
+from hflow.planner.forecast import PhaseMemory
 
 
 @dataclass(frozen=True)
@@ -35,7 +24,7 @@ class DeviceClass:
 
 def device_classes(rows: Sequence[PhaseMemory]) -> tuple[DeviceClass, ...]:
     """Devices with equal rows together, in the order in which the rows name them first."""
-    equal: dict[tuple[str, str, Parts, Parts], int] = {}
+    equal: dict[tuple[Any, ...], int] = {}
     of_device: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         same = equal.setdefault((row.group, row.phase, row.resident, row.transient), i)
@@ -47,12 +36,4 @@ def device_classes(rows: Sequence[PhaseMemory]) -> tuple[DeviceClass, ...]:
     return tuple(
         DeviceClass(tuple(sorted(devices)), tuple(rows[i] for i in indices))
         for indices, devices in together.items()
-    )
-
-
-def kind_of(name: str) -> int:
-    """What an item's bytes are for: the index in `KINDS` from 1, or the one behind them all."""
-    words = name.lower().split(" ", 1)[-1] if "@" in name else name.lower()
-    return next(
-        (i for i, (_, signs) in enumerate(KINDS, 1) if any(sign in words for sign in signs)), len(KINDS) + 1
     )

@@ -14,6 +14,8 @@ from hflow.planner.forecast import (
     CycleStep,
     EdgeTraffic,
     Forecast,
+    MemoryCategory,
+    MemoryItem,
     NodeTime,
     Period,
     PhaseMemory,
@@ -127,35 +129,42 @@ def _memory(plan: Plan, shrink: float) -> Iterator[PhaseMemory]:
             if not devices:
                 continue
             for engine in engines:
-                weights = (f"{engine.name} weights", int(10 * unit / len(engines)))
-                cache = ("KV cache", int(30 * unit / len(engines)))
+                weights = MemoryItem(
+                    f"{engine.name} weights", int(10 * unit / len(engines)), MemoryCategory.WEIGHTS
+                )
+                cache = MemoryItem("KV cache", int(30 * unit / len(engines)), MemoryCategory.KV_CACHE)
                 yield PhaseMemory(group.name, devices, "generate", resident, (weights, cache))
             if shared.get(group.name):
-                wake = (("bucket", int(2 * unit)), ("engine weights", int(10 * unit)))
+                wake = (
+                    MemoryItem("bucket", int(2 * unit), MemoryCategory.BUFFERS),
+                    MemoryItem("engine weights", int(10 * unit), MemoryCategory.WEIGHTS),
+                )
                 yield PhaseMemory(group.name, devices, "wake", resident, wake)
             for node in orders.get(group.name, ()):
                 transient = tuple(_transient(_verb(plan, node), unit, factor))
                 yield PhaseMemory(group.name, devices, node, resident, transient)
 
 
-def _resident(plan: Plan, group: str, unit: float) -> Iterator[tuple[str, int]]:
+def _resident(plan: Plan, group: str, unit: float) -> Iterator[MemoryItem]:
     here = [replica for replica in plan.replicas if replica.group == group]
     trained = [replica for replica in here if replica.role == "train"]
-    yield "runtime", int(2 * unit)
+    yield MemoryItem("runtime", int(2 * unit), MemoryCategory.RUNTIME)
     for replica in here:
         if replica.role == "infer":
-            yield f"{replica.name} weights", int(5 * unit)
+            yield MemoryItem(f"{replica.name} weights", int(5 * unit), MemoryCategory.WEIGHTS)
     for replica in trained:
-        yield f"{replica.name} weights", int(10 * unit / len(trained))
-        yield f"{replica.name} optimizer", int(20 * unit / len(trained))
+        yield MemoryItem(f"{replica.name} weights", int(10 * unit / len(trained)), MemoryCategory.WEIGHTS)
+        yield MemoryItem(f"{replica.name} optimizer", int(20 * unit / len(trained)), MemoryCategory.OPTIMIZER)
 
 
-def _transient(verb: str, unit: float, factor: float) -> Iterator[tuple[str, int]]:
+def _transient(verb: str, unit: float, factor: float) -> Iterator[MemoryItem]:
     if verb == "train":
-        yield "gradients", int(10 * unit)
+        yield MemoryItem("gradients", int(10 * unit), MemoryCategory.GRADIENTS)
     if verb in ("train", "infer"):
-        yield "activations", int((30 if verb == "train" else 8) * unit * factor)
-        yield "logits", int(7 * unit * factor)
+        yield MemoryItem(
+            "activations", int((30 if verb == "train" else 8) * unit * factor), MemoryCategory.ACTIVATIONS
+        )
+        yield MemoryItem("logits", int(7 * unit * factor), MemoryCategory.LOGITS)
 
 
 def _traffic(plan: Plan, rule: EdgeRule) -> EdgeTraffic:

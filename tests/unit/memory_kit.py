@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from hflow.backends.interface import ModelSettings, OptimSettings, RankPosition,
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.data.batch import Batch, Column
 from hflow.planner.backends import ENGINES
+from hflow.planner.forecast import MemoryItem
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
+from hflow.planner.memory.items import Items
 from hflow.planner.memory.microbatch import MicroBatch
 from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import ModelShape, read_shape
@@ -69,6 +72,12 @@ def rank(
 
 def microbatch(tokens: int, learned: int = 0, num: int = 1, pads: bool = False) -> MicroBatch:
     return MicroBatch(tokens, learned, num, pads)
+
+
+def named(items: Items | Iterable[MemoryItem]) -> dict[str, int]:
+    """Name -> bytes."""
+    rows = [(key.name, size) for key, size in items.items()] if isinstance(items, Counter) else items
+    return {name: size for name, size, *_ in rows}
 
 
 # ----------------------------------------------------------------------------- real peaks

@@ -389,7 +389,7 @@ def test_what_is_planned_but_not_run(overrides: list[str], message: str):
     ("override", "message"),
     [
         ("models.actor.backend=megatorn", "models.actor.backend is 'megatorn'.* did you mean 'megatron'"),
-        ("models.actor.gen.engine=vlm", "models.actor.gen.engine is 'vlm'; choose embedded or vllm"),
+        ("models.actor.gen.engine=vlm", "models.actor.gen.engine is 'vlm'; it must be 'embedded' or 'vllm'"),
     ],
 )
 def test_a_backend_that_is_not_registered(override: str, message: str):

@@ -22,7 +22,16 @@ from hflow.planner.diff.compare import facts
 from hflow.planner.diff.facts import estimates
 from hflow.planner.diff.formatting import devices
 from hflow.planner.diff.plan_rows import Lone
-from hflow.planner.forecast import CycleStep, EdgeTraffic, Forecast, NodeTime, Period, PhaseMemory
+from hflow.planner.forecast import (
+    CycleStep,
+    EdgeTraffic,
+    Forecast,
+    MemoryCategory,
+    MemoryItem,
+    NodeTime,
+    Period,
+    PhaseMemory,
+)
 from hflow.planner.hardware import Device, Efficiency, Hardware, Link
 from hflow.planner.ir import Plan
 from hflow.planner.model_shape import ModelShape
@@ -300,12 +309,20 @@ def test_weight_routes():
 
 def forecast(seconds: float, num_bytes: int) -> Forecast:
     """A forecast in which training takes `seconds` and `num_bytes` of activations."""
-    weights = (("actor@train weights", GIB),)
+    weights = (MemoryItem("actor@train weights", GIB, MemoryCategory.WEIGHTS),)
     return Forecast(
         workload=(("actor_gen", Workload(20, 100.0, 0.6, 200)),),
         memory=(
-            PhaseMemory("all", (0, 1), "generate", weights, (("cache", 2 * GIB),)),
-            PhaseMemory("all", (0, 1), "actor_train", weights, (("activations", num_bytes),)),
+            PhaseMemory(
+                "all", (0, 1), "generate", weights, (MemoryItem("cache", 2 * GIB, MemoryCategory.KV_CACHE),)
+            ),
+            PhaseMemory(
+                "all",
+                (0, 1),
+                "actor_train",
+                weights,
+                (MemoryItem("activations", num_bytes, MemoryCategory.ACTIVATIONS),),
+            ),
         ),
         times=(NodeTime("actor_train", seconds, (("forward", seconds),), "compute"),),
         period=Period(

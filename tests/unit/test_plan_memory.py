@@ -7,7 +7,7 @@ import plan_graphs as graphs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_kit import LLAMA_7B, SMALL, microbatch, rank
+from memory_kit import LLAMA_7B, SMALL, microbatch, named, rank
 from model_configs import model_config
 
 from hflow.backends.common.chunked import LOGITS_PER_CHUNK
@@ -94,17 +94,17 @@ def test_a_tied_matrix_is_on_both_end_stages():
 def test_7b_adamw_in_mixed_precision_takes_16_bytes_a_parameter_over_all_ranks():
     # fp32 weights 4, two moments 8; gradients of 4 come and go. All of its sizes divide by 8.
     state = model_state(rank(LLAMA_7B, "d8", dtype="bf16"))
-    assert state == {"weights": 4 * NUM_7B // 8, "optimizer": 8 * NUM_7B // 8}
+    assert named(state) == {"weights": 4 * NUM_7B // 8, "optimizer": 8 * NUM_7B // 8}
     step = torch_memory.train_step(rank(LLAMA_7B, "d8", dtype="bf16", on_cpu=False), microbatch(1, 1))
-    assert step["gradients"] >= 4 * (NUM_7B - 262_148_096) // 8
+    assert named(step)["gradients"] >= 4 * (NUM_7B - 262_148_096) // 8
     assert num_parameters(LLAMA_7B) == NUM_7B
 
 
 @pytest.mark.parametrize(("data", "bytes_each"), [(1, 18), (4, 9), (64, 6.1875)])
 def test_7b_on_megatron_takes_6_and_12_over_d_bytes_a_parameter(data, bytes_each):
     state = model_state(rank(LLAMA_7B, f"d{data}", "megatron", dtype="bf16"))
-    assert state["weights"] == 2 * NUM_7B
-    assert state["gradients"] == 4 * NUM_7B
+    assert named(state)["weights"] == 2 * NUM_7B
+    assert named(state)["gradients"] == 4 * NUM_7B
     assert state.total() == pytest.approx(bytes_each * NUM_7B, rel=1e-6)
 
 
@@ -116,7 +116,7 @@ def test_megatron_in_fp32_steps_the_weights_themselves():
 @pytest.mark.parametrize(("backend", "dtype", "expected"), [("torch", "bf16", 4), ("megatron", "bf16", 2)])
 def test_an_inference_replica_has_weights_alone(backend, dtype, expected):
     state = model_state(rank(SMALL, "d1", backend, role="infer", dtype=dtype))
-    assert state == {"weights": expected * 160_832}
+    assert named(state) == {"weights": expected * 160_832}
 
 
 # ---------------------------------------------------------------------------------- activations
@@ -176,12 +176,12 @@ def test_recomputation_keeps_inputs_and_one_layer():
     batch = microbatch(4_096, 1_000)
     layer = activations.kept_by_layer(asked, batch)
     assert activations.layer_input(asked, batch) == 32 * MIB
-    assert torch_memory.train_step(asked, batch)["activations"] <= 32 * 32 * MIB + layer
+    assert named(torch_memory.train_step(asked, batch))["activations"] <= 32 * 32 * MIB + layer
     kept = torch_memory.train_step(
         replace(asked, config=replace(asked.config, activation_checkpointing=False)), batch
     )
     # At its peak the backward pass is in the last layer but one.
-    assert kept["activations"] == 31 * layer
+    assert named(kept)["activations"] == 31 * layer
 
 
 def test_logits_exist_in_chunks():
@@ -196,15 +196,13 @@ def test_a_stage_of_a_pipeline_has_as_many_micro_batches_as_stages_from_it_on():
     batch = microbatch(1_000, 0, num=8)
     layer = activations.kept_by_layer(rank(SMALL, "p4", "megatron"), batch)
     held = [
-        megatron_memory.train_step(rank(SMALL, "p4", "megatron", stage=p), batch)["activations"]
+        named(megatron_memory.train_step(rank(SMALL, "p4", "megatron", stage=p), batch))["activations"]
         for p in range(4)
     ]
     assert held[:3] == [4 * layer, 3 * layer, 2 * layer]
     assert held[3] >= layer
-    assert (
-        megatron_memory.train_step(rank(SMALL, "p4", "megatron"), replace(batch, num=2))["activations"]
-        == 2 * layer
-    )
+    two = megatron_memory.train_step(rank(SMALL, "p4", "megatron"), replace(batch, num=2))
+    assert named(two)["activations"] == 2 * layer
 
 
 # --------------------------------------------------------------------------------- micro-batches
@@ -263,17 +261,17 @@ def test_a_bucket_is_closed_when_it_is_large_enough():
 
 def test_weights_of_a_small_model_travel_in_one_bucket():
     # fp32 over two ranks on a CPU: the whole, this rank's half twice, and gloo's copy: 3 x 4 x 160,832.
-    assert transfer.giving(rank(SMALL, "d2"), "gather") == {"buckets": 3 * 4 * 160_832}
-    assert transfer.giving(rank(), "shared") == {}
+    assert named(transfer.send_weights(rank(SMALL, "d2"), "gather")) == {"buckets": 3 * 4 * 160_832}
+    assert named(transfer.send_weights(rank(), "shared")) == {}
 
 
 def test_on_the_host_the_writer_collects_the_model():
     # One bucket and this rank's half twice; gloo's copy is gone when it is cut up.
-    needed = transfer.saving(rank(SMALL, "d2"))
-    assert needed == {"buckets": 2 * 4 * 160_832, "whole weights": 4 * 160_832}
+    needed = transfer.save_checkpoint(rank(SMALL, "d2"))
+    assert named(needed) == {"buckets": 2 * 4 * 160_832, "whole weights": 4 * 160_832}
     other = replace(rank(SMALL, "d2"), is_first=False)
-    assert transfer.saving(other) == {"buckets": 3 * 4 * 160_832}
-    assert transfer.saving(rank()) == {}
+    assert named(transfer.save_checkpoint(other)) == {"buckets": 3 * 4 * 160_832}
+    assert named(transfer.save_checkpoint(rank())) == {}
 
 
 # ------------------------------------------------------------------------------------ whole plans
@@ -301,34 +299,34 @@ def test_phases_follow_the_order_of_the_group():
 def test_colocated_replicas_add_up_and_engines_sleep_on_the_host():
     plan, request = compiled(graphs.grpo())
     rows = memory_phases(plan, request)
-    held = dict(phase(rows, "group_advantage").resident)
+    held = named(phase(rows, "group_advantage").resident)
     assert held["actor@train weights"] == held["ref@infer weights"] == 2 * 160_832
     assert held["actor@train optimizer"] == 4 * 160_832
     assert held["actor@gen weights (asleep)"] == 4 * 160_832
-    assert held["actor@gen KV cache (asleep)"] == dict(phase(rows, "generate").transient)["KV cache"]
+    assert held["actor@gen KV cache (asleep)"] == named(phase(rows, "generate").transient)["KV cache"]
     assert phase(rows, "group_advantage").transient == ()
 
 
 def test_engines_leave_an_accelerator_to_others():
     plan, request = compiled(graphs.grpo(), "h100-1x2")
     rows = memory_phases(plan, request)
-    assert "actor@gen weights" in dict(phase(rows, "generate").resident)
-    assert not [name for name, _ in phase(rows, "actor_train").resident if "@gen" in name]
+    assert "actor@gen weights" in named(phase(rows, "generate").resident)
+    assert not [name for name, *_ in phase(rows, "actor_train").resident if "@gen" in name]
 
 
 def test_an_engine_that_shares_its_trainers_storage_has_no_weights():
     plan, request = compiled(graphs.grpo(), "cpu-1x1")
-    held = dict(phase(memory_phases(plan, request), "generate").resident)
+    held = named(phase(memory_phases(plan, request), "generate").resident)
     assert "actor@gen weights" not in held
     plan, request = compiled(graphs.grpo(), "cpu-1x1", asked={"dtype": "bf16"})
-    held = dict(phase(memory_phases(plan, request), "generate").resident)
+    held = named(phase(memory_phases(plan, request), "generate").resident)
     assert held["actor@gen weights"] == 2 * 160_832
 
 
 def test_what_an_inference_leaves_gathered_stays_until_the_model_is_trained():
     plan, request = compiled(graphs.ppo())
     rows = memory_phases(plan, request)
-    kept = {row.phase: [n.split("@")[0] for n, _ in row.resident if "gathered" in n] for row in rows}
+    kept = {row.phase: [n.split("@")[0] for n, *_ in row.resident if "gathered" in n] for row in rows}
     assert kept["critic_inf"] == ["actor", "ref"]
     assert kept["critic_train"] == ["actor", "ref"]
     assert kept["save.actor"] == ["ref"]
@@ -340,7 +338,7 @@ def test_a_model_of_unknown_sizes_is_left_out_and_named():
     rows = memory_phases(plan, request)
     assert unknown_models(plan) == ("actor",)
     assert {row.phase for row in rows} == {"ref_inf", "critic_inf", "gae", "critic_train", "save.critic"}
-    assert not [name for row in rows for name, _ in row.resident if name.startswith("actor")]
+    assert not [name for row in rows for name, *_ in row.resident if name.startswith("actor")]
 
 
 def test_groups_of_their_own_have_their_own_phases():
@@ -351,9 +349,9 @@ def test_groups_of_their_own_have_their_own_phases():
     rows = memory_phases(plan, request)
     assert {row.phase for row in rows if row.group == "gen"} == {"generate", "wake"}
     # Weights are pulled: each rank packs its half of them, and an engine puts the largest tensor together.
-    assert dict(phase(rows, "wake", 0).transient) == {"buckets": 4 * 160_832 // 2}
-    assert dict(phase(rows, "wake", 1).transient) == {"buckets": 4 * 160_832 // 2}
-    assert dict(phase(rows, "wake", 2).transient) == {"buckets": 4 * 64 * 128}
+    assert named(phase(rows, "wake", 0).transient) == {"buckets": 4 * 160_832 // 2}
+    assert named(phase(rows, "wake", 1).transient) == {"buckets": 4 * 160_832 // 2}
+    assert named(phase(rows, "wake", 2).transient) == {"buckets": 4 * 64 * 128}
 
 
 @settings(max_examples=60, deadline=None)
@@ -376,7 +374,7 @@ def test_every_device_has_every_phase_once(backend, data, tensor, pipe, on_cpu):
     for name in {row.phase for row in rows}:
         devices = [device for row in rows if row.phase == name for device in row.devices]
         assert sorted(devices) == list(range(layout.world + 1))
-    assert all(size > 0 for row in rows for _, size in (*row.resident, *row.transient))
+    assert all(size > 0 for row in rows for _, size, _ in (*row.resident, *row.transient))
 
 
 @settings(max_examples=60, deadline=None)
@@ -431,22 +429,22 @@ def test_smaller_micro_batches_are_advised_first():
     capacity = peak_of(tokens_per_microbatch=2_048)
     message = refused(capacity)
     assert message.startswith("actor_train needs ")
-    assert "on each of devices 0-1, which has" in message
-    assert "most of it is for activations" in message
-    assert "; models.actor.tokens_per_microbatch=2048 fits (" in message
+    assert "is available on devices 0-1." in message
+    assert "Most of it is for activations (" in message
+    assert ". Set models.actor.tokens_per_microbatch=2048 (" in message
 
 
 def test_recomputation_is_advised_where_one_sequence_is_too_large():
     capacity = peak_of(tokens_per_microbatch=400, activation_checkpointing=True)
     message = refused(capacity, tokens_per_microbatch=400)
-    assert "; models.actor.activation_checkpointing=true fits (" in message
+    assert ". Set models.actor.activation_checkpointing=true (" in message
 
 
 def test_recomputation_and_smaller_micro_batches_together():
     # Inference has the smaller micro-batches already.
     capacity = peak_of(tokens_per_microbatch=400, activation_checkpointing=True)
     message = refused(capacity, tokens_per_microbatch=800)
-    assert "models.actor.activation_checkpointing=true models.actor.tokens_per_microbatch=400 fits" in message
+    assert "models.actor.activation_checkpointing=true models.actor.tokens_per_microbatch=400 (" in message
 
 
 def test_fewer_sequences_at_once_are_advised_where_the_cache_is_too_large():
@@ -461,7 +459,7 @@ def test_fewer_sequences_at_once_are_advised_where_the_cache_is_too_large():
     )
     assert message.startswith("generate needs ")
     assert "for KV cache (" in message
-    assert "; models.actor.gen.max_running=" in message
+    assert ". Set models.actor.gen.max_running=" in message
 
 
 LARGE = {
@@ -476,9 +474,9 @@ LARGE = {
 def test_more_data_ranks_on_the_same_devices():
     # Weights, moments and gradients of actor: 16 bytes a parameter on one rank, 8 on each of two; ref: 4.
     message = refused(NUM_7B * 16, layout="d1", **LARGE | {"gen_layout": "t2"})
-    assert "; actor@train as d2t1p1 fits (" in message
+    assert ". Use layout d2t1p1 for actor@train (" in message
     message = refused(NUM_7B * 12, layout="d1", **LARGE | {"gen_layout": "t2"})
-    assert "; actor@train as d2t1p1, ref@infer as d2t1p1 fits (" in message
+    assert ". Use layouts d2t1p1 for actor@train, d2t1p1 for ref@infer (" in message
 
 
 def test_more_tensor_ranks_on_the_same_devices():
@@ -486,13 +484,13 @@ def test_more_tensor_ranks_on_the_same_devices():
     message = refused(
         NUM_7B * 10, "h100-1x4", layout="d4", backend="megatron", **LARGE | {"gen_layout": "t4"}
     )
-    assert "; actor@train as d2t2p1 fits (" in message
+    assert ". Use layout d2t2p1 for actor@train (" in message
 
 
 def test_more_devices_where_nothing_else_helps():
     # 16 + 4 bytes a parameter: 10 on each of two devices, 2.5 on each of eight.
     message = refused(NUM_7B * 5, layout="d2", **LARGE | {"gen_layout": "t2"})
-    assert "; a group of 8 devices (" in message
+    assert ". Use a group of 8 devices (" in message
     assert "actor@train as d8t1p1" in message
 
 
@@ -500,8 +498,8 @@ def test_a_model_whose_engine_fits_nowhere():
     # The embedded engine holds the whole model: 13.5 GB in bf16.
     smallest = {"tokens_per_microbatch": 400, "activation_checkpointing": True}
     message = refused(10 * 10**9, shape=LLAMA_7B, dtype="bf16", **smallest)
-    assert "no single change fits: even with a group of" in message
-    assert "generate needs 1" in message
+    assert "No single change is enough: if you use a group of" in message
+    assert "generate still needs 1" in message
 
 
 def test_what_fits_is_not_refused():

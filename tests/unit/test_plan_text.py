@@ -15,7 +15,7 @@ from hflow.dsl.load import load_recipe
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Edge, EdgeKind
 from hflow.planner.compile import compile_plan
-from hflow.planner.forecast import CycleStep, Period, PhaseMemory, Slot
+from hflow.planner.forecast import CycleStep, MemoryCategory, MemoryItem, Period, PhaseMemory, Slot
 from hflow.planner.ir import Plan
 from hflow.planner.workload import Workload
 from hflow.report.memory_classes import device_classes
@@ -314,7 +314,9 @@ def test_weight_routes_say_what_they_move():
 
 
 def phase(name: str, *devices: int, held: int = GIB, group: str = "all", **transient: int) -> PhaseMemory:
-    return PhaseMemory(group, devices, name, (("actor@train weights", held),), tuple(transient.items()))
+    weights = MemoryItem("actor@train weights", held, MemoryCategory.WEIGHTS)
+    items = tuple(MemoryItem(name, size, MemoryCategory(name)) for name, size in transient.items())
+    return PhaseMemory(group, devices, name, (weights,), items)
 
 
 def test_a_bar_rounds_from_the_left():

@@ -5,9 +5,10 @@ Its cache has a slot for each sequence that may run, and all slots are as long a
 
 from __future__ import annotations
 
+from hflow.planner.forecast import MemoryCategory
 from hflow.planner.memory import activations
-from hflow.planner.memory.byte_counts import Items, largest
 from hflow.planner.memory.engine_load import EngineLoad, cache_bytes_per_token
+from hflow.planner.memory.items import Items, item, largest
 from hflow.planner.memory.rank import FP32_BYTES, Rank
 
 LENGTH_STEP = 16
@@ -27,17 +28,19 @@ def decode_step(rank: Rank, load: EngineLoad) -> Items:
 
     It is at the prefill, at the growth of a layer's cache, at the attention scores in fp32, or at the logits.
     """
-    moments = [Items(activations=activations.passing_layer(rank, load.prefill, pads=True))]
+    prefill = activations.layer_without_gradient(rank, load.prefill, pads=True)
+    moments = [item(MemoryCategory.ACTIVATIONS, prefill)]
     layer_bytes_per_token = cache_bytes_per_token(rank) // max(rank.sizes.num_layers, 1)
     num_slot_tokens = load.num_running * slot_length(load.prompt, load.longest)
-    moments.append(Items({"grown cache": layer_bytes_per_token * num_slot_tokens * 4 // 5}))
+    grown_cache = layer_bytes_per_token * num_slot_tokens * 4 // 5
+    moments.append(item(MemoryCategory.KV_CACHE, grown_cache, "grown cache"))
     if rank.width == FP32_BYTES:
         scores = 2 * FP32_BYTES * rank.shape.num_heads // rank.tensor * load.num_running * load.longest
-        moments.append(Items(activations=scores))
+        moments.append(item(MemoryCategory.ACTIVATIONS, scores))
     if rank.is_last_stage:
         num_logits = load.num_running * -(-rank.shape.vocab // rank.tensor)
         logits = (rank.width + SAMPLING_BYTES) * num_logits
-        moments.append(Items(logits=logits + activations.reordered_output(rank)))
+        moments.append(item(MemoryCategory.LOGITS, logits + activations.reordered_output(rank)))
     return largest(moments)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hflow.planner.forecast import MemoryCategory
 from hflow.planner.memory import activations
-from hflow.planner.memory.byte_counts import Items, largest
+from hflow.planner.memory.items import Items, item, largest
 from hflow.planner.memory.microbatch import MicroBatch
 from hflow.planner.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
 
@@ -21,12 +22,13 @@ def model_state(rank: Rank) -> Items:
     moments are sharded: 6 + 12 / d bytes a parameter in bf16. An inference replica has weights alone.
     """
     num_weights = rank.sizes.total
-    weights = Items(weights=rank.width * num_weights)
+    weights = item(MemoryCategory.WEIGHTS, rank.width * num_weights)
     if rank.replica.role != "train":
         return weights
     num_copies = ADAM_MOMENTS + (1 if rank.width < FP32_BYTES else 0)
     optimizer = -(-num_copies * FP32_BYTES * num_weights // rank.data)
-    return weights + Items(gradients=FP32_BYTES * num_weights, optimizer=optimizer)
+    gradients = item(MemoryCategory.GRADIENTS, FP32_BYTES * num_weights)
+    return weights + gradients + item(MemoryCategory.OPTIMIZER, optimizer)
 
 
 def train_step(rank: Rank, batch: MicroBatch) -> Items:
@@ -36,8 +38,8 @@ def train_step(rank: Rank, batch: MicroBatch) -> Items:
 
 def infer_step(rank: Rank, batch: MicroBatch) -> Items:
     """Return the peak of an infer node beyond the model state."""
-    layer = activations.passing_layer(rank, batch.tokens, pads=batch.pads)
-    return largest([Items(activations=layer), _head(rank, batch, with_gradient=False)])
+    layer = activations.layer_without_gradient(rank, batch.tokens, pads=batch.pads)
+    return largest([item(MemoryCategory.ACTIVATIONS, layer), _head(rank, batch, with_gradient=False)])
 
 
 def kept_after_infer(rank: Rank) -> Items:
@@ -51,17 +53,20 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     kept = activations.layer_input(rank, batch) if rank.config.activation_checkpointing else layer
     recomputed = layer if rank.config.activation_checkpointing else 0
     num_in_flight = min(rank.replica.layout.pipe - rank.stage, batch.num)
-    in_layers = Items(activations=num_in_flight * rank.sizes.num_layers * kept)
+    in_layers = item(MemoryCategory.ACTIVATIONS, num_in_flight * rank.sizes.num_layers * kept)
     yield in_layers + _head(rank, batch, with_gradient=True)
-    buffers = activations.backward_buffers(rank, batch)
-    yield in_layers + Items({"activations": recomputed, "backward buffers": buffers})
-    yield in_layers + Items(gradients=rank.width * max(rank.sizes.embedding, rank.sizes.output))
-    yield Items({"optimizer buffers": FP32_BYTES * -(-rank.sizes.total // rank.data)})
+    buffers = item(MemoryCategory.BUFFERS, activations.backward_buffers(rank, batch), "backward buffers")
+    yield in_layers + item(MemoryCategory.ACTIVATIONS, recomputed) + buffers
+    largest_gradient = rank.width * max(rank.sizes.embedding, rank.sizes.output)
+    yield in_layers + item(MemoryCategory.GRADIENTS, largest_gradient)
+    step = FP32_BYTES * -(-rank.sizes.total // rank.data)
+    yield item(MemoryCategory.OPTIMIZER, step, "optimizer buffers")
 
 
 def _head(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> Items:
     """Return the final norm, the rows that predict learned tokens, and their logits, on the last stage."""
     if not rank.is_last_stage:
         return Items()
-    ends = activations.kept_by_ends(rank, batch)
-    return Items(activations=ends, logits=activations.logits(rank, batch, with_gradient=with_gradient))
+    kept = item(MemoryCategory.ACTIVATIONS, activations.kept_outside_layers(rank, batch))
+    logits = activations.logits(rank, batch, with_gradient=with_gradient)
+    return kept + item(MemoryCategory.LOGITS, logits)

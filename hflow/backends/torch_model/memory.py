@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hflow.planner.forecast import MemoryCategory
 from hflow.planner.memory import activations
-from hflow.planner.memory.byte_counts import Items, largest
+from hflow.planner.memory.items import Items, item, largest
 from hflow.planner.memory.microbatch import MicroBatch
 from hflow.planner.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
 
@@ -26,36 +27,38 @@ def model_state(rank: Rank) -> Items:
     """
     num_weights = rank.sizes.total_shard
     moments = ADAM_MOMENTS * FP32_BYTES * num_weights if rank.replica.role == "train" else 0
-    return Items(weights=FP32_BYTES * num_weights) + Items(optimizer=moments)
+    return item(MemoryCategory.WEIGHTS, FP32_BYTES * num_weights) + item(MemoryCategory.OPTIMIZER, moments)
 
 
 def train_step(rank: Rank, batch: MicroBatch) -> Items:
     """Return the peak of a train node beyond the model state."""
-    step = _Sharded(rank, batch) if rank.data > 1 else _Single(rank, batch)
-    return largest(step.moments())
+    return largest(_step(rank, batch).train_moments())
 
 
 def infer_step(rank: Rank, batch: MicroBatch) -> Items:
     """Return the peak of an infer node beyond the model state."""
-    step = _Sharded(rank, batch) if rank.data > 1 else _Single(rank, batch)
-    return largest(step.passing())
+    return largest(_step(rank, batch).infer_moments())
 
 
 def kept_after_infer(rank: Rank) -> Items:
     """Return the weights that stay gathered: FSDP2 reshards the root in a backward pass only."""
     if rank.data == 1:
         return Items()
-    return Items({"gathered weights": rank.width * _Units.of(rank).root})
+    return _gathered_weights(rank.width * _Units.of(rank).root)
+
+
+def _step(rank: Rank, batch: MicroBatch) -> _SingleRankStep | _ShardedStep:
+    return _ShardedStep(rank, batch) if rank.data > 1 else _SingleRankStep(rank, batch)
 
 
 @dataclass(frozen=True)
 class _Units:
-    """What FSDP2 gathers at once, in entries."""
+    """Elements that FSDP2 gathers at once."""
 
     layer: int
-    """A decoder layer with a unit of its own; 0 where layers are gathered with the root."""
+    """A decoder layer with a unit of its own; 0 if layers are gathered with the root."""
     root: int
-    """The rest."""
+    """Everything else."""
 
     @classmethod
     def of(cls, rank: Rank) -> _Units:
@@ -65,162 +68,180 @@ class _Units:
         return cls(0, sizes.total)
 
 
-class _Training:
-    """The parts of a training step that are alike on one rank and on many."""
+class _Step:
+    """What a step needs on one rank as well as on many."""
 
     def __init__(self, rank: Rank, batch: MicroBatch) -> None:
         self.rank, self.batch, self.sizes = rank, batch, rank.sizes
         self.recomputes = rank.config.activation_checkpointing
         self.layer = activations.kept_by_layer(rank, batch)
         self.kept = activations.layer_input(rank, batch) if self.recomputes else self.layer
-        self.shard = FP32_BYTES * self.sizes.total_shard
-        """Bytes of all gradients in the end."""
-        self.earlier = self.shard if batch.num > 1 else 0
-        """Bytes of the gradients that earlier micro-batches left."""
+        self.all_gradients = FP32_BYTES * self.sizes.total_shard
+        """Bytes of all gradients at the end."""
+        self.accumulated = self.all_gradients if batch.num > 1 else 0
+        """Bytes of the gradients of earlier micro-batches."""
         self.output = rank.width * self.sizes.output
-        """Bytes of the output matrix's gradient, the first that the backward pass makes."""
+        """Bytes of the output matrix's gradient, the first of the backward pass."""
         self.is_tied = rank.shape.is_tied and self.sizes.output > 0
-        """Whether the output matrix's gradient waits for that of the lookup, the last one."""
+        """Whether the output matrix's gradient is kept until that of the lookup, the last one."""
         self.lookup = rank.width * self.sizes.embedding * (3 if self.is_tied else 1)
-        """Bytes of the lookup's gradient, with what waits for it and the sum."""
+        """Bytes of the lookup's gradient; if tied, with the output matrix's gradient and the sum."""
 
     def forward(self) -> Items:
-        """Activations at the end of the forward pass, with the logits."""
-        ends = activations.kept_by_ends(self.rank, self.batch)
+        """Return the activations at the end of the forward pass, and the logits."""
+        kept = activations.kept_outside_layers(self.rank, self.batch)
         logits = activations.logits(self.rank, self.batch, with_gradient=True)
-        return Items(activations=self.sizes.num_layers * self.kept + ends, logits=logits)
+        layers = self.sizes.num_layers * self.kept
+        return item(MemoryCategory.ACTIVATIONS, layers + kept) + item(MemoryCategory.LOGITS, logits)
 
     def final_norm(self) -> Items:
-        """Activations while the backward pass is in the final norm, which computes in five rows of fp32."""
-        kept = self.sizes.num_layers * self.kept
-        buffers = activations.final_norm_buffers(self.rank, self.batch)
-        return Items({"activations": kept, "backward buffers": buffers})
+        """Return the activations during the backward pass of the final norm."""
+        layers = item(MemoryCategory.ACTIVATIONS, self.sizes.num_layers * self.kept)
+        return layers + _backward_buffers(activations.final_norm_buffers(self.rank, self.batch))
 
-    def layer_forward(self) -> Items:
-        """A layer without gradient."""
+    def layer_without_gradient(self) -> Items:
+        """Return the activations of a layer's forward pass without gradient."""
         batch = self.batch
-        return Items(activations=activations.passing_layer(self.rank, batch.tokens, pads=batch.pads))
+        layer = activations.layer_without_gradient(self.rank, batch.tokens, pads=batch.pads)
+        return item(MemoryCategory.ACTIVATIONS, layer)
 
-    def head_forward(self) -> Items:
-        """The head without gradient: hidden states, the rows that predict learned tokens, and logits."""
+    def head_without_gradient(self) -> Items:
+        """Return hidden states, the rows that predict learned tokens, and logits, without gradient."""
         rows = self.rank.width * self.rank.shape.hidden * (self.batch.tokens + self.batch.num_learned)
         logits = activations.logits(self.rank, self.batch, with_gradient=False)
-        return Items(activations=rows, logits=logits)
+        return item(MemoryCategory.ACTIVATIONS, rows) + item(MemoryCategory.LOGITS, logits)
 
     def backward(self, num_layers: int) -> Items:
-        """Activations while the backward pass is in the last of `num_layers` layers that are left."""
-        again = self.layer if self.recomputes else 0
-        buffers = activations.backward_buffers(self.rank, self.batch)
-        return Items({"activations": num_layers * self.kept + again, "backward buffers": buffers})
+        """Return the activations during the backward pass of a layer, the last of `num_layers` to go."""
+        recomputed = self.layer if self.recomputes else 0
+        layers = item(MemoryCategory.ACTIVATIONS, num_layers * self.kept + recomputed)
+        return layers + _backward_buffers(activations.backward_buffers(self.rank, self.batch))
 
-    def step(self) -> Items:
-        """The optimizer's step: it is fused and in place, so that only the gradients are there."""
-        return Items(gradients=self.shard)
+    def optimizer_step(self) -> Items:
+        """Return the gradients: the optimizer's step is fused and in place."""
+        return _gradients(self.all_gradients)
 
 
-class _Single(_Training):
-    """One rank: whole weights; in bf16 each is cast while it is used, and the casts are kept for backward."""
+class _SingleRankStep(_Step):
+    """A step on one rank. In bf16 each weight is cast while it is used, and kept for the backward pass."""
 
-    def moments(self) -> Iterator[Items]:
-        """The bytes at each moment that may be the peak."""
+    def train_moments(self) -> Iterator[Items]:
+        """Yield the bytes at each moment of training that may be the peak."""
         sizes, width, num_layers = self.sizes, self.rank.width, self.sizes.num_layers
         waiting = self.output if self.is_tied else 0
-        yield self.forward() + self.casts(num_layers) + Items(gradients=self.earlier)
-        first = self.casts(num_layers) + Items(gradients=self.earlier + self.output)
-        yield self.final_norm() + first
-        yield self.backward(num_layers) + first
-        in_layers = self.earlier or self.shard - FP32_BYTES * (sizes.layer + sizes.embedding)
-        yield self.backward(1) + self.casts(1) + Items(gradients=in_layers + waiting)
-        all_but_one = self.earlier or self.shard - FP32_BYTES * sizes.embedding
-        yield Items(gradients=all_but_one + self.lookup)
+        yield self.forward() + self._casts(num_layers) + _gradients(self.accumulated)
+        at_start = self._casts(num_layers) + _gradients(self.accumulated + self.output)
+        yield self.final_norm() + at_start
+        yield self.backward(num_layers) + at_start
+        in_layers = self.accumulated or self.all_gradients - FP32_BYTES * (sizes.layer + sizes.embedding)
+        yield self.backward(1) + self._casts(1) + _gradients(in_layers + waiting)
+        all_but_embedding = self.accumulated or self.all_gradients - FP32_BYTES * sizes.embedding
+        yield _gradients(all_but_embedding + self.lookup)
         if width < FP32_BYTES:
-            yield Items(gradients=all_but_one + (width + FP32_BYTES) * sizes.embedding)
-        yield self.step()
+            yield _gradients(all_but_embedding + (width + FP32_BYTES) * sizes.embedding)
+        yield self.optimizer_step()
 
-    def passing(self) -> Iterator[Items]:
-        """The bytes at the moments of a forward without gradient."""
-        yield self.layer_forward() + self.casts(1)
-        yield self.head_forward() + self.casts(0)
+    def infer_moments(self) -> Iterator[Items]:
+        """Yield the bytes at each moment of a forward pass without gradient that may be the peak."""
+        yield self.layer_without_gradient() + self._casts(1)
+        yield self.head_without_gradient() + self._casts(0)
 
-    def casts(self, num_layers: int) -> Items:
-        """Weights in bf16 while `num_layers` layers are to go; recomputation casts one at a time."""
+    def _casts(self, num_layers: int) -> Items:
+        """Return weights in bf16 while `num_layers` layers are to go; recomputation casts one at a time."""
         if self.rank.width == FP32_BYTES:
             return Items()
-        alive = min(1, num_layers) if self.recomputes else num_layers
-        return Items({"weight casts": self.rank.width * (self.sizes.rest + alive * self.sizes.layer)})
+        num_cast = min(1, num_layers) if self.recomputes else num_layers
+        num_bytes = self.rank.width * (self.sizes.rest + num_cast * self.sizes.layer)
+        return item(MemoryCategory.WEIGHTS, num_bytes, "weight casts")
 
 
-class _Sharded(_Training):
-    """Several ranks: a unit's weights are gathered before its passes, its gradients scattered after them."""
+class _ShardedStep(_Step):
+    """A step on several ranks: a unit's weights are gathered before it runs, its gradients scattered then."""
 
     def __init__(self, rank: Rank, batch: MicroBatch) -> None:
         super().__init__(rank, batch)
         self.units = _Units.of(rank)
-        self.copies = 1 if rank.on_cpu else 0
+        self.num_copies = 1 if rank.on_cpu else 0
         """Copies that a collective makes of its larger end: gloo makes one."""
 
-    def moments(self) -> Iterator[Items]:
-        """The bytes at each moment that may be the peak."""
+    def train_moments(self) -> Iterator[Items]:
+        """Yield the bytes at each moment of training that may be the peak."""
         units, num_layers = self.units, self.sizes.num_layers
-        earlier = Items(gradients=self.earlier)
-        yield self._start() + earlier
-        yield self.forward() + self._gathered(num_buffers=1) + earlier
-        first = (
-            self._gathered(num_layers=1, num_buffers=1, entering=True)
-            + earlier
-            + Items(gradients=self.output)
+        accumulated = _gradients(self.accumulated)
+        yield self._first_gather() + accumulated
+        yield self.forward() + self._gathered(num_buffers=1) + accumulated
+        at_start = (
+            self._gathered(num_layers=1, num_buffers=1, gathers_layer=True)
+            + accumulated
+            + _gradients(self.output)
         )
-        yield self.final_norm() + first
-        yield self.backward(num_layers) + first
+        yield self.final_norm() + at_start
+        yield self.backward(num_layers) + at_start
         if num_layers > 1:
-            made = earlier + Items(gradients=self.output + self.rank.width * units.layer)
+            layer_gradients = accumulated + _gradients(self.output + self.rank.width * units.layer)
             gathered = self._gathered(num_layers=1, num_buffers=1)
-            yield self.backward(num_layers - 1) + gathered + self._sent(units.layer) + made
-        scattered = self.earlier or self.shard - FP32_BYTES * self._root_shard
-        last = self._gathered() + self._sent(units.layer)
-        yield self.backward(1) + last + Items(gradients=scattered + self.output)
-        yield last + Items(gradients=scattered + self.lookup + (0 if self.is_tied else self.output))
-        yield self._sent(units.layer) + self._sent(units.root) + Items(gradients=scattered)
-        yield self.step()
+            yield self.backward(num_layers - 1) + gathered + self._scattered(units.layer) + layer_gradients
+        shards = self.accumulated or self.all_gradients - FP32_BYTES * self._root_shard
+        at_end = self._gathered() + self._scattered(units.layer)
+        yield self.backward(1) + at_end + _gradients(shards + self.output)
+        yield at_end + _gradients(shards + self.lookup + (0 if self.is_tied else self.output))
+        yield self._scattered(units.layer) + self._scattered(units.root) + _gradients(shards)
+        yield self.optimizer_step()
 
-    def passing(self) -> Iterator[Items]:
-        """The bytes at the moments of a forward without gradient."""
-        yield self._start()
+    def infer_moments(self) -> Iterator[Items]:
+        """Yield the bytes at each moment of a forward pass without gradient that may be the peak."""
+        yield self._first_gather()
         if self.units.layer:
-            entering = Items(activations=2 * activations.layer_input(self.rank, self.batch))
-            yield entering + self._gathered(num_buffers=2, entering=True)
-        yield self.layer_forward() + self._gathered(num_layers=1, num_buffers=1)
-        yield self.head_forward() + self._gathered(num_buffers=1)
+            inputs = 2 * activations.layer_input(self.rank, self.batch)
+            gathered = self._gathered(num_buffers=2, gathers_layer=True)
+            yield item(MemoryCategory.ACTIVATIONS, inputs) + gathered
+        yield self.layer_without_gradient() + self._gathered(num_layers=1, num_buffers=1)
+        yield self.head_without_gradient() + self._gathered(num_buffers=1)
 
-    def _start(self) -> Items:
-        """Gathering the first layer, while the buffer that the root was gathered into is still there."""
-        buffer = Items({"gathered weights": self.rank.width * self.units.root})
-        return self._gathered(num_buffers=1, entering=True) + (buffer if self.units.layer else Items())
+    def _first_gather(self) -> Items:
+        """Return what gathering the first layer needs, while the buffer of the root still exists."""
+        gathered = self._gathered(num_buffers=1, gathers_layer=True)
+        if not self.units.layer:
+            return gathered
+        return gathered + _gathered_weights(self.rank.width * self.units.root)
 
-    def _gathered(self, num_layers: int = 0, num_buffers: int = 0, *, entering: bool = False) -> Items:
-        """Whole weights: the root's, of layers in use, and the buffers that units were gathered into.
+    def _gathered(self, num_layers: int = 0, num_buffers: int = 0, *, gathers_layer: bool = False) -> Items:
+        """Return unsharded weights: of the root, of layers in use, and buffers that units were gathered into.
 
-        A buffer lives until the next unit is gathered; while a layer is (`entering`), its shard is there in
-        the compute dtype, and gloo has a copy of the whole.
+        A buffer lives until the next unit is gathered. While a layer is being gathered (`gathers_layer`), its
+        shard exists in the compute dtype, and gloo has a copy of the whole.
         """
         width, units = self.rank.width, self.units
-        whole = units.root + num_layers * units.layer + num_buffers * (units.layer or units.root)
-        if not entering:
-            return Items({"gathered weights": width * whole})
+        num_weights = units.root + num_layers * units.layer + num_buffers * (units.layer or units.root)
+        if not gathers_layer:
+            return _gathered_weights(width * num_weights)
         shard = self.sizes.layer_shard if units.layer and width < FP32_BYTES else 0
-        copies = self.copies * width * units.layer
-        return Items({"gathered weights": width * (whole + shard), "collective buffers": copies})
+        copies = self.num_copies * width * units.layer
+        return _gathered_weights(width * (num_weights + shard)) + _collective_buffers(copies)
 
     @property
     def _root_shard(self) -> int:
-        """Entries of the root's unit that this rank holds."""
+        """Elements of the root's unit that this rank holds."""
         return self.sizes.rest_shard if self.units.layer else self.sizes.total_shard
 
-    def _sent(self, entries: int) -> Items:
-        """A unit's gradients on their way to their ranks, in fp32: sent, copied, received."""
-        return Items(
-            {
-                "gradients being scattered": FP32_BYTES * (entries + -(-entries // self.rank.data)),
-                "collective buffers": self.copies * FP32_BYTES * entries,
-            }
-        )
+    def _scattered(self, num_elements: int) -> Items:
+        """Return a unit's gradients while they are reduced and scattered in fp32: sent, copied, received."""
+        num_bytes = FP32_BYTES * (num_elements + -(-num_elements // self.rank.data))
+        scattered = item(MemoryCategory.GRADIENTS, num_bytes, "gradients being scattered")
+        return scattered + _collective_buffers(self.num_copies * FP32_BYTES * num_elements)
+
+
+def _gradients(num_bytes: int) -> Items:
+    return item(MemoryCategory.GRADIENTS, num_bytes)
+
+
+def _backward_buffers(num_bytes: int) -> Items:
+    return item(MemoryCategory.BUFFERS, num_bytes, "backward buffers")
+
+
+def _collective_buffers(num_bytes: int) -> Items:
+    return item(MemoryCategory.BUFFERS, num_bytes, "collective buffers")
+
+
+def _gathered_weights(num_bytes: int) -> Items:
+    return item(MemoryCategory.WEIGHTS, num_bytes, "gathered weights")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from hflow.planner.forecast import MemoryCategory
 from hflow.planner.memory import activations
-from hflow.planner.memory.byte_counts import Items, largest
 from hflow.planner.memory.engine_load import EngineLoad, cache_bytes_per_token
+from hflow.planner.memory.items import Items, item, largest
 from hflow.planner.memory.rank import FP32_BYTES, Rank
 
 MEMORY_BUDGET = 0.9
@@ -20,9 +21,10 @@ def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
 
 def decode_step(rank: Rank, load: EngineLoad) -> Items:
     """Return the peak of a step beyond weights and cache: the prefill, or the logits."""
-    moments = [Items(activations=activations.passing_layer(rank, load.prefill, pads=True))]
+    prefill = activations.layer_without_gradient(rank, load.prefill, pads=True)
+    moments = [item(MemoryCategory.ACTIVATIONS, prefill)]
     if rank.is_last_stage:
         num_logits = load.num_running * -(-rank.shape.vocab // rank.tensor)
         logits = (rank.width + 2 * FP32_BYTES) * num_logits
-        moments.append(Items(logits=logits + activations.reordered_output(rank)))
+        moments.append(item(MemoryCategory.LOGITS, logits + activations.reordered_output(rank)))
     return largest(moments)

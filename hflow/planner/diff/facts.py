@@ -66,7 +66,7 @@ def _peaks(phases: list[Rows]) -> Iterator[tuple[str, dict[str, Fact]]]:
     """The fullest phase of each group's fullest devices."""
     totals: dict[str, list[tuple[int, str]]] = {}
     for phase in phases:
-        total = sum(num_bytes for _, num_bytes in (*phase["resident"], *phase["transient"]))
+        total = sum(item[1] for item in (*phase["resident"], *phase["transient"]))
         totals.setdefault(phase["group"], []).append((total, phase["phase"]))
     for group, found in totals.items():
         total, name = max(found, key=lambda item: item[0])

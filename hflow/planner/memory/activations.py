@@ -1,85 +1,87 @@
-"""Bytes of activations: what autograd keeps of a decoder layer, and what passes through one.
+"""Bytes of activations: what autograd keeps of a decoder layer, and what exists while one is computed.
 
 T tokens, D hidden, F intermediate, H heads, K key-value heads, E head size. A norm computes in fp32 in every
-precision, and attention keeps no scores (flash kernels). What tensor ranks share, and what only sequence
-parallelism divides, is as in Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
-models", section 4: rows of F and of heads are divided by the tensor size; rows of D are not, unless ranks
-share the tokens between the matrices.
+precision, and attention keeps no scores (flash kernels). The division over tensor ranks follows Korthikanti
+et al. 2022, "Reducing activation recomputation in large transformer models", section 4: tensor ranks divide
+the rows of F and of heads. They divide the rows of D only with sequence parallelism.
 """
 
 from __future__ import annotations
 
 from hflow.planner.memory.microbatch import MicroBatch
-from hflow.planner.memory.rank import Rank
+from hflow.planner.memory.rank import FP32_BYTES, Rank
 
 SLOTS_PER_TOKEN = 8 / 7
-"""Padded slots a token where lengths differ: a bucket's sequences have 3/4 to 1 of its width, 7/8 on average
-(`backends/packed_attention.py`)."""
+"""Padded slots per token where lengths differ: the sequences of a bucket have 3/4 to 1 of its width, 7/8 on
+average (`backends/packed_attention.py`)."""
 LOGITS_PER_CHUNK = 1 << 26
 """Logits that exist at once on a rank (`backends/common/chunked.py`)."""
-FP32 = 4
 
 
 def kept_by_layer(rank: Rank, batch: MicroBatch) -> int:
-    """Bytes that autograd keeps of one decoder layer until its backward pass."""
-    whole, shared = kept_per_token(rank, pads=batch.pads)
-    return round((whole / rank.token_share + shared / rank.tensor) * batch.tokens)
+    """Return the bytes that autograd keeps of one decoder layer until its backward pass."""
+    hidden_rows, split_rows = kept_per_token(rank, pads=batch.pads)
+    return round((hidden_rows / rank.token_share + split_rows / rank.tensor) * batch.tokens)
 
 
 def kept_per_token(rank: Rank, *, pads: bool) -> tuple[int, float]:
-    """Bytes a token that a layer keeps: those of rows of D, and those that tensor ranks share.
+    """Return the bytes per token that a layer keeps: of rows of D, and of rows that tensor ranks divide.
 
-    A norm keeps its input, the normed rows and its output (in bf16 the input as fp32); attention q, k, v,
-    its output and the log of each row's sum; the MLP gate, up, the activated gate and their product.
+    A norm keeps its input, the normalised rows and its output (in bf16 the input as fp32). Attention keeps q,
+    k, v, its output and the log of each row's sum. The MLP keeps gate, up, the activated gate and their
+    product.
 
     Args:
-        rank: its model and dtype.
-        pads: whether sequences are of different lengths: without a kernel for that, attention keeps padded
+        rank: gives the model and dtype.
+        pads: whether sequences have different lengths. Without a kernel for that, attention keeps padded
             copies of q, k, v and the output, and the output without padding.
     """
     shape, width = rank.shape, rank.width
     heads, kv = rank.query_size, rank.key_value_size
-    attention: float = width * (2 * heads + 2 * kv) + FP32 * shape.num_heads
+    attention: float = width * (2 * heads + 2 * kv) + FP32_BYTES * shape.num_heads
     if pads and not rank.has_varlen_kernel:
         attention = SLOTS_PER_TOKEN * attention + width * heads
     if shape.has_qk_norm:
         num_norms = shape.num_heads + shape.num_kv_heads
-        attention += num_norms * ((8 if width == FP32 else 6) * shape.head_dim + FP32)
-    return 2 * _norm(shape.hidden, width), attention + 4 * width * shape.intermediate
+        attention += num_norms * ((8 if width == FP32_BYTES else 6) * shape.head_dim + FP32_BYTES)
+    return 2 * _kept_by_norm(shape.hidden, width), attention + 4 * width * shape.intermediate
 
 
 def layer_input(rank: Rank, batch: MicroBatch) -> int:
-    """Bytes of one layer's input: all that recomputation keeps of it."""
+    """Return the bytes of a layer's input, which is all that is kept of a recomputed layer."""
     return rank.width * rank.shape.hidden * batch.tokens // rank.token_share
 
 
-def kept_by_ends(rank: Rank, batch: MicroBatch) -> int:
-    """Bytes kept outside the layers: the final norm, the rows that predict learned tokens, cos and sin."""
+def kept_outside_layers(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes kept of the final norm, the rows that predict learned tokens, cos and sin."""
     shape, width = rank.shape, rank.width
-    norm = _norm(shape.hidden, width) * batch.tokens // rank.token_share
+    norm = _kept_by_norm(shape.hidden, width) * batch.tokens // rank.token_share
     learned = width * shape.hidden * batch.num_learned if shape.head == "lm" else 0
     return norm + 2 * width * shape.head_dim * batch.tokens + learned
 
 
 def backward_buffers(rank: Rank, batch: MicroBatch) -> int:
-    """Bytes beyond what is kept while the backward pass is in a layer's MLP.
+    """Return the bytes of the backward pass of a layer's MLP, beyond what is kept.
 
-    Two more of its rows, the residual's gradient, and where ranks share tokens the gathered input.
+    Two more of its rows, the gradient of the residual, and with sequence parallelism the gathered input.
     """
     hidden = rank.shape.hidden * (1 if rank.token_share == 1 else 2)
     return rank.width * (2 * rank.shape.intermediate // rank.tensor + hidden) * batch.tokens
 
 
 def final_norm_buffers(rank: Rank, batch: MicroBatch) -> int:
-    """Bytes beyond what is kept in the backward pass of a norm: five rows of fp32."""
-    return 5 * FP32 * rank.shape.hidden * batch.tokens // rank.token_share
+    """Return the bytes of the backward pass of a norm, beyond what is kept: five rows of fp32."""
+    return 5 * FP32_BYTES * rank.shape.hidden * batch.tokens // rank.token_share
 
 
-def passing_layer(rank: Rank, tokens: int, *, pads: bool) -> int:
-    """Bytes of a layer's forward without gradient, its input included: the most of norm, attention, MLP."""
+def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool) -> int:
+    """Return the bytes of a layer's forward pass without gradient, with its input.
+
+    The largest of the norm, the attention and the MLP.
+    """
     shape, width = rank.shape, rank.width
     heads, kv = rank.query_size // rank.tensor, rank.key_value_size // rank.tensor
-    in_norm = (2 * width + 3 * FP32) * shape.hidden
+    in_norm = (2 * width + 3 * FP32_BYTES) * shape.hidden
     rows = 3 * heads + 3 * kv if rank.has_varlen_kernel or not pads else 6 * heads + 4 * kv
     in_attention = width * (3 * shape.hidden + rows + 2 * shape.head_dim)
     in_mlp = width * (3 * shape.intermediate // rank.tensor + 4 * shape.hidden)
@@ -87,25 +89,25 @@ def passing_layer(rank: Rank, tokens: int, *, pads: bool) -> int:
 
 
 def logits(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> int:
-    """Bytes of the logits that exist at once, with what is computed of them in fp32.
+    """Return the bytes of the logits that exist at once, and of what is computed of them in fp32.
 
-    Training: logits, log-probs, their exponents and the product of the two, as log-probs and entropy are
-    measured together (what the library's losses do). Inference: logits and log-probs. A scalar head has its
-    input in fp32 instead.
+    Training: logits, log-probs, their exponentials and the product of both, as the losses of the library
+    compute log-probs and entropy together. Inference: logits and log-probs. A scalar head has its input in
+    fp32 instead.
     """
     shape = rank.shape
     if shape.head != "lm":
-        return FP32 * shape.hidden * batch.tokens
+        return FP32_BYTES * shape.hidden * batch.tokens
     vocab = -(-shape.vocab // rank.tensor)
     num_rows = min(batch.num_learned, max(LOGITS_PER_CHUNK // vocab, 1))
-    return (4 if with_gradient else 2) * FP32 * num_rows * vocab + reordered_output(rank)
+    return (4 if with_gradient else 2) * FP32_BYTES * num_rows * vocab + reordered_output(rank)
 
 
 def reordered_output(rank: Rank) -> int:
-    """Bytes of the output matrix in oneDNN's own order, which a CPU computes bf16 products with."""
-    return rank.width * rank.sizes.output if rank.on_cpu and rank.width < FP32 else 0
+    """Return the bytes of oneDNN's reordered copy of the output matrix, for bf16 products on a CPU."""
+    return rank.width * rank.sizes.output if rank.on_cpu and rank.width < FP32_BYTES else 0
 
 
-def _norm(size: int, width: int) -> int:
-    """Bytes a token that a norm keeps of rows of `size`, and the inverse of their root mean square."""
-    return (3 * FP32 if width == FP32 else FP32 + 2 * width) * size + FP32
+def _kept_by_norm(size: int, width: int) -> int:
+    """Return the bytes per token that a norm keeps of rows of `size`, with the inverse root mean square."""
+    return (3 * FP32_BYTES if width == FP32_BYTES else FP32_BYTES + 2 * width) * size + FP32_BYTES

@@ -1,7 +1,8 @@
-"""Layouts that nobody asked for, of backends with tensor and pipeline ranks: the fewest cuts that fit.
+"""Layouts that the user did not set, of backends with tensor and pipeline axes: the fewest shards that fit.
 
-Data parallelism alone needs the least communication, so it comes first; then more tensor ranks, within one
-machine, then more stages. Cut is always the replica that holds most, until every phase fits.
+Data parallelism alone needs the least communication, so it is tried first; then more tensor ranks within one
+machine, then more pipeline stages. As long as a phase does not fit, the replica that holds most is split
+further.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from hflow.planner.forecast import PhaseMemory
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.layout import Layout
-from hflow.planner.memory.context import MOST_TENSOR_RANKS, devices_of, with_layouts
 from hflow.planner.memory.phases import memory_phases
 from hflow.planner.memory.rank import Rank
+from hflow.planner.memory.with_layouts import MAX_TENSOR_RANKS, devices_of, with_layouts
 from hflow.planner.model_shape import layer_template, other_tensors
 from hflow.planner.request import PlanRequest
 from hflow.planner.weights.sharding import can_share
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The layout of one replica, and why it has it."""
+class ChosenLayout:
+    """The layout that the planner chose for a replica, and the reason."""
 
     model: str
     replica: str
@@ -32,10 +33,10 @@ class Chosen:
     why: str
 
 
-def default_layouts(plan: Plan, request: PlanRequest) -> tuple[Chosen, ...]:
-    """Layouts for the replicas that were laid out over the data axis as nobody asked for anything else.
+def default_layouts(plan: Plan, request: PlanRequest) -> tuple[ChosenLayout, ...]:
+    """Choose layouts for the replicas whose layout the user did not set.
 
-    Where no layout fits, the last one that was tried: the plan is then refused with advice.
+    If no layout fits, the last one is returned: `check_memory` then refuses the plan and suggests a change.
 
     Raises:
         PlanError: when the assumed prompt leaves no room for a response.
@@ -44,17 +45,19 @@ def default_layouts(plan: Plan, request: PlanRequest) -> tuple[Chosen, ...]:
     if not undecided or request.hardware is None:
         return ()
     known = dict(plan.shapes)
-    whys = {r.name: "data ranks alone fit" if r.model in known else _UNKNOWN for r in undecided}
-    ladders = {r.name: _ladder(plan, r) for r in undecided if r.model in known}
-    while over := _over(plan, request):
-        step = _cut_largest(plan, request, over, ladders)
+    reasons = {r.name: "data ranks alone fit" if r.model in known else _UNKNOWN for r in undecided}
+    candidates = {r.name: _candidates(plan, r) for r in undecided if r.model in known}
+    while overfull := _overfull_phase(plan, request):
+        step = _split_largest(plan, request, overfull, candidates)
         if step is None:
             break
         plan, replica = step
-        used = f"{over.phase} would need {over.total / GIB:.1f} GiB of {plan.cluster.memory_bytes / GIB:.1f}"
-        whys[replica.name] = f"with fewer cuts {used}"
+        needed, available = overfull.total / GIB, plan.cluster.memory_bytes / GIB
+        reasons[replica.name] = (
+            f"with fewer cuts {overfull.phase} would need {needed:.1f} GiB of {available:.1f}"
+        )
     layouts = {replica.name: replica.layout for replica in plan.replicas}
-    return tuple(Chosen(r.model, r.name, layouts[r.name], whys[r.name]) for r in undecided)
+    return tuple(ChosenLayout(r.model, r.name, layouts[r.name], reasons[r.name]) for r in undecided)
 
 
 _UNKNOWN = "data ranks alone, as its sizes are unknown"
@@ -66,50 +69,55 @@ def _is_undecided(replica: Replica, request: PlanRequest) -> bool:
     return request.model(replica.model).layout is None
 
 
-def _over(plan: Plan, request: PlanRequest) -> PhaseMemory | None:
-    """The phase that needs most, if that is more than there is."""
-    worst = max(memory_phases(plan, request), key=lambda phase: phase.total, default=None)
-    return worst if worst is not None and worst.total > plan.cluster.memory_bytes else None
+def _overfull_phase(plan: Plan, request: PlanRequest) -> PhaseMemory | None:
+    """Return the phase that needs most if it does not fit, else None."""
+    largest = max(memory_phases(plan, request), key=lambda phase: phase.total, default=None)
+    return largest if largest is not None and largest.total > plan.cluster.memory_bytes else None
 
 
-def _cut_largest(
-    plan: Plan, request: PlanRequest, over: PhaseMemory, ladders: dict[str, Iterator[Layout]]
+def _split_largest(
+    plan: Plan, request: PlanRequest, overfull: PhaseMemory, candidates: dict[str, Iterator[Layout]]
 ) -> tuple[Plan, Replica] | None:
-    """The plan with the next layout of the largest replica there that has one; None: nothing is left."""
-    there = [r for r in plan.replicas if r.group == over.group and r.name in ladders]
-    for replica in sorted(there, key=lambda r: -_held(plan, request, r)):
-        for layout in ladders[replica.name]:
+    """Give the largest replica of the group that still has a candidate its next layout.
+
+    Returns:
+        The new plan and that replica, or None if no candidate is left.
+    """
+    replicas = [r for r in plan.replicas if r.group == overfull.group and r.name in candidates]
+    for replica in sorted(replicas, key=lambda r: -_state_bytes(plan, request, r)):
+        for layout in candidates[replica.name]:
             changed = with_layouts(plan, request, [replica], [layout], len(devices_of(plan, replica.group)))
             if changed is not None:
                 return changed, replica
     return None
 
 
-def _held(plan: Plan, request: PlanRequest, replica: Replica) -> int:
-    """Bytes that a rank of a replica keeps."""
+def _state_bytes(plan: Plan, request: PlanRequest, replica: Replica) -> int:
+    """Return the bytes that a rank of a replica holds between phases."""
     shape, on_cpu = dict(plan.shapes)[replica.model], plan.cluster.device == "cpu"
     rank = Rank(replica, shape, request.model(replica.model), 0, True, on_cpu)
     return training_backend(replica.backend).memory.model_state(rank).total()
 
 
-def _ladder(plan: Plan, replica: Replica) -> Iterator[Layout]:
-    """Layouts on all devices of a replica's group, each cut more often than the one before."""
+def _candidates(plan: Plan, replica: Replica) -> Iterator[Layout]:
+    """Yield layouts on all devices of a replica's group, each with more shards than the one before."""
     devices = devices_of(plan, replica.group)
-    num, shape, facts = len(devices), dict(plan.shapes)[replica.model], traits(replica.backend)
+    num_devices, shape = len(devices), dict(plan.shapes)[replica.model]
     specs = (*layer_template(shape), *other_tensors(shape))
-    tensor = [
+    tensor_sizes = [
         size
-        for size in range(1, min(num, MOST_TENSOR_RANKS) + 1)
-        if num % size == 0
+        for size in range(1, min(num_devices, MAX_TENSOR_RANKS) + 1)
+        if num_devices % size == 0
         and _in_one_machine(plan, devices, size)
-        and all(can_share(spec, facts, size) for spec in specs)
+        and all(can_share(spec, traits(replica.backend), size) for spec in specs)
     ]
-    yield from (Layout(num // size, size) for size in tensor[1:])
-    most = tensor[-1]
-    pipes = (size for size in range(2, shape.num_layers + 1) if num % (size * most) == 0)
-    yield from (Layout(num // (size * most), most, size) for size in pipes)
+    yield from (Layout(num_devices // size, size) for size in tensor_sizes[1:])
+    tensor = tensor_sizes[-1]
+    pipe_sizes = (size for size in range(2, shape.num_layers + 1) if num_devices % (size * tensor) == 0)
+    yield from (Layout(num_devices // (size * tensor), tensor, size) for size in pipe_sizes)
 
 
 def _in_one_machine(plan: Plan, devices: tuple[int, ...], size: int) -> bool:
+    """Return whether blocks of this many neighbouring devices never cross machines."""
     blocks = (devices[first : first + size] for first in range(0, len(devices), size))
     return all(len({plan.cluster.node_of(device) for device in block}) == 1 for block in blocks)

@@ -1,7 +1,7 @@
-"""The largest micro-batch that a batch node puts through a model, from the batch's bounds.
+"""The largest micro-batch of a train or infer node, from the bounds of its batch.
 
-Bounds, not means: what is refused or let pass must hold for the longest samples that the run allows.
-Prompts that a group shares are counted for every member, as its members may be apart.
+Bounds and not means are used, so that a plan that is accepted fits for the longest samples that the run
+allows. A prompt that a group shares counts for every sample, as the group may be split.
 """
 
 from __future__ import annotations
@@ -28,42 +28,43 @@ class MicroBatch:
     num: int
     """Micro-batches of a minibatch."""
     pads: bool
-    """Whether its sequences may be of different lengths."""
+    """Whether its sequences may have different lengths."""
 
 
 def largest_microbatch(
-    plan: Plan, node: Node, lengths: Workload, asked: ModelConfig, data: int
+    plan: Plan, node: Node, workload: Workload, config: ModelConfig, data: int
 ) -> MicroBatch:
-    """The largest micro-batch of a dp rank at a node.
+    """Return the largest micro-batch of a dp rank at a node.
 
-    It fills the budget of tokens, but is never less than one longest unit (a sequence, or a group that
-    has to stay together), and never more than the rank's share of a minibatch.
+    It fills the token budget. It has at least one unit of the greatest length (a sequence, or a group that is
+    not split), and at most the rank's share of a minibatch.
 
     Args:
-        plan: says how the node cuts its batch, and how large groups are.
+        plan: gives the node's minibatches and the size of groups.
         node: trains or infers.
-        lengths: of the node's root stream.
-        asked: the budget of tokens.
+        workload: lengths of the node's root stream.
+        config: gives the token budget.
         data: dp ranks that share a minibatch.
     """
     stream = plan.schedule.streams[0]
-    size = root_stream(plan.graph, node).group
+    group_size = root_stream(plan.graph, node).group
     cut = dict(plan.cuts).get(node.name, BatchCut(1, 1, keeps_groups_whole(node)))
     num_groups = -(-(stream.batch or 1) // cut.minibatches)
-    num_samples = -(-num_groups // data) * size if cut.by_group else -(-num_groups * size // data)
-    longest = lengths.prompt + lengths.max_response
+    unit_size = group_size if cut.by_group else 1
+    num_samples = -(-num_groups * group_size // (data * unit_size)) * unit_size
+    longest = workload.prompt + workload.max_response
     share = num_samples * longest
-    unit = longest * (size if _packs_groups(node) else 1)
-    tokens = min(max(asked.tokens_per_microbatch, unit), share)
+    unit = longest * (group_size if _packs_groups(node) else 1)
+    tokens = min(max(config.tokens_per_microbatch, unit), share)
     return MicroBatch(
         tokens=tokens,
-        num_learned=-(-tokens * lengths.max_response // longest),
+        num_learned=-(-tokens * workload.max_response // longest),
         num=-(-share // tokens),
-        pads=lengths.response_cv > 0,
+        pads=workload.response_cv > 0,
     )
 
 
 def _packs_groups(node: Node) -> bool:
-    """Whether a group is never split over micro-batches: its body makes or reads groups."""
-    makes = any(returned.unit is Unit.GROUP for returned in node.spec.returns)
-    return makes or any(read.field == "group" for read in node.reads)
+    """Return whether a group is never split over micro-batches, as its body returns or reads groups."""
+    returns_groups = any(returned.unit is Unit.GROUP for returned in node.spec.returns)
+    return returns_groups or any(read.field == "group" for read in node.reads)

@@ -1,132 +1,187 @@
-"""The phases of each device group, and what its devices hold in them."""
+"""The phases of each device group, and what its devices hold in each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from hflow.graph.ir import Level
 from hflow.planner.backends import engine_kind, training_backend
-from hflow.planner.forecast import Parts, PhaseMemory
+from hflow.planner.forecast import MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.graph_queries import root_stream
+from hflow.planner.hardware import GIB
 from hflow.planner.ir import DeviceGroup, Plan
 from hflow.planner.memory import transfer
-from hflow.planner.memory.byte_counts import Items
 from hflow.planner.memory.context import MemoryContext, Ranks
-from hflow.planner.memory.engine_load import engine_load
+from hflow.planner.memory.engine_load import engine_load, engine_weights
+from hflow.planner.memory.items import ItemKey, Items, item
 from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import Rank
-from hflow.planner.memory.resident import GENERATE, WAKE, resident
 from hflow.planner.request import PlanRequest
 
-# -------------------- What a phase needs on a device at its peak, beside what is resident.
-
-
-def transient(scene: MemoryContext, ranks: Ranks, phase: str, held: int) -> Items:
-    """Bytes that a phase needs; `held` are resident."""
-    items = Items()
-    for rank in ranks:
-        if phase == GENERATE and rank.replica.role == "gen":
-            items += _generation(scene, rank, held + items.total())
-        elif phase == WAKE:
-            items += _transfer(scene, rank)
-        elif rank.replica.name in used_replica(scene, phase):
-            items += _node(scene, rank, phase)
-    return items
-
-
-def used_replica(scene: MemoryContext, phase: str) -> tuple[str, ...]:
-    """The replica that a batch node runs on; none for computes and for phases of engines."""
-    return () if phase in (GENERATE, WAKE) else scene.plan.placement(phase).replicas[:1]
-
-
-def _generation(scene: MemoryContext, rank: Rank, others: int) -> Items:
-    load = engine_load(scene.plan, rank, scene.lengths)
-    memory = engine_kind(rank.replica.backend).memory
-    step = memory.decode_step(rank, load)
-    capacity = scene.plan.cluster.memory_bytes
-    return Items({"KV cache": memory.cache_bytes(rank, load, capacity, others + step.total())}) + step
-
-
-def _transfer(scene: MemoryContext, rank: Rank) -> Items:
-    if rank.replica.role == "gen":
-        route = scene.route_to(rank)
-        return transfer.taking(rank, route.how) if route else Items()
-    routes = scene.routes_from(rank)
-    return transfer.giving(rank, routes[0].how) if routes else Items()
-
-
-def _node(scene: MemoryContext, rank: Rank, name: str) -> Items:
-    verb = scene.verb(name)
-    if verb == "save":
-        return transfer.saving(rank)
-    if verb not in ("infer", "train"):
-        return Items()
-    node = scene.plan.graph.node(name)
-    lengths = scene.lengths[root_stream(scene.plan.graph, node).name]
-    batch = largest_microbatch(scene.plan, node, lengths, rank.config, rank.data)
-    memory = training_backend(rank.replica.backend).memory
-    return memory.train_step(rank, batch) if verb == "train" else memory.infer_step(rank, batch)
+GENERATE, WAKE = "generate", "wake"
+"""Phases in which engines are awake."""
 
 
 def memory_phases(plan: Plan, request: PlanRequest) -> tuple[PhaseMemory, ...]:
-    """Bytes on every device in every phase of its group's step; devices with the same bytes share a row.
+    """Return the bytes on every device in every phase of its group's step; equal devices share a row.
 
-    Models whose sizes are unknown are left out, and so are the nodes that run on them. The last data ranks,
-    which hold less where a number of rows does not divide, count as much as the first.
+    Models of unknown sizes are left out, and so are the nodes that run on them. All data ranks count as the
+    first, although the last ones hold less where the number of rows does not divide.
 
     Raises:
         PlanError: when the assumed prompt leaves no room for a response.
     """
-    scene = MemoryContext(plan, request)
-    return tuple(row for group in plan.groups for row in _rows(scene, group))
+    context = MemoryContext(plan, request)
+    return tuple(row for group in plan.groups for row in _group_rows(context, group))
 
 
 def unknown_models(plan: Plan) -> tuple[str, ...]:
-    """Models whose sizes the planner does not know, so that their memory is left out."""
+    """Return the models whose sizes the planner does not know, so that their memory is left out."""
     known = dict(plan.shapes)
     return tuple(dict.fromkeys(r.model for r in plan.replicas if r.model not in known))
 
 
-def _rows(scene: MemoryContext, group: DeviceGroup) -> Iterator[PhaseMemory]:
-    seats = scene.seats(group)
-    for phase, gathered in _phases(scene, group):
-        alike: dict[tuple[Parts, Parts], list[int]] = {}
-        for ranks, seated in seats:
-            stays = resident(scene, ranks, phase, gathered)
-            passes = transient(scene, ranks, phase, stays.total())
-            parts = tuple(stays.items()), tuple(passes.items())
-            alike.setdefault(parts, []).extend(seated)
-        for parts, devices in alike.items():
-            yield PhaseMemory(group.name, tuple(sorted(devices)), phase, *parts)
+def _group_rows(context: MemoryContext, group: DeviceGroup) -> Iterator[PhaseMemory]:
+    ranks_of_devices = context.ranks_of_devices(group)
+    for phase, inferred in _phases(context, group):
+        equal: dict[tuple[tuple[MemoryItem, ...], tuple[MemoryItem, ...]], list[int]] = {}
+        for ranks, devices in ranks_of_devices:
+            resident = _resident(context, ranks, phase, inferred)
+            transient = _transient(context, ranks, phase, resident.total())
+            equal.setdefault((_rows(resident), _rows(transient)), []).extend(devices)
+        for (resident_rows, transient_rows), same in equal.items():
+            yield PhaseMemory(group.name, tuple(sorted(same)), phase, resident_rows, transient_rows)
 
 
-def _phases(scene: MemoryContext, group: DeviceGroup) -> Iterator[tuple[str, frozenset[str]]]:
-    """Each phase of a group's step, and the other replicas that an inference left gathered.
+def _rows(items: Items) -> tuple[MemoryItem, ...]:
+    return tuple(MemoryItem(key.name, num_bytes, key.category) for key, num_bytes in items.items())
 
-    The step is gone through twice, as what its end leaves is there at the next one's beginning.
+
+def _phases(context: MemoryContext, group: DeviceGroup) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield each phase of a group's step, and the other replicas that have inferred since they trained.
+
+    The step is walked twice, as what its end leaves allocated is there when the next one begins.
     """
-    names = _phase_names(scene, group)
-    gathered: frozenset[str] = frozenset()
+    names = _phase_names(context, group)
+    inferred: frozenset[str] = frozenset()
     for is_second in (False, True):
         for phase in names:
-            used = frozenset(used_replica(scene, phase))
+            running = frozenset(_running_replica(context, phase))
             if is_second:
-                yield phase, gathered - used
-            if used and scene.verb(phase) == "infer":
-                gathered |= used
-            elif used and scene.verb(phase) == "train":
-                gathered -= used
+                yield phase, inferred - running
+            if running and context.verb(phase) == "infer":
+                inferred |= running
+            elif running and context.verb(phase) == "train":
+                inferred -= running
 
 
-def _phase_names(scene: MemoryContext, group: DeviceGroup) -> list[str]:
-    plan, unknown = scene.plan, unknown_models(scene.plan)
+def _phase_names(context: MemoryContext, group: DeviceGroup) -> list[str]:
+    plan, unknown = context.plan, unknown_models(context.plan)
     known = {r.name: r for r in plan.replicas if r.group == group.name and r.model not in unknown}
     generates = any(replica.role == "gen" for replica in known.values())
     sends = any(route.src in known and route.how == "pull" for route in plan.weights)
-    arrivals = [n.name for n in plan.schedule.nodes if n.level is not Level.BATCH and n.group == group.name]
-    nodes = (*arrivals, *dict(plan.schedule.orders).get(group.name, ()))
+    streaming = [n.name for n in plan.schedule.nodes if n.level is not Level.BATCH and n.group == group.name]
+    nodes = (*streaming, *dict(plan.schedule.orders).get(group.name, ()))
     return [
         *([GENERATE] if generates else []),
         *([WAKE] if generates or sends else []),
-        *(node for node in nodes if all(name in known for name in used_replica(scene, node))),
+        *(node for node in nodes if all(name in known for name in _running_replica(context, node))),
     ]
+
+
+def _running_replica(context: MemoryContext, phase: str) -> tuple[str, ...]:
+    """Return the replica that a node runs on; none for compute nodes and the phases of engines."""
+    return () if phase in (GENERATE, WAKE) else context.plan.placement(phase).replicas[:1]
+
+
+def _resident(context: MemoryContext, ranks: Ranks, phase: str, inferred: Container[str]) -> Items:
+    """Return what a device holds before a phase begins.
+
+    Args:
+        context: the plan.
+        ranks: those on the device.
+        phase: `generate`, `wake` or a node.
+        inferred: replicas that have inferred since they trained.
+    """
+    items = Items()
+    for rank in ranks:
+        name = rank.replica.name
+        if rank.replica.role == "gen":
+            state = _engine_state(context, rank, phase)
+        else:
+            memory = training_backend(rank.replica.backend).memory
+            state = memory.model_state(rank)
+            if name in inferred:
+                state += memory.kept_after_infer(rank)
+        items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in state.items()})
+    hardware = context.request.hardware
+    overhead = round(hardware.device.overhead_gib * GIB) if hardware else 0
+    return items + item(MemoryCategory.RUNTIME, overhead)
+
+
+def _engine_state(context: MemoryContext, rank: Rank, phase: str) -> Items:
+    """Return an engine's weights, and its cache while it does not generate.
+
+    A sleeping engine keeps both on a CPU. On an accelerator it frees them.
+    """
+    is_asleep = phase not in (GENERATE, WAKE)
+    if is_asleep and not rank.on_cpu:
+        return Items()
+    suffix = " (asleep)" if is_asleep else ""
+    items = Items()
+    if not _shares_weights(context, rank):
+        items += item(MemoryCategory.WEIGHTS, engine_weights(rank), "weights" + suffix)
+    if rank.on_cpu and phase != GENERATE:
+        load = engine_load(context.plan, rank, context.workloads)
+        cache = engine_kind(rank.replica.backend).memory.cache_bytes(rank, load, capacity=0, used=0)
+        items += item(MemoryCategory.KV_CACHE, cache, "KV cache" + suffix)
+    return items
+
+
+def _shares_weights(context: MemoryContext, rank: Rank) -> bool:
+    """Return whether an engine uses the fp32 weights of its trainer in place."""
+    route = context.route_to(rank)
+    return route is not None and route.how == "shared" and rank.config.compute_dtype == "fp32"
+
+
+def _transient(context: MemoryContext, ranks: Ranks, phase: str, resident_bytes: int) -> Items:
+    """Return what a phase needs on a device at its peak, beyond what is resident."""
+    items = Items()
+    for rank in ranks:
+        if phase == GENERATE and rank.replica.role == "gen":
+            items += _generation(context, rank, resident_bytes + items.total())
+        elif phase == WAKE:
+            items += _weight_transfer(context, rank)
+        elif rank.replica.name in _running_replica(context, phase):
+            items += _node(context, rank, phase)
+    return items
+
+
+def _generation(context: MemoryContext, rank: Rank, used: int) -> Items:
+    load = engine_load(context.plan, rank, context.workloads)
+    memory = engine_kind(rank.replica.backend).memory
+    step = memory.decode_step(rank, load)
+    capacity = context.plan.cluster.memory_bytes
+    cache = memory.cache_bytes(rank, load, capacity, used + step.total())
+    return item(MemoryCategory.KV_CACHE, cache) + step
+
+
+def _weight_transfer(context: MemoryContext, rank: Rank) -> Items:
+    if rank.replica.role == "gen":
+        route = context.route_to(rank)
+        return transfer.receive_weights(rank, route.how) if route else Items()
+    routes = context.routes_from(rank)
+    return transfer.send_weights(rank, routes[0].how) if routes else Items()
+
+
+def _node(context: MemoryContext, rank: Rank, name: str) -> Items:
+    verb = context.verb(name)
+    if verb == "save":
+        return transfer.save_checkpoint(rank)
+    if verb not in ("infer", "train"):
+        return Items()
+    node = context.plan.graph.node(name)
+    workload = context.workloads[root_stream(context.plan.graph, node).name]
+    batch = largest_microbatch(context.plan, node, workload, rank.config, rank.data)
+    memory = training_backend(rank.replica.backend).memory
+    return memory.train_step(rank, batch) if verb == "train" else memory.infer_step(rank, batch)

@@ -1,4 +1,4 @@
-"""`Rank`: one rank of a replica on a device, with all that its memory depends on."""
+"""`Rank`: one rank of a replica on a device, with everything that its memory depends on."""
 
 from __future__ import annotations
 
@@ -18,74 +18,13 @@ FP32_BYTES = DTYPE_BYTES["fp32"]
 ADAM_MOMENTS = 2
 """AdamW keeps running means of the gradient and of its square, in fp32."""
 
-# -------------------- How many entries of a model one rank holds, stage by stage.
-# All numbers are those of data rank 0 and tensor rank 0, as no other rank of the stage holds more: equal
-# blocks leave only the last ranks less, and a padded vocabulary's padding takes memory all the same.
-
-
-@dataclass(frozen=True)
-class StageSizes:
-    """Entries of a model on one rank of a pipeline stage."""
-
-    num_layers: int
-    """Decoder layers of the stage."""
-    layer: int
-    """One decoder layer, whole over the data axis."""
-    layer_shard: int
-    """The data rank's part of it."""
-    rest: int
-    """Embedding, final norm and head, as far as the stage has them, whole over the data axis."""
-    rest_shard: int
-    """The data rank's part of it."""
-    embedding: int
-    """The embedding where the stage looks tokens up, else 0."""
-    output: int
-    """The matrix that makes logits (a tied embedding too) where the stage does, else 0."""
-
-    @property
-    def total(self) -> int:
-        """All entries of the stage, whole over the data axis."""
-        return self.num_layers * self.layer + self.rest
-
-    @property
-    def total_shard(self) -> int:
-        """The data rank's part of them."""
-        return self.num_layers * self.layer_shard + self.rest_shard
-
-
-@lru_cache
-def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage: int) -> StageSizes:
-    """The entries of a stage.
-
-    Raises:
-        PlanError: when the tensor axis does not divide what it cuts.
-    """
-    first, last = stage_layers(shape.num_layers, layout.pipe)[stage]
-    rest = [spec for spec in other_tensors(shape) if is_on_stage(spec, shape, stage, layout.pipe)]
-    undivided = replace(layout, data=1)
-    is_last = stage == layout.pipe - 1
-    makes_logits = "embedding" if shape.is_tied else "head"
-    return StageSizes(
-        num_layers=last - first,
-        layer=_entries(layer_template(shape), traits, undivided),
-        layer_shard=_entries(layer_template(shape), traits, layout),
-        rest=_entries(rest, traits, undivided),
-        rest_shard=_entries(rest, traits, layout),
-        embedding=_entries([s for s in rest if s.place == "embedding" and stage == 0], traits, undivided),
-        output=_entries([s for s in rest if s.place == makes_logits and is_last], traits, undivided)
-        if shape.head == "lm"
-        else 0,
-    )
-
-
-def _entries(specs: Iterable[TensorSpec], traits: BackendTraits, layout: Layout) -> int:
-    boxes = (box_of(spec, traits, layout, (0, 0, 0)) for spec in specs)
-    return sum(numel(box) for box in boxes if box is not None)
-
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank of a replica. Ranks of one pipeline stage are alike, but that the first one saves and sends."""
+    """A rank of a replica.
+
+    The ranks of one pipeline stage are equal, except that rank 0 saves and sends weights.
+    """
 
     replica: Replica
     shape: ModelShape
@@ -94,7 +33,7 @@ class Rank:
     is_first: bool
     """Whether it is rank 0, which writes checkpoints and sends weights to other workers."""
     on_cpu: bool
-    """Whether the device's memory is the host's, and its collectives are gloo's."""
+    """Whether the device's memory is that of the host, and collectives use gloo."""
 
     @cached_property
     def traits(self) -> BackendTraits:
@@ -103,7 +42,7 @@ class Rank:
 
     @cached_property
     def sizes(self) -> StageSizes:
-        """Entries that the rank holds."""
+        """Elements of the model that the rank holds."""
         return stage_sizes(self.shape, self.traits, self.replica.layout, self.stage)
 
     @property
@@ -123,27 +62,91 @@ class Rank:
 
     @property
     def token_share(self) -> int:
-        """By how many ranks the tokens between the matrices are shared (sequence parallelism)."""
+        """Number of ranks that divide the tokens between the matrices (sequence parallelism)."""
         if self.replica.role == "gen":
             return 1 if self.on_cpu else self.tensor
         return self.tensor if self.config.uses_sequence_parallel(self.on_cpu) else 1
 
     @property
     def query_size(self) -> int:
-        """Numbers of one token's queries, over all tensor ranks."""
+        """Elements of one token's queries, over all tensor ranks."""
         return self.shape.num_heads * self.shape.head_dim
 
     @property
     def key_value_size(self) -> int:
-        """Numbers of one token's keys, over all tensor ranks, of which some may have the same head."""
+        """Elements of one token's keys, over all tensor ranks, of which several may hold the same head."""
         return max(self.shape.num_kv_heads, self.tensor) * self.shape.head_dim
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the final norm and the head are here."""
+        """Whether it has the final norm and the head."""
         return self.stage == self.replica.layout.pipe - 1
 
     @property
     def has_varlen_kernel(self) -> bool:
-        """Whether attention takes packed sequences as they are; elsewhere they are padded in buckets."""
-        return not self.on_cpu and self.width < DTYPE_BYTES["fp32"]
+        """Whether attention reads packed sequences directly. Otherwise they are padded in buckets."""
+        return not self.on_cpu and self.width < FP32_BYTES
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """Elements of a model on one rank of a pipeline stage.
+
+    All numbers are those of data rank 0 and tensor rank 0. No other rank of the stage holds more: blocks are
+    equal except for the last ones, and the padding of a vocabulary takes memory too.
+    """
+
+    num_layers: int
+    """Decoder layers of the stage."""
+    layer: int
+    """One decoder layer, not sharded over the data axis."""
+    layer_shard: int
+    """The data rank's part of a layer."""
+    rest: int
+    """Embedding, final norm and head, if the stage has them, not sharded over the data axis."""
+    rest_shard: int
+    """The data rank's part of the rest."""
+    embedding: int
+    """The embedding if the stage looks tokens up, else 0."""
+    output: int
+    """The matrix that computes logits (the embedding if tied) if the stage does, else 0."""
+
+    @property
+    def total(self) -> int:
+        """All elements of the stage, not sharded over the data axis."""
+        return self.num_layers * self.layer + self.rest
+
+    @property
+    def total_shard(self) -> int:
+        """The data rank's part of all elements."""
+        return self.num_layers * self.layer_shard + self.rest_shard
+
+
+@lru_cache
+def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage: int) -> StageSizes:
+    """Return the elements of a stage.
+
+    Raises:
+        PlanError: when the tensor axis does not divide the model.
+    """
+    first, last = stage_layers(shape.num_layers, layout.pipe)[stage]
+    rest = [spec for spec in other_tensors(shape) if is_on_stage(spec, shape, stage, layout.pipe)]
+    unsharded = replace(layout, data=1)
+    is_last = stage == layout.pipe - 1
+    output_place = "embedding" if shape.is_tied else "head"
+    embedding = [spec for spec in rest if spec.place == "embedding" and stage == 0]
+    output = [spec for spec in rest if spec.place == output_place and is_last and shape.head == "lm"]
+    return StageSizes(
+        num_layers=last - first,
+        layer=_num_elements(layer_template(shape), traits, unsharded),
+        layer_shard=_num_elements(layer_template(shape), traits, layout),
+        rest=_num_elements(rest, traits, unsharded),
+        rest_shard=_num_elements(rest, traits, layout),
+        embedding=_num_elements(embedding, traits, unsharded),
+        output=_num_elements(output, traits, unsharded),
+    )
+
+
+def _num_elements(specs: Iterable[TensorSpec], traits: BackendTraits, layout: Layout) -> int:
+    boxes = (box_of(spec, traits, layout, (0, 0, 0)) for spec in specs)
+    return sum(numel(box) for box in boxes if box is not None)

@@ -1,4 +1,4 @@
-"""A plan that does not fit is refused, with the phase, the bytes and the nearest change that works."""
+"""Refusal of plans that do not fit into memory, with the smallest change that makes them fit."""
 
 from __future__ import annotations
 
@@ -14,92 +14,140 @@ from hflow.planner.forecast import PhaseMemory
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.layout import Layout
-from hflow.planner.memory.context import MOST_TENSOR_RANKS, devices_of, with_layouts
 from hflow.planner.memory.phases import memory_phases
+from hflow.planner.memory.with_layouts import MAX_TENSOR_RANKS, devices_of, with_layouts
 from hflow.planner.request import PlanRequest
 from hflow.planner.stream_workloads import stream_workloads
 
-# -------------------- Changes that may make a plan fit, the mildest first; whether one does is found by
-# trying it.
-# First come smaller micro-batches and recomputation, which change no result; then fewer sequences at once,
-# another layout on the same devices, bf16, and more devices.
+MAX_DEVICES = 4096
+"""Largest group to suggest."""
 
 
-MOST_DEVICES = 4096
+def check_memory(plan: Plan, request: PlanRequest, phases: Sequence[PhaseMemory]) -> None:
+    """Refuse a plan that needs more memory than its devices have.
+
+    Args:
+        plan: what was compiled.
+        request: what it was compiled from.
+        phases: what `memory_phases` returns for both.
+
+    Raises:
+        PlanError: naming the phase that needs most, its largest item, and a change after which all fits.
+    """
+    largest = max(phases, key=lambda phase: phase.total, default=None)
+    capacity = plan.cluster.memory_bytes
+    if largest is None or largest.total <= capacity:
+        return
+    name, size, _ = max((*largest.resident, *largest.transient), key=lambda item: item.num_bytes)
+    raise PlanError(
+        f"{largest.phase} needs {_gib(largest.total)} per device but only {_gib(capacity)} is available on "
+        f"{_device_range(largest.devices)}. Most of it is for {name} ({_gib(size)}). "
+        f"{_advice(plan, request, phases)}"
+    )
+
+
+def _advice(plan: Plan, request: PlanRequest, phases: Sequence[PhaseMemory]) -> str:
+    """Return the first suggestion after which every phase fits; else the best that was tried."""
+    capacity = plan.cluster.memory_bytes
+    overfull = [phase for phase in phases if phase.total > capacity]
+    tried: list[tuple[Suggestion, PhaseMemory]] = []
+    suggestions = chain(_on_same_devices(plan, request, overfull), _on_more_devices(plan, request, overfull))
+    for suggestion in suggestions:
+        peak = max(memory_phases(suggestion.plan, suggestion.request), key=lambda phase: phase.total)
+        if peak.total <= capacity:
+            return f"{suggestion.text[0].upper()}{suggestion.text[1:]} ({_gib(peak.total)})."
+        tried.append((suggestion, peak))
+    if not tried:
+        return "Use larger devices or a smaller model."
+    best, peak = min(tried, key=lambda pair: pair[1].total)
+    return (
+        f"No single change is enough: if you {best.text}, {peak.phase} still needs {_gib(peak.total)}. Use "
+        "larger devices or a smaller model."
+    )
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A changed plan, and the change in words that a user can type."""
+    """A change of a plan that may make it fit."""
 
     text: str
+    """The change as an imperative clause, such as `set models.actor.dtype=bf16`."""
     plan: Plan
     request: PlanRequest
 
 
-def remedies(plan: Plan, request: PlanRequest, over: Sequence[PhaseMemory]) -> Iterator[Suggestion]:
-    """Changes on the devices at hand: of each model that runs where too much is needed, then of all."""
-    used = _used(plan, over)
-    engines, trained = _models(used, "gen"), _models(used, "train")
-    tokens = _fewer_tokens(plan, request)
-    batched = [*trained, *_models(used, "infer")]
-    yield from _settings(plan, request, batched, "tokens_per_microbatch", tokens)
-    yield from _settings(plan, request, trained, "activation_checkpointing", _recomputing)
-    for remedy in _settings(plan, request, trained, "activation_checkpointing", _recomputing):
-        yield from _and(remedy, _settings(plan, remedy.request, trained, "tokens_per_microbatch", tokens))
+def _on_same_devices(
+    plan: Plan, request: PlanRequest, overfull: Sequence[PhaseMemory]
+) -> Iterator[Suggestion]:
+    """Yield changes that need no more devices, of each model in turn and then of all.
+
+    Smaller micro-batches and recomputation come first, as they change no result. Then fewer sequences at
+    once, other layouts, and bf16.
+    """
+    running = _running_replicas(plan, overfull)
+    engines, trained = _models(running, "gen"), _models(running, "train")
+    fewer_tokens = _fewer_tokens(plan, request)
+    batched = [*trained, *_models(running, "infer")]
+    yield from _settings(plan, request, batched, "tokens_per_microbatch", fewer_tokens)
+    yield from _settings(plan, request, trained, "activation_checkpointing", _recompute)
+    for suggestion in _settings(plan, request, trained, "activation_checkpointing", _recompute):
+        for other in _settings(plan, suggestion.request, trained, "tokens_per_microbatch", fewer_tokens):
+            yield replace(other, text=f"{suggestion.text} {other.text.removeprefix('set ')}")
     yield from _settings(plan, request, engines, "gen.max_running", _fewer_sequences)
-    groups = {phase.group for phase in over}
-    there = [replica for replica in plan.replicas if replica.group in groups]
-    for replica in there:
-        yield from _layouts(plan, request, replica)
-    yield from _all_devices(plan, request, there)
-    yield from _settings(plan, request, _models(there), "dtype", _narrower)
+    groups = {phase.group for phase in overfull}
+    in_groups = [replica for replica in plan.replicas if replica.group in groups]
+    for replica in in_groups:
+        yield from _other_layouts(plan, request, replica)
+    yield from _wider_layouts(plan, request, in_groups)
+    yield from _settings(plan, request, _models(in_groups), "dtype", _narrower_dtype)
 
 
-def more_devices(plan: Plan, request: PlanRequest, over: Sequence[PhaseMemory]) -> Iterator[Suggestion]:
-    """Twice, four times ... the devices of the group that needs most, its replicas growing by one axis."""
-    name = max(over, key=lambda phase: phase.total).group
-    replicas = [replica for replica in plan.replicas if replica.group == name]
-    num_devices = len(devices_of(plan, name))
+def _on_more_devices(
+    plan: Plan, request: PlanRequest, overfull: Sequence[PhaseMemory]
+) -> Iterator[Suggestion]:
+    """Yield two, four ... times the devices of the group that needs most, with its replicas grown."""
+    group = max(overfull, key=lambda phase: phase.total).group
+    replicas = [replica for replica in plan.replicas if replica.group == group]
+    num_devices = len(devices_of(plan, group))
     factor = 2
-    while num_devices * factor <= MOST_DEVICES:
-        for grown in (_more_data, _more_cuts):
+    while num_devices * factor <= MAX_DEVICES:
+        for grown in (_more_data_ranks, _more_shards):
             layouts = [grown(replica, factor) for replica in replicas]
             changed = with_layouts(plan, request, replicas, layouts, num_devices * factor)
             if changed is not None:
                 names = ", ".join(f"{r.name} as {to}" for r, to in zip(replicas, layouts, strict=True))
-                yield Suggestion(f"a group of {num_devices * factor} devices ({names})", changed, request)
+                yield Suggestion(f"use a group of {num_devices * factor} devices ({names})", changed, request)
         factor *= 2
 
 
-def _used(plan: Plan, over: Iterable[PhaseMemory]) -> list[Replica]:
-    """Replicas that run in these phases: those of nodes, and the engines of groups that generate."""
+def _running_replicas(plan: Plan, phases: Iterable[PhaseMemory]) -> list[Replica]:
+    """Return the replicas that run in these phases: those of nodes, and engines of groups that generate."""
     placed = {placement.node: placement.replicas[:1] for placement in plan.placements}
-    nodes = {name for phase in over for name in placed.get(phase.phase, ())}
-    generating = {phase.group for phase in over if phase.phase not in placed}
-    return [r for r in plan.replicas if r.name in nodes or (r.role == "gen" and r.group in generating)]
+    of_nodes = {name for phase in phases for name in placed.get(phase.phase, ())}
+    generating = {phase.group for phase in phases if phase.phase not in placed}
+    return [r for r in plan.replicas if r.name in of_nodes or (r.role == "gen" and r.group in generating)]
 
 
 def _models(replicas: Iterable[Replica], *roles: str) -> list[str]:
-    """Models with a replica of one of these roles; of any, without roles."""
+    """Return the models with a replica of one of these roles; without roles, of any."""
     return list(dict.fromkeys(r.model for r in replicas if not roles or r.role in roles))
 
 
 Values = Callable[[ModelConfig], Sequence[Any]]
-"""From what is asked for a model to values of one setting, the mildest first."""
+"""Return the values of a setting to try for a model, the smallest change first."""
 
 
 def _settings(
     plan: Plan, request: PlanRequest, models: Sequence[str], setting: str, values: Values
 ) -> Iterator[Suggestion]:
-    """One setting of each model, then of all of them together."""
+    """Yield changes of one setting, of each model and then of all of them together."""
     together = [tuple(models)] if len(models) > 1 else []
     for names in [*((name,) for name in models), *together]:
-        tried = [value for name in names for value in values(request.model(name))]
-        for value in dict.fromkeys(tried):
+        candidates = [value for name in names for value in values(request.model(name))]
+        for value in dict.fromkeys(candidates):
             changed = {name: _with(request.model(name), setting, value) for name in names}
-            text = " ".join(f"models.{name}.{setting}={str(value).lower()}" for name in names)
-            yield Suggestion(text, plan, replace(request, models={**request.models, **changed}))
+            overrides = " ".join(f"models.{name}.{setting}={str(value).lower()}" for name in names)
+            yield Suggestion(f"set {overrides}", plan, replace(request, models={**request.models, **changed}))
 
 
 def _with(model: ModelConfig, key: str, value: Any) -> ModelConfig:
@@ -109,131 +157,84 @@ def _with(model: ModelConfig, key: str, value: Any) -> ModelConfig:
     return replace(model, **{key: value})
 
 
-def _and(first: Suggestion, others: Iterable[Suggestion]) -> Iterator[Suggestion]:
-    """Each of the others on top of the first."""
-    for other in others:
-        yield Suggestion(f"{first.text} {other.text}", other.plan, other.request)
+def _fewer_sequences(model: ModelConfig) -> list[int]:
+    return _halves(model.gen.max_running, 1)
 
 
 def _fewer_tokens(plan: Plan, request: PlanRequest) -> Values:
-    """Half the tokens of a micro-batch and so on, down to the longest sequence."""
-    longest = max(lengths.prompt + lengths.max_response for _, lengths in stream_workloads(plan, request))
-    return lambda asked: _halves(asked.tokens_per_microbatch, longest)
+    """Return values that halve the tokens of a micro-batch, down to the longest sequence."""
+    longest = max(workload.prompt + workload.max_response for _, workload in stream_workloads(plan, request))
+    return lambda model: _halves(model.tokens_per_microbatch, longest)
 
 
-def _fewer_sequences(asked: ModelConfig) -> list[int]:
-    return _halves(asked.gen.max_running, 1)
-
-
-def _halves(number: int, least: int) -> list[int]:
-    """Half of it, a quarter, ... and the least."""
-    found = []
-    while number // 2 > least:
+def _halves(number: int, minimum: int) -> list[int]:
+    """Return half of a number, a quarter and so on, and the minimum."""
+    values = []
+    while number // 2 > minimum:
         number //= 2
-        found.append(number)
-    return [*found, least] if number > least else []
+        values.append(number)
+    return [*values, minimum] if number > minimum else []
 
 
-def _recomputing(asked: ModelConfig) -> list[bool]:
-    return [] if asked.activation_checkpointing else [True]
+def _recompute(model: ModelConfig) -> list[bool]:
+    return [] if model.activation_checkpointing else [True]
 
 
-def _narrower(asked: ModelConfig) -> list[str]:
-    return ["bf16"] if asked.compute_dtype == "fp32" else []
+def _narrower_dtype(model: ModelConfig) -> list[str]:
+    return ["bf16"] if model.compute_dtype == "fp32" else []
 
 
-def _layouts(plan: Plan, request: PlanRequest, replica: Replica) -> Iterator[Suggestion]:
-    """Other layouts of a replica on its group's devices: more data ranks, tensor ranks or stages."""
+def _other_layouts(plan: Plan, request: PlanRequest, replica: Replica) -> Iterator[Suggestion]:
+    """Yield other layouts on the devices of a replica's group: more data ranks, tensor ranks or stages."""
     num_devices, layout = len(devices_of(plan, replica.group)), replica.layout
-    found = [Layout(num_devices // (layout.tensor * layout.pipe), layout.tensor, layout.pipe)]
+    layouts = [Layout(num_devices // (layout.tensor * layout.pipe), layout.tensor, layout.pipe)]
     if traits(replica.backend).is_model_parallel:
         factors = [f for f in (2, 4, 8, 16, 32, 64) if layout.data % f == 0]
-        found += [Layout(layout.data // f, layout.tensor * f, layout.pipe) for f in factors]
-        found += [Layout(layout.data // f, layout.tensor, layout.pipe * f) for f in factors]
-    for other in found:
-        if other != layout and other.tensor <= MOST_TENSOR_RANKS:
+        layouts += [Layout(layout.data // f, layout.tensor * f, layout.pipe) for f in factors]
+        layouts += [Layout(layout.data // f, layout.tensor, layout.pipe * f) for f in factors]
+    for other in layouts:
+        if other != layout and other.tensor <= MAX_TENSOR_RANKS:
             changed = with_layouts(plan, request, [replica], [other], num_devices)
             if changed is not None:
-                yield Suggestion(f"{replica.name} as {other}", changed, request)
+                yield Suggestion(f"use layout {other} for {replica.name}", changed, request)
 
 
-def _all_devices(plan: Plan, request: PlanRequest, replicas: Sequence[Replica]) -> Iterator[Suggestion]:
-    """Data ranks on all devices of its group for every replica that leaves some out."""
+def _wider_layouts(plan: Plan, request: PlanRequest, replicas: Sequence[Replica]) -> Iterator[Suggestion]:
+    """Yield a plan in which all replicas that leave devices of their group unused have more data ranks."""
     changed: Plan | None = plan
     texts = []
     for replica in replicas:
-        layout, at_hand = replica.layout, len(devices_of(plan, replica.group))
-        wider = replace(layout, data=at_hand // (layout.tensor * layout.pipe))
+        layout, num_devices = replica.layout, len(devices_of(plan, replica.group))
+        wider = replace(layout, data=num_devices // (layout.tensor * layout.pipe))
         if wider != layout and changed is not None:
-            changed = with_layouts(changed, request, [replica], [wider], at_hand)
-            texts.append(f"{replica.name} as {wider}")
+            changed = with_layouts(changed, request, [replica], [wider], num_devices)
+            texts.append(f"{wider} for {replica.name}")
     if changed is not None and len(texts) > 1:
-        yield Suggestion(", ".join(texts), changed, request)
+        yield Suggestion(f"use layouts {', '.join(texts)}", changed, request)
 
 
-def _more_data(replica: Replica, factor: int) -> Layout:
+def _more_data_ranks(replica: Replica, factor: int) -> Layout:
     return replace(replica.layout, data=replica.layout.data * factor)
 
 
-def _more_cuts(replica: Replica, factor: int) -> Layout:
-    """More tensor ranks up to a machine's, then more stages, where the backend can."""
+def _more_shards(replica: Replica, factor: int) -> Layout:
+    """Return more tensor ranks up to those of a machine, then more stages, where the backend has them."""
     layout = replica.layout
     if not traits(replica.backend).is_model_parallel:
-        return _more_data(replica, factor)
-    tensor = min(layout.tensor * factor, max(MOST_TENSOR_RANKS, layout.tensor))
+        return _more_data_ranks(replica, factor)
+    tensor = min(layout.tensor * factor, max(MAX_TENSOR_RANKS, layout.tensor))
     return replace(layout, tensor=tensor, pipe=layout.pipe * layout.tensor * factor // tensor)
-
-
-def check_memory(plan: Plan, request: PlanRequest, phases: Sequence[PhaseMemory]) -> None:
-    """Refuse a plan whose devices would need more memory than they have.
-
-    Args:
-        plan: what was compiled.
-        request: what it was compiled from; the advice is a change of it.
-        phases: what `memory_phases` made of the two.
-
-    Raises:
-        PlanError: naming the phase that needs most, its largest item, and a change after which all fits.
-    """
-    worst = max(phases, key=lambda phase: phase.total, default=None)
-    capacity = plan.cluster.memory_bytes
-    if worst is None or worst.total <= capacity:
-        return
-    name, size = max((*worst.resident, *worst.transient), key=lambda item: item[1])
-    raise PlanError(
-        f"{worst.phase} needs {_gib(worst.total)} on {_devices(worst.devices)}, which has {_gib(capacity)}; "
-        f"most of it is for {name} ({_gib(size)}); {_advice(plan, request, phases)}"
-    )
-
-
-def _advice(plan: Plan, request: PlanRequest, phases: Sequence[PhaseMemory]) -> str:
-    """The mildest change after which every phase fits, found by trying; else what stands in the way."""
-    capacity = plan.cluster.memory_bytes
-    over = [phase for phase in phases if phase.total > capacity]
-    tried: list[tuple[Suggestion, PhaseMemory]] = []
-    for remedy in chain(remedies(plan, request, over), more_devices(plan, request, over)):
-        peak = max(memory_phases(remedy.plan, remedy.request), key=lambda phase: phase.total)
-        if peak.total <= capacity:
-            return f"{remedy.text} fits ({_gib(peak.total)})"
-        tried.append((remedy, peak))
-    if not tried:
-        return "take larger devices or a smaller model"
-    best, peak = min(tried, key=lambda pair: pair[1].total)
-    return (
-        f"no single change fits: even with {best.text} {peak.phase} needs {_gib(peak.total)}; take larger "
-        f"devices or a smaller model"
-    )
 
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
-def _devices(devices: tuple[int, ...]) -> str:
-    """`device 3`, `each of devices 0-7`, or `each of 4 devices from 1 to 7`."""
+def _device_range(devices: tuple[int, ...]) -> str:
+    """Return `device 3`, `devices 0-7`, or `4 devices from 1 to 7`."""
     first, last = devices[0], devices[-1]
     if len(devices) == 1:
         return f"device {first}"
     if last - first == len(devices) - 1:
-        return f"each of devices {first}-{last}"
-    return f"each of {len(devices)} devices from {first} to {last}"
+        return f"devices {first}-{last}"
+    return f"{len(devices)} devices from {first} to {last}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.planner.forecast import PhaseMemory
+from hflow.planner.forecast import MemoryCategory, PhaseMemory
 from hflow.planner.ir import Plan
 from hflow.report.formatting import bytes_text, plural, range_text, share_text
-from hflow.report.memory_classes import KINDS, DeviceClass, device_classes, kind_of
+from hflow.report.memory_classes import DeviceClass, device_classes
 
 MOST_CLASSES = 6
 """Number of device classes that are shown at once."""
@@ -72,13 +72,12 @@ def memory_view(plan: Plan) -> MemoryView | None:
     classes = sorted(device_classes(rows), key=lambda one: -one.peak.total)
     views = tuple(_class(one, scale, capacity) for one in classes)
     shown = {item.kind for view in views for bar in view.phases for item in bar.items}
-    names = [name for name, _ in KINDS] + ["other"]
     return MemoryView(
         capacity=bytes_text(capacity),
         capacity_at=round(100 * capacity / scale, 2),
         classes=views,
         num_shown=min(MOST_CLASSES, len(views)),
-        kinds=tuple((name, i) for i, name in enumerate(names, 1) if i in shown),
+        kinds=tuple((category.value, i) for i, category in enumerate(MemoryCategory, 1) if i in shown),
     )
 
 
@@ -102,12 +101,13 @@ def _class(one: DeviceClass, scale: float, capacity: int) -> ClassView:
 
 
 def _items(row: PhaseMemory, scale: float) -> Iterator[BarPiece]:
+    kinds = {category: i for i, category in enumerate(MemoryCategory, 1)}
     left = 0.0
-    for parts, is_transient in ((row.resident, False), (row.transient, True)):
-        for name, size in parts:
+    for items, is_transient in ((row.resident, False), (row.transient, True)):
+        for name, size, category in items:
             width = 100 * size / scale
             if size:
                 yield BarPiece(
-                    name, kind_of(name), is_transient, round(left, 3), round(width, 3), bytes_text(size)
+                    name, kinds[category], is_transient, round(left, 3), round(width, 3), bytes_text(size)
                 )
             left += width

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hflow.planner.forecast import PhaseMemory
+from hflow.planner.forecast import MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.ir import Plan
 from hflow.report.formatting import bytes_text, plural, range_text, share_text
-from hflow.report.memory_classes import KINDS, DeviceClass, device_classes, kind_of
+from hflow.report.memory_classes import DeviceClass, device_classes
 from hflow.report.plan_text.section import GAP, NO_FIGURES, Section, dim, number, table, text
 
-LETTERS = "wgoalkbrx"
-"""The letter of each kind in `KINDS`, and `x` for any other."""
-NAMES = (*(name for name, _ in KINDS), "other")
-COLOURS = (
-    "cyan",
-    "magenta",
-    "blue",
-    "green",
-    "yellow",
-    "red",
-    "dark_orange3",
-    "bright_black",
-    "bright_black",
-)
+LETTERS = dict(zip(MemoryCategory, "wgoalkbr", strict=True))
+COLOURS = {
+    MemoryCategory.WEIGHTS: "cyan",
+    MemoryCategory.GRADIENTS: "magenta",
+    MemoryCategory.OPTIMIZER: "blue",
+    MemoryCategory.ACTIVATIONS: "green",
+    MemoryCategory.LOGITS: "yellow",
+    MemoryCategory.KV_CACHE: "red",
+    MemoryCategory.BUFFERS: "dark_orange3",
+    MemoryCategory.RUNTIME: "bright_black",
+}
 FREE, LIMIT = "·", "|"
 
 
@@ -41,31 +38,28 @@ def memory_bar(phase: PhaseMemory, scale: int, capacity: int, width: int) -> Tex
         width: columns.
     """
     bar, filled, end = Text(), 0.0, 0
-    for parts, is_resident in ((phase.resident, True), (phase.transient, False)):
-        for kind, size in _by_kind(parts):
+    for items, is_resident in ((phase.resident, True), (phase.transient, False)):
+        for category, size in _by_category(items):
             filled += size
             start, end = end, round(filled / scale * width)
-            letter = LETTERS[kind].upper() if is_resident else LETTERS[kind]
-            bar.append(letter * (end - start), COLOURS[kind])
+            letter = LETTERS[category].upper() if is_resident else LETTERS[category]
+            bar.append(letter * (end - start), COLOURS[category])
     bar.append(FREE * (width - end), "dim")
     return bar if scale <= capacity else _marked(bar, round(capacity / scale * width))
 
 
-def legend(names: Iterable[str]) -> Text:
+def legend(used: Container[MemoryCategory]) -> Text:
     """Return the letters of the categories that occur."""
-    kinds = sorted({_kind(name) for name in names})
-    return Text("  ").join(Text.assemble((LETTERS[k], COLOURS[k]), f" {NAMES[k]}") for k in kinds)
+    categories = (category for category in MemoryCategory if category in used)
+    return Text("  ").join(Text.assemble((LETTERS[c], COLOURS[c]), f" {c}") for c in categories)
 
 
-def _by_kind(parts: Iterable[tuple[str, int]]) -> list[tuple[int, int]]:
-    sizes: dict[int, int] = {}
-    for name, size in parts:
-        sizes[_kind(name)] = sizes.get(_kind(name), 0) + size
-    return sorted(sizes.items())
-
-
-def _kind(name: str) -> int:
-    return kind_of(name) - 1
+def _by_category(items: Iterable[MemoryItem]) -> list[tuple[MemoryCategory, int]]:
+    """Return the bytes of each category that occurs, in the order of the categories."""
+    sizes: dict[MemoryCategory, int] = {}
+    for item in items:
+        sizes[item.category] = sizes.get(item.category, 0) + item.num_bytes
+    return [(category, sizes[category]) for category in MemoryCategory if category in sizes]
 
 
 def _marked(bar: Text, at: int) -> Text:
@@ -95,7 +89,7 @@ def memory_section(plan: Plan, width: int) -> Section:
     for shown in full:
         body += [_title(shown, capacity), _bars(shown, capacity, width), _items(shown), Text()]
     body += [dim(line) for line in _brief(brief, capacity)]
-    used = [name for row in plan.forecast.memory for name, _ in (*row.resident, *row.transient)]
+    used = {item.category for row in plan.forecast.memory for item in (*row.resident, *row.transient)}
     return Section("Memory", NOTE, (legend(used), Text(), *(body if brief else body[:-1])))
 
 
@@ -165,8 +159,8 @@ def _scale(peak: int, capacity: int) -> int:
 
 def _items(shown: DeviceClass) -> Text:
     """Return the items of the fullest phase, largest first."""
-    items = sorted((*shown.peak.resident, *shown.peak.transient), key=lambda item: -item[1])
-    words = ", ".join(f"{name} {bytes_text(size)}" for name, size in items if size)
+    items = sorted((*shown.peak.resident, *shown.peak.transient), key=lambda item: -item.num_bytes)
+    words = ", ".join(f"{item.name} {bytes_text(item.num_bytes)}" for item in items if item.num_bytes)
     return Text.assemble(dim(f"* {shown.peak.phase}: "), words)
 
 
