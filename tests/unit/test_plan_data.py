@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_graphs import cluster_of
 
-from hflow.planner.data.minibatches import SLACK, Load, assign, cut_minibatches, shards
+from hflow.planner.data.minibatches import SLACK, AssignmentUnit, assign_units, cut_minibatches, shards
 from hflow.planner.data.redistribute import Move, redistribute
 from hflow.planner.data.traffic_estimate import collective_steps, lower_bound_bytes, moved_bytes
 from hflow.planner.ir import BatchCut, EdgeRule
@@ -37,30 +37,30 @@ def nowhere(tokens):
 
 
 def as_loads(tokens):
-    return [Load(i, size) for i, size in enumerate(tokens)]
+    return [AssignmentUnit(i, size) for i, size in enumerate(tokens)]
 
 
 # ------------------------------------------------------------------------------------ assign
 def test_lognormal_lengths_are_balanced_within_a_percent():
     tokens = [int(x) + 1 for x in np.random.default_rng(0).lognormal(6.0, 1.0, 512)]
-    ranks = assign(as_loads(tokens), 8, nowhere(tokens))
+    ranks = assign_units(as_loads(tokens), 8, nowhere(tokens))
     loads = loads_of(ranks, tokens)
     assert max(loads) / (sum(loads) / 8) < 1.001
     at = [frozenset({random.Random(i).randrange(8)}) for i in range(512)]
-    loads = loads_of(assign(as_loads(tokens), 8, at), tokens)
+    loads = loads_of(assign_units(as_loads(tokens), 8, at), tokens)
     assert max(loads) / (sum(loads) / 8) < 1.01
 
 
 def test_units_stay_where_they_are_when_that_is_balanced():
     tokens = [5, 5, 5, 5]
     at = [frozenset({1}), frozenset({0}), frozenset({1}), frozenset({0})]
-    assert assign(as_loads(tokens), 2, at) == ((1, 3), (0, 2))
+    assert assign_units(as_loads(tokens), 2, at) == ((1, 3), (0, 2))
 
 
 def test_only_the_excess_leaves_a_crowded_rank():
     tokens = [1] * 12
     at = [frozenset({0})] * 8 + [frozenset({1})] * 2 + [frozenset({2})] * 2
-    ranks = assign(as_loads(tokens), 3, at)
+    ranks = assign_units(as_loads(tokens), 3, at)
     assert [len(rank) for rank in ranks] == [4, 4, 4]
     assert set(ranks[0]) < set(range(8))
     assert {8, 9} < set(ranks[1])
@@ -73,11 +73,11 @@ unit_tokens = st.lists(st.integers(0, 60), min_size=0, max_size=40)
 @given(unit_tokens, st.integers(1, 6), st.randoms(use_true_random=False))
 def test_assign_is_a_partition_within_the_limit(tokens, num_ranks, rng):
     at = [frozenset(rng.sample(range(num_ranks), rng.randint(0, num_ranks))) for _ in tokens]
-    ranks = assign(as_loads(tokens), num_ranks, at)
+    ranks = assign_units(as_loads(tokens), num_ranks, at)
     assert sorted(u for rank in ranks for u in rank) == list(range(len(tokens)))
     limit = max(longest_first(tokens, num_ranks), (1 + SLACK) * sum(tokens) / num_ranks)
     assert max(loads_of(ranks, tokens)) <= limit
-    assert ranks == assign(as_loads(tokens), num_ranks, at)
+    assert ranks == assign_units(as_loads(tokens), num_ranks, at)
 
 
 # -------------------------------------------------------------------------------------- cuts

@@ -1,4 +1,4 @@
-"""The frozen rules of data: what each batch node reads, and how train nodes cut their batch."""
+"""The data rules of a plan: what each batch node reads, and how train nodes cut their batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hflow.types import Unit
 def edge_rules(
     graph: Graph, levels: Mapping[str, Level], placements: Iterable[Placement]
 ) -> tuple[EdgeRule, ...]:
-    """One rule for every batch node, and for models that run as samples arrive."""
+    """Return one rule for every batch node, and for every model that runs as samples arrive."""
     at = {placement.node: placement for placement in placements}
     return tuple(
         _rule(node, at[node.name])
@@ -22,19 +22,19 @@ def edge_rules(
 
 
 def save_rule(placement: Placement, stream: str) -> EdgeRule:
-    """The rule of a node that saves a model: it reads no field."""
+    """Return the rule of a node that saves a model: it reads no fields."""
     return EdgeRule(placement.node, stream, (), placement.heads, by_group=False, policy="balanced")
 
 
 def batch_cuts(graph: Graph) -> tuple[tuple[str, BatchCut], ...]:
-    """How each train node cuts its batch."""
+    """Return how each train node cuts its batch."""
     return tuple((node.name, _cut(node)) for node in graph.nodes if node.spec.verb == "train")
 
 
 def keeps_groups_whole(node: Node) -> bool:
-    """Whether a group must stay on one rank: its members meet in the body or in the loss.
+    """Return whether a group must stay on one rank, because the body or the loss combines its samples.
 
-    A body that is given `Sequences` may look at groups, so it counts as one that does.
+    A body that receives `Sequences` may read groups, so it counts as one that does.
     """
     units = {read.unit for read in node.reads} | {returned.unit for returned in node.spec.returns}
     return (
@@ -53,7 +53,7 @@ def _cut(node: Node) -> BatchCut:
 
 def _rule(node: Node, placement: Placement) -> EdgeRule:
     fields = {f"{read.stream}/{read.field}" for read in node.reads if read.producer != node.name}
-    fields |= {f"{node.stream}/{name}" for name in _needed(node)}
+    fields |= {f"{node.stream}/{name}" for name in _required_fields(node)}
     return EdgeRule(
         consumer=node.name,
         stream=node.stream,
@@ -64,11 +64,11 @@ def _rule(node: Node, placement: Placement) -> EdgeRule:
     )
 
 
-def _needed(node: Node) -> tuple[str, ...]:
-    """Fields of its own stream that a verb needs beside the body's reads.
+def _required_fields(node: Node) -> tuple[str, ...]:
+    """Return the fields of its own stream that a node needs besides those that its body reads.
 
-    A forward needs the tokens. Numbers per token are 0 where the loss mask is 0, also in bodies of
-    samples and groups that fire by batch, and `Sequences` holds the mask.
+    A forward pass needs the tokens. Values per token are 0 where the loss mask is 0, also in per-sample and
+    per-group bodies that fire by batch, and `Sequences` holds the mask.
     """
     if any(kind == "output" for _, kind in node.spec.provided) or node.spec.verb in ("infer", "train"):
         return ("input_ids", "loss_mask")

@@ -1,7 +1,7 @@
-"""How a batch becomes minibatches, and minibatches the shards of dp ranks.
+"""`shards`: how a batch is cut into minibatches, and each minibatch is split over dp ranks.
 
-The cut comes before the split and knows nothing of ranks, so that results do not depend on
-data parallelism; every epoch of a step uses the same cut.
+The cut comes before the split and does not depend on the ranks, so that results do not depend on data
+parallelism. All epochs of a step use the same cut.
 """
 
 from __future__ import annotations
@@ -13,162 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from hflow.planner.data.redistribute import Holders, Place, Shards, by_place
+from hflow.planner.data.redistribute import FieldsByHolders, Holders, Shards, group_by_holders
 from hflow.planner.ir import BatchCut, EdgeRule
 from hflow.planner.layout import even_blocks
 
-# -------------------- `assign`: which dp rank gets which samples. Locality first, as far as balance
-# permits.
-
-
 SLACK = 0.005
-"""A rank may hold this fraction more than the mean for the sake of locality."""
-NUM_REPAIRS_PER_RANK = 4
+"""Fraction by which a rank may exceed the mean load for the sake of locality."""
+NUM_EXCHANGES_PER_RANK = 4
 NUM_SWAP_CANDIDATES = 64
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is assigned as a whole: a sample, or a group whose members must stay together."""
-
-    id: int
-    tokens: int
-
-
-def assign(units: Sequence[Load], num_ranks: int, holders: Sequence[Set[int]]) -> tuple[tuple[int, ...], ...]:
-    """Assign units to ranks, moving as few tokens as balance permits. Deterministic.
-
-    The limit of a rank is the heaviest load of the longest-first schedule (LPT: Graham, 1969), or
-    the mean and `SLACK` where that is more. Units stay with a holder up to the limit, the longest
-    first, so that what has to move is short and fills gaps well. No rank ends above the limit.
-
-    Args:
-        units: what to assign, with distinct ids.
-        num_ranks: number of ranks.
-        holders: for each unit, the ranks that hold its data.
-
-    Returns:
-        For each rank the ids of its units, ascending.
-    """
-    order = sorted(range(len(units)), key=lambda u: (-units[u].tokens, units[u].id))
-    tokens = [unit.tokens for unit in units]
-    limit = _limit([tokens[u] for u in order], num_ranks)
-    rank_of, loads = _stay(order, tokens, holders, num_ranks, limit)
-    _fill([u for u in order if u not in rank_of], tokens, loads, rank_of)
-    _repair(order, tokens, loads, rank_of, limit)
-    if max(loads) > limit:
-        rank_of = {}
-        _fill(order, tokens, [0] * num_ranks, rank_of)
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    for u, rank in rank_of.items():
-        ranks[rank].append(units[u].id)
-    return tuple(tuple(sorted(ids)) for ids in ranks)
-
-
-def _limit(descending: Sequence[int], num_ranks: int) -> float:
-    loads = [0] * num_ranks
-    for size in descending:
-        heapq.heapreplace(loads, loads[0] + size)
-    return max(max(loads), (1 + SLACK) * sum(descending) / num_ranks)
-
-
-def _stay(
-    order: Sequence[int], tokens: Sequence[int], holders: Sequence[Set[int]], num_ranks: int, limit: float
-) -> tuple[dict[int, int], list[int]]:
-    """Keep units with their least loaded holder up to the limit; those with a choice come last."""
-    loads = [0] * num_ranks
-    rank_of: dict[int, int] = {}
-    bound = [u for u in order if len(holders[u]) == 1]
-    free = [u for u in order if len(holders[u]) > 1]
-    for u in (*bound, *free):
-        load, rank = min((loads[rank], rank) for rank in holders[u])
-        if load + tokens[u] <= limit:
-            rank_of[u] = rank
-            loads[rank] += tokens[u]
-    return rank_of, loads
-
-
-def _fill(rest: Sequence[int], tokens: Sequence[int], loads: list[int], rank_of: dict[int, int]) -> None:
-    """Give what is left to the least loaded rank, the longest first."""
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for u in rest:
-        load, rank = heap[0]
-        rank_of[u] = rank
-        loads[rank] = load + tokens[u]
-        heapq.heapreplace(heap, (loads[rank], rank))
-
-
-def _repair(
-    order: Sequence[int], tokens: Sequence[int], loads: list[int], rank_of: dict[int, int], limit: float
-) -> None:
-    """Shift or swap units away from the heaviest rank until the limit holds or nothing helps.
-
-    Needed where units are few and long, so that what had to leave no longer fits anywhere.
-    """
-    if max(loads) <= limit:
-        return
-    place = {u: i for i, u in enumerate(order)}
-    members: list[list[int]] = [[] for _ in loads]
-    for u in order:
-        members[rank_of[u]].append(u)
-    for _ in range(NUM_REPAIRS_PER_RANK * len(loads)):
-        heavy = loads.index(max(loads))
-        change = _first_exchange(members, tokens, loads, heavy) if loads[heavy] > limit else None
-        if change is None:
-            return
-        for u, rank in change:
-            loads[rank_of[u]] -= tokens[u]
-            loads[rank] += tokens[u]
-            members[rank_of[u]].remove(u)
-            insort(members[rank], u, key=place.__getitem__)
-            rank_of[u] = rank
-
-
-def _first_exchange(
-    members: Sequence[Sequence[int]], tokens: Sequence[int], loads: Sequence[int], heavy: int
-) -> list[tuple[int, int]] | None:
-    """The best exchange with the lightest rank where there is one; units and where they go."""
-    lighter = [(load, rank) for rank, load in enumerate(loads) if load < loads[heavy]]
-    heapq.heapify(lighter)
-    while lighter:
-        load, rank = heapq.heappop(lighter)
-        exchange = _best_exchange(members, tokens, heavy, rank, loads[heavy] - load)
-        if exchange:
-            return exchange
-    return None
-
-
-def _best_exchange(
-    members: Sequence[Sequence[int]], tokens: Sequence[int], heavy: int, light: int, gap: int
-) -> list[tuple[int, int]]:
-    """The shift or swap that brings two ranks closest; empty when nothing lowers the heavier.
-
-    Moving `x` tokens leaves the gap `|gap - 2 x|`, so any 0 < x < gap helps. Members are by length, the
-    longest first.
-    """
-    ours, theirs = members[heavy][:NUM_SWAP_CANDIDATES], members[light][:NUM_SWAP_CANDIDATES]
-    exchanges = [(tokens[u], [(u, light)]) for u in ours]
-    exchanges += [(tokens[u] - tokens[w], [(u, light), (w, heavy)]) for u in ours for w in theirs]
-    useful = [(abs(gap - 2 * moved), i) for i, (moved, _) in enumerate(exchanges) if 0 < moved < gap]
-    return exchanges[min(useful)[1]][1] if useful else []
-
-
-def cut_minibatches(
-    groups: Sequence[int], cut: BatchCut, seed: int, step: int
-) -> tuple[tuple[int, ...], ...]:
-    """Cut whole groups into minibatches whose sizes differ by at most one.
-
-    Args:
-        groups: group ids; their order does not matter.
-        cut: how many minibatches; none is ever empty, so fewer groups make fewer of them.
-        seed: the run's seed.
-        step: together with the seed it decides the shuffle, and nothing else does.
-    """
-    shuffled = sorted(groups)
-    random.Random(f"minibatches/{seed}/{step}").shuffle(shuffled)
-    blocks = even_blocks(len(shuffled), min(cut.minibatches, len(shuffled)) or 1)
-    return tuple(tuple(sorted(shuffled[i] for i in block)) for block in blocks)
 
 
 def shards(
@@ -185,74 +37,222 @@ def shards(
 
     Args:
         rule: heads, fields and policy of the node.
-        cut: how a train node cuts its batch; None for other nodes, which see it whole.
-        groups: group id -> its samples that are left.
+        cut: how a train node cuts its batch; None for other nodes, which process it as a whole.
+        groups: group id -> its remaining samples.
         tokens: sample -> tokens.
-        holders: where the rule's fields lie; units stay where most of their tokens are.
+        holders: where the rule's fields are; samples stay where most of their data is, if balance permits.
         seed: the run's seed.
-        step: the step that the batch is bound to.
+        step: the step that the batch belongs to.
 
     Returns:
-        The samples of each rank; a rank's minibatch may be empty, but all have as many.
+        The samples of each rank. A minibatch of a rank may be empty, but all ranks have equally many.
     """
     minibatches = [tuple(sorted(groups))] if cut is None else cut_minibatches(list(groups), cut, seed, step)
     split = [_split(rule, [groups[g] for g in minibatch], tokens, holders) for minibatch in minibatches]
     return tuple(tuple(ranks[dp] for ranks in split) for dp in range(len(rule.heads)))
 
 
+def cut_minibatches(
+    groups: Sequence[int], cut: BatchCut, seed: int, step: int
+) -> tuple[tuple[int, ...], ...]:
+    """Cut whole groups into minibatches whose sizes differ by at most one.
+
+    Args:
+        groups: group ids; their order does not matter.
+        cut: the number of minibatches. None is ever empty: fewer groups make fewer minibatches.
+        seed: the run's seed.
+        step: only `seed` and `step` decide the shuffle.
+    """
+    shuffled = sorted(groups)
+    random.Random(f"minibatches/{seed}/{step}").shuffle(shuffled)
+    blocks = even_blocks(len(shuffled), min(cut.minibatches, len(shuffled)) or 1)
+    return tuple(tuple(sorted(shuffled[i] for i in block)) for block in blocks)
+
+
+@dataclass(frozen=True)
+class AssignmentUnit:
+    """What is assigned to a rank as a whole: a sample, or a group that must stay together."""
+
+    id: int
+    tokens: int
+
+
+def assign_units(
+    units: Sequence[AssignmentUnit], num_ranks: int, holders: Sequence[Set[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Assign units to ranks, moving as few tokens as balance permits. Deterministic.
+
+    The limit of a rank is the heaviest load of the longest-first schedule (LPT: Graham, 1969), or the mean
+    plus `SLACK` if that is more. No rank ends above the limit. Units stay with a holder up to the limit, the
+    longest first, so that the units that must move are short and fill gaps well.
+
+    Args:
+        units: units with distinct ids.
+        num_ranks: number of ranks.
+        holders: for each unit, the ranks that hold its data.
+
+    Returns:
+        For each rank the ids of its units, ascending.
+    """
+    order = sorted(range(len(units)), key=lambda u: (-units[u].tokens, units[u].id))
+    tokens = [unit.tokens for unit in units]
+    limit = _load_limit([tokens[u] for u in order], num_ranks)
+    rank_of, loads = _assign_to_holders(order, tokens, holders, num_ranks, limit)
+    _assign_to_lightest([u for u in order if u not in rank_of], tokens, loads, rank_of)
+    _exchange(order, tokens, loads, rank_of, limit)
+    if max(loads) > limit:
+        rank_of = {}
+        _assign_to_lightest(order, tokens, [0] * num_ranks, rank_of)
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for u, rank in rank_of.items():
+        ranks[rank].append(units[u].id)
+    return tuple(tuple(sorted(ids)) for ids in ranks)
+
+
 def _split(
     rule: EdgeRule, groups: Sequence[Sequence[int]], tokens: Mapping[int, int], holders: Holders
 ) -> tuple[tuple[int, ...], ...]:
-    """Split one minibatch, by groups or by samples; a unit is named by its first sample."""
+    """Split one minibatch by groups or by samples. The id of a unit is its first sample."""
     if rule.policy == "single":
         return (tuple(sorted(sample for group in groups for sample in group)),)
     units = groups if rule.by_group else [(sample,) for group in groups for sample in group]
     members = {unit[0] if len(unit) == 1 else min(unit): unit for unit in units if unit}
-    loads = [Load(name, sum(tokens[s] for s in unit)) for name, unit in members.items()]
-    places = by_place(rule.fields, holders)
+    loads = [AssignmentUnit(unit_id, sum(tokens[s] for s in unit)) for unit_id, unit in members.items()]
+    field_groups = group_by_holders(rule.fields, holders)
     ranks_of: dict[int, list[int]] = defaultdict(list)
     for dp, head in enumerate(rule.heads):
         ranks_of[head].append(dp)
-    at = _best_of_units(ranks_of, members.values(), tokens, places)
+    best = _best_ranks_of_units(ranks_of, members.values(), tokens, field_groups)
     return tuple(
-        tuple(sorted(sample for name in names for sample in members[name]))
-        for names in assign(loads, len(rule.heads), at)
+        tuple(sorted(sample for unit_id in ids for sample in members[unit_id]))
+        for ids in assign_units(loads, len(rule.heads), best)
     )
 
 
-def _best_of_units(
+def _best_ranks_of_units(
     ranks_of: Mapping[int, Sequence[int]],
     units: Iterable[Sequence[int]],
     tokens: Mapping[int, int],
-    places: Sequence[Place],
+    field_groups: Sequence[FieldsByHolders],
 ) -> list[frozenset[int]]:
-    """`_best_ranks` of each unit; of single samples with the same holders, of which there are many, once."""
+    """Return `_best_ranks` of each unit, computed once for all single samples with the same holders."""
     known: dict[tuple[frozenset[int], ...], frozenset[int]] = {}
-    found = []
+    best = []
     for unit in units:
         if len(unit) > 1:
-            found.append(_best_ranks(ranks_of, unit, tokens, places))
+            best.append(_best_ranks(ranks_of, unit, tokens, field_groups))
             continue
-        holders = tuple([at.get(unit[0], frozenset()) for at, _ in places])
+        holders = tuple([workers.get(unit[0], frozenset()) for workers, _ in field_groups])
         if holders not in known:
-            known[holders] = _best_ranks(ranks_of, unit, tokens, places)
-        found.append(known[holders])
-    return found
+            known[holders] = _best_ranks(ranks_of, unit, tokens, field_groups)
+        best.append(known[holders])
+    return best
 
 
 def _best_ranks(
     ranks_of: Mapping[int, Sequence[int]],
     unit: Iterable[int],
     tokens: Mapping[int, int],
-    places: Iterable[Place],
+    field_groups: Iterable[FieldsByHolders],
 ) -> frozenset[int]:
-    """The ranks whose workers hold most of a unit, in tokens times fields."""
+    """Return the ranks whose workers hold most of a unit, in tokens times fields."""
     weight: dict[int, int] = defaultdict(int)
     for sample in unit:
-        for at, fields in places:
-            for worker in at.get(sample, ()):
+        for workers, fields in field_groups:
+            for worker in workers.get(sample, ()):
                 if worker in ranks_of:
                     weight[worker] += tokens[sample] * len(fields)
-    most = max(weight.values(), default=0)
-    best = [worker for worker, held in weight.items() if most and held == most]
+    max_weight = max(weight.values(), default=0)
+    best = [worker for worker, own in weight.items() if max_weight and own == max_weight]
     return frozenset(dp for worker in best for dp in ranks_of[worker])
+
+
+def _load_limit(descending: Sequence[int], num_ranks: int) -> float:
+    loads = [0] * num_ranks
+    for size in descending:
+        heapq.heapreplace(loads, loads[0] + size)
+    return max(max(loads), (1 + SLACK) * sum(descending) / num_ranks)
+
+
+def _assign_to_holders(
+    order: Sequence[int], tokens: Sequence[int], holders: Sequence[Set[int]], num_ranks: int, limit: float
+) -> tuple[dict[int, int], list[int]]:
+    """Assign units to their least loaded holder up to the limit; units with several holders come last."""
+    loads = [0] * num_ranks
+    rank_of: dict[int, int] = {}
+    with_one = [u for u in order if len(holders[u]) == 1]
+    with_several = [u for u in order if len(holders[u]) > 1]
+    for u in (*with_one, *with_several):
+        load, rank = min((loads[rank], rank) for rank in holders[u])
+        if load + tokens[u] <= limit:
+            rank_of[u] = rank
+            loads[rank] += tokens[u]
+    return rank_of, loads
+
+
+def _assign_to_lightest(
+    units: Sequence[int], tokens: Sequence[int], loads: list[int], rank_of: dict[int, int]
+) -> None:
+    """Assign each unit, in this order, to the rank with the smallest load."""
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for u in units:
+        load, rank = heap[0]
+        rank_of[u] = rank
+        loads[rank] = load + tokens[u]
+        heapq.heapreplace(heap, (loads[rank], rank))
+
+
+def _exchange(
+    order: Sequence[int], tokens: Sequence[int], loads: list[int], rank_of: dict[int, int], limit: float
+) -> None:
+    """Shift or swap units away from the heaviest rank until the limit holds or no exchange helps.
+
+    This is needed if units are few and long, so that the units that had to move do not fit into any gap.
+    """
+    if max(loads) <= limit:
+        return
+    position = {u: i for i, u in enumerate(order)}
+    members: list[list[int]] = [[] for _ in loads]
+    for u in order:
+        members[rank_of[u]].append(u)
+    for _ in range(NUM_EXCHANGES_PER_RANK * len(loads)):
+        heavy = loads.index(max(loads))
+        exchange = _first_exchange(members, tokens, loads, heavy) if loads[heavy] > limit else None
+        if exchange is None:
+            return
+        for u, rank in exchange:
+            loads[rank_of[u]] -= tokens[u]
+            loads[rank] += tokens[u]
+            members[rank_of[u]].remove(u)
+            insort(members[rank], u, key=position.__getitem__)
+            rank_of[u] = rank
+
+
+def _first_exchange(
+    members: Sequence[Sequence[int]], tokens: Sequence[int], loads: Sequence[int], heavy: int
+) -> list[tuple[int, int]] | None:
+    """Return the best exchange with the lightest rank that has one, as units with their new ranks."""
+    lighter = [(load, rank) for rank, load in enumerate(loads) if load < loads[heavy]]
+    heapq.heapify(lighter)
+    while lighter:
+        load, rank = heapq.heappop(lighter)
+        exchange = _best_exchange(members, tokens, heavy, rank, loads[heavy] - load)
+        if exchange:
+            return exchange
+    return None
+
+
+def _best_exchange(
+    members: Sequence[Sequence[int]], tokens: Sequence[int], heavy: int, light: int, gap: int
+) -> list[tuple[int, int]]:
+    """Return the shift or swap that brings two ranks closest; empty if none lowers the heavier rank.
+
+    Moving `x` tokens changes the gap to `|gap - 2 x|`, so any 0 < x < gap helps. Only the longest members of
+    both ranks are tried.
+    """
+    ours, theirs = members[heavy][:NUM_SWAP_CANDIDATES], members[light][:NUM_SWAP_CANDIDATES]
+    exchanges = [(tokens[u], [(u, light)]) for u in ours]
+    exchanges += [(tokens[u] - tokens[w], [(u, light), (w, heavy)]) for u in ours for w in theirs]
+    useful = [(abs(gap - 2 * moved), i) for i, (moved, _) in enumerate(exchanges) if 0 < moved < gap]
+    return exchanges[min(useful)[1]][1] if useful else []

@@ -1,0 +1,1 @@
+"""How weights move from training to generation: shards of tensors, routes, and the slices of each route."""
