@@ -273,7 +273,7 @@ class ModelBackend(abc.ABC):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one sample is generated."""
+    """Settings that decide how one sample is generated."""
 
     temperature: float = 1.0
     """0 means greedy."""
@@ -294,7 +294,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What an engine has drawn for one request; the first three tuples have equal lengths."""
+    """The tokens that an engine has drawn for one request; the first three tuples have equal lengths."""
 
     ids: tuple[int, ...]
     """Drawn tokens, without the prompt."""
@@ -310,7 +310,7 @@ class GenerationEngine(abc.ABC):
     """A generation engine: a copy of a model, a KV cache and a scheduler.
 
     `hflow.workers.generation.engine_driver.EngineDriver` owns one. Its thread calls `add`, `cancel` and
-    `step`; the worker's thread calls the other methods, between two steps. A lock keeps the calls apart, so
+    `step`; the worker's thread calls the other methods, between two steps. A lock serializes the calls, so
     an engine need not be thread-safe, but it may be called from different threads.
 
     An engine begins asleep. While it generates, it is awake and has the weights of one version.

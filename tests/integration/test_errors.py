@@ -274,7 +274,10 @@ def test_the_first_refusal_of_a_kind_is_noted(
     [
         (score("return 'good'"), "node 'score': 'reward' must be a number, the body returned 'good'"),
         (score("return 1.0, 2.0"), "node 'score': 'reward' must be a number, the body returned (1.0, 2.0)"),
-        (score("return 10 ** 400"), "node 'score': 'reward' must be a number, the body returned one of more"),
+        (
+            score("return 10 ** 400"),
+            "node 'score': 'reward' must be a number, the body returned a number of more",
+        ),
         (
             score("return float('nan')"),
             "norm is nan at update 0 of step 0; its input 'advantages' is not finite",

@@ -59,7 +59,7 @@ class PackedBatch(PackedTokens):
     valid: dict[Unit, Tensor]
     """Which entries of each unit count: bool `[T]`, `[S]`, `[P]`."""
     num_valid: dict[Unit, int]
-    """How many entries of each unit count."""
+    """Number of entries of each unit that count."""
 
 
 def prepare_batch(batch: Batch, head: str, mask_field: str | None = None) -> Batch:

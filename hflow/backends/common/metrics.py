@@ -68,11 +68,11 @@ class MetricAccumulator:
             sums: this rank's part of further numbers, which are summed over the ranks.
         """
         numbers = torch.stack(list(self._values.values())).tolist() if self._values else []
-        mine = {name: (x, self._counts[name]) for name, x in zip(self._values, numbers, strict=True)}
-        by_rank: list[Any] = [(mine, sums)]
+        local_metrics = {name: (x, self._counts[name]) for name, x in zip(self._values, numbers, strict=True)}
+        by_rank: list[Any] = [(local_metrics, sums)]
         if group is not None:
             by_rank = [None] * group.size()
-            dist.all_gather_object(by_rank, (mine, sums), group=group)
+            dist.all_gather_object(by_rank, (local_metrics, sums), group=group)
         totals = {name: sum(rank_sums[name] for _, rank_sums in by_rank) for name in sums}
         return _combine([metrics for metrics, _ in by_rank]) | totals
 

@@ -68,8 +68,8 @@ class MicrobatchSplitter:
     def rows(self, call: NodeCall, batch: Batch) -> list[list[int]]:
         """Return the rows of each micro-batch, of at most `max_tokens` tokens.
 
-        A group stays in one micro-batch where the body reads or returns groups, whatever its size; otherwise
-        where it fits, so that its members can share the computation of their prompt.
+        A group stays in one micro-batch if the body reads or returns groups, even if it exceeds the budget;
+        otherwise if it fits, so that its members can share the computation of their prompt.
         """
         by_group = any(unit == Unit.GROUP for _, unit in call.returns)
         by_group = by_group or any(read.field == "group" for read in call.reads)
@@ -90,18 +90,18 @@ class MicrobatchSplitter:
     def _agree(self, merged: list[Batch | None], splits: list[list[Batch]]) -> list[list[int]]:
         """Return for each minibatch the largest number of micro-batches, and the counts of all ranks."""
         counts = [dict.fromkeys(_UNITS, 0) if b is None else count_valid(b) for b in merged]
-        mine = [
+        local_counts = [
             [len(split), *(count[u] for u in _UNITS)] for split, count in zip(splits, counts, strict=True)
         ]
-        by_rank = self._gather(mine)
+        by_rank = self._gather(local_counts)
         agreed = torch.cat([by_rank[:, :, :1].amax(0), by_rank[:, :, 1:].sum(0)], dim=1)
         return [[int(x) for x in row] for row in agreed.tolist()]
 
     def _gather(self, rows: list[list[int]]) -> torch.Tensor:
         """Return the integers of all ranks, `[ranks, ...]`."""
-        mine = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        local_counts = torch.tensor(rows, dtype=torch.int64, device=self.device)
         if self.group is None:
-            return mine[None]
-        parts = [torch.empty_like(mine) for _ in range(self.group.size())]
-        dist.all_gather(parts, mine, group=self.group)
+            return local_counts[None]
+        parts = [torch.empty_like(local_counts) for _ in range(self.group.size())]
+        dist.all_gather(parts, local_counts, group=self.group)
         return torch.stack(parts)

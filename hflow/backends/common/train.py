@@ -114,8 +114,8 @@ def _likely_cause(minibatch: Minibatch, group: ProcessGroup | None) -> str:
     """Explain a gradient that is not finite: by an input of any rank that is not finite, else by the loss."""
     names: list[str | None] = [_infinite_input(minibatch)]
     if group is not None:
-        mine, names = names[0], [None] * group.size()
-        dist.all_gather_object(names, mine, group=group)
+        local_name, names = names[0], [None] * group.size()
+        dist.all_gather_object(names, local_name, group=group)
     name = next((name for name in names if name is not None), None)
     if name is not None:
         return f"its input {name!r} is not finite, so check the node that computes it"

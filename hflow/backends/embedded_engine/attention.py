@@ -26,7 +26,7 @@ ATTENTION = "hflow_embedded"
 
 @dataclass(frozen=True)
 class PackedStep:
-    """What attention needs to know of a step."""
+    """Inputs of attention in one step."""
 
     cache: KVCache
     num_decoding: int

@@ -54,7 +54,7 @@ def admit(waiting: deque[GenerationRequest], free_slots: int, token_budget: int)
     """Take requests from the front of `waiting`, in order, and group those with equal prompts.
 
     Stops at the first request without a free slot, or whose prompt would exceed the budget of distinct prompt
-    tokens. The first prompt of a step is admitted whatever its length.
+    tokens. The first prompt of a step is admitted regardless of its length.
     """
     groups: dict[tuple[int, ...], list[GenerationRequest]] = {}
     num_tokens = 0

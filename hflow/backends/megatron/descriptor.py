@@ -18,13 +18,13 @@ launches them, so that collectives between tensor ranks begin before the product
 FSDP2 needs the default of several, so the variable is set only for tensor ranks."""
 
 
-def _make_model(settings: ModelSettings, seat: RankPosition) -> Any:
+def _make_model(settings: ModelSettings, position: RankPosition) -> Any:
     from hflow.backends.megatron.device import prepare
 
     prepare(settings.device)  # before anything imports megatron
     from hflow.backends.megatron.backend import MegatronModel
 
-    return MegatronModel(settings, seat)
+    return MegatronModel(settings, position)
 
 
 def _environment(replica: Replica, device: str) -> Mapping[str, str]:

@@ -51,8 +51,8 @@ class MegatronRunner:
                 return None
             return returned_fields(call, tokens, self._output(call, tokens, hidden))
 
-        def run_forwards(mine: Minibatch | None) -> list[Batch]:
-            (minibatch,) = self._receive(None if mine is None else [mine])
+        def run_forwards(head_minibatch: Minibatch | None) -> list[Batch]:
+            (minibatch,) = self._receive(None if head_minibatch is None else [head_minibatch])
             results = self.schedule.forward(self._microbatches(minibatch), finish)
             return [result for result in results if result is not None]
 
@@ -80,15 +80,15 @@ class MegatronRunner:
             self.schedule.backward(self._microbatches(minibatch), microbatch_loss)
 
         parallel = self.stage.parallel
-        mine = self.splitter.minibatches(call, shards) if parallel.is_head else None
-        minibatches = self._receive(mine)
+        head_minibatches = self.splitter.minibatches(call, shards) if parallel.is_head else None
+        minibatches = self._receive(head_minibatches)
         self.stage.module.train()
         record = run_train(call, step, minibatches, accumulate, optimizer, parallel.group)
         return record.finish(self.splitter.group) if parallel.is_head else {}
 
-    def _receive(self, mine: Sequence[Minibatch] | None) -> list[Minibatch]:
-        """Return the minibatches of this data index's head; `mine` is None on other ranks."""
-        return broadcast_minibatches(self.stage.parallel, mine, self.stage.device)
+    def _receive(self, head_minibatches: Sequence[Minibatch] | None) -> list[Minibatch]:
+        """Return the minibatches of this data index's head; `head_minibatches` is None on other ranks."""
+        return broadcast_minibatches(self.stage.parallel, head_minibatches, self.stage.device)
 
     def _microbatches(self, minibatch: Minibatch) -> list[PackedTokens]:
         """Return the micro-batches on the device, the same number on every rank.
@@ -116,7 +116,7 @@ Value = TypeVar("Value")
 
 
 def broadcast_minibatches(
-    parallel: ParallelState, mine: Sequence[Minibatch] | None, device: torch.device
+    parallel: ParallelState, head_minibatches: Sequence[Minibatch] | None, device: torch.device
 ) -> list[Minibatch]:
     """Send a head's minibatches to the tensor and pipeline ranks of its data index; a collective over them.
 
@@ -125,13 +125,13 @@ def broadcast_minibatches(
 
     Args:
         parallel: this rank's layout.
-        mine: the head's minibatches, prepared and split; None on other ranks.
+        head_minibatches: the head's minibatches, prepared and split; None on other ranks.
         device: device for collectives of these groups.
 
     Returns:
         The head's minibatches; on stages before the last one, without the columns that only the body reads.
     """
-    whole = None if mine is None else list(mine)
+    whole = None if head_minibatches is None else list(head_minibatches)
     tensor_ranks = parallel.groups.tp
     if parallel.pipe == 1:
         return _broadcast(whole, tensor_ranks, 0, device)

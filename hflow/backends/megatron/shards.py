@@ -77,11 +77,11 @@ def _written_parameters(stage: Stage) -> list[MappedParameter]:
     ]
     written = []
     for index, versions in enumerate(zip(*by_rank, strict=True)):
-        mine = versions[parallel.t]
-        holders = [t for t, other in enumerate(versions) if other.parts == mine.parts]
+        local_version = versions[parallel.t]
+        holders = [t for t, other in enumerate(versions) if other.parts == local_version.parts]
         is_on_other_stage = all(other.is_copy for other in versions)
         if not is_on_other_stage and holders[index % len(holders)] == parallel.t:
-            written.append(mine)
+            written.append(local_version)
     return written
 
 

@@ -106,10 +106,14 @@ def _gather_bucket(
     parallel, shapes = stage.parallel, [versions[0].shape for versions in bucket]
     lengths = [math.prod(shape) for shape in shapes]
     total, piece_size = sum(lengths), BUCKET_BYTES // dtype.itemsize
-    mine = [values[versions[0].name].detach().reshape(-1) for versions in bucket] if parallel.p == p else []
+    local_tensors = (
+        [values[versions[0].name].detach().reshape(-1) for versions in bucket] if parallel.p == p else []
+    )
     if parallel.tensor * parallel.pipe == 1:
-        return [flat.to(dtype).view(1, *shape) for flat, shape in zip(mine, shapes, strict=True)]
-    flat = mine[0] if len(mine) == 1 else torch.cat(mine) if mine else None
+        return [flat.to(dtype).view(1, *shape) for flat, shape in zip(local_tensors, shapes, strict=True)]
+    flat = (
+        local_tensors[0] if len(local_tensors) == 1 else torch.cat(local_tensors) if local_tensors else None
+    )
     received = torch.empty(parallel.tensor, total if is_receiver else 0, dtype=dtype, device=stage.device)
     for start in range(0, total, piece_size):
         stop = min(start + piece_size, total)

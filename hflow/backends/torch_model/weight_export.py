@@ -120,9 +120,9 @@ def _gather_bucket(bucket: list[tuple[str, DTensor]]) -> Iterator[Named]:
     num_ranks = group.size()
     sizes = [[_num_held(x, rank, num_ranks) for _, x in bucket] for rank in range(num_ranks)]
     width = max(map(sum, sizes))
-    mine = torch.cat([x.to_local().reshape(-1) for _, x in bucket])
-    padded = mine.new_zeros(width)
-    padded[: len(mine)] = mine
+    local_entries = torch.cat([x.to_local().reshape(-1) for _, x in bucket])
+    padded = local_entries.new_zeros(width)
+    padded[: len(local_entries)] = local_entries
     received = padded.new_empty(num_ranks, width)
     dist.all_gather_into_tensor(received.view(-1), padded, group)
     by_rank = [row[: sum(lengths)].split(lengths) for row, lengths in zip(received, sizes, strict=True)]
