@@ -34,13 +34,12 @@ from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import (
     ModelSettings,
     NodeCall,
-    OptimSettings,
     RankPosition,
     SamplingParams,
     TrainShard,
 )
 from hflow.backends.torch_model.backend import TorchModel
-from hflow.config.schema import GenConfig, ModelConfig, ScheduleConfig, WorkloadConfig
+from hflow.config.schema import GenConfig, ModelConfig, OptimConfig, ScheduleConfig, WorkloadConfig
 from hflow.data.batch import Batch, Column
 from hflow.dsl import bind
 from hflow.graph.build import build_graph
@@ -208,7 +207,7 @@ def settings(case: Case, architecture: dict[str, Any]) -> ModelSettings:
         dtype=case.dtype,
         activation_checkpointing=case.recompute,
         tokens_per_microbatch=case.budget,
-        optim=OptimSettings(lr=1e-5),
+        optim=OptimConfig(lr=1e-5),
     )
 
 

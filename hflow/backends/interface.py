@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hflow.config.schema import OptimConfig
 from hflow.metrics import declare
 
 if TYPE_CHECKING:
@@ -42,26 +43,6 @@ NUM_TRAINED_TOKENS = declare("{node}/num_tokens", "tokens", "learned tokens of t
 
 SHARDS = "shards"
 """Subdirectory of a saved model that holds its sharded checkpoint (`ModelBackend.save_shards`)."""
-
-
-@dataclass(frozen=True)
-class OptimSettings:
-    """Settings of AdamW and its learning-rate schedule."""
-
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    """Applied to matrices only, not to norms and biases."""
-    warmup_steps: int = 0
-    """Optimizer steps over which the learning rate rises linearly to `lr`."""
-    schedule: str = "constant"
-    """`constant | linear | cosine`, over `total_steps` optimizer steps after the warm-up."""
-    min_lr_ratio: float = 0.0
-    """Final learning rate as a fraction of `lr`."""
-    total_steps: int = 0
-    clip_grad: float = 1.0
-    """Maximum global gradient norm; 0 turns clipping off."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +69,9 @@ class ModelSettings:
     CUDA, where it saves memory at no cost, and off for gloo, where it costs time."""
     tokens_per_microbatch: int = 16384
     """Maximum tokens of a micro-batch; a longer sequence is a micro-batch of its own."""
-    optim: OptimSettings = field(default_factory=OptimSettings)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    num_updates: int = 0
+    """Optimizer steps of the model in the whole run, over which its learning rate decays."""
     save_optimizer: bool = True
     """Whether saving a trainable model includes its optimizer's state."""
     resume: bool = False

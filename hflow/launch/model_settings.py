@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
-from hflow.backends.interface import SHARDS, ModelSettings, OptimSettings
+from hflow.backends.interface import SHARDS, ModelSettings
 from hflow.config import ModelConfig
-from hflow.config.schema import OptimConfig
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError
 from hflow.graph.model import Model
 from hflow.launch.compile import Compiled
 from hflow.launch.model_metadata import model_dtype
+from hflow.launch.plan_request import num_firings
 
 
 def model_settings(compiled: Compiled) -> dict[str, ModelSettings]:
@@ -70,7 +69,8 @@ def _settings(compiled: Compiled, spec: Model) -> ModelSettings:
         activation_checkpointing=own.activation_checkpointing,
         sequence_parallel=own.sequence_parallel,
         tokens_per_microbatch=own.tokens_per_microbatch,
-        optim=_optim(own.optim, _num_updates(compiled, spec.name)),
+        optim=own.optim,
+        num_updates=_num_updates(compiled, spec.name),
         save_optimizer=own.save_optimizer,
         resume=_resumes(spec, own),
     )
@@ -102,10 +102,6 @@ def _resumes(spec: Model, own: ModelConfig) -> bool:
     return True
 
 
-def _optim(config: OptimConfig, total_steps: int) -> OptimSettings:
-    return OptimSettings(**{**dataclasses.asdict(config), "total_steps": total_steps})
-
-
 def _num_updates(compiled: Compiled, model: str) -> int:
     """Optimizer steps of a model in the whole run."""
     cuts = dict(compiled.plan.cuts)
@@ -113,6 +109,5 @@ def _num_updates(compiled: Compiled, model: str) -> int:
     for node in compiled.graph.nodes:
         if model in node.spec.writes_weights and node.name in cuts:
             cut, spec = cuts[node.name], node.spec
-            fired = len(range(spec.after, compiled.config.steps, spec.every))
-            updates += fired * cut.minibatches * cut.epochs
+            updates += num_firings(spec, compiled.config.steps) * cut.minibatches * cut.epochs
     return updates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 from hflow.config import ModelConfig, RunConfig, flatten
 from hflow.config.hardware import HardwareKind, read_hardware
 from hflow.errors import ConfigError, nearest
-from hflow.graph.ir import Graph
+from hflow.graph.ir import Graph, NodeSpec
 from hflow.graph.model import Model
 from hflow.launch.model_metadata import model_dtype, model_shape, overruled_architectures
 from hflow.planner.cluster import device_of, parse_cluster
@@ -128,13 +129,28 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         hardware=hardware,
         workload=config.workload,
         settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
-        warnings=overruled_architectures(config),
+        warnings=(*overruled_architectures(config), *_untrained_warnings(config, graph)),
     )
 
 
 def _model(config: RunConfig, graph: Graph, spec: Model) -> ModelConfig:
     """Return the configuration of a model with its `dtype` decided."""
     return replace(config.models.get(spec.name, ModelConfig()), dtype=model_dtype(config, graph, spec))
+
+
+def _untrained_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
+    """Yield a warning for each train node that never fires, because its `after` is not less than `steps`."""
+    for node in graph.nodes:
+        if node.spec.verb == "train" and not num_firings(node.spec, config.steps):
+            yield (
+                f"{node.name} never fires: it starts after {node.spec.after} steps, and the run has "
+                f"{config.steps}. Set steps to more than {node.spec.after}, or nodes.{node.name}.after=0."
+            )
+
+
+def num_firings(spec: NodeSpec, num_steps: int) -> int:
+    """Return how often a batch node fires in a run."""
+    return len(range(spec.after, num_steps, spec.every))
 
 
 def _shapes(config: RunConfig, graph: Graph) -> dict[str, ModelShape]:

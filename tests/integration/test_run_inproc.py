@@ -83,6 +83,13 @@ def test_what_a_run_writes_loads_with_transformers(checkpoint: Path) -> None:
         assert model(ids).logits.shape == (1, 7, 32)
 
 
+def test_a_model_whose_train_node_never_fires_can_run(tmp_path: Path) -> None:
+    short = ["steps=2", "batch=4", "models.actor.path=null"]
+    summary = run("recipes/ppo.py", tmp_path, *INPROC, *short)
+    assert summary.steps == 2
+    assert not any("actor_train/loss" in row for row in steps_of(summary))
+
+
 @pytest.fixture(scope="module", params=["grpo", "sft"])
 def whole(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory

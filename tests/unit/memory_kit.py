@@ -13,8 +13,9 @@ import torch_kit as kit
 from model_configs import model_config
 from torch.profiler import ProfilerActivity, profile
 
-from hflow.backends.interface import ModelSettings, OptimSettings, RankPosition, TrainShard
+from hflow.backends.interface import ModelSettings, RankPosition, TrainShard
 from hflow.backends.torch_model.backend import TorchModel
+from hflow.config.schema import OptimConfig
 from hflow.data.batch import Batch, Column
 from hflow.planner.backends import ENGINES
 from hflow.planner.forecast import MemoryItem
@@ -117,7 +118,7 @@ def real_peaks(
 ) -> tuple[int, int]:
     """Bytes of a second training step and of an inference, beyond weights and optimizer state."""
     settings = ModelSettings(
-        "m", trainable=True, architecture=architecture, optim=OptimSettings(lr=1e-4), **changes
+        "m", trainable=True, architecture=architecture, optim=OptimConfig(lr=1e-4), **changes
     )
     model, batch = (
         TorchModel(settings, seat or RankPosition()),

@@ -300,6 +300,12 @@ def test_a_checkpoint_goes_before_the_architecture(tmp_path):
     assert same.warnings == ()
 
 
+def test_a_train_node_that_never_fires():
+    (warning,) = requested(PPO, "steps=10", "models.actor.path=null").warnings
+    assert warning.startswith("actor_train never fires: it starts after 10 steps, and the run has 10.")
+    assert requested(PPO, "steps=11", "models.actor.path=null").warnings == ()
+
+
 def test_a_family_that_the_backend_does_not_build(tmp_path):
     gpt2 = checkpoint(tmp_path, json.dumps({"model_type": "gpt2"}))
     assert "actor" not in requested(GRPO, gpt2).shapes

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from hflow import algo
-from hflow.backends.interface import ModelSettings, NodeCall, OptimSettings, RankPosition, TrainShard
+from hflow.backends.interface import ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.torch_model.backend import TorchModel
+from hflow.config.schema import OptimConfig
 from hflow.data.batch import Batch, Column
 from hflow.graph.ir import Read
 from hflow.types import Unit
@@ -33,7 +34,7 @@ SETTINGS = ModelSettings(
     architecture=ARCHITECTURE,
     seed=3,
     # A large eps: gradients that are zero but for rounding (key biases) must not become steps.
-    optim=OptimSettings(lr=1e-2, eps=1e-3, weight_decay=0.1, warmup_steps=2, clip_grad=0.5),
+    optim=OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, warmup_steps=2, clip_grad=0.5),
 )
 
 

@@ -16,14 +16,15 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from hflow.backends.common.learning_rate import check_schedule, learning_rate
-from hflow.backends.interface import ModelSettings, OptimSettings
+from hflow.backends.common.learning_rate import learning_rate
+from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.master_weights import (
     load_master_weights,
     separate_master_weights,
     updated_ranges,
 )
 from hflow.backends.megatron.model import Stage
+from hflow.config.schema import OptimConfig
 
 
 class MegatronOptimizer:
@@ -35,12 +36,10 @@ class MegatronOptimizer:
 
     def __init__(self, stage: Stage, model: ModelSettings) -> None:
         """Move the stage's weights into contiguous buffers, with fp32 gradients, and load master weights."""
-        settings = model.optim
-        check_schedule(settings)
-        self._settings = settings
+        self._optim, self._num_updates = model.optim, model.num_updates
         self.module = _wrap_for_gradient_sums(stage)
         """The stage's module with its gradient buffers, through which forward and backward passes run."""
-        self._inner = _distributed_optimizer(stage, self.module, settings)
+        self._inner = _distributed_optimizer(stage, self.module, model.optim)
         self.ranges = updated_ranges(stage, self._inner)
         """Parameter name -> the range that this rank updates."""
         self.master_weights = separate_master_weights(stage, self.ranges)
@@ -51,7 +50,7 @@ class MegatronOptimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return learning_rate(self._settings, self.num_steps)
+        return learning_rate(self._optim, self.num_steps, self._num_updates)
 
     def zero_grad(self) -> None:
         """Set all gradients to 0, before the first backward pass of a minibatch."""
@@ -66,8 +65,8 @@ class MegatronOptimizer:
 
     def step(self, norm: float) -> None:
         """Clip by the norm that `gradient_norm` returned, update, and gather the weights; a collective."""
-        if self._settings.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(self._inner.get_parameters(), self._settings.clip_grad, norm)
+        if self._optim.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(self._inner.get_parameters(), self._optim.clip_grad, norm)
         for group in self._inner.param_groups:
             group["lr"] = self.lr
         self._inner.step_with_ready_grads()
@@ -102,21 +101,21 @@ def _finalize_gradients(
 
 
 @torch.no_grad()  # it updates views of the weights, which would not be leaves
-def _distributed_optimizer(stage: Stage, module: Any, settings: OptimSettings) -> Any:
+def _distributed_optimizer(stage: Stage, module: Any, optim: OptimConfig) -> Any:
     groups = stage.parallel.groups
     adam = GroupAdamW(
-        _param_groups(stage.module, settings.weight_decay),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
+        _param_groups(stage.module, optim.weight_decay),
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
     )
     config = OptimizerConfig(
         optimizer="adam",
-        lr=settings.lr,
+        lr=optim.lr,
         bf16=stage.dtype == torch.bfloat16,
         params_dtype=stage.dtype,
         use_distributed_optimizer=True,
-        clip_grad=settings.clip_grad,
+        clip_grad=optim.clip_grad,
     )
     # It reads the layout of the state from these module globals, not from the optimizer.
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True

@@ -45,7 +45,7 @@ class TorchModel(ModelBackend):
         self._model, head = build(settings)
         self._runner = self._make_runner(head)
         self._optimizer = (
-            TorchOptimizer(self._runner.module.parameters(), settings.optim, self.group)
+            TorchOptimizer(self._runner.module.parameters(), settings, self.group)
             if settings.trainable
             else None
         )

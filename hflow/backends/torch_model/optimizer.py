@@ -12,25 +12,25 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from hflow.backends.common.learning_rate import check_schedule, learning_rate
-from hflow.backends.interface import OptimSettings
+from hflow.backends.common.learning_rate import learning_rate
+from hflow.backends.interface import ModelSettings
 
 
 class TorchOptimizer:
     """AdamW on this rank's shards as plain tensors. Vectors (norms, biases) have no weight decay."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], settings: OptimSettings, group: ProcessGroup | None
+        self, parameters: Iterable[nn.Parameter], model: ModelSettings, group: ProcessGroup | None
     ) -> None:
         """Prepare AdamW.
 
         Args:
             parameters: the model's weights.
-            settings: of AdamW and its schedule.
+            model: its settings, with those of AdamW and its schedule.
             group: the ranks that the weights are sharded over; None for one.
         """
-        check_schedule(settings)
-        self._settings = settings
+        optim = model.optim
+        self._optim, self._num_updates = optim, model.num_updates
         self._group = group
         self._weights = list(parameters)
         self._shards = [nn.Parameter(local_shard(weight.detach())) for weight in self._weights]
@@ -42,10 +42,10 @@ class TorchOptimizer:
         ]
         self._adamw = torch.optim.AdamW(
             param_groups,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
             fused=True,
         )
         self.num_steps = 0
@@ -53,7 +53,7 @@ class TorchOptimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return learning_rate(self._settings, self.num_steps)
+        return learning_rate(self._optim, self.num_steps, self._num_updates)
 
     def gradient_norm(self) -> float:
         """Return the norm of the whole gradient over all ranks; a collective."""
@@ -69,8 +69,8 @@ class TorchOptimizer:
 
     def step(self, norm: float) -> None:
         """Clip by the norm that `gradient_norm` returned, update the weights, and drop the gradients."""
-        if self._settings.clip_grad > 0:
-            clip_grads_with_norm_(self._shards, self._settings.clip_grad, torch.tensor(norm))
+        if self._optim.clip_grad > 0:
+            clip_grads_with_norm_(self._shards, self._optim.clip_grad, torch.tensor(norm))
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
