@@ -17,6 +17,7 @@ import cloudpickle
 import pytest
 import ray
 import torch.distributed as dist
+import worker_kit as kit
 from runs import run as run_recipe
 
 from hflow.errors import RunError
@@ -24,9 +25,6 @@ from hflow.launch.compile import compile_recipe
 from hflow.launch.worker_setup import make_setup
 from hflow.workers.interface import NodeTask, WorkerSetup
 from hflow.workers.ray.ray_workers import RayWorkers
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-import worker_kit as kit
 
 pytestmark = pytest.mark.ray
 RECIPE = Path(__file__).parent / "recipes" / "hanging.py"

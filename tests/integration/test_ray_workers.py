@@ -6,14 +6,13 @@ import asyncio
 import dataclasses
 import os
 import pickle
-import sys
 from collections.abc import Awaitable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import ray
+import worker_kit as kit
 
 from hflow.data.batch import Batch, Column
 from hflow.errors import RunError
@@ -21,9 +20,6 @@ from hflow.planner.data.redistribute import Move
 from hflow.types import Unit
 from hflow.workers.interface import Failed, SampleReady, WorkerSetup
 from hflow.workers.ray.ray_workers import RayWorkers
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-import worker_kit as kit
 
 pytestmark = pytest.mark.ray
 

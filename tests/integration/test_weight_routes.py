@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import sys
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ import numpy as np
 import pytest
 import ray
 import torch
+import worker_kit as kit
 from safetensors.torch import load_file
 
 from hflow.data.batch import Batch, Column
 from hflow.types import Unit
 from hflow.workers.interface import NodeTask, ShardInput, WeightsLoaded
 from hflow.workers.ray.ray_workers import RayWorkers
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-import worker_kit as kit
 
 pytestmark = pytest.mark.ray
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch_kit as kit
-from test_prefixes import apart, shared_batch
+from test_shared_prefix import apart, shared_batch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 

@@ -139,8 +139,8 @@ with told(Path({path!r})) as run:
 
 def test_a_killed_process_leaves_a_whole_ledger(path: Path):
     code = textwrap.dedent(KILLED.format(path=str(path)))
-    here = Path(__file__).parent  # where `ledger_kit` is
-    child = subprocess.run([sys.executable, "-c", code], cwd=here, check=False)
+    kits = Path(__file__).parents[1] / "kits"
+    child = subprocess.run([sys.executable, "-c", code], cwd=kits, check=False)
     assert child.returncode == -signal.SIGKILL
     assert [end for end, _ in ends_of(path).values()] == ["trained"] * 4 + [None] * 2
     assert audit(path) == []

@@ -15,7 +15,7 @@ from hflow.graph.ir import BodyRef, Knob, SourceLocation
 from hflow.planner.compile import compile_plan
 from hflow.planner.serialise import plan_digest, to_json
 
-HERE = Path(__file__).parent
+KITS = Path(__file__).parents[1] / "kits"
 
 
 def digest(graph=None, **changes):
@@ -84,5 +84,5 @@ def test_another_process_plans_the_same_and_needs_neither_torch_nor_ray():
         "from hflow.report.plan_text import render_plan; plan = compile_plan(ppo(), request()); "
         "render_plan(plan); assert not {'torch', 'ray'} & set(sys.modules); sys.stdout.write(plan.digest)"
     )
-    child = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
+    child = subprocess.run([sys.executable, "-c", code], cwd=KITS, capture_output=True, text=True, check=True)
     assert child.stdout == digest(ppo())

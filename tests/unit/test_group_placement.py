@@ -4,7 +4,7 @@ import plan_graphs as graphs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan_preview import planned
+from test_plan_traffic_estimate import planned
 
 from hflow.planner.data.group_placement import GroupPlacer
 

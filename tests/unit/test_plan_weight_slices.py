@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from test_plan_reshard import NOTHING, assert_same, cases, cluster, memories, replica, route_of, shape_of
+from test_plan_weight_routes import (
+    NOTHING,
+    assert_same,
+    cases,
+    cluster,
+    memories,
+    replica,
+    route_of,
+    shape_of,
+)
 
 from hflow.planner.weights.weight_slices import Slice, kept, outgoing
 from hflow.types.tensor_slices import slices_within
