@@ -40,7 +40,7 @@ from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.trace import Trace
 from hflow.runtime.ledger import Ledger, audit, make_header
-from hflow.runtime.simulation.simulate import Draw, Durations, response_seconds, simulate_run
+from hflow.runtime.simulation.simulate import DurationFunction, Durations, response_seconds, simulate_run
 from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, trained_part
 from hflow.workers.interface import Span
 from hflow.workers.process_setup import freeze_gc
@@ -124,11 +124,11 @@ def make_plan(args: argparse.Namespace, staleness: int, interrupt: bool) -> Plan
     )
 
 
-def reward_seconds(stretch: float) -> Draw:
+def reward_seconds(stretch: float) -> DurationFunction:
     return lambda sample: stretch * Random(sample).expovariate(1 / REWARD_SECONDS)
 
 
-def durations_of(plan: Plan, stretch: float) -> tuple[dict[str, float | Draw], float, int]:
+def durations_of(plan: Plan, stretch: float) -> tuple[dict[str, float | DurationFunction], float, int]:
     """Seconds of everything in the trained stream, those of a token, and slots over all engines."""
     forecast = plan.forecast
     assert forecast is not None
@@ -136,7 +136,7 @@ def durations_of(plan: Plan, stretch: float) -> tuple[dict[str, float | Draw], f
     stream = plan.schedule.streams[0]
     token = stretch * forecast.pace.seconds_per_token
     drawn = response_seconds(dict(forecast.workload)[stream.name], token, SEED)
-    found: dict[str, float | Draw] = {row.node: stretch * row.seconds for row in forecast.times}
+    found: dict[str, float | DurationFunction] = {row.node: stretch * row.seconds for row in forecast.times}
     return {**found, stream.source: drawn, "score": reward_seconds(stretch)}, token, forecast.pace.slots
 
 

@@ -230,9 +230,7 @@ def test_simulate_refuses_in_one_line(good: str, monkeypatch, capsys):
     assert hflow(monkeypatch, "simulate", good) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(
-        "error: the sizes of actor are unknown, so there are no seconds to simulate"
-    )
+    assert captured.err.startswith("error: the plan has no times to simulate: the size of actor is unknown")
     assert captured.err.count("\n") == 1
 
 

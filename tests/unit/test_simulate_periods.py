@@ -83,5 +83,5 @@ def test_evaluations_end_and_need_no_step():
 
 
 def test_a_period_needs_some_steps():
-    with pytest.raises(ValueError, match="at least four steps"):
+    with pytest.raises(ValueError, match="at least four"):
         simulate(schedule([encoded()], [batch("train", "g")], num_steps=3), {}).period()

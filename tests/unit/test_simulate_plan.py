@@ -111,7 +111,7 @@ def test_plans_without_seconds_are_refused():
     unknown = plan("grpo", "models.actor.architecture=null", "models.actor.path=somewhere")
     with pytest.raises(PlanError, match=r"sizes of actor are unknown.* set models\.actor\.path to a check"):
         simulate_plan(unknown)
-    with pytest.raises(PlanError, match="no figures of its devices"):
+    with pytest.raises(PlanError, match="its devices are unknown"):
         simulate_plan(replace(plan("grpo"), forecast=None))
     with pytest.raises(PlanError, match="3 steps are too few"):
         simulate_plan(plan("grpo"), 3)

@@ -1,0 +1,1 @@
+"""A run on a virtual clock: the same state machine, with given durations in the place of workers."""

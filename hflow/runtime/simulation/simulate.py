@@ -1,4 +1,7 @@
-"""The run on a virtual clock: the same `RunState`, with given durations in the place of workers."""
+"""`simulate_run` runs a schedule on a virtual clock, with given durations in the place of workers.
+
+Invariant: every decision is made by the same `RunState` as in a real run. Only times are simulated.
+"""
 
 from __future__ import annotations
 
@@ -34,66 +37,20 @@ from hflow.runtime.events import (
     StepDone,
     Wake,
 )
-from hflow.runtime.simulation.simulation_result import Books, SimulatedRun, Timeline
+from hflow.runtime.simulation.simulation_result import SimulatedRun, SimulationRecorder, Timeline
 from hflow.runtime.state.run_state import RunState
 from hflow.workers.interface import Span
 
-# -------------------- Seconds of what is simulated: a fixed number, or drawn for each sample from a
-# distribution of lengths.
-
-
-Draw = Callable[[int], float]
-"""Sample, group or step -> seconds. The same for the same key, so that a run is decided by its seed."""
-Durations = Mapping[str, float | Draw]
-
-
-def seconds_of(durations: Durations, name: str, key: int) -> float:
-    """Seconds of a node or source for one sample, group or step; 0 where it is not named."""
-    given = durations.get(name, 0.0)
-    return given(key) if callable(given) else given
-
-
-def response_seconds(workload: Workload, seconds_per_token: float, seed: int) -> Draw:
-    """Seconds of generating one response whose length follows the workload's distribution."""
-
-    def draw(sample: int) -> float:
-        share = Random(f"response/{seed}/{sample}").random()
-        return quantile(workload, min(max(share, 1e-9), 1 - 1e-9)) * seconds_per_token
-
-    return draw
-
-
-@dataclass(eq=False)
-class _Generating:
-    """A sample in flight; `due` is None while it waits for a slot, or its engines sleep."""
-
-    sample: int
-    left: float
-    oldest: int = -1
-    """Version of the weights that it began with; -1: it has no token yet, or no engine makes it."""
-    due: float | None = None
-    since: float = 0.0
-    """When it began, or went on after an interruption."""
-    done: float = 0.0
-    """Seconds of generation that it has behind it."""
-
-
-@dataclass
-class _Source:
-    """A stream's samples in flight, and where its dataset stands."""
-
-    flying: dict[int, _Generating] = field(default_factory=dict)
-    waiting: dict[int, _Generating] = field(default_factory=dict)
-    """Those in flight that do not generate, in the order in which they will: interrupted ones first."""
-    first: int = 0
-    """The group that holds the dataset's first row in this pass."""
-    next: int = 0
+DurationFunction = Callable[[int], float]
+"""Sample, group or step -> seconds. It must be deterministic, so that a seed determines the run."""
+Durations = Mapping[str, float | DurationFunction]
+"""Node, source, replica or `publish.REPLICA` -> seconds."""
 
 
 def simulate(schedule: Schedule, durations: Durations, rows: Mapping[str, int] | None = None) -> Timeline:
-    """Run a schedule on a virtual clock; see `simulate_run`."""
-    simulation = _Simulation(schedule, durations, rows or {}, {})
-    return simulation.books.timeline(simulation.run())
+    """Run a schedule on a virtual clock and return its times. The arguments are those of `simulate_run`."""
+    simulator = _Simulator(schedule, durations, rows or {}, {})
+    return simulator.recorder.timeline(simulator.run())
 
 
 def simulate_run(
@@ -102,30 +59,72 @@ def simulate_run(
     rows: Mapping[str, int] | None = None,
     slots: Mapping[str, int] | None = None,
 ) -> SimulatedRun:
-    """Run a schedule on a virtual clock, and account for its devices and samples.
+    """Run a schedule on a virtual clock, and report on its devices and samples.
 
     Args:
-        schedule: what is run.
-        durations: seconds of a node for each sample, group or step (where a model runs on what arrives, those
-            of what runs together are summed); of a source for one sample (samples do not slow each other
-            down); of a replica, to take new weights, and of `publish.REPLICA` where they are published. What
-            is not named takes no time.
-        rows: groups in each side stream's dataset; 1 where not named. The trained one has no end.
-        slots: samples of a stream that generate at once; others in flight wait. As many as are in flight
-            where not named.
+        schedule: the schedule.
+        durations: seconds of a node for each sample, group or step (for a model that runs on arriving
+            samples, the seconds of samples that run together are added up); of a source for one sample
+            (samples do not slow each other down); of a replica, to load new weights; and of
+            `publish.REPLICA`, to publish them. What is not named takes no time.
+        rows: groups in each side stream's dataset; 1 if not named. The trained stream's dataset is endless.
+        slots: samples of a stream that generate at once, while others in flight wait; unlimited if not named.
 
     Raises:
         ValueError: fewer than four steps.
     """
-    simulation = _Simulation(schedule, durations, rows or {}, slots or {})
+    simulator = _Simulator(schedule, durations, rows or {}, slots or {})
     stream = schedule.streams[0]
     lanes = tuple(dict.fromkeys((*(group for group, _ in schedule.orders), *streaming_groups(schedule))))
-    homes = {replica: group for group, names in schedule.shared for replica in names}
-    samples_a_step = (stream.batch or 0) * stream.group_size
-    return simulation.books.close(simulation.run(), lanes, homes, samples_a_step)
+    group_of = {replica: group for group, replicas in schedule.shared for replica in replicas}
+    samples_per_step = (stream.batch or 0) * stream.group_size
+    return simulator.recorder.result(simulator.run(), lanes, group_of, samples_per_step)
 
 
-class _Simulation:
+def seconds_of(durations: Durations, name: str, key: int) -> float:
+    """Return the seconds of a node or source for one sample, group or step; 0 if it is not named."""
+    duration = durations.get(name, 0.0)
+    return duration(key) if callable(duration) else duration
+
+
+def response_seconds(workload: Workload, seconds_per_token: float, seed: int) -> DurationFunction:
+    """Return the duration of responses whose lengths follow the workload's distribution."""
+
+    def seconds(sample: int) -> float:
+        share = Random(f"response/{seed}/{sample}").random()
+        return quantile(workload, min(max(share, 1e-9), 1 - 1e-9)) * seconds_per_token
+
+    return seconds
+
+
+@dataclass(eq=False)
+class _SampleInFlight:
+    """A sample that is generated, or waits to be."""
+
+    sample: int
+    seconds_left: float
+    oldest: int = -1
+    """Version of the weights that it began with; -1: it has no token yet, or no engine generates it."""
+    due: float | None = None
+    """When it will be finished; None while it waits for a slot, or while its engines sleep."""
+    since: float = 0.0
+    """When it began, or continued after an interruption."""
+    seconds_done: float = 0.0
+
+
+@dataclass
+class _Source:
+    """The samples of a stream in flight, and the position in its dataset."""
+
+    in_flight: dict[int, _SampleInFlight] = field(default_factory=dict)
+    waiting: dict[int, _SampleInFlight] = field(default_factory=dict)
+    """Those in flight that are not being generated, in the order in which they will be: interrupted first."""
+    first_group: int = 0
+    """The group that has the dataset's first row in this evaluation."""
+    next_group: int = 0
+
+
+class _Simulator:
     """A virtual clock, a heap of what is due, and the engines' versions."""
 
     def __init__(
@@ -140,27 +139,27 @@ class _Simulation:
         self._lanes = {n.name: n.group or n.name for n in schedule.nodes}
         self._publishers = dict(schedule.publishers)
         self._free_from: dict[str, float] = {}
-        """Device group -> when it has done all that it was asked: it keeps the order."""
+        """Device group -> when it is done with everything that it was asked to do, in that order."""
         self._versions: dict[str, int] = {}
         self._awake_since: dict[str, float] = {}
-        self._heap: list[tuple[float, int, Event | _Generating, str]] = []
+        self._heap: list[tuple[float, int, Event | _SampleInFlight, str]] = []
         self._order = itertools.count()
         self._now = 0.0
         self._trained = schedule.streams[0].name
-        self.books = Books()
+        self.recorder = SimulationRecorder()
 
     def run(self) -> Finish:
-        """Handle what is due, in order of time, until the end."""
+        """Handle what is due, in order of time, until the run is over."""
         finish = self._handle(Started())
         while finish is None:
             assert self._heap, "nothing is due, and the run has not ended"
             self._now, _, due, stream = heapq.heappop(self._heap)
-            if not isinstance(due, _Generating):
+            if not isinstance(due, _SampleInFlight):
                 finish = self._handle(due)
             elif due.due == self._now:
-                finish = self._handle(self._end_sample(stream, due))
+                finish = self._handle(self._finish_sample(stream, due))
         for replica in tuple(self._awake_since):
-            self._close_span(replica)
+            self._record_awake_time(replica)
         return finish
 
     def _handle(self, event: Event) -> Finish | None:
@@ -168,7 +167,7 @@ class _Simulation:
             self._versions[event.replica] = event.version
             self._awake_since[event.replica] = self._now
             for stream in self._sources:
-                self._fill(stream)
+                self._fill_slots(stream)
         for instruction in self._state.handle(event):
             if isinstance(instruction, Finish):
                 return instruction
@@ -178,122 +177,132 @@ class _Simulation:
     def _perform(self, instruction: Instruction) -> None:
         match instruction:
             case OpenGroup():
-                self._open(instruction)
+                self._open_group(instruction)
             case Refuse():
                 self._abort(instruction)
             case RunSample(node, key) | RunGroup(node, key):
-                self._report(node, NodeDone(node, key), key)
+                self._send_after(node, NodeDone(node, key), key)
             case RunStreamingInference(node, number, keys):
-                self._run_arrivals(node, number, keys)
+                self._run_streaming(node, number, keys)
             case RunBatch(node, step):
-                self._work(self._lanes[node], node, NodeDone(node, step), step)
+                self._run_on_lane(self._lanes[node], node, NodeDone(node, step), step)
             case Publish(replica, version):
                 name = PUBLISH_PREFIX + replica
-                self._work(self._publishers[replica], name, Published(replica, version), version)
+                self._run_on_lane(self._publishers[replica], name, Published(replica, version), version)
             case Wake(replica, version):
-                loads = version != self._versions.get(replica)
-                self._report(replica if loads else "", Awake(replica, version))
+                loads_weights = version != self._versions.get(replica)
+                self._send_after(replica if loads_weights else "", Awake(replica, version))
             case Sleep(replica):
-                self._close_span(replica)
+                self._record_awake_time(replica)
                 self._interrupt(replica)
-                self._report("", Asleep(replica))
+                self._send_after("", Asleep(replica))
             case FormBatch(stream):
-                self._sources[stream].first = self._sources[stream].next
+                self._sources[stream].first_group = self._sources[stream].next_group
                 if stream == self._trained:
-                    self.books.formed(instruction)
+                    self.recorder.add_batch(instruction)
             case StepDone(step) if step < self._state.parts.progress.num_steps:
-                self.books.step_ends.append(self._now)
+                self.recorder.step_ends.append(self._now)
 
-    def _report(self, name: str, event: Event, key: int = 0) -> None:
-        """Let an event come after the duration of what is named."""
-        self._await(self._now + seconds_of(self._durations, name, key), event)
+    def _send_after(self, name: str, event: Event, key: int = 0) -> None:
+        """Send an event after the duration of a node, source or replica."""
+        self._schedule(self._now + seconds_of(self._durations, name, key), event)
 
-    def _work(self, lane: str, name: str, event: Event, key: int) -> None:
-        """The same, behind all that its device group was asked before; `key` is the step or version."""
+    def _run_on_lane(self, lane: str, name: str, event: Event, key: int) -> None:
+        """Send an event after a duration that begins when the device group is free.
+
+        Args:
+            lane: the device group.
+            name: the node, or `publish.REPLICA`.
+            event: the event.
+            key: the step or version.
+        """
         start = max(self._now, self._free_from.get(lane, 0.0))
         end = self._free_from[lane] = start + seconds_of(self._durations, name, key)
-        self._await(end, event)
-        self.books.spans.append(Span(name, lane, start, end, {"step": key}))
+        self._schedule(end, event)
+        self.recorder.spans.append(Span(name, lane, start, end, {"step": key}))
 
-    def _await(self, when: float, event: Event) -> None:
+    def _schedule(self, when: float, event: Event) -> None:
         heapq.heappush(self._heap, (when, next(self._order), event, ""))
 
-    def _run_arrivals(self, node: str, number: int, keys: Sequence[int]) -> None:
-        """All keys are done together, after the seconds of each."""
+    def _run_streaming(self, node: str, number: int, keys: Sequence[int]) -> None:
+        """Finish all keys at once, after the sum of their durations."""
         end = self._now + sum(seconds_of(self._durations, node, key) for key in keys)
         for key in keys:
-            heapq.heappush(self._heap, (end, next(self._order), NodeDone(node, key), ""))
+            self._schedule(end, NodeDone(node, key))
         if end > self._now:
-            self.books.spans.append(Span(node, self._lanes[node], self._now, end, {"number": number}))
+            self.recorder.spans.append(Span(node, self._lanes[node], self._now, end, {"number": number}))
 
     # ------------------------------------------------------------------ samples
-    def _open(self, what: OpenGroup) -> None:
-        stream, source = self._streams[what.stream], self._sources[what.stream]
-        source.next = what.group + 1
-        if stream.batch is None and what.group - source.first >= self._rows.get(stream.name, 1):
-            self._report("", Exhausted(stream.name, what.group))
+    def _open_group(self, instruction: OpenGroup) -> None:
+        stream, source = self._streams[instruction.stream], self._sources[instruction.stream]
+        source.next_group = instruction.group + 1
+        row = instruction.group - source.first_group
+        if stream.batch is None and row >= self._rows.get(stream.name, 1):
+            self._send_after("", Exhausted(stream.name, instruction.group))
             return
-        for sample in what.samples:
-            generating = _Generating(sample, seconds_of(self._durations, stream.source, sample))
-            source.flying[sample] = source.waiting[sample] = generating
-        self._fill(stream.name)
+        for number in instruction.samples:
+            sample = _SampleInFlight(number, seconds_of(self._durations, stream.source, number))
+            source.in_flight[number] = source.waiting[number] = sample
+        self._fill_slots(stream.name)
 
-    def _fill(self, stream: str) -> None:
+    def _fill_slots(self, stream: str) -> None:
         """Let waiting samples generate while there are slots and all engines are awake."""
         source, slots = self._sources[stream], self._slots.get(stream)
         if not all(replica in self._awake_since for replica in self._streams[stream].replicas):
             return
-        while source.waiting and (slots is None or len(source.flying) - len(source.waiting) < slots):
+        while source.waiting and (slots is None or len(source.in_flight) - len(source.waiting) < slots):
             sample = source.waiting.pop(next(iter(source.waiting)))
             if sample.oldest < 0:
                 sample.oldest = self._version(stream)
-            sample.since, sample.due = self._now, self._now + sample.left
+            sample.since, sample.due = self._now, self._now + sample.seconds_left
             heapq.heappush(self._heap, (sample.due, next(self._order), sample, stream))
 
     def _interrupt(self, replica: str) -> None:
-        """Samples keep what they have; their engines go on with them when all are awake again."""
+        """Interrupt the samples of an engine. They continue when all engines of their stream are awake."""
         for name, source in self._sources.items():
             if replica not in self._streams[name].replicas:
                 continue
-            stopped = {number: s for number, s in source.flying.items() if number not in source.waiting}
-            for sample in stopped.values():
+            interrupted = {
+                number: sample for number, sample in source.in_flight.items() if number not in source.waiting
+            }
+            for sample in interrupted.values():
                 self._stop(name, sample)
-                if sample.left > 0:
-                    self.books.interrupted(sample.done)
-            source.waiting = {**stopped, **source.waiting}
+                if sample.seconds_left > 0:
+                    self.recorder.add_interruption(sample.seconds_done)
+            source.waiting = {**interrupted, **source.waiting}
 
-    def _stop(self, stream: str, sample: _Generating) -> None:
-        """A sample generates no more, for now or for good."""
-        assert sample.due is not None, f"sample {sample.sample} of {stream} does not generate"
-        self.books.generated(self._streams[stream].replicas, sample.since, self._now)
-        sample.done += self._now - sample.since
-        sample.left, sample.due = sample.due - self._now, None
+    def _stop(self, stream: str, sample: _SampleInFlight) -> None:
+        """Stop generating a sample, for now or for good."""
+        assert sample.due is not None, f"sample {sample.sample} of {stream} is not being generated"
+        self.recorder.add_generation(self._streams[stream].replicas, sample.since, self._now)
+        sample.seconds_done += self._now - sample.since
+        sample.seconds_left, sample.due = sample.due - self._now, None
 
-    def _end_sample(self, stream: str, sample: _Generating) -> SampleDone:
+    def _finish_sample(self, stream: str, sample: _SampleInFlight) -> SampleDone:
         self._stop(stream, sample)
-        del self._sources[stream].flying[sample.sample]
-        self._fill(stream)
+        del self._sources[stream].in_flight[sample.sample]
+        self._fill_slots(stream)
         if stream == self._trained:
-            self.books.sampled(sample.sample, sample.oldest, self._version(stream))
+            self.recorder.add_sample(sample.sample, sample.oldest, self._version(stream))
         return SampleDone(stream, sample.sample, sample.oldest)
 
-    def _abort(self, what: Refuse) -> None:
-        """What left the run is not generated to its end; its report comes at once."""
-        source = self._sources[what.stream]
-        for number in what.samples:
-            if (sample := source.flying.pop(number, None)) is not None:
+    def _abort(self, instruction: Refuse) -> None:
+        """Stop the refused samples that are in flight, and let each report at once."""
+        source = self._sources[instruction.stream]
+        for number in instruction.samples:
+            if (sample := source.in_flight.pop(number, None)) is not None:
                 if source.waiting.pop(number, None) is None:
-                    self._stop(what.stream, sample)
-                self._report("", SampleDone(what.stream, number, sample.oldest))
-        self._fill(what.stream)
-        if what.stream == self._trained:
-            self.books.refused(what)
+                    self._stop(instruction.stream, sample)
+                self._send_after("", SampleDone(instruction.stream, number, sample.oldest))
+        self._fill_slots(instruction.stream)
+        if instruction.stream == self._trained:
+            self.recorder.add_refused(instruction)
 
     def _version(self, stream: str) -> int:
-        """The version that a stream is generated with; -1 where no engine makes it."""
+        """Return the version of the weights that generate a stream; -1 without an engine."""
         return min((self._versions[replica] for replica in self._streams[stream].replicas), default=-1)
 
-    def _close_span(self, replica: str) -> None:
+    def _record_awake_time(self, replica: str) -> None:
         version = self._versions[replica]
         start = self._awake_since.pop(replica)
-        self.books.spans.append(Span("generate", replica, start, self._now, {"version": version}))
+        self.recorder.spans.append(Span("generate", replica, start, self._now, {"version": version}))

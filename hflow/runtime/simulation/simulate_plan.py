@@ -1,4 +1,4 @@
-"""A plan on a virtual clock: the seconds and lengths of its forecast, its schedule, the same `RunState`."""
+"""`simulate_plan` runs a plan on a virtual clock, with the seconds and lengths of its forecast."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ from hflow.planner.forecast import Forecast
 from hflow.planner.ir import Plan, Schedule
 from hflow.planner.period import steady_period
 from hflow.planner.workload import expected_max
-from hflow.runtime.simulation.simulate import Draw, response_seconds, simulate_run
+from hflow.runtime.simulation.simulate import DurationFunction, response_seconds, simulate_run
 from hflow.runtime.simulation.simulation_result import SimulatedRun
 
-LEAST_STEPS, MOST_STEPS = 4, 64
-"""Steps simulated: those that a period needs, and as many as show it where nobody says how many."""
-MOST_SAMPLES = 100_000
-"""Samples simulated, about, where nobody says how many steps: some seconds of work."""
+MIN_STEPS = 4
+"""Steps that a steady state needs."""
+DEFAULT_STEPS = 64
+"""Steps that are simulated by default, unless they are too many samples."""
+DEFAULT_SAMPLES = 100_000
+"""About the most samples that are simulated by default. They take a few seconds."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A plan's run on a virtual clock, and the seconds a step that it is compared with."""
+    """A plan's run on a virtual clock, and the times that it is compared with."""
 
     plan: Plan
     run: SimulatedRun
     num_steps: int
     seed: int
     generation_alone: float
-    """Seconds of one batch on engines whose slots are always full."""
+    """Seconds to generate one batch on engines whose slots are always full."""
     training_alone: float
-    """Seconds a step of the batch nodes, if samples and new weights took no time."""
+    """Seconds per step of the batch nodes, if samples and new weights took no time."""
     limit: float
-    """The larger of the two; their sum where engines and batch nodes share devices."""
+    """The larger of the two, or their sum if engines and batch nodes share devices."""
     tokens_kept: float
-    """Response tokens that interrupted samples had, and went on from: they need not be drawn again."""
+    """Response tokens that interrupted samples kept, so that they were not generated again."""
 
     @property
     def period(self) -> float:
-        """Seconds a step in the stride."""
+        """Seconds per step in the steady state."""
         return self.run.timeline.period()
 
     def document(self) -> dict[str, Any]:
-        """As plain values for `json.dumps`: seconds, shares of 1, counts over the whole run."""
+        """Return plain values for `json.dumps`: seconds, shares of 1, and counts over the whole run."""
         run, forecast = self.run, self.plan.forecast
         planned = forecast.period if forecast else None
         return {
@@ -68,26 +70,26 @@ class Simulation:
 
 
 def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Simulation:
-    """Run a plan's trained stream on a virtual clock; evaluations are left out, as in the plan's period.
+    """Run a plan's trained stream on a virtual clock. Evaluations are left out, as in the plan's period.
 
     Args:
-        plan: what is run, with a forecast.
-        num_steps: steps, at most those of the plan; None: enough to see the stride.
-        seed: of the responses' lengths.
+        plan: a plan with a forecast.
+        num_steps: steps to simulate; None: enough to reach a steady state.
+        seed: seed of the lengths of responses.
 
     Raises:
-        PlanError: for a plan whose seconds are unknown, too few steps, or a run that ends before.
+        PlanError: for a plan without a forecast, or too few steps.
     """
-    forecast = _known(plan)
-    num_steps = _steps(plan.schedule) if num_steps is None else num_steps
-    if num_steps < LEAST_STEPS:
+    forecast = _forecast_of(plan)
+    num_steps = _default_steps(plan.schedule) if num_steps is None else num_steps
+    if num_steps < MIN_STEPS:
         raise PlanError(
-            f"{num_steps} steps are too few to see a stride; simulate at least {LEAST_STEPS}, as in "
-            f"--steps {MOST_STEPS}"
+            f"{num_steps} steps are too few to reach a steady state. Simulate at least {MIN_STEPS}, such as "
+            f"--steps {DEFAULT_STEPS}."
         )
     schedule = replace(trained_part(plan.schedule), num_steps=num_steps)
     stream = schedule.streams[0]
-    nodes: dict[str, float | Draw] = {row.node: row.seconds for row in forecast.times}
+    nodes: dict[str, float | DurationFunction] = {row.node: row.seconds for row in forecast.times}
     nodes.pop(stream.source, None)
     pace, workload = forecast.pace, dict(forecast.workload)[stream.name]
     durations, slots, generation = nodes, {}, 0.0
@@ -111,7 +113,7 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
 
 
 def trained_part(schedule: Schedule) -> Schedule:
-    """A schedule without its side streams."""
+    """Return a schedule without its side streams."""
     stream = schedule.streams[0]
     nodes = tuple(node for node in schedule.nodes if node.stream == stream.name)
     return replace(
@@ -126,26 +128,27 @@ def trained_part(schedule: Schedule) -> Schedule:
 def _only(
     names: set[str], rows: tuple[tuple[str, tuple[str, ...]], ...]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    kept = ((group, tuple(name for name in members if name in names)) for group, members in rows)
-    return tuple((group, members) for group, members in kept if members)
+    """Return the rows with those members only; rows without members are left out."""
+    filtered = ((group, tuple(name for name in members if name in names)) for group, members in rows)
+    return tuple((group, members) for group, members in filtered if members)
 
 
-def _known(plan: Plan) -> Forecast:
+def _forecast_of(plan: Plan) -> Forecast:
     if plan.forecast is None:
-        raise PlanError("the plan has no figures of its devices, so nothing can be simulated; set cluster")
+        raise PlanError("the plan has no times to simulate: its devices are unknown. Set cluster.")
     unknown = [line.partition(":")[0] for line in plan.forecast.missing]
     if unknown:
         raise PlanError(
-            f"the sizes of {', '.join(unknown)} are unknown, so there are no seconds to simulate with; set "
-            f"models.{unknown[0]}.path to a checkpoint, or model@models.{unknown[0]} to one of configs/model"
+            f"the plan has no times to simulate: the size of {', '.join(unknown)} is unknown. Set "
+            f"models.{unknown[0]}.path to a checkpoint, or model@models.{unknown[0]} to one of configs/model."
         )
     return plan.forecast
 
 
-def _steps(schedule: Schedule) -> int:
+def _default_steps(schedule: Schedule) -> int:
     stream = schedule.streams[0]
-    affordable = MOST_SAMPLES // ((stream.batch or 1) * stream.group_size)
-    return min(schedule.num_steps, MOST_STEPS, max(4 * LEAST_STEPS, affordable))
+    affordable_steps = DEFAULT_SAMPLES // ((stream.batch or 1) * stream.group_size)
+    return min(schedule.num_steps, DEFAULT_STEPS, max(4 * MIN_STEPS, affordable_steps))
 
 
 def _training_alone(schedule: Schedule, forecast: Forecast) -> float:
