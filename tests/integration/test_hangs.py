@@ -1,4 +1,4 @@
-"""Ranks that do not come to a collective, on real workers: the error says who, where it is, and who waits."""
+"""Ranks that do not join a collective, on real workers: the error names the rank, its line, and who waits."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def state_of(process: int) -> str:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_ranks_that_wait_for_each_other_are_both_placed() -> None:
+def test_ranks_that_wait_for_each_other_are_both_located() -> None:
     reduces, receives = place("together", "all_reduce"), place("disagrees", "recv")
     assert failure("disagrees") == (
         "running node 'disagrees', step 3: no progress for 8 s, because every rank waits for another: "
@@ -161,7 +161,7 @@ def test_a_waiter_that_is_ended_does_not_hide_the_missing_rank(tmp_path: Path) -
     )
 
 
-def test_a_long_node_goes_on() -> None:
+def test_a_long_node_keeps_running() -> None:
     assert [result.node for result in run("slow")] == ["slow", "slow"]
 
 

@@ -1,4 +1,4 @@
-"""Which error is raised when several workers act together and some fail, die, or say nothing."""
+"""Which error is raised when several workers act together and some fail, die, or do not respond."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ async def _answer(answer: Answer) -> object:
 def outcome(
     answers: Mapping[int, Answer], probed: Mapping[int, list[StackSnapshot | Exception | None]]
 ) -> object:
-    """What collecting these answers returns, where workers say these things when asked, the last for good."""
-    left = {worker: list(said) for worker, said in probed.items()}
+    """Collect these answers; each probe of a worker returns its next snapshot, the last one from then on."""
+    remaining = {worker: list(snapshots) for worker, snapshots in probed.items()}
 
     async def probe(worker: int) -> StackSnapshot | None:
-        said = left[worker].pop(0) if len(left[worker]) > 1 else left[worker][0]
-        if isinstance(said, Exception):
-            raise said
-        return said
+        snapshots = remaining[worker]
+        snapshot = snapshots.pop(0) if len(snapshots) > 1 else snapshots[0]
+        if isinstance(snapshot, Exception):
+            raise snapshot
+        return snapshot
 
     async def collect() -> list[object]:
         sent = {worker: _answer(answer) for worker, answer in answers.items()}
@@ -71,12 +72,12 @@ def test_answers_come_in_order_however_long_they_take() -> None:
     assert outcome({0: (1.2, "a"), 1: (0.0, "b")}, {0: [waits()], 1: [computes()]}) == ["a", "b"]
 
 
-def test_who_waited_too_long_asks_for_who_is_missing() -> None:
+def test_a_waiting_rank_that_times_out_reveals_the_missing_one() -> None:
     failed = CollectiveError("timed out", waits())
     assert error({0: (0.7, failed), 1: (9, "")}, {0: [waits()], 1: [computes()]}) == MISSING + "all_reduce"
 
 
-def test_an_error_of_a_body_goes_before_what_it_causes() -> None:
+def test_an_error_of_a_body_is_raised_before_its_consequences() -> None:
     failed, own = CollectiveError("connection closed", waits()), RunError("by request")
     for seconds in (0.0, 0.7):
         answers = {0: (seconds, failed), 1: (seconds, own)}
@@ -88,24 +89,24 @@ def test_a_collective_that_fails_at_once_is_no_hang() -> None:
     assert error({0: (0.0, failed), 1: (9, "")}, {0: [waits()], 1: [computes()]}) == "sizes differ"
 
 
-def test_a_waiter_that_is_ended_was_seen_waiting() -> None:
+def test_a_waiting_process_that_is_ended_reveals_the_missing_rank() -> None:
     probed = {0: [waits(), DIED], 1: [computes()]}
     assert error({0: (0.7, DIED), 1: (9, "")}, probed) == MISSING + "all_reduce"
 
 
-def test_a_death_is_no_hang_where_others_went_on() -> None:
+def test_a_death_is_no_hang_if_others_progressed() -> None:
     probed = {0: [waits(), DIED], 1: [computes(4), computes(9)]}
     assert error({0: (0.7, DIED), 1: (9, "")}, probed) == f"{DIED}; worker 1 is in g (x.py:2)"
 
 
-def test_a_death_goes_before_the_failure_of_those_that_it_left() -> None:
+def test_a_death_is_raised_before_the_failures_that_it_causes() -> None:
     failed = CollectiveError("connection closed", waits())
     early, late = {0: [DIED], 1: [waits()]}, {0: [computes(), DIED], 1: [waits()]}
     assert error({0: (9, ""), 1: (0.0, failed)}, early) == str(DIED)
     assert error({0: (9, ""), 1: (0.7, failed)}, late).startswith(str(DIED))
 
 
-def test_a_process_that_does_not_answer_twice_is_named() -> None:
+def test_a_process_that_does_not_respond_twice_is_named() -> None:
     silent = "does not respond, because its process is stopped or its interpreter is blocked"
     assert error({0: (9, ""), 1: (9, "")}, {0: [computes()], 1: [None]}) == LATE + silent
     waited = error({0: (9, ""), 1: (9, "")}, {0: [waits()], 1: [None]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from types import SimpleNamespace
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -34,6 +35,7 @@ class DyingWorkers(RayWorkers):
 
     def __init__(self) -> None:
         super().__init__()
+        self._plan = SimpleNamespace(replicas=())
         self._timeout = TIMEOUT
         self._death_of_0 = asyncio.Event()
 

@@ -8,7 +8,7 @@ otherwise its other messages would wait for the trainer's device.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Send = Callable[..., Any]
 """(worker, method, arguments ...) -> a reference for each value that the actor's method returns."""
+Call = Callable[..., Awaitable[Any]]
+"""(worker, method, arguments ...) -> answer."""
 WaitAll = Callable[[WorkerCall, Mapping[int, Any]], Any]
 """(call, worker -> reference) -> answers. Waits for several devices, and names a missing rank."""
 
@@ -45,13 +47,15 @@ class RayWeights:
     Args:
         plan: gives routes and replicas.
         send: sends one message.
-        wait_all: waits for answers.
+        wait_all: waits for answers of several devices.
+        call: sends one message and waits for its answer.
     """
 
-    def __init__(self, plan: Plan, send: Send, wait_all: WaitAll) -> None:
+    def __init__(self, plan: Plan, send: Send, wait_all: WaitAll, call: Call) -> None:
         self._plan = plan
         self._send = send
         self._wait_all = wait_all
+        self._call = call
         self._routes = {route.dst: route for route in plan.weights if route.how == "pull"}
         self._published: dict[str, _Publication] = {}
         """Engine replica -> weights that it has not loaded yet."""
@@ -100,7 +104,7 @@ class RayWeights:
         return dict(zip(publication.reports, reports, strict=True))
 
     async def _free(self, replica: str, publication: _Publication) -> None:
-        await asyncio.gather(*(self._send(worker, "free_weights", replica) for worker in publication.reports))
+        await asyncio.gather(*(self._call(worker, "free_weights", replica) for worker in publication.reports))
 
 
 def _weights_loaded(

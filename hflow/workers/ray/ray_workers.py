@@ -86,7 +86,7 @@ class RayWorkers(Workers):
     async def start(self, setup: WorkerSetup) -> None:
         """Start all actors at the same time, then build process groups and models in them."""
         self._plan, self._timeout = setup.plan, setup.collective_timeout
-        self._weights = RayWeights(setup.plan, self._send, self._wait_all)
+        self._weights = RayWeights(setup.plan, self._send, self._wait_all, self._call)
         workers = range(setup.plan.cluster.num_devices)
         if self._processes is None:
             environments = [device_environment(setup.plan, worker) for worker in workers]
@@ -135,7 +135,6 @@ class RayWorkers(Workers):
         if self._owns_processes and self._processes is not None:
             await self._processes.close()
 
-    # ---------------------------------------------------------------------------- messages
     def _send(self, worker: int, method: str, *arguments: Any) -> Any:
         """Send one message; returns a reference to its answer."""
         return getattr(self._actors[worker], method).remote(*arguments)
@@ -149,6 +148,7 @@ class RayWorkers(Workers):
         return await self._answer_or_cause(worker, self._send(worker, method, *arguments), None)
 
     async def _call_replica(self, replica: Replica, method: str, *arguments: Any) -> None:
+        """Send a message to the devices of a replica's workers and wait for them."""
         await self._call_devices(method, dict.fromkeys(replica.workers, arguments), replica)
 
     async def _call_devices(
@@ -161,10 +161,10 @@ class RayWorkers(Workers):
         """Send a message to the devices of several workers and return all answers.
 
         Args:
-            method: of the worker process.
-            arguments: worker -> what it is called with.
-            replica: whose ranks the workers are, if it is one replica's; all of them take part.
-            others: workers that take part without being called.
+            method: the method of the worker process.
+            arguments: worker -> arguments.
+            replica: the replica whose ranks these workers are, if it is one; all its ranks take part.
+            others: workers that take part without receiving the message.
         """
         answers = {worker: self._send(worker, method, *given) for worker, given in arguments.items()}
         workers = {*arguments, *others, *(replica.workers if replica else ())}
@@ -172,6 +172,11 @@ class RayWorkers(Workers):
         return await self._wait_all(WorkerCall(activity, tuple(sorted(workers)), replica), answers)
 
     async def _wait_all(self, call: WorkerCall, references: Mapping[int, Any]) -> list[Any]:
+        """Wait for the answers to a call of several devices.
+
+        Raises:
+            HflowError: the error that explains the others, see `HangDetector`.
+        """
         pending = _PendingCall(call, set(references))
         answers = {worker: self._device_answer(worker, pending, ref) for worker, ref in references.items()}
         detector = HangDetector(call, self._probe, self._timeout)
@@ -202,12 +207,20 @@ class RayWorkers(Workers):
             pending.unanswered.discard(worker)
 
     async def _answer_or_cause(self, worker: int, reference: Any, pending: _PendingCall | None) -> Any:
-        """Wait for a worker's answer to a call (None: to a message that is not for its device).
+        """Wait for a worker's answer. If the worker has died, raise the error that explains its death.
 
-        A process may die because it waited too long for another rank, so a death is explained by the call
-        that its device was working on: only that call's hang detector knows which rank was missing. All else
-        that the death makes fail waits for that call and raises the same error, so that it does not matter
-        which of them ends the run.
+        A process may die because it waited too long for another rank. So the call that its device was working
+        on explains the death: its hang detector knows which rank was missing. Everything else that fails
+        because of the death waits for this call and raises the same error. So it does not matter which of
+        them ends the run.
+
+        Args:
+            worker: that answers.
+            reference: to its answer.
+            pending: the call that it answers; None: the message is not for its device.
+
+        Raises:
+            HflowError: what the worker raised, or what explains its death.
         """
         try:
             return await self._answer(worker, reference)
@@ -220,10 +233,11 @@ class RayWorkers(Workers):
             raise (cause or death.error) from None
 
     async def _answer(self, worker: int, reference: Any) -> Any:
-        """Wait for a result.
+        """Wait for a worker's answer.
 
         Raises:
-            HflowError: what the worker raised, or that it died.
+            HflowError: what the worker raised.
+            WorkerDiedError: when its process has ended.
         """
         try:
             return await reference
@@ -238,5 +252,10 @@ class RayWorkers(Workers):
 
     def _death(self, worker: int, reason: str) -> _Death:
         pending = next((pending for pending in self._pending if worker in pending.unanswered), None)
-        activity = "idle" if pending is None else pending.call.activity
+        activity = self._idle_activity(worker) if pending is None else pending.call.activity
         return _Death(WorkerDiedError(f"worker {worker} died while {activity}: {reason}"), pending)
+
+    def _idle_activity(self, worker: int) -> str:
+        """Return what a worker does while no call runs on its device."""
+        has_engine = any(r.role == "gen" and worker in r.workers for r in self._plan.replicas)
+        return "idle or generating" if has_engine else "idle"
