@@ -1,8 +1,7 @@
 """The exceptions that hflow raises for its users.
 
-One hierarchy, so that a caller catches `HflowError`; each class is also a standard
-exception, so that code which knows nothing of hflow can catch it as well. Every message
-says what to change. `assert` is kept for our own bugs.
+All of them are subclasses of `HflowError` and of a standard exception, so that other code can catch either.
+Every message says what to change. `assert` is for bugs in hflow itself.
 """
 
 from __future__ import annotations
@@ -12,42 +11,42 @@ from collections.abc import Iterable
 
 
 class HflowError(Exception):
-    """Base of every error that a user can mend; the command line prints it in one line."""
+    """Base class of errors that a user can fix. The command line prints them in one line."""
 
 
 class RecipeError(HflowError, ValueError):
-    """A recipe that cannot be read or whose graph is wrong."""
+    """A recipe cannot be read, or its graph is wrong."""
 
 
 class ConfigError(HflowError, ValueError):
-    """A configuration key or value that does not exist or does not fit."""
+    """A key of the configuration does not exist, or a value does not fit."""
 
 
 class PlanError(HflowError, ValueError):
-    """A graph that cannot be laid out on the cluster as asked."""
+    """A graph cannot be placed on the cluster as configured."""
 
 
 class DataError(HflowError, ValueError):
-    """A dataset whose file, row or column is not what the recipe declares."""
+    """A file, row or column of a dataset is not what the recipe declares."""
 
 
 class BackendError(HflowError, RuntimeError):
-    """A model, checkpoint or engine that cannot do what the plan asks of it."""
+    """A model, checkpoint or engine cannot do what the plan requires."""
 
 
 class RunError(HflowError, RuntimeError):
-    """A run that cannot go on: a body raised, a worker died, every sample was refused."""
+    """A run cannot continue: a body raised an exception, a worker died, or every sample was refused."""
 
 
 class EpisodeError(HflowError, RuntimeError):
-    """An episode that cannot go on, which refuses its sample and nothing else."""
+    """An episode cannot continue. Only its own sample is refused."""
 
 
 class NotYetError(HflowError, NotImplementedError):
-    """Valid in the language, checked and planned, but not executable in this version."""
+    """A recipe or configuration can be checked and planned, but not run in this version."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    """Return `"; did you mean 'x'?"` for the most similar known name, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

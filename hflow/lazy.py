@@ -1,4 +1,4 @@
-"""`algo` for recipes: reading one imports no torch, calling a body does."""
+"""`algo` for recipes: a module that is imported, and torch with it, when a body first uses it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 
 class LazyModule:
-    """Stands for a module and imports it at the first use of a name in it. Pickles by name."""
+    """A module that is imported at the first use of a name in it. It is pickled by name."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Stand-ins with which a test calls a body alone, without models, workers or torch.
+"""An engine and a tokenizer for tests of bodies. They need no model, worker or torch.
 
 Tokens are Unicode code points, so that a test can read them.
 """
@@ -15,25 +15,25 @@ from hflow.types import ToolCall, Trajectory
 from hflow.types.sandbox import sandbox_of
 
 END = 3
-"""The end-of-text token of the stand-ins (ASCII "end of text")."""
+"""The end-of-text token (ASCII "end of text")."""
 
 Reply = str | ToolCall | Sequence[ToolCall]
-"""What a scripted model says: a text, or the tools that it calls."""
+"""A completion of a scripted engine: a text, or the tools that the model calls."""
 
 
 class CharacterTokenizer:
     """A `Tokenizer` whose tokens are characters."""
 
     def encode(self, text: str) -> list[int]:
-        """Code points of a text."""
+        """Return the code points of a text."""
         return [ord(character) for character in text]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of code points; the end token is left out."""
+        """Return the text of code points, without end-of-text tokens."""
         return "".join(chr(token) for token in ids if token != END)
 
     def join(self, prompt: str, answer: str) -> Trajectory:
-        """Prompt (masked), and answer with the end token (learned)."""
+        """Return a trajectory whose prompt is masked, and whose answer and end-of-text token are learned."""
         return Trajectory.learned(
             tuple(self.encode(prompt)),
             (*self.encode(answer), END),
@@ -43,29 +43,29 @@ class CharacterTokenizer:
         )
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Trajectory:
-        """Contents one after the other; those of assistants, with their end token, are learned."""
+        """Return a trajectory of messages without a template. The messages of assistants are learned."""
         trajectory = Trajectory((), (), (), (), messages=tuple(messages))
         for message in messages:
             learned = message.get("role") == "assistant"
             ids = [*self.encode(str(message.get("content", ""))), *([END] if learned else [])]
-            trajectory = _extended(trajectory, ids, learned, version=-1)
+            trajectory = _append_tokens(trajectory, ids, learned, version=-1)
         replies = [str(message["content"]) for message in messages if message.get("role") == "assistant"]
         return replace(trajectory, completion=replies[-1] if replies else "", num_turns=len(replies))
 
 
 class ScriptedEngine:
-    """An `Engine` that says what it is told: `ScriptedEngine(["1 + 1 = 2"])`.
+    """An `Engine` whose completions are given: `ScriptedEngine(["1 + 1 = 2"])`.
 
     Args:
-        replies: one for each `complete`, in order.
-        logprob: behav log-prob of every generated token.
-        version: weight version of every generated token.
-        seed: of `random`.
-        now: what `time` returns; every call adds a second.
+        replies: one completion for each call of `complete`, in order.
+        logprob: the log-prob of every generated token.
+        version: the version of the weights of every generated token.
+        seed: the seed of `random`.
+        now: the time in seconds; every call of `time` adds one.
 
     Attributes:
-        prompts: what each `complete` was given, as text.
-        calls: tool calls that the episode made, with their arguments.
+        prompts: the text before each completion.
+        calls: the tool calls of the episode, with their arguments.
     """
 
     def __init__(
@@ -95,27 +95,31 @@ class ScriptedEngine:
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> Trajectory:
-        """The trajectory with the next scripted reply; `max_tokens` cuts a text.
+        """Return the trajectory with the next reply. `max_tokens` limits a text; `stop` has no effect.
 
         Raises:
-            ValueError: when the script has no reply left.
+            ValueError: if no reply is left.
         """
-        before = self._opened(prompt)
+        before = self._before_completion(prompt)
         if tools is not None:
             before = replace(before, tools=tuple(tools))
             self._offered.update(tools)
         self.prompts.append(self._tokenizer.decode(before.input_ids))
         if not self._replies:
-            raise ValueError(f"the script has no reply for completion {len(self.prompts)}; add one")
+            raise ValueError(f"the scripted engine has no reply for completion {len(self.prompts)}. Add one")
         reply = self._replies.pop(0)
         if isinstance(reply, str):
-            return self._said(before, reply, max_tokens)
+            return self._complete_text(before, reply, max_tokens)
         calls = (reply,) if isinstance(reply, ToolCall) else tuple(reply)
-        said = self._said(before, " ".join(str(call) for call in calls), None)
-        return replace(said, tool_calls=calls, stop_reason="tool_calls")
+        completed = self._complete_text(before, " ".join(str(call) for call in calls), None)
+        return replace(completed, tool_calls=calls, stop_reason="tool_calls")
 
     async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Run the tool here. As in a run, what a sandboxed or an offered tool raises is its result."""
+        """Run the tool in this process.
+
+        As in a run, an exception of a tool with a sandbox, or of one that was offered to the model, is its
+        result.
+        """
         self.calls.append(ToolCall(tool.__name__, arguments))
         try:
             result = tool(**arguments)
@@ -126,16 +130,16 @@ class ScriptedEngine:
             return f"error: {type(error).__name__}: {error}"
 
     def random(self) -> float:
-        """A number in [0, 1), seeded."""
+        """Return a number in [0, 1), seeded."""
         return self._random.random()
 
     def time(self) -> float:
-        """The scripted time, one second later at each call."""
+        """Return the time, one second later at each call."""
         self._now += 1.0
         return self._now
 
-    def _opened(self, prompt: str | Sequence[Mapping[str, Any]] | Trajectory) -> Trajectory:
-        """The prompt as a trajectory without pending messages."""
+    def _before_completion(self, prompt: str | Sequence[Mapping[str, Any]] | Trajectory) -> Trajectory:
+        """Return the prompt as a trajectory without pending messages."""
         if isinstance(prompt, str):
             return Trajectory.learned(
                 tuple(self._tokenizer.encode(prompt)), (), messages=({"role": "user", "content": prompt},)
@@ -144,33 +148,33 @@ class ScriptedEngine:
             text = "".join(str(message.get("content", "")) for message in prompt)
             return Trajectory.learned(tuple(self._tokenizer.encode(text)), (), messages=tuple(prompt))
         added = "".join(str(message["content"]) for message in prompt.pending)
-        longer = _extended(prompt, self._tokenizer.encode(added), learned=False, version=-1)
+        longer = _append_tokens(prompt, self._tokenizer.encode(added), learned=False, version=-1)
         return replace(longer, messages=(*prompt.messages, *prompt.pending), pending=(), tool_calls=())
 
-    def _said(self, before: Trajectory, text: str, max_tokens: int | None) -> Trajectory:
+    def _complete_text(self, before: Trajectory, text: str, max_tokens: int | None) -> Trajectory:
         ids = [*self._tokenizer.encode(text), END]
-        is_cut = max_tokens is not None and len(ids) > max_tokens
+        is_truncated = max_tokens is not None and len(ids) > max_tokens
         ids = ids[:max_tokens]
         text = self._tokenizer.decode(ids)
-        after = _extended(before, ids, learned=True, version=self._version, logprob=self._logprob)
+        after = _append_tokens(before, ids, learned=True, version=self._version, logprob=self._logprob)
         return replace(
             after,
             messages=(*before.messages, {"role": "assistant", "content": text}),
             completion=text,
-            stop_reason="length" if is_cut else "stop",
+            stop_reason="length" if is_truncated else "stop",
             num_turns=before.num_turns + 1,
         )
 
 
-def _extended(
+def _append_tokens(
     trajectory: Trajectory, ids: Sequence[int], learned: bool, version: int, logprob: float = 0.0
 ) -> Trajectory:
-    """The trajectory with tokens appended."""
-    num = len(ids)
+    """Return the trajectory with tokens appended."""
+    num_tokens = len(ids)
     return replace(
         trajectory,
         input_ids=(*trajectory.input_ids, *ids),
-        loss_mask=(*trajectory.loss_mask, *[learned] * num),
-        behav_logprobs=(*trajectory.behav_logprobs, *[logprob] * num),
-        versions=(*trajectory.versions, *[version] * num),
+        loss_mask=(*trajectory.loss_mask, *[learned] * num_tokens),
+        behav_logprobs=(*trajectory.behav_logprobs, *[logprob] * num_tokens),
+        versions=(*trajectory.versions, *[version] * num_tokens),
     )

@@ -1,4 +1,4 @@
-"""The mathematics of the recipes: pure functions on packed tensors, nothing of hflow but its types."""
+"""Advantages, KL estimators and losses: pure functions on packed tensors."""
 
 from hflow.algo.advantages import explained_variance, gae, group_advantage, leave_one_out, whiten
 from hflow.algo.kl import adapted_kl_weight, entropy, kl_estimate, kl_k1, kl_k2, kl_k3

@@ -1,4 +1,4 @@
-"""Advantages: relative to a group, by generalised estimation, whitened.
+"""Advantages: relative to a group, by generalized advantage estimation, and whitening.
 
 Shapes: T packed tokens, S sequences, P groups. PerToken results are 0 where `loss_mask` is 0.
 """
@@ -11,24 +11,23 @@ from torch import Tensor
 from hflow.types import Sequences
 
 _GAE_BLOCK = 128
-"""Time steps that `gae` folds into one matrix product."""
+"""Number of time steps that `gae` computes with one matrix product."""
 
 
 def group_advantage(reward: Tensor, seqs: Sequences, std: bool = True, eps: float = 1e-4) -> Tensor:
-    """Reward of each sample relative to its group: `A_i = (r_i - mean(r)) / (std(r) + eps)`.
+    """Return the reward of each sample relative to its group: `A_i = (r_i - mean(r)) / (std(r) + eps)`.
 
-    The standard deviation is the unbiased one (divided by G - 1), as in the reference
-    implementations of GRPO; `std=False` leaves it out (Dr. GRPO, Liu et al. 2025). A group of
-    one sample, or of equal rewards, has advantage 0.
+    The standard deviation is unbiased (divided by G - 1), as in the reference implementations of GRPO. In a
+    group of one sample, or of equal rewards, advantages are 0.
 
     Args:
         reward: `[S]`.
-        seqs: whose `group` says which samples belong together.
-        std: whether to divide by the group's standard deviation.
+        seqs: the layout of the batch, with the group of each sample.
+        std: divide by the standard deviation of the group. False is Dr. GRPO (Liu et al. 2025).
         eps: added to the standard deviation.
 
     Returns:
-        `[S]`; positive means better than the group.
+        Advantages `[S]`; positive means better than the group's mean.
 
     Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, outcome supervision.
     """
@@ -41,24 +40,24 @@ def group_advantage(reward: Tensor, seqs: Sequences, std: bool = True, eps: floa
 
 
 def leave_one_out(reward: Tensor, seqs: Sequences) -> Tensor:
-    """Reward of each sample less the mean of the others of its group: RLOO.
+    """Return the reward of each sample minus the mean of the other samples of its group: RLOO.
 
-    `A_i = r_i - sum_(j != i) r_j / (G - 1)`, which is `G / (G - 1)` times `r_i - mean(r)`. A sample
-    alone in its group has advantage 0.
+    `A_i = r_i - sum_(j != i) r_j / (G - 1)`, which is `G / (G - 1)` times `r_i - mean(r)`. In a group of one
+    sample the advantage is 0.
 
     Args:
         reward: `[S]`.
-        seqs: whose `group` says which samples belong together.
+        seqs: the layout of the batch, with the group of each sample.
 
     Returns:
-        `[S]`.
+        Advantages `[S]`.
 
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; Ahmadian et al.
     2024, "Back to basics", the RLOO estimator.
     """
-    others = (seqs.group_count() - 1).to(reward.dtype)
-    mean = (seqs.group_sum(reward)[seqs.group] - reward) / others.clamp(min=1)[seqs.group]
-    return (reward - mean).masked_fill(others[seqs.group] == 0, 0)
+    num_others = (seqs.group_count() - 1).to(reward.dtype)
+    mean = (seqs.group_sum(reward)[seqs.group] - reward) / num_others.clamp(min=1)[seqs.group]
+    return (reward - mean).masked_fill(num_others[seqs.group] == 0, 0)
 
 
 def gae(
@@ -69,22 +68,22 @@ def gae(
     lam: float,
     bootstrap: Tensor | None = None,
 ) -> Tensor:
-    """Generalised advantage estimation over each sequence's learned tokens.
+    """Return advantages by generalized advantage estimation over the learned tokens of each sequence.
 
     `delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = sum_k (gamma lam)^k delta_{t+k}`, where t + 1 is
-    the next **learned** token (tool outputs between two turns are stepped over) and the value
-    after the last one is `bootstrap`.
+    the next learned token (tokens of tools and templates are skipped), and the value after the last learned
+    token is `bootstrap`.
 
     Args:
         token_reward: `[T]`.
         values: `[T]`, V before each token.
-        seqs: lengths and learned tokens.
+        seqs: the layout of the batch, with its learned tokens.
         gamma: discount of rewards.
-        lam: 0 is one-step temporal difference, 1 is the discounted return minus V.
-        bootstrap: `[S]`, V after the last token of each sequence; None means 0.
+        lam: lambda, from 0 (one-step temporal difference) to 1 (discounted return minus V).
+        bootstrap: `[S]`, V after the last token of each sequence. None: 0.
 
     Returns:
-        Advantages `[T]`; add `values` to get the returns that a critic is trained on.
+        Advantages `[T]`. Add `values` to get the targets of the critic.
 
     Source: Schulman et al. 2016, "High-dimensional continuous control using generalized
     advantage estimation", equations 11, 12 and 16.
@@ -106,43 +105,54 @@ def gae(
 
 
 def whiten(x: Tensor, seqs: Sequences, eps: float = 1e-8, by_group: bool = False) -> Tensor:
-    """Shift and scale a PerToken to mean 0 and variance 1 over the learned tokens.
+    """Shift and scale values per token to mean 0 and variance 1 over the learned tokens.
 
-    `(x - mean) / sqrt(var + eps)` with the unbiased variance; 0 where `loss_mask` is 0.
+    `(x - mean) / sqrt(var + eps)` with the unbiased variance.
 
     Args:
         x: `[T]`.
-        seqs: learned tokens and groups.
+        seqs: the layout of the batch, with its learned tokens and groups.
         eps: added to the variance.
-        by_group: whether each group has a mean and a variance of its own, instead of the batch.
+        by_group: use the mean and variance of each group, instead of those of the batch.
+
+    Returns:
+        `[T]`, 0 where `loss_mask` is 0.
     """
-    part = seqs.group[seqs.index] if by_group else torch.zeros_like(seqs.index)
-    num_parts = seqs.num_groups if by_group else 1
+    segment = seqs.group[seqs.index] if by_group else torch.zeros_like(seqs.index)
+    num_segments = seqs.num_groups if by_group else 1
 
     def sums(values: Tensor) -> Tensor:
         learned = values.masked_fill(~seqs.loss_mask, 0)
-        return learned.new_zeros(num_parts).index_add(0, part, learned)
+        return learned.new_zeros(num_segments).index_add(0, segment, learned)
 
     count = sums(torch.ones_like(x))
-    centred = x - (sums(x) / count.clamp(min=1))[part]
+    centred = x - (sums(x) / count.clamp(min=1))[segment]
     variance = sums(centred.square()) / (count - 1).clamp(min=1)
-    return (centred * torch.rsqrt(variance + eps)[part]).masked_fill(~seqs.loss_mask, 0)
+    return (centred * torch.rsqrt(variance + eps)[segment]).masked_fill(~seqs.loss_mask, 0)
 
 
 def explained_variance(values: Tensor, targets: Tensor, seqs: Sequences) -> Tensor:
-    """How much of the returns a critic foretells: `1 - var(R - V) / var(R)` over the learned tokens.
+    """Return the part of the variance of returns that a critic predicts: `1 - var(R - V) / var(R)`.
 
-    1 is a perfect critic, 0 one that knows nothing but a constant; 0 too where all returns are equal.
+    1 means a perfect critic, 0 a constant one. If all returns are equal, the result is 0.
+
+    Args:
+        values: `[T]`, V.
+        targets: `[T]`, the returns R.
+        seqs: the layout of the batch, with its learned tokens.
+
+    Returns:
+        A scalar tensor.
     """
     learned = targets[seqs.loss_mask]
-    missed = learned - values[seqs.loss_mask]
+    error = learned - values[seqs.loss_mask]
     if len(learned) < 2 or not learned.var() > 0:
         return learned.new_zeros(())
-    return 1 - missed.var() / learned.var()
+    return 1 - error.var() / learned.var()
 
 
 def _learned_grid(seqs: Sequences) -> tuple[Tensor, Tensor, int]:
-    """Row (sequence) and column (rank within it) of every learned token, and the grid's width."""
+    """Return the sequence of every learned token, its position among them, and their largest number."""
     row = seqs.index[seqs.loss_mask]
     count = seqs.count()
     starts = count.cumsum(0) - count
@@ -151,7 +161,7 @@ def _learned_grid(seqs: Sequences) -> tuple[Tensor, Tensor, int]:
 
 
 def _discounted_sums(delta: Tensor, discount: float) -> Tensor:
-    """`out[:, t] = sum over k >= t of discount^(k-t) delta[:, k]`, block by block from the end."""
+    """Return `out[:, t] = sum over k >= t of discount^(k-t) delta[:, k]`, block by block from the end."""
     width = min(_GAE_BLOCK, delta.shape[1])
     steps = torch.arange(width, device=delta.device)
     gap = (steps[:, None] - steps[None, :]).to(delta.dtype)

@@ -1,9 +1,8 @@
-"""Policy and value losses, entry by entry; every loss is to be minimised.
+"""Losses of policies, critics and reward models, to be minimized. They are not reduced over entries.
 
-The three policies (log-probs of the same tokens): **theta** is being trained, **prox** is the
-weights at the start of the step, **behav** generated the tokens. All functions are elementwise,
-`[T]` in and out (or `[S]`: a sequence's mean log-prob makes GSPO), and leave the reduction over
-entries to the caller.
+Three policies give log-probs of the same tokens: **theta** is being trained, **prox** is the policy at the
+start of the step, **behav** generated the tokens. All functions are elementwise: arguments and results have
+the shape `[T]`, or `[S]` for ratios of sequences (GSPO), or `[P]` for pairs.
 """
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ from torch import Tensor
 def clipped_surrogate(
     theta: Tensor, behav: Tensor, advantages: Tensor, clip: float, *, clip_high: float | None = None
 ) -> Tensor:
-    """PPO's loss: `-min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A)`, `ratio = exp(theta - behav)`.
+    """Return PPO's loss: `-min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A)`.
+
+    `ratio = exp(theta - behav)`.
 
     Args:
         theta: log-probs with gradient.
         behav: log-probs of the policy that generated the tokens.
-        advantages: positive where the token should become likelier.
-        clip: how far the ratio may fall below 1.
-        clip_high: how far it may rise above 1; `clip` when None (DAPO's "clip-higher" sets it).
+        advantages: positive if the token should become more likely.
+        clip: largest distance of the ratio below 1.
+        clip_high: largest distance of the ratio above 1. None: `clip`. DAPO's "clip-higher" sets it.
 
     Source: Schulman et al. 2017, "Proximal policy optimization algorithms", equation 7.
     """
@@ -45,22 +46,23 @@ def decoupled_surrogate(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """PPO's loss clipped around prox and corrected for the policy that generated the tokens.
+    """Return PPO's loss clipped around prox and corrected for the policy that generated the tokens.
 
     `-w min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A)` with `ratio = exp(theta - prox)` and
-    `w = exp(prox - behav)` detached; w multiplies both branches. With prox = behav it is PPO.
+    `w = exp(prox - behav)`, which has no gradient. With prox = behav it is PPO's loss.
 
     Args:
         theta: log-probs with gradient.
-        prox: log-probs under the weights at the step's start.
+        prox: log-probs under the weights at the start of the step.
         behav: log-probs of the policy that generated the tokens.
-        advantages: positive where the token should become likelier.
-        clip: how far the ratio may fall below 1.
-        behav_weight_cap: the largest w; None: any.
-        over_cap: what becomes of a token with a larger one. `mask`: weight 0, still counted in the mean
-            (masked importance sampling); `truncate`: the cap as its weight (truncated importance sampling).
-        clip_high: how far the ratio may rise above 1; `clip` when None.
-        dual_clip: c > 1; where A < 0 the surrogate is at least `c A` (Ye et al. 2020, equation 5).
+        advantages: positive if the token should become more likely.
+        clip: largest distance of the ratio below 1.
+        behav_weight_cap: largest w. None: no limit.
+        over_cap: the weight of tokens with a larger w. `mask`: 0, and they still count in the mean (masked
+            importance sampling); `truncate`: the cap (truncated importance sampling).
+        clip_high: largest distance of the ratio above 1. None: `clip`.
+        dual_clip: c > 1. Where A < 0, the surrogate is at least `c A` (Ye et al. 2020, equation 5). None: no
+            bound.
 
     Source: Hilton et al. 2022, "Batch size-invariance for policy optimization", equation 4; the
     cap is AReaL's (Fu et al. 2025), truncation that of IMPALA (Espeholt et al. 2018, section 4.1).
@@ -76,18 +78,21 @@ def decoupled_surrogate(
 
 
 def loglinear_prox(theta: Tensor, behav: Tensor, versions: Tensor, v_prox: float, v_theta: float) -> Tensor:
-    """Approximate prox log-probs on the line from behav to theta, without a forward pass.
+    """Approximate prox log-probs by interpolation between behav and theta, without a forward pass.
 
-    `prox = behav + a (theta - behav)` with theta detached and `a = (v_prox - v) / (v_theta - v)`
-    clamped to [0, 1], v being the version that generated the token; a = 0 where `v_theta <= v` and
-    on tokens that no weights generated (version -1).
+    `prox = behav + a (theta - behav)`, without gradient, with `a = (v_prox - v) / (v_theta - v)` clamped to
+    [0, 1]. v is the version of the weights that generated the token; a = 0 where `v_theta <= v` and on tokens
+    that were not generated (version -1).
 
     Args:
-        theta: `[T]` log-probs of the weights being trained.
-        behav: `[T]` recorded log-probs.
-        versions: int `[T]`.
-        v_prox: version of the weights at the step's start.
-        v_theta: version of the weights now: `v_prox + i / u` at update i of the step's u.
+        theta: `[T]`, log-probs under the weights that are trained.
+        behav: `[T]`, log-probs recorded at generation.
+        versions: int `[T]`, versions of the weights that generated the tokens.
+        v_prox: version of the weights at the start of the step.
+        v_theta: version of the weights now: `v_prox + i / u` at update i of the u updates of a step.
+
+    Returns:
+        Log-probs `[T]`.
     """
     age = (v_theta - versions).to(theta.dtype)
     alpha = ((v_prox - versions) / age.clamp(min=torch.finfo(theta.dtype).tiny)).clamp(0, 1)
@@ -96,19 +101,21 @@ def loglinear_prox(theta: Tensor, behav: Tensor, versions: Tensor, v_prox: float
 
 
 def cross_entropy(logprobs: Tensor) -> Tensor:
-    """Negative log-likelihood of the tokens, `-log p`: supervised fine-tuning."""
+    """Return the negative log-likelihood of the tokens, `-log p`: supervised fine-tuning."""
     return -logprobs
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> Tensor:
-    """`max((V - R)^2, (V_clip - R)^2) / 2`, where `V_clip` is V kept within `clip` of the old one.
+    """Return the clipped value loss `max((V - R)^2, (V_clip - R)^2) / 2`.
+
+    `V_clip` is V clamped to a distance of `clip` from the old value.
 
     Args:
-        values: predictions with gradient.
-        old_values: predictions at the step's start.
-        targets: returns R.
-        clip: how far a prediction may move in one step before its gradient stops; None: any distance,
-            so that the loss is `(V - R)^2 / 2`.
+        values: V with gradient.
+        old_values: V at the start of the step.
+        targets: the returns R.
+        clip: largest distance from the old value at which the gradient is kept. None: no limit, so that the
+            loss is `(V - R)^2 / 2`.
 
     Source: the value loss of OpenAI's PPO2 (baselines), see Engstrom et al. 2020, section 2.
     """
@@ -120,9 +127,9 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip
 
 
 def pairwise_loss(margin: Tensor) -> Tensor:
-    """`-log sigmoid(margin)`: the chosen of two is preferred with probability `sigmoid(margin)`.
+    """Return `-log sigmoid(margin)`: the chosen answer is preferred with probability `sigmoid(margin)`.
 
-    A margin of scores trains a reward model, one of log-ratios to a reference a policy (DPO).
+    A reward model is trained on a margin of scores, a policy (DPO) on a margin of log-ratios to a reference.
 
     Source: Bradley and Terry 1952; Ouyang et al. 2022, "Training language models to follow
     instructions with human feedback", equation 1; Rafailov et al. 2023, "Direct preference

@@ -1,7 +1,7 @@
-"""Ready nodes: the same decorators as in a recipe, with the model left open.
+"""Ready-made nodes, decorated as in a recipe but without a model.
 
-`use(nodes.actor_train, actor, clip=0.1)` fills the model and sets options and knobs. A further
-change means copying a node's few lines into the recipe.
+`use(nodes.actor_train, actor, clip=0.1)` sets the model, options and knobs. For any other change, copy the
+function into the recipe: most are a few lines long.
 """
 
 from hflow.dsl.implicit_nodes import actor_inf

@@ -1,4 +1,4 @@
-"""From rewards to advantages, on whole batches."""
+"""Compute nodes from rewards to advantages, on whole batches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,22 @@ def kl_reward(
     target: float | None = None,
     horizon: float = 10_000.0,
 ) -> tuple[PerToken, Metrics]:
-    """The reward at the last token, less `beta` times the KL from the reference at every token.
+    """Return the reward on the last learned token minus `beta` times the KL to the reference on every token.
 
-    Without a `target`, `beta` is fixed. With one (nats a sequence) it is where a controller starts that
-    holds the KL there: it moves `beta` after each step, by at most 20 % in `horizon` sequences.
+    Args:
+        reward: `[S]`.
+        behav_logprobs: `[T]`.
+        ref_logprobs: `[T]`, log-probs under the reference model.
+        seqs: the layout of the batch.
+        state: remembers the current `beta` if there is a `target`.
+        beta: weight of the KL; with a `target`, its initial weight.
+        estimator: the estimator of the KL, see `algo.kl_estimate`.
+        target: KL per sequence in nats that a controller keeps by changing `beta` after each step. None:
+            `beta` is constant.
+        horizon: number of sequences in which the controller changes `beta` by 20 % at most.
+
+    Returns:
+        Rewards `[T]`, and metrics.
 
     Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences", equation 2, and
     section 2.2 for the controller.
@@ -50,9 +62,21 @@ def gae(
     lam: float = 0.95,
     whiten: Literal["batch", "group", "none"] = "batch",
 ) -> tuple[PerToken, PerToken, Metrics]:
-    """Advantages and the critic's targets; V after a cut-off end counts as its future.
+    """Return advantages by generalized advantage estimation, and the targets of the critic.
 
-    Advantages are whitened over the batch's tokens, over each group's, or left as they are.
+    Args:
+        token_reward: `[T]`.
+        values: `[T]`, V before each token.
+        stop_reason: of each sequence; `length` means that it was cut off.
+        seqs: the layout of the batch.
+        bootstrap: `[S]`, V after the last token. It is used for sequences that were cut off.
+        gamma: discount of rewards.
+        lam: lambda of the estimation, from 0 to 1.
+        whiten: give advantages mean 0 and variance 1 over the tokens of the batch, of each group, or not at
+            all.
+
+    Returns:
+        Advantages `[T]`, value targets `[T]`, and metrics.
     """
     if bootstrap is not None:
         bootstrap = bootstrap * bootstrap.new_tensor([float(reason == "length") for reason in stop_reason])
@@ -65,13 +89,13 @@ def gae(
 
 @compute(returns="advantages", min_group=2)
 def group_advantage(reward: PerSequence, seqs: Sequences, *, std: bool = True) -> PerSequence:
-    """Each reward relative to its group's mean, over the group's spread if `std` (GRPO)."""
+    """Return each reward minus its group's mean, over the group's standard deviation if `std` (GRPO)."""
     return algo.group_advantage(reward, seqs, std)
 
 
 @compute(returns="advantages", min_group=2)
 def leave_one_out(reward: PerSequence, seqs: Sequences) -> PerSequence:
-    """Each reward relative to the mean of the others of its group (RLOO)."""
+    """Return each reward minus the mean of the other rewards of its group (RLOO)."""
     return algo.leave_one_out(reward, seqs)
 
 
@@ -83,7 +107,16 @@ def returns_to_go(
     gamma: float = 1.0,
     whiten: Literal["batch", "group", "none"] = "batch",
 ) -> PerToken:
-    """What is still to come at each token, whitened: REINFORCE++ where the reward holds the KL.
+    """Return the discounted sum of rewards from each token to the end, whitened.
+
+    With the KL in the reward this is REINFORCE++.
+
+    Args:
+        token_reward: `[T]`.
+        seqs: the layout of the batch.
+        gamma: discount of rewards.
+        whiten: give advantages mean 0 and variance 1 over the tokens of the batch, of each group, or not at
+            all.
 
     Source: Hu et al. 2025, "REINFORCE++": `A_t = r - beta sum_(i >= t) KL_i`, normalised over the batch.
     """

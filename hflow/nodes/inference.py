@@ -1,4 +1,4 @@
-"""Forwards without gradient, one for each kind of model."""
+"""Infer nodes, one for each kind of model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from hflow.types import Output, PerSequence, PerToken
 
 @infer(returns="ref_logprobs")
 def ref_inf(out: Output) -> PerToken:
-    """Log-probs of the tokens under a reference model."""
+    """Return the log-probs `[T]` of the tokens under a reference model."""
     return out.logprobs
 
 
 @infer(returns=("values", "bootstrap"))
 def critic_inf(out: Output) -> tuple[PerToken, PerSequence]:
-    """V before each token, and V after the last one."""
+    """Return V before each token `[T]`, and V after the last one `[S]`."""
     return out.values, out.bootstrap
 
 
 @infer(returns="reward")
 def rew_inf(out: Output) -> PerSequence:
-    """A reward model's score of each sequence."""
+    """Return a reward model's score of each sequence `[S]`."""
     return out.scores

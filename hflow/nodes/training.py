@@ -1,4 +1,4 @@
-"""Losses of policies and critics."""
+"""Train nodes: losses of policies, critics and reward models."""
 
 from __future__ import annotations
 
@@ -28,11 +28,28 @@ def actor_train(
     kl_estimator: Literal["k2", "k3"] = "k3",
     entropy_coef: float = 0.0,
 ) -> tuple[PerToken, Metrics]:
-    """The decoupled surrogate; with `prox="none"` it is PPO's. KL to the reference and entropy may join.
+    """Return the decoupled PPO loss per token; with `prox="none"` it is PPO's loss.
 
-    In a loss k1 is no choice: its gradient is 0 on average, whatever the reference.
+    Args:
+        out: log-probs and entropy of the policy that is trained.
+        behav_logprobs: `[T]`, recorded at generation.
+        prox_logprobs: `[T]`, at the start of the step.
+        advantages: `[T]`.
+        ref_logprobs: `[T]`, needed if `kl_coef` is not 0.
+        clip: largest distance of the ratio below 1.
+        clip_high: largest distance of the ratio above 1. None: `clip`.
+        behav_weight_cap: largest weight `exp(prox - behav)` of a token. None: no limit.
+        over_cap: give tokens with a larger weight the weight 0 (`mask`) or the cap (`truncate`).
+        dual_clip: bound c > 1 of the loss where advantages are negative. None: no bound.
+        kl_coef: weight of the KL to the reference in the loss.
+        kl_estimator: estimator of this KL. k1 is not allowed: the mean of its gradient is 0 for any
+            reference.
+        entropy_coef: weight of the entropy, which is subtracted from the loss.
+
+    Returns:
+        The loss `[T]`, and metrics.
     """
-    _check(behav_weight_cap, dual_clip)
+    _check_bounds(behav_weight_cap, dual_clip)
     theta = out.logprobs
     loss = algo.decoupled_surrogate(
         theta,
@@ -52,7 +69,7 @@ def actor_train(
         metrics["over_cap"] = prox_logprobs - behav_logprobs > math.log(behav_weight_cap)
     if kl_coef:
         if ref_logprobs is None:
-            raise RecipeError("actor_train: kl_coef needs ref_logprobs: list use(nodes.ref_inf, REF)")
+            raise RecipeError("actor_train: kl_coef needs ref_logprobs. List use(nodes.ref_inf, REF)")
         metrics["ref_kl"] = algo.kl_estimate(theta, ref_logprobs, kl_estimator)
         loss = loss + kl_coef * metrics["ref_kl"]
     if entropy_coef:
@@ -60,12 +77,14 @@ def actor_train(
     return loss, metrics
 
 
-def _check(behav_weight_cap: float | None, dual_clip: float | None) -> None:
-    """Refuse bounds that would take every token, or turn the loss around."""
+def _check_bounds(behav_weight_cap: float | None, dual_clip: float | None) -> None:
+    """Check that the cap is positive, as 0 would mask every token, and the dual clip is more than 1."""
     if behav_weight_cap is not None and behav_weight_cap <= 0:
-        raise RecipeError(f"actor_train: behav_weight_cap is {behav_weight_cap}; it must be above 0, or null")
+        raise RecipeError(
+            f"actor_train: behav_weight_cap is {behav_weight_cap}; it must be more than 0, or null"
+        )
     if dual_clip is not None and dual_clip <= 1:
-        raise RecipeError(f"actor_train: dual_clip is {dual_clip}; it must be above 1, or null")
+        raise RecipeError(f"actor_train: dual_clip is {dual_clip}; it must be more than 1, or null")
 
 
 @train(reduce="seq-mean")
@@ -78,7 +97,15 @@ def gspo_train(
     clip: float = 3e-4,
     clip_high: float | None = 4e-4,
 ) -> tuple[PerSequence, Metrics]:
-    """PPO's loss on the ratio of whole sequences, `(p_theta(y) / p_behav(y)) ** (1 / |y|)`.
+    """Return PPO's loss `[S]` on the ratio of whole sequences, `(p_theta(y) / p_behav(y)) ** (1 / |y|)`.
+
+    Args:
+        out: log-probs and entropy of the policy that is trained.
+        behav_logprobs: `[T]`, recorded at generation.
+        advantages: `[S]`.
+        seqs: the layout of the batch.
+        clip: largest distance of the ratio below 1.
+        clip_high: largest distance of the ratio above 1. None: `clip`.
 
     Source: Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7.
     """
@@ -93,7 +120,17 @@ def gspo_train(
 def critic_train(
     out: Output, values: PerToken, value_targets: PerToken, *, clip: float | None = 0.2
 ) -> tuple[PerToken, Metrics]:
-    """Squared error of the value, clipped around the value at the step's start; `clip=null`: not clipped."""
+    """Return half the squared error of the values, clipped around the values at the start of the step.
+
+    Args:
+        out: the values that are trained.
+        values: `[T]`, at the start of the step.
+        value_targets: `[T]`, the returns.
+        clip: largest distance from `values` at which the gradient is kept. None: no limit.
+
+    Returns:
+        The loss `[T]`, and metrics.
+    """
     loss = algo.clipped_value_loss(out.values, values, value_targets, clip)
     metrics = {"error": (out.values - value_targets).square()}
     if clip is not None:
@@ -103,13 +140,13 @@ def critic_train(
 
 @train(reduce="token-mean")
 def sft_train(out: Output) -> PerToken:
-    """Cross entropy of the learned tokens."""
+    """Return the cross entropy `[T]` of the tokens."""
     return algo.cross_entropy(out.logprobs)
 
 
 @train(reduce="group-mean")
 def reward_train(out: Output, seqs: Sequences) -> tuple[PerGroup, Metrics]:
-    """A reward model from pairs, the chosen first: its score is to be the higher one.
+    """Return the loss `[P]` of a reward model on pairs, the chosen answer first.
 
     Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback",
     equation 1.
@@ -125,7 +162,13 @@ def reward_train(out: Output, seqs: Sequences) -> tuple[PerGroup, Metrics]:
 def dpo(
     out: Output, ref_logprobs: PerToken, seqs: Sequences, *, beta: float = 0.1
 ) -> tuple[PerGroup, Metrics]:
-    """Direct preference optimisation on pairs, the chosen first.
+    """Return the loss `[P]` of direct preference optimization on pairs, the chosen answer first.
+
+    Args:
+        out: log-probs of the policy that is trained.
+        ref_logprobs: `[T]`, log-probs under the reference model.
+        seqs: the layout of the batch.
+        beta: weight of the KL to the reference that the loss implies.
 
     Source: Rafailov et al. 2023, "Direct preference optimization", equation 7.
     """

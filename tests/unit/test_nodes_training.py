@@ -33,7 +33,7 @@ def test_bounds_that_would_take_every_token_are_refused(bound: str, value: float
     zeros = torch.zeros(1)
     out = Output(logprobs=zeros, entropy=zeros)
     with pytest.raises(
-        RecipeError, match=f"^actor_train: {bound} is {value}; it must be above {least}, or null$"
+        RecipeError, match=f"^actor_train: {bound} is {value}; it must be more than {least}, or null$"
     ):
         nodes.actor_train(out, zeros, zeros, zeros, **{bound: value})
 
