@@ -32,7 +32,7 @@ from hflow.types import Unit
 
 prepare("cpu")
 
-from hflow.backends.megatron.model import Stage, build  # noqa: E402
+from hflow.backends.megatron.model import Stage, build_stage  # noqa: E402
 from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
 from hflow.backends.megatron.schedule import PipelineSchedule  # noqa: E402
 from hflow.backends.megatron.vocab_parallel import VocabParallelLogits  # noqa: E402
@@ -116,7 +116,7 @@ def run(rank: int, path: str) -> None:
 
 def compare(path: Path, layout: str, seat: RankPosition) -> None:
     """Leave the differences of one case in `LAYOUT.json`."""
-    stage = build(ModelSettings("actor", path=str(path)), ParallelState.of(seat))
+    stage = build_stage(ModelSettings("actor", path=str(path)), ParallelState.of(seat))
     stage.module.eval()
     micro = [pack_tokens(batch, stage.device, stage.dtype) for batch in packs()]
     schedule = PipelineSchedule(stage, stage.module)

@@ -28,7 +28,7 @@ from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 from hflow.backends.megatron import weight_export as weights  # noqa: E402
 from hflow.backends.megatron.hf_export import save_stage  # noqa: E402
-from hflow.backends.megatron.model import Stage, build  # noqa: E402
+from hflow.backends.megatron.model import Stage, build_stage  # noqa: E402
 from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
 from hflow.backends.megatron.weight_export import held_blocks, named_weights  # noqa: E402
 
@@ -57,7 +57,7 @@ def run(rank: int, path: Path) -> None:
 
 def compute(case: kit.Case, group: Any, path: Path) -> None:
     """Outputs, gradients and exported weights of a case."""
-    stage = build(kit.settings(case, path), ParallelState.of(RankPosition(group, *case.layout)))
+    stage = build_stage(kit.settings(case, path), ParallelState.of(RankPosition(group, *case.layout)))
     ddp = DistributedDataParallel(
         stage.config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True),
@@ -149,10 +149,10 @@ def side_by_side(groups: dict[tuple[int, ...], Any], rank: int, path: Path) -> N
     """An actor and a critic of other layouts on the same two ranks, in turns."""
     if rank not in kit.FIRST:
         return
-    actor = build(
+    actor = build_stage(
         kit.settings(kit.CASES["qwen2 t2"], path), ParallelState.of(RankPosition(groups[kit.FIRST], 1, 2, 1))
     )
-    critic = build(
+    critic = build_stage(
         kit.settings(kit.CASES["value t2"], path), ParallelState.of(RankPosition(groups[kit.FIRST], 1, 1, 2))
     )
     for name, stage in (("actor", actor), ("critic", critic), ("actor again", actor)):

@@ -19,13 +19,15 @@ from hflow.errors import BackendError
 
 prepare("cpu")
 
-from hflow.backends.megatron.model import build  # noqa: E402
+from hflow.backends.megatron.model import build_stage  # noqa: E402
 from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
 
 
 def refused(message: str, architecture: dict[str, Any], **changes: Any) -> None:
     with pytest.raises(BackendError, match=message) as error:
-        build(ModelSettings("actor", architecture=architecture, **changes), ParallelState.of(RankPosition()))
+        build_stage(
+            ModelSettings("actor", architecture=architecture, **changes), ParallelState.of(RankPosition())
+        )
     assert "\n" not in str(error.value)
 
 
@@ -98,7 +100,7 @@ def test_a_process_alone_is_a_grid_of_one():
 
 def test_building_leaves_the_random_state_alone():
     state = torch.get_rng_state()
-    build(
+    build_stage(
         ModelSettings("actor", architecture=kit.QWEN2, sequence_parallel=True),
         ParallelState.of(RankPosition()),
     )

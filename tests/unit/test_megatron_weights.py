@@ -37,7 +37,7 @@ prepare("cpu")
 
 from hflow.backends.megatron.checkpoint_reader import load_parameters  # noqa: E402
 from hflow.backends.megatron.hf_export import save_stage  # noqa: E402
-from hflow.backends.megatron.model import Stage, build  # noqa: E402
+from hflow.backends.megatron.model import Stage, build_stage  # noqa: E402
 from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
 from hflow.backends.megatron.weight_export import named_weights  # noqa: E402
 
@@ -177,7 +177,7 @@ def test_padding_is_zero_and_the_rest_is_where_megatron_looks_for_it():
 
 # ------------------------------------------------------------------------------- reading and writing
 def alone(settings: ModelSettings) -> Stage:
-    return build(settings, ParallelState.of(RankPosition()))
+    return build_stage(settings, ParallelState.of(RankPosition()))
 
 
 def weights(stage: Stage) -> dict[str, torch.Tensor]:

@@ -29,14 +29,14 @@ def _key(params: SamplingParams, ids: Sequence[int]) -> tuple[int, tuple[int, ..
 class RecordingEngine(EmbeddedEngine):
     """Records every token that it draws."""
 
-    def __init__(self, draws: Draws, *built_from: Any) -> None:
+    def __init__(self, draws: Draws, *engine_args: Any) -> None:
         """Build the engine.
 
         Args:
             draws: the record, extended in place.
-            *built_from: arguments of `EmbeddedEngine`.
+            *engine_args: arguments of `EmbeddedEngine`.
         """
-        super().__init__(*built_from)
+        super().__init__(*engine_args)
         self._draws = draws
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}
 
@@ -62,14 +62,14 @@ class RecordingEngine(EmbeddedEngine):
 class ReplayingEngine(EmbeddedEngine):
     """Draws the tokens of a record."""
 
-    def __init__(self, draws: Draws, *built_from: Any) -> None:
+    def __init__(self, draws: Draws, *engine_args: Any) -> None:
         """Build the engine.
 
         Args:
             draws: the record of another run.
-            *built_from: arguments of `EmbeddedEngine`.
+            *engine_args: arguments of `EmbeddedEngine`.
         """
-        super().__init__(*built_from)
+        super().__init__(*engine_args)
         self._draws = draws
 
     def _forced_tokens(self) -> Tensor:

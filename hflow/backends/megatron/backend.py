@@ -13,7 +13,7 @@ from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.megatron.hf_export import save_stage
 from hflow.backends.megatron.master_weights import gather_master_weights
-from hflow.backends.megatron.model import build
+from hflow.backends.megatron.model import build_stage
 from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.parallel_state import ParallelState
 from hflow.backends.megatron.runner import MegatronRunner
@@ -40,7 +40,7 @@ class MegatronModel(ModelBackend):
             BackendError: if the settings, the architecture, the layout or the checkpoint are unusable.
         """
         self.settings = settings
-        self._stage = stage = build(settings, ParallelState.of(position))
+        self._stage = stage = build_stage(settings, ParallelState.of(position))
         self._optimizer = MegatronOptimizer(stage, settings) if settings.trainable else None
         module = stage.module if self._optimizer is None else self._optimizer.module
         heads = stage.parallel.groups.dp if stage.parallel.data > 1 else None

@@ -16,7 +16,7 @@ from hflow.backends.common.checks import check_tensors
 from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
 from hflow.backends.megatron.model_dims import ModelDims
-from hflow.backends.torch_model.build import build, scalar_head
+from hflow.backends.torch_model.build import build_model, scalar_head
 from hflow.backends.torch_model.weight_export import named_weights, scalar_prefix
 from hflow.errors import BackendError
 
@@ -38,7 +38,7 @@ def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[ReadBlock
         BackendError: if the checkpoint has no readable weights, or those of another model.
     """
     if settings.path is None:
-        model, head = build(settings)
+        model, head = build_model(settings)
         drawn = dict(named_weights(model, head, settings.head, model.dtype))
         yield lambda part: _block(drawn[part.tensor], part)
         return

@@ -109,7 +109,7 @@ class Stage:
         return _local_logits(rows, weight, num_valid)
 
 
-def build(settings: ModelSettings, parallel: ParallelState) -> Stage:
+def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
     """Build this rank's stage and load its weights, reading only its part of a checkpoint.
 
     A collective over the replica. The model is in training mode.

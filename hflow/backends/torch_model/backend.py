@@ -14,7 +14,7 @@ from hflow.backends.common.checks import check_sequences
 from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.device import local_device
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
-from hflow.backends.torch_model.build import DTYPES, build
+from hflow.backends.torch_model.build import DTYPES, build_model
 from hflow.backends.torch_model.fsdp import place_model
 from hflow.backends.torch_model.optimizer import TorchOptimizer
 from hflow.backends.torch_model.packed_model import PackedModel
@@ -42,7 +42,7 @@ class TorchModel(ModelBackend):
         self.settings = settings
         group = position.group
         self.group = group if group is not None and group.size() > 1 else None
-        self._model, head = build(settings)
+        self._model, head = build_model(settings)
         self._runner = self._make_runner(head)
         self._optimizer = (
             TorchOptimizer(self._runner.module.parameters(), settings, self.group)

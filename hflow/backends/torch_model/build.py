@@ -31,7 +31,7 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that depend on the longest sequence of a forward, so results would depend on packing."""
 
 
-def build(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
+def build_model(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
     """Build the HF model and its head in fp32 on the CPU, with packed attention and without dropout.
 
     Every rank builds the same weights, from the same checkpoint or the same seed.
