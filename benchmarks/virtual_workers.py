@@ -32,11 +32,11 @@ from hflow.workers.interface import (
     GroupOrder,
     NodeResult,
     NodeTask,
-    Report,
     SampleReady,
     Span,
     WeightsLoaded,
     WorkerEvent,
+    WorkerReport,
     Workers,
     WorkerSetup,
 )
@@ -218,7 +218,7 @@ class VirtualWorkers(Workers):
                 seconds = seconds_of(self._durations, order.node, order.key)
                 self._push(now + seconds, worker, ComputeReady(order.node, order.key, value=0.0))
 
-    async def poll(self, worker: int) -> Report:
+    async def poll(self, worker: int) -> WorkerReport:
         """Wait for events, and a little for others."""
         box = self._boxes[worker]
         if not self._is_ready(box, self._loop.time()):
@@ -226,7 +226,7 @@ class VirtualWorkers(Workers):
             await box.waiter
         self.traffic.messages += 1
         with self._own() as now:
-            report = Report(worker, tuple(box.events), tuple(box.spans), self._take_drawn(worker, now))
+            report = WorkerReport(worker, tuple(box.events), tuple(box.spans), self._take_drawn(worker, now))
             self.traffic.events += len(box.events)
             box.events, box.spans, box.waiter = [], [], None
             box.reported_at = now

@@ -72,7 +72,7 @@ async def _run(compiled: Compiled, live: bool | None, means: RunEnvironment) -> 
     workers = make_workers(compiled, means.processes)
     check_models(compiled, setup)
     directory = _begin(compiled)
-    setup = replace(setup, exchange=str(directory.weights.resolve()))
+    setup = replace(setup, weights_directory=str(directory.weights.resolve()))
     console = Console(quiet=True) if means.is_quiet else None
     opened = open_display(compiled.config.name, live, console)
     with opened as display, _observer(compiled, directory, display) as seen:
@@ -140,7 +140,8 @@ async def _started(workers: Workers, setup: WorkerSetup) -> AsyncIterator[None]:
         yield
     finally:
         await workers.close()
-        shutil.rmtree(setup.exchange, ignore_errors=True)  # whoever died may have left something there
+        # A worker that died may have left files.
+        shutil.rmtree(setup.weights_directory, ignore_errors=True)
 
 
 @contextmanager

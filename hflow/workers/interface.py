@@ -47,9 +47,9 @@ class Workers(abc.ABC):
         """Queue sample- and group-level bodies; results come by `poll`."""
         await self._call(worker, "compute", worker, orders)
 
-    async def poll(self, worker: int) -> Report:
+    async def poll(self, worker: int) -> WorkerReport:
         """Wait until something happens on the worker, and return all of it."""
-        report: Report = await self._call(worker, "poll", worker)
+        report: WorkerReport = await self._call(worker, "poll", worker)
         return report
 
     @abc.abstractmethod
@@ -174,7 +174,7 @@ class WorkerSetup:
     storage the engine shares, and `decode` turns token ids into text.
     """
     pool_processes: int = 1
-    exchange: str = ""
+    weights_directory: str = ""
     """Directory for weights that are sent through files; all machines must share it."""
     collective_timeout: float = 600.0
     """Seconds after which a collective with a missing rank fails."""
@@ -356,7 +356,7 @@ class EngineStats:
 
 
 @dataclass(frozen=True)
-class Report:
+class WorkerReport:
     """Everything that happened on a worker since the last poll."""
 
     worker: int

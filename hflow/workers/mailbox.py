@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from hflow.workers.interface import Report, Span, WorkerEvent
+from hflow.workers.interface import Span, WorkerEvent, WorkerReport
 
 LINGER_SECONDS = 0.01
 """Longest time that an event waits for others while more are due. A message costs the controller and the
@@ -79,7 +79,7 @@ class Mailbox:
             self._closed = True
             self._changed.notify()
 
-    def wait(self) -> Report:
+    def wait(self) -> WorkerReport:
         """Wait until there are events or the mailbox is closed, and take everything.
 
         Raises:
@@ -91,7 +91,7 @@ class Mailbox:
             self._changed.wait_for(lambda: self._num_due <= 0 or self._is_over(), delay)
             if self._error is not None:
                 raise self._error
-            report = Report(self._worker, tuple(self._events), tuple(self._spans))
+            report = WorkerReport(self._worker, tuple(self._events), tuple(self._spans))
             self._events, self._spans = [], []
             self._reported_at = time.monotonic()
             return report

@@ -36,8 +36,8 @@ from hflow.workers.interface import (
     NodeProgram,
     NodeResult,
     NodeTask,
-    Report,
     Span,
+    WorkerReport,
     WorkerSetup,
 )
 from hflow.workers.mailbox import Mailbox, pause_seconds
@@ -88,7 +88,7 @@ class Worker:
         self._rows = DatasetReader(self._plan, setup.datasets)
         self._build_generation(*self._build_models(rank))
         routes = WorkerRoutes(self._plan, hosted, self._backends)
-        transports = make_transports(self._plan, setup.exchange, hosted[0], transport)
+        transports = make_transports(self._plan, setup.weights_directory, hosted[0], transport)
         self._publisher = WeightPublisher(routes, hosted[0], transports)
         self._build_bodies()
 
@@ -176,7 +176,7 @@ class Worker:
         self._episodes.derive(by_verb["generate"], sink)
         self._computes.submit(by_verb["compute"], sink)
 
-    def poll(self, worker: int) -> Report:
+    def poll(self, worker: int) -> WorkerReport:
         """Wait for events of one hosted index."""
         report = self._mailboxes[worker].wait()
         is_first = worker == self._hosted[0]  # reports the episodes of all hosted indices

@@ -15,9 +15,9 @@ from hflow.workers.interface import (
     ComputeOrder,
     GroupOrder,
     NodeTask,
-    Report,
     ShardInput,
     WorkerEvent,
+    WorkerReport,
     Workers,
     WorkerSetup,
 )
@@ -46,7 +46,7 @@ async def collect(workers: Workers, worker: int, count: int) -> list[WorkerEvent
     """Poll one worker until it has reported `count` events."""
     events: list[WorkerEvent] = []
     while len(events) < count:
-        report: Report = await workers.poll(worker)
+        report: WorkerReport = await workers.poll(worker)
         events += report.events
     assert len(events) == count, events
     return events

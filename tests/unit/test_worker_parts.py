@@ -17,7 +17,7 @@ from hflow.types import Sequences
 from hflow.workers.bodies.batch_node_runner import reduce_metric
 from hflow.workers.error_location import error_with_location
 from hflow.workers.generation.generate_runner import PausableClock
-from hflow.workers.interface import ComputeReady, Report, Span
+from hflow.workers.interface import ComputeReady, Span, WorkerReport
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.weights.buckets import SliceValues, assemble_tensors, pack_buckets, unpack_bucket
 
@@ -131,21 +131,21 @@ def test_a_poll_takes_all_that_happened() -> None:
     mailbox = Mailbox(3)
     span = Span("train", "device", 0.0, 1.0)
     mailbox.add_span(span)
-    found: list[Report] = []
+    found: list[WorkerReport] = []
     waiting = threading.Thread(target=lambda: found.append(mailbox.wait()))
     waiting.start()
     mailbox.put([ComputeReady("score", 1), ComputeReady("score", 2)])
     waiting.join(timeout=60)
-    assert found == [Report(3, (ComputeReady("score", 1), ComputeReady("score", 2)), (span,))]
+    assert found == [WorkerReport(3, (ComputeReady("score", 1), ComputeReady("score", 2)), (span,))]
     mailbox.close()
-    assert mailbox.wait() == Report(3, ())
+    assert mailbox.wait() == WorkerReport(3, ())
 
 
 def test_an_event_waits_for_those_that_are_to_come() -> None:
     mailbox = Mailbox(0, linger=600.0)
     mailbox.expect(3)
     mailbox.put([ComputeReady("score", 1)])
-    found: list[Report] = []
+    found: list[WorkerReport] = []
     waiting = threading.Thread(target=lambda: found.append(mailbox.wait()))
     waiting.start()
     mailbox.put([ComputeReady("score", 2), ComputeReady("score", 3)])
@@ -157,7 +157,7 @@ def test_an_event_waits_a_moment_only() -> None:
     mailbox = Mailbox(0, linger=0.0)
     mailbox.expect(2)
     mailbox.put([ComputeReady("score", 1)])
-    assert mailbox.wait() == Report(0, (ComputeReady("score", 1),))
+    assert mailbox.wait() == WorkerReport(0, (ComputeReady("score", 1),))
 
 
 def test_workers_together_send_a_thousand_messages_a_second() -> None:
@@ -170,7 +170,7 @@ def test_a_report_that_follows_another_waits_for_more_and_one_after_a_quiet_time
     mailbox.put([ComputeReady("score", 1)])
     assert [event.key for event in mailbox.wait().events] == [1]
     mailbox.put([ComputeReady("score", 2)])
-    found: list[Report] = []
+    found: list[WorkerReport] = []
     waiting = threading.Thread(target=lambda: found.append(mailbox.wait()))
     waiting.start()
     mailbox.put([ComputeReady("score", 3), ComputeReady("score", 4)])

@@ -34,9 +34,9 @@ from hflow.workers.interface import (
     ComputeReady,
     Failed,
     GroupOrder,
-    Report,
     SampleReady,
     WorkerEvent,
+    WorkerReport,
     Workers,
 )
 
@@ -163,7 +163,7 @@ class Executor:
     # ---------------------------------------------------------------- worker -> controller
     async def _poll(self, worker: int) -> None:
         while True:
-            report: Report = await self._workers.poll(worker)
+            report: WorkerReport = await self._workers.poll(worker)
             self._metrics.add_report(report)
             for span in report.spans:
                 self._observer.on_span(worker, span)

@@ -14,7 +14,7 @@ from typing import Protocol
 from hflow.metrics import Metric, declare
 from hflow.runtime.events import Refusal
 from hflow.types import EpisodeState
-from hflow.workers.interface import EngineStats, Report, SampleReady, Span
+from hflow.workers.interface import EngineStats, SampleReady, Span, WorkerReport
 
 STEP_SECONDS = declare("time/step_seconds", "s", "time since the step before was complete", live="last")
 TOKENS_PER_SECOND = declare(
@@ -151,7 +151,7 @@ class StepMetrics:
         family = DROPPED if reason.is_drop else REFUSED
         self._refused[family.member(reason.value)] += num_samples
 
-    def add_report(self, report: Report) -> None:
+    def add_report(self, report: WorkerReport) -> None:
         """Count what a worker's engines and episodes did."""
         self._engine_stats += report.engine_stats
         self._episodes.add_report(report.worker, report.episodes)

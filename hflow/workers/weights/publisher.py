@@ -135,17 +135,17 @@ class WorkerRoutes:
         return next(route for route in self._plan.weights if route.dst == replica)
 
 
-def make_transports(plan: Plan, exchange: str, worker: int, default: Transport) -> dict[str, Transport]:
+def make_transports(plan: Plan, directory: str, worker: int, default: Transport) -> dict[str, Transport]:
     """Return the transport of each generation replica's weights, as planned.
 
     Args:
         plan: says which weights are sent through files.
-        exchange: directory for these files.
+        directory: for these files.
         worker: the index of this process's first worker.
         default: the transport of all other weights.
     """
     return {
-        route.dst: DiskTransport(Path(exchange), f"{route.dst}-{worker}")
+        route.dst: DiskTransport(Path(directory), f"{route.dst}-{worker}")
         if route.transport == "disk"
         else default
         for route in plan.weights
