@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hflow.graph.ir import EdgeKind
-from hflow.planner.cost import drawing_pace, node_times
+from hflow.planner.cost import generation_pace, node_times
 from hflow.planner.data.traffic_estimate import estimate_traffic
 from hflow.planner.forecast import Forecast, NodeTime, Period
 from hflow.planner.ir import Plan
@@ -30,7 +30,7 @@ def forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
         period=None if missing else _period(plan, times),
         traffic=traffic,
         missing=missing,
-        pace=drawing_pace(plan, request, dict(lengths), traffic),
+        pace=generation_pace(plan, request, dict(lengths), traffic),
     )
 
 

@@ -7,7 +7,7 @@ from model_configs import model_config
 
 from hflow.planner.backends import traits
 from hflow.planner.cost.flops import Work
-from hflow.planner.cost.generation import Rollout
+from hflow.planner.cost.generation import RolloutRequest
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.hardware import Device, Efficiency, Hardware, Link
 from hflow.planner.ir import Replica
@@ -52,7 +52,7 @@ def side(shape=SMALL, layout="d1", hardware=TOY, backend="torch", per_machine=8,
     name = backend if isinstance(backend, str) else "torch"
     replica = Replica("m", "m", role, name, axes, "all", tuple(range(axes.world)), (0,))
     cluster = replace(graphs.cluster_of("cpu-1x1"), num_nodes=9999, devices_per_node=per_machine)
-    return replace(ReplicaCosts.of(replica, shape, model_config(**asked), hardware, cluster), backend=made)
+    return replace(ReplicaCosts.of(replica, shape, model_config(**asked), hardware, cluster), traits=made)
 
 
 def named(parts):
@@ -71,4 +71,4 @@ def work(tokens, sequences=1.0, **changes):
 
 def rollout(groups, group_size=1, **changes):
     numbers = {"max_concurrent": groups * group_size, "ahead": 0, "seed": 0}
-    return Rollout(groups, group_size, **(numbers | changes))
+    return RolloutRequest(groups, group_size, **(numbers | changes))

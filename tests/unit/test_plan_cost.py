@@ -25,8 +25,15 @@ from hflow.backends.common.chunked import LOGITS_PER_CHUNK
 from hflow.backends.torch_model.fsdp import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
 from hflow.data.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
 from hflow.planner.backends import traits
-from hflow.planner.cost import sync as syncing
-from hflow.planner.cost.collectives import Ranks, all_gather, all_reduce, axis_ranks, reduce_scatter, send
+from hflow.planner.cost import transfers
+from hflow.planner.cost.collectives import (
+    RankPlacement,
+    all_gather,
+    all_reduce,
+    axis_ranks,
+    reduce_scatter,
+    send,
+)
 from hflow.planner.cost.flops import (
     MIN_SAVED_FRACTION,
     attention_flops,
@@ -39,9 +46,8 @@ from hflow.planner.cost.flops import (
     token_flops,
     work_of,
 )
-from hflow.planner.cost.generation import Phase, decode_step, generate, replay
-from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, NETWORK, Part, Rates, bound, node_time
-from hflow.planner.cost.sync import redistribution, saving, sync
+from hflow.planner.cost.generation import DecodePhase, continuous_batching, decode_step, generate
+from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, NETWORK, Part, Rates, node_time, roofline
 from hflow.planner.cost.training import (
     LOGITS_AT_ONCE,
     MIN_UNIT_BYTES,
@@ -52,6 +58,7 @@ from hflow.planner.cost.training import (
     train,
     update,
 )
+from hflow.planner.cost.transfers import load_weights, redistribute, save_checkpoint
 from hflow.planner.forecast import EdgeTraffic
 from hflow.planner.ir import Replica, WeightRoute
 from hflow.planner.layout import Layout
@@ -127,16 +134,16 @@ def test_what_the_planner_says_of_the_torch_backend_is_so():
     assert LOGITS_AT_ONCE == LOGITS_PER_CHUNK
     assert MIN_UNIT_BYTES == BACKEND_UNIT_BYTES
     assert MIN_SAVED_FRACTION == BACKEND_MIN_SAVED_FRACTION
-    assert syncing.BUCKET_BYTES == BUCKET_BYTES
+    assert transfers.BUCKET_BYTES == BUCKET_BYTES
 
 
 # -------------------------------------------------------------------------------------- roofline
 def test_the_slowest_of_three_bounds():
     rates = Rates.of(TOY, "fp32")
     assert (rates.flops, rates.memory) == (1e12, 1e11)
-    assert bound("x", 2e12, 1e11, rates) == Part("x", 2.0, COMPUTE)
-    assert bound("x", 1e12, 3e11, rates) == Part("x", 3.0, MEMORY)
-    assert bound("x", 1e12, 3e11, rates, issuing=4.0) == Part("x", 4.0, LATENCY)
+    assert roofline("x", 2e12, 1e11, rates) == Part("x", 2.0, COMPUTE)
+    assert roofline("x", 1e12, 3e11, rates) == Part("x", 3.0, MEMORY)
+    assert roofline("x", 1e12, 3e11, rates, host_seconds=4.0) == Part("x", 4.0, LATENCY)
 
 
 def test_efficiencies_scale_the_data_sheet():
@@ -176,26 +183,26 @@ def test_stages_share_the_cache_but_each_part_of_a_batch_reads_all_weights():
 # ----------------------------------------------------------------------------------- collectives
 def test_a_ring_on_one_machine():
     # 2 x 3/4 of 1 GB over 10 GB/s, and two doublings of 1 us.
-    wire = all_reduce(1e9, Ranks(4, 1), TOY)
+    wire = all_reduce(1e9, RankPlacement(4, 1), TOY)
     assert (wire.transfer, wire.latency) == pytest.approx((0.15, 2e-6))
-    assert all_gather(1e9, Ranks(4, 1), TOY).transfer == pytest.approx(0.075)
+    assert all_gather(1e9, RankPlacement(4, 1), TOY).transfer == pytest.approx(0.075)
 
 
 def test_a_ring_over_machines():
     # Within: 2 x 3/4 of 1 GB over 10 GB/s. Between: each of four ports carries 2 x 1/2 of a quarter over
     # 1 GB/s. One rank a machine has nothing within.
-    wire = all_reduce(1e9, Ranks(4, 2), TOY)
+    wire = all_reduce(1e9, RankPlacement(4, 2), TOY)
     assert (wire.transfer, wire.latency) == pytest.approx((0.15 + 0.25, 12e-6))
-    assert all_reduce(1e9, Ranks(1, 8), TOY).transfer == pytest.approx(2 * 7 / 8)
+    assert all_reduce(1e9, RankPlacement(1, 8), TOY).transfer == pytest.approx(2 * 7 / 8)
 
 
 def test_one_rank_sends_nothing():
-    assert all_reduce(1e9, Ranks(), TOY).seconds == 0
+    assert all_reduce(1e9, RankPlacement(), TOY).seconds == 0
 
 
 @given(st.floats(1, 1e12), st.integers(1, 8), st.integers(1, 16))
 def test_an_all_reduce_is_a_scatter_and_a_gather(size, per_machine, machines):
-    ranks = Ranks(per_machine, machines)
+    ranks = RankPlacement(per_machine, machines)
     parts = reduce_scatter(size, ranks, TOY).transfer + all_gather(size, ranks, TOY).transfer
     assert all_reduce(size, ranks, TOY).transfer == pytest.approx(parts)
 
@@ -215,11 +222,11 @@ def test_where_the_ranks_of_each_axis_lie():
         replica = Replica("m", "m", role, "torch", layout, "all", eight, heads)
         return [axis_ranks(replica, axis, cluster) for axis in range(3)]
 
-    assert axes("train", "d2t4") == [Ranks(1, 2), Ranks(4, 1), Ranks(1, 1)]
+    assert axes("train", "d2t4") == [RankPlacement(1, 2), RankPlacement(4, 1), RankPlacement(1, 1)]
     # Training puts stages outermost, generation data shards.
-    assert axes("train", "d2t2p2") == [Ranks(2, 1), Ranks(2, 1), Ranks(1, 2)]
-    assert axes("gen", "d2t2p2") == [Ranks(1, 2), Ranks(2, 1), Ranks(2, 1)]
-    assert Ranks.of([0, 1, 2, 4], cluster) == Ranks(1, 2)
+    assert axes("train", "d2t2p2") == [RankPlacement(2, 1), RankPlacement(2, 1), RankPlacement(1, 2)]
+    assert axes("gen", "d2t2p2") == [RankPlacement(1, 2), RankPlacement(2, 1), RankPlacement(2, 1)]
+    assert RankPlacement.of([0, 1, 2, 4], cluster) == RankPlacement(1, 2)
 
 
 # -------------------------------------------------------------------------------------- training
@@ -310,7 +317,7 @@ def test_tensor_ranks_share_the_work_and_sum_hidden_states():
     assert parts["forward and backward"] == pytest.approx(3 * 2 * 153_856 * 1000 / 2 / 1e12)
     message = 500 * 64 * 4
     assert parts["tensor all-reduce"] == pytest.approx(2 * 4 * 4 * (message / 1e10 + 1e-6))
-    recomputing = replace(one, asked=replace(one.asked, activation_checkpointing=True))
+    recomputing = replace(one, config=replace(one.config, activation_checkpointing=True))
     assert named(train(recomputing, work(1000.0), 1))["tensor all-reduce"] == pytest.approx(
         1.5 * parts["tensor all-reduce"]
     )
@@ -348,12 +355,12 @@ def test_an_update_reads_two_weights_and_writes_one():
 def test_continuous_batching_by_hand():
     # Two slots, prompts of 10. The response of one token leaves with its prompt; the one of five enters.
     # Steps 1 and 2: contexts 11 + 11, then 12 + 12. Steps 3 and 4: one sequence with 13, then 14.
-    assert list(replay([3, 1, 5], 10, 2)) == [Phase(2, 2, 23.0), Phase(2, 1, 13.5)]
+    assert list(continuous_batching([3, 1, 5], 10, 2)) == [DecodePhase(2, 2, 23.0), DecodePhase(2, 1, 13.5)]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 8), st.integers(0, 20))
 def test_every_token_after_the_first_is_one_step_of_one_sequence(responses, slots, prompt):
-    phases = list(replay(responses, prompt, slots))
+    phases = list(continuous_batching(responses, prompt, slots))
     assert sum(p.num_steps * p.sequences for p in phases) == sum(n - 1 for n in responses)
     assert all(1 <= phase.sequences <= slots for phase in phases)
     # Token i of a response attends to its prompt and i tokens.
@@ -431,11 +438,11 @@ def test_what_the_host_does_between_steps_comes_on_top():
 def test_inputs_take_as_long_as_the_busiest_worker():
     edge = EdgeTraffic("n", 4000, 0, 0, 1.0, (), 1, num_node_bytes=1000, busiest_bytes=2000)
     # A quarter of the busiest one's 2000 bytes goes to another machine.
-    part = redistribution(edge, TOY)
+    part = redistribute(edge, TOY)
     assert part.seconds == pytest.approx(1500 / 1e10 + 500 / 1e9 + 11e-6)
     local = replace(edge, num_node_bytes=0)
-    assert redistribution(local, TOY).seconds == pytest.approx(2000 / 1e10 + 2e-6)
-    assert redistribution(replace(edge, num_bytes=0), TOY).seconds == 0
+    assert redistribute(local, TOY).seconds == pytest.approx(2000 / 1e10 + 2e-6)
+    assert redistribute(replace(edge, num_bytes=0), TOY).seconds == 0
 
 
 def test_new_weights_by_hand():
@@ -443,19 +450,19 @@ def test_new_weights_by_hand():
     # the two on a machine need the same slices, and fetch them once.
     need = 1_280_000_000
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), need * 7 // 2, need * 2, need // 2)
-    weights, copy = sync(route, side(layout="d4", per_machine=2), Ranks(2, 2))
+    weights, copy = load_weights(route, side(layout="d4", per_machine=2), RankPlacement(2, 2))
     between = need // 4
     within = need * 7 // 8 - between
     num_buckets = math.ceil(need / 2**26)
     assert num_buckets == 20
     assert weights.seconds == pytest.approx(within / 1e10 + between / 1e9 + 20 * 11e-6)
     assert copy == Part("copy", 2 * need / 1e11, MEMORY)
-    assert sync(replace(route, how="shared"), side(), Ranks()) == []
+    assert load_weights(replace(route, how="shared"), side(), RankPlacement()) == []
 
 
 def test_saving_gathers_and_writes_fp32():
-    gather, disk, state = saving(side(layout="d2"))
+    gather, disk, state = save_checkpoint(side(layout="d2"))
     assert gather.seconds == pytest.approx(0.5 * 4 * 160_256 / 1e10 + 1e-6)
     assert disk == Part("disk", 4 * 160_256 / 1e9, "disk")
     assert state == Part("optimizer's state", 12 * 160_256 / 2 / 1e9, "disk")
-    assert len(saving(side(layout="d2", save_optimizer=False))) == 2
+    assert len(save_checkpoint(side(layout="d2", save_optimizer=False))) == 2

@@ -1,7 +1,8 @@
-"""Seconds of every node: analytic, from the hardware's figures and the models' sizes.
+"""Estimated seconds of every node, from the hardware's data sheet and the models' sizes.
 
-Nothing here is measured in a run. Each estimate consists of named parts that add up, and each part
-says what bounds it.
+Nothing here is measured in a run. Each estimate is a sum of named parts, and each part names its limit.
+`nodes` puts the parts together; `flops`, `roofline` and `collectives` are the basic formulas; `training`,
+`generation` and `transfers` estimate the parts.
 """
 
 from __future__ import annotations
@@ -15,25 +16,26 @@ from hflow.planner.ir import PUBLISH_PREFIX, Plan
 from hflow.planner.request import PlanRequest
 from hflow.planner.workload import Workload
 
-__all__ = ["drawing_pace", "node_times"]
+__all__ = ["generation_pace", "node_times"]
 
 
 def node_times(
     plan: Plan, request: PlanRequest, workload: Mapping[str, Workload], traffic: Sequence[EdgeTraffic]
 ) -> tuple[NodeTime, ...]:
-    """Seconds of the source, the nodes and the engines' replicas of the trained stream.
+    """Estimate the seconds of the source, the nodes and the engines of the trained stream.
 
-    A source's seconds are those of one whole batch, a node's of one firing, a replica's (`actor@gen`)
-    those of taking new weights, and `publish.actor@gen` those of publishing them. Left out are nodes of side
-    streams, as nobody knows here how large their datasets are, and whatever needs a model of unknown sizes.
+    The source has the seconds of one whole batch, a node those of one execution, an engine (`actor@gen`)
+    those of loading new weights, and `publish.actor@gen` those of publishing them. Nodes of other streams are
+    left out, as the sizes of their datasets are not known here, and so is what needs a model of unknown
+    sizes.
 
     Args:
         plan: where everything runs.
-        request: what was asked for it; without hardware there are no seconds.
+        request: what the plan was compiled from. Without hardware there are no estimates.
         workload: root stream -> lengths of its samples.
-        traffic: bytes that the nodes' inputs move.
+        traffic: bytes that the inputs of nodes move.
     """
-    costs = _costs(plan, request, workload, traffic)
+    costs = _make_costs(plan, request, workload, traffic)
     if costs is None:
         return ()
     stream = plan.schedule.streams[0]
@@ -41,15 +43,15 @@ def node_times(
     return tuple(node_time(name, parts) for name, parts in rows if parts is not None)
 
 
-def drawing_pace(
+def generation_pace(
     plan: Plan, request: PlanRequest, workload: Mapping[str, Workload], traffic: Sequence[EdgeTraffic]
 ) -> Pace | None:
-    """How fast the trained stream's engines draw single responses; arguments as `node_times`."""
-    costs = _costs(plan, request, workload, traffic)
+    """Estimate how fast the engines of the trained stream generate. Arguments as for `node_times`."""
+    costs = _make_costs(plan, request, workload, traffic)
     return None if costs is None else costs.pace()
 
 
-def _costs(
+def _make_costs(
     plan: Plan, request: PlanRequest, workload: Mapping[str, Workload], traffic: Sequence[EdgeTraffic]
 ) -> Costs | None:
     if request.hardware is None:
@@ -65,5 +67,5 @@ def _nodes(plan: Plan, costs: Costs) -> Iterator[tuple[str, Parts]]:
     published = dict(plan.schedule.publishers)
     for route in plan.weights:
         if route.dst in published:
-            yield PUBLISH_PREFIX + route.dst, costs.publishing(route)
+            yield PUBLISH_PREFIX + route.dst, costs.publish_weights(route)
         yield route.dst, costs.weights(route)

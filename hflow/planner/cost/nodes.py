@@ -1,4 +1,4 @@
-"""`Costs`: the parts of each source's, node's and replica's time in one plan."""
+"""`Costs`: the parts of the time of each source, node and engine in one plan."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hflow.graph.ir import Level, NodeSpec
-from hflow.planner.cost.collectives import Ranks
+from hflow.planner.cost.collectives import RankPlacement
 from hflow.planner.cost.flops import Work, work_of
-from hflow.planner.cost.generation import Rollout, batch_tokens, generate
+from hflow.planner.cost.generation import RolloutRequest, generate, sequential_tokens
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.roofline import COMPUTE, Part
-from hflow.planner.cost.sync import publishing, redistribution, saving, sync
 from hflow.planner.cost.training import forward, train, update
+from hflow.planner.cost.transfers import load_weights, publish_weights, redistribute, save_checkpoint
 from hflow.planner.forecast import EdgeTraffic, Pace
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import SAVE_PREFIX, Plan, ScheduledNode, WeightRoute
@@ -22,11 +22,11 @@ from hflow.planner.staleness import certified_lag
 from hflow.planner.workload import Workload, sample_lengths
 
 Parts = list[Part] | None
-"""None where the sizes of a model are needed that the planner does not know."""
+"""None where the planner does not know the sizes of a model that it needs."""
 
 
 class Costs:
-    """Estimates for the trained stream of a plan."""
+    """Estimates the seconds of the nodes on a plan's trained stream."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Costs:
         self._shapes = dict(plan.shapes)
         num = request.batch * self._stream.group_size
         self._lengths = sample_lengths(workload, num, request.seed)
-        self._sides: dict[str, ReplicaCosts | None] = {}
-        self._rollout = Rollout(
+        self._replicas: dict[str, ReplicaCosts | None] = {}
+        self._rollout = RolloutRequest(
             groups=request.batch,
             group_size=self._stream.group_size,
             max_concurrent=request.schedule.max_concurrent,
@@ -56,83 +56,90 @@ class Costs:
         )
 
     def source(self) -> Parts:
-        """One whole batch; engines of one episode take turns. Written samples are made ahead, in no time."""
-        sides = self._engines()
-        if sides is None:
+        """Return the time of one whole batch. The engines of an episode take turns.
+
+        Encoded samples are made ahead and take no time.
+        """
+        replicas = self._engines()
+        if replicas is None:
             return None
         parts: list[Part] = []
-        for name, side in sides.items():
-            mark = f"{name} " if len(sides) > 1 else ""
-            parts += [replace(p, name=mark + p.name) for p in generate(side, self._workload, self._rollout)]
+        for name, replica in replicas.items():
+            mark = f"{name} " if len(replicas) > 1 else ""
+            parts += [
+                replace(p, name=mark + p.name) for p in generate(replica, self._workload, self._rollout)
+            ]
         return parts
 
     def pace(self) -> Pace | None:
-        """The source's seconds spread over the tokens of its batch; engines of one episode take turns."""
-        sides, rollout = self._engines(), self._rollout
-        if not sides:
+        """Return the source's seconds per token of its batch. The engines of an episode take turns."""
+        replicas, rollout = self._engines(), self._rollout
+        if not replicas:
             return None
         seconds = 0.0
-        for side in sides.values():
-            whole = sum(part.seconds for part in generate(side, self._workload, rollout))
-            seconds += whole / batch_tokens(side, self._workload, rollout)
-        return Pace(min(math.prod(rollout.slots(side)) for side in sides.values()), seconds)
+        for replica in replicas.values():
+            whole = sum(part.seconds for part in generate(replica, self._workload, rollout))
+            seconds += whole / sequential_tokens(replica, self._workload, rollout)
+        return Pace(min(math.prod(rollout.slots(replica)) for replica in replicas.values()), seconds)
 
     def node(self, node: ScheduledNode) -> Parts:
-        """One firing of a node."""
+        """Return the time of one execution of a node."""
         edge = self._edges.get(node.name)
-        moving = [] if edge is None else [redistribution(edge, self._hardware)]
+        moving = [] if edge is None else [redistribute(edge, self._hardware)]
         if node.level is not Level.BATCH:
-            moving = [replace(part, seconds=part.seconds / self._firings(node)) for part in moving]
+            moving = [replace(part, seconds=part.seconds / self._num_firings(node)) for part in moving]
         body = self._body(node, edge)
         return None if body is None else [*moving, *body]
 
     def weights(self, route: WeightRoute) -> Parts:
-        """New weights for an engine's replica."""
-        side = self._side(route.dst)
-        if side is None:
+        """Return the time in which an engine loads new weights."""
+        replica = self._replica(route.dst)
+        if replica is None:
             return None
-        return sync(route, side, Ranks.of(self._plan.replica(route.dst).workers, self._plan.cluster))
+        return load_weights(
+            route, replica, RankPlacement.of(self._plan.replica(route.dst).workers, self._plan.cluster)
+        )
 
-    def publishing(self, route: WeightRoute) -> Parts:
-        """New weights of an engine's replica, on the devices that train them."""
-        source, engine = self._side(route.src), self._side(route.dst)
-        return None if source is None or engine is None else publishing(route, source, engine)
+    def publish_weights(self, route: WeightRoute) -> Parts:
+        """Return the time in which the trainer publishes new weights of an engine."""
+        source, engine = self._replica(route.src), self._replica(route.dst)
+        return None if source is None or engine is None else publish_weights(route, source, engine)
 
     def _engines(self) -> dict[str, ReplicaCosts] | None:
-        """Replica -> side, of those that generate; None where one's sizes are unknown."""
-        sides = {name: self._side(name) for name in self._stream.replicas}
-        known = {name: side for name, side in sides.items() if side is not None}
-        return known if len(known) == len(sides) else None
+        """Return the replicas that generate by name; None if the sizes of one are unknown."""
+        replicas = {name: self._replica(name) for name in self._stream.replicas}
+        known = {name: replica for name, replica in replicas.items() if replica is not None}
+        return known if len(known) == len(replicas) else None
 
     def _body(self, node: ScheduledNode, edge: EdgeTraffic | None) -> Parts:
         placement = self._plan.placement(node.name)
         spec = None if node.name.startswith(SAVE_PREFIX) else self._plan.graph.node(node.name).spec
         if spec is not None and spec.cost:
-            return [self._stated(spec, node.level)]
+            return [self._stated_cost(spec, node.level)]
         if spec is not None and spec.verb not in ("infer", "train", "update"):
             return []
-        side = self._side(placement.replicas[0])
-        if side is None:
+        replica = self._replica(placement.replicas[0])
+        if replica is None:
             return None
         if spec is None:
-            return saving(side)
+            return save_checkpoint(replica)
         if spec.verb == "update":
-            return update(side)
-        work = self._work(side)
+            return update(replica)
+        work = self._work(replica)
         if node.level is not Level.BATCH:
-            return forward(side, work.share(1 / self._firings(node) / side.layout.data))
-        heaviest = (1.0 if edge is None else edge.imbalance) / side.layout.data
+            return forward(replica, work.share(1 / self._num_firings(node) / replica.layout.data))
+        heaviest = (1.0 if edge is None else edge.imbalance) / replica.layout.data
         if spec.verb == "infer":
-            return forward(side, work.share(heaviest))
+            return forward(replica, work.share(heaviest))
         cut = self._cuts[node.name]
-        return train(side, work.share(heaviest / cut.minibatches), cut.minibatches * cut.epochs)
+        return train(replica, work.share(heaviest / cut.minibatches), cut.minibatches * cut.epochs)
 
-    def _firings(self, node: ScheduledNode) -> int:
-        """How often a node of samples or groups fires in a step, if each firing is for one of them."""
+    def _num_firings(self, node: ScheduledNode) -> int:
+        """Return how often a node of samples or groups runs in a step, once for each of them."""
         return len(self._lengths) // (1 if node.level is Level.SAMPLE else self._stream.group_size)
 
-    def _stated(self, spec: NodeSpec, level: Level) -> Part:
-        """The seconds that a node's own type states, for one sample, group or batch."""
+    def _stated_cost(self, spec: NodeSpec, level: Level) -> Part:
+        """Return the seconds that a custom node type states for one sample, group or batch."""
         size, num = self._stream.group_size, len(self._lengths)
         sequences = {Level.SAMPLE: 1, Level.GROUP: size, Level.BATCH: num}[level]
         amounts = {
@@ -143,18 +150,19 @@ class Costs:
         }
         return Part("body", sum(amounts[name] * seconds for name, seconds in spec.cost), COMPUTE)
 
-    def _work(self, side: ReplicaCosts) -> Work:
-        """The whole batch, as a replica's backend computes it."""
-        budget = side.asked.tokens_per_microbatch if side.backend.shares_prompts else None
+    def _work(self, replica: ReplicaCosts) -> Work:
+        """Return the work of the whole batch on a replica's backend."""
+        budget = replica.config.tokens_per_microbatch if replica.traits.shares_prompts else None
         return work_of(self._lengths, self._workload.prompt, self._stream.group_size, budget)
 
-    def _side(self, name: str) -> ReplicaCosts | None:
-        if name not in self._sides:
+    def _replica(self, name: str) -> ReplicaCosts | None:
+        """Return the costs of a replica; None if the sizes of its model are unknown."""
+        if name not in self._replicas:
             replica = self._plan.replica(name)
-            shape, asked = self._shapes.get(replica.model), self._request.model(replica.model)
-            self._sides[name] = (
+            shape, config = self._shapes.get(replica.model), self._request.model(replica.model)
+            self._replicas[name] = (
                 None
                 if shape is None
-                else ReplicaCosts.of(replica, shape, asked, self._hardware, self._plan.cluster)
+                else ReplicaCosts.of(replica, shape, config, self._hardware, self._plan.cluster)
             )
-        return self._sides[name]
+        return self._replicas[name]

@@ -1,4 +1,4 @@
-"""The roofline: work takes as long as its arithmetic, its memory traffic or the host's calls, the slowest.
+"""The roofline model: work takes as long as the slowest of arithmetic, memory traffic and kernel launches.
 
 Source: Williams, Waterman, Patterson 2009, "Roofline: an insightful visual performance model".
 """
@@ -12,21 +12,21 @@ from hflow.planner.forecast import NodeTime
 from hflow.planner.hardware import Hardware
 
 COMPUTE, MEMORY, NETWORK, LATENCY = "compute", "memory bandwidth", "network", "latency"
-"""What can bound a part."""
+"""What can limit a part."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What programs reach on one device."""
+    """Rates that programs attain on one device."""
 
     flops: float
     """FLOP/s."""
     memory: float
-    """Bytes of memory a second."""
+    """Bytes of memory per second."""
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str) -> Rates:
-        """The data sheet's figures times the efficiencies."""
+        """Return the figures of the data sheet times the efficiencies."""
         device = hardware.device
         return cls(
             flops=device.tflops[dtype] * 1e12 * device.efficiency.compute,
@@ -36,34 +36,34 @@ class Rates:
 
 @dataclass(frozen=True)
 class Part:
-    """Some seconds of a firing, and what bounds them."""
+    """Some seconds of a node, and what limits them."""
 
     name: str
     seconds: float
     limit: str
 
     def times(self, factor: float) -> Part:
-        """So many of it, one after the other."""
+        """Return the part repeated one after the other."""
         return Part(self.name, self.seconds * factor, self.limit)
 
 
-def bound(name: str, flops: float, num_bytes: float, rates: Rates, issuing: float = 0.0) -> Part:
-    """Work of so many FLOPs that reads and writes so many bytes of memory.
+def roofline(name: str, flops: float, num_bytes: float, rates: Rates, host_seconds: float = 0.0) -> Part:
+    """Return the seconds of work that computes FLOPs, and reads and writes bytes of memory.
 
     Args:
         name: of the part.
         flops: arithmetic.
         num_bytes: memory traffic.
-        rates: what the device reaches.
-        issuing: seconds in which the host issues the operations; it runs ahead of the device.
+        rates: what the device attains.
+        host_seconds: seconds that the host needs to launch the kernels, which it does ahead of the device.
     """
-    seconds = {COMPUTE: flops / rates.flops, MEMORY: num_bytes / rates.memory, LATENCY: issuing}
+    seconds = {COMPUTE: flops / rates.flops, MEMORY: num_bytes / rates.memory, LATENCY: host_seconds}
     limit = max(seconds, key=seconds.__getitem__)
     return Part(name, seconds[limit], limit)
 
 
 def node_time(node: str, parts: Iterable[Part]) -> NodeTime:
-    """Parts that follow one another; those that take no time are left out."""
+    """Return the time of parts that follow one another, without those that take no time."""
     parts = [part for part in parts if part.seconds > 0]
     largest = max(parts, key=lambda part: part.seconds, default=Part("", 0.0, LATENCY))
     return NodeTime(

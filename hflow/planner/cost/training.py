@@ -1,170 +1,179 @@
-"""Seconds of forward and backward passes, and of the optimizer, on the heaviest rank.
+"""Seconds of forward and backward passes and of the optimizer, on the rank with most work.
 
-What is assumed to overlap: FSDP gathers the next layer and scatters the last one's gradients while
-a layer computes, so that only what exceeds the computation, or the first layer's share, is seen.
-Nothing else does: tensor-parallel all-reduces, activations between stages and megatron's exchange of
-gradients and weights come on top.
+FSDP is assumed to gather the next layer and scatter the gradients of the last one while a layer computes.
+Only the first layer's collectives and what takes longer than the computation cost time. Nothing else
+overlaps: all-reduces of tensor ranks, activations between stages, and Megatron's exchange of gradients and
+weights come on top.
 """
 
 from __future__ import annotations
 
 import math
 
-from hflow.planner.cost.collectives import Wire, all_gather, all_reduce, reduce_scatter, send
+from hflow.planner.cost.collectives import LinkTime, all_gather, all_reduce, reduce_scatter, send
 from hflow.planner.cost.flops import Work, layer_parameters, stage_flops, stage_parameters
 from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.roofline import MEMORY, Part, bound
+from hflow.planner.cost.roofline import MEMORY, Part, roofline
 from hflow.planner.weights.sharding import stage_layers
 
 GRADIENT_BYTES = 4
-"""Gradients are summed in fp32."""
+"""Gradients are reduced in fp32."""
 MIN_UNIT_BYTES = 4 << 20
-"""FSDP layers below this, in fp32, are gathered together with the rest of the model."""
+"""FSDP gathers layers below this size, in fp32, together with the rest of the model."""
 LOGITS_AT_ONCE = 1 << 26
-"""Logits of more rows than this allows are made chunk by chunk, and again in the backward pass."""
+"""More logits than this are computed in chunks, and again in the backward pass."""
 ADAMW_BYTES = 40
-"""Bytes of memory traffic for a weight that AdamW steps, all in fp32: weight and two moments read and
-written, gradient read (28), and read twice and written once for its norm and clipping (12)."""
+"""Memory traffic of AdamW per weight, all in fp32: weight and two moments are read and written, the gradient
+is read (28), and is read twice and written once for its norm and clipping (12)."""
 LERP_BYTES = 12
-"""The same for an update of one weight by another: two read, one written."""
+"""Memory traffic of an update node per weight: two are read, one is written."""
 
 
-def forward(side: ReplicaCosts, work: Work) -> list[Part]:
-    """A forward pass over one rank's samples."""
-    return _walk("forward", side, work, walks=1, head_passes=1)
+def forward(replica: ReplicaCosts, work: Work) -> list[Part]:
+    """Return the seconds of a forward pass over one rank's samples."""
+    return _layer_passes("forward", replica, work, num_passes=1, head_passes=1)
 
 
-def train(side: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
-    """Forward and backward passes with an optimizer step each.
+def train(replica: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
+    """Return the seconds of forward and backward passes with an optimizer step for each minibatch.
 
     Args:
-        side: the replica.
-        work: one rank's share of one minibatch.
+        replica: the replica.
+        work: one rank's part of one minibatch.
         num_updates: minibatches times epochs.
     """
-    walks = 3 if side.asked.activation_checkpointing else 2
-    head_passes = 4 if _makes_logits_twice(side, work) else 3
+    num_passes = 3 if replica.config.activation_checkpointing else 2
+    head_passes = 4 if _recomputes_logits(replica, work) else 3
     once = [
-        *_walk("forward and backward", side, work, walks, head_passes),
-        *_exchange(side),
-        *_step(side),
+        *_layer_passes("forward and backward", replica, work, num_passes, head_passes),
+        *_distributed_optimizer(replica),
+        *_optimizer_step(replica),
     ]
     return [part.times(num_updates) for part in once]
 
 
-def update(side: ReplicaCosts) -> list[Part]:
-    """Every weight from another one."""
-    return [Part("update", local_weights(side) * LERP_BYTES / side.rates.memory, MEMORY)]
+def update(replica: ReplicaCosts) -> list[Part]:
+    """Return the seconds of updating every weight by that of another model."""
+    return [Part("update", local_weights(replica) * LERP_BYTES / replica.rates.memory, MEMORY)]
 
 
-def local_weights(side: ReplicaCosts) -> float:
-    """Weights of which a rank has the optimizer's state."""
-    return stage_parameters(side.shape, side.layout.pipe) / side.layout.tensor / side.layout.data
+def local_weights(replica: ReplicaCosts) -> float:
+    """Return the number of weights whose optimizer state a rank holds."""
+    return stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor / replica.layout.data
 
 
-def num_microbatches(side: ReplicaCosts, work: Work) -> int:
-    """Micro-batches of a rank."""
-    return max(1, math.ceil(work.tokens / side.asked.tokens_per_microbatch))
+def num_microbatches(replica: ReplicaCosts, work: Work) -> int:
+    """Return the number of micro-batches of a rank."""
+    return max(1, math.ceil(work.tokens / replica.config.tokens_per_microbatch))
 
 
-def _walk(name: str, side: ReplicaCosts, work: Work, walks: int, head_passes: int) -> list[Part]:
-    """Micro-batches go through the layers.
+def _layer_passes(
+    name: str, replica: ReplicaCosts, work: Work, num_passes: int, head_passes: int
+) -> list[Part]:
+    """Return the seconds of all micro-batches in the layers.
 
     Args:
         name: of the computation.
-        side: the replica.
+        replica: the replica.
         work: one rank's samples.
-        walks: times that a micro-batch goes through a layer: forward, back, and forward again where
-            activations are recomputed. The way back costs as much as two forward passes.
-        head_passes: forward passes that the work of the output matrix amounts to.
+        num_passes: passes of a micro-batch through a layer: forward, backward, and forward again with
+            recomputation. A backward pass costs as much as two forward passes.
+        head_passes: cost of the output matrix in forward passes.
     """
-    num, layer_passes = num_microbatches(side, work), walks + (walks > 1)
-    flops = stage_flops(side.shape, work, side.layout.pipe, layer_passes, head_passes)
-    weights = num * layer_passes * _stage_bytes(side)
-    computing = bound(name, flops / side.layout.tensor, weights, side.rates, num * walks * side.host_seconds)
-    reducing = _tensor_wire(side, work, num, walks)
-    handing = _stage_wire(side, work, num, walks)
-    busy = computing.seconds + reducing.seconds + handing.seconds
+    num, layer_passes = num_microbatches(replica, work), num_passes + (num_passes > 1)
+    flops = stage_flops(replica.shape, work, replica.layout.pipe, layer_passes, head_passes)
+    weights = num * layer_passes * _stage_bytes(replica)
+    compute = roofline(
+        name, flops / replica.layout.tensor, weights, replica.rates, num * num_passes * replica.host_seconds
+    )
+    all_reduces = _tensor_all_reduces(replica, work, num, num_passes)
+    stage_transfers = _stage_sends(replica, work, num, num_passes)
+    busy = compute.seconds + all_reduces.seconds + stage_transfers.seconds
     return [
-        computing,
-        reducing.part("tensor all-reduce"),
-        handing.part("between stages"),
-        Part("pipeline bubble", bubble(side.layout.pipe, num) * busy, computing.limit),
-        *_gathers(side, num, walks, computing.seconds),
+        compute,
+        all_reduces.part("tensor all-reduce"),
+        stage_transfers.part("between stages"),
+        Part("pipeline bubble", bubble(replica.layout.pipe, num) * busy, compute.limit),
+        *_fsdp_collectives(replica, num, num_passes, compute.seconds),
     ]
 
 
 def bubble(num_stages: int, num_microbatches: int) -> float:
-    """Idle time over busy time of one-forward-one-backward pipelining: `(p - 1) / m`.
+    """Return idle time divided by busy time of a 1F1B pipeline: `(p - 1) / m`.
 
     Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", 2.2.
     """
     return (num_stages - 1) / num_microbatches
 
 
-def _tensor_wire(side: ReplicaCosts, work: Work, num: int, walks: int) -> Wire:
-    """Two all-reduces of the hidden states in a layer, each time."""
-    if side.layout.tensor == 1:
-        return Wire()
-    first, last = stage_layers(side.shape.num_layers, side.layout.pipe)[0]
-    message = work.rows / num * side.shape.hidden * side.itemsize
-    return all_reduce(message, side.tensor, side.hardware).times(num * walks * 2 * (last - first))
+def _tensor_all_reduces(replica: ReplicaCosts, work: Work, num: int, num_passes: int) -> LinkTime:
+    """Return the time of all-reduces: two of the hidden states in each layer and pass."""
+    if replica.layout.tensor == 1:
+        return LinkTime()
+    first, last = stage_layers(replica.shape.num_layers, replica.layout.pipe)[0]
+    message = work.rows / num * replica.shape.hidden * replica.itemsize
+    return all_reduce(message, replica.tensor, replica.hardware).times(num * num_passes * 2 * (last - first))
 
 
-def _stage_wire(side: ReplicaCosts, work: Work, num: int, walks: int) -> Wire:
-    """Hidden states to the next stage, and their gradients back."""
-    if side.layout.pipe == 1:
-        return Wire()
-    message = work.rows / num * side.shape.hidden * side.itemsize / side.token_share
-    return send(message, side.stage_link, side.hardware).times(num * min(walks, 2))
+def _stage_sends(replica: ReplicaCosts, work: Work, num: int, num_passes: int) -> LinkTime:
+    """Return the time of sending hidden states to the next stage, and their gradients back."""
+    if replica.layout.pipe == 1:
+        return LinkTime()
+    message = work.rows / num * replica.shape.hidden * replica.itemsize / replica.token_share
+    return send(message, replica.stage_link, replica.hardware).times(num * min(num_passes, 2))
 
 
-def _gathers(side: ReplicaCosts, num: int, walks: int, computing: float) -> list[Part]:
-    """What is seen of FSDP's collectives: whole weights on both ways, gradients scattered on the way back.
+def _fsdp_collectives(replica: ReplicaCosts, num: int, num_passes: int, compute: float) -> list[Part]:
+    """Return the seconds of FSDP's collectives that computation does not hide.
 
-    Recomputing uses the weights that are gathered for the way back.
+    Weights are gathered in the forward and in the backward pass, where recomputation uses them too. Gradients
+    are scattered in the backward pass.
     """
-    if side.backend.sharded_over_data != "everything" or side.layout.data == 1:
+    if replica.traits.sharded_over_data != "everything" or replica.layout.data == 1:
         return []
-    units = _num_units(side)
-    numel = stage_parameters(side.shape, side.layout.pipe) / side.layout.tensor / units
-    gather = all_gather(numel * side.itemsize, side.data, side.hardware).times(num * units * min(walks, 2))
-    scatter = reduce_scatter(numel * GRADIENT_BYTES, side.data, side.hardware)
-    scatter = scatter.times(num * units if walks > 1 else 0)
+    units = _num_units(replica)
+    numel = stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor / units
+    gather = all_gather(numel * replica.itemsize, replica.data, replica.hardware).times(
+        num * units * min(num_passes, 2)
+    )
+    scatter = reduce_scatter(numel * GRADIENT_BYTES, replica.data, replica.hardware)
+    scatter = scatter.times(num * units if num_passes > 1 else 0)
     total = gather.seconds + scatter.seconds
-    hidden = (units - 1) / units
-    seen = max(total * (1 - hidden), total - computing * hidden) / total
-    return [gather.times(seen).part("all-gather"), scatter.times(seen).part("reduce-scatter")]
+    overlapping = (units - 1) / units
+    visible = max(total * (1 - overlapping), total - compute * overlapping) / total
+    return [gather.times(visible).part("all-gather"), scatter.times(visible).part("reduce-scatter")]
 
 
-def _num_units(side: ReplicaCosts) -> int:
-    """Parts that FSDP gathers one after the other."""
-    is_unit = layer_parameters(side.shape) * GRADIENT_BYTES >= MIN_UNIT_BYTES
-    return 1 + side.shape.num_layers // side.layout.pipe if is_unit else 1
+def _num_units(replica: ReplicaCosts) -> int:
+    """Return the number of units that FSDP gathers one after the other."""
+    is_unit = layer_parameters(replica.shape) * GRADIENT_BYTES >= MIN_UNIT_BYTES
+    return 1 + replica.shape.num_layers // replica.layout.pipe if is_unit else 1
 
 
-def _exchange(side: ReplicaCosts) -> list[Part]:
-    """A distributed optimizer's: gradients scattered to its shards, new weights gathered from them."""
-    if side.backend.sharded_over_data != "optimizer" or side.layout.data == 1:
+def _distributed_optimizer(replica: ReplicaCosts) -> list[Part]:
+    """Return the seconds of scattering gradients to optimizer shards, and gathering new weights from them."""
+    if replica.traits.sharded_over_data != "optimizer" or replica.layout.data == 1:
         return []
-    numel = stage_parameters(side.shape, side.layout.pipe) / side.layout.tensor
+    numel = stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor
     return [
-        reduce_scatter(numel * GRADIENT_BYTES, side.data, side.hardware).part("reduce-scatter"),
-        all_gather(numel * side.itemsize, side.data, side.hardware).part("all-gather"),
+        reduce_scatter(numel * GRADIENT_BYTES, replica.data, replica.hardware).part("reduce-scatter"),
+        all_gather(numel * replica.itemsize, replica.data, replica.hardware).part("all-gather"),
     ]
 
 
-def _step(side: ReplicaCosts) -> list[Part]:
-    norm = all_reduce(GRADIENT_BYTES, side.data, side.hardware)
-    stepping = local_weights(side) * ADAMW_BYTES / side.rates.memory
+def _optimizer_step(replica: ReplicaCosts) -> list[Part]:
+    norm = all_reduce(GRADIENT_BYTES, replica.data, replica.hardware)
+    stepping = local_weights(replica) * ADAMW_BYTES / replica.rates.memory
     return [norm.part("gradient norm"), Part("optimizer", stepping, MEMORY)]
 
 
-def _makes_logits_twice(side: ReplicaCosts, work: Work) -> bool:
-    learned = work.learned / num_microbatches(side, work)
-    return side.shape.head == "lm" and learned * side.shape.vocab / side.layout.tensor > LOGITS_AT_ONCE
+def _recomputes_logits(replica: ReplicaCosts, work: Work) -> bool:
+    learned = work.learned / num_microbatches(replica, work)
+    return (
+        replica.shape.head == "lm" and learned * replica.shape.vocab / replica.layout.tensor > LOGITS_AT_ONCE
+    )
 
 
-def _stage_bytes(side: ReplicaCosts) -> float:
-    """Bytes of the weights that one pass of a rank reads."""
-    return stage_parameters(side.shape, side.layout.pipe) / side.layout.tensor * side.itemsize
+def _stage_bytes(replica: ReplicaCosts) -> float:
+    """Return the bytes of weights that one pass reads on a rank."""
+    return stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor * replica.itemsize
