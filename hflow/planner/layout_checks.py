@@ -10,7 +10,7 @@ from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape, TensorSpec, layer_template, other_tensors
 from hflow.planner.request import PlanRequest
-from hflow.planner.weights.sharding import can_share
+from hflow.planner.weights.sharding import can_split
 
 _SPLIT_TENSORS = {
     "model.layers.{}.self_attn.q_proj.weight": "{} heads",
@@ -39,21 +39,21 @@ def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
 def _check(replica: Replica, shape: ModelShape, backend: BackendTraits) -> None:
     layout, split_tensors = replica.layout, _split_tensors(shape)
     fits_pipe = range(1, shape.num_layers + 1)
-    if layout.pipe in fits_pipe and all(can_share(spec, backend, layout.tensor) for spec, _ in split_tensors):
+    if layout.pipe in fits_pipe and all(can_split(spec, backend, layout.tensor) for spec, _ in split_tensors):
         return
     fits_tensor = [
         size
         for size in range(1, layout.world + 1)
-        if all(can_share(spec, backend, size) for spec, _ in split_tensors)
+        if all(can_split(spec, backend, size) for spec, _ in split_tensors)
     ]
     best = _nearest_layout(layout, fits_tensor, fits_pipe)
     for spec, units in split_tensors:
-        if not can_share(spec, backend, layout.tensor):
+        if not can_split(spec, backend, layout.tensor):
             max_size = layout.data * layout.tensor
             fitting = _fitting([size for size in fits_tensor if size <= max_size], layout.tensor, best.tensor)
             raise PlanError(
-                f"{replica.name}: {units.format(spec.cut_units)} cannot be split over {layout.tensor} tensor "
-                f"ranks; {fitting}: {best}"
+                f"{replica.name}: {units.format(spec.split_units)} cannot be split over {layout.tensor} "
+                f"tensor ranks; {fitting}: {best}"
             )
     raise PlanError(
         f"{replica.name}: {shape.num_layers} layers cannot be split over {layout.pipe} pipeline stages; "

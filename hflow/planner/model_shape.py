@@ -49,12 +49,12 @@ class TensorSpec:
     shape: tuple[int, ...]
     layer: int | None
     """Index of its decoder layer; None for embedding, final norm and head."""
-    place: str
+    location: str
     """`layer`, `embedding` (first stage), `norm` or `head` (last stage). A tied output matrix is the
     embedding tensor, which both the first and the last stage hold."""
-    cut_axis: int | None = None
+    split_axis: int | None = None
     """The axis that tensor parallelism splits; None: every tensor rank holds the whole tensor."""
-    cut_units: int = 1
+    split_units: int = 1
     """Number of equal units of the split axis that must stay whole: heads for q and o, key-value heads for k
     and v, rows for the MLP, tokens for a vocabulary."""
     may_repeat: bool = False

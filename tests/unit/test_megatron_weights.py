@@ -30,7 +30,7 @@ from hflow.errors import BackendError
 from hflow.planner.backends import traits
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import read_shape, tensors
-from hflow.planner.weights.sharding import held
+from hflow.planner.weights.sharding import rank_tensors
 from hflow.types.tensor_slices import Box
 
 prepare("cpu")
@@ -85,7 +85,7 @@ def test_a_rank_holds_what_the_plan_says(architecture, head, layout):
     dims, shape, grid = dims_of(architecture, head), read_shape(architecture, head), Layout.parse(layout)
     for t in range(grid.tensor):
         for p in range(grid.pipe):
-            planned = {spec.name: box for spec, box in held(shape, MEGATRON, grid, (0, t, p))}
+            planned = {spec.name: box for spec, box in rank_tensors(shape, MEGATRON, grid, (0, t, p))}
             assert boxes(dims, ShardPosition(t, grid.tensor, p, grid.pipe)) == planned
 
 

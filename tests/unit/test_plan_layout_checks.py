@@ -16,7 +16,7 @@ from hflow.planner.layout import Layout
 from hflow.planner.layout_checks import check_layouts
 from hflow.planner.model_shape import ModelShape, tensors
 from hflow.planner.request import PlanRequest
-from hflow.planner.weights.sharding import pieces
+from hflow.planner.weights.sharding import tensor_shards
 
 QWEN_7B = ModelShape("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, is_tied=False, has_qkv_bias=True)
 """28 heads, 4 key-value heads, an intermediate size of 2**9 * 37."""
@@ -132,7 +132,7 @@ def test_a_layout_passes_just_when_it_cuts_and_what_is_proposed_passes(
 ):
     shape = ModelShape("llama", layers, 8, 12, kv * times, kv, 2, vocab, is_tied=False)
     try:
-        cuts = bool([pieces(spec, traits(backend), layout) for spec in tensors(shape)])
+        cuts = bool([tensor_shards(spec, traits(backend), layout) for spec in tensors(shape)])
     except PlanError:
         cuts = False
     if cuts and layout.pipe <= layers:

@@ -25,7 +25,7 @@ from hflow.planner.model_shape import (
     read_shape,
     tensors,
 )
-from hflow.planner.weights.sharding import box_of, held, is_on_stage, pieces, stage_layers
+from hflow.planner.weights.sharding import is_on_stage, rank_box, rank_tensors, stage_layers, tensor_shards
 from hflow.types.tensor_slices import numel
 
 SMALL = {
@@ -138,7 +138,7 @@ def boxes(spec, backend, layout):
     """The box of every place of a stage, data outermost."""
     parsed = Layout.parse(layout)
     places = [(d, t, 0) for d in range(parsed.data) for t in range(parsed.tensor)]
-    return [box_of(spec, traits(backend), parsed, place) for place in places]
+    return [rank_box(spec, traits(backend), parsed, place) for place in places]
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 12))
@@ -168,8 +168,8 @@ def test_fsdp_cuts_what_the_tensor_axis_leaves():
 def test_more_tensor_ranks_than_key_value_heads_repeat_them():
     # 2 heads of 3 rows: ranks 0 and 1 have the first, 2 and 3 the second, in both data shards.
     spec = TensorSpec("k", (6, 4), 0, "layer", 0, 2, may_repeat=True)
-    found = pieces(spec, traits("embedded"), Layout.parse("d2t4"))
-    assert [(piece.box[0], piece.places) for piece in found] == [
+    found = tensor_shards(spec, traits("embedded"), Layout.parse("d2t4"))
+    assert [(piece.box[0], piece.stage_ranks) for piece in found] == [
         ((0, 3), (0, 1, 4, 5)),
         ((3, 6), (2, 3, 6, 7)),
     ]
@@ -180,7 +180,7 @@ def test_megatron_pads_each_rank_of_a_vocabulary():
     spec = TensorSpec("embedding", (600, 4), None, "embedding", 0, 600, may_pad=True)
     assert [box[0] for box in boxes(spec, "megatron", "t2")] == [(0, 384), (384, 600)]
     # 520 tokens divide by 4, but are padded to 1024 all the same: 256 each, and 8 are left for the third.
-    even = dataclasses.replace(spec, shape=(520, 4), cut_units=520)
+    even = dataclasses.replace(spec, shape=(520, 4), split_units=520)
     rows = ((0, 4),)
     assert boxes(even, "megatron", "t4") == [
         ((0, 256), *rows),
@@ -189,7 +189,7 @@ def test_megatron_pads_each_rank_of_a_vocabulary():
         None,
     ]
     # 100 tokens on 2 ranks: 256 rows, 128 each, so that the second rank holds padding only.
-    few = dataclasses.replace(spec, shape=(100, 4), cut_units=100)
+    few = dataclasses.replace(spec, shape=(100, 4), split_units=100)
     assert boxes(few, "megatron", "t2") == [((0, 100), (0, 4)), None]
 
 
@@ -197,7 +197,7 @@ def test_vllm_pads_the_vocabulary_as_a_whole():
     # 600 tokens: padded to 640, a multiple of 64, whatever the ranks: 320 each for two.
     spec = TensorSpec("embedding", (600, 4), None, "embedding", 0, 600, may_pad=True)
     assert [box[0] for box in boxes(spec, "vllm", "t2")] == [(0, 320), (320, 600)]
-    with pytest.raises(PlanError, match="embedding has 600 units, which 3 tensor ranks cannot share"):
+    with pytest.raises(PlanError, match="embedding has 600 units, which cannot be split over 3 tensor ranks"):
         boxes(spec, "vllm", "t3")
 
 
@@ -212,6 +212,6 @@ def test_the_last_stage_holds_a_tied_embedding_too():
     assert [is_on_stage(embedding, tied, stage, 3) for stage in range(3)] == [True, False, True]
     apart = dataclasses.replace(tied, is_tied=False)
     assert [is_on_stage(embedding, apart, stage, 3) for stage in range(3)] == [True, False, False]
-    names = [spec.name for spec, _ in held(tied, traits("embedded"), Layout.parse("p3"), (0, 0, 2))]
+    names = [spec.name for spec, _ in rank_tensors(tied, traits("embedded"), Layout.parse("p3"), (0, 0, 2))]
     assert names[0] == "model.embed_tokens.weight"
     assert names[-1] == "model.norm.weight"

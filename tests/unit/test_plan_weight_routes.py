@@ -18,8 +18,8 @@ from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape, tensors
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
-from hflow.planner.weights.resharding import BoxOverlap, overlaps, senders, with_rows
-from hflow.planner.weights.sharding import Piece, held
+from hflow.planner.weights.resharding import BoxOverlap, add_rows, box_overlaps, senders
+from hflow.planner.weights.sharding import TensorShard, rank_tensors
 
 NOTHING = -1
 """An entry that a worker does not have."""
@@ -51,7 +51,7 @@ def cluster(num_nodes=1, devices_per_node=16):
 
 def route_of(src, dst, shape, item_bytes=1, machines=None):
     bare = WeightRoute("actor", src.name, dst.name, "pull")
-    return with_rows(bare, src, dst, shape, item_bytes, machines or cluster())
+    return add_rows(bare, src, dst, shape, item_bytes, machines or cluster())
 
 
 def rows_of(route, name):
@@ -175,9 +175,9 @@ def test_holders_send_about_equally():
 def test_overlaps_of_a_grid_with_rows():
     # Four quarters of a 4 x 4 matrix against its rows 0 to 2 and row 3.
     edges = [(0, 2), (2, 4)]
-    grid = tuple(Piece((rows, columns), ()) for rows in edges for columns in edges)
-    rows = (Piece(((3, 4), (0, 4)), ()), Piece(((0, 3), (0, 4)), ()))
-    assert overlaps(grid, rows) == (
+    grid = tuple(TensorShard((rows, columns), ()) for rows in edges for columns in edges)
+    rows = (TensorShard(((3, 4), (0, 4)), ()), TensorShard(((0, 3), (0, 4)), ()))
+    assert box_overlaps(grid, rows) == (
         BoxOverlap(((0, 2), (0, 2)), 0, 1),
         BoxOverlap(((0, 2), (2, 4)), 1, 1),
         BoxOverlap(((2, 3), (0, 2)), 2, 1),
@@ -403,7 +403,7 @@ def test_replaying_a_route_gives_every_rank_its_direct_cut_with_the_least_bytes(
     for worker, memory in target.items():
         assert_same(arrived.get(worker, {}), memory)
     for worker, coords in ranks(case.dst):
-        boxes = held(case.shape, traits(case.dst.backend), case.dst.layout, coords)
+        boxes = rank_tensors(case.shape, traits(case.dst.backend), case.dst.layout, coords)
         shard = {spec.name: arrived[worker][spec.name][slices(box)] for spec, box in boxes}
         assert_same(shard, direct_cut(case.shape, case.dst, coords))
     assert (moved, far, route.held_bytes // 2) == least(case, source, target)

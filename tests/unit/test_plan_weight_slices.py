@@ -14,11 +14,11 @@ from test_plan_weight_routes import (
     shape_of,
 )
 
-from hflow.planner.weights.weight_slices import Slice, kept, outgoing
+from hflow.planner.weights.weight_slices import WeightSlice, slices_to_keep, slices_to_send
 from hflow.types.tensor_slices import slices_within
 
 
-def at(piece: Slice):
+def at(piece: WeightSlice):
     return slices_within(piece.box, tuple((0, size) for size in piece.shape))
 
 
@@ -40,14 +40,14 @@ def test_every_receiver_gets_every_entry_once(case):
         return values.size
 
     for sender in source:
-        for receivers, slices in outgoing(route, case.machines, sender).items():
+        for receivers, slices in slices_to_send(route, case.machines, sender).items():
             assert sorted(set(receivers)) == list(receivers)
             assert sender not in receivers
-            assert [piece.place for piece in slices] == sorted(piece.place for piece in slices)
+            assert [piece.position for piece in slices] == sorted(piece.position for piece in slices)
             moved += sum(take(worker, sender, piece) for worker in receivers for piece in slices)
     for worker in target:
-        mine = kept(route, worker)
-        assert [piece.place for piece in mine] == sorted(piece.place for piece in mine)
+        mine = slices_to_keep(route, worker)
+        assert [piece.position for piece in mine] == sorted(piece.position for piece in mine)
         for piece in mine:
             take(worker, worker, piece)
     for worker, memory in target.items():
@@ -61,9 +61,15 @@ def test_all_workers_number_the_tensors_alike(case):
     route = route_of(case.src, case.dst, case.shape, 2, case.machines)
     places = {}
     for worker in (*case.src.workers, *case.dst.workers):
-        sent = outgoing(route, case.machines, worker)
-        for piece in (*kept(route, worker), *(piece for slices in sent.values() for piece in slices)):
-            assert places.setdefault(piece.tensor, (piece.place, piece.shape)) == (piece.place, piece.shape)
+        sent = slices_to_send(route, case.machines, worker)
+        for piece in (
+            *slices_to_keep(route, worker),
+            *(piece for slices in sent.values() for piece in slices),
+        ):
+            assert places.setdefault(piece.tensor, (piece.position, piece.shape)) == (
+                piece.position,
+                piece.shape,
+            )
     assert len({place for place, _ in places.values()}) == len(places)
 
 
@@ -74,6 +80,6 @@ def test_what_several_engines_take_is_packed_once(num_engines):
     dst = replica("gen", "embedded", f"d{num_engines}", range(2, 2 + num_engines))
     route = route_of(src, dst, shape_of())
     for worker in (0, 1):
-        assert list(outgoing(route, cluster(), worker)) == [tuple(range(2, 2 + num_engines))]
-    assert outgoing(route, cluster(), 2) == {}
-    assert kept(route, 0) == []
+        assert list(slices_to_send(route, cluster(), worker)) == [tuple(range(2, 2 + num_engines))]
+    assert slices_to_send(route, cluster(), 2) == {}
+    assert slices_to_keep(route, 0) == []

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hflow.errors import RunError
-from hflow.planner.weights.weight_slices import Slice
+from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.runtime.execution.engine_control import verify_weights
 from hflow.types.tensor_slices import Box
 from hflow.workers.interface import WeightsLoaded
@@ -38,7 +38,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: in
 def cut(name: str, tensor: torch.Tensor, box: Box) -> int:
     shape = tuple(tensor.shape)
     return slice_checksum(
-        SliceValues.of(Slice(0, name, shape, box), tensor[tuple(slice(*edge) for edge in box)])
+        SliceValues.of(WeightSlice(0, name, shape, box), tensor[tuple(slice(*edge) for edge in box)])
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hflow.errors import RunError
-from hflow.planner.weights.weight_slices import Slice
+from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.workers.weights.buckets import Bucket, BucketEntry
 from hflow.workers.weights.transports.disk import DiskTransport
 from hflow.workers.weights.transports.interface import Transport
@@ -17,7 +17,7 @@ from hflow.workers.weights.transports.memory import MemoryTransport
 
 
 def bucket(num_bytes: int = 12) -> Bucket:
-    rows = (BucketEntry(Slice(0, "w", (num_bytes,), ((0, num_bytes),)), "uint8", 0, num_bytes),)
+    rows = (BucketEntry(WeightSlice(0, "w", (num_bytes,), ((0, num_bytes),)), "uint8", 0, num_bytes),)
     return Bucket(rows, np.arange(num_bytes, dtype=np.uint8))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hflow.errors import RunError
-from hflow.planner.weights.weight_slices import Slice
+from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types import Sequences
 from hflow.workers.bodies.batch_node_runner import reduce_metric
 from hflow.workers.error_location import error_with_location
@@ -39,11 +39,11 @@ def contents(weights: dict[str, torch.Tensor], cuts: tuple[int, ...] = (0, 100))
     found = []
     for place, (name, x) in enumerate(weights.items()):
         if x.dim() == 0 and cuts[0] == 0:
-            found.append(SliceValues.of(Slice(place, name, (), ()), x))
+            found.append(SliceValues.of(WeightSlice(place, name, (), ()), x))
         elif x.dim() and cuts[0] < len(x):
             rows = (cuts[0], min(len(x), cuts[1]))
             box = (rows, *((0, size) for size in x.shape[1:]))
-            found.append(SliceValues.of(Slice(place, name, tuple(x.shape), box), x[slice(*rows)]))
+            found.append(SliceValues.of(WeightSlice(place, name, tuple(x.shape), box), x[slice(*rows)]))
     return found
 
 

@@ -20,7 +20,7 @@ from hflow.planner.memory.rank import Rank
 from hflow.planner.memory.with_layouts import MAX_TENSOR_RANKS, devices_of, with_layouts
 from hflow.planner.model_shape import layer_template, other_tensors
 from hflow.planner.request import PlanRequest
-from hflow.planner.weights.sharding import can_share
+from hflow.planner.weights.sharding import can_split
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _candidates(plan: Plan, replica: Replica) -> Iterator[Layout]:
         for size in range(1, min(num_devices, MAX_TENSOR_RANKS) + 1)
         if num_devices % size == 0
         and _in_one_machine(plan, devices, size)
-        and all(can_share(spec, traits(replica.backend), size) for spec in specs)
+        and all(can_split(spec, traits(replica.backend), size) for spec in specs)
     ]
     yield from (Layout(num_devices // size, size) for size in tensor_sizes[1:])
     tensor = tensor_sizes[-1]

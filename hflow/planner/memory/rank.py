@@ -11,7 +11,7 @@ from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import DTYPE_BYTES, ModelShape, TensorSpec, layer_template, other_tensors
-from hflow.planner.weights.sharding import box_of, is_on_stage, stage_layers
+from hflow.planner.weights.sharding import is_on_stage, rank_box, stage_layers
 from hflow.types.tensor_slices import numel
 
 FP32_BYTES = DTYPE_BYTES["fp32"]
@@ -134,8 +134,8 @@ def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage:
     unsharded = replace(layout, data=1)
     is_last = stage == layout.pipe - 1
     output_place = "embedding" if shape.is_tied else "head"
-    embedding = [spec for spec in rest if spec.place == "embedding" and stage == 0]
-    output = [spec for spec in rest if spec.place == output_place and is_last and shape.head == "lm"]
+    embedding = [spec for spec in rest if spec.location == "embedding" and stage == 0]
+    output = [spec for spec in rest if spec.location == output_place and is_last and shape.head == "lm"]
     return StageSizes(
         num_layers=last - first,
         layer=_num_elements(layer_template(shape), traits, unsharded),
@@ -148,5 +148,5 @@ def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage:
 
 
 def _num_elements(specs: Iterable[TensorSpec], traits: BackendTraits, layout: Layout) -> int:
-    boxes = (box_of(spec, traits, layout, (0, 0, 0)) for spec in specs)
+    boxes = (rank_box(spec, traits, layout, (0, 0, 0)) for spec in specs)
     return sum(numel(box) for box in boxes if box is not None)

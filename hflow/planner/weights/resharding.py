@@ -1,8 +1,8 @@
-"""How the shards of one replica become those of another: frozen rows, and the bytes that they move.
+"""The rows of a weight route: how the shards of one replica become those of another, and the bytes that move.
 
-For each tensor the source's boxes are a partition, and so are the destination's; a row is the overlap of
-two of them. So every entry that a worker needs is in exactly one row, and a worker that holds a row's
-slice already takes it from itself: no plan can move fewer bytes. Layers are worked on as ranges.
+For each tensor the source's boxes are a partition, and so are the destination's. A row is the overlap of one
+box of each. So every entry that a worker needs is in exactly one row. A worker that already holds a row's
+slice does not receive it, so no other plan moves fewer bytes. Equal layers are processed as ranges.
 """
 
 from __future__ import annotations
@@ -16,141 +16,41 @@ from hflow.planner.backends import traits
 from hflow.planner.ir import ClusterSpec, Replica, RouteRow, WeightRoute
 from hflow.planner.model_shape import ModelShape, TensorSpec, layer_template, other_tensors
 from hflow.planner.routing import rank_order
-from hflow.planner.weights.sharding import Piece, is_on_stage, pieces, stage_layers
+from hflow.planner.weights.sharding import TensorShard, is_on_stage, stage_layers, tensor_shards
 from hflow.types.tensor_slices import Box, numel
 
-# -------------------- Where the pieces of a tensor that one replica cuts meet those that another one
-# cuts.
-
-
-Edges = tuple[int, int]
+Bounds = tuple[int, int]
 """`(start, stop)` on one axis."""
 
 
-@dataclass(frozen=True)
-class BoxOverlap:
-    """What a piece of the source and a piece of the destination have in common."""
-
-    box: Box
-    ours: int
-    """Index of the source's piece."""
-    theirs: int
-    """Index of the destination's piece."""
-
-
-@lru_cache(maxsize=256)
-def overlaps(ours: tuple[Piece, ...], theirs: tuple[Piece, ...]) -> tuple[BoxOverlap, ...]:
-    """All overlaps of two partitions of one tensor; none where a partition is empty."""
-    left = [(piece.box, i) for i, piece in enumerate(ours)]
-    right = [(piece.box, i) for i, piece in enumerate(theirs)]
-    return tuple(_overlaps(left, right, ()))
-
-
-def _overlaps(
-    ours: Sequence[tuple[Box, int]], theirs: Sequence[tuple[Box, int]], done: Box
-) -> Iterator[BoxOverlap]:
-    """The overlaps of boxes that meet in the edges of the axes that are `done`.
-
-    On either side two boxes have the same or disjoint edges on an axis, so that one pass over the sorted
-    edges finds all that meet.
-    """
-    axis = len(done)
-    if axis == len(ours[0][0]):
-        yield BoxOverlap(done, ours[0][1], theirs[0][1])
-        return
-    left, right = _by_edges(ours, axis), _by_edges(theirs, axis)
-    i = j = 0
-    while i < len(left) and j < len(right):
-        (start, stop), mine = left[i]
-        (other_start, other_stop), others = right[j]
-        edges = max(start, other_start), min(stop, other_stop)
-        if edges[0] < edges[1]:
-            yield from _overlaps(mine, others, (*done, edges))
-        i, j = (i + 1, j) if stop <= other_stop else (i, j + 1)
-
-
-def _by_edges(boxes: Sequence[tuple[Box, int]], axis: int) -> list[tuple[Edges, list[tuple[Box, int]]]]:
-    """Boxes by their edges on an axis, ascending."""
-    groups: dict[Edges, list[tuple[Box, int]]] = {}
-    for entry in boxes:
-        groups.setdefault(entry[0][axis], []).append(entry)
-    return sorted(groups.items())
-
-
-# -------------------- Distinct sets of workers under short names, and how two of them lie to each other.
-
-
-@dataclass(frozen=True)
-class Share:
-    """How many receivers of a slice hold it, take it from another worker, and do so across machines."""
-
-    owners: int
-    takers: int
-    far_takers: int
-
-
-class WorkerSets:
-    """Distinct sets of workers, by index."""
-
-    def __init__(self, cluster: ClusterSpec) -> None:
-        self._cluster = cluster
-        self._index: dict[tuple[int, ...], int] = {}
-        self._sets: list[frozenset[int]] = []
-        self._nodes: list[Counter[int]] = []
-        self._shares: dict[tuple[int, int], Share] = {}
-
-    def add(self, workers: Iterable[int]) -> int:
-        """The index of a set."""
-        distinct = frozenset(workers)
-        index = self._index.setdefault(tuple(sorted(distinct)), len(self._sets))
-        if index == len(self._sets):
-            self._sets.append(distinct)
-            self._nodes.append(Counter(map(self._cluster.node_of, distinct)))
-        return index
-
-    def listed(self) -> tuple[tuple[int, ...], ...]:
-        """All sets, by index."""
-        return tuple(self._index)
-
-    def share(self, holders: int, receivers: int) -> Share:
-        """Who of the receivers takes a slice from whom."""
-        key = holders, receivers
-        if key not in self._shares:
-            num = len(self._sets[receivers])
-            owners = len(self._sets[receivers] & self._sets[holders])
-            near = sum(self._nodes[receivers][node] for node in self._nodes[holders])
-            self._shares[key] = Share(owners, num - owners, num - near)
-        return self._shares[key]
-
-
-def with_rows(
+def add_rows(
     route: WeightRoute, src: Replica, dst: Replica, shape: ModelShape, item_bytes: int, cluster: ClusterSpec
 ) -> WeightRoute:
-    """The route with its rows and bytes.
+    """Return a route with its rows and the bytes that they move.
 
     Args:
         route: says which replicas, and how.
         src: the replica that has the weights.
-        dst: the replica that gets them.
+        dst: the replica that receives them.
         shape: sizes of their model.
-        item_bytes: bytes of one entry on the way, and at the destination.
+        item_bytes: bytes of one entry while it moves, and at the destination.
         cluster: says which workers share a machine.
 
     Raises:
-        PlanError: when a layout's tensor axis does not divide what it cuts.
+        PlanError: if the tensor axis of a layout does not divide a tensor that it splits.
     """
     sets = WorkerSets(cluster)
-    ends = _End(src, sets), _End(dst, sets)
+    ends = _RouteEnd(src, sets), _RouteEnd(dst, sets)
     rows: list[RouteRow] = []
     moved = held = crossing = 0
-    for part in _parts(shape, src.layout.pipe, dst.layout.pipe):
-        for row in _rows(part, *ends):
+    for tensors in _tensor_ranges(shape, src.layout.pipe, dst.layout.pipe):
+        for row in _rows(tensors, *ends):
             rows.append(row)
-            share = sets.share(row.holders, row.receivers)
-            num_bytes = item_bytes * part.num_layers * numel(row.box)
-            moved += num_bytes * share.takers
-            held += num_bytes * share.owners
-            crossing += num_bytes * share.far_takers
+            counts = sets.receiver_counts(row.holders, row.receivers)
+            num_bytes = item_bytes * tensors.num_layers * numel(row.box)
+            moved += num_bytes * counts.remote
+            held += num_bytes * counts.local
+            crossing += num_bytes * counts.cross_machine
     return replace(
         route,
         worker_sets=sets.listed(),
@@ -162,34 +62,131 @@ def with_rows(
 
 
 def senders(route: WeightRoute, index: int, cluster: ClusterSpec, layer: int = 0) -> dict[int, int]:
-    """Receiver -> the worker from which it takes one layer's slice of row `index`.
+    """Return, for each receiver of row `index`, the worker from which it takes the slice of one layer.
 
-    That is the receiver itself if it is a holder, else a holder on its machine, else any. Receivers with
-    the same choice take turns, and the turns go on from row to row and from layer to layer, so that holders
-    send about equally.
+    That is the receiver itself if it is a holder, otherwise a holder on its machine, otherwise any holder.
+    Receivers with the same choice of holders take turns, which continue from row to row and from layer to
+    layer, so that holders send about equally much.
     """
     row = route.rows[index]
     holders, receivers = route.worker_sets[row.holders], route.worker_sets[row.receivers]
-    near: dict[int, list[int]] = {}
+    holders_on: dict[int, list[int]] = {}
     for holder in holders:
-        near.setdefault(cluster.node_of(holder), []).append(holder)
-    found: dict[int, int] = {}
-    num_takers: Counter[int | None] = Counter()
+        holders_on.setdefault(cluster.node_of(holder), []).append(holder)
+    sender_of: dict[int, int] = {}
+    num_remote: Counter[int | None] = Counter()
     for receiver in receivers:
         if receiver in holders:
-            found[receiver] = receiver
+            sender_of[receiver] = receiver
             continue
         node = cluster.node_of(receiver)
-        choice = near.get(node, holders)
-        turn = node if node in near else None
-        found[receiver] = choice[(num_takers[turn] + index + layer) % len(choice)]
-        num_takers[turn] += 1
-    return found
+        choice = holders_on.get(node, holders)
+        turn = node if node in holders_on else None
+        sender_of[receiver] = choice[(num_remote[turn] + index + layer) % len(choice)]
+        num_remote[turn] += 1
+    return sender_of
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A tensor, or the same tensor of several layers, that lies on one set of stages at each end."""
+class BoxOverlap:
+    """The common part of one shard of the source and one shard of the destination."""
+
+    box: Box
+    src: int
+    """Index of the source's shard."""
+    dst: int
+    """Index of the destination's shard."""
+
+
+@lru_cache(maxsize=256)
+def box_overlaps(src: tuple[TensorShard, ...], dst: tuple[TensorShard, ...]) -> tuple[BoxOverlap, ...]:
+    """Return all overlaps of two partitions of one tensor; none if a partition is empty."""
+    src_boxes = [(shard.box, i) for i, shard in enumerate(src)]
+    dst_boxes = [(shard.box, i) for i, shard in enumerate(dst)]
+    return tuple(_box_overlaps(src_boxes, dst_boxes, ()))
+
+
+def _box_overlaps(
+    src: Sequence[tuple[Box, int]], dst: Sequence[tuple[Box, int]], done: Box
+) -> Iterator[BoxOverlap]:
+    """Yield the overlaps of boxes that overlap by the bounds `done` on the first axes.
+
+    On either side two boxes have equal or disjoint bounds on an axis, so one pass over the sorted bounds
+    finds all overlaps.
+    """
+    axis = len(done)
+    if axis == len(src[0][0]):
+        yield BoxOverlap(done, src[0][1], dst[0][1])
+        return
+    src_groups, dst_groups = _by_bounds(src, axis), _by_bounds(dst, axis)
+    i = j = 0
+    while i < len(src_groups) and j < len(dst_groups):
+        (src_start, src_stop), src_boxes = src_groups[i]
+        (dst_start, dst_stop), dst_boxes = dst_groups[j]
+        bounds = max(src_start, dst_start), min(src_stop, dst_stop)
+        if bounds[0] < bounds[1]:
+            yield from _box_overlaps(src_boxes, dst_boxes, (*done, bounds))
+        i, j = (i + 1, j) if src_stop <= dst_stop else (i, j + 1)
+
+
+def _by_bounds(boxes: Sequence[tuple[Box, int]], axis: int) -> list[tuple[Bounds, list[tuple[Box, int]]]]:
+    """Group boxes by their bounds on an axis, ascending."""
+    groups: dict[Bounds, list[tuple[Box, int]]] = {}
+    for entry in boxes:
+        groups.setdefault(entry[0][axis], []).append(entry)
+    return sorted(groups.items())
+
+
+@dataclass(frozen=True)
+class ReceiverCounts:
+    """Numbers of workers that receive one slice."""
+
+    local: int
+    """Receivers that already hold it."""
+    remote: int
+    """Receivers that take it from another worker."""
+    cross_machine: int
+    """Receivers that take it from another machine."""
+
+
+class WorkerSets:
+    """Distinct sets of workers, by index."""
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self._cluster = cluster
+        self._index: dict[tuple[int, ...], int] = {}
+        self._sets: list[frozenset[int]] = []
+        self._nodes: list[Counter[int]] = []
+        """For each set the number of its workers on each machine."""
+        self._counts: dict[tuple[int, int], ReceiverCounts] = {}
+
+    def add(self, workers: Iterable[int]) -> int:
+        """Add a set unless it exists, and return its index."""
+        distinct = frozenset(workers)
+        index = self._index.setdefault(tuple(sorted(distinct)), len(self._sets))
+        if index == len(self._sets):
+            self._sets.append(distinct)
+            self._nodes.append(Counter(map(self._cluster.node_of, distinct)))
+        return index
+
+    def listed(self) -> tuple[tuple[int, ...], ...]:
+        """Return all sets, by index."""
+        return tuple(self._index)
+
+    def receiver_counts(self, holders: int, receivers: int) -> ReceiverCounts:
+        """Count the receivers of a slice by where they take it from, given the indices of two sets."""
+        key = holders, receivers
+        if key not in self._counts:
+            num = len(self._sets[receivers])
+            num_local = len(self._sets[receivers] & self._sets[holders])
+            num_near = sum(self._nodes[receivers][node] for node in self._nodes[holders])
+            self._counts[key] = ReceiverCounts(num_local, num - num_local, num - num_near)
+        return self._counts[key]
+
+
+@dataclass(frozen=True)
+class _TensorRange:
+    """A tensor, or the same tensor of several layers, that is on one set of stages at each end."""
 
     spec: TensorSpec
     layers: tuple[int, int] | None
@@ -198,54 +195,57 @@ class _Part:
 
     @property
     def num_layers(self) -> int:
-        """Tensors that the part stands for."""
+        """Number of tensors in the range."""
         return 1 if self.layers is None else self.layers[1] - self.layers[0]
 
 
-def _parts(shape: ModelShape, num_src: int, num_dst: int) -> Iterator[_Part]:
-    """The whole model in parts, for two numbers of pipeline stages."""
+def _tensor_ranges(shape: ModelShape, num_src: int, num_dst: int) -> Iterator[_TensorRange]:
+    """Yield the whole model in ranges, for two numbers of pipeline stages."""
     for spec in other_tensors(shape):
-        yield _Part(spec, None, _stages(spec, shape, num_src), _stages(spec, shape, num_dst))
+        yield _TensorRange(spec, None, _stages(spec, shape, num_src), _stages(spec, shape, num_dst))
     for s, (src_first, src_last) in enumerate(stage_layers(shape.num_layers, num_src)):
         for d, (dst_first, dst_last) in enumerate(stage_layers(shape.num_layers, num_dst)):
             layers = max(src_first, dst_first), min(src_last, dst_last)
             if layers[0] < layers[1]:
-                yield from (_Part(spec, layers, (s,), (d,)) for spec in layer_template(shape))
+                yield from (_TensorRange(spec, layers, (s,), (d,)) for spec in layer_template(shape))
 
 
 def _stages(spec: TensorSpec, shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     return tuple(stage for stage in range(num_stages) if is_on_stage(spec, shape, stage, num_stages))
 
 
-def _rows(part: _Part, src: _End, dst: _End) -> Iterator[RouteRow]:
-    """A row for every slice of a part."""
-    ours, theirs = src.pieces(part.spec), dst.pieces(part.spec)
-    holders = [src.workers(piece, part.src_stages) for piece in ours]
-    receivers = [dst.workers(piece, part.dst_stages) for piece in theirs]
-    for met in overlaps(ours, theirs):
-        yield RouteRow(part.spec.name, part.layers, met.box, holders[met.ours], receivers[met.theirs])
+def _rows(tensors: _TensorRange, src: _RouteEnd, dst: _RouteEnd) -> Iterator[RouteRow]:
+    """Yield a row for every slice of a range."""
+    src_shards, dst_shards = src.shards(tensors.spec), dst.shards(tensors.spec)
+    holders = [src.workers(shard, tensors.src_stages) for shard in src_shards]
+    receivers = [dst.workers(shard, tensors.dst_stages) for shard in dst_shards]
+    for overlap in box_overlaps(src_shards, dst_shards):
+        yield RouteRow(
+            tensors.spec.name, tensors.layers, overlap.box, holders[overlap.src], receivers[overlap.dst]
+        )
 
 
-class _End:
-    """One of a route's two replicas: its pieces, and the workers behind them."""
+class _RouteEnd:
+    """The source or destination replica of a route: the shards of its tensors, and their workers."""
 
     def __init__(self, replica: Replica, sets: WorkerSets) -> None:
         self._layout = replica.layout
         self._traits = traits(replica.backend)
         self._sets = sets
-        num_places, order = self._layout.data * self._layout.tensor, rank_order(replica.role)
+        stage_size, order = self._layout.data * self._layout.tensor, rank_order(replica.role)
         self._workers = [
             [
-                replica.workers[self._layout.rank(order, *divmod(place, self._layout.tensor), stage)]
-                for place in range(num_places)
+                replica.workers[self._layout.rank(order, *divmod(stage_rank, self._layout.tensor), stage)]
+                for stage_rank in range(stage_size)
             ]
             for stage in range(self._layout.pipe)
         ]
+        """Stage -> stage rank -> worker."""
 
-    def pieces(self, spec: TensorSpec) -> tuple[Piece, ...]:
-        """The parts into which a tensor is cut."""
-        return pieces(spec, self._traits, self._layout)
+    def shards(self, spec: TensorSpec) -> tuple[TensorShard, ...]:
+        """Return the shards of a tensor."""
+        return tensor_shards(spec, self._traits, self._layout)
 
-    def workers(self, piece: Piece, stages: tuple[int, ...]) -> int:
-        """The index of the set of workers that have a piece on these stages."""
-        return self._sets.add(self._workers[stage][place] for stage in stages for place in piece.places)
+    def workers(self, shard: TensorShard, stages: tuple[int, ...]) -> int:
+        """Return the index of the set of workers that have a shard on these stages."""
+        return self._sets.add(self._workers[stage][rank] for stage in stages for rank in shard.stage_ranks)

@@ -1,8 +1,8 @@
-"""Which part of each checkpoint tensor a rank holds: boxes in the tensor's own index space.
+"""Which part of each checkpoint tensor a rank holds, as boxes in the tensor's own index space.
 
-A box says `[start, stop)` for each axis. Pipeline stages own whole layers; the tensor axis cuts
-`TensorSpec.cut_axis` in whole units; FSDP cuts what is left over the data axis, by rows. Padding has
-no box: it is no part of the checkpoint.
+A box has `[start, stop)` for each axis. Pipeline stages hold whole layers. The tensor axis splits
+`TensorSpec.split_axis` in whole units. FSDP splits the rest over the data axis, by rows. Padding is not part
+of the checkpoint, so no box contains it.
 """
 
 from __future__ import annotations
@@ -19,123 +19,124 @@ from hflow.types.tensor_slices import Box, numel, whole_box
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a tensor, and who holds exactly this part on a pipeline stage that has the tensor."""
+class TensorShard:
+    """A part of a tensor, and the ranks of a pipeline stage that hold exactly this part."""
 
     box: Box
-    places: tuple[int, ...]
-    """`d * T + t` of the holders, ascending."""
+    stage_ranks: tuple[int, ...]
+    """`d * T + t` of each holder, ascending."""
 
 
 @lru_cache
 def stage_layers(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """`[first, last)` layer of each stage: equal blocks, the remainder to the first stages."""
+    """Return `[first, last)` layer of each stage: equal blocks, with the remainder on the first stages."""
     return tuple((block.start, block.stop) for block in even_blocks(num_layers, num_stages))
 
 
 def is_on_stage(spec: TensorSpec, shape: ModelShape, stage: int, num_stages: int) -> bool:
-    """Whether a pipeline stage holds a tensor."""
+    """Return whether a pipeline stage holds a tensor."""
     if spec.layer is not None:
         first, last = stage_layers(shape.num_layers, num_stages)[stage]
         return first <= spec.layer < last
-    if spec.place == "embedding":
+    if spec.location == "embedding":
         return stage == 0 or (shape.is_tied and stage == num_stages - 1)
     return stage == num_stages - 1
 
 
-def held(
+def rank_tensors(
     shape: ModelShape, traits: BackendTraits, layout: Layout, coords: tuple[int, int, int]
 ) -> Iterator[tuple[TensorSpec, Box]]:
-    """Every tensor that the rank at (data, tensor, pipe) coordinates holds, with its box.
+    """Yield every tensor that the rank at (data, tensor, pipe) coordinates holds, with its box.
 
     Raises:
-        PlanError: when the tensor axis does not divide what it cuts.
+        PlanError: if the tensor axis does not divide a tensor that it splits.
     """
     _, _, p = coords
     for spec in tensors(shape):
         if is_on_stage(spec, shape, p, layout.pipe):
-            box = box_of(spec, traits, layout, coords)
+            box = rank_box(spec, traits, layout, coords)
             if box is not None:
                 yield spec, box
 
 
-def pieces(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> tuple[Piece, ...]:
-    """The distinct boxes of a tensor: together they are the tensor, and no two overlap.
+def tensor_shards(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> tuple[TensorShard, ...]:
+    """Return the distinct boxes of a tensor. They do not overlap, and together they are the whole tensor.
 
     Raises:
-        PlanError: when the tensor axis does not divide what it cuts.
+        PlanError: if the tensor axis does not divide the tensor.
     """
-    _check_shares(spec, traits, layout.tensor)
-    return _pieces(replace(spec, name="", layer=None, place=""), traits, layout)
+    _check_split(spec, traits, layout.tensor)
+    return _tensor_shards(replace(spec, name="", layer=None, location=""), traits, layout)
 
 
-def box_of(
+def rank_box(
     spec: TensorSpec, traits: BackendTraits, layout: Layout, coords: tuple[int, int, int]
 ) -> Box | None:
-    """The part of a tensor that a rank of its stage holds; None where nothing is left for it.
+    """Return the part of a tensor that a rank of its stage holds, or None if it is empty.
 
     Raises:
-        PlanError: when the tensor axis does not divide what it cuts.
+        PlanError: if the tensor axis does not divide the tensor.
     """
-    _check_shares(spec, traits, layout.tensor)
+    _check_split(spec, traits, layout.tensor)
     d, t, _ = coords
     box = whole_box(spec.shape)
-    if layout.tensor > 1 and spec.cut_axis is not None:
-        box = _with_edges(box, spec.cut_axis, _tensor_cut(spec, traits, layout.tensor, t))
+    if layout.tensor > 1 and spec.split_axis is not None:
+        box = _with_range(box, spec.split_axis, _tensor_range(spec, traits, layout.tensor, t))
     if traits.sharded_over_data == "everything" and layout.data > 1:
         start, stop = box[0]
         block = -(-(stop - start) // layout.data)
-        box = _with_edges(box, 0, (min(stop, start + d * block), min(stop, start + (d + 1) * block)))
+        box = _with_range(box, 0, (min(stop, start + d * block), min(stop, start + (d + 1) * block)))
     return box if numel(box) else None
 
 
-def padded(units: int, traits: BackendTraits, num_ranks: int) -> int:
-    """The units of a vocabulary that a backend holds on all tensor ranks together."""
+def padded_units(num_units: int, traits: BackendTraits, num_ranks: int) -> int:
+    """Return the units of a vocabulary, with a backend's padding, on all tensor ranks together."""
     if traits.vocab_multiple is None:
-        return units
+        return num_units
     multiple = traits.vocab_multiple * (1 if traits.pads_whole_vocab else num_ranks)
-    return -(-units // multiple) * multiple
+    return -(-num_units // multiple) * multiple
 
 
-def can_share(spec: TensorSpec, traits: BackendTraits, num_ranks: int) -> bool:
-    """Whether tensor ranks can share a tensor without splitting one of its units."""
-    if spec.cut_axis is None:
+def can_split(spec: TensorSpec, traits: BackendTraits, num_ranks: int) -> bool:
+    """Return whether a tensor can be split over tensor ranks in whole units."""
+    if spec.split_axis is None:
         return True
-    if spec.may_repeat and num_ranks % spec.cut_units == 0:
+    if spec.may_repeat and num_ranks % spec.split_units == 0:
         return True
-    units = padded(spec.cut_units, traits, num_ranks) if spec.may_pad else spec.cut_units
-    return units % num_ranks == 0
+    num_units = padded_units(spec.split_units, traits, num_ranks) if spec.may_pad else spec.split_units
+    return num_units % num_ranks == 0
 
 
-def _check_shares(spec: TensorSpec, traits: BackendTraits, num_ranks: int) -> None:
-    if not can_share(spec, traits, num_ranks):
+def _check_split(spec: TensorSpec, traits: BackendTraits, num_ranks: int) -> None:
+    if not can_split(spec, traits, num_ranks):
         raise PlanError(
-            f"{spec.name} has {spec.cut_units} units, which {num_ranks} tensor ranks cannot share"
+            f"{spec.name} has {spec.split_units} units, which cannot be split over {num_ranks} tensor ranks; "
+            "choose a tensor size that divides them"
         )
 
 
-def _tensor_cut(spec: TensorSpec, traits: BackendTraits, num_ranks: int, rank: int) -> tuple[int, int]:
-    """`[start, stop)` on the cut axis."""
-    assert spec.cut_axis is not None
-    size, units = spec.shape[spec.cut_axis], spec.cut_units
-    length = size // units
-    if units < num_ranks and spec.may_repeat:
-        unit = rank // (num_ranks // units)
+def _tensor_range(spec: TensorSpec, traits: BackendTraits, num_ranks: int, rank: int) -> tuple[int, int]:
+    """Return `[start, stop)` of a tensor rank on the split axis."""
+    assert spec.split_axis is not None
+    size, num_units = spec.shape[spec.split_axis], spec.split_units
+    length = size // num_units
+    if num_units < num_ranks and spec.may_repeat:
+        unit = rank // (num_ranks // num_units)
         return unit * length, (unit + 1) * length
-    units = padded(units, traits, num_ranks) if spec.may_pad else units
-    block = units // num_ranks * length
+    num_units = padded_units(num_units, traits, num_ranks) if spec.may_pad else num_units
+    block = num_units // num_ranks * length
     return min(size, rank * block), min(size, (rank + 1) * block)
 
 
 @lru_cache(maxsize=256)
-def _pieces(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> tuple[Piece, ...]:
-    places: dict[Box, list[int]] = {}
-    for place in range(layout.data * layout.tensor):
-        box = box_of(spec, traits, layout, (*divmod(place, layout.tensor), 0))
+def _tensor_shards(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> tuple[TensorShard, ...]:
+    stage_ranks: dict[Box, list[int]] = {}
+    for stage_rank in range(layout.data * layout.tensor):
+        box = rank_box(spec, traits, layout, (*divmod(stage_rank, layout.tensor), 0))
         if box is not None:
-            places.setdefault(box, []).append(place)
-    return tuple(Piece(box, tuple(held)) for box, held in places.items())
+            stage_ranks.setdefault(box, []).append(stage_rank)
+    return tuple(TensorShard(box, tuple(ranks)) for box, ranks in stage_ranks.items())
 
 
-def _with_edges(box: Box, axis: int, edges: tuple[int, int]) -> Box:
-    return (*box[:axis], edges, *box[axis + 1 :])
+def _with_range(box: Box, axis: int, bounds: tuple[int, int]) -> Box:
+    return (*box[:axis], bounds, *box[axis + 1 :])

@@ -1,4 +1,4 @@
-"""Weight routes: how generation gets the weights that training makes."""
+"""`weight_routes`: how generation replicas get the weights that training changes."""
 
 from __future__ import annotations
 
@@ -12,50 +12,19 @@ from hflow.planner.hardware import GIB
 from hflow.planner.ir import Replica, WeightRoute, batch_replica
 from hflow.planner.model_shape import DTYPE_BYTES
 from hflow.planner.request import PlanRequest
-from hflow.planner.weights.resharding import with_rows
+from hflow.planner.weights.resharding import add_rows
 
-# -------------------- Which way published weights take between processes.
-
-
-STORE_SHARE = 0.3
-"""The part of a machine's memory that Ray's object store takes by itself."""
-
-
-def with_transport(
-    route: WeightRoute, src: Replica, gen: Replica, asked: ModelConfig, request: PlanRequest
-) -> WeightRoute:
-    """The route with its transport; only weights that are pulled need one.
-
-    Left to the plan it is the object store: memory that processes of a machine share, and that others fetch
-    from once. It is the disk where a version does not fit into it, as far as the machine's memory is known.
-    """
-    if route.how != "pull":
-        return route
-    if asked.gen.transport != "auto":
-        return replace(route, transport=asked.gen.transport, why="as configured")
-    room = _room(request)
-    machines = {request.cluster.node_of(worker) for worker in src.workers}
-    most = route.moved_bytes / gen.layout.data / len(machines)
-    if room is not None and most > room:
-        why = f"a version has {most / GIB:.1f} GiB on a machine, its object store about {room / GIB:.1f}"
-        return replace(route, transport="disk", why=why)
-    return replace(route, transport="store", why="memory that processes share")
-
-
-def _room(request: PlanRequest) -> float | None:
-    """Bytes of a machine's object store; None where the host's memory is not known."""
-    if request.hardware is None or request.hardware.device.type != "cpu":
-        return None
-    return STORE_SHARE * request.hardware.device.memory_bytes * request.cluster.devices_per_node
+STORE_FRACTION = 0.3
+"""The fraction of a machine's memory that Ray gives its object store by default."""
 
 
 def weight_routes(
     graph: Graph, replicas: tuple[Replica, ...], request: PlanRequest
 ) -> tuple[WeightRoute, ...]:
-    """One route for every generation replica whose model changes in the run.
+    """Return one route for every generation replica whose model changes during the run.
 
-    The weights of a model that nobody writes are loaded once, by every replica for itself. Routes of
-    models whose sizes are known have rows; entries travel in the dtype that engines hold.
+    Weights that do not change are loaded once by each replica, without a route. Routes of models with known
+    sizes have rows; entries move in the dtype that engines hold.
     """
     written = written_models(graph)
     routes = []
@@ -65,8 +34,8 @@ def weight_routes(
             route = WeightRoute(gen.model, src.name, gen.name, _how(src, gen))
             asked, shape = request.model(gen.model), request.shapes.get(gen.model)
             if shape is not None:
-                route = with_rows(route, src, gen, shape, DTYPE_BYTES[asked.compute_dtype], request.cluster)
-            routes.append(with_transport(route, src, gen, asked, request))
+                route = add_rows(route, src, gen, shape, DTYPE_BYTES[asked.compute_dtype], request.cluster)
+            routes.append(_with_transport(route, src, gen, asked, request))
     return tuple(routes)
 
 
@@ -74,3 +43,35 @@ def _how(src: Replica, gen: Replica) -> Literal["shared", "gather", "pull"]:
     if set(src.workers) != set(gen.workers):
         return "pull"
     return "shared" if src.layout.world == gen.layout.world == 1 else "gather"
+
+
+def _with_transport(
+    route: WeightRoute, src: Replica, gen: Replica, asked: ModelConfig, request: PlanRequest
+) -> WeightRoute:
+    """Return the route with its transport, which only a `pull` route has.
+
+    By default it is the object store: memory that the processes of a machine share, and that each other
+    machine fetches once. It is the disk if a version does not fit into the store, as far as the memory is
+    known.
+    """
+    if route.how != "pull":
+        return route
+    if asked.gen.transport != "auto":
+        return replace(route, transport=asked.gen.transport, why="as configured")
+    store_bytes = _store_bytes(request)
+    machines = {request.cluster.node_of(worker) for worker in src.workers}
+    num_bytes = route.moved_bytes / gen.layout.data / len(machines)
+    if store_bytes is not None and num_bytes > store_bytes:
+        why = (
+            f"a version takes {num_bytes / GIB:.1f} GiB per machine, but the object store has only about "
+            f"{store_bytes / GIB:.1f} GiB"
+        )
+        return replace(route, transport="disk", why=why)
+    return replace(route, transport="store", why="memory that processes share")
+
+
+def _store_bytes(request: PlanRequest) -> float | None:
+    """Return the bytes of a machine's object store; None if the memory of the machine is not known."""
+    if request.hardware is None or request.hardware.device.type != "cpu":
+        return None
+    return STORE_FRACTION * request.hardware.device.memory_bytes * request.cluster.devices_per_node

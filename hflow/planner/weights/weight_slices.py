@@ -1,7 +1,7 @@
-"""A weight route row by row: which slices of which tensors a worker sends to whom, and which it keeps.
+"""The slices of a weight route: which parts of which tensors a worker sends, and which it keeps.
 
-Both ends take them tensor by tensor in one order, so that a receiver can put a tensor together from the
-streams of all its senders while it holds no more than the front of each.
+Sender and receiver process slices in the same order of tensors. So a receiver can build each tensor from the
+streams of all its senders while it holds only the front of each stream.
 """
 
 from __future__ import annotations
@@ -18,41 +18,43 @@ Receivers = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Slice:
+class WeightSlice:
     """A box of one tensor of a model."""
 
-    place: int
-    """Of its tensor in the order in which a model's tensors travel."""
+    position: int
+    """Of its tensor in the order in which the tensors of a model are sent."""
     tensor: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
 
 
-def outgoing(route: WeightRoute, cluster: ClusterSpec, worker: int) -> dict[Receivers, list[Slice]]:
-    """What a worker sends, by who takes it; the slices of each are in the order of the tensors."""
-    found: dict[Receivers, list[Slice]] = {}
-    for index, layer, piece in _slices(route):
+def slices_to_send(
+    route: WeightRoute, cluster: ClusterSpec, worker: int
+) -> dict[Receivers, list[WeightSlice]]:
+    """Return what a worker sends, by receivers; slices are in the order of the tensors."""
+    by_receivers: dict[Receivers, list[WeightSlice]] = {}
+    for index, layer, weight_slice in _slices(route):
         if worker in route.worker_sets[route.rows[index].holders]:
-            chosen = senders(route, index, cluster, layer)
-            takers = tuple(sorted(r for r, s in chosen.items() if s == worker and r != worker))
-            if takers:
-                found.setdefault(takers, []).append(piece)
-    return found
+            sender_of = senders(route, index, cluster, layer)
+            receivers = tuple(sorted(r for r, s in sender_of.items() if s == worker and r != worker))
+            if receivers:
+                by_receivers.setdefault(receivers, []).append(weight_slice)
+    return by_receivers
 
 
-def kept(route: WeightRoute, worker: int) -> list[Slice]:
-    """What a worker needs and holds already, in the order of the tensors."""
+def slices_to_keep(route: WeightRoute, worker: int) -> list[WeightSlice]:
+    """Return what a worker needs and already holds, in the order of the tensors."""
     return [
-        piece
-        for index, _, piece in _slices(route)
+        weight_slice
+        for index, _, weight_slice in _slices(route)
         if worker in route.worker_sets[route.rows[index].receivers]
         and worker in route.worker_sets[route.rows[index].holders]
     ]
 
 
-def _slices(route: WeightRoute) -> Iterator[tuple[int, int, Slice]]:
-    """Every slice with its row's index and its layer, the slices of a tensor together."""
+def _slices(route: WeightRoute) -> Iterator[tuple[int, int, WeightSlice]]:
+    """Yield every slice with the index of its row and its layer; the slices of a tensor are consecutive."""
     indices: dict[tuple[str, int], list[int]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for index, row in enumerate(route.rows):
@@ -60,6 +62,7 @@ def _slices(route: WeightRoute) -> Iterator[tuple[int, int, Slice]]:
         shapes[row.tensor] = tuple(map(max, stops, shapes.get(row.tensor, stops)))
         for layer in range(*row.layers) if row.layers else (0,):
             indices.setdefault((row.tensor, layer), []).append(index)
-    for place, ((tensor, layer), rows) in enumerate(indices.items()):
+    for position, ((tensor, layer), rows) in enumerate(indices.items()):
         for index in rows:
-            yield index, layer, Slice(place, tensor.format(layer), shapes[tensor], route.rows[index].box)
+            box = route.rows[index].box
+            yield index, layer, WeightSlice(position, tensor.format(layer), shapes[tensor], box)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hflow.errors import RunError
-from hflow.planner.weights.weight_slices import Slice
+from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types.tensor_slices import box_shape, numel, slices_within, whole_box
 
 BUCKET_BYTES = 64 << 20
@@ -30,13 +30,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class SliceValues(NamedTuple):
     """A slice with its entries."""
 
-    slice: Slice
+    slice: WeightSlice
     dtype: str
     bits: npt.NDArray[Any]
     """The entries as integers of the same bits, in the shape of the box."""
 
     @classmethod
-    def of(cls, piece: Slice, values: Tensor) -> SliceValues:
+    def of(cls, piece: WeightSlice, values: Tensor) -> SliceValues:
         """Build from a tensor of the box's shape; they may share storage."""
         return cls(piece, str(values.dtype).removeprefix("torch."), bits_of(values))
 
@@ -49,7 +49,7 @@ def bits_of(values: Tensor) -> npt.NDArray[Any]:
 class BucketEntry(NamedTuple):
     """Which bytes of a bucket's payload one slice takes."""
 
-    slice: Slice
+    slice: WeightSlice
     dtype: str
     start: int
     end: int
@@ -98,8 +98,8 @@ def assemble_tensors(streams: Sequence[Iterable[SliceValues]]) -> Iterator[tuple
     Raises:
         RunError: when the slices of a tensor do not cover it.
     """
-    merged = heapq.merge(*streams, key=lambda values: values.slice.place)
-    for _, slices in groupby(merged, key=lambda values: values.slice.place):
+    merged = heapq.merge(*streams, key=lambda values: values.slice.position)
+    for _, slices in groupby(merged, key=lambda values: values.slice.position):
         yield _tensor(list(slices))
 
 

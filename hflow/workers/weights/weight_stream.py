@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hflow.backends.interface import ModelBackend
 from hflow.planner.ir import ClusterSpec, WeightRoute
-from hflow.planner.weights.weight_slices import Receivers, Slice, kept, outgoing
+from hflow.planner.weights.weight_slices import Receivers, WeightSlice, slices_to_keep, slices_to_send
 from hflow.types.tensor_slices import Block, box_shape, intersect, numel, slices_within, whole_box
 from hflow.workers.weights.buckets import Bucket, SliceValues, assemble_tensors, pack_buckets, unpack_bucket
 from hflow.workers.weights.checksum import MODULUS, slice_checksum
@@ -26,14 +26,14 @@ def outgoing_slices(
 ) -> AddressedSlices:
     """Yield what a worker sends by a route with rows. Not a collective."""
     read = _SliceReader(backend)
-    for receivers, slices in outgoing(route, cluster, worker).items():
+    for receivers, slices in slices_to_send(route, cluster, worker).items():
         yield receivers, map(read, slices)
 
 
 def outgoing_tensors(receivers: Receivers, backend: ModelBackend, is_sender: bool) -> AddressedSlices:
     """Yield what one worker sends by a route without rows: whole tensors. A collective."""
     tensors = (
-        SliceValues.of(Slice(place, name, tuple(tensor.shape), whole_box(tuple(tensor.shape))), tensor)
+        SliceValues.of(WeightSlice(place, name, tuple(tensor.shape), whole_box(tuple(tensor.shape))), tensor)
         for place, (name, tensor) in enumerate(backend.weights())
     )
     if is_sender:
@@ -45,7 +45,7 @@ def outgoing_tensors(receivers: Receivers, backend: ModelBackend, is_sender: boo
 
 def local_slices(route: WeightRoute, worker: int, backend: ModelBackend) -> Iterator[SliceValues]:
     """Return what a worker needs of a route and holds already."""
-    return map(_SliceReader(backend), kept(route, worker))
+    return map(_SliceReader(backend), slices_to_keep(route, worker))
 
 
 class OutgoingWeights:
@@ -114,7 +114,7 @@ class _SliceReader:
         for block in backend.blocks():
             self._blocks.setdefault(block.tensor, []).append(block)
 
-    def __call__(self, piece: Slice) -> SliceValues:
+    def __call__(self, piece: WeightSlice) -> SliceValues:
         blocks = self._blocks.get(piece.tensor, [])
         overlaps = [(box, block) for block in blocks if (box := intersect(block.box, piece.box)) is not None]
         assert sum(numel(box) for box, _ in overlaps) == numel(piece.box), f"{piece} is not held here"
