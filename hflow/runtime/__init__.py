@@ -1,0 +1,4 @@
+"""Runs a plan: the state machine (`state`), its executor (`execution`), a simulator and the ledger of samples.
+
+`events` defines what passes between the state machine and whoever performs its decisions.
+"""

@@ -109,7 +109,7 @@ def test_the_report_of_a_written_stream_has_no_staleness():
 
 def test_plans_without_seconds_are_refused():
     unknown = plan("grpo", "models.actor.architecture=null", "models.actor.path=somewhere")
-    with pytest.raises(PlanError, match=r"sizes of actor are unknown.* set models\.actor\.path to a check"):
+    with pytest.raises(PlanError, match=r"size of actor is unknown. Set models\.actor\.path to a check"):
         simulate_plan(unknown)
     with pytest.raises(PlanError, match="its devices are unknown"):
         simulate_plan(replace(plan("grpo"), forecast=None))
