@@ -49,3 +49,12 @@ def test_the_lock_pins_every_line():
 def test_ci_calls_make_test_and_nothing_else():
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     assert [line for line in lines if not line.startswith(("#", "set ", "cd "))] == ["make test"]
+
+
+def test_one_class_name_means_one_thing():
+    classes: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in classes.items() if len(paths) > 1} == {}
