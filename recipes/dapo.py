@@ -1,11 +1,16 @@
-"""DAPO: groups without a spread are refused and replaced, likelier tokens are clipped later.
+"""DAPO: groups without reward spread are refused and replaced, clip-higher, overlong shaping.
 
     hflow run recipes/dapo.py
 
-Starts from the checkpoint of `recipes/sft.py`, as `recipes/grpo.py` does. The four changes to GRPO: dynamic
-sampling (`has_spread` refuses a group whose answers are all right or all wrong, and rollout goes on until the
-batch is full), clip-higher, a mean over tokens, and overlong shaping (nothing up to `limit - buffer` tokens,
-then down to -1 at `limit`; what is cut off is not learned).
+Starts from the checkpoint of `recipes/sft.py`, like `recipes/grpo.py`. DAPO changes GRPO in four ways:
+
+- Dynamic sampling: `has_spread` refuses a group whose answers are all right or all wrong, and generation
+  continues until the batch is full.
+- Clip-higher: the ratio may rise above 1 by more (`clip_high`) than it may fall below 1 (`clip`).
+- The loss is a mean over tokens.
+- Overlong shaping: the reward loses nothing up to `limit - buffer` tokens, and up to 1 at `limit`. Answers
+  that were cut off are masked.
+
 Expect the held-out accuracy to rise from 0.42 to about 0.88 in 140 steps.
 
 Source: Yu et al. 2025, "DAPO: an open-source LLM reinforcement learning system at scale", equations 8 to 13.

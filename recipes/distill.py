@@ -1,14 +1,14 @@
-"""On-policy distillation: the student samples, the teacher judges every token of it.
+"""On-policy distillation: the student generates, and a teacher scores every token.
 
     hflow run recipes/distill.py models.teacher.path=runs/grpo/latest/checkpoints/latest/actor
 
-The advantage of a token is minus the student's reverse KL from the teacher there, estimated from the
-token that was drawn, with nothing of the future (a discount of 0): no reward, no critic. The student
-starts from the checkpoint of `recipes/sft.py`. Expect its held-out accuracy to rise from 0.42 to about 0.85
-in 100 steps, with a teacher at 0.87.
+The advantage of a token is minus the student's reverse KL from the teacher at this token, estimated from the
+token that was sampled. Later tokens do not count (a discount of 0), and there is no reward and no critic.
+The student starts from the checkpoint of `recipes/sft.py`. Expect its held-out accuracy to rise from 0.42 to
+about 0.85 in 100 steps, with a teacher at 0.87.
 
-Source: Agarwal et al. 2023, "On-policy distillation of language models" (the reverse KL on the student's
-own samples); Lu and Thinking Machines Lab 2025, "On-policy distillation" (as an advantage).
+Source: Agarwal et al. 2023, "On-policy distillation of language models" (the reverse KL on the student's own
+samples); Lu and Thinking Machines Lab 2025, "On-policy distillation" (the KL as an advantage).
 """
 
 from hflow import Dataset, Metrics, Model, PerToken, Recipe, Text, algo, compute, nodes, use

@@ -1,11 +1,11 @@
-"""DPO: a policy from preferences, without a reward model and without sampling.
+"""DPO: a policy trained on preferences, without a reward model and without sampling.
 
     hflow run recipes/dpo.py
 
-A pair is a group of two, the chosen first. Starts from the checkpoint of `recipes/sft.py`, which is the
-reference too. Expect the held-out accuracy of greedy answers (`eval_gen/accuracy`) to rise from 0.42 to
-about 0.67 in 50 steps and to stay above 0.6: preferences make wrong sums unlikely rather than right ones
-likely.
+A pair of answers is a group of two, the chosen one first. The checkpoint of `recipes/sft.py` is the initial
+policy and the reference. Expect the held-out accuracy of greedy answers (`eval_gen/accuracy`) to rise from
+0.42 to about 0.67 in 50 steps and then to stay above 0.6: preferences make wrong sums less likely rather
+than right ones more likely.
 """
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use

@@ -1,11 +1,11 @@
-"""Dr. GRPO: GRPO without the two biases, of the group's spread and of an answer's length.
+"""Dr. GRPO: GRPO without the biases from the group's standard deviation and from the length of answers.
 
     hflow run recipes/dr_grpo.py
 
-Starts from the checkpoint of `recipes/sft.py`, as `recipes/grpo.py` does. Advantages are not divided by the
-group's standard deviation, and the loss is a sum over tokens by a constant: 256 answers a minibatch
-times the most tokens that one may have, 4.
-Expect the held-out accuracy to rise from 0.42 to about 0.89 in 140 steps.
+Starts from the checkpoint of `recipes/sft.py`, like `recipes/grpo.py`. Advantages are not divided by the
+group's standard deviation. The loss is a sum over tokens divided by a constant: 256 answers per minibatch
+times 4, the largest number of tokens of an answer. Expect the held-out accuracy to rise from 0.42 to about
+0.89 in 140 steps.
 
 Source: Liu et al. 2025, "Understanding R1-Zero-like training: a critical perspective", section 3.
 """

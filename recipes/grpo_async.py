@@ -1,15 +1,19 @@
-"""GRPO whose engine goes on while it trains: decoupled loss, samples up to two syncs old.
+"""Asynchronous GRPO: the engine keeps generating while the policy trains, with a decoupled loss.
 
     hflow run recipes/grpo_async.py
 
-`recipes/grpo.py` with the engine on a device of its own (`placement`), a schedule that lets it run ahead
-(`schedule.max_staleness`), and the loss that is right for that: `prox="recompute"` clips around the weights
-at the step's start and corrects for those that drew the tokens. A sync interrupts what runs, which goes on
-with the new weights. The plan states the largest lag of a trained token, and nothing older is trained.
+It differs from `recipes/grpo.py` in three settings. The engine has a device of its own (`placement`). It may
+run ahead of training (`schedule.max_staleness=2`), so that samples are up to two weight syncs old. And
+`prox="recompute"` corrects the loss for that: ratios are clipped around the policy at the start of the step,
+and weighted for the policy that generated the tokens. A sync interrupts running samples, which keep their
+tokens and continue with the new weights. The plan shows the largest lag of a trained token; older samples
+are not trained.
 
-    hflow run recipes/grpo_async.py schedule.max_staleness=0             # the synchronous run
+Expect the same held-out accuracy as `recipes/grpo.py`. Variants:
+
+    hflow run recipes/grpo_async.py schedule.max_staleness=0             # synchronous
     hflow run recipes/grpo_async.py nodes.actor_train.prox=loglinear     # without the extra forward pass
-    hflow run recipes/grpo_async.py schedule.interrupt=false             # samples are finished before a sync
+    hflow run recipes/grpo_async.py schedule.interrupt=false             # finish samples before a sync
 """
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use

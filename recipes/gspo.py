@@ -1,11 +1,11 @@
-"""GSPO: the ratio, its clipping and the loss are of whole sequences.
+"""GSPO: ratio, clipping and loss are per sequence instead of per token.
 
     hflow run recipes/gspo.py
 
-Starts from the checkpoint of `recipes/sft.py`, as `recipes/grpo.py` does. The ratio is the geometric mean of
-the tokens' ratios, so that its clip range is narrow; with answers of four tokens it is wider than in the
-paper (3e-4 and 4e-4).
-Expect the held-out accuracy to rise from 0.42 to about 0.89 in 140 steps.
+Starts from the checkpoint of `recipes/sft.py`, like `recipes/grpo.py`. The ratio of a sequence is the
+geometric mean of the ratios of its tokens, so its clip range is narrow. Answers here have four tokens, so
+the range is wider than in the paper (3e-4 and 4e-4). Expect the held-out accuracy to rise from 0.42 to about
+0.89 in 140 steps.
 
 Source: Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7.
 """

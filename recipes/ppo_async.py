@@ -1,10 +1,11 @@
-"""PPO whose engine goes on while actor and critic train: decoupled loss, samples up to two syncs old.
+"""Asynchronous PPO: the engine keeps generating while actor and critic train, with a decoupled loss.
 
     hflow run recipes/ppo_async.py
 
-`recipes/ppo.py` with the engine on a device of its own, a schedule that lets it run ahead, and
-`prox="recompute"` (`recipes/grpo_async.py` says what each does). Values are those of the critic at the start
-of the step that trains, whatever weights drew the tokens.
+It differs from `recipes/ppo.py` as `recipes/grpo_async.py` does from `recipes/grpo.py`: an engine on a
+device of its own, samples up to two weight syncs old, and `prox="recompute"`. The values are those of the
+critic at the start of the step, whatever weights generated the tokens. Expect the same held-out accuracy as
+`recipes/ppo.py`.
 """
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use

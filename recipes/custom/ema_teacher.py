@@ -1,11 +1,11 @@
-"""GRPO beside a teacher that follows the actor as a moving average, by an `@update` of one's own.
+"""GRPO with a teacher that is a moving average of the actor, by a custom `@update` node.
 
     hflow run recipes/custom/ema_teacher.py
 
-After every step each of the teacher's weights moves towards the actor's by `1 - decay`. The actor is
-held near the teacher by a KL in its loss, and the teacher is evaluated as the actor is. Starts from the
-checkpoint of `recipes/sft.py`, as `recipes/grpo.py` does. Expect the actor at about 0.89 held out after 140
-steps, and the teacher, which is the steadier of the two, at 0.90.
+After each step every weight of the teacher moves towards the actor's by a share of `1 - decay`. A KL in the
+loss keeps the actor close to the teacher. Both are evaluated. Starts from the checkpoint of
+`recipes/sft.py`, like `recipes/grpo.py`. Expect a held-out accuracy of about 0.89 for the actor and 0.90 for
+the teacher after 140 steps.
 """
 
 from hflow import Dataset, Model, Recipe, Tensor, Text, compute, nodes, update, use

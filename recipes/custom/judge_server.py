@@ -1,8 +1,9 @@
-"""A server that speaks OpenAI's chat completions and knows how to add: a stand-in for a judge.
+"""A server with OpenAI's chat completions API that grades additions: a stand-in for a judge.
 
     python recipes/custom/judge_server.py --port 8000
 
-It looks for a sum such as `07+45=052` in the last message, and replies 10 if it is right and 0 if not.
+It looks for a sum such as `07+45=052` at the end of the last message. It replies 10 if the sum is right,
+else 0.
 """
 
 import argparse
@@ -13,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def grade(question: str) -> str:
-    """What the judge says."""
-    found = re.search(r"(\d+)\+(\d+)=(\d+)\s*$", question)
-    is_right = found is not None and int(found[1]) + int(found[2]) == int(found[3]) and len(found[3]) == 3
+    """Return the judge's reply to a question."""
+    match = re.search(r"(\d+)\+(\d+)=(\d+)\s*$", question)
+    is_right = match is not None and int(match[1]) + int(match[2]) == int(match[3]) and len(match[3]) == 3
     return "10" if is_right else "0"
 
 
@@ -33,26 +34,26 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(self.grade(request["messages"][-1]["content"]), request["model"])
 
     def grade(self, question: str) -> str:
-        """What this judge says."""
+        """Return the reply to a question. Tests override it."""
         return grade(question)
 
     def reply(self, text: str, model: str) -> None:
         """Send one completion."""
         message = {"role": "assistant", "content": text}
         choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
-        sent = json.dumps({"object": "chat.completion", "model": model, "choices": choices}).encode()
+        payload = json.dumps({"object": "chat.completion", "model": model, "choices": choices}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(sent)))
+        self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
-        self.wfile.write(sent)
+        self.wfile.write(payload)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing of each request."""
+        """Write no log of requests."""
 
 
 class JudgeServer(ThreadingHTTPServer):
-    """One thread a connection; many may arrive at once."""
+    """A server with one thread per connection."""
 
     request_queue_size = 512
     daemon_threads = True

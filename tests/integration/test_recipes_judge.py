@@ -94,7 +94,7 @@ def test_a_judge_that_stays_busy_or_refuses_fails_the_sample(judging: Judging) -
         ask(judging.url, "042")
     assert judging.num_asked == 3
     judging.replies = ["no idea"]
-    with pytest.raises(ValueError, match="the judge gave no number: 'no idea'"):
+    with pytest.raises(ValueError, match="the judge's reply has no number: 'no idea'"):
         ask(judging.url, "042")
     with pytest.raises(httpx.ConnectError):
         ask("http://127.0.0.1:9/v1", "042", attempts=2)
@@ -120,5 +120,5 @@ def test_a_run_is_rewarded_by_the_judge_and_refuses_what_it_cannot_judge(
 def test_a_question_must_be_a_text(tmp_path: Path) -> None:
     wrong = tmp_path / RECIPE.name
     wrong.write_text(RECIPE.read_text().replace("completion: str) -> str:", "completion: str) -> float:"))
-    with pytest.raises(RecipeError, match=r"judge: a Judge's body returns its question, a str"):
+    with pytest.raises(RecipeError, match=r"judge: the body of @judge must return its question"):
         load_recipe(wrong)
