@@ -1,4 +1,4 @@
-"""The embedded engine against Hugging Face's own generate and forward."""
+"""The embedded engine compared with Hugging Face's generate and forward."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_members_of_a_group_share_a_prompt_and_differ_by_seed() -> None:
         torch.testing.assert_close(torch.tensor(results[i].logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_results_depend_neither_on_slots_nor_on_order_nor_on_arrival() -> None:
+def test_results_do_not_depend_on_slots_order_or_arrival() -> None:
     prompts = [[1 + (i * 7 + j) % 30 for j in range(1 + i % 9)] for i in range(24)]
     params = [SamplingParams(max_tokens=3 + (5 * i) % 17, seed=100 + i) for i in range(24)]
     together = generate(EmbeddedEngine(settings()), prompts, params)
@@ -125,8 +125,8 @@ def test_results_depend_neither_on_slots_nor_on_order_nor_on_arrival() -> None:
             assert result.logprobs == pytest.approx(together[i].logprobs, abs=1e-5)
 
 
-def test_sequences_of_all_lengths_run_side_by_side() -> None:
-    """They outgrow their bands and change slots on the way; some are interrupted and enter again long."""
+def test_sequences_of_all_lengths_run_together() -> None:
+    """They outgrow their bands and change slots; some are interrupted and continue with long prompts."""
     prompts = [[1 + (i * 7 + j) % 30 for j in range(1 + (37 * i) % 110)] for i in range(16)]
     params = [SamplingParams(max_tokens=5 + (11 * i) % 45, seed=100 + i) for i in range(16)]
     engine = EmbeddedEngine(settings(), {"max_running": 9})
@@ -143,7 +143,7 @@ def test_sequences_of_all_lengths_run_side_by_side() -> None:
         torch.testing.assert_close(torch.tensor(results[i].logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_finished_leave_and_waiting_enter_at_every_step() -> None:
+def test_finished_requests_leave_and_waiting_ones_enter_at_every_step() -> None:
     engine = EmbeddedEngine(settings(), {"max_running": 4})
     for i in range(10):
         engine.add(i, [1, 3 + i], SamplingParams(max_tokens=1 + i % 3, seed=i))
@@ -157,7 +157,7 @@ def test_finished_leave_and_waiting_enter_at_every_step() -> None:
     assert len(busy) == 6, "19 tokens on 4 slots, never idle while something waits"
 
 
-def test_interrupted_requests_continue_as_if_nothing_had_happened() -> None:
+def test_interrupted_requests_draw_the_same_tokens_when_resumed() -> None:
     params = [SamplingParams(max_tokens=15, seed=i) for i in range(len(PROMPTS))]
     whole = generate(EmbeddedEngine(settings()), PROMPTS, params)
     engine = EmbeddedEngine(settings(), {"max_running": 3})
@@ -198,7 +198,7 @@ def test_versions_and_weights_are_exact_across_a_load() -> None:
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_loading_refuses_other_names_shapes_and_gaps() -> None:
+def test_loading_rejects_wrong_names_wrong_shapes_and_missing_tensors() -> None:
     engine = EmbeddedEngine(settings())
     weights = dict(reference().named_parameters())
     with pytest.raises(BackendError, match=r"lacks; did you mean 'model.norm.weight'"):
@@ -211,7 +211,7 @@ def test_loading_refuses_other_names_shapes_and_gaps() -> None:
     assert engine.version == 0
 
 
-def test_shared_weights_are_seen_without_a_copy() -> None:
+def test_updates_of_shared_weights_take_effect_without_a_copy() -> None:
     trainer = reference(seed=9).train()
     engine = EmbeddedEngine(settings(), {}, trainer)
     assert trainer.config._attn_implementation != engine._module.config._attn_implementation
@@ -227,7 +227,7 @@ def test_shared_weights_are_seen_without_a_copy() -> None:
         engine.load_weights(iter(trainer.named_parameters()), 2)
 
 
-def test_a_step_leaves_gradients_of_shared_weights_alone() -> None:
+def test_a_step_keeps_gradients_of_shared_weights() -> None:
     trainer = reference()
     engine = EmbeddedEngine(settings(), {}, trainer)
     generate(engine, PROMPTS, [SamplingParams(max_tokens=2)] * len(PROMPTS))
@@ -275,17 +275,17 @@ def test_the_longest_sequence_ends_with_length() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], [1] * 12])
-def test_prompts_that_cannot_be_continued_are_refused(prompt: list[int]) -> None:
+def test_empty_and_too_long_prompts_are_rejected(prompt: list[int]) -> None:
     with pytest.raises(BackendError, match="takes 1 to 11"):
         EmbeddedEngine(settings(), {"max_model_len": 12}).add(0, prompt, SamplingParams())
 
 
-def test_tokens_outside_the_vocabulary_are_refused() -> None:
+def test_tokens_outside_the_vocabulary_are_rejected() -> None:
     with pytest.raises(BackendError, match="token 32"):
         EmbeddedEngine(settings()).add(0, [1, 32], SamplingParams())
 
 
-def test_cancelled_requests_vanish_and_do_no_harm() -> None:
+def test_cancelled_requests_have_no_result_and_do_not_change_others() -> None:
     params = [SamplingParams(max_tokens=10, seed=i) for i in range(6)]
     prompts = [[1, 4 + i] for i in range(6)]
     alone = generate(EmbeddedEngine(settings()), prompts, params)
@@ -303,7 +303,7 @@ def test_cancelled_requests_vanish_and_do_no_harm() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_sleep_frees_an_accelerator_and_wake_goes_on(device: str) -> None:
+def test_sleep_frees_an_accelerator_and_wake_resumes(device: str) -> None:
     params = [SamplingParams(max_tokens=10, seed=i) for i in range(2)]
     on_device = replace(settings(), device=device)
     whole = generate(EmbeddedEngine(on_device), PROMPTS[:2], params)
@@ -337,7 +337,9 @@ def test_bf16_generates_with_its_own_forward() -> None:
         ({"model_type": "nonesuch"}, "nonesuch"),
     ],
 )
-def test_other_architectures_are_refused_by_name(architecture: dict[str, object], message: str) -> None:
+def test_unsupported_architectures_are_rejected_by_name(
+    architecture: dict[str, object], message: str
+) -> None:
     with pytest.raises(BackendError, match=message) as caught:
         EmbeddedEngine(ModelSettings("actor", architecture=architecture))
     assert "\n" not in str(caught.value)

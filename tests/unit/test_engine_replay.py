@@ -1,4 +1,4 @@
-"""Engines that note what they draw, and engines that draw what was noted."""
+"""Engines that record what they draw, and engines that replay a record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hflow.errors import RunError
 DRAWN = [SamplingParams(max_tokens=6, seed=seed) for seed in range(len(PROMPTS))]
 
 
-def test_other_weights_take_the_same_tokens_with_log_probs_of_their_own() -> None:
+def test_other_weights_replay_the_tokens_with_their_own_log_probs() -> None:
     draws: Draws = {}
     recorded = generate(RecordingEngine(draws, settings()), PROMPTS, DRAWN)
     other = ReplayingEngine(draws, settings(initializer_range=0.1))
@@ -44,7 +44,7 @@ def test_interruptions_are_part_of_the_record() -> None:
     assert generate(replaying, [[*PROMPTS[0], *ids[:2]]], [rest])[0].ids == ids[2:]
 
 
-def test_what_was_not_noted_is_not_made_up() -> None:
+def test_a_missing_record_is_an_error() -> None:
     draws: Draws = {}
     generate(RecordingEngine(draws, settings()), PROMPTS[:1], DRAWN[:1])
     with pytest.raises(RunError, match=r"no token 0 after the prompt \[7\]; the recorded run had other"):

@@ -1,4 +1,4 @@
-"""Drawing tokens: known answers, support, distribution, and the counter-based numbers."""
+"""Drawing tokens: known values, top-p and top-k, the distribution, and the counter-based random numbers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_top_k_and_top_p_restrict_the_support(params: SamplingParams, support: l
     torch.testing.assert_close(logprobs.float(), torch.tensor(PROBABILITIES).log()[tokens])
 
 
-def test_rows_with_different_parameters_do_not_mix() -> None:
+def test_rows_with_different_parameters_are_independent() -> None:
     params = [
         SamplingParams(seed=5),
         SamplingParams(0.0, seed=5),
@@ -90,7 +90,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
 
 
 def test_numbers_are_those_of_splitmix64() -> None:
-    """Seeding word 0 at position i gives SplitMix64's i-th output for state 0."""
+    """Seed word 0 at position i gives SplitMix64's i-th output for state 0."""
     words = np.zeros(3, np.uint64)
     outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     expected = [(output >> 12) * 2.0**-52 for output in outputs]
@@ -108,7 +108,7 @@ def test_numbers_are_uniform_over_seeds_and_over_positions() -> None:
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
 
 
-def test_seeds_of_any_size_and_sign_are_taken() -> None:
+def test_seeds_of_any_size_and_sign_work() -> None:
     words = seed_words([-1, 2**64 - 1, 0, 2**70])
     assert words[0] == words[1]
     assert words[2] == words[3]

@@ -1,4 +1,4 @@
-"""Slots of the embedded engine's cache: long sequences first, and nobody moves who need not."""
+"""Slots of the embedded engine's cache: long sequences first, with as few moves as possible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_bands_by_hand():
     assert list(length_bands(np.array([], np.int64))) == []
 
 
-def test_arranging_by_hand():
+def test_assigning_slots_by_hand():
     slots, lengths = np.array([0, 1, 3, 4]), np.array([10, 90, 20, 70])
     assert assign_slots(slots, lengths).tolist() == [2, 1, 3, 0], (
         "only 90 is where it belongs, 20 is among its like"
@@ -57,7 +57,7 @@ def test_slots_are_compact_and_long_bands_come_first(held: tuple[np.ndarray, np.
 
 
 @given(sequences())
-def test_nobody_moves_who_lies_where_it_belongs(held: tuple[np.ndarray, np.ndarray]):
+def test_sequences_in_the_right_band_do_not_move(held: tuple[np.ndarray, np.ndarray]):
     slots, lengths = held
     arranged = assign_slots(slots, lengths)
     assert (assign_slots(arranged, lengths) == arranged).all()

@@ -1,4 +1,4 @@
-"""What megatron cannot build is refused in one line; the CPU shim touches megatron only; grids."""
+"""Models and layouts that megatron cannot build, the CPU shim, and process groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hflow.backends.megatron.model import build_stage  # noqa: E402
 from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
 
 
-def refused(message: str, architecture: dict[str, Any], **changes: Any) -> None:
+def assert_rejected(message: str, architecture: dict[str, Any], **changes: Any) -> None:
     with pytest.raises(BackendError, match=message) as error:
         build_stage(
             ModelSettings("actor", architecture=architecture, **changes), ParallelState.of(RankPosition())
@@ -41,8 +41,8 @@ def refused(message: str, architecture: dict[str, Any], **changes: Any) -> None:
         ({"use_sliding_window": True, "max_window_layers": 1}, "qwen2 uses sliding_attention"),
     ],
 )
-def test_other_architectures_are_refused(changes, message):
-    refused(message, kit.QWEN2 | changes)
+def test_unsupported_architectures_are_rejected(changes, message):
+    assert_rejected(message, kit.QWEN2 | changes)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_other_architectures_are_refused(changes, message):
         ({"device": "tpu"}, "device 'tpu' is not one of cpu, cuda"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(changes, message):
-    refused(message, kit.QWEN2, **changes)
+def test_wrong_settings_are_rejected(changes, message):
+    assert_rejected(message, kit.QWEN2, **changes)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_settings_that_do_not_fit_are_refused(changes, message):
         (8, 1, "8 tensor ranks cannot share 4 heads, 2 key-value heads and 48 MLP rows; use 4"),
     ],
 )
-def test_layouts_that_do_not_fit_are_refused(tensor, pipe, message):
+def test_layouts_that_split_unevenly_are_rejected(tensor, pipe, message):
     options = {key: value for key, value in kit.QWEN2.items() if key != "model_type"}
     sizes = read_dims(AutoConfig.for_model("qwen2", **options), "lm")
     check_split(sizes, 4, 3)
@@ -73,7 +73,7 @@ def test_layouts_that_do_not_fit_are_refused(tensor, pipe, message):
         check_split(sizes, tensor, pipe)
 
 
-def test_key_value_heads_that_cannot_be_shared_nor_repeated_are_refused():
+def test_key_value_heads_that_cannot_be_split_or_copied_are_rejected():
     """6 heads by 3 key-value heads: 2 ranks would have 1.5 of the latter, 6 have each twice."""
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "model_type": "qwen3"}
     options = {key: value for key, value in (kit.QWEN2 | changes).items() if key != "model_type"}
@@ -83,8 +83,8 @@ def test_key_value_heads_that_cannot_be_shared_nor_repeated_are_refused():
         check_split(sizes, 2, 1)
 
 
-def test_a_process_alone_is_a_grid_of_one():
-    """Also for a replica whose ranks it hosts all."""
+def test_a_single_process_has_layout_1x1x1():
+    """Also if it hosts all ranks of a replica."""
     one, all_of_four = (
         ParallelState.of(RankPosition()),
         ParallelState.of(RankPosition(None, data=2, tensor=2)),
@@ -98,7 +98,7 @@ def test_a_process_alone_is_a_grid_of_one():
         assert grid.groups.tp.size() == grid.group.size() == 1
 
 
-def test_building_leaves_the_random_state_alone():
+def test_building_keeps_the_random_state():
     state = torch.get_rng_state()
     build_stage(
         ModelSettings("actor", architecture=kit.QWEN2, sequence_parallel=True),
@@ -107,7 +107,7 @@ def test_building_leaves_the_random_state_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_shim_touches_nothing_but_megatron():
+def test_the_shim_changes_only_megatron():
     layers = sys.modules["megatron.core.tensor_parallel.layers"]
     assert layers.torch is torch
     assert not any(hasattr(torch, name) or hasattr(torch.cuda, name) for name in ("__cpu_as_cuda__",))
@@ -133,8 +133,8 @@ except Exception as error:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is pretended")
-def test_cuda_never_sees_the_shim():
-    """Neither in memory nor in byte code on disk, which processes share; nor may both be mixed."""
+def test_the_shim_is_not_used_on_cuda():
+    """Neither in memory nor in the byte code on disk that processes share. Using both in a process raises."""
     done = subprocess.run([sys.executable, "-c", ON_CUDA], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     device, names, error = done.stdout.splitlines()

@@ -1,4 +1,5 @@
-"""Inference by megatron is that of the torch backend in one process, and data goes where it is read."""
+"""Inference by megatron equals the torch backend in one process; columns are sent only where they are
+read."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def assert_same(result, wanted) -> None:
         assert_close(torch.from_numpy(got.values), torch.from_numpy(column.values), atol=1e-5, rtol=0)
 
 
-def test_stages_receive_what_they_read(directory):
+def test_stages_receive_only_the_columns_that_they_read(directory):
     """Layers read token ids, on both stages; other columns reach the last stage, where rank 2 is the head."""
     received = [torch.load(directory / f"received.{rank}.pt", weights_only=False) for rank in range(4)]
     batch = twins.batch()
@@ -77,7 +78,7 @@ def test_stages_receive_what_they_read(directory):
 
 
 def test_a_body_that_fails_is_reported(directory):
-    """By all tensor ranks, which all run it; a stage before them ends when its patience does."""
+    """All tensor ranks run the body and report it; an earlier stage ends with a timeout."""
     for rank in (0, 1):
         text = (directory / f"failed {twins.Twin('sft', tensor=2).name}.{rank}").read_text()
         assert text == "ZeroDivisionError: division by zero"

@@ -1,4 +1,4 @@
-"""Megatron computes what transformers computes: outputs and gradients, in every layout."""
+"""Megatron's outputs, gradients and weights equal those of transformers, in every layout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_gradients(directory, name):
 
 
 @pytest.mark.parametrize("name", kit.CASES)
-def test_weights_come_out_as_they_went_in(directory, name):
+def test_exported_weights_equal_the_loaded_ones(directory, name):
     case, wanted = kit.CASES[name], kit.expected(name)
     for rank in range(case.layout[1] * case.layout[2]):
         pairs = load(directory, name, rank)["weights"]
@@ -67,7 +67,7 @@ def test_weights_come_out_as_they_went_in(directory, name):
 
 @pytest.mark.parametrize("name", kit.CASES)
 def test_ranks_hold_blocks_of_the_weights(directory, name):
-    """No two blocks of a rank overlap, and those of all ranks together are the model."""
+    """No two blocks of a rank overlap, and the blocks of all ranks together cover the model."""
     case, wanted = kit.CASES[name], kit.expected(name)
     missing = {tensor: torch.ones(x.shape, dtype=torch.bool) for tensor, x in wanted.weights.items()}
     for rank in range(case.layout[1] * case.layout[2]):
@@ -111,8 +111,8 @@ def test_saved_models_load_in_transformers(directory, name):
 
 
 @pytest.mark.parametrize("rank", kit.ALL)
-def test_ranks_are_where_the_plan_puts_them(directory, rank):
-    """Each axis's group has the ranks whose other coordinates are the same."""
+def test_coordinates_and_groups_are_the_plans(directory, rank):
+    """The group of an axis has the ranks whose other coordinates are equal."""
     order = RankOrder.TRAIN
     for sizes, found in zip(kit.GRIDS, torch.load(directory / f"{rank}.pt"), strict=True):
         layout = Layout(*sizes)
@@ -129,8 +129,9 @@ def test_ranks_are_where_the_plan_puts_them(directory, rank):
         assert found["embd"] == (ends if rank in ends else None)
 
 
-def test_ranks_have_made_equally_many_groups(directory):
-    """Of the ends of a pipeline too, which the stages between them are not in: new groups depend on it."""
+def test_all_ranks_make_the_same_number_of_groups(directory):
+    """Stages between the ends of a pipeline make an unused group instead, as new groups depend on the
+    number."""
     grids = zip(*(torch.load(directory / f"{rank}.pt") for rank in kit.ALL), strict=True)
     assert [len({found["num_groups"] for found in ranks}) for ranks in grids] == [1] * len(kit.GRIDS)
 
@@ -147,14 +148,14 @@ def saved_head(case: kit.Case, path: Path) -> dict[str, torch.Tensor]:
     [("actor", "qwen2 t2"), ("critic", "value t2"), ("actor again", "qwen2 t2")],
 )
 def test_two_layouts_in_one_process(directory, saved, name):
-    """The actor is t2, the critic p2, both on the same two ranks."""
+    """The actor has layout t2 and the critic p2, on the same two ranks."""
     outputs = torch.load(directory / f"{saved}.pt")
     for got, output in zip(outputs, kit.expected(name).outputs, strict=True):
         got = got[:, : kit.VOCAB] if name == "qwen2 t2" else got
         torch.testing.assert_close(got, output, atol=1e-5, rtol=0)
 
 
-def test_packed_sequences_do_not_see_each_other(directory):
+def test_packed_sequences_are_independent(directory):
     """Other tokens in the second sequence of each micro-batch change its outputs only."""
     before, after = (torch.load(directory / f"{name}.pt") for name in ("actor", "other tokens"))
     for pack, one, other in zip(kit.packs(), before, after, strict=True):

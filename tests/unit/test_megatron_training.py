@@ -1,4 +1,4 @@
-"""Training by megatron is that of the torch backend in one process: metrics of three steps, and weights."""
+"""Training by megatron equals the torch backend in one process: metrics of three steps, and weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_equals_one_process(directory, name):
 
 
 def test_weights_move(directory):
-    """By far more than they may differ from each other."""
+    """By much more than the tolerance of the comparisons."""
     for node in twins.NODES:
         wanted = twins.expected(node, "fp32", directory / "checkpoint").weights
         start = kit.weights(kit.model(path=str(directory / "checkpoint"), architecture=None))
@@ -63,7 +63,7 @@ def test_weights_move(directory):
 
 
 def test_group_adamw_is_adamw():
-    """The same steps as torch's AdamW, with one step count a group and moments of what was stepped only."""
+    """It updates as torch's AdamW does, with one step count per group and moments of updated weights only."""
     torch.manual_seed(0)
     start = [torch.randn(3, 4), torch.randn(5), torch.randn(2)]
     mine, wanted = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
@@ -108,8 +108,8 @@ def test_bf16_equals_one_process_up_to_its_precision(directory, name):
 
 
 @pytest.mark.parametrize("name", BF16)
-def test_bf16_is_saved_as_it_is_stepped(directory, name):
-    """In fp32, of which the weights in use are the rounding."""
+def test_bf16_models_are_saved_from_their_fp32_weights(directory, name):
+    """The weights in use are the rounded fp32 weights."""
     saved = load_file(directory / f"{name} saved" / "model.safetensors")
     for _, weights in results(directory, name):
         assert all(torch.equal(saved[key].bfloat16(), tensor) for key, tensor in weights.items())
@@ -123,7 +123,7 @@ def test_a_checkpoint_goes_through_bf16_unchanged(directory):
     assert all(torch.equal(saved[name], tensor) for name, tensor in start.items())
 
 
-def test_one_process_takes_all_shards(directory):
+def test_one_process_accepts_all_shards(directory):
     wanted = twins.expected("ppo", "fp32", directory / "checkpoint")
     metrics, weights = torch.load(directory / "alone.pt", weights_only=False)
     assert metrics[-1] == pytest.approx(wanted.metrics[-1], rel=2e-5, abs=1e-6)
@@ -131,8 +131,8 @@ def test_one_process_takes_all_shards(directory):
         torch.testing.assert_close(weights[key], tensor, atol=5e-6, rtol=1e-5)
 
 
-def test_minibatches_of_which_nothing_is_learned_are_skipped(directory):
-    """Three steps of four updates came before; megatron finds their number where fused kernels keep it."""
+def test_minibatches_without_learned_tokens_are_skipped(directory):
+    """After three train steps of four updates, the step count is 12 where fused kernels keep it."""
     metrics, num_updates, is_same = torch.load(directory / "nothing.pt", weights_only=False)
     assert metrics == {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "num_tokens": 0.0}
     assert num_updates == 12

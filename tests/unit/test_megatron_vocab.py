@@ -1,4 +1,4 @@
-"""Log-probs, entropy and the likeliest tokens of a vocabulary over two ranks are those of whole logits."""
+"""Log-probs, entropy and top-k of a vocabulary split over two ranks equal those of whole logits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_by_hand(results):
     assert results[1]["by hand"] == pytest.approx((-1.3863, 0.5623, -0.75, -0.2060), abs=1e-4)
 
 
-def test_rows_may_be_none(results):
-    """A micro-batch of which nothing is learned takes part with no rows."""
+def test_a_micro_batch_may_have_no_rows(results):
+    """A micro-batch without learned tokens has no rows."""
     n, k = 0, 3
     assert [tuple(shape) for shape in results[0]["nothing"]] == [(n,), (n,), (n, k), (n, k)]

@@ -1,4 +1,4 @@
-"""Which blocks of a checkpoint a rank holds, and how they are read: the plan's boxes, and nothing else."""
+"""The blocks of a checkpoint that a rank holds are those of the plan, and only they are read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def dims_of(architecture: Mapping[str, Any], head: str = "lm") -> ModelDims:
 
 # ------------------------------------------------------------------------------- the plan's boxes
 def boxes(dims: ModelDims, place: ShardPosition) -> dict[str, Box]:
-    """The smallest box around what a rank holds of each tensor."""
+    """Return the smallest box around a rank's blocks of each tensor."""
     found: dict[str, Box] = {}
     for row in rank_parameters(dims, place):
         for part in row.parts:
@@ -81,7 +81,7 @@ LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1"]
     ],
 )
 def test_a_rank_holds_what_the_plan_says(architecture, head, layout):
-    """Remainders of layers, repeated key-value heads, a vocabulary that is padded."""
+    """With layers that divide unevenly, copied key-value heads and a padded vocabulary."""
     dims, shape, grid = dims_of(architecture, head), read_shape(architecture, head), Layout.parse(layout)
     for t in range(grid.tensor):
         for p in range(grid.pipe):
@@ -99,7 +99,7 @@ def test_the_vocabulary_is_padded_as_planned():
     assert padded_vocab_size(151936, 8) == 152576  # 149 x 1024
 
 
-def test_layers_go_to_the_first_stages():
+def test_the_first_stages_have_one_layer_more():
     names = [
         {r.name for r in rank_parameters(dims_of(kit.QWEN2), ShardPosition(stage=p, num_stages=2))}
         for p in (0, 1)
@@ -117,7 +117,7 @@ def test_tensors_are_those_of_the_plan():
 
 @st.composite
 def divided(draw: st.DrawFn) -> tuple[ModelDims, int, int]:
-    """Sizes with numbers of tensor ranks and stages that divide them."""
+    """Draw dimensions, and numbers of tensor ranks and stages that divide them."""
     tensor = draw(st.sampled_from([1, 2, 3, 4]))
     kv = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if n % tensor == 0 or tensor % n == 0]))
     queries = draw(st.integers(1, 3)) * (tensor if kv < tensor else 1)
@@ -142,7 +142,7 @@ def divided(draw: st.DrawFn) -> tuple[ModelDims, int, int]:
 
 @given(divided())
 def test_ranks_read_every_entry_and_only_their_own(drawn):
-    """Entry by entry, copies apart: each tensor is read once, and parameters are filled but for padding."""
+    """Without copies, each entry is read once, and parameters are filled except for padding."""
     dims, tensor, pipe = drawn
     check_split(dims, tensor, pipe)
     counts = {name: torch.zeros(shape) for name, shape in backbone_shapes(dims).items()}
@@ -158,7 +158,7 @@ def test_ranks_read_every_entry_and_only_their_own(drawn):
     assert all((count == 1).all() for count in counts.values())
 
 
-def test_padding_is_zero_and_the_rest_is_where_megatron_looks_for_it():
+def test_padding_is_zero_and_qkv_rows_have_megatrons_order():
     """One key-value head has two query heads: rows are q0 q1 k v of the rank's head, 8 rows each."""
     dims = dims_of(kit.QWEN2)
     rows = rank_parameters(dims, ShardPosition(1, 2))
@@ -200,7 +200,7 @@ def test_one_file_or_many(tmp_path, shard, file_bytes):
 
 
 @pytest.mark.parametrize("head", ["lm", "value", "score"])
-def test_both_backends_draw_and_save_alike(tmp_path, head):
+def test_both_backends_draw_and_save_the_same_weights(tmp_path, head):
     """Without a checkpoint; megatron reads what torch saved, and torch what megatron saved."""
     drawn = ModelSettings("actor", architecture=kit.QWEN3 | kit.UNTIED, seed=9, head=head)
     wanted = dict(TorchModel(drawn, RankPosition()).weights())
@@ -235,26 +235,26 @@ def rewrite(path: Path, change: Any) -> None:
     save_file(found, path / "model" / "model.safetensors", metadata={"format": "pt"})
 
 
-def refused(path: Path, message: str, **changes: Any) -> None:
+def assert_rejected(path: Path, message: str, **changes: Any) -> None:
     with pytest.raises(BackendError, match=message) as error:
         alone(kit.settings(CASE, path, **changes))
     assert "\n" not in str(error.value)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):
+def test_wrong_tensors_of_a_checkpoint_are_named(tmp_path):
     kit.write_checkpoint(CASE, tmp_path)
     rewrite(tmp_path, lambda found: found.pop("lm_head.weight"))
-    refused(tmp_path, r"model 'actor': checkpoint .* lacks lm_head.weight")
+    assert_rejected(tmp_path, r"model 'actor': checkpoint .* lacks lm_head.weight")
     rewrite(tmp_path, lambda found: found.update({"lm_head.weight": torch.zeros(3, 32)}))
-    refused(tmp_path, "has tensors of other shapes than its config says: lm_head.weight")
+    assert_rejected(tmp_path, "has tensors of other shapes than its config says: lm_head.weight")
     good = {"lm_head.weight": torch.zeros(kit.VOCAB, 32), "model.extra": torch.zeros(1)}
     rewrite(tmp_path, lambda found: found.update(good))
-    refused(tmp_path, "has tensors that the model does not know: model.extra")
+    assert_rejected(tmp_path, "has tensors that the model does not know: model.extra")
     rewrite(tmp_path, lambda found: [found.pop(name) for name in list(found)[:7]])
-    refused(tmp_path, r"lacks .*, .*, .* and \d more")
+    assert_rejected(tmp_path, r"lacks .*, .*, .* and \d more")
 
 
-def test_an_output_matrix_without_use_is_passed_over(tmp_path):
+def test_an_unused_output_matrix_is_ignored(tmp_path):
     """A tied model may have one in its file, and old Llama files have frequencies."""
     tied = kit.Case("model")
     kit.write_checkpoint(tied, tmp_path)
@@ -266,12 +266,12 @@ def test_an_output_matrix_without_use_is_passed_over(tmp_path):
     assert "lm_head.weight" not in weights(alone(kit.settings(tied, tmp_path)))
 
 
-def test_what_has_no_weights_is_refused(tmp_path):
+def test_a_directory_without_weights_is_rejected(tmp_path):
     kit.write_checkpoint(CASE, tmp_path, "20KB")
     index = tmp_path / "model" / "model.safetensors.index.json"
     next((tmp_path / "model").glob("model-*.safetensors")).unlink()
-    refused(tmp_path, "has no readable weights")
+    assert_rejected(tmp_path, "has no readable weights")
     index.write_text(json.dumps({"metadata": {}}))
-    refused(tmp_path, "has no readable weights")
+    assert_rejected(tmp_path, "has no readable weights")
     index.unlink()
-    refused(tmp_path, "has no readable weights")
+    assert_rejected(tmp_path, "has no readable weights")

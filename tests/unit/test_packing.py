@@ -1,4 +1,4 @@
-"""Micro-batches: within the budget, nothing lost, nothing separated that belongs together."""
+"""Micro-batches keep to the budget, lose no row and separate no group."""
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -17,7 +17,7 @@ def test_all_in_one_when_they_fit():
     assert pack_sequences([3, 2, 4], budget=9) == [[0, 1, 2]]
 
 
-def test_what_is_longer_than_the_budget_is_alone():
+def test_a_sequence_longer_than_the_budget_has_its_own_micro_batch():
     assert pack_sequences([12, 3, 15, 4], budget=10) == [[0], [1, 3], [2]]
 
 
@@ -25,11 +25,11 @@ def test_groups_stay_together():
     assert pack_sequences([4, 4, 4, 4], budget=9, keep_together=[7, 5, 7, 5]) == [[0, 2], [1, 3]]
 
 
-def test_a_group_longer_than_the_budget_is_alone():
+def test_a_group_longer_than_the_budget_has_its_own_micro_batch():
     assert pack_sequences([6, 6, 2], budget=10, keep_together=[0, 0, 1]) == [[0, 1], [2]]
 
 
-def test_nothing():
+def test_no_sequences():
     assert pack_sequences([], budget=10) == []
     assert pack_sequences([], budget=10, keep_together=[]) == []
 

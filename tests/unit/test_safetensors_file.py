@@ -1,4 +1,4 @@
-"""Files written tensor by tensor are those that the library reads."""
+"""safetensors files that are written tensor by tensor."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SHAPES = {name: tuple(x.shape) for name, x in TENSORS.items()}
 
 
 @pytest.mark.parametrize("order", [list(TENSORS), list(reversed(TENSORS))])
-def test_what_is_written_is_read(tmp_path, order):
+def test_a_written_file_can_be_read(tmp_path, order):
     path = tmp_path / "model.safetensors"
     write_fp32(path, SHAPES, ((name, TENSORS[name]) for name in order))
     found = load_file(path)
@@ -27,6 +27,6 @@ def test_what_is_written_is_read(tmp_path, order):
         assert file.metadata() == {"format": "pt"}
 
 
-def test_a_tensor_that_does_not_come_is_noticed(tmp_path):
+def test_a_missing_tensor_is_an_error(tmp_path):
     with pytest.raises(AssertionError, match="vector"):
         write_fp32(tmp_path / "x", SHAPES, ((name, x) for name, x in TENSORS.items() if name != "vector"))

@@ -87,7 +87,7 @@ def test_every_entry_is_written_once_and_by_all_ranks(directory, name):
 
 
 @given(st.integers(1, 5), st.integers(1, 7), st.data())
-def test_a_range_is_boxes(rows, width, data):
+def test_a_range_is_split_into_boxes(rows, width, data):
     start = data.draw(st.integers(0, rows * width))
     stop = data.draw(st.integers(start, rows * width))
     whole = np.arange(rows * width).reshape(rows, width)
@@ -106,17 +106,19 @@ def written(tmp_path: Path) -> Path:
     return tmp_path / "shards"
 
 
-def refused(path: Path, message: str, **changes) -> None:
+def assert_rejected(path: Path, message: str, **changes) -> None:
     with pytest.raises(BackendError, match=message) as error:
         kit.model(**changes).load_shards(str(path))
     assert "\n" not in str(error.value)
 
 
-def test_what_is_no_checkpoint_of_this_model_is_refused(written, tmp_path):
-    refused(tmp_path, r"holds no sharded checkpoint \(shards.json\)")
+def test_a_checkpoint_of_another_model_is_rejected(written, tmp_path):
+    assert_rejected(tmp_path, r"holds no sharded checkpoint \(shards.json\)")
     wide = kit.ARCHITECTURE | {"num_attention_heads": 2}
-    refused(written, "is of another model: num_attention_heads is 4 there and 2 here", architecture=wide)
-    refused(written, "is of another model: head is 'lm' there and 'value' here", head="value")
+    assert_rejected(
+        written, "is of another model: num_attention_heads is 4 there and 2 here", architecture=wide
+    )
+    assert_rejected(written, "is of another model: head is 'lm' there and 'value' here", head="value")
 
 
 def rewrite(path: Path, change) -> None:
@@ -125,32 +127,32 @@ def rewrite(path: Path, change) -> None:
     (path / INDEX).write_text(json.dumps(index))
 
 
-def test_tensors_that_do_not_fit_are_named(written):
+def test_wrong_tensors_are_named(written):
     norm = "model.norm.weight"
     rewrite(written, lambda index: index["tensors"][norm].update(shape=[31]))
-    refused(written, f"has tensors of other shapes than its config says: {norm}")
+    assert_rejected(written, f"has tensors of other shapes than its config says: {norm}")
     rewrite(written, lambda index: index["tensors"].update({norm: {"shape": [32], "boxes": []}}))
-    refused(written, rf"has 0 of the 32 entries of {norm}")
+    assert_rejected(written, rf"has 0 of the 32 entries of {norm}")
     rewrite(written, lambda index: index["tensors"].pop(norm))
-    refused(written, f"lacks {norm}")
+    assert_rejected(written, f"lacks {norm}")
     rewrite(
         written,
         lambda index: index["tensors"].update({norm: {"shape": [32], "boxes": []}, "extra": {"shape": [1]}}),
     )
-    refused(written, "has tensors that the model does not know: extra")
+    assert_rejected(written, "has tensors that the model does not know: extra")
     rewrite(written, lambda index: index.update(format=2))
-    refused(written, "has format 2, but this version of hflow reads format 1")
+    assert_rejected(written, "has format 2, but this version of hflow reads format 1")
 
 
 def test_a_file_that_is_not_there_is_named(written):
     next(written.glob("*.safetensors")).unlink()
-    refused(written, "rank-00000-000.safetensors cannot be read")
+    assert_rejected(written, "rank-00000-000.safetensors cannot be read")
 
 
 def test_entries_that_a_file_lacks_are_named(written):
     (path,) = written.glob("*.safetensors")
     save_file({"nothing": torch.zeros(1)}, path)
-    refused(written, "rank-00000-000.safetensors cannot be read: .*weight")
+    assert_rejected(written, "rank-00000-000.safetensors cannot be read: .*weight")
 
 
 def test_a_frozen_model_takes_the_weights(written):

@@ -1,4 +1,4 @@
-"""Tokenizers: characters, checkpoints, chat templates."""
+"""Tokenizers of characters and checkpoints, and chat templates."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_unknown_characters_are_named(text: str) -> None:
         characters().encode(text)
 
 
-def test_a_saved_tokenizer_is_the_same_for_everybody(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_loads_in_transformers(tmp_path: Path) -> None:
     tokenizer = characters(PLAIN)
     tokenizer.save(str(tmp_path))
     again = TextTokenizer(TokenizerSettings(path=str(tmp_path)))
@@ -78,21 +78,21 @@ def test_a_saved_tokenizer_is_the_same_for_everybody(tmp_path: Path) -> None:
         again.encode("*")
 
 
-def test_an_alphabet_stands_in_for_a_checkpoint_without_tokenizer(tmp_path: Path) -> None:
+def test_an_alphabet_is_used_if_the_checkpoint_has_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     assert TextTokenizer(TokenizerSettings(str(tmp_path), ALPHABET)).encode("0") == [4]
     characters().save(str(tmp_path))
     assert TextTokenizer(TokenizerSettings(str(tmp_path), "ab")).encode("0") == [4]
 
 
-def test_generation_defaults_add_stop_tokens(tmp_path: Path) -> None:
+def test_the_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
     characters().save(str(tmp_path))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 2]}')
     assert TextTokenizer(TokenizerSettings(path=str(tmp_path))).stop_ids == (2, 3)
 
 
 @pytest.mark.parametrize("template", [PLAIN, TAGGED])
-def test_chat_learns_what_assistants_say(template: str) -> None:
+def test_chat_learns_only_the_assistants_tokens(template: str) -> None:
     tokenizer = characters(template)
     talk = tokenizer.chat(TALK)
     learned = [i for i, flag in zip(talk.input_ids, talk.loss_mask, strict=True) if flag]
@@ -114,7 +114,7 @@ def test_a_continuation_closes_the_turn_if_the_model_did_not(last: int, end: lis
     assert ids == [*end, *tokenizer.encode("\n[user]go on\n[assistant]")]
 
 
-def test_what_cannot_be_done_is_said() -> None:
+def test_errors_name_the_problem() -> None:
     with pytest.raises(DataError, match="no chat template"):
         characters().chat(TALK)
     with pytest.raises(DataError, match=r"rewrites earlier turns.*generation"):

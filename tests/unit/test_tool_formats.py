@@ -1,4 +1,4 @@
-"""How calls are written and read, and how tools are described."""
+"""Formats of tool calls, and descriptions of tools."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_marked_calls(text: str, argument: str | None, num_malformed: int) -> No
     assert Marked("[", "]").parse(text, [search]) == ParsedCalls(calls, num_malformed)
 
 
-def test_what_a_failed_tool_answers() -> None:
+def test_the_answer_of_a_failed_tool() -> None:
     assert Hermes().failure("no") == Marked("[", "]").failure("no") == "error: no"
     assert tool_format("[]?", has_template=False).failure("no") == "?"
 
 
-def test_formats_by_their_option() -> None:
+def test_the_option_selects_the_format() -> None:
     assert isinstance(tool_format(None, has_template=True), Hermes)
     assert tool_format("<>", has_template=True) == Marked("<", ">")
     assert tool_format("<>", has_template=False).stop == (">",)
@@ -100,7 +100,7 @@ def test_formats_by_their_option() -> None:
             tool_format(wrong, has_template=True)
 
 
-def test_tools_that_cannot_be_told_apart_are_refused() -> None:
+def test_indistinguishable_tools_are_rejected() -> None:
     with pytest.raises(RecipeError, match="two tools are named 'add'"):
         Hermes().check([add, search, add])
     with pytest.raises(RecipeError, match="offers one tool, not 2"):
@@ -115,7 +115,7 @@ def test_a_docstring_describes_tool_and_parameters() -> None:
     assert function["parameters"]["properties"]["b"] == {"type": "integer", "description": "the second."}
 
 
-def test_without_arguments_in_the_docstring_the_signature_does() -> None:
+def test_without_documented_arguments_the_signature_describes_them() -> None:
     function = tool_schema(search)["function"]
     assert function["description"] == "Look something up."
     assert function["parameters"] == {
@@ -129,7 +129,7 @@ def test_without_arguments_in_the_docstring_the_signature_does() -> None:
     }
 
 
-def test_what_cannot_be_described_is_refused() -> None:
+def test_tools_that_cannot_be_described_are_rejected() -> None:
     with pytest.raises(RecipeError, match=r"tool 'bare' .* annotate 'x'"):
         tool_schema(bare)
     with pytest.raises(RecipeError, match=r"tool 'odd' .* 'x' is <class 'complex'>"):

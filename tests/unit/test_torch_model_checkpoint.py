@@ -1,4 +1,4 @@
-"""Checkpoints in HF layout: what is saved loads again, and what does not fit is named."""
+"""Checkpoints in HF layout: saved models load again, and wrong ones are rejected by name."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ BATCH = kit.make_batch([5, 9, 3])
 
 
 @pytest.mark.parametrize("architecture", [kit.ARCHITECTURE, UNTIED])
-def test_a_language_model_comes_back(tmp_path, architecture):
+def test_a_saved_language_model_loads_again(tmp_path, architecture):
     backend = kit.model(architecture=architecture)
     backend.save(str(tmp_path))
     again = kit.model(architecture=None, path=str(tmp_path))
@@ -32,7 +32,7 @@ def test_a_language_model_comes_back(tmp_path, architecture):
 
 @pytest.mark.parametrize("kind", ["value", "score"])
 @pytest.mark.parametrize("architecture", [kit.ARCHITECTURE, UNTIED])
-def test_a_scalar_model_comes_back(tmp_path, kind, architecture):
+def test_a_saved_scalar_model_loads_again(tmp_path, kind, architecture):
     backend = kit.model(head=kind, architecture=architecture)
     call = (
         kit.VALUE if kind == "value" else kit.call(lambda out: out.scores, "sequence", [], reduce="seq-mean")
@@ -88,32 +88,32 @@ def rewrite(path: Path, change) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def refused(path: Path, message: str) -> None:
+def assert_rejected(path: Path, message: str) -> None:
     with pytest.raises(BackendError, match=message):
         kit.model(architecture=None, path=str(path))
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
+def test_wrong_tensors_of_a_checkpoint_are_named(tmp_path):
     path = checkpoint(tmp_path)
     rewrite(path, lambda tensors: tensors.pop("lm_head.weight"))
-    refused(path, "lacks lm_head.weight")
+    assert_rejected(path, "lacks lm_head.weight")
     rewrite(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(3, 32)}))
-    refused(path, "tensors of other shapes than its config says: lm_head.weight")
+    assert_rejected(path, "tensors of other shapes than its config says: lm_head.weight")
     good = torch.zeros(kit.VOCAB, 32)
     rewrite(path, lambda tensors: tensors.update({"lm_head.weight": good, "model.extra": torch.zeros(1)}))
-    refused(path, "has tensors that the model does not know: model.extra")
+    assert_rejected(path, "has tensors that the model does not know: model.extra")
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
-    refused(tmp_path / "none", "not an HF checkpoint: it has no config.json")
+def test_a_directory_that_is_not_a_checkpoint_is_rejected(tmp_path):
+    assert_rejected(tmp_path / "none", "not an HF checkpoint: it has no config.json")
     path = checkpoint(tmp_path)
     (path / "model.safetensors").unlink()
-    refused(path, "has no readable weights")
+    assert_rejected(path, "has no readable weights")
     (path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    refused(path, "'vit' is not a causal language model")
+    assert_rejected(path, "'vit' is not a causal language model")
 
 
-def test_settings_that_do_not_fit_are_refused():
+def test_wrong_settings_are_rejected():
     for changes, message in (
         ({"architecture": None}, "'actor': it has neither a path nor an architecture"),
         ({"architecture": {"vocab_size": 3}}, "needs a model_type"),
@@ -126,7 +126,7 @@ def test_settings_that_do_not_fit_are_refused():
             kit.model(**changes)
 
 
-def test_models_whose_results_would_differ_are_refused():
+def test_models_that_packing_would_change_are_rejected():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(BackendError, match="'dynamic' rotary embeddings"):
         kit.model(architecture=kit.ARCHITECTURE | {"rope_parameters": rope})

@@ -1,4 +1,4 @@
-"""The CUDA paths: the variable-length kernel in half precision, padding in fp32."""
+"""The CUDA kernels: variable-length attention in half precision, padding in fp32."""
 
 import numpy as np
 import pytest

@@ -83,14 +83,14 @@ def test_topk_and_logprobs_of():
 
 
 @pytest.mark.parametrize("body", [kit.logprobs, lambda out: out.entropy, lambda out: out.topk(2)[1]])
-def test_chunks_of_logits_change_nothing(monkeypatch, body):
+def test_chunked_logits_give_the_same_outputs(monkeypatch, body):
     backend = kit.model()
     wanted = infer(backend, body)
     monkeypatch.setattr(chunked, "LOGITS_PER_CHUNK", 3 * kit.VOCAB)
     np.testing.assert_allclose(infer(backend, body), wanted, atol=1e-6)
 
 
-def test_chunks_of_logits_change_no_gradient(monkeypatch):
+def test_chunked_logits_give_the_same_gradients(monkeypatch):
     shards = kit.whole(kit.make_batch(kit.LENGTHS))
     one, other = kit.model(), kit.model()
     wanted = one.train(kit.CALLS["token-mean"], shards, 0)
@@ -100,7 +100,7 @@ def test_chunks_of_logits_change_no_gradient(monkeypatch):
         torch.testing.assert_close(kit.weights(other)[name], tensor, atol=1e-5, rtol=0)
 
 
-def test_values_speak_of_the_state_before_the_token():
+def test_values_are_of_the_state_before_the_token():
     backend, batch = kit.model(head="value"), kit.make_batch(LENGTHS)
     backbone = reference(kit.model()).model
     backbone.load_state_dict(
@@ -122,7 +122,7 @@ def test_values_speak_of_the_state_before_the_token():
     np.testing.assert_allclose(infer(score, lambda out: out.scores, unit="sequence"), after, atol=1e-5)
 
 
-def test_what_the_head_has_not_is_an_error():
+def test_fields_of_another_head_are_an_error():
     with pytest.raises(AttributeError, match="no 'values'; a language model has entropy"):
         infer(kit.model(), lambda out: out.values)
     with pytest.raises(AttributeError, match="no 'logprobs'; a value model has bootstrap, values"):
@@ -149,7 +149,7 @@ def test_infer_keeps_the_order_of_shards_and_samples(budget):
         np.testing.assert_allclose(result.columns["result"].values, wanted, atol=1e-5)
 
 
-def test_infer_of_groups_sees_them_whole():
+def test_infer_bodies_of_groups_get_whole_groups():
     def spread(out, seqs):
         first, second = seqs.members(seqs.sum(out.logprobs))
         return first - second
@@ -160,7 +160,7 @@ def test_infer_of_groups_sees_them_whole():
     np.testing.assert_allclose(got, np.repeat(sums[::2] - sums[1::2], 2), atol=1e-5)
 
 
-def test_an_attention_that_is_not_causal_is_refused():
+def test_attention_that_is_not_plain_causal_is_rejected():
     windowed = kit.ARCHITECTURE | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     with pytest.raises(BackendError, match="Qwen2ForCausalLM uses sliding_attention"):
         kit.model(architecture=windowed)

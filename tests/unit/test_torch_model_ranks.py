@@ -73,7 +73,7 @@ def test_infer(ranks):
 
 
 def test_each_rank_holds_rows_of_every_weight(ranks):
-    """Of 37 token rows 19 and 18, of biases and norms too, as the plan cuts them."""
+    """19 and 18 of 37 token rows, and rows of biases and norms, as in the plan."""
     held, weights = ranks["blocks"]
     for name, whole in weights.items():
         parts = [[(box, x) for tensor, box, x in blocks if tensor == name] for blocks in held]
@@ -90,7 +90,7 @@ def test_saved_from_ranks_loads_in_transformers(directory, ranks, name):
         torch.testing.assert_close(loaded[key], tensor, atol=0, rtol=0)
 
 
-def test_a_model_that_is_not_on_the_first_rank_is_saved(directory, ranks):
+def test_a_model_without_the_worlds_first_rank_is_saved(directory, ranks):
     loaded = AutoModelForCausalLM.from_pretrained(directory / "on the second rank alone").state_dict()
     for key, tensor in kit.weights(kit.model()).items():
         torch.testing.assert_close(loaded[key], tensor, atol=0, rtol=0)

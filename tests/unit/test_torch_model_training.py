@@ -1,4 +1,4 @@
-"""Training: results depend on the data alone, not on how it is cut; and what is refused."""
+"""Training results depend on the data alone, not on micro-batches; and what training rejects."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def assert_same(got, wanted, atol=1e-5):
 
 
 @pytest.mark.parametrize("name", kit.CALLS)
-def test_cuts_change_nothing(name):
+def test_micro_batches_do_not_change_the_result(name):
     wanted = trained(kit.CALLS[name], kit.whole(BATCH))
     assert_same(trained(kit.CALLS[name], kit.whole(BATCH), tokens_per_microbatch=1), wanted)
     assert_same(trained(kit.CALLS[name], kit.halves(BATCH), tokens_per_microbatch=13), wanted)
@@ -38,8 +38,8 @@ def test_cuts_change_nothing(name):
     assert_same(trained(kit.CALLS[name], kit.whole(BATCH), **checkpointed), wanted)
 
 
-def test_the_token_that_hf_pads_with_is_one_like_others():
-    """HF gives its embedding no gradient; here nothing is padded, so wherever it stands it was drawn."""
+def test_the_padding_token_is_trained_like_others():
+    """HF gives its embedding no gradient. Here nothing is padded, so every occurrence is a real token."""
     token = int(BATCH.columns["input_ids"].values[0])
     padding = {"architecture": kit.ARCHITECTURE | {"pad_token_id": token, "tie_word_embeddings": False}}
     backend = kit.model(**padding)
@@ -50,7 +50,7 @@ def test_the_token_that_hf_pads_with_is_one_like_others():
 
 
 def one_update(reduce, body=None, unit="token", **options):
-    """Loss of one update on the first six sequences, and the entries it was made of."""
+    """Return the loss of one update on the first six sequences, and its entries."""
     seen = {}
 
     def nll(out, seqs):
@@ -78,7 +78,7 @@ def test_reductions_by_hand():
     assert by_group[0]["loss"] == pytest.approx(sum(sums) / 3, rel=1e-5)
 
 
-def test_masked_sequences_count_nowhere():
+def test_masked_sequences_do_not_count():
     kept = [row for row in range(len(BATCH)) if BATCH.columns["keep"].values[row]]
     call = kit.CALLS["mask"]
     plain = dataclasses.replace(call, options={"reduce": "token-mean"})
@@ -110,7 +110,7 @@ def test_metrics_are_means_over_valid_entries():
     assert (metrics["number"], metrics["flag"]) == (3, 1)
 
 
-def test_a_minibatch_of_which_nothing_is_learned_is_skipped():
+def test_a_minibatch_without_learned_tokens_is_skipped():
     nothing = BATCH.take([2, 3])
     nothing = nothing.with_columns({"loss_mask": Column(Unit.TOKEN, np.zeros(nothing.num_tokens, bool))})
     call = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-mean")
@@ -210,12 +210,12 @@ def test_learning_rates():
     ("unit", "reduce"),
     [("token", None), ("token", "seq-mean"), ("sequence", "token-mean"), ("token", "token-sum/0")],
 )
-def test_a_reduction_of_another_unit_is_refused(unit, reduce):
+def test_a_reduction_of_another_unit_is_rejected(unit, reduce):
     with pytest.raises(RecipeError, match=f"a loss per {unit} cannot be reduced by"):
         one_update(reduce, unit=unit)
 
 
-def test_losses_that_are_none_are_refused():
+def test_invalid_losses_are_rejected():
     with pytest.raises(RunError, match="does not depend on the model's output"):
         one_update("token-mean", lambda out: out.logprobs.detach())
     with pytest.raises(RunError, match="is per token, so its shape must start with"):
@@ -229,5 +229,5 @@ def test_a_frozen_model_is_not_trained():
         kit.model(trainable=False).train(kit.CALLS["token-mean"], kit.whole(BATCH), 0)
 
 
-def test_a_model_that_is_never_stepped_may_have_a_schedule_that_decays():
+def test_a_frozen_model_may_have_a_decaying_schedule():
     kit.model(optim=OptimConfig(schedule="cosine"), num_updates=0)
