@@ -24,7 +24,7 @@ DIFF = (
     "recipe, compiled with the KEY=VALUEs. Exit code 1 where they differ."
 )
 PRINTED: Mapping[str, Callable[[launch.Compiled], str]] = {
-    "--json": launch.document,
+    "--json": launch.plan_file_text,
     "--dot": lambda compiled: plan_dot(compiled.plan),
     "--mermaid": lambda compiled: plan_mermaid(compiled.plan),
 }
@@ -115,7 +115,7 @@ def _compare(before: str, after: str, third: str | None, overrides: list[str], *
     """Print what changed between two plans; exit code 1 where something did."""
     if third is not None:
         raise ConfigError(f"--diff compares two plans, {before} and {after}; leave out {third}")
-    diff = launch.compare(before, after, overrides)
+    diff = launch.compare_plans(before, after, overrides)
     if as_json:
         print_text(dumps(diff.to_json(), indent=2))
     else:

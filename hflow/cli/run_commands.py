@@ -20,7 +20,7 @@ from hflow.terminal import print_text, show
 STOPPED = "stopped"
 """Why a run ended that the user interrupted."""
 LOCKED = (
-    "Run exactly the plan of a plan file or of a run's directory, or say what no longer fits. RECIPE: where "
+    "Run exactly the plan of a plan file or of a run's directory, or say what is out of date. RECIPE: where "
     "it lies now."
 )
 LAYOUT = (
@@ -45,12 +45,12 @@ def run(
     if plan is not None:
         recipe, changes = split(recipe, overrides or [])
         if cfg:
-            print_text(launch.compose_locked(plan, changes))
+            print_text(launch.compose_plan_file(plan, changes))
         else:
             _finish(launch.run_plan(plan, recipe, changes, live))
     elif recipe is not None:
         if cfg:
-            print_text(launch.compose(recipe, overrides or []))
+            print_text(launch.compose_recipe(recipe, overrides or []))
         else:
             _finish(launch.run(recipe, overrides or [], live))
     else:

@@ -1,6 +1,7 @@
-"""Puts the parts together: the only package that chooses concrete classes.
+"""Checks, plans, simulates and runs recipes, and reads the ledgers of runs.
 
-What `check` and `plan` need imports neither torch nor ray; `run` imports the rest when called.
+This is the only package that chooses concrete classes for workers, backends and engines. `check`, `plan` and
+`simulate` import neither torch nor ray; `run` and `twin` import them when called.
 """
 
 from __future__ import annotations
@@ -9,27 +10,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hflow.launch.compile import Compiled, check, compile_recipe, compose, plan
+from hflow.launch.compile import Compiled, check, compile_recipe, compose_recipe, plan
 from hflow.launch.ledger_queries import SAMPLE_COLUMNS, count_samples, samples, why
-from hflow.launch.lockfile import compare, compile_locked, compose_locked, document
+from hflow.launch.plan_file import compare_plans, compile_plan_file, compose_plan_file, plan_file_text
 from hflow.report.summary import RunSummary
 
 if TYPE_CHECKING:
-    from hflow.launch.twin_run import Twin
+    from hflow.launch.twin_run import TwinReport
     from hflow.runtime.simulation.simulate_plan import Simulation
 
 __all__ = [
     "SAMPLE_COLUMNS",
     "Compiled",
     "check",
-    "compare",
-    "compile_locked",
+    "compare_plans",
+    "compile_plan_file",
     "compile_recipe",
-    "compose",
-    "compose_locked",
+    "compose_plan_file",
+    "compose_recipe",
     "count_samples",
-    "document",
     "plan",
+    "plan_file_text",
     "run",
     "run_plan",
     "samples",
@@ -40,15 +41,15 @@ __all__ = [
 
 
 def run(recipe: str | Path, overrides: Sequence[str] = (), live: bool | None = None) -> RunSummary:
-    """Run a recipe to its end.
+    """Run a recipe.
 
     Args:
-        recipe: path of the recipe's file.
+        recipe: path of the recipe's Python file.
         overrides: configuration as `key=value`.
-        live: a live panel (True), plain lines (False), or what fits the terminal (None).
+        live: show a live panel (True) or plain lines (False); None: a panel if the output is a terminal.
 
     Raises:
-        HflowError: for anything that a user can mend, before or during the run.
+        HflowError: for any error that a user can fix, before or during the run.
     """
     from hflow.launch.run_recipe import run_compiled
 
@@ -61,40 +62,41 @@ def run_plan(
     overrides: Sequence[str] = (),
     live: bool | None = None,
 ) -> RunSummary:
-    """Run exactly the plan in a plan file, or that of an earlier run's directory, to its end.
+    """Run exactly the plan in a plan file or in the directory of an earlier run.
 
     Args:
-        file: what `hflow plan RECIPE --json` printed, or a run's directory.
-        recipe: where the recipe lies now; None: where it lay.
-        overrides: configuration to change that leaves the plan as it is, such as `out=elsewhere`.
+        file: a file printed by `hflow plan RECIPE --json`, or a run's directory.
+        recipe: the recipe's file, if it has moved; None: the stored path.
+        overrides: configuration to change that does not change the plan, such as `out=elsewhere`.
         live: as for `run`.
 
     Raises:
-        HflowError: as `run`, and where the plan is another one now.
+        HflowError: as `run`, and if the recipe's plan differs from the stored one.
     """
     from hflow.launch.run_recipe import run_compiled
 
-    return run_compiled(compile_locked(file, recipe, overrides), live)
+    return run_compiled(compile_plan_file(file, recipe, overrides), live)
 
 
 def simulate(
     recipe: str | Path, overrides: Sequence[str] = (), steps: int | None = None, seed: int = 0
 ) -> Simulation:
-    """Run a recipe's plan on a virtual clock; no device is needed.
+    """Run a recipe's plan on a virtual clock. No device is needed.
 
     Args:
-        recipe: path of the recipe's file.
+        recipe: path of the recipe's Python file.
         overrides: configuration as `key=value`.
-        steps: training steps; None: those of the plan, or as many of them as show the stride.
-        seed: of the responses' lengths.
+        steps: training steps; None: those of the plan, or as many as show a steady speed.
+        seed: seed of the response lengths.
 
     Raises:
-        HflowError: as `plan`, and where the plan has no seconds to simulate with.
+        HflowError: as `plan`, and if the plan has no estimates of time.
     """
     from hflow.runtime.simulation.simulate_plan import simulate_plan
 
-    asked = overrides if steps is None else (*overrides, f"steps={steps}")
-    return simulate_plan(plan(recipe, asked), steps, seed)
+    if steps is not None:
+        overrides = (*overrides, f"steps={steps}")
+    return simulate_plan(plan(recipe, overrides), steps, seed)
 
 
 def twin(
@@ -102,17 +104,17 @@ def twin(
     overrides: Sequence[str] = (),
     layouts: Sequence[str] | None = (),
     steps: int = 3,
-    tell: Callable[[str], None] = lambda line: None,
-) -> Twin:
-    """Whether a recipe divided over many ranks computes what one process computes.
+    report_progress: Callable[[str], None] = lambda line: None,
+) -> TwinReport:
+    """Check that a recipe distributed over many ranks computes the same as in one process.
 
     Args:
-        recipe: path of the recipe's file.
+        recipe: path of the recipe's Python file.
         overrides: configuration as `key=value`.
-        layouts: layouts of all models, on megatron; empty: those that this machine can hold of
-            `launch.twin.LAYOUTS`; None: as configured.
+        layouts: layouts to compare, each used for all models, on megatron; empty: `twin_run.LAYOUTS`, as far
+            as this machine can hold them; None: as configured.
         steps: training steps.
-        tell: takes a line when a run begins.
+        report_progress: called with a line when a run starts.
 
     Raises:
         HflowError: as `run`.
@@ -120,5 +122,5 @@ def twin(
     from hflow.launch.twin_run import default_layouts, run_twin
 
     if layouts is not None and not layouts:
-        layouts = default_layouts(recipe, overrides, tell)
-    return run_twin(recipe, overrides, layouts, steps, tell)
+        layouts = default_layouts(recipe, overrides, report_progress)
+    return run_twin(recipe, overrides, layouts, steps, report_progress)

@@ -1,4 +1,4 @@
-"""From a recipe's path and overrides to the checked graph and the compiled plan."""
+"""Compiles a recipe and its configuration to a checked graph and a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hflow.planner.ir import Plan
 
 @dataclass(frozen=True)
 class Compiled:
-    """One recipe with one configuration, as far as planning goes."""
+    """A recipe with its configuration, graph and plan."""
 
     config: RunConfig
     graph: Graph
@@ -33,62 +33,62 @@ class Compiled:
 
 
 def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
-    """Read a recipe and its configuration and build the graph.
+    """Read a recipe and its configuration, and return its checked graph.
 
     Raises:
-        RecipeError: for a recipe that cannot be right.
-        ConfigError: for a key or value that does not exist or fit.
+        RecipeError: for an error in the recipe.
+        ConfigError: for an unknown key, or a value that does not fit.
     """
     return read_recipe(recipe, overrides)[1]
 
 
 def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
-    """Compile the plan of a recipe.
+    """Return the plan of a recipe.
 
     Raises:
         RecipeError: as `check`.
         ConfigError: as `check`.
-        PlanError: when the graph cannot be laid out as asked.
+        PlanError: if the graph cannot be placed on the cluster as configured.
     """
     return compile_recipe(recipe, overrides).plan
 
 
-def compose(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
-    """The composed configuration as YAML."""
+def compose_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
+    """Return the composed configuration of a recipe as YAML."""
     return to_yaml(read_recipe(recipe, overrides)[0])
 
 
 def compile_recipe(
     recipe: str | Path, overrides: Sequence[str] = (), config: RunConfig | None = None
 ) -> Compiled:
-    """Everything that a run is made from, short of torch and ray.
+    """Compile a recipe without torch and ray.
 
     Args:
-        recipe: path of the recipe's file.
+        recipe: path of the recipe's Python file.
         overrides: configuration as `key=value`.
-        config: a whole configuration, in the place of the recipe's YAML and overrides.
+        config: a whole configuration, used instead of the recipe's YAML file and overrides.
 
     Raises:
         HflowError: as `plan`.
     """
     config, graph, bodies = read_recipe(recipe, overrides, config)
-    made = compile_plan(graph, plan_request(config, graph, recipe))
-    return Compiled(config, graph, bodies, made, Path(recipe))
+    compiled_plan = compile_plan(graph, plan_request(config, graph, recipe))
+    return Compiled(config, graph, bodies, compiled_plan, Path(recipe))
 
 
 def read_recipe(
     recipe: str | Path, overrides: Sequence[str] = (), config: RunConfig | None = None
 ) -> tuple[RunConfig, Graph, Mapping[str, Callable[..., Any]]]:
-    """A recipe's configuration, its graph, and its bodies by node.
+    """Return a recipe's configuration, its graph, and its node bodies by name.
 
     Args:
-        recipe: path of the recipe's file.
+        recipe: path of the recipe's Python file.
         overrides: configuration as `key=value`.
-        config: a whole configuration, in the place of the recipe's YAML and overrides.
+        config: a whole configuration, used instead of the recipe's YAML file and overrides.
 
     Raises:
-        RecipeError: for a recipe that cannot be right.
-        ConfigError: for a key or value that does not exist or fit.
+        RecipeError: for an error in the recipe.
+        ConfigError: for an unknown key, or a value that does not fit.
     """
     loaded = load_recipe(recipe)
     config = config or load_config(recipe, overrides)

@@ -1,4 +1,4 @@
-"""`hflow why` and `hflow samples`: finds a run's ledger and asks it."""
+"""`hflow why` and `hflow samples`: find the ledger of a run and query it."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from hflow.runtime.ledger.query import QueryResult, count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.runtime.ledger.schema import COLUMNS
 
-SAMPLE_COLUMNS = {name: says for name, (_, says) in COLUMNS.items()}
-"""Columns of the view `samples` -> what they say."""
+SAMPLE_COLUMNS = {name: description for name, (_, description) in COLUMNS.items()}
+"""Column of the view `samples` -> its description."""
 
 
 def why(run: str, sample: str) -> SampleHistory:
-    """What became of one sample, and why.
+    """Return the history of one sample.
 
     Args:
-        run: a run's directory, or the name of runs under `runs/`, whose latest is meant.
-        sample: an id of the trained stream, or `STREAM/ID`.
+        run: a run's directory, or NAME for the latest run in `runs/NAME`.
+        sample: an id in the trained stream, or `STREAM/ID`.
 
     Raises:
-        ConfigError: when there is no such run or sample.
+        ConfigError: if there is no such run or sample.
     """
     return read_history(_ledger(run), sample)
 
 
 def samples(run: str, where: str | None = None, limit: int | None = None) -> QueryResult:
-    """Samples of a run for which SQL on the columns of its ledger's view `samples` holds.
+    """Return the samples of a run that meet an SQL condition on the columns of the view `samples`.
 
     Args:
         run: as for `why`.
-        where: the SQL; None: all samples.
-        limit: samples at most.
+        where: the SQL condition; None: all samples.
+        limit: maximum number of samples.
 
     Raises:
-        ConfigError: when there is no such run, or the SQL is none.
+        ConfigError: if there is no such run, or the SQL is invalid.
     """
     return select(_ledger(run), where, limit)
 
 
 def count_samples(run: str, where: str | None = None) -> int:
-    """How many samples of a run there are; arguments and errors as of `samples`."""
+    """Return the number of samples that `samples` finds. Arguments and errors are those of `samples`."""
     return count(_ledger(run), where)
 
 
@@ -55,6 +55,6 @@ def _ledger(run: str) -> Path:
             return ledger
     names = [path.name for path in out.iterdir()] if out.is_dir() else []
     raise ConfigError(
-        f"{run!r} is no run with a ledger; give a run's directory, such as {out}/NAME/latest, or the NAME of "
-        f"runs in {out}/{nearest(run, names)}"
+        f"there is no run {run!r} with a ledger; give a run's directory, such as {out}/NAME/latest, or NAME "
+        f"for the latest run in {out}/NAME{nearest(run, names)}"
     )

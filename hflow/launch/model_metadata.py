@@ -1,7 +1,7 @@
-"""What planning may know of a model without torch: its sizes and its precision.
+"""Reads the sizes and the precision of models without torch, for the planner.
 
-Sizes come from the checkpoint's `config.json` where it exists, else from the configured architecture, else
-from the model that this one starts from.
+Sizes come from the checkpoint's `config.json` if it exists, else from the configured architecture, else from
+the model in `init_from`.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ SIZES = (
     "num_hidden_layers",
     "vocab_size",
 )
-"""Keys of an HF config that count something."""
+"""Keys of a Hugging Face config that a checkpoint and a configured architecture are compared by."""
 
 
 def model_shape(config: RunConfig, graph: Graph, spec: Model) -> ModelShape | None:
-    """The sizes of a model with the head that the recipe gives it; None where they cannot be known.
+    """Return the sizes of a model with the head that the recipe declares, or None if they are unknown.
 
     Raises:
-        ConfigError: for a `config.json` that cannot be read, sizes that cannot be, or a family that the
-            model's backend does not build.
+        ConfigError: for a `config.json` that cannot be read, sizes that do not fit together, or a family that
+            the model's backend does not build.
     """
-    found = _architecture(config, graph, spec)
-    if found is None:
+    source = _architecture(config, graph, spec)
+    if source is None:
         return None
-    where, architecture = found
-    _check_family(config, spec.name, where, architecture)
+    location, architecture = source
+    _check_family(config, spec.name, location, architecture)
     try:
         shape = read_shape(architecture, spec.head)
         if shape is not None:
             _check_heads(shape)
     except PlanError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{location}: {error}") from error
     return shape
 
 
 def model_dtype(config: RunConfig, graph: Graph, spec: Model) -> Literal["fp32", "bf16"]:
-    """What a model computes in: as configured, else as the model that it starts from, else fp32."""
+    """Return the precision of a model: as configured, else that of its `init_from`, else fp32."""
     own = config.models.get(spec.name, ModelConfig()).dtype
     if own is not None:
         return own
@@ -60,25 +60,25 @@ def model_dtype(config: RunConfig, graph: Graph, spec: Model) -> Literal["fp32",
 
 
 def overruled_architectures(config: RunConfig) -> tuple[str, ...]:
-    """A warning for each model whose checkpoint has other sizes than its configured architecture."""
+    """Return a warning for each model whose checkpoint has other sizes than its configured architecture."""
     warnings = []
     for name, model in config.models.items():
         file = _checkpoint_config(model)
         if file is None or model.architecture is None:
             continue
-        held, named = _read(file), model.architecture
-        both = (key for key in SIZES if held.get(key) and named.get(key))
-        key = next((key for key in both if held[key] != named[key]), None)
+        saved, configured = _read(file), model.architecture
+        in_both = (key for key in SIZES if saved.get(key) and configured.get(key))
+        key = next((key for key in in_both if saved[key] != configured[key]), None)
         if key is not None:
             warnings.append(
-                f"models.{name}: the plan is that of the checkpoint {model.path} ({key} {held[key]}), not of "
-                f"the architecture ({key} {named[key]}); set models.{name}.path=null to plan the latter"
+                f"models.{name}: the plan uses the checkpoint {model.path} ({key} {saved[key]}), not the "
+                f"architecture ({key} {configured[key]}); set models.{name}.path=null to use the architecture"
             )
     return tuple(warnings)
 
 
 def _architecture(config: RunConfig, graph: Graph, spec: Model) -> tuple[str, Mapping[str, Any]] | None:
-    """The HF config of a model, and where it stands."""
+    """Return the Hugging Face config of a model, and its file or key for messages."""
     own = config.models.get(spec.name, ModelConfig())
     file = _checkpoint_config(own)
     if file is not None:
@@ -97,19 +97,19 @@ def _read(file: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: this is not JSON: {error}") from error
+        raise ConfigError(f"{file}: invalid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: it must be a mapping, as Hugging Face writes it")
+        raise ConfigError(f"{file} must be a JSON object, as Hugging Face writes it")
     return values
 
 
 def _check_heads(shape: ModelShape) -> None:
-    """Refuse attention whose heads cannot be shared out, as the backends do."""
+    """Check that numbers of heads and sizes divide each other, as the backends require."""
     heads, kv_heads, hidden = shape.num_heads, shape.num_kv_heads, shape.hidden
     if hidden % heads and shape.head_dim == hidden // heads:
         raise PlanError(
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set "
-            f"num_attention_heads to {_nearest_divisor(hidden, heads)}, or say head_dim"
+            f"num_attention_heads to {_nearest_divisor(hidden, heads)}, or set head_dim"
         )
     if heads % kv_heads:
         raise PlanError(
@@ -118,14 +118,14 @@ def _check_heads(shape: ModelShape) -> None:
         )
 
 
-def _check_family(config: RunConfig, name: str, where: str, architecture: Mapping[str, Any]) -> None:
-    """Refuse a family that the backend does not build."""
+def _check_family(config: RunConfig, name: str, location: str, architecture: Mapping[str, Any]) -> None:
+    """Check that the backend builds models of this family."""
     backend, family = config.models.get(name, ModelConfig()).backend, architecture.get("model_type")
-    built = traits(backend).families
-    if built is not None and isinstance(family, str) and family not in built:
+    families = traits(backend).families
+    if families is not None and isinstance(family, str) and family not in families:
         raise ConfigError(
-            f"{where}: model_type {family!r} is not one that the {backend} backend builds "
-            f"({', '.join(built)}); set models.{name}.backend={_backend_of_any_family()}"
+            f"{location}: the {backend} backend does not build model_type {family!r} (it builds "
+            f"{', '.join(families)}); set models.{name}.backend={_backend_of_any_family()}"
         )
 
 

@@ -1,4 +1,4 @@
-"""From configuration to the settings that build models and tokenizers."""
+"""Turns configuration into the settings from which workers build models and tokenizers."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from hflow.launch.plan_request import num_firings
 
 
 def model_settings(compiled: Compiled) -> dict[str, ModelSettings]:
-    """Settings of every model of the recipe.
+    """Return the settings of every model of the recipe.
 
     Raises:
-        ConfigError: when a model has neither weights nor an architecture.
+        ConfigError: if a model has neither weights nor an architecture.
     """
-    return {spec.name: _settings(compiled, spec) for spec in compiled.graph.models}
+    return {spec.name: _model_settings(compiled, spec) for spec in compiled.graph.models}
 
 
 def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
-    """Where each model's tokenizer comes from."""
-    found = {}
-    for spec in compiled.graph.models:
-        config = source_config(compiled, spec)
-        found[spec.name] = TokenizerSettings(config.path, config.alphabet, config.chat_template)
-    return found
+    """Return the settings of every model's tokenizer."""
+    sources = {spec.name: source_config(compiled, spec) for spec in compiled.graph.models}
+    return {
+        name: TokenizerSettings(source.path, source.alphabet, source.chat_template)
+        for name, source in sources.items()
+    }
 
 
 def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
-    """The configuration that says where a model's weights come from: its own, else `init_from`'s.
+    """Return the configuration that a model's weights come from: its own, or that of its `init_from`.
 
     Raises:
-        ConfigError: when there is none, or its checkpoint is not there.
+        ConfigError: if there is none, or its checkpoint does not exist.
     """
     config = compiled.config.models.get(spec.name, ModelConfig())
     if config.path is None and config.architecture is None:
         if spec.init_from is None:
             raise ConfigError(
-                f"models.{spec.name} has no weights; set models.{spec.name}.path to a checkpoint's directory "
-                f"or take an architecture with +model@models.{spec.name}=tiny-qwen2"
+                f"models.{spec.name} has no weights; set models.{spec.name}.path to a checkpoint directory, "
+                f"or choose an architecture with +model@models.{spec.name}=tiny-qwen2"
             )
         return source_config(compiled, spec.init_from)
     if config.path is not None and not (Path(config.path) / "config.json").is_file():
         raise ConfigError(
-            f"models.{spec.name}.path is {config.path}, but there is no checkpoint (config.json) in it; "
-            "train one with `hflow run recipes/sft.py`, or name another directory"
+            f"models.{spec.name}.path is {config.path}, which has no checkpoint (config.json); train one "
+            "with `hflow run recipes/sft.py`, or set another path"
         )
     return config
 
 
-def _settings(compiled: Compiled, spec: Model) -> ModelSettings:
+def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
     own = compiled.config.models.get(spec.name, ModelConfig())
     source = source_config(compiled, spec)
     return ModelSettings(
@@ -72,38 +72,37 @@ def _settings(compiled: Compiled, spec: Model) -> ModelSettings:
         optim=own.optim,
         num_updates=_num_updates(compiled, spec.name),
         save_optimizer=own.save_optimizer,
-        resume=_resumes(spec, own),
+        resume=_is_resumed(spec, own),
     )
 
 
-def _resumes(spec: Model, own: ModelConfig) -> bool:
-    """Whether a model goes on from the optimizer's state that its checkpoint holds.
+def _is_resumed(spec: Model, own: ModelConfig) -> bool:
+    """Return whether a model starts with the optimizer state in its checkpoint.
 
-    Only the model goes on: place in the data, samples and the ledger of the run are a resumed run's matter.
+    Only weights and optimizer state are restored, not the position in the data, samples or the ledger.
 
     Raises:
-        ConfigError: when there is no such state, or no use for it.
+        ConfigError: if there is no such state, or the model is not trained.
     """
     if not own.resume:
         return False
     key = f"models.{spec.name}"
     if not spec.trainable:
         raise ConfigError(
-            f"{key}.resume is for models that are trained, and {spec.name} is frozen; leave it out"
+            f"{key}.resume is for trained models, but {spec.name} is frozen; remove {key}.resume"
         )
     if own.path is None:
-        raise ConfigError(f"{key}.resume needs a checkpoint to go on from; set {key}.path")
+        raise ConfigError(f"{key}.resume needs a checkpoint; set {key}.path")
     if not (Path(own.path) / SHARDS).is_dir():
         raise ConfigError(
-            f"{key}.path is {own.path}, which has no {SHARDS}/ with an optimizer's state; set "
-            f"{key}.resume=false to start from its weights alone, or name a checkpoint saved with "
-            f"{key}.save_optimizer=true"
+            f"{key}.path is {own.path}, which has no optimizer state ({SHARDS}/); set {key}.resume=false to "
+            f"load only its weights, or use a checkpoint saved with {key}.save_optimizer=true"
         )
     return True
 
 
 def _num_updates(compiled: Compiled, model: str) -> int:
-    """Optimizer steps of a model in the whole run."""
+    """Return the number of optimizer steps of a model in the whole run."""
     cuts = dict(compiled.plan.cuts)
     updates = 0
     for node in compiled.graph.nodes:

@@ -1,4 +1,4 @@
-"""From the configuration to the `PlanRequest`: cluster, sizes and places of models, numbers of the run."""
+"""Builds the planner's `PlanRequest` from the configuration: cluster, hardware, models and run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from hflow.planner.model_shape import ModelShape
 from hflow.planner.request import PlanRequest
 from hflow.validation import from_mapping
 
-# -------------------- From the configuration to the cluster and the figures of its devices and links.
-
-
 T = TypeVar("T", Device, Link)
 
 
 def known_devices(recipe: str | Path) -> dict[str, Device]:
-    """Devices that a cluster's name may use, by name.
+    """Return the devices that `cluster` may name.
 
     Raises:
         ConfigError: for a hardware file that is not right.
@@ -36,12 +33,12 @@ def known_devices(recipe: str | Path) -> dict[str, Device]:
 
 
 def known_links(recipe: str | Path) -> dict[str, Link]:
-    """Links that devices and `network` may name; raises as `known_devices`."""
+    """Return the links that devices and `network` may name. Raises as `known_devices`."""
     return _known(Link, "links", recipe)
 
 
 def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec, Hardware]:
-    """The cluster that a configuration names, and what its devices and links can do.
+    """Return the cluster of a configuration, and the figures of its devices and links.
 
     Raises:
         ConfigError: for an unknown link, or a hardware file that is not right.
@@ -64,21 +61,21 @@ def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec
 
 
 def _known(cls: type[T], kind: HardwareKind, recipe: str | Path) -> dict[str, T]:
-    found = {}
-    for name, values in read_hardware(kind, recipe).items():
-        found[name] = from_mapping(cls, {"name": name, **values}, f"hardware.{kind}.{name}")
-    return found
+    return {
+        name: from_mapping(cls, {"name": name, **values}, f"hardware.{kind}.{name}")
+        for name, values in read_hardware(kind, recipe).items()
+    }
 
 
 def _cores(config: RunConfig, cluster: ClusterSpec) -> tuple[int, ...]:
-    """Cores of each device of a machine."""
+    """Return the number of cores of each device of a machine."""
     cores, num_devices = config.cores or (), cluster.devices_per_node
     if config.workers == "inproc":
-        raise ConfigError("cores binds worker processes, of which workers=inproc has none; leave it out")
+        raise ConfigError("cores binds worker processes, but workers=inproc has none; remove cores")
     if not cores or min(cores) < 1 or len(cores) not in (1, num_devices):
         raise ConfigError(
-            f"cores is {list(cores)}; name the cores of each of a machine's {num_devices} devices, or one "
-            "number for all of them"
+            f"cores is {list(cores)}; give the number of cores of each of a machine's {num_devices} devices, "
+            "or one number for all of them"
         )
     return cores if len(cores) == num_devices else cores * num_devices
 
@@ -87,7 +84,7 @@ def _with_memory(device: Device, memory_gib: float) -> Device:
     if memory_gib <= device.overhead_gib:
         raise ConfigError(
             f"device_memory_gib is {memory_gib:g}, but a {device.name} needs {device.overhead_gib:g} for its "
-            f"runtime alone; set it to more than {device.overhead_gib:g}"
+            f"runtime; set it to more than {device.overhead_gib:g}"
         )
     return replace(device, memory_gib=memory_gib)
 
@@ -99,16 +96,16 @@ def _link(key: str, name: str, links: dict[str, Link]) -> Link:
 
 
 RESULT_KEYS = ("models.", "data.", "workers")
-"""Configuration that changes what a run computes but is no part of the plan's own rows."""
+"""Prefixes of keys that change what a run computes, but not the plan's rows. The plan stores them besides."""
 
 
 def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanRequest:
-    """What the planner is asked for.
+    """Return the planner's input for a configuration.
 
     Args:
-        config: the configuration, its names checked.
+        config: the configuration, with its names checked.
         graph: the recipe's graph.
-        recipe: path of the recipe's Python file; a user's hardware lies beside it.
+        recipe: path of the recipe's Python file; a user's hardware files are beside it.
 
     Raises:
         ConfigError: for an unknown link, or a file that is not what it should be.

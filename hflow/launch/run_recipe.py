@@ -1,4 +1,4 @@
-"""`hflow run`: makes the run's directory, starts the workers, runs the plan, says how it ended."""
+"""`hflow run`: creates the run's directory, starts workers, runs the plan, and returns a summary."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.console import Console
 
 from hflow.config import to_yaml
 from hflow.launch.compile import Compiled
-from hflow.launch.lockfile import document
 from hflow.launch.observer import RunObserver
+from hflow.launch.plan_file import plan_file_text
 from hflow.launch.preflight import check_models
 from hflow.launch.shown_metrics import builtin_metrics
 from hflow.launch.unsupported import refuse_unrunnable
@@ -41,44 +41,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunEnvironment:
-    """What a run is carried out with; the defaults are those of `hflow run`."""
+    """Factories and processes that a run uses. The defaults are those of `hflow run`."""
 
     factories: Mapping[str, Callable[..., Any]] = field(default_factory=factories)
-    """Backend name -> what builds it."""
+    """Name of a backend or engine -> the function that builds it."""
     processes: RayActors | None = None
-    """Worker processes of several runs; None: the run starts its own."""
+    """Worker processes shared by several runs; None: the run starts its own."""
     is_quiet: bool = False
-    """Whether nothing is shown while it runs."""
+    """Show nothing while it runs."""
 
 
-def run_compiled(compiled: Compiled, live: bool | None, means: RunEnvironment | None = None) -> RunSummary:
-    """Run a compiled recipe to its end.
+def run_compiled(
+    compiled: Compiled, live: bool | None, environment: RunEnvironment | None = None
+) -> RunSummary:
+    """Run a compiled recipe.
 
     Args:
         compiled: graph, bodies, configuration and plan.
-        live: a live panel (True), plain lines (False), or what fits the terminal (None).
-        means: what to carry it out with.
+        live: show a live panel (True) or plain lines (False); None: a panel if the output is a terminal.
+        environment: factories and processes to use; None: those of `hflow run`.
 
     Raises:
-        HflowError: for anything that a user can mend, before or during the run.
+        HflowError: for any error that a user can fix, before or during the run.
     """
     refuse_unrunnable(compiled)
-    return asyncio.run(_run(compiled, live, means or RunEnvironment()))
+    return asyncio.run(_run(compiled, live, environment or RunEnvironment()))
 
 
-async def _run(compiled: Compiled, live: bool | None, means: RunEnvironment) -> RunSummary:
-    """Check the data and the models, then begin: what fails early leaves no run directory."""
-    rows, setup = open_rows(compiled), make_setup(compiled, means.factories)
-    workers = make_workers(compiled, means.processes)
+async def _run(compiled: Compiled, live: bool | None, environment: RunEnvironment) -> RunSummary:
+    """Check data and models before the run's directory is created, so that early errors leave none."""
+    rows, setup = open_rows(compiled), make_setup(compiled, environment.factories)
+    workers = make_workers(compiled, environment.processes)
     check_models(compiled, setup)
-    directory = _begin(compiled)
+    directory = _create_directory(compiled)
     setup = replace(setup, weights_directory=str(directory.weights.resolve()))
-    console = Console(quiet=True) if means.is_quiet else None
+    console = Console(quiet=True) if environment.is_quiet else None
     opened = open_display(compiled.config.name, live, console)
-    with opened as display, _observer(compiled, directory, display) as seen:
+    with opened as display, _observer(compiled, directory, display) as observer:
         display.note(f"{compiled.config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")
         async with _started(workers, setup):
-            summary = await _execute(compiled, workers, rows, directory, seen, display)
+            summary = await _execute(compiled, workers, rows, directory, observer, display)
     directory.write_summary(summary.to_json())
     return summary
 
@@ -88,15 +90,15 @@ async def _execute(
     workers: Workers,
     rows: dict[str, DatasetRows],
     directory: RunDirectory,
-    seen: RunObserver,
+    observer: RunObserver,
     display: Display,
 ) -> RunSummary:
     saved = saved_models(compiled.graph)
     checkpoints = Checkpoints(directory.checkpoints, saved)
     with Ledger(directory.ledger, make_header(compiled.plan)) as ledger:
-        executor = Executor(compiled.plan, workers, rows, seen, checkpoints, ledger, compiled.config.seed)
+        executor = Executor(compiled.plan, workers, rows, observer, checkpoints, ledger, compiled.config.seed)
         start = time.monotonic()
-        with _interrupts(executor.stop, display):
+        with _stop_on_interrupt(executor.stop, display):
             outcome = await executor.run()
         seconds = time.monotonic() - start
         if outcome.steps and checkpoints.last != outcome.steps:
@@ -111,14 +113,14 @@ async def _execute(
         reason=outcome.reason,
         plan_digest=compiled.plan.digest,
         samples=samples,
-        values=dict(seen.shown),
+        values=dict(observer.shown),
     )
 
 
-def _begin(compiled: Compiled) -> RunDirectory:
+def _create_directory(compiled: Compiled) -> RunDirectory:
     directory = RunDirectory.create(compiled.config.out, compiled.config.name)
     directory.config.write_text(to_yaml(compiled.config), encoding="utf-8")
-    directory.plan.write_text(document(compiled) + "\n", encoding="utf-8")
+    directory.plan.write_text(plan_file_text(compiled) + "\n", encoding="utf-8")
     return directory
 
 
@@ -145,16 +147,16 @@ async def _started(workers: Workers, setup: WorkerSetup) -> AsyncIterator[None]:
 
 
 @contextmanager
-def _interrupts(stop: Callable[[], None], display: Display) -> Iterator[None]:
-    """The first Ctrl-C lets the run end by itself; the second takes the usual course."""
+def _stop_on_interrupt(stop: Callable[[], None], display: Display) -> Iterator[None]:
+    """Stop gracefully at the first Ctrl-C; the second raises KeyboardInterrupt as usual."""
     loop = asyncio.get_running_loop()
 
-    def first() -> None:
+    def on_interrupt() -> None:
         loop.remove_signal_handler(signal.SIGINT)
-        display.note("stopping: what runs finishes and is saved; press Ctrl-C again to end at once")
+        display.note("stopping: running work finishes and is saved; press Ctrl-C again to stop at once")
         stop()
 
-    loop.add_signal_handler(signal.SIGINT, first)
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Everything that workers and the executor are made from, chosen by configuration and plan."""
+"""Builds what workers and the executor need: setup, workers and the rows of datasets."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] | None = None) -> WorkerSetup:
-    """What each worker is built from.
+    """Return the setup that every worker receives.
 
     Args:
         compiled: the recipe.
-        factories: backend name -> what builds it on the workers; None: those of the registry.
+        factories: name of a backend or engine -> the function that builds it; None: those of the registry.
 
     Raises:
-        ConfigError: when a model or dataset is not configured.
+        ConfigError: if a model or dataset is not configured.
     """
     return WorkerSetup(
         plan=compiled.plan,
@@ -50,7 +50,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
 
 
 def make_workers(compiled: Compiled, processes: RayActors | None = None) -> Workers:
-    """Workers on Ray (in these processes, or in some of their own), or all in this process, as configured."""
+    """Return workers as configured: on Ray, in the given or in new processes, or all in this process."""
     if compiled.config.workers == "inproc":
         from hflow.workers.inproc import InprocWorkers
 
@@ -61,10 +61,10 @@ def make_workers(compiled: Compiled, processes: RayActors | None = None) -> Work
 
 
 def open_rows(compiled: Compiled) -> dict[str, DatasetRows]:
-    """Open every stream's dataset, check its first row, and fix the order of its rows.
+    """Open the dataset of every stream, check its first row, and return the order of its rows.
 
     Raises:
-        DataError: for a file that is not what the recipe declares.
+        DataError: for a file that does not have the columns that the recipe declares.
     """
     datasets = {dataset.name: dataset for dataset in compiled.graph.datasets}
     rows: dict[str, DatasetRows] = {}
@@ -87,7 +87,7 @@ def _data_settings(compiled: Compiled, dataset: DatasetSpec) -> DataSettings:
         )
     if config.path is not None and config.generator is not None:
         raise ConfigError(
-            f"data.{dataset.name} has both a path and a generator; set data.{dataset.name}.generator=null to "
+            f"data.{dataset.name} has both path and generator; set data.{dataset.name}.generator=null to "
             "read the file"
         )
     return DataSettings(

@@ -144,7 +144,7 @@ def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (SFT, "models.actor.alphabet=null", "a tokenizer needs the path of a checkpoint or an alphabet"),
         (SFT, "out=r.py", "cannot make a directory in out='r.py': Not a directory"),
         (SFT, "name=/etc/run", "name='/etc/run' is not the name of a directory"),
-        (SFT, "data.train.path=r.jsonl", "data.train has both a path and a generator; set"),
+        (SFT, "data.train.path=r.jsonl", "data.train has both path and generator; set"),
     ],
 )
 def test_a_configuration_that_does_not_fit(

@@ -41,11 +41,9 @@ def test_there_must_be_an_optimizer_to_go_on_with(checkpoint: Path, tmp_path: Pa
         run("recipes/sft.py", tmp_path, *SFT, *OPTIM, resume)
     summary = run("recipes/sft.py", tmp_path, *SFT, *OPTIM, "steps=1", "models.actor.save_optimizer=false")
     bare = (summary.directory / "checkpoints" / "latest" / "actor").resolve()
-    with pytest.raises(ConfigError, match=r"which has no shards/ .*; set models.actor.resume=false"):
+    with pytest.raises(ConfigError, match=r"no optimizer state \(shards/\); set models.actor.resume=false"):
         run("recipes/sft.py", tmp_path, *SFT, *OPTIM, resume, f"models.actor.path={bare}")
     models = [f"models.{name}.path={checkpoint}" for name in ("actor", "ref")]
     frozen = ["workers=inproc", "cluster=cpu-1x1", *models, "models.ref.resume=true"]
-    with pytest.raises(
-        ConfigError, match=r"models.ref.resume is for models that are trained, and ref is frozen"
-    ):
+    with pytest.raises(ConfigError, match=r"models.ref.resume is for trained models, but ref is frozen"):
         run("recipes/ppo.py", tmp_path, *frozen)

@@ -14,7 +14,7 @@ import pytest
 from runs import ROOT, module, run, worker_processes
 
 from hflow.errors import ConfigError, PlanError
-from hflow.launch.twin_run import Twin, run_twin
+from hflow.launch.twin_run import TwinReport, run_twin
 from hflow.report.twin_text import (
     CHANGE_TOLERANCE,
     LEAST_SCALE,
@@ -88,7 +88,7 @@ def judge() -> Iterator[list[str]]:
     server.server_close()
 
 
-def twin(recipe: str, overrides: list[str], layouts: list[str] | None, processes: RayActors) -> Twin:
+def twin(recipe: str, overrides: list[str], layouts: list[str] | None, processes: RayActors) -> TwinReport:
     return run_twin(ROOT / recipe, overrides, layouts, 3, lambda line: None, processes)
 
 
@@ -190,7 +190,7 @@ recipe = Recipe("ranked", data, [view, learn])
 
 def test_what_cannot_be_compared_is_refused(processes: RayActors) -> None:
     sft = ROOT / "recipes/sft.py"
-    with pytest.raises(ConfigError, match=r"--steps is 1; a twin needs at least 2"):
+    with pytest.raises(ConfigError, match=r"--steps is 1; it must be at least 2"):
         run_twin(sft, [], ["d2"], 1, lambda line: None, processes)
     with pytest.raises(PlanError, match=r"layout 'x2' is not understood"):
         run_twin(sft, [], ["x2"], 2, lambda line: None, processes)

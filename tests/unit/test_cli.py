@@ -157,7 +157,7 @@ def test_a_plan_that_no_longer_fits_is_one_line(lock: str, monkeypatch, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(
-        f"error: {lock} no longer fits: schedule num_steps: 7 -> 8, and 2 more; see "
+        f"error: {lock} is out of date: schedule num_steps: 7 -> 8, and 2 more; see "
     )
     assert captured.err.count("\n") == 1
 
@@ -188,15 +188,15 @@ def test_the_configuration_of_a_plan_file(good: str, lock: str, monkeypatch, cap
         ),
         (
             ["plan", "--diff", "a", "b", "steps=3"],
-            "error: steps=3 changes nothing: neither 'a' nor 'b' is a ",
+            "error: steps=3 has no effect: neither 'a' nor 'b' is a ",
         ),
-        (["plan", "--diff", "a", "GOOD"], "error: the plan file 'a' cannot be read: No such file"),
-        (["plan", "--diff", "DIR", "GOOD"], "error: DIR is no run's directory: it has no plan.json"),
+        (["plan", "--diff", "a", "GOOD"], "error: cannot read the plan file 'a': No such file"),
+        (["plan", "--diff", "DIR", "GOOD"], "error: DIR is not a run's directory: it has no plan.json"),
         (["plan", "--diff", "GOOD", "none.py"], "error: there is no recipe file 'none.py'"),
-        (["run", "--plan", "GOOD"], "error: GOOD is no plan file: it is not JSON: "),
+        (["run", "--plan", "GOOD"], "error: GOOD is not a plan file: invalid JSON: "),
         (
             ["run", "--plan", "none.json", "steps=3"],
-            "error: the plan file 'none.json' cannot be read: No such",
+            "error: cannot read the plan file 'none.json': No such",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -33,9 +33,12 @@ def test_the_plan_says_which_cores(cores: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (["cores=[1,2,3]"], r"cores is \[1, 2, 3\]; name the cores of each of a machine's 2 devices, or one"),
-        (["cores=[0]"], r"cores is \[0\]; name"),
-        (["cores=[1]", "workers=inproc"], r"cores binds worker processes, of which workers=inproc has none"),
+        (
+            ["cores=[1,2,3]"],
+            r"cores is \[1, 2, 3\]; give the number of cores of each of a machine's 2",
+        ),
+        (["cores=[0]"], r"cores is \[0\]; give"),
+        (["cores=[1]", "workers=inproc"], r"cores binds worker processes, but workers=inproc has none"),
     ],
 )
 def test_what_cannot_be_bound_is_refused(change: list[str], reason: str) -> None:

@@ -195,7 +195,7 @@ def test_files_that_are_none(recipe):
 
 def test_memory_below_what_the_runtime_takes(recipe):
     refused(
-        "device_memory_gib is 0.25, but a cpu needs 0.4 for its runtime alone; set it to more than 0.4",
+        "device_memory_gib is 0.25, but a cpu needs 0.4 for its runtime; set it to more than 0.4",
         recipe,
         device_memory_gib=0.25,
     )
@@ -293,8 +293,8 @@ def test_a_checkpoint_goes_before_the_architecture(tmp_path):
     request = requested(GRPO, checkpoint(tmp_path, json.dumps(TINY)))
     assert request.shapes["actor"] == read_shape(TINY)
     assert request.warnings == (
-        f"models.actor: the plan is that of the checkpoint {tmp_path} (hidden_size 64), not of the "
-        "architecture (hidden_size 128); set models.actor.path=null to plan the latter",
+        f"models.actor: the plan uses the checkpoint {tmp_path} (hidden_size 64), not the "
+        "architecture (hidden_size 128); set models.actor.path=null to use the architecture",
     )
     same = requested(GRPO, checkpoint(tmp_path, json.dumps(TINY)), "models.actor.architecture=null")
     assert same.warnings == ()
@@ -310,7 +310,7 @@ def test_a_family_that_the_backend_does_not_build(tmp_path):
     gpt2 = checkpoint(tmp_path, json.dumps({"model_type": "gpt2"}))
     assert "actor" not in requested(GRPO, gpt2).shapes
     message = (
-        f"{tmp_path}/config.json: model_type 'gpt2' is not one that the megatron backend builds (llama, "
+        f"{tmp_path}/config.json: the megatron backend does not build model_type 'gpt2' (it builds llama, "
         "mistral, qwen2, qwen3); set models.actor.backend=torch"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -342,7 +342,7 @@ def test_a_family_that_the_planner_does_not_know(tmp_path):
         (
             {"hidden_size": 68},
             "hidden_size 68 is not a multiple of num_attention_heads 8; set num_attention_heads to 4, or "
-            "say head_dim",
+            "set head_dim",
         ),
     ],
 )
@@ -354,9 +354,9 @@ def test_a_checkpoint_that_cannot_be(change: dict[str, object], message: str, tm
 
 
 def test_a_checkpoint_that_is_not_json(tmp_path):
-    with pytest.raises(ConfigError, match=r"config.json: this is not JSON: "):
+    with pytest.raises(ConfigError, match=r"config.json: invalid JSON: "):
         requested(GRPO, checkpoint(tmp_path, "{"))
-    with pytest.raises(ConfigError, match=r"config.json: it must be a mapping"):
+    with pytest.raises(ConfigError, match=r"config.json must be a JSON object"):
         requested(GRPO, checkpoint(tmp_path, "[]"))
 
 

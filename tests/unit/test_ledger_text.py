@@ -118,7 +118,7 @@ def test_a_run_is_named_or_is_a_directory(runs: Path, monkeypatch, capsys, run: 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("why", "smal", "2"), "'smal' is no run with a ledger; .* did you mean 'small'"),
+        (("why", "smal", "2"), "there is no run 'smal' with a ledger; .* did you mean 'small'"),
         (("why", "small", "12"), "gen has no sample 12. It has samples 0 to 9."),
         (("samples", "small", "--where", "lagg > 2"), "no such column: lagg; the columns are id, stream"),
         (("samples", "small", "--json", "--csv"), "take one of them"),

@@ -1,4 +1,4 @@
-"""A plan file runs exactly its plan, or says in one line what no longer fits."""
+"""A plan file runs exactly its plan, or says in one line what is out of date."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def lock(*overrides: str) -> Path:
     """Write the recipe's plan file."""
     file = Path("lock.json")
-    file.write_text(launch.document(launch.compile_recipe("recipes/small.py", overrides)))
+    file.write_text(launch.plan_file_text(launch.compile_recipe("recipes/small.py", overrides)))
     return file
 
 
@@ -70,13 +70,13 @@ def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def misfit(file: Path, *overrides: str) -> str:
-    """The line that says what no longer fits."""
+    """The line that says what is out of date."""
     with pytest.raises(PlanError) as refused:
-        launch.compile_locked(file, None, overrides)
+        launch.compile_plan_file(file, None, overrides)
     message = str(refused.value)
     assert "\n" not in message
-    assert message.startswith("lock.json no longer fits: ")
-    return message.removeprefix("lock.json no longer fits: ")
+    assert message.startswith("lock.json is out of date: ")
+    return message.removeprefix("lock.json is out of date: ")
 
 
 def test_a_plan_file_holds_recipe_configuration_and_plan(checkout: Path):
@@ -88,7 +88,7 @@ def test_a_plan_file_holds_recipe_configuration_and_plan(checkout: Path):
 
 def test_it_compiles_to_its_plan(checkout: Path):
     file = lock("cluster=cpu-1x2", "models.actor.optim.lr=3e-4", "nodes.actor_train.clip=0.1")
-    compiled = launch.compile_locked(file)
+    compiled = launch.compile_plan_file(file)
     assert compiled.plan.digest == json.loads(file.read_text())["plan"]["digest"]
     assert compiled.config.models["actor"].optim.lr == 3e-4
 
@@ -96,7 +96,7 @@ def test_it_compiles_to_its_plan(checkout: Path):
 def test_the_yaml_beside_the_recipe_has_no_say(checkout: Path):
     file = lock()
     Path("recipes/small.yaml").write_text("steps: 99\n")
-    assert launch.compile_locked(file).config.steps == 7
+    assert launch.compile_plan_file(file).config.steps == 7
 
 
 def test_it_moves_with_its_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch):
@@ -104,14 +104,14 @@ def test_it_moves_with_its_checkout(checkout: Path, monkeypatch: pytest.MonkeyPa
     moved = checkout.with_name("moved")
     checkout.rename(moved)
     monkeypatch.chdir(moved)
-    assert launch.compile_locked("lock.json").recipe == Path("recipes/small.py")
+    assert launch.compile_plan_file("lock.json").recipe == Path("recipes/small.py")
 
 
 def test_a_recipe_outside_the_working_directory_is_absolute(checkout: Path, monkeypatch: pytest.MonkeyPatch):
     elsewhere = checkout / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    text = launch.document(launch.compile_recipe(checkout / "recipes" / "small.py"))
+    text = launch.plan_file_text(launch.compile_recipe(checkout / "recipes" / "small.py"))
     assert json.loads(text)["recipe"] == str(checkout / "recipes" / "small.py")
 
 
@@ -119,16 +119,16 @@ def test_a_recipe_that_went_elsewhere_is_named(checkout: Path):
     file = lock()
     shutil.move("recipes/small.py", "small.py")
     with pytest.raises(
-        RecipeError, match=r"lock\.json is a plan of 'recipes/small\.py', which is not here; run"
+        RecipeError, match=r"lock\.json is a plan of 'recipes/small\.py', which does not exist here; run"
     ):
-        launch.compile_locked(file)
-    assert launch.compile_locked(file, "small.py").plan.recipe == "small"
+        launch.compile_plan_file(file)
+    assert launch.compile_plan_file(file, "small.py").plan.recipe == "small"
     with pytest.raises(RecipeError, match=r"^there is no recipe file 'other\.py'$"):
-        launch.compile_locked(file, "other.py")
+        launch.compile_plan_file(file, "other.py")
 
 
 def test_overrides_that_leave_the_plan_alone(checkout: Path):
-    compiled = launch.compile_locked(lock(), None, ["out=elsewhere", "name=again"])
+    compiled = launch.compile_plan_file(lock(), None, ["out=elsewhere", "name=again"])
     assert (compiled.config.out, compiled.config.name, compiled.config.steps) == ("elsewhere", "again", 7)
 
 
@@ -137,8 +137,8 @@ def test_a_configuration_with_quotes_colons_and_nulls_survives_overrides(checkou
         NUMBERS + "    chat_template: \"{% for m in messages %}{{ m['content'] }}: 'x'\\n{% endfor %}\"\n"
     )
     file = lock()
-    assert launch.compile_locked(file, None, ["out=elsewhere"]).config.models == (
-        launch.compile_locked(file).config.models
+    assert launch.compile_plan_file(file, None, ["out=elsewhere"]).config.models == (
+        launch.compile_plan_file(file).config.models
     )
 
 
@@ -182,28 +182,31 @@ def test_rows_that_another_planner_made(checkout: Path):
 def test_the_digest_in_a_file_is_not_what_counts(checkout: Path):
     file = lock()
     edit(file, lambda values: values["plan"].update(digest="0" * 64, warnings=["mind the gap"]))
-    assert launch.compile_locked(file).plan.digest != "0" * 64
+    assert launch.compile_plan_file(file).plan.digest != "0" * 64
 
 
 def test_an_unknown_key_in_a_file_or_an_override(checkout: Path):
     file = lock()
     with pytest.raises(ConfigError, match=r"^unknown key 'stps'; did you mean 'steps'\?$"):
-        launch.compile_locked(file, None, ["stps=1"])
+        launch.compile_plan_file(file, None, ["stps=1"])
     edit(file, lambda values: values["config"].update(stps=1))
     with pytest.raises(
-        ConfigError, match=r"^lock\.json: its configuration does not fit this version: unknown"
+        ConfigError, match=r"^lock\.json: its configuration does not fit this version of hflow: unknown"
     ):
-        launch.compile_locked(file)
+        launch.compile_plan_file(file)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hello", "lock.json is no plan file: it is not JSON: Expecting value: line 1 column 1 (char 0)"),
-        ("[1]", "lock.json is no plan file; `hflow plan RECIPE --json` prints one"),
-        ('{"digest": "0"}', "lock.json is no plan file; `hflow plan RECIPE --json` prints one"),
-        ('{"format": 2}', "lock.json has format 2, but this version of hflow reads format 1; make it again"),
-        ('{"format": 1, "recipe": "a.py"}', "lock.json is no plan file: its 'config' is missing"),
+        ("hello", "lock.json is not a plan file: invalid JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("[1]", "lock.json is not a plan file; `hflow plan RECIPE --json` prints one"),
+        ('{"digest": "0"}', "lock.json is not a plan file; `hflow plan RECIPE --json` prints one"),
+        (
+            '{"format": 2}',
+            "lock.json has format 2, but this version of hflow reads format 1",
+        ),
+        ('{"format": 1, "recipe": "a.py"}', "lock.json is not a plan file: its 'config' is missing"),
         (
             '{"format": 1, "recipe": "a.py", "config": {}, "plan": {}}',
             "lock.json: the rows of a plan are not such as this version of hflow makes (KeyError: ",
@@ -213,43 +216,43 @@ def test_an_unknown_key_in_a_file_or_an_override(checkout: Path):
 def test_a_file_that_is_no_plan(text: str, message: str, checkout: Path):
     Path("lock.json").write_text(text)
     with pytest.raises(ConfigError) as refused:
-        launch.compile_locked("lock.json")
+        launch.compile_plan_file("lock.json")
     assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
 
 
 def test_a_file_that_cannot_be_read(checkout: Path):
-    with pytest.raises(ConfigError, match=r"'none\.json' cannot be read: No such file"):
-        launch.compile_locked("none.json")
+    with pytest.raises(ConfigError, match=r"cannot read the plan file 'none\.json': No such file"):
+        launch.compile_plan_file("none.json")
     Path("lock.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"lock\.json is no plan file: it is not JSON"):
-        launch.compile_locked("lock.json")
+    with pytest.raises(ConfigError, match=r"lock\.json is not a plan file: invalid JSON"):
+        launch.compile_plan_file("lock.json")
 
 
 def test_the_directory_of_a_run(checkout: Path):
     run = Path("runs/small/20260131-142500")
     run.mkdir(parents=True)
     lock().rename(run / "plan.json")
-    assert launch.compile_locked(run).config.steps == 7
-    with pytest.raises(ConfigError, match=r"^runs/small is no run's directory: it has no plan\.json$"):
-        launch.compile_locked("runs/small")
+    assert launch.compile_plan_file(run).config.steps == 7
+    with pytest.raises(ConfigError, match=r"^runs/small is not a run's directory: it has no plan\.json$"):
+        launch.compile_plan_file("runs/small")
     Path("runs/small/latest").symlink_to(run.name)
     with pytest.raises(ConfigError, match=r"; the newest run in it is runs/small/latest$"):
-        launch.compile_locked("runs/small")
+        launch.compile_plan_file("runs/small")
 
 
 def test_files_runs_and_recipes_are_compared(checkout: Path):
     file = str(lock())
-    assert launch.compare(file, "recipes/small.py").changes == ()
-    changed = launch.compare(file, "recipes/small.py", ["cluster=cpu-1x2"])
+    assert launch.compare_plans(file, "recipes/small.py").changes == ()
+    changed = launch.compare_plans(file, "recipes/small.py", ["cluster=cpu-1x2"])
     assert changed.effect is Effect.RESHARD
-    assert launch.compare("recipes/small.py", file, ["cluster=cpu-1x2"]).effect is Effect.RESHARD
-    assert launch.compare("recipes/small.py", "recipes/small.py", ["cluster=cpu-1x2"]).changes == ()
+    assert launch.compare_plans("recipes/small.py", file, ["cluster=cpu-1x2"]).effect is Effect.RESHARD
+    assert launch.compare_plans("recipes/small.py", "recipes/small.py", ["cluster=cpu-1x2"]).changes == ()
 
 
 def test_overrides_need_a_recipe_to_change(checkout: Path):
     file = str(lock())
     with pytest.raises(
-        HflowError, match=r"^steps=3 changes nothing: neither 'lock\.json' nor 'lock\.json' is a"
+        HflowError, match=r"^steps=3 has no effect: neither 'lock\.json' nor 'lock\.json' is a"
     ):
-        launch.compare(file, file, ["steps=3"])
+        launch.compare_plans(file, file, ["steps=3"])

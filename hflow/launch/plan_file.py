@@ -1,0 +1,191 @@
+"""Plan files: a recipe's path, its whole configuration and its plan in one JSON file.
+
+A plan file locks a run. `hflow run --plan` compiles the recipe again with the stored configuration, and runs
+the result only if it equals the stored plan, row by row. Rows that were read from a file are never executed.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hflow.config import RunConfig, load_config, to_mapping, to_yaml
+from hflow.errors import ConfigError, PlanError, RecipeError
+from hflow.launch.compile import Compiled, compile_recipe
+from hflow.planner.diff import PlanDiff, diff_plans, more
+from hflow.planner.serialise import to_json
+from hflow.validation import from_mapping
+
+FORMAT = 1
+"""Format of plan files. It is raised when rows change so that older files cannot be compared."""
+
+_KEYS: Mapping[str, type] = {"recipe": str, "config": dict, "plan": dict}
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """The content of a plan file."""
+
+    path: Path
+    recipe: str
+    """The recipe's file: relative to the working directory of `hflow plan` if it was in it, else absolute."""
+    config: Mapping[str, Any]
+    """The whole configuration as plain values."""
+    rows: Mapping[str, Any]
+    """The plan as `to_json` returns it."""
+
+    def configuration(self, overrides: Sequence[str] = ()) -> RunConfig:
+        """Return the stored configuration with overrides.
+
+        Raises:
+            ConfigError: for a key or value, stored or overridden, that this version does not know.
+        """
+        try:
+            config = from_mapping(RunConfig, self.config)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.path}: its configuration does not fit this version of hflow: {error}"
+            ) from error
+        if not overrides:
+            return config
+        with TemporaryDirectory() as directory:
+            (Path(directory) / "plan.yaml").write_text(to_yaml(config), encoding="utf-8")
+            return load_config(Path(directory) / "plan.py", overrides)
+
+
+def plan_file_text(compiled: Compiled) -> str:
+    """Return the plan file of a compiled recipe, as indented JSON."""
+    recipe, directory = compiled.recipe.absolute(), Path.cwd()
+    is_local = recipe.is_relative_to(directory)
+    values = {
+        "format": FORMAT,
+        "recipe": (recipe.relative_to(directory) if is_local else recipe).as_posix(),
+        "config": to_mapping(compiled.config),
+        "plan": to_json(compiled.plan),
+    }
+    return json.dumps(values, indent=2)
+
+
+def read_plan_file(path: str | Path) -> PlanFile:
+    """Read a plan file, or the plan file in a run's directory.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    file = _resolve(Path(path))
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the plan file {str(file)!r}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not a plan file: invalid JSON: {error}") from error
+    _check(file, values)
+    return PlanFile(file, values["recipe"], values["config"], values["plan"])
+
+
+def compose_plan_file(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """Return the configuration of a plan file with overrides, as YAML."""
+    return to_yaml(read_plan_file(path).configuration(overrides))
+
+
+def compile_plan_file(
+    path: str | Path, recipe: str | Path | None = None, overrides: Sequence[str] = ()
+) -> Compiled:
+    """Compile the recipe of a plan file with its configuration, and check that the plan is the stored one.
+
+    Args:
+        path: a plan file or a run's directory.
+        recipe: the recipe's file, if it has moved; None: the stored path.
+        overrides: configuration to change that does not change the plan, such as `out=elsewhere`.
+
+    Raises:
+        ConfigError: for a file that is not a plan file, or overrides that do not fit.
+        PlanError: if the plan differs from the stored one; the message names the first change.
+        RecipeError: if there is no recipe.
+    """
+    file = read_plan_file(path)
+    recipe_file, config = _recipe_file(file, recipe), file.configuration(overrides)
+    try:
+        compiled = compile_recipe(recipe_file, config=config)
+    except (ConfigError, PlanError, RecipeError) as error:
+        raise PlanError(f"{file.path} is out of date: {error}") from error
+    diff = diff_plans(file.rows, to_json(compiled.plan))
+    if diff.decided:
+        command = shlex.join(["hflow", "plan", "--diff", str(file.path), str(recipe_file), *overrides])
+        others = more(len(diff.decided) - 1)
+        raise PlanError(f"{file.path} is out of date: {diff.decided[0]}{others}; see `{command}`")
+    return compiled
+
+
+def compare_plans(before: str, after: str, overrides: Sequence[str] = ()) -> PlanDiff:
+    """Compare two plans.
+
+    Args:
+        before: a plan file, a run's directory, or a recipe (`.py`), which is compiled.
+        after: the same.
+        overrides: configuration with which recipes are compiled.
+
+    Raises:
+        HflowError: for any other file, or a recipe that cannot be compiled.
+    """
+    if overrides and not (_is_recipe(before) or _is_recipe(after)):
+        raise ConfigError(
+            f"{overrides[0]} has no effect: neither {before!r} nor {after!r} is a recipe (a .py file)"
+        )
+    return diff_plans(_rows(before, overrides), _rows(after, overrides))
+
+
+def _rows(operand: str, overrides: Sequence[str]) -> Mapping[str, Any]:
+    if _is_recipe(operand):
+        return to_json(compile_recipe(operand, overrides).plan)
+    return read_plan_file(operand).rows
+
+
+def _is_recipe(operand: str) -> bool:
+    return Path(operand).suffix == ".py"
+
+
+def _recipe_file(file: PlanFile, recipe: str | Path | None) -> Path:
+    path = Path(file.recipe if recipe is None else recipe)
+    if path.is_file():
+        return path
+    if recipe is not None:
+        raise RecipeError(f"there is no recipe file {str(recipe)!r}")
+    raise RecipeError(
+        f"{file.path} is a plan of {file.recipe!r}, which does not exist here; run hflow in the directory "
+        f"where the plan was made, or name the recipe: hflow run --plan {file.path} RECIPE"
+    )
+
+
+def _resolve(path: Path) -> Path:
+    """Return the plan file that a path names: the path itself, or the file in a run's directory."""
+    if not path.is_dir():
+        return path
+    if (path / "plan.json").is_file():
+        return path / "plan.json"
+    newest = path / "latest"
+    hint = f"; the newest run in it is {newest}" if (newest / "plan.json").is_file() else ""
+    raise ConfigError(f"{path} is not a run's directory: it has no plan.json{hint}")
+
+
+def _check(file: Path, values: Any) -> None:
+    """Check that the content of a file is a plan file of this format."""
+    if not isinstance(values, dict) or "format" not in values:
+        raise ConfigError(f"{file} is not a plan file; `hflow plan RECIPE --json` prints one")
+    if values["format"] != FORMAT:
+        raise ConfigError(
+            f"{file} has format {values['format']!r}, but this version of hflow reads format {FORMAT}; "
+            f"create it again with `hflow plan RECIPE --json`"
+        )
+    for key, kind in _KEYS.items():
+        if not isinstance(values.get(key), kind):
+            raise ConfigError(f"{file} is not a plan file: its {key!r} is missing or damaged")
+    try:
+        diff_plans(values["plan"], values["plan"])
+    except PlanError as error:
+        raise ConfigError(f"{file}: {error}") from error
