@@ -136,8 +136,8 @@ class Worker:
         self._encoder = EncodeRunner(
             self._plan, self._programs("encode"), self._store, tokenizers, self._fail
         )
-        rows = {name: p for name, p in self._programs("compute").items() if p.level != "batch"}
-        self._computes = ComputeRunner(rows, self._store, setup.pool_processes, self._fail)
+        programs = {name: p for name, p in self._programs("compute").items() if p.level != "batch"}
+        self._computes = ComputeRunner(programs, self._store, setup.pool_processes, self._fail)
         self._batch_nodes = BatchNodeRunner(
             self._plan, setup.programs, self._store, self._backends, self._computes
         )
@@ -240,7 +240,7 @@ class Worker:
         ]
 
     def _values(self, task: NodeTask) -> tuple[float, ...]:
-        """Return what the controller needs of the field that a node returned; empty if it needs none."""
+        """Return the node's reported field of each sample; empty if it reports none."""
         program = self._setup.programs[task.node]
         if program.reported is None or not task.samples:
             return ()
