@@ -15,7 +15,7 @@ from hflow.planner.request import PlanRequest
 from hflow.planner.stream_workloads import stream_workloads
 
 
-def forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
+def build_forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
     """Return all that can be estimated of a plan, or None without figures of the hardware."""
     if request.hardware is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from hflow.graph.ir import Graph, Level
-from hflow.planner.build_forecast import forecast
+from hflow.planner.build_forecast import build_forecast
 from hflow.planner.data.data_rules import batch_cuts, edge_rules, save_rule
 from hflow.planner.graph_queries import root_streams, saved_models
 from hflow.planner.ir import SAVE_PREFIX, Placement, Plan
@@ -39,7 +39,7 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
         models = {c.model: dataclasses.replace(request.model(c.model), layout=str(c.layout)) for c in chosen}
         request = dataclasses.replace(request, models={**request.models, **models})
         plan, request = _compile_rows(graph, request)
-    estimates = forecast(plan, request)
+    estimates = build_forecast(plan, request)
     if estimates is not None:
         reasons = tuple((choice.replica, choice.why) for choice in chosen)
         estimates = dataclasses.replace(estimates, layouts=reasons)

@@ -29,17 +29,17 @@ def to_json(plan: Plan) -> dict[str, Any]:
     Raises:
         PlanError: for a setting, knob or option that cannot be written as JSON.
     """
-    row = plain(plan)
+    row = to_plain(plan)
     assert isinstance(row, dict)
     return row
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a row as plain JSON values: tuples become lists, layouts and enums become text."""
     if type(value) in _SCALARS:  # a fast path for most values of a large plan
         return value
     if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, Layout | enum.Enum):
         return str(value)
     if isinstance(value, int | float | str):
@@ -50,41 +50,41 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _field_values(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(value[key]) for key in sorted(value, key=str)}
+        return {str(key): to_plain(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, set | frozenset):
-        return sorted(plain(item) for item in value)
+        return sorted(to_plain(item) for item in value)
     raise PlanError(
         f"{value!r} cannot be part of a plan; use numbers, strings, lists or mappings in settings and knobs"
     )
 
 
 def _field_values(value: DataclassInstance) -> dict[str, Any]:
-    return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return the sha256 of all that decides a run, equal on every machine; see `digested`."""
+    """Return the sha256 of all that decides a run, equal on every machine; see `decisive_rows`."""
     return rows_digest(to_json(plan))
 
 
 def rows_digest(rows: Mapping[str, Any]) -> str:
     """Return the digest of a plan's JSON rows, ignoring the digest that the rows contain."""
-    text = json.dumps(digested(rows), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(decisive_rows(rows), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def digested(rows: Mapping[str, Any]) -> dict[str, Any]:
+def decisive_rows(rows: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a plan's JSON rows that decides a run.
 
     It excludes the digest itself, warnings and notes, estimates, and the location of files: lines in the
     recipe's source (its bodies have their own digests) and directories of absolute paths.
     """
-    kept = {key: value for key, value in rows.items() if key not in _NOT_DIGESTED}
-    kept["graph"] = _without_locations(
+    decisive = {key: value for key, value in rows.items() if key not in _NOT_DIGESTED}
+    decisive["graph"] = _without_locations(
         {k: v for k, v in rows["graph"].items() if k not in ("warnings", "notes")}
     )
-    kept["settings"] = [[name, portable(value)] for name, value in rows["settings"]]
-    return kept
+    decisive["settings"] = [[name, without_directories(value)] for name, value in rows["settings"]]
+    return decisive
 
 
 def _without_locations(row: Any) -> Any:
@@ -94,12 +94,12 @@ def _without_locations(row: Any) -> Any:
     return [_without_locations(item) for item in row] if isinstance(row, list) else row
 
 
-def portable(value: Any) -> Any:
+def without_directories(value: Any) -> Any:
     """Return a setting with only the file name of absolute paths."""
     if isinstance(value, str) and os.path.isabs(value):
         return Path(value).name
     if isinstance(value, list):
-        return [portable(item) for item in value]
+        return [without_directories(item) for item in value]
     if isinstance(value, dict):
-        return {key: portable(item) for key, item in value.items()}
+        return {key: without_directories(item) for key, item in value.items()}
     return value

@@ -12,7 +12,7 @@ from hflow.planner.diff.facts import TOPICS as ESTIMATED
 from hflow.planner.diff.facts import estimates, graph_facts, placed_facts
 from hflow.planner.diff.formatting import Fact, apart, parting, plain, same
 from hflow.planner.diff.plan_rows import Lone, Rows, Subjects, model_names, node_names
-from hflow.planner.serialise import digested, rows_digest
+from hflow.planner.serialise import decisive_rows, rows_digest
 
 _GRAVITY = tuple(Effect)
 _NUM_CHARS = 60
@@ -169,7 +169,7 @@ def _first(subject: dict[str, Fact] | None) -> str | None:
 
 def _rest(before: Rows, after: Rows) -> Iterator[Change]:
     """What no fact tells: rows that no planner of this version would make."""
-    ours, theirs = digested(before), digested(after)
+    ours, theirs = decisive_rows(before), decisive_rows(after)
     if not same(ours, theirs):
         path, one, other = parting(ours, theirs)
         yield Change("rest", path, plain(one), plain(other), Effect.NEW)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hflow.planner.diff.formatting import Fact, devices, fact, layout, plain, seconds, size
 from hflow.planner.diff.plan_rows import Lone, Rows, Subjects, trained_models
-from hflow.planner.serialise import portable
+from hflow.planner.serialise import without_directories
 
 # -------------------- What a plan's JSON rows estimate, as facts: bytes, seconds, the period. No part of
 # the digest.
@@ -169,7 +169,7 @@ def _settings(settings: list[Any], lone: Lone) -> Iterator[tuple[str, dict[str, 
     for key, value in settings:
         section, _, rest = key.partition(".")
         if section != "models" or rest.partition(".")[0] not in lone.models:
-            yield key, {"": fact(portable(value))}
+            yield key, {"": fact(without_directories(value))}
 
 
 _NUMBERS = ("num_steps", "max_staleness", "sync_every", "max_concurrent", "max_refused_per_step")
