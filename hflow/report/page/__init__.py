@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from hflow.planner.ir import Plan
-from hflow.planner.serialise import plain
+from hflow.planner.serialise import to_plain
 from hflow.report.page.view import PageView, page_view
 
 STYLES = ("base.css", "graph.css", "charts.css", "devices.css", "print.css")
@@ -44,9 +44,9 @@ def render_page(plan: Plan) -> str:
 
 def _for_script(view: PageView) -> dict[str, Any]:
     """Return the data that the script needs; everything else is in the page's text."""
-    row = plain(view.devices)
+    row = to_plain(view.devices)
     names = ("per_machine", "replicas", "routes", "sets", "peaks")
-    return {"devices": {name: row[name] for name in names}, "routing": plain(view.tables.routing)}
+    return {"devices": {name: row[name] for name in names}, "routing": to_plain(view.tables.routing)}
 
 
 def _joined(names: tuple[str, ...]) -> Markup:
