@@ -19,7 +19,7 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import CycleStep, Period, Slot
 from hflow.planner.ir import Plan
 from hflow.planner.model_shape import ModelShape
-from hflow.planner.serialise import plain
+from hflow.planner.serialise import to_plain
 from hflow.report.formatting import MINUS
 from hflow.report.page import render_page
 from hflow.report.page.gantt import Gantt, gantt_view
@@ -129,7 +129,7 @@ def test_names_from_plans_are_only_text():
 
 
 def test_the_view_is_plain_json():
-    row = json.loads(json.dumps(plain(page_view(plan_of("agent")))))
+    row = json.loads(json.dumps(to_plain(page_view(plan_of("agent")))))
     assert row["recipe"] == "agent"
     assert row["headline"]["tiles"][0]["label"] == "Peak memory"
 
