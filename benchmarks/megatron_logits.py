@@ -114,9 +114,9 @@ def run(rank: int, path: str) -> None:
     dist.destroy_process_group()
 
 
-def compare(path: Path, layout: str, seat: RankPosition) -> None:
+def compare(path: Path, layout: str, position: RankPosition) -> None:
     """Leave the differences of one case in `LAYOUT.json`."""
-    stage = build_stage(ModelSettings("actor", path=str(path)), ParallelState.of(seat))
+    stage = build_stage(ModelSettings("actor", path=str(path)), ParallelState.of(position))
     stage.module.eval()
     micro = [pack_tokens(batch, stage.device, stage.dtype) for batch in packs()]
     schedule = PipelineSchedule(stage, stage.module)

@@ -246,12 +246,12 @@ TRAIN = call_of(
 INFER = call_of(nodes.ref_inf, "token", {})
 
 
-def work_of(case: Case, architecture: dict[str, Any], seat: RankPosition, rank: int) -> Callable[[], Any]:
+def work_of(case: Case, architecture: dict[str, Any], position: RankPosition, rank: int) -> Callable[[], Any]:
     """What the case does again and again; the model is built and everything has happened once."""
     vocab = architecture["vocab_size"]
     if case.phase == "generate":
         return generation(case, architecture)
-    model, batch = TorchModel(settings(case, architecture), seat), batch_of(case, rank, vocab)
+    model, batch = TorchModel(settings(case, architecture), position), batch_of(case, rank, vocab)
     if case.phase == "infer":
         work: Callable[[], Any] = lambda: model.infer(INFER, [batch])  # noqa: E731
     else:
@@ -287,18 +287,18 @@ def generation(case: Case, architecture: dict[str, Any]) -> Callable[[], Any]:
 def measure(case: Case, rank: int, store: str) -> None:
     """One rank of a case: print the bytes that it held at its peak."""
     torch.set_num_threads(1)
-    seat = RankPosition()
+    position = RankPosition()
     if case.dp > 1:
         files = dist.FileStore(store, case.dp)
         dist.init_process_group(
             "gloo", store=files, rank=rank, world_size=case.dp, timeout=timedelta(minutes=5)
         )
-        seat = RankPosition(dist.group.WORLD, case.dp)
+        position = RankPosition(dist.group.WORLD, case.dp)
     warm = dataclasses.replace(case, sequences=4, tokens=32)
-    work_of(warm, case.architecture | TINY, seat, rank)()
+    work_of(warm, case.architecture | TINY, position, rank)()
     gc.collect()
     before = resident_bytes()
-    peak = peak_of(work_of(case, case.architecture, seat, rank)) - before
+    peak = peak_of(work_of(case, case.architecture, position, rank)) - before
     print(json.dumps({"peak": peak}), flush=True)
     if case.dp > 1:
         dist.barrier()

@@ -128,8 +128,9 @@ class TrainShard:
 class ModelBackend(abc.ABC):
     """One rank's shard of a model that runs infer and train nodes.
 
-    To add a backend, implement this class and register a factory for it in `hflow.launch.registry`. Results
-    may not depend on the layout: losses and metrics use denominators that are global over the replica.
+    To add a backend, implement this class, describe it in `hflow/backends/NAME/descriptor.py` and add it to
+    the registry in `hflow/planner/backends.py`; `torch_model` is an example. Results may not depend on the
+    layout: losses and metrics use denominators that are global over the replica.
     """
 
     @abc.abstractmethod

@@ -165,11 +165,11 @@ def test_a_long_node_keeps_running() -> None:
     assert [result.node for result in run("slow")] == ["slow", "slow"]
 
 
-def late_model(settings: Any, seat: Any) -> Any:
+def late_model(settings: Any, position: Any) -> Any:
     """A backend that one rank is late to build."""
     if dist.get_rank() == 1:
         time.sleep(3600)
-    dist.barrier(seat.group)
+    dist.barrier(position.group)
 
 
 def test_a_hang_while_building() -> None:

@@ -113,7 +113,7 @@ def real_peaks(
     architecture: dict[str, Any],
     num_sequences: int,
     length: int,
-    seat: RankPosition | None = None,
+    position: RankPosition | None = None,
     **changes: Any,
 ) -> tuple[int, int]:
     """Bytes of a second training step and of an inference, beyond weights and optimizer state."""
@@ -121,12 +121,12 @@ def real_peaks(
         "m", trainable=True, architecture=architecture, optim=OptimConfig(lr=1e-4), **changes
     )
     model, batch = (
-        TorchModel(settings, seat or RankPosition()),
+        TorchModel(settings, position or RankPosition()),
         batch_of(num_sequences, length, architecture["vocab_size"]),
     )
     shard = TrainShard((batch,))
     model.train(TRAIN, [shard], 0)
-    trained = max(peak(lambda: model.train(TRAIN, [shard], 1)) for _ in range(2 if seat else 1))
+    trained = max(peak(lambda: model.train(TRAIN, [shard], 1)) for _ in range(2 if position else 1))
     infers = dataclasses.replace(kit.LOGPROBS, node="infers")
     return trained, peak(lambda: model.infer(infers, [batch]))
 
