@@ -1,5 +1,6 @@
-"""Tiny HF models, packed sequences, and what transformers makes of them, for the tests of the megatron
-backend. Nothing here imports megatron.
+"""Tiny HF models, packed sequences and the results of transformers, for tests of the megatron backend.
+
+Imports no megatron.
 """
 
 from __future__ import annotations
@@ -123,14 +124,14 @@ CASES = {case.name: case for turn in ROUNDS for _, case in turn}
 
 
 def settings(case: Case, directory: Path, **changes: Any) -> ModelSettings:
-    """Settings that read the checkpoint which `write_checkpoint` wrote."""
+    """Return settings that read the checkpoint from `write_checkpoint`."""
     return ModelSettings(
         "actor", **({"trainable": True, "path": str(directory / case.name)} | case.settings | changes)
     )
 
 
 def model(case: Case) -> tuple[PreTrainedModel, ScalarHead | None]:
-    """The case's model and scalar head by transformers alone, without a weight that is 0 or 1."""
+    """Build the case's model and scalar head with transformers, without weights of 0 or 1."""
     options = {key: value for key, value in case.architecture.items() if key != "model_type"}
     config = AutoConfig.for_model(case.architecture["model_type"], **options)
     torch.manual_seed(3)
@@ -143,7 +144,7 @@ def model(case: Case) -> tuple[PreTrainedModel, ScalarHead | None]:
 
 
 def write_checkpoint(case: Case, path: Path, shard: str = "1GB") -> None:
-    """The case's model in HF layout, under its name."""
+    """Write the case's model in HF layout, to a directory with its name."""
     made, head = model(case)
     made.save_pretrained(path / case.name, max_shard_size=shard)
     if head:
@@ -152,7 +153,7 @@ def write_checkpoint(case: Case, path: Path, shard: str = "1GB") -> None:
 
 @dataclass(frozen=True)
 class Pack:
-    """One micro-batch of token ids."""
+    """A micro-batch of token ids."""
 
     lengths: tuple[int, ...]
     ids: Tensor
@@ -175,21 +176,21 @@ def packs() -> list[Pack]:
 
 
 def with_other_tokens(pack: Pack, sequence: int) -> Pack:
-    """The same micro-batch with other tokens in one of its sequences."""
+    """Return the micro-batch with other tokens in one of its sequences."""
     parts = list(pack.ids.split(pack.lengths))
     parts[sequence] = (parts[sequence] + 1) % VOCAB
     return replace(pack, ids=torch.cat(parts))
 
 
 def output_weights(pack: Pack, head: str) -> Tensor:
-    """The loss is the sum of these times the logits `[T, V]`, or times the scalars `[T]`."""
+    """Return weights whose products with the logits `[T, V]` or scalars `[T]` add up to the loss."""
     shape = (len(pack.ids), VOCAB) if head == "lm" else (len(pack.ids),)
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(pack.ids))) / 10
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a model computes; gradients and weights by HF name."""
+    """Expected outputs, gradients and weights of a model, by HF name."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor]
@@ -198,7 +199,7 @@ class Expected:
 
 @functools.cache
 def expected(name: str) -> Expected:
-    """What transformers computes for a case, sequence by sequence, in the case's dtype."""
+    """Compute a case with transformers, sequence by sequence, in the case's dtype."""
     case = CASES[name]
     made, head = model(case)
     made.to(case.dtype)
@@ -221,7 +222,7 @@ def expected(name: str) -> Expected:
 
 
 def run(rank: int, directory: str) -> None:
-    """Entry point of a rank."""
+    """Run a spawned rank."""
     import megatron_ranks
 
     megatron_ranks.run(rank, Path(directory))

@@ -1,4 +1,4 @@
-"""What four real ranks (gloo) compute with megatron, for a test to compare with transformers alone."""
+"""Results of four real ranks (gloo) with megatron, which a test compares with transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hflow.backends.megatron.weight_export import held_blocks, named_weights  # 
 
 
 def run(rank: int, path: Path) -> None:
-    """What each of four ranks does; results lie in the directory, a file for each case."""
+    """Run one of four ranks; it writes a file for each case."""
     torch.set_num_threads(1)
     weights.BUCKET_BYTES = 10_000  # several buckets for a model, and several pieces for its embedding
     store = dist.FileStore(str(path / "store"), 4)
@@ -56,7 +56,7 @@ def run(rank: int, path: Path) -> None:
 
 
 def compute(case: kit.Case, group: Any, path: Path) -> None:
-    """Outputs, gradients and exported weights of a case."""
+    """Write outputs, gradients and exported weights of a case."""
     stage = build_stage(kit.settings(case, path), ParallelState.of(RankPosition(group, *case.layout)))
     ddp = DistributedDataParallel(
         stage.config,
@@ -80,7 +80,7 @@ def compute(case: kit.Case, group: Any, path: Path) -> None:
 
 
 def norm(stage: Stage) -> torch.Tensor:
-    """Of the gradient over all ranks, by what megatron's optimizer counts on each."""
+    """Return the gradient norm over all ranks, by the rules of megatron's optimizer."""
     counted = [
         weight.main_grad.square().sum()
         for weight in stage.module.parameters()
@@ -95,7 +95,7 @@ def norm(stage: Stage) -> torch.Tensor:
 def run_schedule(
     stage: Stage, model: Any, batches: list[kit.Pack], forward_only: bool = False
 ) -> list[torch.Tensor]:
-    """Megatron's own schedule over the micro-batches; outputs on the last stage."""
+    """Run megatron's schedule on the micro-batches; return outputs on the last stage."""
     outputs: list[torch.Tensor] = []
 
     def step(packs: Iterator[kit.Pack], model: Any) -> Any:
@@ -119,7 +119,7 @@ def run_schedule(
 
 
 def loss(stage: Stage, pack: kit.Pack, hidden: torch.Tensor, outputs: list[torch.Tensor]) -> Any:
-    """Weighted sum of the output; each tensor rank adds up its part of the vocabulary."""
+    """Return the weighted sum of the output. Each tensor rank sums its part of the vocabulary."""
     weights = kit.output_weights(pack, stage.head)
     if stage.head == "lm":
         output = stage.logits(hidden).float()
@@ -137,7 +137,7 @@ def loss(stage: Stage, pack: kit.Pack, hidden: torch.Tensor, outputs: list[torch
 
 
 def coordinates(grid: ParallelState) -> dict[str, Any]:
-    """Where a rank is, and the ranks of its groups."""
+    """Return a rank's coordinates and the ranks of its groups."""
     names = ("tp", "dp", "pp", "mp", "tp_dp_cp", "intra_dist_opt")
     ranks = {name: dist.get_process_group_ranks(getattr(grid.groups, name)) for name in names}
     ends = None if grid.groups.embd is None else dist.get_process_group_ranks(grid.groups.embd)
@@ -146,7 +146,7 @@ def coordinates(grid: ParallelState) -> dict[str, Any]:
 
 
 def side_by_side(groups: dict[tuple[int, ...], Any], rank: int, path: Path) -> None:
-    """An actor and a critic of other layouts on the same two ranks, in turns."""
+    """Run an actor and a critic with different layouts on the same two ranks, in turns."""
     if rank not in kit.FIRST:
         return
     actor = build_stage(
@@ -166,7 +166,7 @@ def side_by_side(groups: dict[tuple[int, ...], Any], rank: int, path: Path) -> N
 
 
 def forward(stage: Stage, packs: list[kit.Pack]) -> list[torch.Tensor]:
-    """Outputs without gradients."""
+    """Return outputs without gradients."""
     stage.module.eval()
     with torch.no_grad():
         return run_schedule(stage, stage.module, packs, forward_only=True)

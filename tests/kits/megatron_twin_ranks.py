@@ -1,4 +1,4 @@
-"""What four real ranks (gloo) compute with `MegatronModel`, each rank leaving its results in a file."""
+"""Results of four real ranks (gloo) with `MegatronModel`; each rank writes its own to a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Groups = dict[tuple[int, ...], Any]
 
 
 def run(rank: int, path: Path, act: Callable[[int, Path, Groups], None]) -> None:
-    """Join the world, act in it, leave it."""
+    """Join the world, run the rank's part, and leave the world."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(path / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
@@ -48,7 +48,7 @@ def model(twin: twins.Twin, path: Path, group: Any, **changes: Any) -> MegatronM
 
 
 def place(twin: twins.Twin, group: Any) -> tuple[int, bool]:
-    """Data index, and whether this rank is its head, by the rule of the training order."""
+    """Return the data index, and whether this rank is its head, by the order of ranks."""
     p, rest = divmod(group.rank(), twin.data * twin.tensor)
     d, t = divmod(rest, twin.tensor)
     return d, t == 0 and p == twin.pipe - 1
@@ -67,7 +67,7 @@ def train(rank: int, path: Path, groups: Groups) -> None:
 
 
 def train_twin(twin: twins.Twin, group: Any, path: Path) -> None:
-    """Metrics of three steps, and the weights after them."""
+    """Write metrics of three steps, and the weights after them."""
     call, _ = twins.NODES[twin.node]
     backend = model(twin, path, group)
     d, is_head = place(twin, group)
@@ -80,7 +80,7 @@ def train_twin(twin: twins.Twin, group: Any, path: Path) -> None:
 
 
 def train_on_nan(group: Any, path: Path) -> None:
-    """One of two data ranks has an input that is not finite: what each of them says."""
+    """Train with an input that is not finite on one of two data ranks; write every rank's error."""
     twin = twins.Twin("ppo", data=2)
     (shard,) = twins.shards(2, group.rank())
     first = shard.minibatches[0]
@@ -101,13 +101,13 @@ def refusal(act: Callable[[], object]) -> str:
 
 
 def start_in_bf16(group: Any, path: Path) -> None:
-    """What is saved before any step."""
+    """Save a bf16 model before any step."""
     twin = twins.Twin("sft", data=2, settings=twins.BF16)
     model(twin, path, group).save(str(path / "untouched"))
 
 
 def train_alone(path: Path) -> None:
-    """One process that is given the shards of all data indices."""
+    """Train in one process with the shards of all data indices."""
     call, _ = twins.NODES["ppo"]
     backend = model(twins.Twin("ppo"), path, None)
     shards = [*twins.shards(2, 0), *twins.shards(2, 1)]
@@ -138,7 +138,7 @@ def infer(rank: int, path: Path, groups: Groups) -> None:
 
 
 def infer_twin(twin: twins.Twin, group: Any, path: Path) -> None:
-    """What each call returns, for every rank."""
+    """Write the results of each call, on every rank."""
     d, is_head = place(twin, group)
     shards = twins.infer_shards(twin.data, d) if is_head else []
     _, head = twins.NODES[twin.node]
@@ -149,7 +149,7 @@ def infer_twin(twin: twins.Twin, group: Any, path: Path) -> None:
 
 
 def receive(group: Any, path: Path) -> None:
-    """What each of four ranks gets of its head's minibatches."""
+    """Write the minibatches that each of four ranks receives."""
     grid = ParallelState.of(RankPosition(group, data=1, tensor=2, pipe=2))
     whole = prepare_batch(twins.batch(), "lm")
     mine = [Minibatch((whole.take([0, 1]), whole.take([2])), 3, {Unit.TOKEN: 7})] if grid.is_head else None
@@ -157,7 +157,7 @@ def receive(group: Any, path: Path) -> None:
 
 
 def fail(twin: twins.Twin, group: Any, path: Path) -> None:
-    """The body raises where it runs; what each rank says."""
+    """Run a body that raises; write every rank's error."""
     d, is_head = place(twin, group)
     shards = twins.shards(twin.data, d) if is_head else []
     backend = model(twin, path, group)

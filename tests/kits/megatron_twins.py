@@ -1,4 +1,4 @@
-"""Nodes in layouts of ranks, and what `TorchModel` makes of them in one process. Imports no megatron."""
+"""Nodes in layouts of ranks, and the results of `TorchModel` in one process. Imports no megatron."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ TWINS = {twin.name: twin for turn in ROUNDS for twin in turn.values()}
 
 @functools.cache
 def batch() -> Batch:
-    """Members of a group begin with the same tokens, which are computed once."""
+    """Return samples whose groups share a prompt, which is computed once."""
     made = kit.make_batch(LENGTHS)
     ids, offsets = np.array(made.columns["input_ids"].values), made.offsets
     for leader in range(0, len(made), 2):
@@ -120,14 +120,14 @@ def batch() -> Batch:
 
 
 def shards(data: int, d: int) -> list[TrainShard]:
-    """What the head of data index `d` is given."""
+    """Return the shards of the head of data index `d`."""
     if data == 1:
         return [TrainShard(tuple(batch().take(rows) for rows in MINIBATCHES))]
     return [TrainShard(tuple(batch().take(parts[d]) for parts in HALVES))]
 
 
 def settings(twin: Twin, checkpoint: Path) -> dict[str, Any]:
-    """How the twin's model differs from the kit's."""
+    """Return the changes of the twin's model to the kit's."""
     _, head = NODES[twin.node]
     source = {"path": str(checkpoint), "architecture": None}
     return source | head | {"tokens_per_microbatch": twin.budget} | twin.settings
@@ -135,7 +135,7 @@ def settings(twin: Twin, checkpoint: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Trained:
-    """Metrics of each step and weights after the last."""
+    """Metrics of each step, and weights after the last one."""
 
     metrics: list[dict[str, float]]
     weights: dict[str, torch.Tensor]
@@ -143,7 +143,7 @@ class Trained:
 
 @functools.cache
 def expected(node: str, dtype: str, checkpoint: Path) -> Trained:
-    """What one process makes of all samples."""
+    """Return the results of one process with all samples."""
     call, head = NODES[node]
     backend = kit.model(path=str(checkpoint), architecture=None, dtype=dtype, **head)
     metrics = [backend.train(call, shards(1, 0), step) for step in range(NUM_STEPS)]
@@ -160,7 +160,7 @@ def likeliest(out: Any) -> tuple[torch.Tensor, ...]:
 
 
 def returning(body: Any, **units: str) -> NodeCall:
-    """A call whose results have these names and units, at a temperature of 0.7."""
+    """Return a call whose results have these names and units, at temperature 0.7."""
     made = kit.call(body, "token", [], temperature=0.7)
     return dataclasses.replace(made, returns=tuple(units.items()))
 
@@ -204,27 +204,27 @@ INFER_TWINS = {twin.name: twin for turn in INFER_ROUNDS for twin in turn.values(
 
 
 def infer_shards(data: int, d: int) -> list[Batch]:
-    """Samples of data index `d`, out of order; the second of two has three short ones only."""
+    """Return samples of data index `d`, out of order; the second of two has only three short ones."""
     rows = [[9, 0, 5, 2, 8, 1, 3, 4, 6], [11, 7, 10]]
     return [batch().take(rows[d] if data == 2 else [*rows[0], *rows[1]])]
 
 
 @functools.cache
 def inferred(head: str, checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """What one process returns for all samples, by call and field."""
+    """Return the results of one process with all samples, by call and field."""
     backend = kit.model(path=str(checkpoint), architecture=None, head=head, trainable=False)
     return {name: backend.infer(call, [batch()])[0] for name, call in CALLS[head].items()}
 
 
 def train(rank: int, directory: str) -> None:
-    """Entry point of a rank that trains."""
+    """Run a rank that trains."""
     import megatron_twin_ranks
 
     megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.train)
 
 
 def infer(rank: int, directory: str) -> None:
-    """Entry point of a rank that infers."""
+    """Run a rank that infers."""
     import megatron_twin_ranks
 
     megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.infer)

@@ -1,4 +1,4 @@
-"""Ranks, plans and real peaks for the tests of the memory model."""
+"""Ranks, plans and measured peaks for tests of the memory model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who writes sharded checkpoints and who reads them. Imports no megatron."""
+"""Pairs of a writer and a reader of sharded checkpoints. Imports no megatron."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_WRITTEN = 2
 
 @dataclass(frozen=True)
 class Side:
-    """A backend in a layout, and the ranks that it runs on."""
+    """A backend in a layout, and its ranks."""
 
     backend: str
     twin: twins.Twin
@@ -25,7 +25,7 @@ class Side:
 
 
 def sides(node: str, **settings: object) -> dict[str, Side]:
-    """The layouts in which a node's model is written and read."""
+    """Return the layouts in which a node's model is written and read."""
     sp, plain = twins.SP | settings, dict(settings)
     return {
         "torch d1": Side("torch", twins.Twin(node, settings=plain), (0,)),
@@ -63,17 +63,17 @@ EXCHANGES = [(PPO, PAIRS), (CRITIC, CRITIC_PAIRS), (HALF, HALF_PAIRS)]
 
 
 def written(side: Side) -> str:
-    """The directory of a side's checkpoint."""
+    """Return the directory of a side's checkpoint."""
     return f"shards of {side.name}"
 
 
 def read(writer: Side, reader: Side) -> str:
-    """What files of a reader are called."""
+    """Return the name of a reader's files."""
     return f"{reader.name} from {writer.name}"
 
 
 def exchange(rank: int, directory: str) -> None:
-    """Entry point of a rank."""
+    """Run a spawned rank."""
     import megatron_twin_ranks
     import shard_ranks
 

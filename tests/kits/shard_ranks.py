@@ -1,4 +1,4 @@
-"""Ranks that train, write sharded checkpoints, and go on from those of other layouts and backends."""
+"""Ranks that train, write sharded checkpoints, and resume from those of other layouts and backends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def exchange(rank: int, path: Path, groups: twin_ranks.Groups) -> None:
 
 
 def build(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> ModelBackend:
-    """A model as it is before any step."""
+    """Build a model as it is before any step."""
     group = groups.get(side.ranks)
     if side.backend == "megatron":
         return twin_ranks.model(side.twin, path, group)
@@ -39,7 +39,7 @@ def build(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> ModelBacke
 
 
 def train(backend: ModelBackend, side: cases.Side, groups: twin_ranks.Groups, steps: range) -> list[Any]:
-    """Metrics of some steps."""
+    """Return metrics of some steps."""
     call, _ = twins.NODES[side.twin.node]
     d, is_head = 0, True
     if len(side.ranks) > 1:
@@ -58,7 +58,7 @@ def write(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> None:
 
 
 def read(writer: cases.Side, reader: cases.Side, groups: twin_ranks.Groups, path: Path) -> None:
-    """One more step: its metrics and the weights after it; in bf16, what was read."""
+    """Make one more step; write its metrics and the weights after it, and in bf16 the loaded weights."""
     backend = build(reader, groups, path)
     backend.load_shards(str(path / cases.written(writer)))
     name = cases.read(writer, reader)

@@ -1,4 +1,4 @@
-"""A tiny HF model, hand-made batches and bodies for the tests of the torch backend."""
+"""A tiny HF model, hand-made batches and bodies for tests of the torch backend."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weights(backend: TorchModel) -> dict[str, torch.Tensor]:
 
 
 def make_batch(lengths: list[int], seed: int = 0, group: int = 2) -> Batch:
-    """Sequences whose first third is prompt; every field that the bodies below read."""
+    """Return sequences whose first third is prompt, with every field that the bodies below read."""
     rng = np.random.default_rng(seed)
     sizes = np.array(lengths, dtype=np.int64)
     total, count = int(sizes.sum()), len(sizes)
@@ -144,6 +144,6 @@ def whole(batch: Batch) -> list[TrainShard]:
 
 
 def halves(batch: Batch) -> list[TrainShard]:
-    """The same minibatches over two ranks; one rank has nothing of the second minibatch."""
+    """Split minibatches over two ranks; one rank has no samples of the second minibatch."""
     split = (([0, 1], [4, 5, 6, 7]), ([], [2, 3]), ([8, 9], [10, 11]))
     return [TrainShard(tuple(batch.take(pair[rank]) for pair in split)) for rank in (0, 1)]

@@ -1,4 +1,4 @@
-"""What two real ranks (gloo, FSDP2) compute, for a test to compare with one process."""
+"""Results of two real ranks (gloo, FSDP2), which a test compares with one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hflow.data.batch import Batch
 
 
 def run(rank: int, directory: str) -> None:
-    """Entry point of a spawned rank; rank 0 leaves the results in `ranks.pt`."""
+    """Run a spawned rank; rank 0 writes the results to `ranks.pt`."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -26,7 +26,7 @@ def run(rank: int, directory: str) -> None:
 
 
 def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
-    """Every training variant over two ranks: metrics and weights after the step."""
+    """Run every training variant over two ranks; return metrics and weights after the step."""
     batch = kit.make_batch(kit.LENGTHS)
     shard = [kit.halves(batch)[rank]]
     results: dict[str, Any] = {}
@@ -57,7 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def infer(rank: int, group: Any, batch: Batch) -> Any:
-    """Log-probs of unequal shares: rank 1 has fewer micro-batches than rank 0."""
+    """Return log-probs of uneven shards: rank 1 has fewer micro-batches than rank 0."""
     share = batch.take(list(range(9)) if rank == 0 else [9, 10, 11])
     backend = kit.model(2, group, tokens_per_microbatch=13, trainable=False)
     (result,) = backend.infer(kit.LOGPROBS, [share])
@@ -65,7 +65,7 @@ def infer(rank: int, group: Any, batch: Batch) -> Any:
 
 
 def everywhere(mine: Any, group: Any) -> list[Any]:
-    """What each of the two ranks has."""
+    """Return the values of both ranks."""
     parts: list[Any] = [None, None]
     dist.all_gather_object(parts, mine, group=group)
     return parts

@@ -1,4 +1,4 @@
-"""Two real ranks (gloo) that share a vocabulary, for a test to compare with whole logits."""
+"""Two real ranks (gloo) that split a vocabulary, which a test compares with whole logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNKS = (PART * NUM_ROWS, PART * 4)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states `[N, D]`, output matrix `[V, D]`, drawn tokens `[N]` and others `[N, 3]`."""
+    """Return hidden states `[N, D]`, output matrix `[V, D]`, drawn tokens `[N]` and others `[N, 3]`."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(NUM_ROWS, HIDDEN, generator=generator) * 3
     matrix = torch.randn(VOCAB, HIDDEN, generator=generator)
@@ -33,13 +33,13 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def combine(found: dict[str, Tensor]) -> Tensor:
-    """One number that every entry of every measure goes into with another weight."""
+    """Return one number to which every entry of every measure contributes with its own weight."""
     parts = [(x * torch.linspace(0.5, 2, x.numel()).view(x.shape)).sum() for x in found.values()]
     return torch.stack(parts).sum()
 
 
 def measures(logits: Any, drawn: Tensor, others: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Everything that is asked of logits; the ids of `topk` apart, as they have no gradient."""
+    """Return all measures of logits; the ids of `topk` separately, as they have no gradient."""
     entropy, logprobs = logits.measure(["entropy", "logprobs"], drawn)
     ids, likeliest = logits.topk(3)
     found = {"entropy": entropy, "logprobs": logprobs, "topk": likeliest, "of": logits.logprobs_of(others)}
@@ -47,7 +47,7 @@ def measures(logits: Any, drawn: Tensor, others: Tensor) -> tuple[dict[str, Tens
 
 
 def run(rank: int, directory: str) -> None:
-    """Entry point of a spawned rank, which leaves its results in `<rank>.pt`."""
+    """Run a spawned rank, which writes its results to `<rank>.pt`."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -60,7 +60,7 @@ def run(rank: int, directory: str) -> None:
 
 
 def compute(rank: int, temperature: float, size: int, num_rows: int = NUM_ROWS) -> Any:
-    """Measures, the likeliest tokens, gradients of the hidden states (summed) and of this rank's matrix."""
+    """Return measures, top-k, gradients of the hidden states (summed) and of this rank's matrix."""
     chunked.LOGITS_PER_CHUNK = size
     rows, matrix, drawn, others = (x[:num_rows] if len(x) == NUM_ROWS else x for x in inputs())
     part = torch.zeros(PART, HIDDEN)
@@ -83,7 +83,7 @@ def compute(rank: int, temperature: float, size: int, num_rows: int = NUM_ROWS) 
 
 
 def by_hand(rank: int) -> tuple[float, ...]:
-    """Log-prob of token 0 and entropy of logits 0 and ln 3, a rank having one each; then their slopes."""
+    """Return the log-prob of token 0 and the entropy of logits 0 and ln 3, one per rank, and their slopes."""
     logit = torch.tensor([[0.0, math.log(3)][rank : rank + 1]], requires_grad=True)
     logprobs, entropy = vocab_parallel_logprobs(logit, torch.tensor([[0]]), rank, dist.group.WORLD, True)
     slopes = [torch.autograd.grad(x.sum(), logit, retain_graph=True)[0].item() for x in (logprobs, entropy)]
