@@ -1,6 +1,5 @@
-"""The command line: parse, call the launcher, print."""
+"""The command line: parses arguments, calls `hflow.launch`, and prints the result."""
 
-from hflow.cli.commands import app
-from hflow.cli.entry import main
+from hflow.cli.commands import app, main
 
 __all__ = ["app", "main"]

@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-OVERRIDES = "Configuration: steps=10, models.actor.optim.lr=3e-4, nodes.actor_train.clip=0.1 and so on."
+OVERRIDES = "Configuration, such as steps=10, models.actor.optim.lr=3e-4 or nodes.actor_train.clip=0.1."
 
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="The recipe's Python file.", show_default=False)
 ]
-MaybeRecipe = Annotated[
+OptionalRecipe = Annotated[
     str | None,
     typer.Argument(metavar="RECIPE", help="The recipe's Python file.", show_default=False),
 ]
@@ -20,8 +20,8 @@ Overrides = Annotated[
 ]
 
 
-def split(recipe: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
-    """A recipe that may be left out, and overrides: `~key` and all that has a `=`."""
+def split_recipe(recipe: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
+    """Separate an optional recipe from overrides, which start with `~` or contain `=`."""
     if recipe is not None and ("=" in recipe or recipe.startswith("~")):
         return None, [recipe, *overrides]
     return recipe, overrides

@@ -1,14 +1,17 @@
-"""The commands, with their examples."""
+"""The `hflow` command: its subcommands with their examples, and its exit code."""
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from hflow import launch
-from hflow.cli import doctor_command as machine
-from hflow.cli import ledger_commands as ledger
-from hflow.cli import plan_commands as plans
-from hflow.cli import run_commands as runs
+from hflow.cli import doctor_command, ledger_commands, plan_commands, run_commands
+from hflow.cli.exit_codes import INTERRUPTED, USER_ERROR, StoppedByUser
+from hflow.errors import HflowError
 
 
 def _examples(*commands: str) -> str:
@@ -26,7 +29,7 @@ app = typer.Typer(
 )
 
 app.command(epilog=_examples("check recipes/grpo.py", "check recipes/grpo.py nodes.actor_train.prox=none"))(
-    plans.check
+    plan_commands.check
 )
 
 app.command(
@@ -37,7 +40,7 @@ app.command(
         "plan recipes/grpo.py steps=20 --json > lock.json",
         "plan --diff runs/grpo/latest recipes/grpo.py steps=20",
     )
-)(plans.plan)
+)(plan_commands.plan)
 
 app.command(
     epilog=_examples(
@@ -46,14 +49,14 @@ app.command(
         "run recipes/grpo.py models.actor.optim.lr=2e-4 --cfg",
         "run --plan lock.json out=elsewhere",
     )
-)(runs.run)
+)(run_commands.run)
 
 app.command(
     epilog=_examples(
         "simulate recipes/grpo_async.py schedule.max_staleness=4 workload.response_cv=1.2",
         "simulate recipes/grpo.py --steps 200 --json",
     )
-)(plans.simulate)
+)(plan_commands.simulate)
 
 app.command(
     epilog=_examples(
@@ -61,11 +64,11 @@ app.command(
         "twin recipes/grpo.py batch=8 --layout d2t2p2",
         "twin recipes/grpo.py batch=8 --as-configured placement='actor=0:d1 actor.gen=1:d1'",
     )
-)(runs.twin)
+)(run_commands.twin)
 
 app.command(
     epilog=_examples("why runs/grpo/latest 17", "why grpo eval_gen/3 --json"),
-)(ledger.why)
+)(ledger_commands.why)
 
 
 app.command(
@@ -77,10 +80,30 @@ app.command(
                 'samples runs/grpo/latest --where "\\"end\\" = \'refused\'" --count',
             ),
             "Columns:",
-            *(f"[bold]{name}[/bold]: {says}" for name, says in launch.SAMPLE_COLUMNS.items()),
+            *(f"[bold]{name}[/bold]: {text}" for name, text in launch.SAMPLE_COLUMNS.items()),
         ]
     ),
-)(ledger.samples)
+)(ledger_commands.samples)
 
 
-app.command(epilog=_examples("doctor"))(machine.doctor)
+app.command(epilog=_examples("doctor"))(doctor_command.doctor)
+
+
+def main() -> None:
+    """Run the command line. Errors of the user are printed in one line, with exit code 2; Ctrl-C has 130."""
+    try:
+        app()
+    except HflowError as error:
+        _stop(str(error), USER_ERROR)
+    except StoppedByUser:
+        raise SystemExit(INTERRUPTED) from None
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            _stop("interrupted", INTERRUPTED)
+        raise
+
+
+def _stop(message: str, code: int) -> NoReturn:
+    line = Text.assemble(("error: ", "bold red"), " ".join(message.split()))
+    Console(stderr=True).print(line, soft_wrap=True)
+    raise SystemExit(code)

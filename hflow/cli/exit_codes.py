@@ -1,12 +1,13 @@
-"""Exit codes, besides 0."""
+"""Exit codes other than 0."""
 
 from __future__ import annotations
 
 DIFFERENT = 1
-"""Plans that were compared differ, or a twin."""
+"""`hflow plan --diff` or `hflow twin` found a difference."""
 USER_ERROR = 2
+"""An error that the user can fix; it was printed in one line."""
 INTERRUPTED = 130
 
 
 class StoppedByUser(Exception):
-    """A run ended by Ctrl-C, and its summary is printed."""
+    """Ctrl-C stopped a run, and its summary was printed."""

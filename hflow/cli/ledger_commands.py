@@ -1,4 +1,4 @@
-"""`hflow why` and `hflow samples`: what became of the samples of a run."""
+"""`hflow why` and `hflow samples`: query the ledger of a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hflow.report.samples_text import as_csv, render_samples
 from hflow.terminal import print_text, show
 
 LIMIT = 20
-"""Rows of a table, where nothing else is asked for."""
+"""Default number of rows of a table."""
 
 Run = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="A run's directory, or NAME for the latest in runs/NAME.", show_default=False
+        metavar="RUN", help="A run's directory, or NAME for the latest run in runs/NAME.", show_default=False
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -33,12 +33,12 @@ def why(
     ],
     json: AsJson = False,
 ) -> None:
-    """Tell the life of one sample: who made it with which weights, and what became of it, and why."""
-    story = launch.why(run, sample)
+    """Show the history of one sample: which engine and weights generated it, what became of it, and why."""
+    history = launch.why(run, sample)
     if json:
-        print_text(dumps(story.to_json(), indent=2))
+        print_text(dumps(history.to_json(), indent=2))
     else:
-        show(render_story(story))
+        show(render_story(history))
 
 
 def samples(
@@ -46,27 +46,27 @@ def samples(
     where: Annotated[
         str | None,
         typer.Option(
-            "--where", metavar="SQL", help="Which samples, by the columns below.", show_default=False
+            "--where", metavar="SQL", help="SQL condition on the columns below.", show_default=False
         ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", metavar="N", min=0, help="Rows at most.", show_default=f"{LIMIT} in a table"),
+        typer.Option("--limit", metavar="N", min=0, help="Maximum rows.", show_default=f"{LIMIT} in a table"),
     ] = None,
     json: AsJson = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    count: Annotated[bool, typer.Option("--count", help="Print how many there are.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Print the number of samples.")] = False,
 ) -> None:
-    """List the samples of a run, one row each, that an SQL condition holds for; nothing is changed."""
+    """List the samples of a run that meet an SQL condition. The ledger is not changed."""
     if json + csv + count > 1:
-        raise ConfigError("--json, --csv and --count each print something else; take one of them")
+        raise ConfigError("--json, --csv and --count exclude each other; use one of them")
     if count:
         print_text(str(launch.count_samples(run, where)))
         return
-    found = launch.samples(run, where, limit if json or csv or limit is not None else LIMIT)
+    result = launch.samples(run, where, limit if json or csv or limit is not None else LIMIT)
     if json:
-        print_text(dumps(found.to_json(), indent=2))
+        print_text(dumps(result.to_json(), indent=2))
     elif csv:
-        print_text(as_csv(tuple(launch.SAMPLE_COLUMNS), found.rows))
+        print_text(as_csv(tuple(launch.SAMPLE_COLUMNS), result.rows))
     else:
-        show(render_samples(found.to_json(), found.total))
+        show(render_samples(result.to_json(), result.total))

@@ -1,4 +1,4 @@
-"""`hflow run` and `twin`: what starts workers."""
+"""`hflow run` and `twin`: the commands that start workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hflow import launch
-from hflow.cli.arguments import MaybeRecipe, Overrides, Recipe, split
+from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, split_recipe
 from hflow.cli.exit_codes import DIFFERENT, StoppedByUser
 from hflow.errors import ConfigError
 from hflow.report.summary import RunSummary
@@ -18,32 +18,32 @@ from hflow.report.twin_text import render_twin
 from hflow.terminal import print_text, show
 
 STOPPED = "stopped"
-"""Why a run ended that the user interrupted."""
-LOCKED = (
-    "Run exactly the plan of a plan file or of a run's directory, or say what is out of date. RECIPE: where "
-    "it lies now."
+"""Reason in the summary of a run that Ctrl-C stopped."""
+PLAN = (
+    "Run exactly the plan in a plan file or a run's directory; an error if the recipe's plan has changed. "
+    "RECIPE: the recipe's file, if it has moved."
 )
 LAYOUT = (
-    "Every model in this layout, on megatron-core; may be given several times. Without: all pairs of axes, "
-    "and all three."
+    "Layout of every model, on megatron-core; may be given several times. Default: all pairs of axes, and "
+    "all three axes."
 )
 
 
 def run(
-    recipe: MaybeRecipe = None,
+    recipe: OptionalRecipe = None,
     overrides: Overrides = None,
-    plan: Annotated[
-        str | None, typer.Option("--plan", metavar="FILE", help=LOCKED, show_default=False)
-    ] = None,
-    cfg: Annotated[bool, typer.Option("--cfg", help="Print the configuration and stop.")] = False,
+    plan: Annotated[str | None, typer.Option("--plan", metavar="FILE", help=PLAN, show_default=False)] = None,
+    cfg: Annotated[bool, typer.Option("--cfg", help="Print the configuration without running.")] = False,
     live: Annotated[
         bool | None,
-        typer.Option("--live/--plain", help="A live panel or plain lines.", show_default="by terminal"),
+        typer.Option(
+            "--live/--plain", help="A live panel or plain lines.", show_default="live in a terminal"
+        ),
     ] = None,
 ) -> None:
-    """Run a recipe; results lie in OUT/NAME/TIME, and OUT/NAME/latest points there."""
+    """Run a recipe. Results are in OUT/NAME/TIME; OUT/NAME/latest is the newest run."""
     if plan is not None:
-        recipe, changes = split(recipe, overrides or [])
+        recipe, changes = split_recipe(recipe, overrides or [])
         if cfg:
             print_text(launch.compose_plan_file(plan, changes))
         else:
@@ -64,27 +64,27 @@ def twin(
         list[str] | None, typer.Option("--layout", metavar="LAYOUT", help=LAYOUT, show_default=False)
     ] = None,
     as_configured: Annotated[
-        bool, typer.Option("--as-configured", help="Compare the layouts and backends of the configuration.")
+        bool, typer.Option("--as-configured", help="Use the layouts and backends of the configuration.")
     ] = False,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Training steps.")] = 3,
 ) -> None:
-    """Run a recipe in one process and divided over many; losses, gradients and weights must be equal."""
+    """Check that a recipe computes the same losses, gradients and weights in one process and distributed."""
     if as_configured and layout:
-        raise ConfigError("--as-configured compares the configuration's layouts; leave out --layout")
+        raise ConfigError("--as-configured uses the configuration's layouts; remove --layout")
     layouts = None if as_configured else layout or []
-    found = launch.twin(recipe, overrides or [], layouts, steps, _tell)
-    show(render_twin(Path(recipe).stem, steps, found.results, found.notes))
-    if not all(result.is_equal for result in found.results):
+    report = launch.twin(recipe, overrides or [], layouts, steps, _print_progress)
+    show(render_twin(Path(recipe).stem, steps, report.results, report.notes))
+    if not all(result.is_equal for result in report.results):
         raise typer.Exit(DIFFERENT)
 
 
 def _finish(summary: RunSummary) -> None:
-    """Print how a run ended."""
+    """Print the summary of a run."""
     show(summary.render())
     if summary.reason == STOPPED:
         raise StoppedByUser
 
 
-def _tell(line: str) -> None:
-    """Say what goes on, apart from the report."""
+def _print_progress(line: str) -> None:
+    """Print a line to stderr, separate from the report."""
     Console(stderr=True).print(Text(line, style="dim"))

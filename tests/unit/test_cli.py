@@ -117,7 +117,7 @@ def test_plan_as_a_drawing(good: str, monkeypatch, capsys):
 def test_plan_as_a_page(good: str, tmp_path: Path, monkeypatch, capsys):
     assert hflow(monkeypatch, "plan", good, "--html", str(tmp_path / "plan.html")) == 0
     assert (tmp_path / "plan.html").read_text().lstrip().lower().startswith("<!doctype html>")
-    assert capsys.readouterr().out.startswith(f"{tmp_path}/plan.html: the page of plan ")
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/plan.html: page of plan ")
     assert hflow(monkeypatch, "plan", good, "--html", str(tmp_path / "again.html"), "--json") == 0
     assert json.loads(capsys.readouterr().out)["format"] == 1
     assert (tmp_path / "again.html").is_file()
@@ -174,17 +174,20 @@ def test_the_configuration_of_a_plan_file(good: str, lock: str, monkeypatch, cap
     [
         (["plan"], "error: name a recipe, as in `hflow plan recipes/grpo.py`, or two plans with --diff A B"),
         (["run"], "error: name a recipe, as in `hflow run recipes/grpo.py`, or a plan with --plan FILE"),
-        (["plan", "GOOD", "--json", "--dot"], "error: --json and --dot both print; take one of them"),
-        (["plan", "GOOD", "--dot", "--mermaid"], "error: --dot and --mermaid both print; take one of them"),
+        (["plan", "GOOD", "--json", "--dot"], "error: --json and --dot exclude each other"),
+        (
+            ["plan", "GOOD", "--dot", "--mermaid"],
+            "error: --dot and --mermaid exclude each other",
+        ),
         (
             ["plan", "GOOD", "--html", "none/x.html"],
-            "error: --html none/x.html: it cannot be written: No such",
+            "error: --html: cannot write none/x.html: No such",
         ),
-        (["plan", "--diff", "a", "b", "GOOD"], "error: --diff compares two plans, a and b; leave out "),
-        (["plan", "--diff", "a", "b", "--dot"], "error: --diff prints text or --json; leave out --dot"),
+        (["plan", "--diff", "a", "b", "GOOD"], "error: --diff compares two plans, a and b; remove "),
+        (["plan", "--diff", "a", "b", "--dot"], "error: --diff prints text or --json; remove --dot"),
         (
             ["plan", "--diff", "a", "b", "--html", "c"],
-            "error: --diff prints text or --json; leave out --html",
+            "error: --diff prints text or --json; remove --html",
         ),
         (
             ["plan", "--diff", "a", "b", "steps=3"],

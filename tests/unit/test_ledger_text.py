@@ -121,7 +121,7 @@ def test_a_run_is_named_or_is_a_directory(runs: Path, monkeypatch, capsys, run: 
         (("why", "smal", "2"), "there is no run 'smal' with a ledger; .* did you mean 'small'"),
         (("why", "small", "12"), "gen has no sample 12. It has samples 0 to 9."),
         (("samples", "small", "--where", "lagg > 2"), "no such column: lagg; the columns are id, stream"),
-        (("samples", "small", "--json", "--csv"), "take one of them"),
+        (("samples", "small", "--json", "--csv"), "use one of them"),
     ],
 )
 def test_mistakes_are_one_line(runs: Path, monkeypatch, capsys, arguments: tuple[str, ...], says: str):
