@@ -1,4 +1,4 @@
-"""A random world whose ledger is kept by the code that a run keeps it with."""
+"""A random run that keeps a ledger, and `LedgerScript`, which writes chosen histories into one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hflow.workers.interface import ComputeReady, SampleReady
 
 
 class LedgerWorld(World):
-    """Tells a ledger what the executor would."""
+    """Records in a ledger what the executor would record."""
 
     def __init__(self, schedule: Schedule, random: Random, rows: dict[str, int], ledger: Ledger, **more: Any):
         super().__init__(schedule, random, rows, **more)
@@ -39,7 +39,7 @@ class LedgerWorld(World):
                 self.ledger.record_result(ComputeReady(node, key, keep, float(key)))
         super().feed(event)
 
-    def told(self, instruction: ev.Instruction) -> None:
+    def on_instruction(self, instruction: ev.Instruction) -> None:
         self.ledger.record_instruction(instruction)
         if isinstance(instruction, ev.OpenGroup):
             stream = instruction.stream
@@ -63,13 +63,13 @@ class LedgerWorld(World):
 
 @contextmanager
 def kept(path: Path, schedule: Schedule) -> Iterator[Ledger]:
-    """A ledger of a schedule, new or continued."""
+    """Open the ledger of a schedule, new or continued."""
     with Ledger(path, schedule_header(schedule)) as ledger:
         yield ledger
 
 
 def ends_of(path: Path) -> dict[tuple[str, int], tuple[str, int]]:
-    """(stream, sample) -> its end, and the step."""
+    """Return (stream, sample) -> its end and step."""
     database = open_ledger(path)
     rows = database.execute('SELECT stream, id, "end", step FROM samples').fetchall()
     database.close()
@@ -78,8 +78,8 @@ def ends_of(path: Path) -> dict[tuple[str, int], tuple[str, int]]:
     return found
 
 
-class Teller:
-    """Tells a ledger lives of groups of two on the stream `gen`, which `score` judges."""
+class LedgerScript:
+    """Records histories of groups of two samples on the stream `gen`, scored by `score`."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -108,7 +108,7 @@ class Teller:
         self.ledger.record_instruction(ev.Refuse("gen", samples[0] // 2, samples, node, reason, message))
 
     def train(self, step: int, *groups: int, version: int = 0) -> None:
-        """The whole life of groups that a step trains."""
+        """Record the whole history of groups that a step trains."""
         for group in groups:
             self.issue(group, version)
             for sample in self.members(group):
@@ -124,8 +124,8 @@ class Teller:
 
 
 @contextmanager
-def told(path: Path, **more: Any) -> Iterator[Teller]:
-    """A teller on a ledger that is made, or continued."""
+def recorded(path: Path, **more: Any) -> Iterator[LedgerScript]:
+    """Open a ledger, new or continued, and close it at the end."""
     header = schedule_header(grpo(shared=False, **more))
     (stream,) = header.streams
     score = replace(header.nodes[1], field="reward", place="recipes/grpo.py:17")
@@ -137,10 +137,10 @@ def told(path: Path, **more: Any) -> Iterator[Teller]:
             nodes=(header.nodes[0], score, *header.nodes[2:]),
         ),
     ) as ledger:
-        yield Teller(ledger)
+        yield LedgerScript(ledger)
 
 
 def row_of(path: Path, sample: int) -> dict[str, Any]:
-    """A row of the view."""
+    """Return a sample's row of the view `samples`."""
     (row,) = select(path, f"id = {sample}").to_json()
     return row

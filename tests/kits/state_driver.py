@@ -1,6 +1,6 @@
-"""Stands in for the executor: keeps what was asked for in a bag and completes one thing at a time.
+"""`World` takes the place of the executor: it collects instructions and completes them in a random order.
 
-It keeps its own account of engines, versions and samples, and asserts what a run promises.
+It keeps its own account of engines, versions and samples, and asserts what every run guarantees.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hflow.runtime.state.run_state import RunState
 
 @dataclass
 class Generating:
-    """A sample on its way through the engines, token by token."""
+    """A sample that is generated, token by token."""
 
     stream: str
     sample: int
@@ -31,7 +31,7 @@ class Generating:
 
 
 def chance(name: str, key: int, salt: int) -> float:
-    """A number in [0, 1) that depends on its arguments only."""
+    """Return a number in [0, 1) that depends only on the arguments."""
     return Random(f"{name}/{key}/{salt}").random()
 
 
@@ -39,12 +39,13 @@ class World:
     """Performs instructions in an order that `random` chooses, until `Finish`.
 
     Args:
-        schedule: what is run.
-        random: chooses the next completion.
-        rows: rows of each side stream's dataset; the trained one has `rows[...]` or no end.
-        refusal: chance that a sample or group is refused by a node, by its id.
+        schedule: the schedule.
+        random: chooses what is completed next.
+        rows: groups in each stream's dataset; a stream that is not named has an endless one.
+        refusal: probability that a node refuses a sample or group.
         stop_after: events after which the user asks to stop.
-        stall: chance that something asked for is not done before everything else has been.
+        salt: seed of refusals, lengths and stalls.
+        stall: probability that an instruction is completed after all others.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class World:
         self.engine = dict.fromkeys((*self.models_of, *self.device_of), "asleep")
         self.version = dict.fromkeys(self.engine, -1)
         self.waking: dict[str, int] = {}
-        self.apart = dict(schedule.publishers)
+        self.separate = dict(schedule.publishers)
         self.published: dict[str, int] = {}
-        self.given = dict.fromkeys(self.apart, -1)
+        self.given = dict.fromkeys(self.separate, -1)
         self.opened: dict[str, list[int]] = {s: [] for s in self.streams}
         self.base: dict[str, int] = dict.fromkeys(self.streams, 0)
         self.oldest: dict[tuple[str, int], tuple[int, int]] = {}
@@ -88,8 +89,8 @@ class World:
         self.accepted: dict[str, set[int]] = {s: set() for s in self.streams}
         self.fired: set[tuple[str, int]] = set()
         self.done: set[tuple[str, int]] = set()
-        self.at_work: dict[str, str] = {}
-        self.at_station: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        self.running: dict[str, str] = {}
+        self.in_streaming: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self.num_fired: Counter[str] = Counter()
         self.in_flight: set[tuple[str, int]] = set()
         self.steps_done: list[int] = []
@@ -99,7 +100,7 @@ class World:
         self.finish: ev.Finish | None = None
 
     def run(self, max_events: int = 20_000) -> ev.Finish:
-        """Drive to the end."""
+        """Run to the end."""
         self.feed(ev.Started())
         for count in range(max_events):
             if self.finish is not None:
@@ -117,7 +118,7 @@ class World:
         for instruction in self.state.handle(event):
             assert self.finish is None, f"{instruction} after the end"
             self.trace.append(instruction)
-            self.told(instruction)
+            self.on_instruction(instruction)
             getattr(self, f"_do_{type(instruction).__name__}")(instruction)
         if self.finish is None:
             check_invariants(self.state)
@@ -127,8 +128,8 @@ class World:
             self.schedule.settings.max_concurrent, sum(s.group_size for s in self.schedule.streams)
         )
 
-    def told(self, instruction: ev.Instruction) -> None:
-        """The state machine decided something that is about to be performed."""
+    def on_instruction(self, instruction: ev.Instruction) -> None:
+        """Called before an instruction is performed."""
 
     # ---------------------------------------------------------------- completions
     def can_move(self, entry: ev.Event | Generating) -> bool:
@@ -171,10 +172,10 @@ class World:
                 self.feed(entry)
             case ev.NodeDone(node, key) if self.nodes[node].level is Level.BATCH:
                 self.done.add((node, key))
-                del self.at_work[self.nodes[node].group or node]
+                del self.running[self.nodes[node].group or node]
                 self.feed(entry)
             case ev.NodeDone(node, key) | ev.NodeFailed(node, key) if node in self.nodes:
-                self.at_station[self.nodes[node].group or ""].discard((node, key))
+                self.in_streaming[self.nodes[node].group or ""].discard((node, key))
                 self.feed(entry)
             case _:
                 self.feed(entry)
@@ -227,7 +228,7 @@ class World:
             self.bag.append(Generating(what.stream, sample, ticks))
 
     def _check_capacity(self) -> None:
-        """Contract 12, from what was opened and what was lost."""
+        """Check the admission limit, from the groups that were opened and refused."""
         if not self.changes(self.trained.models) or not self.trained.replicas:
             return
         size, rules = self.trained.group_size, self.schedule
@@ -252,10 +253,10 @@ class World:
     def _do_RunStreamingInference(self, what: ev.RunStreamingInference) -> None:
         node = self.nodes[what.node]
         assert node.group is not None
-        assert not self.at_station[node.group], f"{node.group} is on {self.at_station[node.group]}"
+        assert not self.in_streaming[node.group], f"{node.group} is on {self.in_streaming[node.group]}"
         assert what.number == self.num_fired[node.group]
         self.num_fired[node.group] += 1
-        self.at_station[node.group] = {(what.node, key) for key in what.keys}
+        self.in_streaming[node.group] = {(what.node, key) for key in what.keys}
         size = self.streams[node.stream].group_size
         named = [s if node.level is Level.SAMPLE else s // size for s in what.samples]
         assert tuple(dict.fromkeys(named)) == what.keys
@@ -301,7 +302,7 @@ class World:
         if stream is self.trained:
             assert what.step == len(batches) < self.schedule.num_steps
             assert len(what.groups) == stream.batch
-            self._check_ages(what)
+            self._check_lags(what)
         else:
             self.base[what.stream] = len(self.opened[what.stream])
             num_steps = self.state.parts.progress.num_steps
@@ -310,7 +311,7 @@ class World:
                 assert all(self.oldest[what.stream, s] == (what.step, what.step) for s in what.samples)
         batches[what.step] = what
 
-    def _check_ages(self, what: ev.FormBatch) -> None:
+    def _check_lags(self, what: ev.FormBatch) -> None:
         if not self.changes(self.trained.models) or not self.trained.replicas:
             return
         lag = staleness_bound(self.schedule)
@@ -327,7 +328,7 @@ class World:
     def changes(self, models: tuple[str, ...]) -> bool:
         return any(model in self.writers for model in models)
 
-    def _stands_at(self, model: str, step: int) -> bool:
+    def _is_at(self, model: str, step: int) -> bool:
         """Whether exactly the writes of the steps before `step` were made."""
         for node in self.writers[model]:
             made = {key for name, key in self.done if name == node.name}
@@ -340,7 +341,7 @@ class World:
         node = self.nodes[what.node]
         group = node.group or node.name
         self._fire(what.node, what.step)
-        assert group not in self.at_work, f"{group} is on {self.at_work.get(group)}"
+        assert group not in self.running, f"{group} is on {self.running.get(group)}"
         assert what.step in self.batches[node.stream]
         for replica, device in self.device_of.items():
             assert device != group or self.engine[replica] == "asleep"
@@ -349,21 +350,21 @@ class World:
                 assert (need, what.step) in self.done or not self._fires(need, what.step)
         for model in {*node.reads, *node.writes}:
             if model in self.writers:
-                assert self._stands_at(model, what.step)
+                assert self._is_at(model, what.step)
         for replica, version in self.waking.items():
-            if replica in self.apart:
+            if replica in self.separate:
                 continue
             assert version == self.version[replica] or self.models_of[replica].isdisjoint(node.writes)
         self._check_lead(node, what.step)
-        self.at_work[group] = node.name
+        self.running[group] = node.name
         self.bag.append(ev.NodeDone(what.node, what.step))
 
     def _check_lead(self, node: ScheduledNode, step: int) -> None:
-        """No writer changes weights that an engine of the trained stream is to get (evaluations apart)."""
+        """Check that no node changes weights that an engine of the trained stream must get first."""
         every, progress = self.schedule.settings.sync_every, self.state.parts.progress
         if len(self.streams) > 1 or progress.num_formed == progress.num_steps:
             return
-        for replica in self.apart:
+        for replica in self.separate:
             if not self.models_of[replica].isdisjoint(node.writes):
                 assert step // every <= self.given[replica] // every
 
@@ -375,8 +376,8 @@ class World:
 
     def _do_Wake(self, what: ev.Wake) -> None:
         assert self.engine[what.replica] == "asleep"
-        assert self.device_of.get(what.replica) not in self.at_work
-        if what.replica in self.apart:
+        assert self.device_of.get(what.replica) not in self.running
+        if what.replica in self.separate:
             assert self.published.pop(what.replica) == what.version, "what was published is loaded, once"
         elif what.version != self.version[what.replica]:
             self._check_taken(what)
@@ -385,20 +386,24 @@ class World:
         self.bag.append(ev.Awake(what.replica, what.version))
 
     def _do_Publish(self, what: ev.Publish) -> None:
-        assert what.replica in self.apart
-        assert self.engine[what.replica] in ("awake", "asleep"), "it has loaded what was published before"
+        assert what.replica in self.separate
+        assert self.engine[what.replica] in ("awake", "asleep"), (
+            "the engine has loaded what was published before"
+        )
         assert what.replica not in self.published
-        assert self.given[what.replica] == self.version[what.replica], "one version lies ready at most"
+        assert self.given[what.replica] == self.version[what.replica], (
+            "at most one published version is pending"
+        )
         self._check_taken(what)
         self.given[what.replica] = what.version
         self.bag.append(ev.Published(what.replica, what.version))
 
     def _check_taken(self, what: ev.Publish | ev.Wake) -> None:
-        """The weights of this version are there, and nobody changes them."""
+        """Check that the weights of this version exist, and that no node changes them."""
         assert what.version > self.version[what.replica]
-        changing = {m for name in self.at_work.values() for m in self.nodes[name].writes}
+        changing = {m for name in self.running.values() for m in self.nodes[name].writes}
         for model in self.models_of[what.replica] & self.writers.keys():
-            assert self._stands_at(model, what.version)
+            assert self._is_at(model, what.version)
             assert model not in changing
 
     def _do_Sleep(self, what: ev.Sleep) -> None:
@@ -424,15 +429,15 @@ class World:
 
     # ---------------------------------------------------------------- at the end
     def ends_of(self, kind: type[ev.Instruction]) -> int:
-        """How many instructions of a kind there were."""
+        """Return the number of instructions of a kind."""
         return sum(isinstance(instruction, kind) for instruction in self.trace)
 
     def check_end(self) -> None:
-        """Each sample ended at most once; after a full run everything that should fire did."""
+        """Check that each sample ended at most once, and that a full run fired every node that is due."""
         assert self.finish is not None
         assert not self.finish.error
         assert max(self.ends.values(), default=0) <= 1
-        assert not self.at_work
+        assert not self.running
         for stream, counts in self.opened.items():
             size = self.streams[stream].group_size
             known = {(stream, s) for group in counts for s in range(group * size, (group + 1) * size)}
@@ -452,7 +457,7 @@ class World:
         self._check_fired(num_steps)
 
     def _rowless(self, stream: str) -> set[tuple[str, int]]:
-        """Samples of groups for which the dataset had no row."""
+        """Return the samples of groups for which the dataset had no row."""
         return {key for key in self.rowless if key[0] == stream}
 
     def _check_fired(self, num_steps: int) -> None:

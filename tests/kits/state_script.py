@@ -1,4 +1,4 @@
-"""Schedules of well-known recipes, and a terse spelling of instructions."""
+"""Schedules of well-known recipes, and `Script`, which runs them in order and records a short trace."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ def encoded(num_groups: int = 2) -> ScheduledStream:
 def schedule(
     streams: list[ScheduledStream], nodes: list[ScheduledNode], *, shared: str = "", **more: int
 ) -> Schedule:
-    """A schedule whose groups' orders are those of `nodes`; `shared` names the engine's group."""
+    """Return a schedule whose node orders are those of `nodes`; the engine shares the group `shared`."""
     groups = dict.fromkeys(n.group for n in nodes if n.group is not None and n.level is Level.BATCH)
     orders = tuple((name, tuple(n.name for n in nodes if n.group == name)) for name in groups)
     engines = tuple(dict.fromkeys(r for stream in streams for r in stream.replicas))
-    apart = publishers(() if shared else engines, nodes)
+    separate = publishers(() if shared else engines, nodes)
     rows = tuple(streams), tuple(nodes), orders, ((shared, engines),) if shared else ()
-    plain = Schedule(*rows, num_steps=2, publishers=apart, settings=ScheduleConfig(max_concurrent=64))
+    plain = Schedule(*rows, num_steps=2, publishers=separate, settings=ScheduleConfig(max_concurrent=64))
     return changed(plain, **more)
 
 
 def changed(schedule: Schedule, **changes: Any) -> Schedule:
-    """A schedule with other values of these fields, its own or those of its settings."""
+    """Return a schedule with other values of its fields or of its settings."""
     names = {field.name for field in fields(ScheduleConfig)}
     settings = replace(schedule.settings, **{name: changes[name] for name in names & changes.keys()})
     return replace(schedule, settings=settings, **{k: v for k, v in changes.items() if k not in names})
 
 
 def publishers(engines: Iterable[str], nodes: Iterable[ScheduledNode]) -> tuple[tuple[str, str], ...]:
-    """Engines `MODEL@...` that are apart, with the group of the node that writes their model, if any does."""
+    """Return separate engines `MODEL@...` with the group of the node that writes their model, if any."""
     trainers = {model: node.group or node.name for node in nodes for model in node.writes}
     models = {engine: engine.partition("@")[0] for engine in engines}
     return tuple((engine, trainers[model]) for engine, model in models.items() if model in trainers)
@@ -80,7 +80,7 @@ def grpo(*, shared: bool, **more: int) -> Schedule:
 
 
 def spell(what: ev.Instruction) -> str:
-    """An instruction in few words."""
+    """Return an instruction in a few words."""
     match what:
         case ev.OpenGroup(stream, number):
             return f"open {stream} {number}"
@@ -106,7 +106,7 @@ def spell(what: ev.Instruction) -> str:
 
 
 class Script:
-    """Performs what is asked in the order of asking, except what `hold` names, which waits."""
+    """Completes instructions in order, except those that `hold` names, which wait for `release`."""
 
     def __init__(self, schedule: Schedule, rows: dict[str, int] | None = None, hold: set[str] | None = None):
         self.state = RunState(schedule)
@@ -124,12 +124,12 @@ class Script:
         self.accepted: dict[str, tuple[int, ...]] = dict.fromkeys(self.streams, ())
 
     def run(self) -> list[str]:
-        """The whole run; returns the trace."""
+        """Run to the end and return the trace."""
         self.send(ev.Started())
         return self.trace
 
     def send(self, event: ev.Event) -> list[str]:
-        """Send an event and all that follows from it; returns the new part of the trace."""
+        """Send an event and everything that follows from it; return the new part of the trace."""
         start = len(self.trace)
         self.todo.append(event)
         while self.todo:
@@ -145,7 +145,7 @@ class Script:
         return self.trace[start:]
 
     def release(self, what: str) -> list[str]:
-        """Complete something that was held."""
+        """Complete an instruction that was held."""
         return self.send(self.held.pop(what))
 
     def _queue(self, name: str, event: ev.Event) -> None:

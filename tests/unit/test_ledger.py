@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from ledger_kit import ends_of, row_of, told
+from ledger_kit import ends_of, recorded, row_of
 
 from hflow.errors import ConfigError, RunError
 from hflow.runtime import events as ev
@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_life_of_a_trained_sample(path: Path):
-    with told(path, max_staleness=2) as run:
+    with recorded(path, max_staleness=2) as run:
         run.train(0, 0)
         run.issue(1, version=0)
         for version, digest in ((0, "0a"), (1, "1b"), (2, "2c")):
@@ -58,7 +58,7 @@ def test_the_life_of_a_trained_sample(path: Path):
 
 
 def test_a_failed_reward_is_a_refusal_with_a_reason_and_no_number(path: Path):
-    with told(path) as run:
+    with recorded(path) as run:
         run.issue(0)
         run.ready(0, (0, 4))
         run.refuse(0, node="score", reason=ev.Refusal.FAILED, message="KeyError: 'x' (recipes/grpo.py:19)")
@@ -72,7 +72,7 @@ def test_a_failed_reward_is_a_refusal_with_a_reason_and_no_number(path: Path):
 
 
 def test_what_is_too_old_is_dropped_with_the_lag_that_it_would_have_had(path: Path):
-    with told(path) as run:
+    with recorded(path) as run:
         run.issue(5, version=0)
         run.ready(10, (0, 4))
         run.train(0, 0)
@@ -91,7 +91,7 @@ def test_what_is_too_old_is_dropped_with_the_lag_that_it_would_have_had(path: Pa
 
 
 def test_the_end_of_a_run_says_how_far_each_sample_came(path: Path):
-    with told(path) as run:
+    with recorded(path) as run:
         for group in range(3):
             run.issue(group)
         run.ready(0, (0, 1))
@@ -114,7 +114,7 @@ def test_the_end_of_a_run_says_how_far_each_sample_came(path: Path):
 
 def test_a_run_that_fails_loses_nothing(path: Path):
     def fail() -> None:
-        with told(path) as run:
+        with recorded(path) as run:
             for group in range(500):
                 run.issue(group)
             raise ZeroDivisionError
@@ -127,9 +127,9 @@ def test_a_run_that_fails_loses_nothing(path: Path):
 KILLED = """
 import os, signal
 from pathlib import Path
-from ledger_kit import told
+from ledger_kit import recorded
 
-with told(Path({path!r})) as run:
+with recorded(Path({path!r})) as run:
     run.train(0, 0, 1)
     run.issue(2)
     run.ledger.flush()
@@ -148,14 +148,14 @@ def test_a_killed_process_leaves_a_whole_ledger(path: Path):
 
 
 def test_a_run_that_goes_on_from_a_step_has_one_history(path: Path):
-    with told(path) as run:
+    with recorded(path) as run:
         run.issue(9)  # it still runs when step 0 is complete
         run.train(0, 0)
         run.train(1, 1, version=1)
     with pytest.raises(RunError, match="cannot continue from step 3"):
         rewind(path, 3)
     rewind(path, 1)
-    with told(path) as run:
+    with recorded(path) as run:
         run.train(1, 2, version=1)
         run.train(2, 1, version=2)
         run.ready(18, (3, 1))
@@ -180,7 +180,7 @@ def test_a_run_that_goes_on_from_a_step_has_one_history(path: Path):
 def test_nothing_is_lost_where_the_writer_cannot_keep_up(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(writer, "MAX_TRANSACTION", 5)
     monkeypatch.setattr(writer, "MAX_WAITING", 10)
-    with told(path) as run:
+    with recorded(path) as run:
         for group in range(300):
             run.issue(group)
             assert len(run.ledger._writer._waiting) <= 10
@@ -190,7 +190,7 @@ def test_nothing_is_lost_where_the_writer_cannot_keep_up(path: Path, monkeypatch
 def test_a_file_that_cannot_be_written_ends_the_run(path: Path, tmp_path: Path):
     with (
         pytest.raises(RunError, match=r"nowhere/ledger.sqlite cannot be written"),
-        told(tmp_path / "nowhere" / "ledger.sqlite"),
+        recorded(tmp_path / "nowhere" / "ledger.sqlite"),
     ):
         pass
     with pytest.raises(RunError, match="cannot be written: no such table: issued"):
@@ -198,7 +198,7 @@ def test_a_file_that_cannot_be_written_ends_the_run(path: Path, tmp_path: Path):
 
 
 def _lose_its_table(path: Path) -> None:
-    with told(path) as run:
+    with recorded(path) as run:
         other = sqlite3.connect(path)
         other.execute("DROP VIEW samples")
         other.execute("DROP TABLE issued")
@@ -237,7 +237,7 @@ def _lose_its_table(path: Path) -> None:
     ],
 )
 def test_an_audit_finds(path: Path, sql: str, claim: str):
-    with told(path) as run:
+    with recorded(path) as run:
         run.train(0, 0)
         run.issue(1)
         run.refuse(2, node="gen", reason=ev.Refusal.TIMEOUT, message="it took longer than 2 s")
@@ -252,7 +252,7 @@ def test_an_audit_finds(path: Path, sql: str, claim: str):
 
 @pytest.fixture
 def asked(path: Path) -> Path:
-    with told(path) as run:
+    with recorded(path) as run:
         run.train(0, 0, 1)
         run.issue(2)
     return path
@@ -298,7 +298,7 @@ def test_a_sample_that_is_none_is_refused(asked: Path, name: str, says: str):
 
 
 def test_a_ledger_is_read_while_its_run_goes_on(path: Path):
-    with told(path) as run:
+    with recorded(path) as run:
         run.train(0, 0)
         run.ledger.flush()
         assert row_of(path, 1)["end"] == "trained"

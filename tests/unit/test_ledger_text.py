@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ledger_kit import told
+from ledger_kit import recorded
 
 from hflow.cli import main
 from hflow.runtime import events as ev
@@ -23,7 +23,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "runs" / "small" / "20260131-142500"
     directory.mkdir(parents=True)
     (directory.parent / "latest").symlink_to(directory.name)
-    with told(directory / "ledger.sqlite", max_staleness=2) as run:
+    with recorded(directory / "ledger.sqlite", max_staleness=2) as run:
         run.ledger.record_weights("actor@gen", 1, "00ab")
         run.issue(1)
         run.issue(3)
