@@ -1,18 +1,16 @@
-"""The steady state of a schedule: seconds a step, the cycle that they come from, and who waits.
+"""The steady state of a schedule: the seconds of a step, the cycle that determines them, and idle devices.
 
-Pure arithmetic on a `Schedule` and the seconds of its parts. With fixed times
+This is pure arithmetic on a `Schedule` and the seconds of its nodes. If all durations are fixed, tests hold
+these statements:
 
-- the period of batch nodes is exactly the one that `RunState` settles to on a virtual clock;
-- so is that of synchronous generation where one batch is drawn a turn. It is not where all of this holds:
-  engines share devices with batch nodes, a further batch may be drawn before new weights come
+- The period of batch nodes is exactly the one that `RunState` reaches on a virtual clock.
+- So is the period of synchronous generation with one batch per turn. It is an upper bound if all of this
+holds:
+  engines share devices with batch nodes, a further batch may be generated before new weights arrive
   (`sync_every` above 1, or a source whose weights do not change), and samples pass through sample or group
-  nodes. While these work, the turn goes on and draws of the next batch, for which the period has it wait for
-  its own turn; so the run may be faster than the period (in random schedules it was never slower). How much
-  is drawn ahead is decided by how long those nodes take: where they take no time and the source takes some,
-  that is nothing, and the period is exact again;
-- that of stale generation is an estimate, for which see `rollout_arcs`.
-
-The tests hold it to that.
+  nodes. While those nodes run, the engines already generate samples of the next batch, for which the period
+  waits until their next turn. If those nodes take no time, the period is exact again.
+- The period of asynchronous generation is an estimate; see `generation_edges`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from collections.abc import Mapping
 from hflow.planner.forecast import Period
 from hflow.planner.ir import Schedule
 from hflow.planner.period.cycle_ratio import steady_state
-from hflow.planner.period.generation_edges import add_rollout, link_rollout
+from hflow.planner.period.generation_edges import add_generation, link_generation
 from hflow.planner.period.period_rows import cycle_rows, idle_shares, slots
 from hflow.planner.period.steady_events import SteadyEvents
 from hflow.planner.period.timed_graph import Fields, TimedGraph, link_batch_nodes
@@ -31,23 +29,22 @@ from hflow.planner.period.timed_graph import Fields, TimedGraph, link_batch_node
 def steady_period(
     schedule: Schedule, seconds: Mapping[str, float], fields: Fields | None = None
 ) -> Period | None:
-    """The period of a schedule, its critical cycle, and when everything runs.
+    """Return the period of a schedule, its critical cycle, and when everything runs.
 
-    Nodes that fire every n steps are unrolled where the steps after which all comes back are
-    `recurring.MOST_STEPS` at most; rarer ones count in every step, with their mean. The slots cover the
-    steps unrolled.
+    Nodes that run every n steps are unrolled if the schedule repeats after at most `MAX_UNROLLED_STEPS`
+    steps. Rarer nodes count in every step with their mean. The slots cover the unrolled steps.
 
     Args:
-        schedule: what is run.
-        seconds: node -> seconds of one firing; a source -> of one whole batch; a replica -> to take new
-            weights, and `publish.REPLICA` -> to publish them. What is not named takes no time.
-        fields: (producer, consumer) -> the fields between them, to name edges of the cycle by.
+        schedule: what runs.
+        seconds: of one execution of a node, of one whole batch of a source, of a replica that loads new
+            weights, and of `publish.REPLICA`. Missing names take no time.
+        fields: (producer, consumer) -> the fields between them, which name edges of the cycle.
 
     Returns:
-        None where nothing that comes back takes time.
+        None if nothing that repeats takes time.
     """
-    recurring = SteadyEvents(schedule)
-    graph = timed_graph(recurring, seconds, fields or {})
+    events = SteadyEvents(schedule)
+    graph = timed_graph(events, seconds, fields or {})
     state = steady_state(len(graph.vertices), graph.arcs)
     if state is None or state.ratio <= 0:
         return None
@@ -56,20 +53,20 @@ def steady_period(
         seconds=state.ratio,
         cycle=cycle_rows(schedule, graph, state),
         slots=bars,
-        idle=idle_shares(recurring.lanes(), bars, state.ratio * graph.num_unrolled),
+        idle=idle_shares(events.lanes(), bars, state.ratio * graph.num_unrolled),
         num_steps=graph.num_unrolled,
     )
 
 
-def timed_graph(recurring: SteadyEvents, seconds: Mapping[str, float], fields: Fields) -> TimedGraph:
-    """Everything that fires in the steady state, and what it waits for."""
-    graph = TimedGraph(recurring.num_unrolled)
+def timed_graph(events: SteadyEvents, seconds: Mapping[str, float], fields: Fields) -> TimedGraph:
+    """Return the graph of everything that runs in the steady state, and what it waits for."""
+    graph = TimedGraph(events.num_unrolled)
     for step in range(graph.num_unrolled):
-        add_rollout(graph, recurring, seconds, step)
-        for node in recurring.nodes:
-            fires = recurring.fires(node, step)
-            spent = seconds.get(node.name, 0.0) * recurring.share(node) if fires else 0.0
+        add_generation(graph, events, seconds, step)
+        for node in events.nodes:
+            fires = events.fires(node, step)
+            spent = seconds.get(node.name, 0.0) * events.share(node) if fires else 0.0
             graph.add(node.name, step, spent, (node.group or node.name,), is_shown=fires)
-    link_batch_nodes(graph, recurring, fields)
-    link_rollout(graph, recurring, fields)
+    link_batch_nodes(graph, events, fields)
+    link_generation(graph, events, fields)
     return graph

@@ -1,16 +1,16 @@
-"""The slowest cycle of a timed event graph, and start times that keep its pace.
+"""The slowest cycle of a timed event graph, and start times at its pace.
 
-A vertex fires once a step. An arc with lag n says that its head fires at step k when its tail of step
-k - n is done. If the head's start at step k is `start + k * ratio` for every vertex, each cycle needs
+A vertex runs once per step. An arc with lag n means that its head runs at step k after its tail of step k -
+n. If every vertex starts step k at `start + k * ratio`, then each cycle needs
 
     ratio >= seconds on the cycle / steps that it crosses
 
-and the largest of these bounds is reached: the steady state's seconds a step. With weights
-`seconds - ratio * lag` no cycle is positive then, and longest paths are start times.
+and the steady state reaches the largest of these bounds. With arc weights `seconds - ratio * lag` no cycle is
+positive then, and longest paths are start times.
 
-So: from a ratio that is too small, longest paths are sought until they run into a positive cycle; the
-ratio is raised to that cycle's; and so on until there is none. Each round's cycle is strictly slower
-than the last one, and there are finitely many, so this ends with the slowest.
+The algorithm starts at a ratio that is too small and computes longest paths until they contain a positive
+cycle. It raises the ratio to that of the cycle, and repeats this until there is no positive cycle. Each cycle
+is strictly slower than the one before, and there are finitely many, so the last one is the slowest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ROUNDING = 1e-13
-"""What counts as no gain, as a share of all seconds together."""
+"""Improvements below this fraction of the sum of all seconds are rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Arc:
     src: int
     dst: int
     seconds: float
-    """How long the tail takes; not negative."""
+    """Duration of the tail, at least 0."""
     lag: int
-    """Steps between them. Negative ones are fine as long as every cycle crosses a step or more."""
+    """Steps between tail and head. It may be negative if every cycle crosses at least one step."""
     why: str = ""
-    """What the arc stands for."""
+    """The reason for waiting, in words."""
 
 
 @dataclass(frozen=True)
@@ -42,35 +42,35 @@ class SteadyState:
     """The pace of a timed event graph."""
 
     ratio: float
-    """Seconds a step."""
+    """Seconds per step."""
     cycle: tuple[Arc, ...]
-    """A cycle that needs them, each arc's head the next one's tail."""
+    """The slowest cycle. The head of each arc is the tail of the next one."""
     starts: tuple[float, ...]
-    """Vertex -> its first start, the earliest that there are; at step k it is `k * ratio` later."""
+    """The earliest start of each vertex; at step k it is `k * ratio` later."""
 
 
 def steady_state(num_vertices: int, arcs: Sequence[Arc]) -> SteadyState | None:
-    """The maximum over all cycles of (seconds / lag); None where there is no cycle.
+    """Return the maximum of (seconds / lag) over all cycles, or None if there is no cycle.
 
     Args:
         num_vertices: vertices are numbered from 0.
-        arcs: fastest when they are listed in the order in which their tails fire.
+        arcs: the search is fastest if they are in the order in which their tails run.
 
     Raises:
-        ValueError: when a cycle takes time and crosses no step, so that it waits for itself.
+        ValueError: when a cycle takes time but crosses no step, so that it waits for itself.
     """
-    ratio, cycle = -1.0, []  # a cycle's ratio is 0 at least
+    ratio, cycle = -1.0, []  # a cycle's ratio is at least 0
     slack = ROUNDING * math.fsum(arc.seconds for arc in arcs)
     while True:
-        starts, found = _longest_paths(num_vertices, arcs, ratio, slack)
-        if not found or cycle_ratio(found) <= ratio:
+        starts, positive = _longest_paths(num_vertices, arcs, ratio, slack)
+        if not positive or cycle_ratio(positive) <= ratio:
             break
-        ratio, cycle = cycle_ratio(found), found
+        ratio, cycle = cycle_ratio(positive), positive
     return SteadyState(ratio, tuple(cycle), tuple(starts)) if cycle else None
 
 
 def cycle_ratio(cycle: Sequence[Arc]) -> float:
-    """Seconds on a cycle over the steps that it crosses."""
+    """Return the seconds on a cycle divided by the steps that it crosses."""
     lag = sum(arc.lag for arc in cycle)
     if lag <= 0:
         raise ValueError(f"a cycle of {len(cycle)} arcs waits for itself: it crosses {lag} steps")
@@ -80,7 +80,7 @@ def cycle_ratio(cycle: Sequence[Arc]) -> float:
 def _longest_paths(
     num_vertices: int, arcs: Sequence[Arc], ratio: float, slack: float
 ) -> tuple[list[float], list[Arc]]:
-    """Longest paths to each vertex by Bellman-Ford, or a positive cycle as soon as they contain one."""
+    """Return longest paths to each vertex (Bellman-Ford), or a positive cycle as soon as they contain one."""
     lengths = [0.0] * num_vertices
     last: list[Arc | None] = [None] * num_vertices
     weights = [(arc.seconds - ratio * arc.lag, arc) for arc in arcs]
@@ -97,7 +97,7 @@ def _longest_paths(
 
 
 def _slowest_cycle(last: Sequence[Arc | None]) -> list[Arc]:
-    """The slowest cycle among the last arcs of paths, of which each vertex has one at most."""
+    """Return the slowest cycle among the last arcs of paths, of which each vertex has at most one."""
     slowest: list[Arc] = []
     seen: dict[int, int] = {}
     for start in range(len(last)):

@@ -1,4 +1,4 @@
-"""A steady state as rows that people read: the cycle in words, bars in time, idle devices."""
+"""A steady state as rows for reports: the cycle in words, slots in time, idle devices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hflow.planner.ir import Schedule
 from hflow.planner.period.cycle_ratio import SteadyState
 from hflow.planner.period.timed_graph import TimedGraph
 
-ALREADY_TOLD = ("next ", "turn of ", "one batch ahead")
-"""Reasons that say themselves that they lead to a later step."""
+REASONS_WITH_LAG = ("next ", "turn of ", "one batch ahead")
+"""Beginnings of reasons that already say that an edge leads to a later step."""
 
 
 NUM_DIGITS = 9
-"""Digits of a share: below them is what floating-point sums leave."""
+"""Digits of a fraction that are not rounding errors."""
 
 
 def cycle_rows(schedule: Schedule, graph: TimedGraph, state: SteadyState) -> tuple[CycleStep, ...]:
-    """The critical cycle from the node that the schedule names first; laps that are alike stand once."""
+    """Return the critical cycle from the node that comes first in the schedule. Equal laps appear once."""
     names = [schedule.streams[0].source, *(node.name for node in schedule.nodes)]
     rank = {name: place for place, name in enumerate(names)}
     tails = [graph.vertices[arc.src] for arc in state.cycle]
@@ -31,12 +31,12 @@ def cycle_rows(schedule: Schedule, graph: TimedGraph, state: SteadyState) -> tup
         if tail.is_shown:
             rows.append(CycleStep(tail.name, tail.seconds, arc.why, arc.lag))
         else:
-            rows[-1] = _lead_on(rows[-1], arc.why, arc.lag)
-    return tuple(_tell_lag(row) for row in _one_lap(_carry(rows)))
+            rows[-1] = _merge_hidden(rows[-1], arc.why, arc.lag)
+    return tuple(_name_lag(row) for row in _first_lap(_shift_negative_lags(rows)))
 
 
 def slots(graph: TimedGraph, state: SteadyState) -> tuple[Slot, ...]:
-    """What takes time, by its start; the first starts at 0."""
+    """Return what takes time, by its start. The first starts at 0."""
     bars = [
         Slot(vertex.name, lane, start + vertex.step * state.ratio, vertex.seconds, vertex.step)
         for vertex, start in zip(graph.vertices, state.starts, strict=True)
@@ -48,19 +48,19 @@ def slots(graph: TimedGraph, state: SteadyState) -> tuple[Slot, ...]:
 
 
 def idle_shares(lanes: Sequence[str], bars: Sequence[Slot], seconds: float) -> tuple[tuple[str, float], ...]:
-    """Lane -> share of a round of `seconds` in which no bar lies on it; bars go around."""
-    covered = ((lane, _covered(_folded(lane, bars, seconds))) for lane in lanes)
+    """Return the fraction of a period in which each lane has no slot. Slots wrap around its end."""
+    covered = ((lane, _covered(_wrapped(lane, bars, seconds))) for lane in lanes)
     return tuple((lane, round(max(0.0, 1 - busy / seconds), NUM_DIGITS)) for lane, busy in covered)
 
 
-def _lead_on(row: CycleStep, why: str, lag: int) -> CycleStep:
-    """A row whose edge leads on through a vertex that is not shown."""
+def _merge_hidden(row: CycleStep, why: str, lag: int) -> CycleStep:
+    """Extend a row's edge through a vertex that is not shown."""
     keeps = not why or (row.lag and not lag)
     return replace(row, why=row.why if keeps else why, lag=row.lag + lag)
 
 
-def _carry(rows: list[CycleStep]) -> list[CycleStep]:
-    """Count a vertex's step so that no edge leads back: what one edge lacks, the next one has too many."""
+def _shift_negative_lags(rows: list[CycleStep]) -> list[CycleStep]:
+    """Make all lags at least 0 by moving a negative lag to the next edge."""
     for i in (*range(len(rows)), *range(len(rows))):
         if rows[i].lag < 0:
             after = (i + 1) % len(rows)
@@ -69,19 +69,19 @@ def _carry(rows: list[CycleStep]) -> list[CycleStep]:
     return rows
 
 
-def _one_lap(rows: list[CycleStep]) -> list[CycleStep]:
+def _first_lap(rows: list[CycleStep]) -> list[CycleStep]:
     sizes = (size for size in range(1, len(rows) + 1) if len(rows) % size == 0)
     return next(rows[:size] for size in sizes if rows[:size] * (len(rows) // size) == rows)
 
 
-def _tell_lag(row: CycleStep) -> CycleStep:
-    if row.lag == 0 or row.why.startswith(ALREADY_TOLD):
+def _name_lag(row: CycleStep) -> CycleStep:
+    if row.lag == 0 or row.why.startswith(REASONS_WITH_LAG):
         return row
     return replace(row, why=f"{row.why}, {row.lag} step{'s' if row.lag > 1 else ''} later")
 
 
-def _folded(lane: str, bars: Sequence[Slot], seconds: float) -> Iterator[tuple[float, float]]:
-    """(start, end) of a lane's bars within one round."""
+def _wrapped(lane: str, bars: Sequence[Slot], seconds: float) -> Iterator[tuple[float, float]]:
+    """Yield (start, end) of a lane's slots within one period."""
     for bar in bars:
         if bar.lane == lane:
             start = bar.start % seconds
@@ -92,7 +92,7 @@ def _folded(lane: str, bars: Sequence[Slot], seconds: float) -> Iterator[tuple[f
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, 0.0
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

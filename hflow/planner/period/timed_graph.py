@@ -1,8 +1,8 @@
-"""A schedule as a timed event graph: one vertex for each thing that takes time, at each step unrolled.
+"""A schedule as a timed event graph: one vertex for each event that takes time, in each unrolled step.
 
-Every arc is something that `RunState` enforces, so that the graph's steady state is that of a run:
-within a step a node waits for its batch, its needs and its group's order; across steps for the weights
-that it reads and for the step before on its group; and `rollout_arcs` for generation and new weights.
+Every arc is something that `RunState` enforces, so the steady state of the graph is that of a run. Within a
+step, a node waits for its batch, its needs and its group's order. Across steps, it waits for the weights that
+it reads and for the previous step on its group. `generation_edges` adds generation and new weights.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from hflow.planner.period.cycle_ratio import Arc
 from hflow.planner.period.steady_events import SteadyEvents
 
 FORMED = ""
-"""The moment when a step's batch is formed."""
+"""The vertex at which a step's batch is formed."""
 
 Fields = Mapping[tuple[str, str], str]
-"""(producer, consumer) -> the fields that go from one to the other, in words."""
+"""(producer, consumer) -> the fields between them, in words."""
 
 
 @dataclass(frozen=True)
 class Vertex:
-    """Something that fires once in every round of the unrolled steps."""
+    """An event that happens once in the unrolled steps."""
 
     name: str
-    """A node, a source, a replica that takes new weights, their publishing, or `FORMED`."""
+    """A node, a source, a replica that loads new weights, their publishing, or `FORMED`."""
     step: int
     seconds: float
     lanes: tuple[str, ...]
-    """Device groups, or engines with devices of their own, that it keeps busy."""
+    """Device groups, or engines on their own devices, that it keeps busy."""
     is_shown: bool
-    """Whether it happens: a node that is passed over at this step, or `FORMED`, is not shown."""
+    """Whether reports show it: not `FORMED`, nor a node that is skipped at this step."""
 
 
 class TimedGraph:
-    """Vertices and arcs, built up step by step.
+    """Vertices and arcs, added step by step.
 
     Attributes:
-        num_unrolled: steps unrolled; an arc that leads beyond them comes in again at the front.
+        num_unrolled: unrolled steps; an arc beyond the last one leads to the first.
     """
 
     def __init__(self, num_unrolled: int) -> None:
@@ -62,40 +62,40 @@ class TimedGraph:
         self.vertices.append(Vertex(name, step, seconds, lanes, is_shown))
 
     def link(self, src: str, dst: str, step: int, lag: int, why: str) -> None:
-        """Let `dst` of a step wait for `src` of `lag` steps before; the first reason given stays."""
+        """Let `dst` of a step wait for `src` of `lag` steps before. The first reason is kept."""
         tail = self._index[src, (step - lag) % self.num_unrolled]
         head = self._index[dst, step % self.num_unrolled]
         arc = Arc(tail, head, self.vertices[tail].seconds, lag, why)
         self._arcs.setdefault((tail, head, lag), arc)
 
 
-def link_batch_nodes(graph: TimedGraph, recurring: SteadyEvents, fields: Fields) -> None:
-    """What batch nodes wait for: needs, weights, their group's order, and the batch."""
+def link_batch_nodes(graph: TimedGraph, events: SteadyEvents, fields: Fields) -> None:
+    """Link batch nodes to what they wait for: needs, weights, their group's order, and the batch."""
     for step in range(graph.num_unrolled):
-        for node in recurring.nodes:
-            # A writer that is passed over waits as if it fired: its models' version advances then.
-            if recurring.fires(node, step) or node.writes:
-                _link_needs(graph, recurring, node, step, fields)
-                _link_weights(graph, recurring, node, step)
-        for group, names in recurring.orders():
+        for node in events.nodes:
+            # A writer that is skipped waits as if it ran, as the version of its models advances then.
+            if events.fires(node, step) or node.writes:
+                _link_needs(graph, events, node, step, fields)
+                _link_weights(graph, events, node, step)
+        for group, names in events.orders():
             for before, after in pairwise(names):
                 graph.link(before, after, step, 0, f"order of group {group}")
             again = f"next step on group {group}" if group != names[0] else "next step"
             graph.link(names[-1], names[0], step, 1, again)
-        for node in recurring.nodes:
+        for node in events.nodes:
             graph.link(FORMED, node.name, step, 0, "batch formed")
 
 
 def _link_needs(
-    graph: TimedGraph, recurring: SteadyEvents, node: ScheduledNode, step: int, fields: Fields
+    graph: TimedGraph, events: SteadyEvents, node: ScheduledNode, step: int, fields: Fields
 ) -> None:
-    for before in recurring.nodes:
-        if before.name in node.needs and recurring.fires(before, step):
-            graph.link(before.name, node.name, step, 0, _words(before, node, fields))
+    for before in events.nodes:
+        if before.name in node.needs and events.fires(before, step):
+            graph.link(before.name, node.name, step, 0, _reason(before, node, fields))
 
 
-def _words(before: ScheduledNode, node: ScheduledNode, fields: Fields) -> str:
-    """Why a node needs another one in the same step."""
+def _reason(before: ScheduledNode, node: ScheduledNode, fields: Fields) -> str:
+    """Return why a node needs another one in the same step."""
     overwritten = [model for model in node.writes if model in before.reads]
     if (before.name, node.name) in fields:
         return fields[before.name, node.name]
@@ -104,8 +104,8 @@ def _words(before: ScheduledNode, node: ScheduledNode, fields: Fields) -> str:
     return f"weights of {', '.join(before.writes)}" if before.writes else "data"
 
 
-def _link_weights(graph: TimedGraph, recurring: SteadyEvents, node: ScheduledNode, step: int) -> None:
-    """A node of step k uses weights exactly as step k - 1 left them."""
-    for model in recurring.trained((*node.reads, *node.writes)):
-        for writer in recurring.writers[model]:
+def _link_weights(graph: TimedGraph, events: SteadyEvents, node: ScheduledNode, step: int) -> None:
+    """Link a node of step k to the writers of step k - 1, whose weights it uses."""
+    for model in events.trained((*node.reads, *node.writes)):
+        for writer in events.writers[model]:
             graph.link(writer, node.name, step, 1, f"weights of {model}")
