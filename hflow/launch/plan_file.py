@@ -17,7 +17,7 @@ from typing import Any
 from hflow.config import RunConfig, load_config, to_mapping, to_yaml
 from hflow.errors import ConfigError, PlanError, RecipeError
 from hflow.launch.compile import Compiled, compile_recipe
-from hflow.planner.diff import PlanDiff, diff_plans, more
+from hflow.planner.diff import PlanDiff, and_more, diff_plans
 from hflow.planner.serialise import to_json
 from hflow.validation import from_mapping
 
@@ -117,7 +117,7 @@ def compile_plan_file(
     diff = diff_plans(file.rows, to_json(compiled.plan))
     if diff.decided:
         command = shlex.join(["hflow", "plan", "--diff", str(file.path), str(recipe_file), *overrides])
-        others = more(len(diff.decided) - 1)
+        others = and_more(len(diff.decided) - 1)
         raise PlanError(f"{file.path} is out of date: {diff.decided[0]}{others}; see `{command}`")
     return compiled
 

@@ -7,7 +7,7 @@ from rich.text import Text
 from hflow.graph.draw import PlanOverlay, to_dot, to_mermaid
 from hflow.graph.ir import Edge, EdgeKind, Graph
 from hflow.graph.render import render_text
-from hflow.planner.diff.formatting import devices
+from hflow.planner.diff.formatting import device_ranges
 from hflow.planner.ir import SAVE_PREFIX, Plan
 
 
@@ -32,7 +32,7 @@ def plan_mermaid(plan: Plan) -> str:
 def _placed(plan: Plan) -> PlanOverlay:
     saves = [p.node for p in plan.placements if p.node.startswith(SAVE_PREFIX)]
     groups = {
-        f"group {group.name}: devices {devices(group.devices)}": tuple(
+        f"group {group.name}: devices {device_ranges(group.devices)}": tuple(
             placement.node for placement in plan.placements if placement.group == group.name
         )
         for group in plan.groups

@@ -18,10 +18,10 @@ from hflow.errors import PlanError
 from hflow.graph.ir import BodyRef, DatasetSpec, Graph, Knob, SourceLocation
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import Change, Effect, PlanDiff, diff_plans
-from hflow.planner.diff.compare import facts
-from hflow.planner.diff.facts import estimates
-from hflow.planner.diff.formatting import devices
-from hflow.planner.diff.plan_rows import Lone
+from hflow.planner.diff.compare import decided_values
+from hflow.planner.diff.formatting import device_ranges
+from hflow.planner.diff.plan_rows import Unmatched
+from hflow.planner.diff.plan_values import estimated_values
 from hflow.planner.forecast import (
     CycleStep,
     EdgeTraffic,
@@ -118,7 +118,7 @@ def test_a_resharding_that_changes_results_says_so():
     ],
 )
 def test_devices_in_few_letters(ids: list[int], text: str):
-    assert devices(ids) == text
+    assert device_ranges(ids) == text
 
 
 def test_every_replica_that_a_checkpoint_holds_is_resharded():
@@ -441,7 +441,7 @@ def test_long_values_say_where_they_part():
 
 @pytest.mark.parametrize("broken", [{}, {"graph": []}, {**rows(), "replicas": [1]}], ids=["", "graph", "row"])
 def test_rows_of_another_form_are_refused_in_one_line(broken: dict[str, Any]):
-    with pytest.raises(PlanError, match="the rows of a plan are not such as this version") as refused:
+    with pytest.raises(PlanError, match="written by another version of hflow") as refused:
         diff_plans(broken, rows())
     assert "\n" not in str(refused.value)
 
@@ -464,8 +464,8 @@ def test_the_table_in_the_documentation_has_every_topic():
     text = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
     cells = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
     documented = {topic for cell in cells for topic in cell.split(", ")}
-    lone, plan = Lone(frozenset(), frozenset()), foreseen(forecast(1.0, GIB))
-    topics = {*facts(plan, lone), *estimates(plan, lone, with_rows=True), "rest"}
+    lone, plan = Unmatched(frozenset(), frozenset()), foreseen(forecast(1.0, GIB))
+    topics = {*decided_values(plan, lone), *estimated_values(plan, lone, with_rows=True), "rest"}
     assert topics - {"forecast"} <= documented
 
 

@@ -1,4 +1,4 @@
-"""`diff_plans`: what changed between two plans, and what that means for a resume. Pure."""
+"""`diff_plans`: the differences between two plans, and what they mean for a resume."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hflow.errors import PlanError
-from hflow.planner.diff.effects import Effect, Held, Point, effect_of, held
-from hflow.planner.diff.facts import TOPICS as ESTIMATED
-from hflow.planner.diff.facts import estimates, graph_facts, placed_facts
-from hflow.planner.diff.formatting import Fact, apart, parting, plain, same
-from hflow.planner.diff.plan_rows import Lone, Rows, Subjects, model_names, node_names
+from hflow.planner.diff.effects import Difference, Effect, TrainedNames, effect_of, trained_names
+from hflow.planner.diff.formatting import ShownValue, distinct_texts, first_difference, is_equal, plain
+from hflow.planner.diff.plan_rows import Rows, Subjects, Unmatched, model_names, node_names
+from hflow.planner.diff.plan_values import ESTIMATED_TOPICS, estimated_values, graph_values, placement_values
 from hflow.planner.serialise import decisive_rows, rows_digest
 
-_GRAVITY = tuple(Effect)
+_BY_SEVERITY = tuple(Effect)
 _NUM_CHARS = 60
-"""Of a value, in a sentence."""
+"""Maximum length of a value in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,17 @@ class Change:
     topic: str
     """`recipe`, `node`, `replica`, `weights` ..."""
     subject: str
-    """What it is about, as `actor@train` or `actor_train.clip`."""
+    """What differs, such as `actor@train` or `actor_train.clip`."""
     before: str | None
-    """None where only the other plan has it."""
+    """None if only the other plan has it."""
     after: str | None
     effect: Effect
-    """What it means for a resume of the first plan's checkpoint under the second."""
+    """What it means for resuming the first plan's checkpoint with the second plan."""
 
     @property
     def is_estimated(self) -> bool:
-        """Whether it speaks of estimates, which decide nothing in a run."""
-        return self.topic in ESTIMATED
+        """Whether it is a difference of estimates, which decide nothing in a run."""
+        return self.topic in ESTIMATED_TOPICS
 
     def __str__(self) -> str:
         if self.before is None:
@@ -48,7 +47,7 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """All differences between two plans, causes before what follows from them."""
+    """All differences between two plans, causes before their consequences."""
 
     before: str
     """Digest of the first plan's rows."""
@@ -57,53 +56,53 @@ class PlanDiff:
 
     @property
     def effect(self) -> Effect:
-        """The gravest effect."""
-        return max((change.effect for change in self.changes), key=_GRAVITY.index, default=Effect.SAME)
+        """The most severe effect."""
+        return max((change.effect for change in self.changes), key=_BY_SEVERITY.index, default=Effect.SAME)
 
     @property
     def decided(self) -> tuple[Change, ...]:
-        """Changes of what a run does; none where the digests are equal."""
+        """Changes of what a run does; none if the digests are equal."""
         return tuple(change for change in self.changes if not change.is_estimated)
 
     @property
     def verdict(self) -> str:
-        """What a resume would have to do, in one line."""
+        """What a resume has to do, in one line."""
         if not self.changes:
             return "the plans are the same"
-        gravest = [change for change in self.changes if change.effect is self.effect]
+        worst = [change for change in self.changes if change.effect is self.effect]
         if self.effect is Effect.REFUSE:
-            return f"cannot resume: {gravest[0]}{more(len(gravest) - 1)}"
+            return f"cannot resume: {worst[0]}{and_more(len(worst) - 1)}"
         if self.effect is Effect.RESHARD:
-            cuts = ", ".join(f"{change.subject} {change.before} -> {change.after}" for change in gravest)
-            rest = "; results differ from here on" if self._gives_other_results else ""
+            cuts = ", ".join(f"{change.subject} {change.before} -> {change.after}" for change in worst)
+            rest = "; results differ from here on" if self._changes_results else ""
             return f"a resume would have to reshard {cuts}{rest}"
         if self.effect is Effect.NEW:
-            return f"nothing to reshard; results differ from here on: {gravest[0]}{more(len(gravest) - 1)}"
+            return f"nothing to reshard; results differ from here on: {worst[0]}{and_more(len(worst) - 1)}"
         return "nothing to reshard"
 
     @property
-    def _gives_other_results(self) -> bool:
+    def _changes_results(self) -> bool:
         return any(change.effect is Effect.NEW for change in self.changes)
 
     def to_json(self) -> dict[str, Any]:
-        """The differences as plain values for `json.dumps`."""
+        """Return the differences as plain values for `json.dumps`."""
         return {**asdict(self), "effect": self.effect, "verdict": self.verdict}
 
 
-def more(count: int) -> str:
-    """`, and 3 more`, or nothing."""
+def and_more(count: int) -> str:
+    """Return `, and 3 more`, or an empty text."""
     return f", and {count} more" if count else ""
 
 
 def diff_plans(before: Rows, after: Rows) -> PlanDiff:
-    """Compare two plans by their JSON rows, so that stored ones can be compared too.
+    """Compare two plans by their JSON rows, so that saved plans can be compared too.
 
     Args:
-        before: `to_json` of the one whose checkpoint a resume would take.
-        after: `to_json` of the other.
+        before: `to_json` of the plan whose checkpoint would be resumed.
+        after: `to_json` of the plan that would resume it.
 
     Raises:
-        PlanError: for rows of another form than this version's.
+        PlanError: for rows that another version of hflow wrote.
     """
     try:
         changes = tuple(_changes(before, after))
@@ -111,50 +110,61 @@ def diff_plans(before: Rows, after: Rows) -> PlanDiff:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise PlanError(
-            f"the rows of a plan are not such as this version of hflow makes ({reason})"
+            f"this plan was written by another version of hflow, which stores other rows ({reason}). Run "
+            "`hflow plan` again to replace it."
         ) from error
 
 
 def _changes(before: Rows, after: Rows) -> Iterator[Change]:
-    lone = Lone(node_names(before) ^ node_names(after), model_names(before) ^ model_names(after))
-    both = held(before, after)
-    decided = list(_compare(facts(before, lone), facts(after, lone), both))
-    yield from decided or _rest(before, after)
-    can_foresee = before["forecast"] is not None and after["forecast"] is not None
-    yield from _compare(estimates(before, lone, can_foresee), estimates(after, lone, can_foresee), both)
+    unmatched = Unmatched(node_names(before) ^ node_names(after), model_names(before) ^ model_names(after))
+    trained = trained_names(before, after)
+    decided = list(_compare(decided_values(before, unmatched), decided_values(after, unmatched), trained))
+    yield from decided or _other_changes(before, after)
+    has_forecasts = before["forecast"] is not None and after["forecast"] is not None
+    yield from _compare(
+        estimated_values(before, unmatched, has_forecasts),
+        estimated_values(after, unmatched, has_forecasts),
+        trained,
+    )
 
 
-def facts(rows: Rows, lone: Lone) -> dict[str, Subjects]:
-    """All that a plan decides, by topic; `lone` is what the other plan has not."""
-    return {**graph_facts(rows, lone), **placed_facts(rows, lone)}
+def decided_values(rows: Rows, unmatched: Unmatched) -> dict[str, Subjects]:
+    """Return everything that a plan decides, by topic, without what only one plan has."""
+    return {**graph_values(rows, unmatched), **placement_values(rows, unmatched)}
 
 
-def _compare(before: dict[str, Subjects], after: dict[str, Subjects], both: Held) -> Iterator[Change]:
+def _compare(
+    before: dict[str, Subjects], after: dict[str, Subjects], trained: TrainedNames
+) -> Iterator[Change]:
     for topic in {**before, **after}:
         ours, theirs = before.get(topic, {}), after.get(topic, {})
         for subject in {**ours, **theirs}:
-            yield from _subject(topic, subject, ours.get(subject), theirs.get(subject), both)
+            yield from _subject(topic, subject, ours.get(subject), theirs.get(subject), trained)
 
 
 def _subject(
-    topic: str, subject: str, before: dict[str, Fact] | None, after: dict[str, Fact] | None, both: Held
+    topic: str,
+    subject: str,
+    before: dict[str, ShownValue] | None,
+    after: dict[str, ShownValue] | None,
+    trained: TrainedNames,
 ) -> Iterator[Change]:
     if before is None or after is None:
-        effect = effect_of(Point(topic, subject, "", is_lone=True), both)
+        effect = effect_of(Difference(topic, subject, "", is_unmatched=True), trained)
         yield Change(topic, subject, _first(before), _first(after), effect)
         return
     for attribute in {**before, **after}:
         one, other = before.get(attribute), after.get(attribute)
-        if one and other and same(one.value, other.value):
+        if one and other and is_equal(one.value, other.value):
             continue
-        shown = apart(one, other) if one and other else (_text(one), _text(other))
+        shown = distinct_texts(one, other) if one and other else (_text(one), _text(other))
         name = subject + attribute if attribute.startswith(".") else f"{subject} {attribute}".rstrip()
-        at = Point(topic, subject, attribute, is_lone=None in shown)
-        yield Change(topic, name, *shown, effect_of(at, both))
+        difference = Difference(topic, subject, attribute, is_unmatched=None in shown)
+        yield Change(topic, name, *shown, effect_of(difference, trained))
 
 
-def _text(known: Fact | None) -> str | None:
-    return None if known is None else known.text
+def _text(value: ShownValue | None) -> str | None:
+    return None if value is None else value.text
 
 
 def _cut(text: str | None) -> str:
@@ -162,14 +172,14 @@ def _cut(text: str | None) -> str:
     return text if len(text) <= _NUM_CHARS else f"{text[:_NUM_CHARS]}..."
 
 
-def _first(subject: dict[str, Fact] | None) -> str | None:
-    """A subject in a word."""
+def _first(subject: dict[str, ShownValue] | None) -> str | None:
+    """Return the main text of a subject."""
     return None if subject is None else _text(next(iter(subject.values())))
 
 
-def _rest(before: Rows, after: Rows) -> Iterator[Change]:
-    """What no fact tells: rows that no planner of this version would make."""
+def _other_changes(before: Rows, after: Rows) -> Iterator[Change]:
+    """Yield a difference that no value shows, in rows that this version does not write."""
     ours, theirs = decisive_rows(before), decisive_rows(after)
-    if not same(ours, theirs):
-        path, one, other = parting(ours, theirs)
+    if not is_equal(ours, theirs):
+        path, one, other = first_difference(ours, theirs)
         yield Change("rest", path, plain(one), plain(other), Effect.NEW)

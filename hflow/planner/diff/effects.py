@@ -1,8 +1,8 @@
-"""What each kind of change means for a resume: the table of `docs/plans.md`, as code.
+"""What each kind of difference means for a resume: the table of `docs/plans.md` as code.
 
-A checkpoint holds the weights and optimizer state of the trained models, the place in the data, and kept
-samples with their ids. What makes one of these meaningless is refused; what only places it differently
-means to reshard; the rest is as good before as after, or gives other numbers from here on.
+A checkpoint holds the weights and optimizer state of trained models, the position in the data, and samples
+with their ids. A difference that makes one of these meaningless is refused. One that only changes their
+placement needs resharding. All others change the results from the resume on, or nothing at all.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from hflow.planner.diff.plan_rows import Rows, trained_models
 
 
 class Effect(enum.StrEnum):
-    """What a resume of the one plan's checkpoint under the other plan means, the gravest last."""
+    """What it means to resume the checkpoint of one plan with another plan. The most severe is last."""
 
     SAME = "same"
-    """Nothing to do, and the results are the same."""
+    """Nothing to do, and the same results."""
     NEW = "new"
-    """Allowed; results differ from here on."""
+    """Allowed, but the results differ from here on."""
     RESHARD = "reshard"
-    """Allowed once weights and optimizer state are cut anew."""
+    """Allowed after resharding weights and optimizer state."""
     REFUSE = "refuse"
-    """The checkpoint, or its place in the data, would mean something else."""
+    """The checkpoint, or its position in the data, would have another meaning."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """What the checkpoints of two plans speak of."""
+class TrainedNames:
+    """What is trained in either of two plans, so that their checkpoints depend on it."""
 
     models: frozenset[str]
-    """Models that one of them trains."""
+    """Models that are trained."""
     datasets: frozenset[str]
-    """Datasets that feed steps."""
+    """Datasets of trained streams."""
     streams: frozenset[str]
-    """Streams whose batches make steps."""
+    """Trained streams."""
     sources: frozenset[str]
     """Nodes that open those streams."""
 
 
-def held(before: Rows, after: Rows) -> Held:
-    """What is trained in either plan."""
+def trained_names(before: Rows, after: Rows) -> TrainedNames:
+    """Return what is trained in either plan."""
     streams = [s for rows in (before, after) for s in rows["graph"]["streams"] if s["trained"]]
-    return Held(
+    return TrainedNames(
         models=trained_models(before) | trained_models(after),
         datasets=frozenset(stream["dataset"] for stream in streams if stream["dataset"]),
         streams=frozenset(stream["name"] for stream in streams),
@@ -68,9 +68,9 @@ SETTINGS: tuple[tuple[str, Effect], ...] = (
     ("models.*.group", Effect.SAME),
     ("models.*.backend", Effect.SAME),
 )
-"""Settings by pattern, the first that fits; all others are `new`. `TRAINED` stands for the name of a model
-or dataset that is trained on. Layouts, groups and backends are `same` here, as a replica's row tells what
-follows from them."""
+"""Effects of settings by pattern; the first match counts, and all others are `new`. `TRAINED` matches names
+of trained models and their datasets. Layouts, groups and backends are `same` here, as the rows of replicas
+show their effects."""
 
 _SCHEDULE = {"max_concurrent": Effect.SAME, "max_refused_per_step": Effect.SAME}
 _RECIPE = {"name": Effect.SAME, "dataset": Effect.REFUSE}
@@ -82,81 +82,85 @@ _NODE = {
 
 
 @dataclass(frozen=True)
-class Point:
-    """Where two plans differ."""
+class Difference:
+    """Something that differs between two plans."""
 
     topic: str
     subject: str
     attribute: str
-    is_lone: bool = False
-    """Whether one of the plans has nothing of the kind."""
+    is_unmatched: bool = False
+    """Whether one of the plans has no such value."""
 
 
-def effect_of(at: Point, both: Held) -> Effect:
-    """What a difference means, given what the two plans train."""
-    return _FIXED[at.topic] if at.topic in _FIXED else _RULES[at.topic](at, both)
+def effect_of(difference: Difference, trained: TrainedNames) -> Effect:
+    """Return what a difference means, given what the plans train."""
+    return (
+        _FIXED[difference.topic]
+        if difference.topic in _FIXED
+        else _RULES[difference.topic](difference, trained)
+    )
 
 
-def _recipe(at: Point, both: Held) -> Effect:
-    return _RECIPE.get(at.subject, Effect.NEW)
+def _recipe(difference: Difference, trained: TrainedNames) -> Effect:
+    return _RECIPE.get(difference.subject, Effect.NEW)
 
 
-def _stream(at: Point, both: Held) -> Effect:
-    return Effect.REFUSE if at.subject in both.streams else Effect.NEW
+def _stream(difference: Difference, trained: TrainedNames) -> Effect:
+    return Effect.REFUSE if difference.subject in trained.streams else Effect.NEW
 
 
-def _model(at: Point, both: Held) -> Effect:
-    if at.subject not in both.models:
+def _model(difference: Difference, trained: TrainedNames) -> Effect:
+    if difference.subject not in trained.models:
         return Effect.NEW
-    return Effect.SAME if at.attribute == "init_from" else Effect.REFUSE
+    return Effect.SAME if difference.attribute == "init_from" else Effect.REFUSE
 
 
-def _shape(at: Point, both: Held) -> Effect:
-    """Sizes that only one planner knew say nothing of the other's model."""
-    if at.is_lone:
+def _shape(difference: Difference, trained: TrainedNames) -> Effect:
+    """Ignore sizes that the planner knew for one plan only."""
+    if difference.is_unmatched:
         return Effect.SAME
-    return Effect.REFUSE if at.subject in both.models else Effect.NEW
+    return Effect.REFUSE if difference.subject in trained.models else Effect.NEW
 
 
-def _node(at: Point, both: Held) -> Effect:
-    """Ids of samples are made with the group's size."""
-    if at.attribute == "group" and at.subject in both.sources:
+def _node(difference: Difference, trained: TrainedNames) -> Effect:
+    """Refuse other group sizes, as the ids of samples depend on them."""
+    if difference.attribute == "group" and difference.subject in trained.sources:
         return Effect.REFUSE
-    return _NODE.get(at.attribute, Effect.NEW)
+    return _NODE.get(difference.attribute, Effect.NEW)
 
 
-def _setting(at: Point, both: Held) -> Effect:
-    section, _, rest = at.subject.partition(".")
+def _setting(difference: Difference, trained: TrainedNames) -> Effect:
+    section, _, rest = difference.subject.partition(".")
     name, _, last = rest.partition(".")
-    is_trained = name in (both.models if section == "models" else both.datasets)
-    key = f"{section}.TRAINED.{last}" if is_trained else at.subject
+    is_trained = name in (trained.models if section == "models" else trained.datasets)
+    key = f"{section}.TRAINED.{last}" if is_trained else difference.subject
     return next((effect for pattern, effect in SETTINGS if fnmatchcase(key, pattern)), Effect.NEW)
 
 
-def _schedule(at: Point, both: Held) -> Effect:
-    return _SCHEDULE.get(at.subject, Effect.NEW)
+def _schedule(difference: Difference, trained: TrainedNames) -> Effect:
+    return _SCHEDULE.get(difference.subject, Effect.NEW)
 
 
-def _firing(at: Point, both: Held) -> Effect:
-    """`every` and `after` are facts of saving only."""
-    return Effect.SAME if at.attribute else Effect.NEW
+def _firing(difference: Difference, trained: TrainedNames) -> Effect:
+    """Allow other `every` and `after`, which only nodes that save have here."""
+    return Effect.SAME if difference.attribute else Effect.NEW
 
 
-def _cluster(at: Point, both: Held) -> Effect:
-    return Effect.NEW if at.subject == "device" else Effect.SAME
+def _cluster(difference: Difference, trained: TrainedNames) -> Effect:
+    return Effect.NEW if difference.subject == "device" else Effect.SAME
 
 
-def _replica(at: Point, both: Held) -> Effect:
-    """Engines and frozen models are copies: only what a checkpoint holds can be cut anew."""
-    if at.is_lone or at.attribute not in ("", "backend"):
+def _replica(difference: Difference, trained: TrainedNames) -> Effect:
+    """Reshard trained models only: engines and frozen models are not in a checkpoint."""
+    if difference.is_unmatched or difference.attribute not in ("", "backend"):
         return Effect.SAME
-    model, _, role = at.subject.partition("@")
-    if model in both.models and role != "gen":
+    model, _, role = difference.subject.partition("@")
+    if model in trained.models and role != "gen":
         return Effect.RESHARD
-    return Effect.NEW if at.attribute == "backend" else Effect.SAME
+    return Effect.NEW if difference.attribute == "backend" else Effect.SAME
 
 
-_RULES: Mapping[str, Callable[[Point, Held], Effect]] = {
+_RULES: Mapping[str, Callable[[Difference, TrainedNames], Effect]] = {
     "recipe": _recipe,
     "stream": _stream,
     "model": _model,

@@ -1,0 +1,302 @@
+"""The values of a plan that a comparison shows: what it computes, where and when, and what it estimates.
+
+What follows from other rows, such as the schedule's copy of the graph, is left out, as it would repeat their
+differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hflow.planner.diff.formatting import ShownValue, device_ranges, layout, plain, seconds, shown, size
+from hflow.planner.diff.plan_rows import Rows, Subjects, Unmatched, trained_models
+from hflow.planner.serialise import without_directories
+
+ESTIMATED_TOPICS = ("forecast", "hardware", "workload", "memory", "traffic", "time", "period")
+
+
+def estimated_values(rows: Rows, unmatched: Unmatched, with_rows: bool) -> dict[str, Subjects]:
+    """Return the values of the forecast by topic. They are not part of the digest.
+
+    Args:
+        rows: the plan.
+        unmatched: what only one plan has, which is left out.
+        with_rows: whether both plans have a forecast. If not, the only value is whether this one has.
+    """
+    forecast = rows["forecast"]
+    if not with_rows or forecast is None:
+        made = "none" if forecast is None else "made"
+        return {"forecast": {"of bytes and seconds": {"": ShownValue(made, made)}}}
+    return {
+        "forecast": {"left out": {"": shown(forecast["missing"])}},
+        "hardware": {part: _flat(figures) for part, figures in (rows["hardware"] or {}).items()},
+        "workload": {stream: _flat(lengths) for stream, lengths in forecast["workload"]},
+        "memory": dict(_peaks(forecast["memory"])),
+        "traffic": {
+            row["consumer"]: {"": ShownValue(row["num_bytes"], size(row["num_bytes"]))}
+            for row in forecast["traffic"]
+            if row["consumer"] not in unmatched.nodes
+        },
+        "time": {
+            row["node"]: {"": ShownValue(row["seconds"], seconds(row["seconds"]))}
+            for row in forecast["times"]
+            if row["node"] not in unmatched.nodes
+        },
+        "period": dict(_period(forecast["period"])),
+    }
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, ShownValue]:
+    """Return a row's values by key, nested ones by `key inner`. The name has an empty key."""
+    flat: dict[str, ShownValue] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key} {inner}": shown(item) for inner, item in value.items()}
+        else:
+            flat["" if key == "name" else key] = shown(value)
+    return flat
+
+
+def _peaks(phases: list[Rows]) -> Iterator[tuple[str, dict[str, ShownValue]]]:
+    """Yield the phase of each group that needs most memory."""
+    totals: dict[str, list[tuple[int, str]]] = {}
+    for phase in phases:
+        total = sum(item[1] for item in (*phase["resident"], *phase["transient"]))
+        totals.setdefault(phase["group"], []).append((total, phase["phase"]))
+    for group, found in totals.items():
+        total, name = max(found, key=lambda item: item[0])
+        yield f"peak of {group}", {"": ShownValue([total, name], f"{size(total)} in {name}")}
+
+
+def _period(period: Rows | None) -> Iterator[tuple[str, dict[str, ShownValue]]]:
+    if period is None:
+        return
+    yield "a step", {"": ShownValue(period["seconds"], seconds(period["seconds"]))}
+    cycle = [[arc["node"], arc["why"], arc["lag"]] for arc in period["cycle"]]
+    yield "critical cycle", {"": ShownValue(cycle, " > ".join(node for node, _, _ in cycle))}
+    for group, share in period["idle"]:
+        yield f"idle share of {group}", {"": ShownValue(share, f"{share:.0%}")}
+
+
+_OWN_NODE = ("name", "verb", "models", "body", "where", "knobs", "options")
+"""Fields of a node's spec that are shown separately or not at all."""
+
+
+def graph_values(rows: Rows, unmatched: Unmatched) -> dict[str, Subjects]:
+    """Return values by topic, causes before their consequences."""
+    graph = rows["graph"]
+    return {
+        "recipe": dict(_recipe(rows)),
+        "stream": {stream["name"]: _stream(stream) for stream in graph["streams"]},
+        "model": dict(_models(rows)),
+        "shape": {m: _shape(sizes) for m, sizes in rows["shapes"] if m not in unmatched.models},
+        "node": {node["spec"]["name"]: _node(node) for node in graph["nodes"]},
+        "edge": dict(_edges(graph["edges"], unmatched)),
+        "setting": dict(_settings(rows["settings"], unmatched)),
+    }
+
+
+def _stream(stream: Rows) -> dict[str, ShownValue]:
+    return {"": shown(stream["source"])} | {
+        key: shown(stream[key]) for key in ("dataset", "parent", "trained")
+    }
+
+
+def _recipe(rows: Rows) -> Iterator[tuple[str, dict[str, ShownValue]]]:
+    graph = rows["graph"]
+    yield "name", {"": shown(rows["recipe"])}
+    yield "dataset", {"": shown(graph["dataset"])}
+    yield "skipped", {"": shown(graph["skipped"])}
+    for dataset in graph["datasets"]:
+        text = ", ".join(f"{name}: {unit}" for name, unit in dataset["columns"])
+        yield f"columns of {dataset['name']}", {"": ShownValue(dataset["columns"], text)}
+
+
+def _models(rows: Rows) -> Iterator[tuple[str, dict[str, ShownValue]]]:
+    trained = trained_models(rows)
+    for model in rows["graph"]["models"]:
+        state = "trained" if model["name"] in trained else "frozen"
+        rest = {key: shown(model[key]) for key in ("head", "init_from")}
+        yield model["name"], {"": shown(state), **rest}
+
+
+def _shape(sizes: Rows) -> dict[str, ShownValue]:
+    return {"": shown(sizes["family"])} | {
+        key: shown(value) for key, value in sizes.items() if key != "family"
+    }
+
+
+def _node(node: Rows) -> dict[str, ShownValue]:
+    """Return a node's values. Those that a configuration can change begin with a dot, as `.clip`."""
+    spec = node["spec"]
+    body = spec["body"]
+    made = {
+        "": shown(f"{spec['verb']}({', '.join(spec['models'])})"),
+        "body": ShownValue(body["digest"], f"source {body['digest'][:8]}"),
+        "name of the body": shown(f"{body['module']}.{body['qualname']}"),
+    }
+    made |= {
+        f".{knob['name']}": ShownValue([knob["type"], knob["value"]], plain(knob["value"]))
+        for knob in spec["knobs"]
+    }
+    made |= {f".{name}": shown(value) for name, value in spec["options"]}
+    made |= {key: _listed(value) for key, value in spec.items() if key not in _OWN_NODE}
+    return made | {key: _listed(node[key]) for key in ("stream", "reads", "unbound")}
+
+
+def _listed(value: Any) -> ShownValue:
+    """Show rows by the names of their fields."""
+    rows = value if isinstance(value, list) else []
+    if rows and all(isinstance(row, Mapping) and "field" in row for row in rows):
+        return ShownValue(value, ", ".join(dict.fromkeys(row["field"] for row in rows)))
+    return shown(value)
+
+
+def _edges(edges: list[Rows], unmatched: Unmatched) -> Iterator[tuple[str, dict[str, ShownValue]]]:
+    for edge in edges:
+        if unmatched.nodes.isdisjoint((edge["src"], edge["dst"])):
+            of = f" of {edge['model']}" if edge["model"] else ""
+            lag = f"lag {'at most ' if edge['at_most'] else ''}{edge['lag']}"
+            known = {"": ShownValue([edge["lag"], edge["at_most"]], lag), "fields": shown(edge["fields"])}
+            yield f"{edge['kind']}{of}, {edge['src']} -> {edge['dst']}", known
+
+
+def _settings(settings: list[Any], unmatched: Unmatched) -> Iterator[tuple[str, dict[str, ShownValue]]]:
+    for key, value in settings:
+        section, _, rest = key.partition(".")
+        if section != "models" or rest.partition(".")[0] not in unmatched.models:
+            yield key, {"": shown(without_directories(value))}
+
+
+_NUMBERS = ("num_steps", "max_staleness", "sync_every", "max_concurrent", "max_refused_per_step")
+_RULES = {"interrupt": True, "age_rule": True, "drop_older_than": None, "queue": None}
+"""Rules of staleness, with their values in older plans, which do not have them."""
+
+
+def placement_values(rows: Rows, unmatched: Unmatched) -> dict[str, Subjects]:
+    """Return values by topic, causes before their consequences."""
+    schedule = {**rows["schedule"], **rows["schedule"].get("settings", {})}  # older plans have no `settings`
+    graph_nodes = {node["spec"]["name"] for node in rows["graph"]["nodes"]}
+    return {
+        "schedule": dict(_numbers(schedule)),
+        "cluster": {key: {"": _cluster(key, value)} for key, value in rows["cluster"].items()},
+        "group": {group["name"]: {"": _devices(group["devices"])} for group in rows["groups"]},
+        "replica": {replica["name"]: _replica(replica) for replica in rows["replicas"]},
+        "placement": {
+            p["node"]: _placement(p) for p in rows["placements"] if p["node"] not in unmatched.nodes
+        },
+        "firing": {
+            n["name"]: _firing(n, is_save=n["name"] not in graph_nodes)
+            for n in schedule["nodes"]
+            if n["name"] not in unmatched.nodes
+        },
+        "cut": {node: _cut(cut) for node, cut in rows["cuts"] if node not in unmatched.nodes},
+        "order": dict(_orders(schedule)),
+        "routing": dict(_routing(rows["routing"], unmatched)),
+        "data": {r["consumer"]: _rule(r) for r in rows["rules"] if r["consumer"] not in unmatched.nodes},
+        "weights": {f"{r['src']} -> {r['dst']}": _route(r) for r in rows["weights"]},
+        "staleness": {"bound": {"": _bound(rows["staleness_bound"])}},
+    }
+
+
+def _numbers(schedule: Rows) -> Iterator[tuple[str, dict[str, ShownValue]]]:
+    yield from ((key, {"": shown(schedule[key])}) for key in _NUMBERS)
+    yield from ((key, {"": shown(schedule.get(key, held))}) for key, held in _RULES.items())
+    for stream in schedule["streams"]:
+        if stream["batch"] is not None:
+            yield "batch", {"": shown(stream["batch"])}
+        yield f"min_group of {stream['name']}", {"": shown(stream["min_group"])}
+
+
+def _cluster(key: str, value: Any) -> ShownValue:
+    return ShownValue(value, size(value)) if key == "memory_bytes" else shown(value)
+
+
+def _devices(ids: list[int]) -> ShownValue:
+    return ShownValue(ids, device_ranges(ids))
+
+
+def _replica(replica: Rows) -> dict[str, ShownValue]:
+    return {
+        "": ShownValue(replica["layout"], layout(replica["layout"])),
+        "backend": shown(replica["backend"]),
+        "group": shown(replica["group"]),
+        "devices": _devices(replica["workers"]),
+    }
+
+
+def _placement(placement: Rows) -> dict[str, ShownValue]:
+    on = placement["replicas"]
+    return {
+        "": ShownValue([placement["group"], on], ", ".join(on) or placement["group"] or "workers"),
+        "dp-heads": _devices(placement["heads"]),
+    }
+
+
+def _firing(node: Rows, *, is_save: bool) -> dict[str, ShownValue]:
+    """Return when a node runs, and how often if it saves. For other nodes, the graph has that."""
+    fires = {"": ShownValue(node["level"], f"per {node['level']}")}
+    return fires | ({"every": shown(node["every"]), "after": shown(node["after"])} if is_save else {})
+
+
+def _cut(cut: Rows) -> dict[str, ShownValue]:
+    return {"": shown(cut["minibatches"]), "epochs": shown(cut["epochs"]), "by_group": shown(cut["by_group"])}
+
+
+def _orders(schedule: Rows) -> Iterator[tuple[str, dict[str, ShownValue]]]:
+    shared = dict(schedule["shared"])
+    for group, nodes in schedule["orders"]:
+        yield group, {"": ShownValue(nodes, " > ".join(nodes)), "engines": shown(shared.get(group, []))}
+
+
+def _routing(rows: list[Rows], unmatched: Unmatched) -> Iterator[tuple[str, dict[str, ShownValue]]]:
+    """Yield the workers of each replica's shards, of the source's data shards, and of plain indices."""
+    tables: dict[str, list[list[Any]]] = {}
+    for row in rows:
+        key = row["key"]
+        name = "source" if key.startswith("__data") else "workers"
+        owner = key.strip("()").split(", ")[0] if key.startswith("(") else name
+        tables.setdefault(owner, []).append([key, row["worker"]])
+    for owner, table in tables.items():
+        if owner.partition("@")[0] not in unmatched.models:
+            yield (
+                owner,
+                {
+                    "": ShownValue(
+                        table, f"{_shards(table)} on {device_ranges([worker for _, worker in table])}"
+                    )
+                },
+            )
+
+
+def _shards(table: list[list[Any]]) -> str:
+    """Return the number of keys; for a replica, by axis."""
+    coords = [key.strip("()").split(", ")[1:] for key, _ in table if key.startswith("(")]
+    if len(coords) < len(table):
+        return f"{len(table)} keys"
+    return " x ".join(str(max(map(int, axis)) + 1) for axis in zip(*coords, strict=True)) + " shards"
+
+
+def _rule(rule: Rows) -> dict[str, ShownValue]:
+    unit = "groups" if rule["by_group"] else "samples"
+    split = "all to one" if rule["policy"] == "single" else f"{unit}, {rule['policy']}"
+    return {
+        "": ShownValue([rule["policy"], rule["by_group"]], split),
+        "fields": shown(rule["fields"]),
+        "stream": shown(rule["stream"]),
+    }
+
+
+def _route(route: Rows) -> dict[str, ShownValue]:
+    return {
+        "": shown(route["how"]),
+        "moved": ShownValue(route["moved_bytes"], size(route["moved_bytes"])),
+        "across machines": ShownValue(route["node_bytes"], size(route["node_bytes"])),
+        "held already": ShownValue(route["held_bytes"], size(route["held_bytes"])),
+        "rows": ShownValue([route["rows"], route["worker_sets"]], f"{len(route['rows'])} rows"),
+    }
+
+
+def _bound(versions: int | None) -> ShownValue:
+    return ShownValue(versions, "unbounded" if versions is None else str(versions))
