@@ -32,11 +32,11 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
         if getattr(request, name) < minimum:
             raise PlanError(f"{name} is {getattr(request, name)}; it must be at least {minimum}")
     _check_schedule(request.schedule, request.batch)
-    for name, asked in request.models.items():
-        if asked.sequence_parallel is not None and not traits(asked.backend).is_model_parallel:
+    for name, config in request.models.items():
+        if config.sequence_parallel is not None and not traits(config.backend).is_model_parallel:
             raise PlanError(
-                f"models.{name}.sequence_parallel is {str(asked.sequence_parallel).lower()}, but the "
-                f"{asked.backend} backend has no tensor ranks that could share tokens; remove it, or set "
+                f"models.{name}.sequence_parallel is {str(config.sequence_parallel).lower()}, but the "
+                f"{config.backend} backend has no tensor ranks that could share tokens; remove it, or set "
                 f"models.{name}.backend={model_parallel_backend()}"
             )
     for stream in root_streams(graph):

@@ -163,7 +163,7 @@ def _best_ranks(
                 if worker in ranks_of:
                     weight[worker] += tokens[sample] * len(fields)
     max_weight = max(weight.values(), default=0)
-    best = [worker for worker, own in weight.items() if max_weight and own == max_weight]
+    best = [worker for worker, w in weight.items() if max_weight and w == max_weight]
     return frozenset(dp for worker in best for dp in ranks_of[worker])
 
 

@@ -131,12 +131,12 @@ def lower_bound_bytes(
         capacity: tokens of the heaviest rank, 0 or more.
     """
     total = sum(nbytes[field][sample] for field in rule.fields for sample in tokens)
-    held = _held_bytes(rule, tokens, nbytes, holders)
+    held_bytes = _held_bytes(rule, tokens, nbytes, holders)
     best: dict[int, int] = defaultdict(int)
-    for of_worker in held.values():
-        for sample, size in of_worker.items():
+    for by_sample in held_bytes.values():
+        for sample, size in by_sample.items():
             best[sample] = max(best[sample], size)
-    best_fill = sum(_knapsack(held[head], tokens, capacity) for head in rule.heads)
+    best_fill = sum(_knapsack(held_bytes[head], tokens, capacity) for head in rule.heads)
     return total - min(sum(best.values()), best_fill)
 
 
@@ -296,14 +296,14 @@ def _held_bytes(
     rule: EdgeRule, samples: Iterable[int], nbytes: FieldBytes, holders: Holders
 ) -> dict[int, dict[int, int]]:
     """Return head -> sample -> bytes of the sample's fields that the head's worker holds, where above 0."""
-    held: dict[int, dict[int, int]] = {head: defaultdict(int) for head in rule.heads}
+    held_bytes: dict[int, dict[int, int]] = {head: defaultdict(int) for head in rule.heads}
     sizes_and_holders = [(nbytes[field], holders[field]) for field in rule.fields]
     for sample in samples:
         for sizes, workers_of in sizes_and_holders:
             for worker in workers_of.get(sample, ()):
-                if worker in held:
-                    held[worker][sample] += sizes[sample]
-    return held
+                if worker in held_bytes:
+                    held_bytes[worker][sample] += sizes[sample]
+    return held_bytes
 
 
 def _knapsack(value: Mapping[int, int], weight: Mapping[int, int], capacity: int) -> int:

@@ -59,7 +59,7 @@ def apply_placement(graph: Graph, request: PlanRequest) -> PlanRequest:
         _check_unnamed(items, devices, names, request.cluster)
     group_of = _groups(devices, request.cluster)
     models = {model: request.model(model) for model in dict.fromkeys(map(_model, names))}
-    placed = {model: _placed(model, asked, items, group_of) for model, asked in models.items()}
+    placed = {model: _placed(model, config, items, group_of) for model, config in models.items()}
     return replace(
         request,
         placement=None,
@@ -155,11 +155,11 @@ def _range(part: str, item: PlacementItem, items: Mapping[str, PlacementItem], c
 def _check_no_other_setting_places(request: PlanRequest, items: Mapping[str, PlacementItem]) -> None:
     """Raise if the request has groups or layouts besides its placement."""
     keys = [f"groups.{name}" for name in request.groups]
-    for model, asked in request.models.items():
-        keys += [f"models.{model}.group"] if asked.group else []
-        keys += [f"models.{model}.gen.group"] if asked.gen.group else []
-        keys += [f"models.{model}.layout"] if asked.layout and model in items else []
-        keys += [f"models.{model}.gen.layout"] if asked.gen.layout and model + GEN_SUFFIX in items else []
+    for model, config in request.models.items():
+        keys += [f"models.{model}.group"] if config.group else []
+        keys += [f"models.{model}.gen.group"] if config.gen.group else []
+        keys += [f"models.{model}.layout"] if config.layout and model in items else []
+        keys += [f"models.{model}.gen.layout"] if config.gen.layout and model + GEN_SUFFIX in items else []
     if keys:
         raise PlanError(f"placement and {keys[0]} are both set; remove one of them")
 
@@ -185,7 +185,9 @@ def _check_unnamed(
 ) -> None:
     """Raise if a replica that no item names has all devices while another has only some of them."""
     unnamed = [name for name in names if name not in items and _model(name) not in items]
-    partial = next((name for name, own in devices.items() if len(own) < cluster.num_devices), None)
+    partial = next(
+        (name for name, device_set in devices.items() if len(device_set) < cluster.num_devices), None
+    )
     if unnamed and partial is not None:
         free = device_ranges(_free_devices(devices, cluster))
         raise PlanError(
@@ -202,37 +204,37 @@ def _idle_warnings(devices: Mapping[str, Devices], cluster: ClusterSpec) -> Iter
 
 def _free_devices(devices: Mapping[str, Devices], cluster: ClusterSpec) -> list[int]:
     """Return the devices that no item names."""
-    used = {device for own in devices.values() for device in own}
+    used = {device for device_set in devices.values() for device in device_set}
     return [device for device in range(cluster.num_devices) if device not in used]
 
 
 def _first_names(devices: Mapping[str, Devices]) -> dict[Devices, str]:
     """Return each set of devices with the first name that is placed on it."""
     names: dict[Devices, str] = {}
-    for name, own in devices.items():
-        names.setdefault(own, name)
+    for name, device_set in devices.items():
+        names.setdefault(device_set, name)
     return names
 
 
 def _groups(devices: Mapping[str, Devices], cluster: ClusterSpec) -> dict[str, str]:
     """Return the group of each name: it has the first name on the same devices, or `all`."""
     names = _first_names(devices)
-    names |= {own: ALL_DEVICES for own in names if len(own) == cluster.num_devices}
-    return {name: names[own] for name, own in devices.items()}
+    names |= {device_set: ALL_DEVICES for device_set in names if len(device_set) == cluster.num_devices}
+    return {name: names[device_set] for name, device_set in devices.items()}
 
 
 def _placed(
-    model: str, asked: ModelConfig, items: Mapping[str, PlacementItem], group_of: Mapping[str, str]
+    model: str, config: ModelConfig, items: Mapping[str, PlacementItem], group_of: Mapping[str, str]
 ) -> ModelConfig:
     gen = model + GEN_SUFFIX
     return replace(
-        asked,
+        config,
         group=group_of.get(model),
-        layout=items[model].layout if model in items else asked.layout,
+        layout=items[model].layout if model in items else config.layout,
         gen=replace(
-            asked.gen,
+            config.gen,
             group=group_of.get(gen),
-            layout=items[gen].layout if gen in items else asked.gen.layout,
+            layout=items[gen].layout if gen in items else config.gen.layout,
         ),
     )
 

@@ -94,7 +94,7 @@ def device_groups(
     else:
         devices = _assign_devices(cluster, min_sizes)
     _check_disjoint(devices)
-    return {name: DeviceGroup(name, own) for name, own in devices.items()}
+    return {name: DeviceGroup(name, ids) for name, ids in devices.items()}
 
 
 def _explicit_devices(name: str, explicit: Mapping[str, Devices], cluster: ClusterSpec) -> Devices:
@@ -154,12 +154,12 @@ def _unplaced_replicas(graph: Graph, request: PlanRequest) -> list[UnplacedRepli
     default = next((group for group in named if group), ALL_DEVICES)
     replicas = []
     for model, role in replica_roles(graph):
-        asked = request.model(model)
-        group = asked.group or default
+        config = request.model(model)
+        group = config.group or default
         if role == "gen":
-            group, layout, backend = asked.gen.group or group, asked.gen.layout, asked.gen.engine
+            group, layout, backend = config.gen.group or group, config.gen.layout, config.gen.engine
         else:
-            layout, backend = asked.layout, asked.backend
+            layout, backend = config.layout, config.backend
         replicas.append(UnplacedReplica(model, role, group, _layout(layout), backend))
     return replicas
 

@@ -32,10 +32,10 @@ def weight_routes(
         if gen.role == "gen" and gen.model in written:
             src = batch_replica(replicas, gen.model)
             route = WeightRoute(gen.model, src.name, gen.name, _how(src, gen))
-            asked, shape = request.model(gen.model), request.shapes.get(gen.model)
+            config, shape = request.model(gen.model), request.shapes.get(gen.model)
             if shape is not None:
-                route = add_rows(route, src, gen, shape, DTYPE_BYTES[asked.compute_dtype], request.cluster)
-            routes.append(_with_transport(route, src, gen, asked, request))
+                route = add_rows(route, src, gen, shape, DTYPE_BYTES[config.compute_dtype], request.cluster)
+            routes.append(_with_transport(route, src, gen, config, request))
     return tuple(routes)
 
 
@@ -46,7 +46,7 @@ def _how(src: Replica, gen: Replica) -> Literal["shared", "gather", "pull"]:
 
 
 def _with_transport(
-    route: WeightRoute, src: Replica, gen: Replica, asked: ModelConfig, request: PlanRequest
+    route: WeightRoute, src: Replica, gen: Replica, config: ModelConfig, request: PlanRequest
 ) -> WeightRoute:
     """Return the route with its transport, which only a `pull` route has.
 
@@ -56,8 +56,8 @@ def _with_transport(
     """
     if route.how != "pull":
         return route
-    if asked.gen.transport != "auto":
-        return replace(route, transport=asked.gen.transport, why="as configured")
+    if config.gen.transport != "auto":
+        return replace(route, transport=config.gen.transport, why="as configured")
     store_bytes = _store_bytes(request)
     machines = {request.cluster.node_of(worker) for worker in src.workers}
     num_bytes = route.moved_bytes / gen.layout.data / len(machines)
