@@ -108,7 +108,7 @@ def read_recipe(
 
 
 def _check_backends(config: RunConfig) -> None:
-    """Refuse names of backends and engines that are not registered.
+    """Check that the names of backends and engines are registered.
 
     Raises:
         ConfigError: naming the key, the nearest name and all names.

@@ -1,4 +1,4 @@
-"""A model goes on from a run's checkpoint with its optimizer, as if it had been trained in one go."""
+"""A model resumed from a checkpoint with its optimizer trains as if it had not been interrupted."""
 
 from __future__ import annotations
 
