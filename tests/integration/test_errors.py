@@ -203,7 +203,7 @@ def test_a_dataset_that_does_not_fit(fails: Cli, tmp_path: Path, rows: str, mess
     assert message in fails(SFT, TINY, "data.train.path=r.jsonl", "data.train.shuffle=false")
 
 
-def test_other_files(fails: Cli, tmp_path: Path) -> None:
+def test_other_data_files_that_cannot_be_read(fails: Cli, tmp_path: Path) -> None:
     (tmp_path / "r.parquet").write_text("no parquet")
     assert "r.parquet cannot be read as Parquet: " in fails(SFT, TINY, "data.train.path=r.parquet")
     assert "there is no data file" in fails(SFT, TINY, "data.train.path=none.jsonl")

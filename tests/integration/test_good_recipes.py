@@ -93,7 +93,7 @@ def test_a_good_recipe_runs_and_learns(name: str, rows: Path, tmp_path: Path) ->
 
 
 @pytest.mark.ray
-def test_ppo_on_two_workers_is_that_of_one_process(rows: Path, tmp_path: Path) -> None:
+def test_ppo_on_two_workers_equals_one_process(rows: Path, tmp_path: Path) -> None:
     overrides = [*BASE, *SHORT, *CRITIC, f"data.train.path={rows}"]
     alone = run(GOOD / "ppo.py", tmp_path / "alone", *overrides, "cluster=cpu-1x1")
     apart = run(GOOD / "ppo.py", tmp_path / "apart", *overrides, "workers=ray")
@@ -113,7 +113,7 @@ def test_ppo_on_two_workers_is_that_of_one_process(rows: Path, tmp_path: Path) -
         ),
     ],
 )
-def test_what_cannot_run_yet_says_so(
+def test_unsupported_recipes_are_refused(
     name: str, models: list[str], reason: str, rows: Path, tmp_path: Path
 ) -> None:
     overrides = [f"+model@models.{model}=tiny-qwen2" for model in models]
@@ -122,7 +122,7 @@ def test_what_cannot_run_yet_says_so(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_kinds_of_ones_own_run_at_every_level(tmp_path: Path) -> None:
+def test_custom_kinds_run_at_every_level(tmp_path: Path) -> None:
     """And per-sample and per-group bodies behind batch nodes, tensors per token among their inputs."""
     data = ["+data@data.train=addition", "nodes.centred.factor=3.0", "nodes.score.plus=1.0"]
     rule = compile_recipe(OWN_KINDS, [*BASE, *data]).plan.rule("total")

@@ -101,7 +101,7 @@ def place(function: str, text: str, recipe: Path = RECIPE) -> str:
 MISSING = "running node '{}', step 3: worker 1 (rank 1 of actor@train) did not join within 8 s: it "
 
 
-def test_a_rank_that_sleeps_is_named_with_its_line() -> None:
+def test_a_sleeping_rank_is_named_with_its_line() -> None:
     where = place("sleeps", "time.sleep")
     assert failure("sleeps") == (
         MISSING.format("sleeps") + f"is in {where}; worker 0 waits for it in all_reduce"
@@ -172,7 +172,7 @@ def late_model(settings: Any, position: Any) -> Any:
     dist.barrier(position.group)
 
 
-def test_a_hang_while_building() -> None:
+def test_a_hang_while_building_is_reported() -> None:
     setup = setup_of()
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     setup = dataclasses.replace(setup, factories={**setup.factories, "torch": late_model})

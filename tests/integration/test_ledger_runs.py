@@ -123,7 +123,7 @@ def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path, two_processes: RayActor
     assert count(ledger, "reason = 'failed' and message is not null") > 0
 
 
-def test_a_run_that_more_is_refused_than_it_may_lose_leaves_a_whole_ledger(tmp_path: Path):
+def test_a_run_with_too_many_refusals_leaves_a_consistent_ledger(tmp_path: Path):
     with pytest.raises(RunError, match="groups were refused"):
         picky(tmp_path, *INPROC, "steps=3", "schedule.max_refused_per_step=0")
     (ledger,) = (tmp_path / "runs").glob("picky/2*/ledger.sqlite")
@@ -132,7 +132,7 @@ def test_a_run_that_more_is_refused_than_it_may_lose_leaves_a_whole_ledger(tmp_p
     assert count(ledger, "end = 'unused' and reason = 'failed'") > 0
 
 
-def test_a_stopped_run_leaves_a_whole_ledger(tmp_path: Path):
+def test_a_stopped_run_leaves_a_consistent_ledger(tmp_path: Path):
     (tmp_path / "picky.py").write_text(RECIPE)
     command = [sys.executable, "-m", "hflow", "run", str(tmp_path / "picky.py"), f"out={tmp_path}"]
     child = subprocess.Popen(
@@ -215,7 +215,7 @@ def test_rewards_of_batch_nodes_are_in_the_ledger(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_every_rank_tells_of_its_own_samples(tmp_path: Path, two_processes: RayActors) -> None:
+def test_every_rank_reports_its_own_samples(tmp_path: Path, two_processes: RayActors) -> None:
     check_rewards(judged(tmp_path, "cluster=cpu-1x2", processes=two_processes))
 
 

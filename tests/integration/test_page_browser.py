@@ -145,7 +145,7 @@ def test_the_graph_can_be_used_by_keyboard(page: Page) -> None:
     assert "→" in page.locator("#panel h3").inner_text()
 
 
-def test_an_edge_shows_its_bytes_and_its_ways(page: Page) -> None:
+def test_an_edge_shows_its_bytes_and_its_routes(page: Page) -> None:
     edge = '.edge.kind-data[data-src="gae"][data-dst="actor_train"]'
     page.mouse.click(*end_of(page, edge))
     page.mouse.move(2, 2)

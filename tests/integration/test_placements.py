@@ -61,7 +61,7 @@ def small(recipe: str, rows: str) -> list[str]:
     return [*SMALL, rows, *(PPO if recipe == "recipes/ppo.py" else [])]
 
 
-def test_all_four_deployments_are_there() -> None:
+def test_all_four_deployments_are_documented() -> None:
     placements = [" ".join(shlex.split(command)) for command in COMMANDS.values()]
     assert len(placements) == 4
     assert all("placement=" in command for command in placements)
@@ -89,7 +89,7 @@ def figures() -> list[str]:
     return [f"{model}_train/{figure}" for model in TRAINED for figure in ("loss", "grad_norm")]
 
 
-def test_the_steps_compared_are_no_empty_ones(alone: Alone) -> None:
+def test_the_compared_steps_change_the_weights(alone: Alone) -> None:
     """Rewards differ between samples, and both models have moved by more than the tolerance."""
     first, second = steps_of(alone["recipes/ppo.py"])
     assert 0 < first["actor_gen/reward"] < 1

@@ -36,7 +36,7 @@ def commits(summary: RunSummary) -> list[tuple[str, int, str]]:
         database.close()
 
 
-def test_weights_that_go_by_disk_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_published_by_disk_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every version has one digest, another than the others; the files are gone at the end."""
     taken: list[Path] = []
     take = DiskTransport.take
@@ -68,7 +68,7 @@ def flipped(bucket: Bucket) -> Bucket:
 
 
 @pytest.mark.parametrize("transport", ["store", "disk"])
-def test_weights_that_change_on_their_way_stop_the_run(
+def test_corrupted_weights_stop_the_run(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind: Any = DiskTransport if transport == "disk" else MemoryTransport
@@ -81,7 +81,7 @@ def test_weights_that_change_on_their_way_stop_the_run(
     assert not (directory / "weights").exists()
 
 
-def test_the_trainer_goes_on_while_the_engine_loads(tmp_path: Path) -> None:
+def test_the_trainer_continues_while_the_engine_loads(tmp_path: Path) -> None:
     """The engine has loaded version 1 only when the step that starts from it has been trained."""
     trained = threading.Event()
 

@@ -101,7 +101,7 @@ async def score(workers: RayWorkers, samples: dict[int, range]) -> None:
 HALVES = {0: range(4), 1: range(4, 8)}
 
 
-def test_an_engine_apart_pulls_weights_and_ray_is_stopped_after() -> None:
+def test_a_separate_engine_pulls_weights_and_ray_is_stopped_after() -> None:
     """Where the planner does not know a model's sizes, tensors are gathered whole before they are sent."""
     setup = kit.setup_of("cluster=cpu-1x2", "models.actor.group=train", "models.actor.gen.group=rollout")
     (route,) = setup.plan.weights
@@ -242,7 +242,7 @@ def test_an_error_crosses_with_its_line(pair: MeasuredWorkers) -> None:
         go(pair.run({1: kit.task("view_mean", (1,), step=7)}))
 
 
-def test_a_rank_that_does_not_come_is_noticed(pair: MeasuredWorkers) -> None:
+def test_a_missing_rank_is_reported(pair: MeasuredWorkers) -> None:
     async def work() -> None:
         await generate(pair, version=1, groups=range(300, 304))
         missing = (

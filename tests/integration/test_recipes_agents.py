@@ -53,7 +53,7 @@ def test_both_policies_learn_from_their_duels(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_duels_on_two_workers_are_those_of_one_process(two_processes: RayActors, tmp_path: Path) -> None:
+def test_duels_on_two_workers_equal_one_process(two_processes: RayActors, tmp_path: Path) -> None:
     alone = run("recipes/self_play.py", tmp_path / "alone", *ALONE, *DUEL)
     apart = run("recipes/self_play.py", tmp_path / "apart", *DUEL, "cluster=cpu-1x2", processes=two_processes)
     for ours, theirs in zip(steps_of(alone), steps_of(apart), strict=True):
@@ -62,7 +62,7 @@ def test_duels_on_two_workers_are_those_of_one_process(two_processes: RayActors,
         assert largest_difference(weights_of(alone, name), weights_of(apart, name)) < 1e-5
 
 
-def test_engines_that_lie_apart_are_refused(tmp_path: Path) -> None:
+def test_engines_in_different_groups_are_refused(tmp_path: Path) -> None:
     apart = ["cluster=cpu-1x2", "models.bob.gen.layout=d1"]
     with pytest.raises(
         NotYetError, match=r"duel .* needs its engines on the same workers, .* Give models.bob.gen the layout"
@@ -99,7 +99,7 @@ def test_an_agent_with_a_tool_learns(paid: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_an_agent_on_two_workers_is_that_of_one_process(
+def test_an_agent_on_two_workers_equals_one_process(
     paid: Path, two_processes: RayActors, tmp_path: Path
 ) -> None:
     alone = run(paid, tmp_path / "alone", *ALONE, *AGENT)
@@ -118,7 +118,7 @@ def test_an_agent_starts_from_written_examples(tmp_path: Path) -> None:
     assert weights_of(taught).keys() == weights_of(summary).keys()
 
 
-def test_what_an_agent_drew_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_tokens_are_the_generated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stored sample is what its engine answered, turn for turn, and all else in it is masked."""
     heard: list[tuple[tuple[int, ...], GenerationResult]] = []
     submit = EngineDriver.submit

@@ -117,7 +117,7 @@ def test_the_kl_moves_from_the_reward_into_the_loss(tmp_path: Path) -> None:
     assert largest_difference(weights_of(paid), weights_of(lost)) > 1e-5
 
 
-def test_a_critic_may_learn_alone_first(tmp_path: Path) -> None:
+def test_a_critic_can_warm_up_alone(tmp_path: Path) -> None:
     options = [*ALONE, *ACTOR, "steps=3", "batch=8", "data.heldout.limit=6", "save_every=1"]
     summary = run("recipes/ppo.py", tmp_path, *options, "nodes.actor_train.after=2")
     rows = steps_of(summary)
@@ -137,7 +137,7 @@ BESIDE += ["steps=3", "batch=8", "schedule.max_concurrent=64"]
 
 
 @pytest.mark.ray
-def test_a_greedy_answer_beside_each_sample(tmp_path: Path) -> None:
+def test_each_sample_has_a_greedy_baseline(tmp_path: Path) -> None:
     """Refused groups release what is drawn beside them; two workers compute what one process does."""
     alone = run(HERE / "greedy_beside.py", tmp_path / "alone", *ALONE, *BESIDE)
     apart = run(HERE / "greedy_beside.py", tmp_path / "apart", *BESIDE, "cluster=cpu-1x2")
@@ -147,7 +147,7 @@ def test_a_greedy_answer_beside_each_sample(tmp_path: Path) -> None:
     assert largest_difference(weights_of(alone), weights_of(apart)) < 1e-5
 
 
-def test_what_derived_samples_cannot_do_yet(tmp_path: Path) -> None:
+def test_unsupported_uses_of_derived_samples(tmp_path: Path) -> None:
     source = (HERE / "greedy_beside.py").read_text()
     recipe = tmp_path / "other.py"
     recipe.write_text(

@@ -100,7 +100,7 @@ def test_a_teacher_does_not_depend_on_the_number_of_ranks(
         ),
     ],
 )
-def test_an_update_of_replicas_that_lie_apart_is_refused(
+def test_an_update_of_replicas_in_different_groups_is_refused(
     change: list[str], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(NotYetError, match=reason):
@@ -133,7 +133,7 @@ def test_an_adaptive_kl_weight_lives_from_step_to_step(ppo: RunSummary) -> None:
 
 
 @pytest.mark.ray
-def test_the_memory_of_a_node_stays_where_it_runs(
+def test_the_state_of_a_node_stays_on_its_worker(
     ppo: RunSummary, two_processes: RayActors, tmp_path: Path
 ) -> None:
     apart = run(PPO, tmp_path, *PPO_OPTIONS, processes=two_processes)

@@ -38,7 +38,7 @@ def check(summary: RunSummary, least: float = 0.3) -> None:
     assert all("rm_view/rm_score" in row for row in steps_of(summary))
 
 
-def test_groups_are_kept_by_what_the_model_says(tmp_path: Path) -> None:
+def test_groups_are_kept_by_the_models_scores(tmp_path: Path) -> None:
     summary = run(RECIPE, tmp_path, *ASKED, *APART, "nodes.has_spread.least=0.3")
     check(summary)
     ledger = summary.directory / "ledger.sqlite"

@@ -43,7 +43,7 @@ def assert_certified(summary: RunSummary, num_steps: int) -> list[dict[str, Any]
     return rows
 
 
-def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path, two_processes: RayActors) -> None:
+def test_zero_staleness_equals_the_synchronous_run(tmp_path: Path, two_processes: RayActors) -> None:
     """The engine apart, over Ray, its weights by disk; and on the trainer's device, in this process."""
     options = [*GRPO, "steps=3", "schedule.max_staleness=0"]
     disk = "models.actor.gen.transport=disk"
@@ -59,7 +59,7 @@ def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path, two_process
     assert largest_difference(weights_of(apart), weights_of(shared)) < 1e-5
 
 
-def test_generation_runs_ahead_within_the_certificate(tmp_path: Path, two_processes: RayActors) -> None:
+def test_generation_runs_ahead_within_the_staleness_bound(tmp_path: Path, two_processes: RayActors) -> None:
     summary = run("recipes/grpo_async.py", tmp_path, *GRPO, "steps=8", processes=two_processes)
     rows = assert_certified(summary, 8)
     assert_published_in_order(summary)
@@ -98,7 +98,7 @@ def test_schedules_and_losses(changes: list[str], tmp_path: Path) -> None:
     assert_certified(run("recipes/grpo_async.py", tmp_path, *inproc, *changes), 6)
 
 
-def test_groups_move_to_the_engine_that_has_less_to_do(tmp_path: Path) -> None:
+def test_groups_move_to_the_less_loaded_engine(tmp_path: Path) -> None:
     """Their tokens come along: segments of several versions, and each sample has one end."""
     engines = ["cluster=cpu-1x3", "placement=actor=0 actor.gen=1-2:d2", "schedule.max_staleness=2"]
     asked = ["workers=inproc", *TINY[:-1], "batch=24", "steps=20", "nodes.actor_gen.temperature=0.2"]
@@ -109,7 +109,7 @@ def test_groups_move_to_the_engine_that_has_less_to_do(tmp_path: Path) -> None:
     assert audit(summary.directory / "ledger.sqlite") == []
 
 
-def test_a_critic_beside_engines_that_run_ahead(tmp_path: Path, two_processes: RayActors) -> None:
+def test_a_critic_with_asynchronous_engines(tmp_path: Path, two_processes: RayActors) -> None:
     rows = assert_certified(
         run("recipes/ppo_async.py", tmp_path, *PPO, "steps=5", processes=two_processes), 5
     )
@@ -117,7 +117,7 @@ def test_a_critic_beside_engines_that_run_ahead(tmp_path: Path, two_processes: R
     assert all(row["critic_train/grad_norm"] > 0 for row in rows)
 
 
-def test_a_run_without_an_age_rule_has_no_certificate(tmp_path: Path) -> None:
+def test_a_run_without_an_age_rule_has_no_staleness_bound(tmp_path: Path) -> None:
     options = ["workers=inproc", *GRPO, "steps=3", "schedule.age_rule=false"]
     summary = run("recipes/grpo_async.py", tmp_path, *options)
     assert plan_of(summary)["staleness_bound"] is None
@@ -140,6 +140,6 @@ def test_a_run_without_an_age_rule_has_no_certificate(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_schedules_that_cannot_be(change: list[str], reason: str, tmp_path: Path) -> None:
+def test_impossible_schedules_are_refused(change: list[str], reason: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=reason):
         run("recipes/grpo_async.py", tmp_path, *GRPO, *change)

@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (summary.directory / "checkpoints" / "latest" / "actor").resolve()
 
 
-def test_a_run_leaves_everything_that_is_promised(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_run_writes_all_documented_files(checkpoint: Path, tmp_path: Path) -> None:
     summary = run(
         "recipes/grpo.py",
         tmp_path,
@@ -75,7 +75,7 @@ def test_a_run_is_repeated_from_its_plan(
         launch.run_plan(first.directory, None, ["steps=3"], live=False)
 
 
-def test_what_a_run_writes_loads_with_transformers(checkpoint: Path) -> None:
+def test_checkpoints_load_with_transformers(checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     ids = torch.tensor([tokenizer("<bos>17+25=")["input_ids"]])

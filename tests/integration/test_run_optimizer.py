@@ -33,7 +33,7 @@ def test_two_and_two_steps_are_four(checkpoint: Path, tmp_path: Path, backend: s
     assert not (begun.directory / "checkpoints" / "latest" / "actor" / "shards").exists()
 
 
-def test_there_must_be_an_optimizer_to_go_on_with(checkpoint: Path, tmp_path: Path) -> None:
+def test_resuming_needs_a_saved_optimizer(checkpoint: Path, tmp_path: Path) -> None:
     resume = "models.actor.resume=true"
     with pytest.raises(
         ConfigError, match=r"models.actor.resume needs a checkpoint .*; set models.actor.path"

@@ -154,7 +154,7 @@ def test_layouts_and_backends_as_configured(checkpoint: Path, rows: list[str], p
     assert found.notes == ("actor_train trains from the first step on (after=10)",)
 
 
-def test_a_body_that_looks_at_its_rank_is_found_out(tmp_path: Path, processes: RayActors) -> None:
+def test_a_body_that_depends_on_its_rank_is_detected(tmp_path: Path, processes: RayActors) -> None:
     recipe = tmp_path / "ranked.py"
     recipe.write_text(RANKED)
     overrides = ["+model@models.actor=tiny-qwen2", "+data@data.train=addition", "batch=8"]
@@ -188,7 +188,7 @@ recipe = Recipe("ranked", data, [view, learn])
 """
 
 
-def test_what_cannot_be_compared_is_refused(processes: RayActors) -> None:
+def test_runs_that_cannot_be_compared_are_refused(processes: RayActors) -> None:
     sft = ROOT / "recipes/sft.py"
     with pytest.raises(ConfigError, match=r"--steps is 1; it must be at least 2"):
         run_twin(sft, [], ["d2"], 1, lambda line: None, processes)
@@ -196,7 +196,7 @@ def test_what_cannot_be_compared_is_refused(processes: RayActors) -> None:
         run_twin(sft, [], ["x2"], 2, lambda line: None, processes)
 
 
-def test_what_counts_as_equal() -> None:
+def test_the_tolerance_of_equal_values() -> None:
     def pair(reference: float, twin: float, scale: float) -> MetricPair:
         return MetricPair("train/loss", 1, reference, twin, scale)
 

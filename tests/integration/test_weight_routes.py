@@ -86,7 +86,7 @@ async def engine_weights(workers: RayWorkers, worker: int) -> dict[str, torch.Te
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_engines_pull_what_was_trained(cluster: None, name: str, tmp_path: Path) -> None:
+def test_engines_pull_the_trained_weights(cluster: None, name: str, tmp_path: Path) -> None:
     overrides, heads = LAYOUTS[name]
     setup = kit.setup_of(*APART, *PLACES, *overrides)
     (route,) = setup.plan.weights

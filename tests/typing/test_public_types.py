@@ -120,7 +120,7 @@ def test_old_names_of_bounds_are_errors_that_name_the_new_ones(old: str, new: st
         Option("int", 1, **{old: 0})
 
 
-def test_objects_of_a_recipe_may_be_none():
+def test_optional_objects_of_a_recipe_may_be_none():
     assert update(Model("ref"), source=None).has_open_models
     assert generate(data=None).given_objects == {}
     assert generate(data=Dataset("heldout", prompt=hflow.Text)).given_objects["data"].name == "heldout"

@@ -82,7 +82,7 @@ def test_widening():
     assert got["wider"].tolist() == [0, 7, 0, 7, 7, 0]
 
 
-def test_texts_knobs_and_what_is_provided():
+def test_texts_knobs_and_provided_arguments_are_bound():
     here = batch()
     seqs, output = sequences_of(here), Output()
     body = Body(
@@ -123,7 +123,7 @@ def test_unpack_columns():
     assert metrics == {"kl": 1.0}
 
 
-def test_unpack_says_what_is_wrong():
+def test_unpacking_a_wrong_result_is_an_error():
     with pytest.raises(RecipeError, match="'score' returned 1 results, but declares 2: a, metrics"):
         unpacked(torch.zeros(6), ("a", "token"), metrics=True)
     with pytest.raises(RunError, match=r"'score': 'a' is per sequence.*start with 3.*returned \[6\]"):
@@ -151,7 +151,7 @@ def test_rows_of_a_sample():
     }
 
 
-def test_calls_that_are_bound_together_get_what_each_would_get_alone():
+def test_calls_bound_together_get_the_same_arguments_as_alone():
     reads = (read("completion", Unit.TEXT), read("logprobs", Unit.TOKEN), read("reward", Unit.TOKEN))
     whole = batch()
     together = bind_rows(Body(reads, knobs={"k": 1}), whole, [1] * len(whole), "sample")
@@ -201,7 +201,7 @@ def test_results_of_several_calls_become_one_column_and_metrics_of_each():
         unpack_rows("score", body, results, batch(), [2, 1], "group")
 
 
-def test_unpack_rows_says_what_is_wrong():
+def test_unpacking_wrong_rows_is_an_error():
     one, group = batch().take([1]), batch().take([0, 1])
     with pytest.raises(RunError, match=r"'b' is per token, so it must be a list of 3 numbers.*2 of them"):
         unpack_rows("score", Body(returns=(("b", "token"),)), [[1, 2]], one, [1], "sample")

@@ -58,7 +58,7 @@ def hflow(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(stop.value.code or 0)
 
 
-def test_the_surface_is_frozen():
+def test_commands_and_options_do_not_change():
     commands = get_command(app).commands  # type: ignore[attr-defined]
     surface = {
         name: sorted(option for p in command.params for option in [*p.opts, *p.secondary_opts])
@@ -96,7 +96,7 @@ def test_plan_prints_a_page(good: str, monkeypatch, capsys):
     assert "7 steps" in out
 
 
-def test_plan_as_json_is_a_plan_file_and_nothing_else(good: str, monkeypatch, capsys):
+def test_plan_json_prints_only_a_plan_file(good: str, monkeypatch, capsys):
     assert hflow(monkeypatch, "plan", good, "--json", "cluster=cpu-1x2") == 0
     document = json.loads(capsys.readouterr().out)
     assert list(document) == ["format", "recipe", "config", "plan"]
@@ -107,14 +107,14 @@ def test_plan_as_json_is_a_plan_file_and_nothing_else(good: str, monkeypatch, ca
     assert len(plan["digest"]) == 64
 
 
-def test_plan_as_a_drawing(good: str, monkeypatch, capsys):
+def test_plan_prints_dot_and_mermaid(good: str, monkeypatch, capsys):
     assert hflow(monkeypatch, "plan", good, "--dot") == 0
     assert capsys.readouterr().out.startswith('digraph "small" {\n')
     assert hflow(monkeypatch, "plan", good, "--mermaid") == 0
     assert capsys.readouterr().out.startswith("flowchart LR\n")
 
 
-def test_plan_as_a_page(good: str, tmp_path: Path, monkeypatch, capsys):
+def test_plan_html_writes_a_page(good: str, tmp_path: Path, monkeypatch, capsys):
     assert hflow(monkeypatch, "plan", good, "--html", str(tmp_path / "plan.html")) == 0
     assert (tmp_path / "plan.html").read_text().lstrip().lower().startswith("<!doctype html>")
     assert capsys.readouterr().out.startswith(f"{tmp_path}/plan.html: page of plan ")
@@ -131,12 +131,12 @@ def lock(good: str, tmp_path: Path, monkeypatch, capsys) -> str:
     return str(tmp_path / "lock.json")
 
 
-def test_plans_that_are_the_same(good: str, lock: str, monkeypatch, capsys):
+def test_equal_plans_exit_with_0(good: str, lock: str, monkeypatch, capsys):
     assert hflow(monkeypatch, "plan", "--diff", lock, good, "steps=7") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "the plans are the same"
 
 
-def test_plans_that_differ_are_exit_code_1(good: str, lock: str, monkeypatch, capsys):
+def test_different_plans_exit_with_1(good: str, lock: str, monkeypatch, capsys):
     assert hflow(monkeypatch, "plan", "--diff", lock, good, "steps=7", "cluster=cpu-1x2") == 1
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
@@ -152,7 +152,7 @@ def test_plans_that_differ_are_exit_code_1(good: str, lock: str, monkeypatch, ca
     }
 
 
-def test_a_plan_that_no_longer_fits_is_one_line(lock: str, monkeypatch, capsys):
+def test_a_plan_that_no_longer_fits_is_a_one_line_error(lock: str, monkeypatch, capsys):
     assert hflow(monkeypatch, "run", "--plan", lock, "steps=8") == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -162,7 +162,7 @@ def test_a_plan_that_no_longer_fits_is_one_line(lock: str, monkeypatch, capsys):
     assert captured.err.count("\n") == 1
 
 
-def test_the_configuration_of_a_plan_file(good: str, lock: str, monkeypatch, capsys):
+def test_cfg_prints_the_configuration_of_a_plan_file(good: str, lock: str, monkeypatch, capsys):
     assert hflow(monkeypatch, "run", "--plan", lock, "--cfg", "out=elsewhere") == 0
     assert "out: elsewhere\n" in capsys.readouterr().out
     assert hflow(monkeypatch, "run", "--plan", lock, good, "--cfg") == 0
@@ -204,7 +204,7 @@ def test_the_configuration_of_a_plan_file(good: str, lock: str, monkeypatch, cap
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_options_that_do_not_fit_together(
+def test_conflicting_options_are_refused(
     arguments: list[str], message: str, good: str, tmp_path: Path, monkeypatch, capsys
 ):
     def real(text: str) -> str:
@@ -237,7 +237,7 @@ def test_simulate_refuses_in_one_line(good: str, monkeypatch, capsys):
     assert captured.err.count("\n") == 1
 
 
-def test_cfg_prints_what_composes_to_itself(good: str, monkeypatch, capsys):
+def test_cfg_prints_a_configuration_that_loads_to_the_same_values(good: str, monkeypatch, capsys):
     assert hflow(monkeypatch, "run", good, "--cfg", "steps=3", "models.actor.optim.lr=2e-4") == 0
     Path(good).with_suffix(".yaml").write_text(capsys.readouterr().out)
     config = load_config(good)
@@ -268,7 +268,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize("command", ["check", "plan", "run"])
-def test_a_recipe_that_is_not_there(command: str, tmp_path: Path, monkeypatch, capsys):
+def test_a_missing_recipe_is_a_one_line_error(command: str, tmp_path: Path, monkeypatch, capsys):
     assert hflow(monkeypatch, command, str(tmp_path / "nothing.py")) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
@@ -286,7 +286,7 @@ def test_a_bug_is_not_hidden(good: str, monkeypatch):
         main()
 
 
-def test_control_c_is_one_line_and_130(tmp_path: Path):
+def test_control_c_prints_one_line_and_exits_130(tmp_path: Path):
     (tmp_path / "slow.py").write_text(SLOW)
     command = [sys.executable, "-m", "hflow", "check", str(tmp_path / "slow.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -299,7 +299,7 @@ def test_control_c_is_one_line_and_130(tmp_path: Path):
 
 
 @pytest.mark.ray
-def test_doctor_finds_this_environment_fit(monkeypatch, capsys):
+def test_doctor_accepts_this_environment(monkeypatch, capsys):
     assert hflow(monkeypatch, "doctor") == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     fit = {(row[0], row[1]) for row in rows if row[2:3] == ["ok"]}

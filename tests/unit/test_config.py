@@ -39,7 +39,7 @@ def test_files_groups_and_overrides_in_this_order(recipe):
     assert (optim.lr, optim.warmup_steps, optim.betas) == (3e-4, 40, (0.9, 0.99))
 
 
-def test_the_groups_beside_a_recipe_count_too(recipe, tmp_path: Path):
+def test_configuration_groups_next_to_a_recipe_are_found(recipe, tmp_path: Path):
     (tmp_path / "optim").mkdir()
     (tmp_path / "optim" / "mine.yaml").write_text("lr: 0.5\n")
     path = recipe("defaults:\n- optim@models.actor.optim: mine\n- model@models.actor: tiny-qwen2\n- _self_\n")

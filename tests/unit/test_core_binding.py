@@ -24,7 +24,7 @@ def test_devices_of_a_machine_share_its_cores() -> None:
 
 
 @pytest.mark.parametrize(("cores", "said"), [("[3,1]", "0-2 | 3"), ("[2]", "0-1 | 2-3")])
-def test_the_plan_says_which_cores(cores: str, said: str) -> None:
+def test_the_plan_names_the_cores(cores: str, said: str) -> None:
     made = plan(RECIPE, [*ARGS, f"cores={cores}"])
     assert f", bound to cores {said};" in cluster_line(made)
     assert made.digest != plan(RECIPE, ARGS).digest
@@ -41,7 +41,7 @@ def test_the_plan_says_which_cores(cores: str, said: str) -> None:
         (["cores=[1]", "workers=inproc"], r"cores binds worker processes, but workers=inproc has none"),
     ],
 )
-def test_what_cannot_be_bound_is_refused(change: list[str], reason: str) -> None:
+def test_cores_that_cannot_be_bound_are_refused(change: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as refused:
         plan(RECIPE, [*ARGS, *change])
     assert isinstance(refused.value, HflowError)

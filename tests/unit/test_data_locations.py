@@ -18,14 +18,14 @@ def two_batches() -> DataLocations:
     return holdings
 
 
-def test_what_was_moved_is_held_twice_and_what_a_batch_node_made_only_there() -> None:
+def test_moved_fields_have_two_holders_and_batch_outputs_one() -> None:
     at = two_batches().holders(["ids", "ref", "reward"], FIRST)
     assert at["ids"][2] == {5, 0}
     assert at["ref"][2] == {0}
     assert at["reward"][2] == {5}
 
 
-def test_fields_that_lie_alike_share_a_mapping() -> None:
+def test_fields_with_the_same_holders_share_a_mapping() -> None:
     holdings = two_batches()
     holdings.add_outputs(["a", "b"], FIRST, 1)
     at = holdings.holders(["a", "b", "reward", "ids"], FIRST)

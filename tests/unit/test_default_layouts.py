@@ -54,12 +54,12 @@ def test_stages_where_tensor_ranks_would_span_machines() -> None:
     assert layout_of(plan_of("qwen2.5-72b", "h100-4x8", "models.actor.gen.layout=d4t8")) == "d2t8p2"
 
 
-def test_what_fits_nowhere_is_refused_with_advice() -> None:
+def test_a_model_that_fits_nowhere_is_refused_with_a_suggestion() -> None:
     with pytest.raises(PlanError, match=r"a group of 32 devices \(actor@train as d1t8p4"):
         plan_of("llama-3.1-70b", "h100-1x8")
 
 
-def test_what_was_asked_for_stays() -> None:
+def test_requested_layouts_are_kept() -> None:
     plan = plan_of("qwen2.5-7b", "h100-1x8", "models.actor.layout=d2t4")
     assert (layout_of(plan), why(plan)) == ("d2t4p1", {})
 

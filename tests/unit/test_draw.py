@@ -84,7 +84,7 @@ def test_mermaid_parses_and_leaves_nothing_out(graph: Graph):
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
 @pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.name)
-def test_graphviz_takes_it(graph: Graph):
+def test_graphviz_accepts_the_source(graph: Graph):
     source = plan_dot(plan_of(graph))
     done = subprocess.run(["dot", "-Tsvg"], input=source, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -104,7 +104,7 @@ def test_each_device_group_holds_its_nodes():
     assert 'subgraph group.1["group gen: devices 4-7"]' in plan_mermaid(plan)
 
 
-def test_kinds_and_lags_are_seen():
+def test_edges_show_kinds_and_lags():
     dot, mermaid = plan_dot(plan_of(ppo())), plan_mermaid(plan_of(ppo()))
     for label, line in {
         "weights of critic, lag 1": "==>",
@@ -126,7 +126,7 @@ def test_a_graph_without_a_plan_is_drawn_too():
     assert len(parsed(to_mermaid(grpo()), MERMAID)["node"]) == len(grpo().nodes)
 
 
-def test_names_that_mermaid_keeps_for_itself():
+def test_reserved_names_of_mermaid_are_escaped():
     graph = grpo()
     nodes = tuple(
         replace(node, spec=replace(node.spec, name="end")) if node.name == "score" else node
@@ -138,7 +138,7 @@ def test_names_that_mermaid_keeps_for_itself():
     assert found["edge"] == [("actor_gen", "end_")]
 
 
-def test_a_verb_of_ones_own_and_quotes_do_no_harm():
+def test_custom_verbs_and_quotes_are_escaped():
     graph = changed(grpo(), "score", verb="my audit")
     odd = replace(graph, name='a "b" \\c', edges=(Edge(EdgeKind.DATA, "score", "score", fields=('#"x"',)),))
     assert parsed(to_dot(odd), DOT)["edge"] == [('"score"', '"score"')]

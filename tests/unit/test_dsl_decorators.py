@@ -154,7 +154,7 @@ def test_one_engine_per_model_by_name_and_in_variants_by_place():
     assert swapped.provided == (("other", "engine:actor"), ("actor", "engine:third"))
 
 
-def test_use_changes_what_it_says_and_nothing_else():
+def test_use_changes_only_its_arguments():
     variant = use(
         score, name="judged", reads={"completion": "prompt"}, returns="judged", bonus=2, retries=1, after=3
     )
@@ -210,7 +210,7 @@ def test_encode_makes_a_group_from_a_list():
         use(nodes.pair, actor, group=1)
 
 
-def test_a_kind_of_ones_own_is_made_as_the_verbs_are():
+def test_a_custom_kind_is_made_like_the_built_in_verbs():
     class Weighed(NodeType):
         verb: ClassVar = "weigh"
         level: ClassVar = Level.SAMPLE

@@ -33,7 +33,7 @@ def test_a_missing_file_and_its_nearest(tmp_path: Path):
         load_recipe(tmp_path / "pppo.py")
 
 
-def test_what_is_no_python(tmp_path: Path):
+def test_a_file_that_is_not_python_is_refused(tmp_path: Path):
     path = tmp_path / "bad.py"
     assert refusal(path, "x = 1\nx = = 2\n") == f"{path}:2: invalid syntax"
     (tmp_path / "recipe.yaml").write_text("a: 1")
@@ -41,7 +41,7 @@ def test_what_is_no_python(tmp_path: Path):
         load_recipe(tmp_path / "recipe.yaml")
 
 
-def test_what_raises_is_told_with_the_recipes_own_line(tmp_path: Path):
+def test_an_error_in_a_recipe_names_its_line(tmp_path: Path):
     path = tmp_path / "bad.py"
     assert refusal(path, "import json\n\njson.loads('{')\n").startswith(f"{path}:3: JSONDecodeError: ")
     assert refusal(path, "import no_such_module\n") == (
@@ -58,7 +58,7 @@ def test_an_undefined_annotation(tmp_path: Path):
     assert refusal(path, text).startswith(f"{path}:3: score: an annotation uses 'strr', which is not defined")
 
 
-def test_what_a_recipe_declares():
+def test_a_recipe_declares_its_models_datasets_and_nodes():
     spec = load_recipe(GOOD / "ppo.py").spec()
     assert (spec.name, spec.dataset, spec.unlisted) == ("ppo", "train", ())
     assert spec.doc == "PPO: critic, KL in the reward, GAE, decoupled loss."
@@ -156,7 +156,7 @@ def test_overrides_that_do_not_fit(overrides: dict, message: str):
     assert str(refused.value).startswith(message)
 
 
-def test_what_can_be_overridden():
+def test_nodes_and_options_can_be_overridden():
     spec = load_recipe(GOOD / "dapo.py").spec()
     assert set(overridable_keys(node(spec, "score"))) == {
         *("limit", "buffer", "timeout", "retries", "concurrency", "min_group", "every", "after"),

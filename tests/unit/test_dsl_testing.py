@@ -12,7 +12,7 @@ from hflow.types import Engine, Tokenizer, ToolCall
 GOOD = Path(__file__).parents[1] / "graphs" / "good"
 
 
-def test_they_are_what_they_stand_for():
+def test_stand_ins_have_the_types_they_replace():
     assert isinstance(ScriptedEngine([]), Engine)
     assert isinstance(CharacterTokenizer(), Tokenizer)
 

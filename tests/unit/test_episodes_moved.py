@@ -83,7 +83,7 @@ async def left(workers: InprocWorkers) -> str:
     return json.dumps({sample: journal.to_json() for (_, sample), journal in journals.items()})
 
 
-def test_moved_samples_are_the_same_as_without_the_move(
+def test_moving_an_episode_does_not_change_its_samples(
     setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, num_expected = kit.with_workers(setup, lambda workers: finished(workers, {}))

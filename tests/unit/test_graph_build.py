@@ -60,7 +60,7 @@ def test_weights_of_ppo_have_lag_one_and_generation_at_most():
     assert {e.lag for e in graph.edges if e.kind is EdgeKind.WEIGHTS} == {1}
 
 
-def test_readers_come_before_who_overwrites_their_weights():
+def test_readers_run_before_the_node_that_overwrites_their_weights():
     assert edges(graph_of("ppo"), EdgeKind.OVERWRITE) == {
         ("actor_inf", "actor_train"),
         ("critic_inf", "critic_train"),
@@ -114,7 +114,7 @@ def test_evaluation_is_a_stream_of_its_own_that_no_step_waits_for():
     assert later == {"eval_score"}
 
 
-def test_prox_none_reads_behav_and_skips_what_nobody_reads():
+def test_prox_none_reads_behav_and_skips_the_unread_node():
     graph = graph_of("ppo", actor_train={"prox": "none"})
     assert graph.skipped == ("actor_inf",)
     assert read(graph, "actor_train", "prox_logprobs").field == "behav_logprobs"
@@ -130,13 +130,13 @@ def test_prox_loglinear_is_made_by_the_train_node():
     assert read(graph, "actor_train", "@behav_logprobs").producer == "actor_gen"
 
 
-def test_prox_metrics_recomputes_and_reads_what_it_compares():
+def test_prox_metrics_recomputes_and_reads_both_log_probs():
     graph = graph_of("ppo", actor_train={"prox": "metrics"})
     assert read(graph, "actor_train", "prox_logprobs").producer == "actor_inf"
     assert read(graph, "actor_train", "@versions").producer == "actor_gen"
 
 
-def test_a_mask_is_read_beside_the_body():
+def test_a_mask_is_a_read_of_its_own():
     mask = read(graph_of("dapo"), "actor_train", "@mask")
     assert (mask.field, mask.producer, mask.source_unit, mask.unit) == (
         *("train_mask", "score"),
@@ -155,7 +155,7 @@ def test_state_is_an_edge_of_lag_one_to_itself():
     assert Edge(EdgeKind.DATA, "adaptive_kl", "adaptive_kl", lag=1, fields=("state",)) in graph.edges
 
 
-def test_who_waits_for_the_batch():
+def test_nodes_that_wait_for_the_batch():
     assert nodes_after_batch(graph_of("dapo")) == {"group_advantage", "actor_inf", "actor_train"}
     graph = graph_of("dapo", has_spread={}, score={})
     assert "has_spread" not in nodes_after_batch(graph)

@@ -14,7 +14,7 @@ PLAN, _ = planned(graphs.grpo(group=SIZE), "cpu-1x4", batch=4)
 
 @given(st.lists(st.integers(0, SIZE), min_size=1, max_size=40), st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_groups_go_one_by_one_to_the_engine_with_least_to_do(finished, rng):
+def test_groups_move_one_by_one_to_the_least_loaded_engine(finished, rng):
     placer = GroupPlacer(PLAN)
     load, home = dict.fromkeys(range(NUM_ENGINES), 0), {}
     for group, num in enumerate(finished):
@@ -35,7 +35,7 @@ def test_groups_go_one_by_one_to_the_engine_with_least_to_do(finished, rng):
 
 
 @given(st.lists(st.sampled_from(("finish", "refuse")), min_size=2 * SIZE, max_size=2 * SIZE))
-def test_groups_are_forgotten_when_nothing_of_them_is_left(order):
+def test_groups_are_forgotten_when_all_samples_have_ended(order):
     """Whatever is refused before or after it has finished."""
     placer = GroupPlacer(PLAN)
     placer.place(STREAM, 0, SIZE)

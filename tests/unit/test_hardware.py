@@ -72,7 +72,7 @@ def refused(message: str, recipe: Path, **keys: object) -> None:
     assert str(refusal.value) == message
 
 
-def test_every_device_and_link_that_is_asked_for_is_there(recipe):
+def test_every_requested_device_and_link_exists(recipe):
     devices, links = known_devices(recipe), known_links(recipe)
     assert set(devices) == {"a100-40g", "a100-80g", "b200", "cpu", "h100", "h20", "h200", "l40s"}
     for name, device in devices.items():
@@ -182,7 +182,7 @@ def test_a_device_that_cannot_be(change: tuple[str, str], message: str, recipe):
     refused(message, recipe)
 
 
-def test_files_that_are_none(recipe):
+def test_wrong_hardware_files_are_refused(recipe):
     write(recipe, "links/slow", "gb_per_s: 1\nlatency_us: -3\n")
     refused("hardware.links.slow.latency_us is -3; it must be at least 0", recipe)
     write(recipe, "links/slow", "[1")
@@ -193,7 +193,7 @@ def test_files_that_are_none(recipe):
         known_links(recipe)
 
 
-def test_memory_below_what_the_runtime_takes(recipe):
+def test_memory_below_the_runtimes_share_is_refused(recipe):
     refused(
         "device_memory_gib is 0.25, but a cpu needs 0.4 for its runtime; set it to more than 0.4",
         recipe,
@@ -386,7 +386,7 @@ def test_an_architecture_that_cannot_be():
         ),
     ],
 )
-def test_what_is_planned_but_not_run(overrides: list[str], message: str):
+def test_backends_that_are_planned_but_not_run(overrides: list[str], message: str):
     with pytest.raises(NotYetError, match=message):
         refuse_unrunnable(compile_recipe(GRPO, overrides))
 

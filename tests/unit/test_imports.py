@@ -32,7 +32,7 @@ RECIPES = sorted(f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.p
     ],
     ids=["check", "plan", "simulate", "compose"],
 )
-def test_what_needs_no_device_imports_nothing_heavy(commands: list[list[str]]):
+def test_commands_without_a_device_import_nothing_heavy(commands: list[list[str]]):
     """Commands of a kind share a process, as what one of them imports is seen after all."""
     assert commands
     command = [sys.executable, "-c", PROBE, json.dumps(commands)]
@@ -55,7 +55,7 @@ for name in (*BACKENDS, *ENGINES):
     assert process.returncode == 0, process.stderr
 
 
-def test_packages_import_whom_they_may():
+def test_packages_follow_the_import_rules():
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-logo"],
         capture_output=True,

@@ -71,7 +71,7 @@ def test_a_failed_reward_is_a_refusal_with_a_reason_and_no_number(path: Path):
     assert audit(path) == []
 
 
-def test_what_is_too_old_is_dropped_with_the_lag_that_it_would_have_had(path: Path):
+def test_stale_samples_are_dropped_with_their_would_be_lag(path: Path):
     with recorded(path) as run:
         run.issue(5, version=0)
         run.ready(10, (0, 4))
@@ -90,7 +90,7 @@ def test_what_is_too_old_is_dropped_with_the_lag_that_it_would_have_had(path: Pa
     assert count(path, "reason = 'stale' and lag > 1") == 2
 
 
-def test_the_end_of_a_run_says_how_far_each_sample_came(path: Path):
+def test_the_end_of_a_run_records_how_far_each_sample_got(path: Path):
     with recorded(path) as run:
         for group in range(3):
             run.issue(group)
@@ -137,7 +137,7 @@ with recorded(Path({path!r})) as run:
 """
 
 
-def test_a_killed_process_leaves_a_whole_ledger(path: Path):
+def test_a_killed_process_leaves_a_consistent_ledger(path: Path):
     code = textwrap.dedent(KILLED.format(path=str(path)))
     kits = Path(__file__).parents[1] / "kits"
     child = subprocess.run([sys.executable, "-c", code], cwd=kits, check=False)
@@ -147,7 +147,7 @@ def test_a_killed_process_leaves_a_whole_ledger(path: Path):
     assert read_history(path, "4").closing is None
 
 
-def test_a_run_that_goes_on_from_a_step_has_one_history(path: Path):
+def test_a_resumed_run_has_one_history(path: Path):
     with recorded(path) as run:
         run.issue(9)  # it still runs when step 0 is complete
         run.train(0, 0)
@@ -297,7 +297,7 @@ def test_a_sample_that_is_none_is_refused(asked: Path, name: str, says: str):
     assert str(error.value) == says
 
 
-def test_a_ledger_is_read_while_its_run_goes_on(path: Path):
+def test_a_ledger_can_be_read_during_the_run(path: Path):
     with recorded(path) as run:
         run.train(0, 0)
         run.ledger.flush()

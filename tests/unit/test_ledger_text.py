@@ -101,7 +101,7 @@ T unused the run ended (stopped): it was not finished""",
         ),
     ],
 )
-def test_why(runs: Path, monkeypatch, capsys, sample: str, story: str):
+def test_why_prints_the_history_of_a_sample(runs: Path, monkeypatch, capsys, sample: str, story: str):
     assert hflow(monkeypatch, "why", "small", sample) == 0
     assert lines(capsys.readouterr().out) == story.splitlines()
 
@@ -124,14 +124,14 @@ def test_a_run_is_named_or_is_a_directory(runs: Path, monkeypatch, capsys, run: 
         (("samples", "small", "--json", "--csv"), "use one of them"),
     ],
 )
-def test_mistakes_are_one_line(runs: Path, monkeypatch, capsys, arguments: tuple[str, ...], says: str):
+def test_mistakes_are_one_line_errors(runs: Path, monkeypatch, capsys, arguments: tuple[str, ...], says: str):
     assert hflow(monkeypatch, *arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert re.fullmatch(rf"error: .*{says}.*\n", shown.err)
 
 
-def test_samples_for_people(runs: Path, monkeypatch, capsys):
+def test_samples_prints_a_table(runs: Path, monkeypatch, capsys):
     assert hflow(monkeypatch, "samples", "small", "--limit", "4") == 0
     shown = lines(capsys.readouterr().out)
     assert shown[0] == "stream id row tokens oldest newest reward end step lag reason node"
@@ -140,7 +140,7 @@ def test_samples_for_people(runs: Path, monkeypatch, capsys):
     assert shown[5] == "the first 4 of 8 samples; --json and --csv have all columns"
 
 
-def test_samples_for_programs(runs: Path, monkeypatch, capsys):
+def test_samples_prints_json_csv_and_counts(runs: Path, monkeypatch, capsys):
     chosen = ("--where", "end = 'dropped' or lag = 1")
     assert hflow(monkeypatch, "samples", "small", *chosen, "--json") == 0
     rows = json.loads(capsys.readouterr().out)

@@ -42,14 +42,14 @@ def test_plain_lines_come_first_last_and_every_tenth():
     ]
 
 
-def test_an_evaluation_after_its_step_is_a_line_of_its_own():
+def test_a_late_evaluation_prints_its_own_line():
     rows = [LiveRow(1, 2, {"reward": 0.5}), LiveRow(1, 2, {"heldout": 0.25}), LiveRow(2, 2, {"reward": 0.75})]
     lines = shown(False, False, rows).splitlines()
     assert lines[1] == "step 1/2  heldout 0.25"
     assert lines[2] == "step 2/2  reward 0.75  heldout 0.25  0 tokens/s  0:00:00 left"
 
 
-def test_an_evaluation_of_which_nothing_is_shown_is_no_line():
+def test_an_evaluation_without_shown_metrics_prints_no_line():
     rows = [LiveRow(0, 2), LiveRow(1, 2, {"reward": 0.5}), LiveRow(1, 2)]
     assert [line[:10] for line in shown(False, False, rows).splitlines()] == ["step 1/2  ", "saved [bol"]
 
@@ -70,7 +70,7 @@ def test_the_panel_shows_the_last_row_and_the_curves():
         (False, True, PlainDisplay),
     ],
 )
-def test_the_terminal_decides_unless_told(live: bool | None, terminal: bool, kind: type):
+def test_the_terminal_selects_the_display_by_default(live: bool | None, terminal: bool, kind: type):
     console = Console(file=io.StringIO(), force_terminal=terminal)
     assert type(open_display(live=live, console=console)) is kind
 

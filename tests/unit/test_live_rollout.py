@@ -88,7 +88,7 @@ def test_a_wide_terminal_changes_only_the_bar() -> None:
     assert shown(rollout, 120)[1:] == shown(rollout, 80)[1:]
 
 
-def test_lines_keep_their_places_from_the_start() -> None:
+def test_lines_keep_their_places() -> None:
     first, later = (shown(rollout) for rollout in (tracker().view(), tracker(STEP, SLOWER).view()))
     assert [line[:17].rstrip() for line in first] == [line[:17].rstrip() for line in later]
 
@@ -103,19 +103,19 @@ def test_lags_beyond_the_last_column_are_in_it() -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_a_synchronous_run_has_nothing_beside_its_steps() -> None:
+def test_a_synchronous_run_shows_no_rollout() -> None:
     assert tracker(STEP, runs_ahead=False).view() is None
     assert [line.split()[0] for line in shown(None)] == ["grpo_async", "reward", "held-out"]
 
 
-def test_of_a_synchronous_run_with_turns_the_episodes_are_shown() -> None:
+def test_a_synchronous_run_with_turns_shows_its_episodes() -> None:
     lines = shown(tracker(STEP, runs_ahead=False, **EPISODES).view())
     assert [line.split()[0] for line in lines] == ["grpo_async", "reward", "held-out", "episodes", "0"]
     plain = shown(tracker(STEP, runs_ahead=False, **EPISODES).view(), live=False)
     assert "staleness" not in plain[0]
 
 
-def test_a_plain_line_says_how_old_and_how_busy() -> None:
+def test_a_plain_line_has_staleness_and_busy_shares() -> None:
     (line,) = shown(tracker(STEP, SLOWER).view(), live=False)
     assert line == (
         "step 20/280  reward 0.5  held-out accuracy -0.0001234  staleness 2.12, at most 3  "

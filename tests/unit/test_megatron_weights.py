@@ -80,7 +80,7 @@ LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1"]
         kit.MISTRAL | {"num_hidden_layers": 6},
     ],
 )
-def test_a_rank_holds_what_the_plan_says(architecture, head, layout):
+def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout):
     """With layers that divide unevenly, copied key-value heads and a padded vocabulary."""
     dims, shape, grid = dims_of(architecture, head), read_shape(architecture, head), Layout.parse(layout)
     for t in range(grid.tensor):

@@ -17,7 +17,7 @@ def test_rows_are_on_disk_before_the_log_is_closed(tmp_path: Path):
     log.close()
 
 
-def test_what_is_not_finite_is_null_in_the_json(tmp_path: Path):
+def test_non_finite_metrics_are_null_in_json(tmp_path: Path):
     log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb")
     log.write(2, {"loss": math.nan, "norm": math.inf, "kl": 0.0})
     log.close()

@@ -61,7 +61,7 @@ def test_the_kl_in_the_reward_by_another_estimator():
         ("group", [0.0, 0.0, -(2**-0.5), 2**-0.5]),
     ],
 )
-def test_advantages_are_whitened_as_asked(whiten, expected):
+def test_advantages_are_whitened_on_request(whiten, expected):
     seqs = Sequences.of([2, 1, 1], group=[0, 1, 1])
     token_reward = tensor(0, 1.0, 4.0, 6.0)
     stops = ["stop"] * 3

@@ -26,7 +26,7 @@ def test_kl_reward_pays_at_the_last_learned_token():
     assert_close(metrics["kl"], tensor(0, 1.0, 0, 0, -1.0))
 
 
-def test_gae_bootstraps_only_what_was_cut_off():
+def test_gae_bootstraps_only_truncated_sequences():
     seqs = Sequences.of([1, 1])
     zero = tensor(0.0, 0.0)
     _, targets, _ = nodes.gae(zero, zero, ["length", "stop"], seqs, tensor(3.0, 3.0))

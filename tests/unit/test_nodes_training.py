@@ -38,7 +38,7 @@ def test_bounds_that_would_take_every_token_are_refused(bound: str, value: float
         nodes.actor_train(out, zeros, zeros, zeros, **{bound: value})
 
 
-def test_clip_higher_clips_likelier_tokens_later():
+def test_clip_higher_clips_increasing_probabilities_later():
     # DAPO, equation 8: 1 - 0.2 and 1 + 0.28.
     prox = torch.zeros(3)
     out = Output(logprobs=tensor(1.25, 1.4, 0.7).log(), entropy=prox)

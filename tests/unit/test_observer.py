@@ -69,7 +69,7 @@ class Recorded(Display):
         ),
     ],
 )
-def test_what_samples_are_given_is_shown(
+def test_rewards_and_scores_are_shown(
     tmp_path: Path, recipe: str, metrics: dict[str, float], shown: dict[str, float]
 ) -> None:
     """Whoever gives it: an episode, a body, a model that judges, on the stream itself or on one beside it."""
@@ -81,7 +81,7 @@ def test_what_samples_are_given_is_shown(
 
 
 @pytest.mark.parametrize(("staleness", "shows"), [(0, False), (2, True)])
-def test_the_rollout_is_shown_between_steps_where_it_runs_ahead(
+def test_the_rollout_is_shown_between_steps_of_an_asynchronous_run(
     tmp_path: Path, staleness: int, shows: bool
 ) -> None:
     display = Recorded()

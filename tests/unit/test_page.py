@@ -79,7 +79,7 @@ def test_every_node_and_edge_can_be_chosen(name):
     assert len(page.ids) == len(set(page.ids))
 
 
-def test_the_page_asks_for_nothing():
+def test_the_page_fetches_nothing():
     text = render_page(plan_of("ppo"))
     page = Page(text)
     assert [at for at in page.addresses if not at.startswith("#") and at != "data:,"] == []
@@ -134,7 +134,7 @@ def test_the_view_is_plain_json():
     assert row["headline"]["tiles"][0]["label"] == "Peak memory"
 
 
-def test_the_headline_says_what_matters():
+def test_the_headline_has_the_main_figures():
     """The sample forecast: 60 s of generation and 30 of training in turn, 84 % of 8 GiB at the peak.
 
     Eight prompts with four answers in 4 + 60 + 30 + 0.05 s are 0.34 samples a second.
@@ -159,7 +159,7 @@ def test_written_samples_have_no_staleness():
     assert late.value == "≤ 3 versions", "(1 + 1) x 2 - 1"
 
 
-def test_what_does_not_fit_is_said():
+def test_phases_that_do_not_fit_are_marked():
     """Per cent of the capacity: 37 stay; generation takes 40 more, waking 12, ref_inf 15, training 47.
 
     Twice as much is 154, 98, 104 and 168.
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_said():
     ]
 
 
-def test_without_a_forecast_the_page_says_what_is_missing():
+def test_a_page_without_a_forecast_names_what_is_missing():
     page = Page(render_page(compile_plan(grpo(), request())))
     assert "whether it fits in memory is not known" in page.text
     assert "The period is not estimated" in page.text
@@ -192,7 +192,7 @@ def chart(period: Period) -> Gantt:
     return made
 
 
-def test_a_slot_behind_its_period_belongs_to_the_step_before():
+def test_a_slot_after_its_period_belongs_to_the_previous_step():
     """Of 20 s drawn, b begins at 12: at 12 for step k (60 %), at 2 for the step before (10 %)."""
     slots = (Slot("a", "all", 0, 6), Slot("b", "all", 12, 3))
     made = chart(Period(10, (CycleStep("b", 3, "data", 1),), slots, (("all", 0.1),)))
@@ -282,7 +282,7 @@ def test_each_device_knows_its_fullest_phase():
         )
 
 
-def test_routes_name_who_sends_to_whom():
+def test_routes_name_senders_and_receivers():
     """Training on 0-3 and generation on 4-7: every receiver needs slices that only 0-3 hold."""
     models = {"actor": model_config("d2t2", "d4", "train", "gen")}
     groups = {"train": (0, 1, 2, 3), "gen": (4, 5, 6, 7)}

@@ -171,7 +171,7 @@ def test_state_returns_right_below_its_card():
     assert "state" not in [label.text for label in view.labels]
 
 
-def test_lags_stand_beside_what_they_delay():
+def test_weight_lags_are_shown_in_the_reading_node():
     view = drawing(ROOT / "recipes" / "grpo.py")
     notes = {(node.name, row.note) for node in view.nodes for row in node.rows if row.kind == "weights"}
     assert {("actor_train", "lag 1"), ("actor_gen", "lag ≤ 1"), ("eval_gen", "lag ≤ 1")} <= notes

@@ -112,12 +112,12 @@ def test_a_layout_smaller_than_its_devices_is_warned_of():
     )
 
 
-def test_what_is_left_out_follows_the_first_trained_model_that_is_placed():
+def test_models_left_out_follow_the_first_placed_trained_model():
     made = plan("critic=4-7")
     assert {group for group, _, _ in placed(made).values()} == {"critic"}
 
 
-def test_layouts_of_what_is_left_out_are_the_models_own():
+def test_models_left_out_of_the_placement_keep_their_layouts():
     made = plan("actor=0-3", models={"ref": model_config(layout="d2t2")})
     assert placed(made)["ref@infer"] == ("actor", "d2t2p1", LOW)
 
@@ -133,7 +133,7 @@ def test_a_model_that_generates_and_infers_without_being_trained():
     assert placed(made)["ref@gen"] == ("ref", "d1t1p1", (1,))
 
 
-def test_a_request_without_placement_stays_as_it_is():
+def test_a_request_without_placement_is_unchanged():
     asked = request("h100-1x8")
     assert apply_placement(rlhf(), asked) is asked
 
@@ -257,7 +257,7 @@ def test_the_command_line_needs_no_quotes_of_hydra(override: str):
     assert config.placement == "actor=0-3:d2t2p1 actor.gen=4-7:d4"
 
 
-def test_odd_placements_reach_the_planner_as_they_are_written():
+def test_unusual_placements_reach_the_planner_unchanged():
     for value, read in [("actor,ref=0-3", "actor,ref=0-3"), ("it's", "it's"), ("7", "7"), ("null", None)]:
         assert load_config(ROOT / "recipes" / "grpo.py", [f"placement={value}"]).placement == read
 
@@ -285,7 +285,7 @@ def test_every_example_of_the_manual_can_be_planned(command: str, monkeypatch):
     assert made.replicas
 
 
-def test_every_contradiction_of_the_manual_is_what_the_planner_says(monkeypatch):
+def test_documented_placement_errors_are_those_of_the_planner(monkeypatch):
     monkeypatch.chdir(ROOT)
     rows = re.findall(r"^\| `(placement='[^`]*)` \| `([^`]*)` \|$", MANUAL, re.MULTILINE)
     assert rows

@@ -94,7 +94,7 @@ def test_groups_have_orders_of_their_own():
     assert plan.schedule.shared == (("a", ("actor@gen",)),)
 
 
-def test_a_batch_compute_runs_beside_its_readers_when_no_batch_node_feeds_it():
+def test_a_batch_compute_without_batch_inputs_runs_in_its_readers_group():
     models = {"actor": model_config(layout="d1", group="train", gen_group="gen")}
     graph = without(grpo(), "ref_inf")
     plan = compile_plan(graph, request("cpu-1x2", models=models))
@@ -114,7 +114,7 @@ def test_per_group_inference_runs_as_groups_arrive_where_a_keep_waits_for_it():
     assert plan.rule("rew_inf").by_group
 
 
-def test_otherwise_it_waits_for_the_batch_and_so_does_what_is_behind_it():
+def test_otherwise_inference_and_its_readers_wait_for_the_batch():
     plan = compile_plan(without(agent(), "has_spread"), request())
     assert node_of(plan, "rew_inf").level is Level.BATCH
     assert node_of(plan, "total").level is Level.BATCH
@@ -201,7 +201,7 @@ def test_updates_write_but_do_not_train():
 
 
 # ------------------------------------------------------------------------------------- rules
-def test_rules_hold_what_bodies_and_verbs_read():
+def test_data_rules_hold_all_fields_that_nodes_read():
     plan = compile_plan(ppo(minibatches=2, epochs=3), request())
     assert plan.rule("critic_inf").fields == ("actor_gen/input_ids", "actor_gen/loss_mask")
     assert plan.rule("gae").fields == tuple(
@@ -226,7 +226,7 @@ def test_a_body_that_may_look_at_groups_keeps_them_whole():
 
 
 @pytest.mark.parametrize(("asked", "least"), [(1, 1), (3, 3), (9, 4)])
-def test_a_group_may_shrink_to_what_its_bodies_ask_for(asked, least):
+def test_a_group_may_shrink_to_the_minimum_of_its_bodies(asked, least):
     graph = changed(grpo(group=4), "group_advantage", options=(("min_group", asked),))
     assert compile_plan(graph, request()).schedule.streams[0].min_group == least
 
@@ -248,7 +248,7 @@ def test_weight_routes(cluster, actor, how):
     assert (route.src, route.dst, route.how) == ("actor@train", "actor@gen", how)
 
 
-def test_weights_that_nobody_writes_have_no_route():
+def test_weights_that_are_never_written_have_no_route():
     graph = changed(grpo(), "eval_gen", reads_weights=("ref",), models=("ref",))
     plan = compile_plan(graph, request())
     assert plan.replica("ref@gen").layout == Layout(2)

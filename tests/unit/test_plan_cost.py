@@ -130,7 +130,7 @@ def test_keys_and_values_are_repeated_beyond_their_heads():
     assert kv_entries(LLAMA_70B, 8) == kv_entries(LLAMA_70B, 16) == 2 * 80 * 128
 
 
-def test_what_the_planner_says_of_the_torch_backend_is_so():
+def test_the_planners_traits_of_the_torch_backend_are_right():
     assert LOGITS_AT_ONCE == LOGITS_PER_CHUNK
     assert MIN_UNIT_BYTES == BACKEND_UNIT_BYTES
     assert MIN_SAVED_FRACTION == BACKEND_MIN_SAVED_FRACTION
@@ -207,12 +207,12 @@ def test_an_all_reduce_is_a_scatter_and_a_gather(size, per_machine, machines):
     assert all_reduce(size, ranks, TOY).transfer == pytest.approx(parts)
 
 
-def test_what_bounds_a_message():
+def test_the_bound_of_a_message():
     assert send(1e9, TOY.intra, TOY).part("x") == Part("x", 0.1 + 1e-6, NETWORK)
     assert send(10, TOY.intra, TOY).part("x").limit == LATENCY
 
 
-def test_where_the_ranks_of_each_axis_lie():
+def test_machines_of_the_ranks_of_each_axis():
     cluster = graphs.cluster_of("cpu-2x4")
     eight = tuple(range(8))
 
@@ -372,7 +372,7 @@ def test_every_token_after_the_first_is_one_step_of_one_sequence(responses, slot
         assert num_steps == max(responses) - 1
 
 
-def test_responses_that_are_all_alike_by_hand():
+def test_equal_responses_by_hand():
     # Two engines with two groups of two each: prompts of 50 tokens once a group, then 9 steps of 4
     # sequences at contexts 51 to 59. All is bound by reading the weights: 4 x 153,856 bytes a step.
     one = side(layout="d2", backend=replace(traits("embedded"), layer_host_ms=0.0))
@@ -428,7 +428,7 @@ def test_tensor_ranks_sum_hidden_states_in_every_step():
     assert parts["prefill collectives"] == pytest.approx(8 * (2560 / 1e10 + 1e-6))
 
 
-def test_what_the_host_does_between_steps_comes_on_top():
+def test_host_time_between_steps_is_added():
     one = side(backend="vllm")
     step = decode_step(one, 1, 0)
     assert step == Part("decode", 4 * 153_856 / 1e11 + 2.5e-3, LATENCY)

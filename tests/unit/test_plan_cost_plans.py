@@ -136,7 +136,7 @@ def test_models_of_unknown_sizes_have_no_seconds():
     assert set(rows) == {"score", "ref_inf", "group_advantage"}
 
 
-def test_without_figures_of_the_hardware_there_are_none():
+def test_without_hardware_figures_there_are_no_seconds():
     assert timed(graphs.grpo(), hardware=None) == {}
 
 
@@ -149,7 +149,7 @@ def test_without_figures_of_the_hardware_there_are_none():
         (Level.BATCH, 0.5 + 96 + 64 + 24),
     ],
 )
-def test_a_type_that_states_its_cost_is_believed(level, expected):
+def test_a_node_type_can_state_its_cost(level, expected):
     cost = (("constant", 0.5), ("tokens", 0.1), ("sequences", 2.0), ("groups", 3.0))
     node = {Level.SAMPLE: "score", Level.GROUP: "has_spread", Level.BATCH: "group_advantage"}[level]
     graph = graphs.agent() if level is Level.GROUP else graphs.grpo()

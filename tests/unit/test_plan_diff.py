@@ -66,13 +66,13 @@ def with_setting(key: str, value: object) -> dict[str, Any]:
     return rows(settings={key: value})
 
 
-def test_a_plan_is_itself():
+def test_a_plan_equals_itself():
     found = diff(rows(), rows())
     assert found.changes == ()
     assert (found.effect, found.verdict) == (Effect.SAME, "the plans are the same")
 
 
-def test_where_files_lie_is_no_change():
+def test_the_location_of_files_is_not_a_change():
     graph = grpo()
     moved = tuple(
         replace(n, spec=replace(n.spec, where=SourceLocation("/other/r.py", 90))) for n in graph.nodes
@@ -246,7 +246,7 @@ def test_a_body_by_another_name_is_the_same_body():
     assert [(c.subject, c.effect) for c in found.changes] == [("score name of the body", Effect.SAME)]
 
 
-def test_what_is_said_of_a_new_node_is_one_row():
+def test_a_new_node_is_one_row():
     found = diff(rows(without(grpo(), "ref_inf")), rows())
     about = [change for change in found.changes if "ref_inf" in change.subject]
     assert about == [Change("node", "ref_inf", None, "infer(ref)", Effect.NEW)]
@@ -356,7 +356,7 @@ def test_estimates_are_compared_but_decide_nothing():
     assert found.verdict == "nothing to reshard"
 
 
-def test_figures_of_the_hardware_and_lengths_are_told_too():
+def test_changed_hardware_and_lengths_are_reported():
     plan = replace(compile_plan(grpo(), request()), forecast=forecast(1.0, GIB))
     link = Link("ib-ndr", 50.0, 5.0)
     device = Device("h100", "cuda", 80.0, {"fp32": 67.0, "bf16": 989.0}, 3350.0, "nvlink", "ib-ndr")
@@ -413,7 +413,7 @@ PLANS = [rows(graph()) for graph in (grpo, ppo, agent, ema)]
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(PLANS), st.data())
-def test_no_change_goes_unseen(plan: dict[str, Any], data: st.DataObject):
+def test_every_change_is_reported(plan: dict[str, Any], data: st.DataObject):
     path = data.draw(st.sampled_from(leaves(decisive_rows(plan))))
     other = altered(plan, path)
     found, back = diff(plan, other), diff(other, plan)
@@ -423,7 +423,7 @@ def test_no_change_goes_unseen(plan: dict[str, Any], data: st.DataObject):
     assert {(c.topic, c.subject, c.before, c.after) for c in found.changes} == mirrored
 
 
-def test_rows_that_no_fact_tells_are_named():
+def test_rows_without_a_topic_are_named_by_path():
     plan = rows()
     needing = next(i for i, node in enumerate(plan["schedule"]["nodes"]) if node["needs"])
     other = altered(plan, ("schedule", "nodes", needing, "needs", 0))
@@ -432,7 +432,7 @@ def test_rows_that_no_fact_tells_are_named():
     assert (change.topic, change.subject, change.after) == ("rest", path, "d7")
 
 
-def test_long_values_say_where_they_part():
+def test_long_values_show_where_they_differ():
     plan = rows()
     found = diff(plan, altered(plan, ("graph", "nodes", 2, "reads", 0, "unit")))
     assert the(found, "node", "score reads").before == 'completion, answer ([0].unit: "text")'
@@ -484,7 +484,7 @@ def test_the_report_has_every_topic_in_100_columns():
     assert text.splitlines()[-1] == found.verdict
 
 
-def test_the_report_says_once_what_several_share():
+def test_the_report_merges_equal_changes():
     text = " ".join(shown(diff(rows(), rows(cluster="cpu-1x4")), 400).split())
     assert "actor@train, actor@gen, ref@infer devices 0-1 0-3 same" in text
     assert "actor@gen, ref@infer d2 d4 same" in text

@@ -42,7 +42,7 @@ def test_the_digest_is_that_of_the_plan_without_it():
     assert len(plan.digest) == 64
 
 
-def test_the_digest_does_not_depend_on_where_files_lie():
+def test_the_digest_does_not_depend_on_file_locations():
     graph = grpo()
     moved = tuple(
         replace(n, spec=replace(n.spec, where=SourceLocation("/other/r.py", 90))) for n in graph.nodes

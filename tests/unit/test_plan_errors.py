@@ -20,13 +20,13 @@ def actor(**changes):
     return {"actor": model_config(**changes)}
 
 
-def test_a_layout_larger_than_its_group():
+def test_a_layout_larger_than_its_group_is_refused():
     refused(grpo(), r"d4t1p1 needs 4 devices.*has 2; d2t1p1 fits", models=actor(layout="d4"))
     refused(grpo(), r"give it at least 4 devices", models=actor(layout="t4"))
     refused(grpo(), r"actor@gen: layout d2t2p1 needs 4", models=actor(gen_layout="d2t2"))
 
 
-def test_tokens_are_not_shared_by_a_backend_without_tensor_ranks():
+def test_sequence_parallel_needs_a_backend_with_tensor_ranks():
     for value in (True, False):
         message = (
             rf"models.actor.sequence_parallel is {str(value).lower()}, but the torch backend has no tensor"
@@ -35,11 +35,11 @@ def test_tokens_are_not_shared_by_a_backend_without_tensor_ranks():
     compile_plan(grpo(), request(models=actor(sequence_parallel=True, backend="megatron")))
 
 
-def test_a_layout_that_is_none():
+def test_a_malformed_layout_is_refused():
     refused(grpo(), "d2t2p1 or d4", models=actor(layout="two"))
 
 
-def test_an_unknown_model_or_group():
+def test_an_unknown_model_or_group_is_refused():
     refused(grpo(), "no model 'acter'; did you mean 'actor'", models={"acter": model_config()})
     groups = {"train": (0,), "gen": (1,)}
     refused(
@@ -50,7 +50,7 @@ def test_an_unknown_model_or_group():
     )
 
 
-def test_groups_that_do_not_fit():
+def test_groups_that_do_not_fit_are_refused():
     both = actor(group="a", gen_group="b")
     refused(grpo(), "both have device 1", models=both, groups={"a": (0, 1), "b": (1,)})
     refused(
@@ -69,31 +69,31 @@ def test_groups_that_do_not_fit():
         ("save_every", -1, 0),
     ],
 )
-def test_numbers_below_their_least(name, value, least):
+def test_numbers_below_their_minimum_are_refused(name, value, least):
     refused(grpo(), f"{name} is {value}; it must be at least {least}", **{name: value})
 
 
-def test_a_group_that_can_never_be_admitted():
+def test_a_group_that_can_never_be_admitted_is_refused():
     refused(grpo(group=4), "set schedule.max_concurrent to 4 or more", max_concurrent=3)
 
 
-def test_a_batch_smaller_than_its_minibatches():
+def test_a_batch_smaller_than_its_minibatches_is_refused():
     refused(ppo(minibatches=4), "batch to 4 or more, or minibatches to 3 or less", batch=3)
     compile_plan(ppo(minibatches=4), request("cpu-1x1", batch=4))
 
 
-def test_groups_that_cannot_be_split_over_ranks():
+def test_groups_that_cannot_be_split_over_ranks_are_refused():
     pairs = changed(grpo(), "actor_train", options=(("reduce", "group-mean"), ("minibatches", 4)))
     refused(pairs, "minibatch of 1 groups cannot be split over 2 dp ranks; set batch to 8 or more", batch=7)
     compile_plan(pairs, request(batch=8))
 
 
-def test_samples_that_cannot_be_split_over_ranks():
+def test_samples_that_cannot_be_split_over_ranks_are_refused():
     refused(sft(), "2 samples cannot be split over 4 dp ranks; set batch to 4", "cpu-1x4", batch=2)
     compile_plan(sft(), request("cpu-1x4", batch=4))
 
 
-def test_training_on_a_side_stream():
+def test_training_on_a_side_stream_is_refused():
     graph = grpo()
     node = Node(train("eval_train", "actor", reduce="token-mean"), "eval_gen")
     refused(replace(graph, nodes=(*graph.nodes, node)), "is not trained; move it to stream 'actor_gen'")
@@ -106,7 +106,7 @@ def test_a_side_stream_may_have_batch_nodes_of_any_size():
     assert "eval_mean" in dict(plan.schedule.orders)["all"]
 
 
-def test_a_recipe_without_a_trained_stream():
+def test_a_recipe_without_a_trained_stream_is_refused():
     graph = sft()
     streams = tuple(replace(stream, trained=False) for stream in graph.streams)
     refused(replace(graph, streams=streams), "no stream fed by 'data'")
@@ -119,7 +119,7 @@ def test_two_trained_streams_are_not_yet_run():
         compile_plan(replace(graph, streams=(graph.streams[0], heldout)), request())
 
 
-def test_truncated_sampling_is_warned_of():
+def test_truncated_sampling_gives_a_warning():
     options = (("top_p", 0.9), ("top_k", 0), ("temperature", 1.0))
     plan = compile_plan(changed(grpo(), "actor_gen", options=options), request())
     assert any("actor_gen samples with top_p=0.9" in warning for warning in plan.warnings)
@@ -127,7 +127,7 @@ def test_truncated_sampling_is_warned_of():
     assert evaluation.warnings == ()
 
 
-def test_rules_of_staleness_that_no_batch_could_meet():
+def test_staleness_rules_that_no_batch_can_meet_are_refused():
     refused(grpo(), "set schedule.drop_older_than to 2 or more", sync_every=3, drop_older_than=1)
     refused(
         grpo(),

@@ -86,20 +86,20 @@ def test_a_plan_file_holds_recipe_configuration_and_plan(checkout: Path):
     assert values["plan"]["digest"] == launch.plan("recipes/small.py", ["seed=3"]).digest
 
 
-def test_it_compiles_to_its_plan(checkout: Path):
+def test_a_plan_file_compiles_to_its_plan(checkout: Path):
     file = lock("cluster=cpu-1x2", "models.actor.optim.lr=3e-4", "nodes.actor_train.clip=0.1")
     compiled = launch.compile_plan_file(file)
     assert compiled.plan.digest == json.loads(file.read_text())["plan"]["digest"]
     assert compiled.config.models["actor"].optim.lr == 3e-4
 
 
-def test_the_yaml_beside_the_recipe_has_no_say(checkout: Path):
+def test_a_plan_file_ignores_the_yaml_next_to_the_recipe(checkout: Path):
     file = lock()
     Path("recipes/small.yaml").write_text("steps: 99\n")
     assert launch.compile_plan_file(file).config.steps == 7
 
 
-def test_it_moves_with_its_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_plan_file_can_move_with_its_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch):
     lock()
     moved = checkout.with_name("moved")
     checkout.rename(moved)
@@ -115,7 +115,7 @@ def test_a_recipe_outside_the_working_directory_is_absolute(checkout: Path, monk
     assert json.loads(text)["recipe"] == str(checkout / "recipes" / "small.py")
 
 
-def test_a_recipe_that_went_elsewhere_is_named(checkout: Path):
+def test_a_recipe_that_was_moved_is_named(checkout: Path):
     file = lock()
     shutil.move("recipes/small.py", "small.py")
     with pytest.raises(
@@ -127,7 +127,7 @@ def test_a_recipe_that_went_elsewhere_is_named(checkout: Path):
         launch.compile_plan_file(file, "other.py")
 
 
-def test_overrides_that_leave_the_plan_alone(checkout: Path):
+def test_overrides_that_do_not_change_the_plan_are_allowed(checkout: Path):
     compiled = launch.compile_plan_file(lock(), None, ["out=elsewhere", "name=again"])
     assert (compiled.config.out, compiled.config.name, compiled.config.steps) == ("elsewhere", "again", 7)
 
@@ -142,7 +142,7 @@ def test_a_configuration_with_quotes_colons_and_nulls_survives_overrides(checkou
     )
 
 
-def test_an_override_that_changes_the_plan(checkout: Path):
+def test_an_override_that_changes_the_plan_is_refused(checkout: Path):
     file = lock("save_every=2")
     assert misfit(file, "steps=9") == (
         "schedule num_steps: 7 -> 9; see `hflow plan --diff lock.json recipes/small.py steps=9`"
@@ -150,7 +150,7 @@ def test_an_override_that_changes_the_plan(checkout: Path):
     assert misfit(lock(), "steps=9").startswith("schedule num_steps: 7 -> 9, and 2 more; see ")
 
 
-def test_another_body(checkout: Path):
+def test_a_changed_body_is_refused(checkout: Path):
     file = lock()
     Path("recipes/small.py").write_text(RECIPE.replace("== answer", "== answer.strip()"))
     message = misfit(file)
@@ -158,19 +158,19 @@ def test_another_body(checkout: Path):
     assert message.endswith("; see `hflow plan --diff lock.json recipes/small.py`")
 
 
-def test_a_checkpoint_of_other_sizes(checkout: Path):
+def test_a_checkpoint_of_other_sizes_is_refused(checkout: Path):
     file = lock()
     Path("checkpoint/config.json").write_text(json.dumps({**SIZES, "num_hidden_layers": 3}))
     assert misfit(file).startswith("shape actor num_layers: 2 -> 3")
 
 
-def test_a_recipe_that_its_configuration_does_not_fit_any_more(checkout: Path):
+def test_a_configuration_that_no_longer_fits_its_recipe_is_refused(checkout: Path):
     file = lock("nodes.score.timeout=3")
     Path("recipes/small.py").write_text(RECIPE.replace("def score", "def mark").replace(" score,", " mark,"))
     assert misfit(file).startswith("unknown key 'nodes.score'; ")
 
 
-def test_rows_that_another_planner_made(checkout: Path):
+def test_changed_rows_of_a_plan_are_refused(checkout: Path):
     file = lock("cluster=cpu-1x2")
     edit(file, lambda values: values["plan"]["rules"][1].update(policy="single"))
     assert misfit(file).startswith("data actor_inf: all to one -> samples, balanced; see ")
@@ -179,13 +179,13 @@ def test_rows_that_another_planner_made(checkout: Path):
     assert misfit(file).startswith("rest schedule.nodes[0].keep: true -> false; see ")
 
 
-def test_the_digest_in_a_file_is_not_what_counts(checkout: Path):
+def test_the_digest_in_a_file_is_computed_again(checkout: Path):
     file = lock()
     edit(file, lambda values: values["plan"].update(digest="0" * 64, warnings=["mind the gap"]))
     assert launch.compile_plan_file(file).plan.digest != "0" * 64
 
 
-def test_an_unknown_key_in_a_file_or_an_override(checkout: Path):
+def test_unknown_keys_are_refused(checkout: Path):
     file = lock()
     with pytest.raises(ConfigError, match=r"^unknown key 'stps'; did you mean 'steps'\?$"):
         launch.compile_plan_file(file, None, ["stps=1"])
@@ -213,7 +213,7 @@ def test_an_unknown_key_in_a_file_or_an_override(checkout: Path):
         ),
     ],
 )
-def test_a_file_that_is_no_plan(text: str, message: str, checkout: Path):
+def test_a_file_that_is_not_a_plan_is_refused(text: str, message: str, checkout: Path):
     Path("lock.json").write_text(text)
     with pytest.raises(ConfigError) as refused:
         launch.compile_plan_file("lock.json")
@@ -221,7 +221,7 @@ def test_a_file_that_is_no_plan(text: str, message: str, checkout: Path):
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_cannot_be_read(checkout: Path):
+def test_an_unreadable_file_is_refused(checkout: Path):
     with pytest.raises(ConfigError, match=r"cannot read the plan file 'none\.json': No such file"):
         launch.compile_plan_file("none.json")
     Path("lock.json").write_bytes(b"\xff\xfe\x00")
@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_read(checkout: Path):
         launch.compile_plan_file("lock.json")
 
 
-def test_the_directory_of_a_run(checkout: Path):
+def test_a_run_directory_can_replace_a_plan_file(checkout: Path):
     run = Path("runs/small/20260131-142500")
     run.mkdir(parents=True)
     lock().rename(run / "plan.json")
@@ -250,7 +250,7 @@ def test_files_runs_and_recipes_are_compared(checkout: Path):
     assert launch.compare_plans("recipes/small.py", "recipes/small.py", ["cluster=cpu-1x2"]).changes == ()
 
 
-def test_overrides_need_a_recipe_to_change(checkout: Path):
+def test_overrides_without_a_recipe_are_refused(checkout: Path):
     file = str(lock())
     with pytest.raises(
         HflowError, match=r"^steps=3 has no effect: neither 'lock\.json' nor 'lock\.json' is a"

@@ -48,7 +48,7 @@ def model_state(asked):
 
 
 # ---------------------------------------------------------------------- entries and model state
-def test_what_is_known_of_backends_is_what_they_say():
+def test_descriptors_of_backends_are_right():
     assert activations.LOGITS_PER_CHUNK == LOGITS_PER_CHUNK
     assert torch_memory.MIN_UNIT_BYTES == fsdp.MIN_UNIT_BYTES
     assert transfer.BUCKET_BYTES == weight_export.BUCKET_BYTES == worker_weights.BUCKET_BYTES
@@ -120,7 +120,7 @@ def test_an_inference_replica_has_weights_alone(backend, dtype, expected):
 
 
 # ---------------------------------------------------------------------------------- activations
-def test_what_a_layer_keeps_of_a_token_in_fp32():
+def test_activation_bytes_per_token_in_fp32():
     # D = 64, HE = 64, KE = 32, F = 128, H = 4. Two norms of three rows of D and one number each:
     # 2 x (3 x 64 + 1) x 4 = 1,544. q, k, v, out: (2 x 64 + 2 x 32) x 4 = 768, and a number a head, 16.
     # MLP: 4 x 128 x 4 = 2,048.
@@ -128,7 +128,7 @@ def test_what_a_layer_keeps_of_a_token_in_fp32():
     assert activations.kept_by_layer(rank(), microbatch(10)) == 43_760
 
 
-def test_what_a_layer_keeps_of_a_token_in_bf16():
+def test_activation_bytes_per_token_in_bf16():
     # A norm: its input in fp32, normed rows and output in bf16: (4 + 2 + 2) x 64 + 4 = 516.
     # q, k, v, out: 192 x 2 = 384, and 16 for the heads; MLP 4 x 128 x 2 = 1,024.
     assert activations.kept_per_token(rank(dtype="bf16"), pads=False) == (2 * 516, 384 + 16 + 1_024)
@@ -191,7 +191,7 @@ def test_logits_exist_in_chunks():
     assert activations.logits(asked, microbatch(900, 800), with_gradient=False) == 8 * 800 * 32_000
 
 
-def test_a_stage_of_a_pipeline_has_as_many_micro_batches_as_stages_from_it_on():
+def test_a_pipeline_stage_holds_one_micro_batch_per_remaining_stage():
     # Four stages of one layer, eight micro-batches; the embedding's and the head's parts aside.
     batch = microbatch(1_000, 0, num=8)
     layer = activations.kept_by_layer(rank(SMALL, "p4", "megatron"), batch)
@@ -236,7 +236,7 @@ def test_more_tensor_ranks_than_key_value_heads_repeat_them():
     assert engine_load.cache_bytes_per_token(rank(wide, "t4", "vllm")) == 2 * 4 * 16 * 4
 
 
-def test_vllm_takes_what_is_left_up_to_the_demand_and_one_sequence_at_least():
+def test_vllm_takes_free_memory_for_one_sequence_up_to_the_demand():
     asked = rank(LLAMA_7B, "d1", "vllm", dtype="bf16")
     load = engine_load.EngineLoad(num_running=100, prompt=10, longest=1_000, prefill=10)
     token = 512 * 1024
@@ -246,7 +246,7 @@ def test_vllm_takes_what_is_left_up_to_the_demand_and_one_sequence_at_least():
 
 
 @given(st.integers(1, 300), st.integers(2, 600))
-def test_the_embedded_cache_grows_as_the_engine_does(prompt, response):
+def test_the_estimated_cache_grows_as_that_of_the_engine(prompt, response):
     real = KVCache(max_slots=8)
     real.reserve(1, max(padded_length(1), prompt))
     for length in range(prompt + 1, prompt + response):
@@ -323,7 +323,7 @@ def test_an_engine_that_shares_its_trainers_storage_has_no_weights():
     assert held["actor@gen weights"] == 2 * 160_832
 
 
-def test_what_an_inference_leaves_gathered_stays_until_the_model_is_trained():
+def test_weights_gathered_for_inference_stay_until_training():
     plan, request = compiled(graphs.ppo())
     rows = memory_phases(plan, request)
     kept = {row.phase: [n.split("@")[0] for n, *_ in row.resident if "gathered" in n] for row in rows}
@@ -494,7 +494,7 @@ def test_more_devices_where_nothing_else_helps():
     assert "actor@train as d8t1p1" in message
 
 
-def test_a_model_whose_engine_fits_nowhere():
+def test_a_model_whose_engine_fits_nowhere_is_refused():
     # The embedded engine holds the whole model: 13.5 GB in bf16.
     smallest = {"tokens_per_microbatch": 400, "activation_checkpointing": True}
     message = refused(10 * 10**9, shape=LLAMA_7B, dtype="bf16", **smallest)
@@ -502,7 +502,7 @@ def test_a_model_whose_engine_fits_nowhere():
     assert "generate still needs 1" in message
 
 
-def test_what_fits_is_not_refused():
+def test_a_plan_that_fits_is_not_refused():
     plan, request = compiled(graphs.grpo())
     check_memory(plan, request, memory_phases(plan, request))
     check_memory(plan, request, ())

@@ -105,7 +105,7 @@ def test_parameters_of_known_models():
     assert num_parameters(critic) == 8_030_261_248 - 128256 * 4096 + 4097
 
 
-def test_a_template_stands_for_every_layer():
+def test_a_template_is_every_layer():
     shape = read_shape({"model_type": "qwen3", **SMALL})
     for layer in range(3):
         filled = [
@@ -115,7 +115,7 @@ def test_a_template_stands_for_every_layer():
         assert tuple(filled) == layer_tensors(shape, layer)
 
 
-def test_families_that_nobody_listed_have_no_shape():
+def test_unlisted_families_have_no_shape():
     assert read_shape({"model_type": "gpt2", "n_embd": 64}) is None
     assert read_shape({"hidden_size": 64}) is None
 

@@ -65,7 +65,7 @@ def scored(**more: int) -> Schedule:
 @pytest.mark.parametrize(
     ("eta", "rm", "seconds"), [(0, 1.0, 4 + 2 * 1 + 5), (2, 1.0, 5.0), (2, 4.0, 2 * 4.0)], ids=str
 )
-def test_a_model_that_runs_on_what_arrives(eta: int, rm: float, seconds: float):
+def test_a_streaming_inference_node(eta: int, rm: float, seconds: float):
     """Two groups a step go through it; with staleness, while others are drawn and trained."""
     what, spent = scored(max_staleness=eta), {"gen": 4.0, "rm": rm, "train": 5.0}
     found = period(what, spent)
@@ -120,9 +120,7 @@ def scored_game() -> Schedule:
         (3.0, 6.0, False),
     ],
 )
-def test_what_is_drawn_while_samples_are_scored_only_makes_the_run_faster(
-    gen: float, score: float, is_exact: bool
-):
+def test_generating_while_samples_are_scored_is_only_faster(gen: float, score: float, is_exact: bool):
     """The period is exact where scores take no time and samples some. Else the run is faster, but no faster
     than with engines on devices of their own, which wait for no turns."""
     what = scored_game()
@@ -252,7 +250,7 @@ def test_without_publishing_the_writer_waits_for_the_engine():
     ]
 
 
-def test_what_follows_the_writer_waits_for_the_copy():
+def test_nodes_after_the_writer_wait_for_the_copy():
     """The checkpoint too: 5 + 0.25 + 2."""
     nodes = [batch("train", "g", writes=("actor",)), batch("save", "g", "train")]
     what = schedule([generated(size=1)], nodes, max_staleness=2, num_steps=96, max_concurrent=2)
@@ -298,7 +296,7 @@ def test_a_node_of_every_third_step_is_unrolled():
     assert [slot.start for slot in found.slots] == [0.0, 5.0, 10.0, 15.0]
 
 
-def test_nobody_waits_for_a_node_that_does_not_fire():
+def test_no_node_waits_for_one_that_does_not_fire():
     """`train` waits for `check` on the other group, and so for `slow`, in every second step only.
 
     In the step after, both go on side by side: 8 + 6 in the first step, 1 + 8 in the second.
@@ -321,12 +319,12 @@ def test_a_rare_node_counts_with_its_mean():
     assert found.slots[1] == Slot("save.actor", "g", 5.0, pytest.approx(0.12))
 
 
-def test_what_fires_once_is_no_part_of_the_steady_state():
+def test_a_node_that_fires_once_is_not_in_the_steady_state():
     assert period(with_save(1000), {"train": 5.0, "save.actor": 6.0}).seconds == 5
     assert steady_period(with_save(1000), {"save.actor": 6.0}) is None
 
 
-def test_laps_that_are_alike_stand_once():
+def test_equal_laps_are_listed_once():
     """Two steps are unrolled for `log`, which the critical cycle does not see."""
     nodes = [batch("train", "g", writes=("actor",)), batch("log", "h", every=2)]
     found = period(schedule([encoded()], nodes, num_steps=96), {"train": 5.0, "log": 1.0})
@@ -346,12 +344,12 @@ def test_without_seconds_there_is_no_period():
     assert steady_period(chain("a", "a", "b"), {"train": 0.0}) is None
 
 
-def test_what_has_no_seconds_takes_no_time():
+def test_a_node_without_seconds_takes_no_time():
     assert period(chain("g", "g", "g"), {"train": 5.0}).seconds == 5
 
 
 # ------------------------------------------------------------------------------------ what people read
-def test_the_cycle_starts_with_what_the_schedule_names_first():
+def test_the_cycle_starts_with_the_first_node_of_the_schedule():
     assert rows(period(chain("g", "g", "g"), SECONDS)) == [
         ("values", 3.0, "data", 0),
         ("advantage", 1.0, "data", 0),
@@ -364,7 +362,7 @@ def test_edges_are_named_by_their_fields():
     assert [row.why for row in found.cycle] == ["data", "advantages", "next step on group g"]
 
 
-def test_edges_within_a_step_say_what_they_are():
+def test_edges_within_a_step_are_named():
     nodes = [
         batch("prox", "g", reads=("actor",)),
         batch("log", "g"),

@@ -27,7 +27,7 @@ def plan_of(path: Path, **changes: object) -> Plan:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_colocated_and_apart(path):
+def test_colocated_and_separate_engines(path):
     for plan in (plan_of(path, cluster="cpu-1x2"), plan_of(path, cluster="h100-1x8", apart=True)):
         assert json.loads(json.dumps(to_json(plan)))["digest"] == plan.digest
         batch_nodes = [node.name for node in plan.schedule.nodes if node.level == "batch"]
@@ -38,7 +38,7 @@ def test_colocated_and_apart(path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_digest_does_not_depend_on_where_the_recipe_lies(path, tmp_path):
+def test_the_digest_does_not_depend_on_the_recipes_location(path, tmp_path):
     moved = tmp_path / path.name
     moved.write_text("\n\n" + path.read_text())
     assert plan_of(moved).digest == plan_of(path).digest

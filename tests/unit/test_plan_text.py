@@ -85,7 +85,7 @@ def test_no_line_is_wider_than_the_terminal(make, cluster, width):
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
-def test_no_line_is_wider_where_replicas_are_apart(width):
+def test_no_line_is_wider_with_separate_groups(width):
     for plan in (apart("h100-8x8", "d4t4p2", "d4t8"), apart("h100-128x8", "d64t4p2", "d64t8")):
         assert max(map(cell_len, page(with_forecast(plan), width).splitlines())) <= width
 
@@ -138,7 +138,7 @@ def test_the_head_gives_the_verdicts():
     assert "at most 0 (max_staleness 0, sync_every 1)" in text
 
 
-def test_a_plan_that_does_not_fit_says_where():
+def test_a_plan_that_does_not_fit_names_device_and_node():
     text = words(with_forecast(plan_of(), shrink=2))
     assert "fits no: 13.4 GiB of 8 GiB (168 %) needed on device 0 in actor_train" in text
 
@@ -151,7 +151,7 @@ def test_links_between_machines_are_named_where_there_are_several():
     assert "GB/s" not in cluster_line(one)
 
 
-def test_one_line_of_the_cycle_leaves_out_what_does_not_matter():
+def test_the_cycle_line_leaves_out_short_nodes():
     long, short = CycleStep("a", 99.5, "data", 0), CycleStep("b", 0.5, "data", 1)
     assert cycle_line(plan_of(), (long, short)) == "a 99.5 s → again (1 short node left out)"
     assert cycle_line(plan_of(), (long, replace(short, seconds=2.0))) == "a 99.5 s → b 2 s → again"
@@ -162,7 +162,7 @@ def test_an_engine_on_the_cycle_takes_new_weights():
     assert line == "actor_gen 9 s → actor@gen (new weights) 1 s → again"
 
 
-def test_without_figures_the_rest_is_shown_and_says_why():
+def test_a_plan_without_a_forecast_shows_the_rest_with_the_reason():
     text = words(plan_of())
     assert "Memory, Time, Period: left out, as the plan has no figures of its devices." in text
     assert "fits unknown" in text
@@ -171,7 +171,7 @@ def test_without_figures_the_rest_is_shown_and_says_why():
     assert "nothing has a second copy" not in text
 
 
-def test_what_could_not_be_estimated_is_said():
+def test_missing_estimates_are_reported():
     plan = with_forecast(plan_of(), missing=("actor: its sizes are unknown to the planner",))
     assert plan.forecast is not None
     assert "fits partly known: what is known takes 6.72 GiB of 8 GiB (84 %) at most" in words(plan)
@@ -191,7 +191,7 @@ def test_warnings_close_the_page():
 # The graph
 
 
-def test_edges_are_told_by_kind_with_their_lags():
+def test_edges_are_listed_by_kind_with_their_lags():
     text = "\n".join(sections(plan_of(ppo(), max_staleness=2, sync_every=3))["Graph"])
     # (2 + 1) * 3 steps for generation, one step for a batch reader.
     assert "weights actor from actor_train, lag ≤ 9\n" in text
@@ -215,7 +215,7 @@ def test_edges_and_cadences_in_words():
 # Replicas, devices, turns, routing
 
 
-def test_replicas_that_are_cut_alike_share_a_letter():
+def test_replicas_with_the_same_cut_share_a_letter():
     # Of the same layout, but generation ranks have another order, so that it is another cut.
     assert marks_of(plan_of(ppo())) == {
         "actor@train": "A",
@@ -241,7 +241,7 @@ def test_a_device_without_a_group_is_a_dot():
     assert printed(devices_section(plan, 100).body[0]).splitlines()[0].split()[-2:] == ["·", "·"]
 
 
-def test_machines_that_look_alike_share_a_row():
+def test_machines_with_equal_rows_share_a_row():
     # 512 devices train in two stages of 256, which are 32 machines each; the other 64 machines generate.
     plan = apart("h100-128x8", "d64t4p2", "d64t8")
     lines = [" ".join(line.split()) for line in sections(plan)["Devices"]]
@@ -272,7 +272,7 @@ def test_turns_name_engines_in_brackets():
     assert "gen 512-1023 [actor@gen] all the time" in words(apart("h100-128x8", "d64t4p2", "d64t8"))
 
 
-def test_a_model_that_runs_on_what_arrives_is_told_with_its_devices():
+def test_a_streaming_model_is_listed_with_its_devices():
     told = words(plan_of(agent(), models={"rm": model_config(layout="d1", group="rm")}))
     assert "infer a group on rm@infer, as they arrive" in told
     assert "rew_inf, as samples and groups arrive" in told
@@ -305,7 +305,7 @@ def test_many_steps_are_counted():
     assert "63 steps, as scatter 0 → 1: 72 KiB" in text
 
 
-def test_weight_routes_say_what_they_move():
+def test_weight_routes_have_their_bytes():
     text = words(with_forecast(apart("h100-2x8", "d2t2p2", "d4t2")))
     assert "actor@train d2t2p2 on 0-7 pull 0 14 GiB 7 GiB 14 GiB → actor@gen d4t2p1 on 8-15" in text
 
@@ -337,7 +337,7 @@ def test_devices_with_the_same_rows_are_one_class():
     assert classes[1].phases == (rows[0], rows[2])
 
 
-def test_memory_marks_the_fullest_phase_and_tells_what_it_holds():
+def test_memory_marks_the_fullest_phase_and_its_contents():
     lines = sections(with_forecast(plan_of()))["Memory"]
     marked = [line.split()[:5] for line in lines if line.startswith("*   ")]
     assert marked == [["*", "actor_train", "6.72", "GiB", "84"]]
@@ -379,7 +379,7 @@ def test_many_classes_take_a_line_each_and_then_are_counted():
 # Time, period, samples, assumptions
 
 
-def test_times_tell_parts_and_limits():
+def test_times_have_parts_and_limits():
     text = words(with_forecast(plan_of()), 120)
     assert "actor_gen batch 60 s prefill 6 s, decode 45 s, wait for the longest 9 s memory bandwidth" in text
     assert "score sample 50 ms body latency" in text
@@ -398,7 +398,7 @@ def test_the_cycle_is_spelled_out():
     ]
 
 
-def test_a_cycle_over_several_steps_tells_what_one_takes():
+def test_a_cycle_over_several_steps_shows_the_time_of_one():
     plan = with_forecast(plan_of())
     assert plan.forecast is not None
     assert plan.forecast.period is not None
@@ -424,7 +424,7 @@ def test_the_chart_draws_two_periods():
     ]
 
 
-def test_what_leads_out_of_the_chart_comes_in_again():
+def test_a_slot_that_leaves_the_chart_wraps_around():
     # b begins 8 s after the start and takes 4 s, so that it ends 2 s into the next period.
     slots = (Slot("b", "all", 8, 4),)
     period = Period(10, (CycleStep("b", 10, "", 1),), slots, (("all", 0.6),))
@@ -438,13 +438,13 @@ def test_slots_of_several_steps_repeat_together():
     assert chart(period, len("all ") + 20 + len(" idle 100 %"))[0] == "all ██████████·········· idle 50 %"
 
 
-def test_a_short_firing_takes_a_column_where_its_lane_waits():
+def test_a_short_node_takes_one_idle_column():
     # 20 columns for 20 s: 0.2 s round to nothing, but it would look as if nobody worked.
     period = Period(10, (CycleStep("a", 10, "", 1),), (Slot("a", "all", 5, 0.2),), (("all", 0.98),))
     assert chart(period, len("all ") + 20 + len(" idle 100 %"))[0] == "all ·····█·········█···· idle 98 %"
 
 
-def test_names_that_find_no_room_are_listed():
+def test_names_without_room_are_listed():
     slots = (Slot("actor_gen", "all", 0, 40), Slot("gae", "all", 40, 0.1), Slot("train", "all", 40.1, 59.9))
     period = Period(100, (CycleStep("actor_gen", 100, "", 1),), slots, (("all", 0.0),))
     (_, rest) = gantt(period, 100)
@@ -467,14 +467,14 @@ def test_staleness_in_words():
     assert "unbounded" in words(replace(plan_of(), staleness_bound=None))
 
 
-def test_lengths_say_whose_numbers_they_are():
+def test_lengths_name_their_source():
     given = Workload(512, 1024.0, 0.6, 4096, is_assumed=False)
     told = "prompts of 512 tokens, responses of 1,024 on average (deviation 60 %), at most 4,096; "
     assert lengths_text(given) == told + "as given"
     assert lengths_text(replace(given, is_assumed=True)).startswith(told + "assumed; set workload.prompt")
 
 
-def test_figures_of_devices_and_links_are_told():
+def test_figures_of_devices_and_links_are_listed():
     text = words(with_forecast(plan_of(cluster="h100-8x8")))
     assert "h100 TFLOP/s 989 in bf16, 67 in fp32, of which 45 % are reached; memory 3,350 GB/s, 70 %" in text
     assert "ib-ndr 50 GB/s a device, 70 % reached; 5 µs for the smallest message" in text

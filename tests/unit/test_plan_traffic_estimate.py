@@ -37,7 +37,7 @@ def planned(graph, cluster="cpu-1x2", layouts=None, **changes):
 EIGHT_TOKENS = Workload(prompt=3, response_mean=5.0, response_cv=0.0, max_response=9)
 
 
-def test_equal_layouts_move_only_what_one_worker_computes():
+def test_equal_layouts_move_only_single_worker_outputs():
     # Two groups of two samples of 8 tokens: group 0 on worker 0, group 1 on worker 1.
     plan, request = planned(graphs.grpo(group=2), batch=2)
     ref, advantage, train = estimate_traffic(plan, request, EIGHT_TOKENS)
@@ -67,7 +67,7 @@ def test_a_narrower_trainer_pulls_the_other_engines_samples():
     assert [edge.local_bytes for edge in (ref, advantage, train)] == [2 * 72, 80 - 24, 4 * 140 - 64]
 
 
-def test_bytes_between_machines_are_counted_apart():
+def test_bytes_between_machines_are_counted_separately():
     layouts = {"actor": ("d1", "d4"), "ref": ("d1", None)}
     plan, request = planned(graphs.grpo(group=2), "cpu-2x2", layouts, batch=4)
     ref = estimate_traffic(plan, request, EIGHT_TOKENS)[0]
@@ -207,7 +207,7 @@ def cases(draw):
 
 @given(cases())
 @settings(deadline=None, max_examples=150)
-def test_the_preview_is_what_a_replay_on_arrays_moves(case):
+def test_the_estimate_equals_the_bytes_of_a_replay(case):
     plan, request, workload = case
     edges = estimate_traffic(plan, request, workload)
     found = replayed(plan, request, workload)
@@ -261,7 +261,7 @@ def test_written_groups_take_turns_on_the_ranks_that_train_on_them():
 
 
 # -------------------------------------------------------------------------------- sizes of fields
-def test_numbers_are_as_wide_as_a_store_packs_them():
+def test_numbers_have_the_width_of_the_packed_store():
     store, graph = SampleStore(), graphs.grpo()
     logprobs, mask = (0.0, -1.0, -2.0, -3.0), (False, True, True, True)
     trajectory = Trajectory(
@@ -276,7 +276,7 @@ def test_numbers_are_as_wide_as_a_store_packs_them():
         assert field_size(graph, name).of(prompt=1, response=3) == packed, field
 
 
-def test_texts_grow_with_the_tokens_that_they_stand_for():
+def test_text_bytes_grow_with_tokens():
     graph = graphs.grpo()
     assert field_size(graph, "actor_gen/prompt").of(prompt=10, response=100) == 40
     assert field_size(graph, "actor_gen/completion").of(prompt=10, response=100) == 400
@@ -291,7 +291,7 @@ def test_texts_grow_with_the_tokens_that_they_stand_for():
         ("list[int]", Unit.TOKEN, 800),
     ],
 )
-def test_what_bodies_return_is_as_wide_as_its_type(scalar, unit, expected):
+def test_returned_fields_have_the_width_of_their_type(scalar, unit, expected):
     returned = graphs.GAE[0].__class__("made", unit, scalar)
     graph = graphs.changed(graphs.grpo(), "score", returns=(returned,))
     assert field_size(graph, "actor_gen/made").of(prompt=40, response=60) == expected

@@ -57,7 +57,7 @@ def test_every_receiver_gets_every_entry_once(case):
 
 @given(cases())
 @settings(deadline=None, max_examples=50)
-def test_all_workers_number_the_tensors_alike(case):
+def test_all_workers_number_the_tensors_equally(case):
     route = route_of(case.src, case.dst, case.shape, 2, case.machines)
     places = {}
     for worker in (*case.src.workers, *case.dst.workers):
@@ -74,7 +74,7 @@ def test_all_workers_number_the_tensors_alike(case):
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_what_several_engines_take_is_packed_once(num_engines):
+def test_slices_for_several_engines_are_packed_once(num_engines):
     """Two FSDP ranks hold halves: each sends its half once, to all engines together."""
     src = replica("train", "torch", "d2", (0, 1))
     dst = replica("gen", "embedded", f"d{num_engines}", range(2, 2 + num_engines))

@@ -40,7 +40,7 @@ def limited(graph, node, max_tokens):
     return graphs.changed(graph, node, options=(("max_tokens", max_tokens),))
 
 
-def test_what_the_user_does_not_say_is_assumed_from_max_tokens_and_the_engine():
+def test_lengths_default_to_max_tokens_and_the_engines_limit():
     graph = limited(limited(graphs.grpo(), "actor_gen", 1500), "eval_gen", 300)
     models = {"actor": model_config(max_model_len=2000)}
     # The prompt is what 1500 tokens leave of 2000, and for evaluation no more than 512.
@@ -63,7 +63,7 @@ def test_one_number_that_is_missing_is_an_assumption():
     ].is_assumed
 
 
-def test_written_samples_fill_half_of_what_their_prompt_leaves():
+def test_written_samples_fill_half_of_the_space_after_the_prompt():
     assert lengths_of(graphs.sft()) == {"sft_view": Workload(512, 768.0, 0.6, 1536)}
     small = {"actor": model_config(max_model_len=64)}
     assert lengths_of(graphs.sft(), models=small) == {"sft_view": Workload(32, 16.0, 0.6, 32)}
@@ -82,7 +82,7 @@ def test_half_of_all_responses_are_below_the_median():
     assert quantile(workload, 0.5) == 1000
 
 
-def test_responses_that_are_all_alike():
+def test_equal_responses():
     workload = Workload(10, 20.0, 0.0, 50)
     assert [cdf(workload, t) for t in (0, 19, 20, 50)] == [0.0, 0.0, 1.0, 1.0]
     assert expected_max(workload, 1) == expected_max(workload, 1000) == 20.0

@@ -107,7 +107,7 @@ def test_a_join_keeps_the_full_name_and_the_readers_lengths() -> None:
     assert batch.columns["gen/reward"].values.dtype == np.float32
 
 
-def test_values_as_bodies_read_them() -> None:
+def test_values_have_the_types_that_bodies_read() -> None:
     store = store_of([2])
     assert store.values("gen", "behav_logprobs", [2]) == [[0.0, -0.5, -1.0]]
     moved = SampleStore()
@@ -190,7 +190,7 @@ def test_a_unit_does_not_change() -> None:
         store.add_value("gen", "prompt", Unit.SEQUENCE, [0], 1.0)
 
 
-def test_values_that_come_after_the_release_are_dropped() -> None:
+def test_values_after_the_release_are_dropped() -> None:
     store = store_of([0])
     late = store.gather("gen", ["gen/num_tokens"], [0])
     store.release([0], ["gen"])

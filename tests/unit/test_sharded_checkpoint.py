@@ -40,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(sides, *pair) for sides, pairs in cases.EXCHANGES[:2] for pair in pairs],
     ids=lambda value: value if isinstance(value, str) else next(iter(value.values())).twin.node,
 )
-def test_training_goes_on(directory, sides, writer, reader):
+def test_training_continues_exactly(directory, sides, writer, reader):
     """Loss, gradient norm, learning rate and weights of the third step are those of an uninterrupted run."""
     name = cases.read(sides[writer], sides[reader])
     wanted = twins.expected(sides[reader].twin.node, "fp32", directory / "checkpoint")

@@ -34,7 +34,7 @@ def test_a_prompt_of_three_tokens_and_three_answers() -> None:
 
 
 @given(SEQUENCES)
-def test_a_row_stands_for_tokens_with_the_same_past(rows: list[tuple[int, list[int]]]) -> None:
+def test_a_row_represents_tokens_with_the_same_prefix(rows: list[tuple[int, list[int]]]) -> None:
     batch = batch_of(rows)
     sharing = share_prefixes(batch)
     if sharing is None:

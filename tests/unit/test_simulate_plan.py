@@ -82,13 +82,13 @@ def test_the_figures_are_decided_by_the_seed():
     assert first != other
 
 
-def test_no_more_steps_than_the_plan_has_are_simulated_unless_asked():
+def test_at_most_the_plans_steps_are_simulated_by_default():
     made = plan("grpo", "steps=7", "workload.response_cv=0")
     assert simulate_plan(made).num_steps == 7
 
 
 @pytest.mark.parametrize("width", [60, 100, 140])
-def test_the_report_says_what_was_found(width: int):
+def test_the_report_has_the_figures_of_the_simulation(width: int):
     found = simulate_plan(plan("grpo_async", *BALANCED))
     text = printed(found, width)
     assert max(map(cell_len, text.splitlines())) <= width

@@ -63,7 +63,7 @@ def test_more_staleness_comes_closer_to_the_limit():
     assert 2.0 / periods[-1] > 0.95
 
 
-def test_long_responses_are_what_interruption_gains_on():
+def test_interruption_gains_on_long_responses():
     seconds = {"gen": responses(1.2), "train": 2.0}
     interrupted, drained = (
         simulate_run(rollout(max_staleness=4, interrupt=interrupt), seconds) for interrupt in (True, False)
@@ -73,7 +73,7 @@ def test_long_responses_are_what_interruption_gains_on():
     assert interrupted.samples_per_second > drained.samples_per_second
 
 
-def test_what_gets_too_old_is_aborted_and_counted():
+def test_stale_samples_are_aborted_and_counted():
     run = simulate_run(rollout(max_staleness=1), {"gen": responses(1.2), "train": 2.0})
     assert dict(run.refused)["stale"] > 0
 
@@ -108,7 +108,7 @@ def test_samples_beyond_the_slots_wait_and_begin_with_the_weights_of_their_turn(
     assert slow.staleness()[0] > 0, "what waited for a slot has the weights with which it began"
 
 
-def test_what_interrupted_samples_had_is_kept():
+def test_interrupted_samples_keep_their_tokens():
     """Each sample of 7 s gives way once, to the weights of a training of 5 s."""
     nodes = [batch("train", "g", writes=("actor",))]
     what = schedule([generated(size=1, num_groups=1)], nodes, num_steps=4, max_staleness=1, max_concurrent=1)

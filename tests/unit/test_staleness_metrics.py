@@ -26,7 +26,7 @@ def test_a_lag_has_a_part_in_flight_and_one_in_the_queue() -> None:
     assert staleness.take_batch((0, 1, 2), 6) == {}
 
 
-def test_what_left_is_forgotten() -> None:
+def test_ended_samples_are_forgotten() -> None:
     staleness = StalenessMetrics()
     staleness.add_sample(0, 0, 0)
     staleness.forget((0, 7))

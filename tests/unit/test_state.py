@@ -56,7 +56,7 @@ def test_grpo_colocated():
     """)
 
 
-def test_acceptance_is_told_of_all_that_is_left_of_a_group():
+def test_accept_lists_all_remaining_samples_of_a_group():
     script = Script(grpo(shared=True), hold={"score"})
     script.run()
     script.release("score 1")
@@ -225,7 +225,7 @@ def test_sync_every_gives_weights_after_so_many_steps():
     assert [line for line in trace if line.startswith("wake")] == [f"wake actor@gen {v}" for v in (0, 2, 4)]
 
 
-def test_an_evaluation_keeps_its_weights_while_the_trainer_goes_on():
+def test_an_evaluation_keeps_its_weights_while_the_trainer_continues():
     plan = schedule(
         [generated(size=1), side(every=100)],
         [batch("actor_train", "train", writes=("actor",))],
@@ -260,7 +260,7 @@ def test_an_evaluation_comes_before_fresh_samples():
     assert trace[:5] == ["wake actor@gen 0", *(f"open eval {number}" for number in range(4))]
 
 
-def test_sleeping_samples_leave_room_for_what_their_devices_wait_for():
+def test_sleeping_samples_leave_room_for_new_ones():
     """The evaluation of step 1 needs two places; the trained stream must not sleep on all but one."""
     nodes = [
         batch("eval_loss", "train", stream="eval", reads=("actor",)),
@@ -273,7 +273,7 @@ def test_sleeping_samples_leave_room_for_what_their_devices_wait_for():
     assert any(line.startswith("form eval 1") for line in script.release("gen#0"))
 
 
-def test_interrupted_samples_go_on_in_the_next_turn():
+def test_interrupted_samples_continue_in_the_next_turn():
     """Sample 6 sleeps through step 0; what it holds of version 0 is within eta = 1 of step 1."""
     script = Script(grpo(shared=True, max_staleness=1), hold={"gen#6"})
     assert script.run()[-2:] == ["step 0", "wake actor@gen 1"]
@@ -294,7 +294,7 @@ def test_a_refused_group_is_replaced():
     assert "form gen 0: 1 2" in script.trace
 
 
-def test_keep_refuses_a_member_and_the_group_goes_on():
+def test_keep_refuses_a_member_and_the_group_continues():
     nodes = [
         sample("keep", "gen", keep=True),
         group("advantage", "keep"),
@@ -342,7 +342,7 @@ def test_a_run_that_only_refuses_stops_and_names_the_culprit():
     assert "4 groups were refused since the last batch, 4 of them by advantage (failed)" in script.trace[-1]
 
 
-def test_the_newest_message_of_the_culprit_is_told():
+def test_the_newest_message_of_the_failing_node_is_reported():
     plan = replace(grpo(shared=True, max_refused_per_step=1), streams=(generated(min_group=2),))
     script = Script(plan, hold={"score"})
     script.run()
@@ -361,7 +361,7 @@ def test_the_newest_message_of_the_culprit_is_told():
     )
 
 
-def test_what_comes_late_from_a_refused_group_is_not_the_culprits_message():
+def test_late_results_of_a_refused_group_do_not_change_the_message():
     plan = replace(grpo(shared=True, max_refused_per_step=0), streams=(generated(min_group=2),))
     script = Script(plan, hold={"score 0", "score 1"})
     script.run()
@@ -400,7 +400,7 @@ def test_a_slow_sample_within_the_certified_lag_is_trained_on():
 
 
 # -------------------------------------------------------------------------- the end
-def test_an_exhausted_dataset_trains_what_is_formed():
+def test_an_exhausted_dataset_trains_the_formed_batches():
     trace = Script(grpo(shared=True, num_steps=5), rows={"gen": 5}).run()
     assert [line for line in trace if line.startswith(("form", "step"))] == lines("""
         form gen 0: 0 1
@@ -425,7 +425,7 @@ def test_saving_happens_at_the_last_step_even_if_the_dataset_ends_early():
         assert trace[-1] == end
 
 
-def test_a_stop_lets_what_runs_finish():
+def test_a_stop_lets_running_nodes_finish():
     script = Script(grpo(shared=True), hold={"ref 0"})
     script.run()
     assert script.send(ev.StopRequested()) == []

@@ -43,7 +43,7 @@ def told(script: Script, *words: str) -> list[str]:
 
 
 # ------------------------------------------------------------------------------- binding
-def test_nodes_of_the_next_step_run_beside_the_writers_of_this_one():
+def test_nodes_of_the_next_step_overlap_the_writers_of_this_one():
     """And of no step after the next."""
     nodes = [batch("ref", "r", reads=("ref",)), batch("train", "g", "ref", writes=("actor",))]
     script = Script(schedule([generated()], nodes, max_staleness=2, num_steps=4), hold={"train"})
@@ -82,7 +82,7 @@ def test_a_transfer_interrupts_and_finished_members_are_kept():
     assert script.trace[-1] == "done"
 
 
-def test_without_interruption_the_engine_finishes_what_runs_before_it_loads():
+def test_without_interruption_the_engine_finishes_before_it_loads():
     script = Script(single(max_staleness=1, interrupt=False), hold={"gen#3"})
     script.run()
     assert told(script, "publish", "sleep") == [f"publish {ENGINE} 0", f"publish {ENGINE} 1"]
@@ -243,7 +243,7 @@ def test_rules_of_staleness_change_nothing_in_a_synchronous_run(what: Schedule, 
     assert all(world.trace == worlds[0].trace for world in worlds)
 
 
-def test_what_arrives_at_a_model_meanwhile_goes_through_it_together():
+def test_samples_that_arrive_during_an_inference_run_together_next():
     nodes = [
         arriving("rm", "m", "gen"),
         group("keeps", "rm", keep=True),

@@ -23,7 +23,7 @@ def about(trace: list[str], *words: str) -> list[str]:
     return [line for line in trace if line.startswith(words)]
 
 
-def test_weights_are_published_before_anything_else_is_asked_of_their_devices():
+def test_weights_are_published_before_other_work_on_their_devices():
     """Neither the checkpoint nor the next step's first node comes before; the engine has no rest yet."""
     script = Script(recomputed(), hold={"train"})
     script.run()
@@ -37,7 +37,7 @@ def test_weights_are_published_before_anything_else_is_asked_of_their_devices():
     ]
 
 
-def test_the_engine_goes_on_until_its_weights_lie_ready():
+def test_the_engine_continues_until_its_weights_are_published():
     script = Script(recomputed(max_staleness=1), hold={f"publish {ENGINE} 1", "gen#2"})
     script.run()
     assert about(script.trace, "sleep") == []
@@ -45,7 +45,7 @@ def test_the_engine_goes_on_until_its_weights_lie_ready():
     assert script.release(f"publish {ENGINE} 1")[0] == f"sleep {ENGINE}"
 
 
-def test_nobody_waits_for_an_engine_that_loads():
+def test_no_node_waits_for_an_engine_that_loads():
     """But for the version after: one lies ready for an engine at most."""
     script = Script(recomputed(), hold={f"wake {ENGINE} 1"})
     script.run()
@@ -65,7 +65,7 @@ def test_nobody_waits_for_an_engine_that_loads():
 
 
 @pytest.mark.parametrize("publishers", [(), ((ENGINE, "g"),)])
-def test_an_engine_that_nobody_publishes_for_takes_weights_as_it_wakes(
+def test_an_engine_without_a_publisher_takes_weights_when_it_wakes(
     publishers: tuple[tuple[str, str], ...],
 ):
     script = Script(recomputed(publishers=publishers, num_steps=2, max_staleness=0))
@@ -73,7 +73,7 @@ def test_an_engine_that_nobody_publishes_for_takes_weights_as_it_wakes(
     assert bool(about(script.trace, "publish")) == bool(publishers)
 
 
-def test_a_version_that_lies_ready_is_evaluated_though_training_went_on():
+def test_a_published_version_is_evaluated_after_training_continued():
     """Every second version is evaluated; version 2 changes before the engine has loaded it."""
     side = ScheduledStream("eval", "eval", 1, None, (ENGINE,), ("actor",), every=2)
     nodes = [batch("train", "g", writes=("actor",))]
@@ -86,7 +86,7 @@ def test_a_version_that_lies_ready_is_evaluated_though_training_went_on():
     assert script.trace[-1] == "done"
 
 
-def test_a_run_that_is_stopped_waits_for_what_is_being_published():
+def test_a_stopped_run_waits_for_its_publications():
     script = Script(recomputed(), hold={f"publish {ENGINE} 0"})
     script.run()
     assert script.send(ev.StopRequested()) == []

@@ -72,7 +72,7 @@ def test_groups_with_rewards_that_fail():
     assert space.refused[ev.Refusal.TIMEOUT] > 0
 
 
-def test_a_model_that_works_on_what_arrives_before_a_keep():
+def test_streaming_inference_before_a_keep():
     """Two nodes share its devices; what it works on may be refused meanwhile."""
     nodes = [
         arriving("rm", "m", "gen"),
@@ -92,7 +92,7 @@ def test_a_full_queue_drops_its_oldest():
     assert max(space.lags) <= 2
 
 
-def test_evaluations_beside_stale_generation():
+def test_evaluations_during_stale_generation():
     side = ScheduledStream("eval", "eval", 1, None, (ENGINE,), ("actor",), every=2)
     what = tiny(max_staleness=1, num_steps=2, max_concurrent=2)
     assert explored(replace(what, streams=(*what.streams, side))).num_states >= 200

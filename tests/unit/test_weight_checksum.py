@@ -112,7 +112,7 @@ def test_any_bit_of_a_covered_row_counts(row: int, column: int, bit: int):
     assert tensor_checksum("w", torch.from_numpy(words)) != before
 
 
-def test_what_changes_places_is_noticed():
+def test_swapped_values_change_the_checksum():
     one, other = numbers((4, 6)), numbers((4, 6), seed=1)
     plain = weights_checksum({"a": one, "b": other}, ["a", "b"])
     assert plain == weights_checksum({"b": other, "a": one}, ["b", "a"])
@@ -123,7 +123,7 @@ def test_what_changes_places_is_noticed():
     assert tensor_checksum("a", diagonal) != tensor_checksum("a", diagonal.flip(0))
 
 
-def test_what_is_missing_is_noticed_though_it_is_zero():
+def test_missing_zeros_change_the_checksum():
     zeros = torch.zeros(4, 6)
     assert cut("a", zeros, ((0, 4), (0, 6))) != cut("a", zeros, ((0, 3), (0, 6)))
     assert weights_checksum({"a": zeros}, ["a"]) != weights_checksum({}, [])
@@ -135,7 +135,7 @@ def test_dtype_and_shape_count():
     assert len({tensor_checksum("a", x) for x in (zeros, *other)}) == 4
 
 
-def test_a_version_is_committed_when_all_ranks_hold_what_was_sent():
+def test_a_version_is_committed_when_all_ranks_hold_its_weights():
     assert verify_weights("actor@gen", 3, WeightsLoaded()) is None
     assert verify_weights("actor@gen", 3, WeightsLoaded(8, (255, 255), (255, 255))) == "00000000000000ff"
     with pytest.raises(RunError) as refused:

@@ -26,7 +26,7 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
     return MemoryTransport() if request.param == "memory" else DiskTransport(tmp_path / "weights", "a-0")
 
 
-def test_what_is_taken_is_what_was_put(transport: Transport):
+def test_received_buckets_equal_sent_ones(transport: Transport):
     sent = [bucket(12), bucket(7)]
     handles = [transport.put(one) for one in sent]
     taken = [transport.take(pickle.loads(pickle.dumps(handle))) for handle in handles]

@@ -34,11 +34,11 @@ def test_tensor_ranks_of_megatron_have_one_queue() -> None:
         ("h100-1x4", "d4", "torch"),
     ],
 )
-def test_others_have_as_many_as_usual(cluster: str, layout: str, backend: str) -> None:
+def test_other_workers_have_the_default_number_of_queues(cluster: str, layout: str, backend: str) -> None:
     assert environments(cluster, layout, backend=backend) == [{}] * 4
 
 
-def test_it_is_part_of_the_actors_options() -> None:
+def test_the_environment_is_in_the_actors_options() -> None:
     bundles = SimpleNamespace(id=None)
     reservation = Reservation(bundles, (0,), num_cpus=1, num_gpus=1, owns_ray=False)  # type: ignore[arg-type]
     assert reservation.options(0, ONE_QUEUE)["runtime_env"] == {"env_vars": ONE_QUEUE}
