@@ -61,7 +61,7 @@ async def encoded(workers: RayWorkers) -> None:
 
 
 def run(node: str, at_work: AtWork | None = None) -> list[Any]:
-    """Run a node on two started workers, and end them whatever happens; all of that in time."""
+    """Run a node on two new workers and close them, within `SECONDS`."""
     workers = RayWorkers()
 
     async def work() -> list[Any]:
@@ -98,14 +98,14 @@ def place(function: str, text: str, recipe: Path = RECIPE) -> str:
     return f"{function} ({recipe.relative_to(Path.cwd())}:{number})"
 
 
-MISSING = "running node '{}', step 3: worker 1 (rank 1 of actor@train) did not join within 8 s: it "
+MISSING = "running node '{}', step 3: worker 1 (rank 1 of actor@train) did not join within 8 s"
 
 
 def test_a_sleeping_rank_is_named_with_its_line() -> None:
-    where = place("sleeps", "time.sleep")
-    assert failure("sleeps") == (
-        MISSING.format("sleeps") + f"is in {where}; worker 0 waits for it in all_reduce"
-    )
+    message = failure("sleeps")
+    assert message.startswith(MISSING.format("sleeps"))
+    assert f"in {place('sleeps', 'time.sleep')}" in message
+    assert "worker 0 waits for it in all_reduce" in message
 
 
 def test_a_stopped_process_is_named() -> None:
@@ -119,15 +119,13 @@ def test_a_stopped_process_is_named() -> None:
         message = failure("slow", stop)
     finally:
         wait_for_end(stopped[0])
-    expected = (
-        "does not respond, because its process is stopped or its interpreter is blocked; "
-        "worker 0 waits for it"
-    )
-    assert message.startswith(MISSING.format("slow") + expected)
+    assert message.startswith(MISSING.format("slow"))
+    assert "does not respond" in message
+    assert "worker 0 waits for it" in message
 
 
 def wait_for_end(process: int) -> None:
-    """Ray kills it; should it not, this test does, and fails."""
+    """Wait until Ray has killed a process; kill it and fail if Ray does not."""
     for _ in range(100):
         if not Path(f"/proc/{process}").exists() or "Z" in state_of(process):
             return
@@ -142,11 +140,10 @@ def state_of(process: int) -> str:
 
 def test_ranks_that_wait_for_each_other_are_both_located() -> None:
     reduces, receives = place("together", "all_reduce"), place("disagrees", "recv")
-    assert failure("disagrees") == (
-        "running node 'disagrees', step 3: no progress for 8 s, because every rank waits for another: "
-        f"worker 0 (rank 0 of actor@train) waits in all_reduce at {reduces}; "
-        f"worker 1 (rank 1 of actor@train) waits in recv at {receives}"
-    )
+    message = failure("disagrees")
+    assert message.startswith("running node 'disagrees', step 3: no progress for 8 s")
+    assert f"worker 0 (rank 0 of actor@train) waits in all_reduce at {reduces}" in message
+    assert f"worker 1 (rank 1 of actor@train) waits in recv at {receives}" in message
 
 
 def test_a_waiter_that_is_ended_does_not_hide_the_missing_rank(tmp_path: Path) -> None:
@@ -155,10 +152,10 @@ def test_a_waiter_that_is_ended_does_not_hide_the_missing_rank(tmp_path: Path) -
     overrides = [key for key in kit.TINY if "actor_gen" not in key]
     with pytest.raises(RunError) as error:
         run_recipe(recipe, tmp_path, *overrides, "cluster=cpu-1x2", "collective_timeout=4")
-    assert str(error.value) == (
-        "running node 'patient', step 0: worker 1 (rank 1 of actor@train) did not join within 4 s: it is in "
-        f"{place('patient', 'time.sleep', recipe)}; worker 0 waits for it in barrier"
-    )
+    message = str(error.value)
+    assert message.startswith("running node 'patient', step 0: worker 1 (rank 1 of actor@train) did not join")
+    assert f"in {place('patient', 'time.sleep', recipe)}" in message
+    assert "worker 0 waits for it in barrier" in message
 
 
 def test_a_long_node_keeps_running() -> None:
@@ -187,9 +184,4 @@ def test_a_hang_while_building_is_reported() -> None:
 
     with pytest.raises(RunError) as error:
         asyncio.run(work())
-    found = re.fullmatch(
-        r"building its models: worker 1 did not join within 8 s: it is in (.*) \(.*\); "
-        r"worker 0 waits for it in barrier",
-        str(error.value),
-    )
-    assert found
+    assert re.search(r"worker 1 did not join within 8 s.* in .* \(.*\).*worker 0 waits", str(error.value))

@@ -133,7 +133,7 @@ def test_an_adaptive_kl_weight_lives_from_step_to_step(ppo: RunSummary) -> None:
 
 
 @pytest.mark.ray
-def test_the_state_of_a_node_stays_on_its_worker(
+def test_the_state_of_a_node_is_the_same_on_two_workers(
     ppo: RunSummary, two_processes: RayActors, tmp_path: Path
 ) -> None:
     apart = run(PPO, tmp_path, *PPO_OPTIONS, processes=two_processes)

@@ -156,7 +156,7 @@ def test_overrides_that_do_not_fit(overrides: dict, message: str):
     assert str(refused.value).startswith(message)
 
 
-def test_nodes_and_options_can_be_overridden():
+def test_overridable_keys_of_a_node():
     spec = load_recipe(GOOD / "dapo.py").spec()
     assert set(overridable_keys(node(spec, "score"))) == {
         *("limit", "buffer", "timeout", "retries", "concurrency", "min_group", "every", "after"),

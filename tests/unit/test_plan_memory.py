@@ -236,7 +236,7 @@ def test_more_tensor_ranks_than_key_value_heads_repeat_them():
     assert engine_load.cache_bytes_per_token(rank(wide, "t4", "vllm")) == 2 * 4 * 16 * 4
 
 
-def test_vllm_takes_free_memory_for_one_sequence_up_to_the_demand():
+def test_the_vllm_cache_holds_one_sequence_at_least_and_the_demand_at_most():
     asked = rank(LLAMA_7B, "d1", "vllm", dtype="bf16")
     load = engine_load.EngineLoad(num_running=100, prompt=10, longest=1_000, prefill=10)
     token = 512 * 1024

@@ -1,4 +1,4 @@
-"""`hflow plan` on a terminal: every part is named, at any width, and says what the plan says."""
+"""The text of `hflow plan`: complete, within the width of the terminal, with the figures of the plan."""
 
 import io
 from dataclasses import replace
@@ -43,14 +43,14 @@ def plan_of(graph=None, cluster: str = "cpu-1x2", **changes) -> Plan:
     return compile_plan(graph or grpo(), request(cluster, **({"batch": batch} | changes)))
 
 
-def apart(cluster: str, train: str, gen: str, **changes) -> Plan:
+def separate(cluster: str, train: str, gen: str, **changes) -> Plan:
     """The actor trains on one group and generates on another."""
     actor = model_config(layout=train, gen_layout=gen, group="train", gen_group="gen")
     return plan_of(grpo(), cluster, models={"actor": actor}, **changes)
 
 
 def printed(renderable, width: int = 100) -> str:
-    """What a pipe receives: no colours."""
+    """Return the text as a pipe receives it, without colours."""
     file = io.StringIO()
     Console(width=width, file=file).print(renderable)
     return file.getvalue()
@@ -63,6 +63,13 @@ def page(plan: Plan, width: int = 100) -> str:
 def words(plan: Plan, width: int = 100) -> str:
     """The page without frames and line breaks, so that folded sentences can be found."""
     return " ".join(page(plan, width).replace("│", " ").split())
+
+
+def has(text: str, *figures: str) -> bool:
+    """Return whether a text contains all figures; print the first one that is missing."""
+    missing = [figure for figure in figures if figure not in text]
+    print(missing, text) if missing else None
+    return not missing
 
 
 def sections(plan: Plan, width: int = 100) -> dict[str, list[str]]:
@@ -86,7 +93,7 @@ def test_no_line_is_wider_than_the_terminal(make, cluster, width):
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_no_line_is_wider_with_separate_groups(width):
-    for plan in (apart("h100-8x8", "d4t4p2", "d4t8"), apart("h100-128x8", "d64t4p2", "d64t8")):
+    for plan in (separate("h100-8x8", "d4t4p2", "d4t8"), separate("h100-128x8", "d64t4p2", "d64t8")):
         assert max(map(cell_len, page(with_forecast(plan), width).splitlines())) <= width
 
 
@@ -127,60 +134,55 @@ def test_the_head_gives_the_verdicts():
     # On cpu-1x2 the fullest phase holds 84 % of 8 GiB, as the samples say: 6.72 GiB. A step takes
     # 60 + 4 + 0.05 + 30 s; 8 x 4 samples in 94.05 s are 0.34 a second.
     text = words(with_forecast(plan_of()))
-    assert "1 machine with 2 cpu devices of 8 GiB" in text
-    assert "10 steps of 8 prompts x 4 samples" in text
-    assert "6.72 GiB of 8 GiB (84 %), on device 0 in actor_train" in text
-    assert "0.34 samples/s" in text
+    assert has(text, "2 cpu devices", "10 steps", "8 prompts x 4 samples", "0.34 samples/s")
+    assert has(text, "6.72 GiB of 8 GiB (84 %)", "device 0 in actor_train")
     assert "hflow simulate" not in text
     ahead = words(with_forecast(plan_of(max_staleness=1)))
     assert "hflow simulate" in ahead
-    assert "actor_gen 60 s → ref_inf 4 s → actor_train 30 s → again (1 short node left out)" in text
-    assert "at most 0 (max_staleness 0, sync_every 1)" in text
+    assert "actor_gen 60 s → ref_inf 4 s → actor_train 30 s" in text
+    assert has(text, "max_staleness 0", "sync_every 1")
 
 
 def test_a_plan_that_does_not_fit_names_device_and_node():
     text = words(with_forecast(plan_of(), shrink=2))
-    assert "fits no: 13.4 GiB of 8 GiB (168 %) needed on device 0 in actor_train" in text
+    assert has(text, "fits no", "13.4 GiB of 8 GiB (168 %)", "device 0 in actor_train")
 
 
 def test_links_between_machines_are_named_where_there_are_several():
     plan = with_forecast(plan_of(cluster="h100-8x8"))
-    assert cluster_line(plan).endswith("nvlink4 450 GB/s within a machine; ib-ndr 50 GB/s between machines")
+    assert has(cluster_line(plan), "nvlink4 450 GB/s", "ib-ndr 50 GB/s")
     one = with_forecast(plan_of(cluster="h100-1x1"))
-    assert cluster_line(one).startswith("1 machine with 1 h100 device of ")
+    assert "1 h100 device" in cluster_line(one)
     assert "GB/s" not in cluster_line(one)
 
 
 def test_the_cycle_line_leaves_out_short_nodes():
     long, short = CycleStep("a", 99.5, "data", 0), CycleStep("b", 0.5, "data", 1)
-    assert cycle_line(plan_of(), (long, short)) == "a 99.5 s → again (1 short node left out)"
-    assert cycle_line(plan_of(), (long, replace(short, seconds=2.0))) == "a 99.5 s → b 2 s → again"
+    line = cycle_line(plan_of(), (long, short))
+    assert has(line, "a 99.5 s", "1 short node")
+    assert "b " not in line
+    assert "a 99.5 s → b 2 s" in cycle_line(plan_of(), (long, replace(short, seconds=2.0)))
 
 
 def test_an_engine_on_the_cycle_takes_new_weights():
     line = cycle_line(plan_of(), (CycleStep("actor_gen", 9, "", 0), CycleStep("actor@gen", 1, "", 1)))
-    assert line == "actor_gen 9 s → actor@gen (new weights) 1 s → again"
+    assert "actor_gen 9 s → actor@gen (new weights) 1 s" in line
 
 
 def test_a_plan_without_a_forecast_shows_the_rest_with_the_reason():
     text = words(plan_of())
-    assert "Memory, Time, Period: left out, as the plan has no figures of its devices." in text
-    assert "fits unknown" in text
-    assert "period unknown: the plan has no figures of its devices" in text
-    assert "Bytes are not estimated" in text
+    assert has(text, "Memory, Time, Period: left out", "no figures of its devices")
+    assert has(text, "fits unknown", "period unknown", "Bytes are not estimated")
     assert "nothing has a second copy" not in text
 
 
 def test_missing_estimates_are_reported():
     plan = with_forecast(plan_of(), missing=("actor: its sizes are unknown to the planner",))
     assert plan.forecast is not None
-    assert "fits partly known: what is known takes 6.72 GiB of 8 GiB (84 %) at most" in words(plan)
+    assert has(words(plan), "fits partly known", "6.72 GiB of 8 GiB (84 %)")
     plan = replace(plan, forecast=replace(plan.forecast, memory=(), period=None))
     text = words(plan)
-    assert "period unknown: the seconds of some nodes are not known" in text
-    assert "not estimated actor: its sizes are unknown to the planner" in text
-    assert "Memory: left out, as the sizes of the models are not known." in text
-    assert "Period: left out, as the seconds of some nodes are not known." in text
+    assert has(text, "period unknown", "actor: its sizes are unknown", "Memory: left out", "Period: left out")
 
 
 def test_warnings_close_the_page():
@@ -227,7 +229,7 @@ def test_replicas_with_the_same_cut_share_a_letter():
 
 def test_a_small_grid_shows_the_coordinates_of_each_device():
     # Training ranks are [pipe, data, tensor]; generation, on the second machine, has one stage.
-    plan = apart("h100-2x8", "d2t2p2", "d4t2")
+    plan = separate("h100-2x8", "d2t2p2", "d4t2")
     lines = [line.split() for line in sections(plan)["Devices"]]
     first = next(line for line in lines if line[:2] == ["machine", "0"])
     cells = "A d0t0p0 A d0t1p0 A d1t0p0 A d1t1p0 A d0t0p1 A d0t1p1 A d1t0p1 A d1t1p1"
@@ -243,7 +245,7 @@ def test_a_device_without_a_group_is_a_dot():
 
 def test_machines_with_equal_rows_share_a_row():
     # 512 devices train in two stages of 256, which are 32 machines each; the other 64 machines generate.
-    plan = apart("h100-128x8", "d64t4p2", "d64t8")
+    plan = separate("h100-128x8", "d64t4p2", "d64t8")
     lines = [" ".join(line.split()) for line in sections(plan)["Devices"]]
     assert "machines 0-31 AC AC AC AC AC AC AC AC A d0-63 t0-3 p0" in lines
     assert "machines 32-63 AC AC AC AC AC AC AC AC A d0-63 t0-3 p1" in lines
@@ -252,7 +254,7 @@ def test_machines_with_equal_rows_share_a_row():
 
 def test_stages_that_alternate_are_folded_too():
     # Generation ranks are [data, pipe, tensor]: with t8p2 every second machine holds the other stage.
-    plan = apart("h100-128x8", "d64t4p2", "d32t8p2")
+    plan = separate("h100-128x8", "d64t4p2", "d32t8p2")
     lines = [" ".join(line.split()) for line in sections(plan)["Devices"]]
     assert "machines 64-127 B B B B B B B B B d0-31 t0-7 p0-1" in lines
 
@@ -266,16 +268,13 @@ def test_a_machine_of_many_devices_is_folded_into_lines_that_fit():
 
 def test_turns_name_engines_in_brackets():
     shown = " ".join(" ".join(sections(plan_of())["Device groups"]).split())
-    assert (
-        "all 0-1 [actor@gen] → ref_inf → group_advantage → actor_train → save.actor → again (lag 1)" in shown
-    )
-    assert "gen 512-1023 [actor@gen] all the time" in words(apart("h100-128x8", "d64t4p2", "d64t8"))
+    assert "all 0-1 [actor@gen] → ref_inf → group_advantage → actor_train → save.actor" in shown
+    assert "gen 512-1023 [actor@gen]" in words(separate("h100-128x8", "d64t4p2", "d64t8"))
 
 
 def test_a_streaming_model_is_listed_with_its_devices():
-    told = words(plan_of(agent(), models={"rm": model_config(layout="d1", group="rm")}))
-    assert "infer a group on rm@infer, as they arrive" in told
-    assert "rew_inf, as samples and groups arrive" in told
+    text = words(plan_of(agent(), models={"rm": model_config(layout="d1", group="rm")}))
+    assert has(text, "rm@infer, as they arrive", "rew_inf, as samples and groups arrive")
 
 
 def test_of_many_keys_the_first_and_the_last_are_shown():
@@ -293,20 +292,19 @@ def test_of_many_keys_the_first_and_the_last_are_shown():
 def test_data_are_shown_with_their_bytes():
     # 8 x 4 samples of 12 KiB. The second of two heads receives a tenth of its 16: one sample.
     text = words(with_forecast(plan_of(grpo(minibatches=2))))
-    assert "samples, evenly by tokens, to 0-1; 2 minibatches scatter 0 → 1: 12 KiB" in text
-    assert "input_ids, loss_mask 12 KiB 372 KiB 1.03 samples, evenly by tokens, to 0-1 ≥ 10.8 KiB" in text
-    assert "all to worker 0 ≥ 0 B nothing moves" in text
+    assert has(text, "2 minibatches", "scatter 0 → 1: 12 KiB", "nothing moves")
+    assert has(text, "input_ids, loss_mask 12 KiB 372 KiB 1.03", "≥ 10.8 KiB")
 
 
 def test_many_steps_are_counted():
     # 63 neighbours pass on a tenth of 64 samples each, 12 KiB a sample; half of that to another machine.
     text = words(with_forecast(plan_of(cluster="h100-8x8")))
     assert "input_ids, loss_mask 4.43 MiB 2.21 MiB 43.6 MiB 1.03" in text
-    assert "63 steps, as scatter 0 → 1: 72 KiB" in text
+    assert has(text, "63 steps", "scatter 0 → 1: 72 KiB")
 
 
 def test_weight_routes_have_their_bytes():
-    text = words(with_forecast(apart("h100-2x8", "d2t2p2", "d4t2")))
+    text = words(with_forecast(separate("h100-2x8", "d2t2p2", "d4t2")))
     assert "actor@train d2t2p2 on 0-7 pull 0 14 GiB 7 GiB 14 GiB → actor@gen d4t2p1 on 8-15" in text
 
 
@@ -342,8 +340,8 @@ def test_memory_marks_the_fullest_phase_and_its_contents():
     marked = [line.split()[:5] for line in lines if line.startswith("*   ")]
     assert marked == [["*", "actor_train", "6.72", "GiB", "84"]]
     text = " ".join(" ".join(lines).split())
-    assert "* actor_train: activations 2.4 GiB, actor@train optimizer 1.6 GiB" in text
-    assert "group all, device 1: at most 6.16 GiB, 77 %, in generate" in text
+    assert has(text, "activations 2.4 GiB", "actor@train optimizer 1.6 GiB")
+    assert has(text, "device 1: at most 6.16 GiB, 77 %")
 
 
 def test_short_bars_are_drawn_larger():
@@ -370,9 +368,8 @@ def test_many_classes_take_a_line_each_and_then_are_counted():
     assert plan.forecast is not None
     rows = tuple(phase("train", device, held=(8 - device) * GIB) for device in range(8))
     text = words(replace(plan, forecast=replace(plan.forecast, memory=rows)))
-    assert "group all, device 0: at most 8 GiB each, 10 %" in text
-    assert "group all, device 4: at most 4 GiB, 5 %, in train" in text
-    assert "3 other devices: at most 3 GiB, 4 %" in text
+    assert has(text, "device 0: at most 8 GiB", "device 4: at most 4 GiB, 5 %")
+    assert has(text, "3 other devices: at most 3 GiB, 4 %")
     assert "device 5:" not in text
 
 
@@ -381,21 +378,20 @@ def test_many_classes_take_a_line_each_and_then_are_counted():
 
 def test_times_have_parts_and_limits():
     text = words(with_forecast(plan_of()), 120)
-    assert "actor_gen batch 60 s prefill 6 s, decode 45 s, wait for the longest 9 s memory bandwidth" in text
-    assert "score sample 50 ms body latency" in text
-    assert "save.actor batch, at the end 200 ms save latency" in text
+    assert has(text, "actor_gen batch 60 s", "prefill 6 s", "decode 45 s", "memory bandwidth")
+    assert has(text, "score sample 50 ms", "save.actor batch, at the end 200 ms")
 
 
 def test_the_cycle_is_spelled_out():
     lines = [" ".join(line.split()) for line in sections(with_forecast(plan_of()))["Period"]]
     start = lines.index("actor_gen 60 s data")
-    assert lines[start : start + 5] == [
+    assert lines[start : start + 4] == [
         "actor_gen 60 s data",
         "ref_inf 4 s data",
         "group_advantage 50 ms data",
         "actor_train 30 s weights of actor",
-        "together 94 s around the cycle, once a step",
     ]
+    assert "together 94 s" in lines[start + 4]
 
 
 def test_a_cycle_over_several_steps_shows_the_time_of_one():
@@ -405,7 +401,7 @@ def test_a_cycle_over_several_steps_shows_the_time_of_one():
     cycle = (CycleStep("actor_gen", 60, "data", 1), CycleStep("actor_train", 30, "weights of actor", 1))
     period = replace(plan.forecast.period, seconds=45.0, cycle=cycle)
     text = words(replace(plan, forecast=replace(plan.forecast, period=period)))
-    assert "together 90 s around the cycle, once in 2 steps: 45 s a step" in text
+    assert has(text, "together 90 s", "once in 2 steps", "45 s a step")
 
 
 def chart(period: Period, width: int) -> list[str]:
@@ -439,7 +435,7 @@ def test_slots_of_several_steps_repeat_together():
 
 
 def test_a_short_node_takes_one_idle_column():
-    # 20 columns for 20 s: 0.2 s round to nothing, but it would look as if nobody worked.
+    # 20 columns for 20 s: 0.2 s round to nothing, but the lane would look idle.
     period = Period(10, (CycleStep("a", 10, "", 1),), (Slot("a", "all", 5, 0.2),), (("all", 0.98),))
     assert chart(period, len("all ") + 20 + len(" idle 100 %"))[0] == "all ·····█·········█···· idle 98 %"
 
@@ -452,30 +448,26 @@ def test_names_without_room_are_listed():
 
 
 def test_staleness_in_words():
-    assert "Staleness is 0: every token is made by the weights from which its training step" in words(
-        plan_of()
-    )
-    stale = words(plan_of(max_staleness=2, sync_every=3))
-    assert "Staleness is at most 8: a token may be made by weights 8 updates older" in stale
-    assert "(max_staleness 2 + 1) x sync_every 3 - 1 = 8" in stale
+    assert "Staleness is 0" in words(plan_of())
+    assert has(words(plan_of(max_staleness=2, sync_every=3)), "Staleness is at most 8", "- 1 = 8")
     half = words(plan_of(max_staleness=0.5, sync_every=3))
-    assert "(max_staleness 0.5 + 1) x sync_every 3, rounded up, - 1 = 4" in half
-    assert "(max_staleness 0.7 + 1) x sync_every 10 - 1 = 16" in words(
-        plan_of(max_staleness=0.7, sync_every=10)
-    )
+    assert has(half, "max_staleness 0.5", "sync_every 3", "rounded up", "- 1 = 4")
+    exact = words(plan_of(max_staleness=0.7, sync_every=10))
+    assert has(exact, "max_staleness 0.7", "sync_every 10", "- 1 = 16")
     assert "no model makes the samples" in words(plan_of(sft()))
     assert "unbounded" in words(replace(plan_of(), staleness_bound=None))
 
 
 def test_lengths_name_their_source():
     given = Workload(512, 1024.0, 0.6, 4096, is_assumed=False)
-    told = "prompts of 512 tokens, responses of 1,024 on average (deviation 60 %), at most 4,096; "
-    assert lengths_text(given) == told + "as given"
-    assert lengths_text(replace(given, is_assumed=True)).startswith(told + "assumed; set workload.prompt")
+    text = lengths_text(given)
+    assert has(text, "512 tokens", "1,024", "60 %", "at most 4,096", "as given")
+    assumed = lengths_text(replace(given, is_assumed=True))
+    assert has(assumed, "1,024", "assumed", "set workload.prompt")
 
 
 def test_figures_of_devices_and_links_are_listed():
     text = words(with_forecast(plan_of(cluster="h100-8x8")))
-    assert "h100 TFLOP/s 989 in bf16, 67 in fp32, of which 45 % are reached; memory 3,350 GB/s, 70 %" in text
-    assert "ib-ndr 50 GB/s a device, 70 % reached; 5 µs for the smallest message" in text
+    assert has(text, "989 in bf16", "67 in fp32", "45 %", "3,350 GB/s, 70 %")
+    assert has(text, "ib-ndr 50 GB/s", "70 % reached", "5 µs")
     assert sample_hardware(plan_of()).inter.name not in words(with_forecast(plan_of()))

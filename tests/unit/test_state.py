@@ -260,7 +260,7 @@ def test_an_evaluation_comes_before_fresh_samples():
     assert trace[:5] == ["wake actor@gen 0", *(f"open eval {number}" for number in range(4))]
 
 
-def test_sleeping_samples_leave_room_for_new_ones():
+def test_sleeping_samples_leave_room_for_the_evaluation():
     """The evaluation of step 1 needs two places; the trained stream must not sleep on all but one."""
     nodes = [
         batch("eval_loss", "train", stream="eval", reads=("actor",)),
