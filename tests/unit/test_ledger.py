@@ -1,4 +1,4 @@
-"""What the ledger says of lives that were told to it, and what it withstands."""
+"""The ledger: what it records of each sample, and what it survives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hflow why` and `hflow samples`: what people read, and what programs read."""
+"""The output of `hflow why` and `hflow samples`: text, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -55,80 +55,72 @@ def lines(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("sample", "story"),
+    ("sample", "title", "events"),
     [
         (
             "2",
-            """\
-gen/2: trained at step 1, lag 1
-T issued row 11 of train, group 1 (samples 2 to 3), worker 0, weights of version 0
-T generated 8 tokens (15 with the prompt): 3 by version 0, then 5 by version 1
-version 1 on actor@gen has the checksum 00ab
-T score reward 0.5
-T advantage done
-T accepted 3 was refused (failed)
-T bound to step 1, after T in the queue
-T trained step 1 is complete; lag 1 of at most 2, 1 in flight and 0 in the queue""",
+            "gen/2: trained at step 1, lag 1",
+            [
+                ("issued", "row 11 of train", "group 1", "worker 0", "version 0"),
+                ("generated", "8 tokens", "15 with the prompt", "3 by version 0", "5 by version 1"),
+                ("version 1", "actor@gen", "00ab"),
+                ("score", "reward 0.5"),
+                ("advantage",),
+                ("accepted", "3 was refused (failed)"),
+                ("bound", "step 1"),
+                ("trained", "step 1", "lag 1", "at most 2", "1 in flight", "0 in the queue"),
+            ],
         ),
         (
             "gen/3",
-            """\
-gen/3: refused (failed)
-T issued row 11 of train, group 1 (samples 2 to 3), worker 0, weights of version 0
-T generated 2 tokens (9 with the prompt), by version 0
-T refused by score (recipes/grpo.py:17), failed: KeyError: 'x' (recipes/grpo.py:19)""",
+            "gen/3: refused (failed)",
+            [
+                ("issued", "row 11 of train"),
+                ("generated", "2 tokens", "version 0"),
+                ("refused", "score (recipes/grpo.py:17)", "failed", "KeyError: 'x' (recipes/grpo.py:19)"),
+            ],
         ),
-        (
-            "6",
-            """\
-gen/6: dropped (stale)
-T issued row 13 of train, group 3 (samples 6 to 7), worker 0, weights of version 0
-T dropped stale: step 2 was to be filled; lag 2 of at most 2""",
-        ),
-        (
-            "7",
-            """\
-gen/7: refused (small_group)
-T issued row 13 of train, group 3 (samples 6 to 7), worker 0, weights of version 0
-T refused by gen, small_group: 6 was dropped (stale)""",
-        ),
-        (
-            "8",
-            """\
-gen/8: unused (stopped)
-T issued row 14 of train, group 4 (samples 8 to 9), worker 0, weights of version 0
-T unused the run ended (stopped): it was not finished""",
-        ),
+        ("6", "gen/6: dropped (stale)", [("issued",), ("dropped", "stale", "step 2", "lag 2", "at most 2")]),
+        ("7", "gen/7: refused (small_group)", [("issued",), ("refused", "6 was dropped (stale)")]),
+        ("8", "gen/8: unused (stopped)", [("issued",), ("unused", "stopped")]),
     ],
 )
-def test_why_prints_the_history_of_a_sample(runs: Path, monkeypatch, capsys, sample: str, story: str):
+def test_why_prints_the_history_of_a_sample(
+    runs: Path, monkeypatch, capsys, sample: str, title: str, events: list[tuple[str, ...]]
+):
     assert hflow(monkeypatch, "why", "small", sample) == 0
-    assert lines(capsys.readouterr().out) == story.splitlines()
+    head, *rest = lines(capsys.readouterr().out)
+    assert head == title
+    for line, (kind, *phrases) in zip(rest, events, strict=True):
+        assert line.removeprefix("T ").startswith(kind)
+        assert [phrase for phrase in phrases if phrase not in line] == []
 
 
 @pytest.mark.parametrize("run", ["small", "runs/small", "runs/small/latest"])
 def test_a_run_is_named_or_is_a_directory(runs: Path, monkeypatch, capsys, run: str):
     assert hflow(monkeypatch, "why", run, "gen/2", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["end"], told["step"], told["closing"]) == ("trained", 1, "stopped")
-    assert told["segments"] == [{"version": 0, "tokens": 3}, {"version": 1, "tokens": 5}]
-    assert told["mates"] == [{"id": 3, "end": "refused", "reason": "failed"}]
+    history = json.loads(capsys.readouterr().out)
+    assert (history["end"], history["step"], history["closing"]) == ("trained", 1, "stopped")
+    assert history["segments"] == [{"version": 0, "tokens": 3}, {"version": 1, "tokens": 5}]
+    assert history["mates"] == [{"id": 3, "end": "refused", "reason": "failed"}]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("why", "smal", "2"), "there is no run 'smal' with a ledger; .* did you mean 'small'"),
-        (("why", "small", "12"), "gen has no sample 12. It has samples 0 to 9."),
-        (("samples", "small", "--where", "lagg > 2"), "no such column: lagg; the columns are id, stream"),
+        (("why", "small", "12"), "gen has no sample 12.* 0 to 9"),
+        (("samples", "small", "--where", "lagg > 2"), "no such column: lagg"),
         (("samples", "small", "--json", "--csv"), "use one of them"),
     ],
 )
-def test_mistakes_are_one_line_errors(runs: Path, monkeypatch, capsys, arguments: tuple[str, ...], says: str):
+def test_mistakes_are_one_line_errors(
+    runs: Path, monkeypatch, capsys, arguments: tuple[str, ...], message: str
+):
     assert hflow(monkeypatch, *arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert re.fullmatch(rf"error: .*{says}.*\n", shown.err)
+    assert re.fullmatch(rf"error: .*{message}.*\n", shown.err)
 
 
 def test_samples_prints_a_table(runs: Path, monkeypatch, capsys):
@@ -137,7 +129,7 @@ def test_samples_prints_a_table(runs: Path, monkeypatch, capsys):
     assert shown[0] == "stream id row tokens oldest newest reward end step lag reason node"
     assert shown[3] == "gen 2 11 8 0 1 0.5 trained 1 1"
     assert shown[4] == "gen 3 11 2 0 0 refused 0 failed score"
-    assert shown[5] == "the first 4 of 8 samples; --json and --csv have all columns"
+    assert "4 of 8 samples" in shown[5]
 
 
 def test_samples_prints_json_csv_and_counts(runs: Path, monkeypatch, capsys):

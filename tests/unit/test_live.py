@@ -1,3 +1,5 @@
+"""The live panel and the plain lines of a run."""
+
 import io
 import math
 
@@ -32,21 +34,21 @@ def rows_to(last: int) -> list[LiveRow]:
 
 
 def test_plain_lines_come_first_last_and_every_tenth():
-    lines = shown(None, False, rows_to(25)).splitlines()
-    assert lines == [
-        "step 1/25  reward 0.04  12,346 tokens/s  0:24:24 left",
-        "step 10/25  reward 0.4  heldout 0.25  12,346 tokens/s  0:15:15 left",
-        "step 20/25  reward 0.8  heldout 0.5  12,346 tokens/s  0:05:05 left",
-        "step 25/25  reward 1  heldout 0.5  12,346 tokens/s  0:00:00 left",
+    lines = [line.split("  ") for line in shown(None, False, rows_to(25)).splitlines()]
+    assert [line[0] for line in lines] == [
+        *("step 1/25", "step 10/25", "step 20/25", "step 25/25"),
         "saved [bold]here[/bold]",
     ]
+    assert "heldout 0.25" in lines[1]
+    assert lines[2][1:] == ["reward 0.8", "heldout 0.5", "12,346 tokens/s", "0:05:05 left"]
+    assert "heldout 0.5" in lines[3]
 
 
 def test_a_late_evaluation_prints_its_own_line():
     rows = [LiveRow(1, 2, {"reward": 0.5}), LiveRow(1, 2, {"heldout": 0.25}), LiveRow(2, 2, {"reward": 0.75})]
     lines = shown(False, False, rows).splitlines()
     assert lines[1] == "step 1/2  heldout 0.25"
-    assert lines[2] == "step 2/2  reward 0.75  heldout 0.25  0 tokens/s  0:00:00 left"
+    assert lines[2].startswith("step 2/2  reward 0.75  heldout 0.25")
 
 
 def test_an_evaluation_without_shown_metrics_prints_no_line():

@@ -1,8 +1,9 @@
-"""What the panel and the plain lines say of generation beside training."""
+"""Generation of an asynchronous run, in the panel and in plain lines."""
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -62,25 +63,23 @@ def shown(rollout: RolloutView | None, width: int = 80, *, live: bool = True) ->
 
 def test_the_panel_of_a_run_ahead_fits_80_columns() -> None:
     lines = shown(tracker(STEP, STEP, **EPISODES).view())
-    assert lines[0].startswith("grpo_async  step  20/280  ━")
-    assert lines[0].endswith("  24,850 tokens/s  0:02:10 left")
     assert max(map(len, lines)) <= 80
-    assert lines[1:] == [
-        "reward                    0.5  ▁",
-        "held-out accuracy  -0.0001234  ▁",
-        "version                   29 on the engines",
-        "busy                    96 % engines      50 % trainers",
-        "groups                    64 running        32 queued      7,680 accepted",
-        "refused                    8 samples, mostly keep",
-        "dropped                    4 samples, mostly stale",
-        "interrupted            1,400 samples, 4,200 tokens kept",
-        "staleness               mean  max     0    1    2",
-        "  lag                   1.75    2     ·  25%  75%",
-        "  in flight             0.50        50%  50%    ·",
-        "  in queue              1.00          · 100%    ·",
-        "episodes             pending  generating  in tools  interacting    ended",
-        "                           0          98         4            0  123,456",
-    ]
+    head, reward, accuracy, version, busy, groups, *rest = map(str.split, lines)
+    assert {"grpo_async", "20/280", "24,850", "0:02:10"} <= set(head)
+    assert (reward[1], accuracy[2]) == ("0.5", "-0.0001234")
+    assert version[:2] == ["version", "29"]
+    assert [word for word in busy if word.isdigit()] == ["96", "50"]
+    assert groups[1:] == ["64", "running", "32", "queued", "7,680", "accepted"]
+    refused, dropped, interrupted, staleness, lag, in_flight, in_queue, names, episodes = rest
+    assert (refused[1], refused[-1]) == ("8", "keep")
+    assert (dropped[1], dropped[-1]) == ("4", "stale")
+    assert (interrupted[1], interrupted[3]) == ("1,400", "4,200")
+    assert staleness == ["staleness", "mean", "max", "0", "1", "2"]
+    assert lag == ["lag", "1.75", "2", "·", "25%", "75%"]
+    assert in_flight == ["in", "flight", "0.50", "50%", "50%", "·"]
+    assert in_queue == ["in", "queue", "1.00", "·", "100%", "·"]
+    assert names[:3] == ["episodes", "pending", "generating"]
+    assert episodes == ["0", "98", "4", "0", "123,456"]
 
 
 def test_a_wide_terminal_changes_only_the_bar() -> None:
@@ -110,21 +109,22 @@ def test_a_synchronous_run_shows_no_rollout() -> None:
 
 def test_a_synchronous_run_with_turns_shows_its_episodes() -> None:
     lines = shown(tracker(STEP, runs_ahead=False, **EPISODES).view())
-    assert [line.split()[0] for line in lines] == ["grpo_async", "reward", "held-out", "episodes", "0"]
+    assert [line.split()[0] for line in lines[:4]] == ["grpo_async", "reward", "held-out", "episodes"]
+    assert "123,456" in lines[4]
     plain = shown(tracker(STEP, runs_ahead=False, **EPISODES).view(), live=False)
     assert "staleness" not in plain[0]
 
 
 def test_a_plain_line_has_staleness_and_busy_shares() -> None:
     (line,) = shown(tracker(STEP, SLOWER).view(), live=False)
-    assert line == (
-        "step 20/280  reward 0.5  held-out accuracy -0.0001234  staleness 2.12, at most 3  "
-        "engines 60 %  trainers 50 %  24,850 tokens/s  0:02:10 left"
-    )
+    parts = line.split("  ")
+    assert {"step 20/280", "reward 0.5", "engines 60 %", "trainers 50 %", "24,850 tokens/s"} <= set(parts)
+    (staleness,) = [part for part in parts if part.startswith("staleness")]
+    assert re.findall(r"[\d.]+", staleness) == ["2.12", "3"]
 
 
 def test_means_are_over_the_last_steps_and_sums_since_the_start() -> None:
-    """Shares of the time count by time; versions and groups are those of now."""
+    """Shares of time are weighted by time; versions and groups are the newest."""
     old = [STEP] * 5
     rollout = tracker(*old, *[SLOWER] * WINDOW, **{"rollout/version": 77.0, "rollout/running": 3}).view()
     assert rollout is not None

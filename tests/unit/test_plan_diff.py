@@ -1,4 +1,4 @@
-"""What changed between two plans, what a resume may do with it, and that no change goes unseen."""
+"""Differences of plans: every change is found, with its effect on a resumed run."""
 
 import copy
 import io
@@ -50,7 +50,7 @@ def rows(graph: Graph | None = None, **changes: object) -> dict[str, Any]:
 
 
 def diff(before: dict[str, Any], after: dict[str, Any]) -> PlanDiff:
-    """The differences, once it is sure that the digests agree with them."""
+    """Return the differences, after checking them against the digests."""
     found = diff_plans(before, after)
     assert bool(found.decided) == (found.before != found.after)
     return found
@@ -69,7 +69,8 @@ def with_setting(key: str, value: object) -> dict[str, Any]:
 def test_a_plan_equals_itself():
     found = diff(rows(), rows())
     assert found.changes == ()
-    assert (found.effect, found.verdict) == (Effect.SAME, "the plans are the same")
+    assert found.effect is Effect.SAME
+    assert "the same" in found.verdict
 
 
 def test_the_location_of_files_is_not_a_change():
@@ -94,14 +95,13 @@ def test_a_larger_replica_is_resharded():
     assert the(found, "cluster", "devices_per_node").after == "4"
     assert the(found, "routing", "actor@train").before == "2 x 1 x 1 shards on 0-1"
     assert the(found, "placement", "actor_train dp-heads").after == "0-3"
-    assert found.verdict == "a resume would have to reshard actor@train d2 -> d4"
+    assert "reshard actor@train d2 -> d4" in found.verdict
 
 
 def test_a_resharding_that_changes_results_says_so():
     found = diff(rows(), rows(cluster="cpu-1x4", num_steps=20))
-    assert found.verdict == (
-        "a resume would have to reshard actor@train d2 -> d4; results differ from here on"
-    )
+    assert "reshard actor@train d2 -> d4" in found.verdict
+    assert "results differ" in found.verdict
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_devices_in_few_letters(ids: list[int], text: str):
 
 def test_every_replica_that_a_checkpoint_holds_is_resharded():
     found = diff(rows(ppo(), batch=16), rows(ppo(), batch=16, cluster="cpu-1x4"))
-    assert found.verdict == "a resume would have to reshard actor@train d2 -> d4, critic@train d2 -> d4"
+    assert "reshard actor@train d2 -> d4, critic@train d2 -> d4" in found.verdict
     averaged = diff(rows(ema()), rows(ema(), cluster="cpu-1x4"))
-    assert averaged.verdict == "a resume would have to reshard actor@train d2 -> d4, ref@infer d2 -> d4"
+    assert "reshard actor@train d2 -> d4, ref@infer d2 -> d4" in averaged.verdict
 
 
 def test_the_same_shards_on_other_devices_are_no_resharding():
@@ -234,10 +234,8 @@ def test_knobs_options_and_bodies_give_other_numbers():
     assert the(found, "cut", "actor_train").after == "2"
     assert the(found, "node", "actor_train.concurrency").effect is Effect.SAME
     assert the(found, "node", "actor_train body").after == "source 01234567"
-    assert found.verdict == (
-        "nothing to reshard; results differ from here on: node actor_train body: source digest o -> "
-        "source 01234567, and 3 more"
-    )
+    assert "results differ" in found.verdict
+    assert "node actor_train body: source digest o -> source 01234567, and 3 more" in found.verdict
 
 
 def test_a_body_by_another_name_is_the_same_body():
@@ -252,7 +250,9 @@ def test_a_new_node_is_one_row():
     assert about == [Change("node", "ref_inf", None, "infer(ref)", Effect.NEW)]
     assert the(found, "order", "all").after == "ref_inf > group_advantage > actor_train > save.actor"
     gone = diff(rows(), rows(without(grpo(), "ref_inf")))
-    assert str(the(gone, "node", "ref_inf")) == "node ref_inf is gone: it was infer(ref)"
+    change = the(gone, "node", "ref_inf")
+    assert (change.before, change.after) == ("infer(ref)", None)
+    assert "infer(ref)" in str(change)
 
 
 def test_models():
@@ -308,7 +308,7 @@ def test_weight_routes():
 
 
 def forecast(seconds: float, num_bytes: int) -> Forecast:
-    """A forecast in which training takes `seconds` and `num_bytes` of activations."""
+    """Return a forecast in which training takes `seconds` and `num_bytes` of activations."""
     weights = (MemoryItem("actor@train weights", GIB, MemoryCategory.WEIGHTS),)
     return Forecast(
         workload=(("actor_gen", Workload(20, 100.0, 0.6, 200)),),
@@ -488,4 +488,4 @@ def test_the_report_merges_equal_changes():
     text = " ".join(shown(diff(rows(), rows(cluster="cpu-1x4")), 400).split())
     assert "actor@train, actor@gen, ref@infer devices 0-1 0-3 same" in text
     assert "actor@gen, ref@infer d2 d4 same" in text
-    assert text.endswith("a resume would have to reshard actor@train d2 -> d4")
+    assert text.endswith("reshard actor@train d2 -> d4")

@@ -144,10 +144,10 @@ def test_a_configuration_with_quotes_colons_and_nulls_survives_overrides(checkou
 
 def test_an_override_that_changes_the_plan_is_refused(checkout: Path):
     file = lock("save_every=2")
-    assert misfit(file, "steps=9") == (
-        "schedule num_steps: 7 -> 9; see `hflow plan --diff lock.json recipes/small.py steps=9`"
-    )
-    assert misfit(lock(), "steps=9").startswith("schedule num_steps: 7 -> 9, and 2 more; see ")
+    message = misfit(file, "steps=9")
+    assert message.startswith("schedule num_steps: 7 -> 9")
+    assert "`hflow plan --diff lock.json recipes/small.py steps=9`" in message
+    assert misfit(lock(), "steps=9").startswith("schedule num_steps: 7 -> 9, and 2 more")
 
 
 def test_a_changed_body_is_refused(checkout: Path):
@@ -155,7 +155,7 @@ def test_a_changed_body_is_refused(checkout: Path):
     Path("recipes/small.py").write_text(RECIPE.replace("== answer", "== answer.strip()"))
     message = misfit(file)
     assert message.startswith("node score body: source ")
-    assert message.endswith("; see `hflow plan --diff lock.json recipes/small.py`")
+    assert "`hflow plan --diff lock.json recipes/small.py`" in message
 
 
 def test_a_checkpoint_of_other_sizes_is_refused(checkout: Path):
@@ -173,10 +173,10 @@ def test_a_configuration_that_no_longer_fits_its_recipe_is_refused(checkout: Pat
 def test_changed_rows_of_a_plan_are_refused(checkout: Path):
     file = lock("cluster=cpu-1x2")
     edit(file, lambda values: values["plan"]["rules"][1].update(policy="single"))
-    assert misfit(file).startswith("data actor_inf: all to one -> samples, balanced; see ")
+    assert misfit(file).startswith("data actor_inf: all to one -> samples, balanced")
     file = lock()
     edit(file, lambda values: values["plan"]["schedule"]["nodes"][0].update(keep=True))
-    assert misfit(file).startswith("rest schedule.nodes[0].keep: true -> false; see ")
+    assert misfit(file).startswith("rest schedule.nodes[0].keep: true -> false")
 
 
 def test_the_digest_in_a_file_is_computed_again(checkout: Path):
@@ -199,7 +199,7 @@ def test_unknown_keys_are_refused(checkout: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hello", "lock.json is not a plan file: invalid JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("hello", "lock.json is not a plan file: invalid JSON"),
         ("[1]", "lock.json is not a plan file; `hflow plan RECIPE --json` prints one"),
         ('{"digest": "0"}', "lock.json is not a plan file; `hflow plan RECIPE --json` prints one"),
         (
@@ -209,7 +209,7 @@ def test_unknown_keys_are_refused(checkout: Path):
         ('{"format": 1, "recipe": "a.py"}', "lock.json is not a plan file: its 'config' is missing"),
         (
             '{"format": 1, "recipe": "a.py", "config": {}, "plan": {}}',
-            "lock.json: this plan was written by another version of hflow, which stores other rows (Key",
+            "lock.json: this plan was written by another version of hflow",
         ),
     ],
 )
@@ -234,10 +234,10 @@ def test_a_run_directory_can_replace_a_plan_file(checkout: Path):
     run.mkdir(parents=True)
     lock().rename(run / "plan.json")
     assert launch.compile_plan_file(run).config.steps == 7
-    with pytest.raises(ConfigError, match=r"^runs/small is not a run's directory: it has no plan\.json$"):
+    with pytest.raises(ConfigError, match="runs/small is not a run's directory"):
         launch.compile_plan_file("runs/small")
     Path("runs/small/latest").symlink_to(run.name)
-    with pytest.raises(ConfigError, match=r"; the newest run in it is runs/small/latest$"):
+    with pytest.raises(ConfigError, match="runs/small/latest"):
         launch.compile_plan_file("runs/small")
 
 
@@ -252,7 +252,5 @@ def test_files_runs_and_recipes_are_compared(checkout: Path):
 
 def test_overrides_without_a_recipe_are_refused(checkout: Path):
     file = str(lock())
-    with pytest.raises(
-        HflowError, match=r"^steps=3 has no effect: neither 'lock\.json' nor 'lock\.json' is a"
-    ):
+    with pytest.raises(HflowError, match="steps=3 has no effect"):
         launch.compare_plans(file, file, ["steps=3"])

@@ -38,7 +38,7 @@ def single(**rules: Any) -> Schedule:
     )
 
 
-def told(script: Script, *words: str) -> list[str]:
+def spelled(script: Script, *words: str) -> list[str]:
     return [line for line in script.trace if line.startswith(words)]
 
 
@@ -48,7 +48,7 @@ def test_nodes_of_the_next_step_overlap_the_writers_of_this_one():
     nodes = [batch("ref", "r", reads=("ref",)), batch("train", "g", "ref", writes=("actor",))]
     script = Script(schedule([generated()], nodes, max_staleness=2, num_steps=4), hold={"train"})
     script.run()
-    assert told(script, "form", "ref", "train") == [
+    assert spelled(script, "form", "ref", "train") == [
         "form gen 0: 0 1",
         "ref 0",
         "train 0",
@@ -57,17 +57,17 @@ def test_nodes_of_the_next_step_overlap_the_writers_of_this_one():
     ]
     released = script.release("train 0")
     assert released[:4] == ["form gen 2: 4 5", "step 0", f"publish {ENGINE} 1", "ref 2"]
-    assert told(script, "train") == ["train 0", "train 1"]
+    assert spelled(script, "train") == ["train 0", "train 1"]
 
 
 def test_the_oldest_groups_go_first():
     """Group 1 takes long; it is bound as soon as it is accepted, before younger ones that were ready."""
     script = Script(single(max_staleness=3), hold={"gen#1", "train 1"})
     script.run()
-    assert told(script, "form") == ["form gen 0: 0 2", "form gen 1: 3 4"]
+    assert spelled(script, "form") == ["form gen 0: 0 2", "form gen 1: 3 4"]
     script.release("gen#1")
     script.release("train 1")
-    assert told(script, "form")[2] == "form gen 2: 1 5"
+    assert spelled(script, "form")[2] == "form gen 2: 1 5"
 
 
 # ------------------------------------------------------------------------- interruption
@@ -75,18 +75,18 @@ def test_a_transfer_interrupts_and_finished_members_are_kept():
     """Sample 5 is interrupted; sample 4 of its group is not generated again."""
     script = Script(grpo(shared=False, max_staleness=2, num_steps=4), hold={"gen#5", "actor_train 1"})
     script.run()
-    assert told(script, "sleep", "wake") == [f"wake {ENGINE} 0", f"sleep {ENGINE}", f"wake {ENGINE} 1"]
+    assert spelled(script, "sleep", "wake") == [f"wake {ENGINE} 0", f"sleep {ENGINE}", f"wake {ENGINE} 1"]
     assert script.release("gen#5") == ["score 5", "advantage 2"]
     assert "form gen 2: 2 5" in script.release("actor_train 1")
-    assert len(told(script, "open gen 2")) == len(told(script, "score 4")) == 1
+    assert len(spelled(script, "open gen 2")) == len(spelled(script, "score 4")) == 1
     assert script.trace[-1] == "done"
 
 
 def test_without_interruption_the_engine_finishes_before_it_loads():
     script = Script(single(max_staleness=1, interrupt=False), hold={"gen#3"})
     script.run()
-    assert told(script, "publish", "sleep") == [f"publish {ENGINE} 0", f"publish {ENGINE} 1"]
-    assert told(script, "open")[-1] == "open gen 3", "what drains gets nothing new"
+    assert spelled(script, "publish", "sleep") == [f"publish {ENGINE} 0", f"publish {ENGINE} 1"]
+    assert spelled(script, "open")[-1] == "open gen 3", "what drains gets nothing new"
     assert script.release("gen#3")[:5] == [
         "form gen 1: 2 3",
         "train 1",
@@ -100,8 +100,8 @@ def test_without_interruption_the_engine_finishes_before_it_loads():
 def test_a_full_queue_pauses_generation_and_drops_its_oldest():
     script = Script(single(max_staleness=3, queue=2), hold={"train 0", "gen#4"})
     script.run()
-    assert told(script, "open")[-1] == "open gen 7"
-    assert told(script, "refuse") == [f"refuse {key} gen queue_full" for key in (2, 3, 5)]
+    assert spelled(script, "open")[-1] == "open gen 7"
+    assert spelled(script, "refuse") == [f"refuse {key} gen queue_full" for key in (2, 3, 5)]
     assert script.release("gen#4") == ["refuse 4 gen queue_full"]
     assert script.release("train 0")[:3] == ["step 0", f"publish {ENGINE} 1", "form gen 1: 6 7"]
 
@@ -110,7 +110,7 @@ def test_a_smaller_age_limit_admits_less():
     """What would be too old when its turn comes is not generated."""
     script = Script(single(max_staleness=5, drop_older_than=1), hold={"train"})
     script.run()
-    assert told(script, "open")[-1] == "open gen 3"
+    assert spelled(script, "open")[-1] == "open gen 3"
 
 
 def test_a_skipped_update_counts_as_a_step():
@@ -121,8 +121,8 @@ def test_a_skipped_update_counts_as_a_step():
     ]
     script = Script(schedule([generated(size=1)], nodes, max_staleness=1, num_steps=4))
     assert script.run()[-1] == "done"
-    assert told(script, "wake") == [f"wake {ENGINE} {version}" for version in range(4)]
-    assert told(script, "actor_train") == ["actor_train 2", "actor_train 3"]
+    assert spelled(script, "wake") == [f"wake {ENGINE} {version}" for version in range(4)]
+    assert spelled(script, "actor_train") == ["actor_train 2", "actor_train 3"]
 
 
 # --------------------------------------------------------------------------- certificate
