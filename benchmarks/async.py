@@ -1,17 +1,17 @@
-"""Throughput of asynchronous runs beside the limit, with a real engine and a real trainer on one core each.
+"""Throughput of asynchronous runs against the limit, with a real engine and a real trainer on one core each.
 
     python benchmarks/async.py
 
-`recipes/grpo_async.py` over Ray, with random weights that learn nothing: the lengths of responses are
-geometric, a long tail. No schedule is faster than the longer of generation alone (a run whose trainer never
-fires, the engine's slots always full) and training alone (busy seconds of the synchronous run). Both are
-measured on a machine that does nothing else, and beside a process that does the other's work on the other
-core and knows nothing of the run (`neighbour.py`): cores share caches and memory, whoever works on them.
-Beside each run stands what the simulator makes of the same schedule with the measured seconds and lengths.
-The machine's two cores carry the controller and Ray too; the controller's share of a core is told.
+Runs `recipes/grpo_async.py` over Ray with random weights: the lengths of responses are geometric, with
+a long tail. No schedule is faster than the longer of generation alone (a run whose trainer never fires, the
+engine's slots always full) and training alone (busy seconds of the synchronous run). Both are measured twice:
+on an idle machine, and with an independent process on the other core that does the other part's work
+(`neighbour.py`), because cores share caches and memory.
+Each run is listed with the simulator's result for the same schedule, measured seconds and lengths.
+The controller and Ray also run on the two cores; the controller's share of a core is reported.
 
-`busier_share` is that part of a step in which the busier of engine and trainer worked: what the schedule
-leaves of the limit as both were in this very run, whatever else the machine did.
+`busier_share` is the share of a step in which the busier of engine and trainer worked. It shows how close the
+schedule comes to the limit under the conditions of this very run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Kind = tuple[int | str, bool]
 """`max_staleness` (or `ALONE`), and `interrupt`."""
 TRAINER_CORE, ENGINE_CORE = 0, 1
 MEAN_TOKENS = 32
-"""Of a response: random weights end it with one of 32 tokens."""
+"""Mean length of a response: random weights end it with one of 32 tokens."""
 
 
 def overrides(args: argparse.Namespace, kind: Kind, out: str) -> list[str]:
@@ -89,7 +89,7 @@ def overrides(args: argparse.Namespace, kind: Kind, out: str) -> list[str]:
 
 
 def measure(args: argparse.Namespace, kind: Kind, processes: RayActors) -> dict[str, Any]:
-    """Means over the steps after the first few."""
+    """Return means over the steps after the first few."""
     with tempfile.TemporaryDirectory() as out:
         compiled = compile_recipe(RECIPE, overrides(args, kind, out))
         cpu, begin = time.process_time(), time.monotonic()
@@ -132,14 +132,14 @@ def measure(args: argparse.Namespace, kind: Kind, processes: RayActors) -> dict[
 
 
 def _lengths(ledger: Path) -> list[int]:
-    """Generated tokens of the samples, in the order of their ids."""
+    """Return the number of generated tokens of each sample, in the order of their ids."""
     with closing(sqlite3.connect(ledger)) as database:
         found = database.execute("SELECT tokens FROM finished WHERE stream = 0 ORDER BY sample").fetchall()
     return [tokens for (tokens,) in found]
 
 
 def planned(args: argparse.Namespace, kind: Kind) -> float:
-    """Seconds a step by the plan, which knows nothing of this machine but what `configs/hardware` says."""
+    """Return the seconds per step that the plan estimates from `configs/hardware`."""
     forecast = launch.plan(RECIPE, overrides(args, kind, "runs")).forecast
     assert forecast is not None
     assert forecast.period is not None
@@ -147,7 +147,7 @@ def planned(args: argparse.Namespace, kind: Kind) -> float:
 
 
 def simulated(args: argparse.Namespace, kind: Kind, alone: dict[str, float], lengths: list[int]) -> float:
-    """Seconds a step of the same schedule on a virtual clock, with measured seconds and lengths."""
+    """Simulate the schedule with measured seconds and lengths; return the seconds per step."""
     plan = launch.plan(RECIPE, overrides(args, kind, "runs"))
     schedule = replace(trained_part(plan.schedule), num_steps=64)
     source = schedule.streams[0].source
@@ -224,8 +224,8 @@ def main() -> None:
             print(beside, flush=True)
             for kind in kinds:
                 runs.append(measure(args, kind, processes))
-                told = {name: value for name, value in runs[-1].items() if name != "lengths"}
-                print(json.dumps(told), flush=True)
+                shown = {name: value for name, value in runs[-1].items() if name != "lengths"}
+                print(json.dumps(shown), flush=True)
     finally:
         asyncio.run(processes.close())
     found = summarise(args, kinds, runs, {name: statistics.median(x) for name, x in beside.items()})

@@ -1,8 +1,8 @@
-"""How long engines apart sleep for new weights while the trainer's device is busy, and what a step takes.
+"""How long separate engines sleep for new weights while the trainer's device is busy, and seconds per step.
 
     python benchmarks/async_weights.py [--pause 0.6] [--label after]
 
-`benchmarks/recipes/async_pause.py`: a batch node takes the trainer's device for a time at the start of each
+`benchmarks/recipes/async_pause.py`: a batch node takes the trainer's device at the start of each
 step. Another version of hflow is measured with its directory in PYTHONPATH.
 """
 

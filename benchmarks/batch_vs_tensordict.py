@@ -1,4 +1,4 @@
-"""Selecting and joining samples: `Batch` (packed numpy) beside a TensorDict of jagged tensors.
+"""Selecting and joining samples: `Batch` (packed numpy) against a TensorDict of jagged tensors.
 
 python benchmarks/batch_vs_tensordict.py        (needs `tensordict`)
 """

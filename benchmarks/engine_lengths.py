@@ -1,10 +1,10 @@
-"""What attention over bands of like lengths is worth to the embedded engine, on one core, A B A B.
+"""Speed-up of the embedded engine by attention over bands of similar lengths, on one core, A B A B.
 
     python benchmarks/engine_lengths.py
 
-Slots are always full, a new prompt entering where a sequence ended, as in a run that runs ahead; responses
-are geometric and cut off, so that lengths have a tail. Beside the engine as it is runs the same one with all
-sequences in one band, which attends over the longest of them: what it did before it arranged its slots.
+Slots are always full: a new prompt enters where a sequence ended, as in an asynchronous run. Responses are
+geometric and truncated, so that lengths have a tail. The baseline is the same engine with all sequences in
+one band, where attention covers the longest of them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PROMPT = 7
 
 @contextmanager
 def one_band() -> Iterator[None]:
-    """Let all sequences be of one band."""
+    """Put all sequences into one band."""
     whole = mock.patch("hflow.backends.embedded_engine.cache._band", np.zeros_like)
     with whole, mock.patch("hflow.backends.embedded_engine.engine.outgrows_band", return_value=False):
         yield
 
 
 def tokens_per_second(args: argparse.Namespace, mean: int) -> float:
-    """Of steps after the slots have come apart."""
+    """Measure steps after the lengths in the slots have diverged."""
     longest = 5 * mean
     sizes = architecture(args.layers, args.hidden, longest + 16)
     options = {"max_running": args.slots, "max_model_len": longest + 16}

@@ -1,4 +1,4 @@
-"""Tokens a second of the embedded engine beside vLLM's CPU build; one thread each, A B A B.
+"""Tokens per second of the embedded engine against vLLM's CPU build; one thread each, A B A B.
 
 python benchmarks/engine_vs_vllm.py --peer .venv-peers/bin/python
 """

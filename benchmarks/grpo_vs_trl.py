@@ -1,4 +1,4 @@
-"""Samples a second of recipes/grpo.py beside TRL's GRPOTrainer; whole runs, A B A B.
+"""Samples per second of recipes/grpo.py against TRL's GRPOTrainer; whole runs, A B A B.
 
 python benchmarks/grpo_vs_trl.py --peer .venv-peers/bin/python --model CHECKPOINT
 """
@@ -21,7 +21,7 @@ WARMUP = 3
 
 
 def hflow_run(model: str, steps: int, extra: list[str]) -> dict[str, Any]:
-    """One run of the recipe; the median step after the warm-up, evaluations switched off."""
+    """Run the recipe without evaluations; return the median step after the warm-up."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "hflow", "run", str(HERE.parent / "recipes" / "grpo.py")]
         command += [f"models.actor.path={model}", f"steps={steps}", f"out={out}", "save_every=100000"]

@@ -1,6 +1,6 @@
 """Interleaved measurements of child processes, and dated result files.
 
-Two programs are compared A B A B …, so that a machine whose speed drifts treats both alike;
+Two programs are compared A B A B …, so that a drift of the machine's speed affects both;
 medians are reported, and the ratio is taken pair by pair. A child is a script that prints one
 JSON object a measurement: either once at its end, or once for every line that it is sent.
 """
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Server:
-    """A child that stays up and measures once for every line it is sent."""
+    """A child process that measures once for every line on its stdin."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self._child = subprocess.Popen(
@@ -67,7 +67,7 @@ def run_once(command: Sequence[str], env: Mapping[str, str] | None = None) -> di
 def interleave(
     measures: Mapping[str, Callable[[], dict[str, Any]]], rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Measure each in turn, `rounds` times."""
+    """Run all measurements in turn, `rounds` times."""
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in measures}
     for _ in range(rounds):
         for name, measure in measures.items():
@@ -76,7 +76,7 @@ def interleave(
 
 
 def compare(rows: Mapping[str, list[dict[str, Any]]], figure: str, base: str) -> dict[str, Any]:
-    """Median, minimum and maximum of a figure, and the pairwise ratio of each to `base`."""
+    """Return median, minimum and maximum of a figure, and the pairwise ratio of each to `base`."""
     found: dict[str, Any] = {}
     for name, measured in rows.items():
         values = [row[figure] for row in measured]
@@ -91,7 +91,7 @@ def compare(rows: Mapping[str, list[dict[str, Any]]], figure: str, base: str) ->
 
 
 def numbers(args: argparse.Namespace) -> dict[str, int]:
-    """The arguments that say what was measured; paths of one machine are left out."""
+    """Return the arguments that describe the measurement, without paths of this machine."""
     return {name: value for name, value in vars(args).items() if isinstance(value, int)}
 
 

@@ -1,10 +1,10 @@
-"""What keeping the ledger costs the loop that runs everything, at 10,000 samples a second.
+"""Cost of the ledger for the controller's event loop, at 10,000 samples per second.
 
     python benchmarks/ledger.py
 
-A loop notes whole lives of samples through what the executor calls: groups of eight, two segments a
-sample, a reward, a group node, batches of 512. Between its notes it does Python work of its own, as a
-controller does, so that the writer has to fight for the interpreter lock. CPU seconds of the loop's thread
+A loop records samples with the calls of the executor: groups of eight, two segments per sample, a reward, a
+group node, batches of 512. Between these calls it does other Python work, as a controller does, so that the
+writer thread competes for the interpreter lock. CPU seconds of the loop's thread
 are compared with those of the same loop without a ledger; `rows` inserts row by row.
 """
 

@@ -10,7 +10,7 @@ stages, gloo) load it as a frozen language model, then save it in HF layout. For
   (the page cache's own, one copy for all ranks, given up when memory is short).
 - `private`: the same without file-backed pages, which is what a rank needs; sampled every millisecond.
 
-Beside them: the bytes of the rank's shard, and of the whole model in its own dtype and in that of exports.
+For comparison: the bytes of the rank's shard, and of the whole model in its own dtype and in that of exports.
 With MALLOC_MMAP_THRESHOLD_ every tensor is a mapping of its own, so that resident bytes are live bytes.
 """
 

@@ -1,10 +1,10 @@
-"""Logits of the megatron backend beside those of transformers: model families in layouts of 1, 2 and 4 ranks.
+"""Logits of the megatron backend and of transformers: model families in layouts of 1, 2 and 4 ranks.
 
 python benchmarks/megatron_logits.py
 
 Each family is a random fp32 checkpoint whose every weight, biases and norms too, is off its initial value.
 Random sequences are packed for megatron; transformers computes them one by one, without packing and without
-hflow. Ranks are processes that talk over gloo. What is reported is the largest absolute difference.
+hflow. Ranks are processes that communicate over gloo. The largest absolute difference is reported.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The planner's memory model beside the real peak of the torch backend and the embedded engine.
+"""The planner's memory model against the real peak of the torch backend and the embedded engine.
 
 python benchmarks/memory_model.py [--only TEXT]
 
-Each case runs in fresh processes, one for each rank. What is measured is the high-water mark of a process's
-resident memory over the second to fourth step (what the machine had to give, libraries' scratch included),
-less what it held before the model was built. glibc would keep freed pieces of its heap, so that peaks would
+Each case runs in fresh processes, one for each rank. Measured is the high-water mark of a process's
+resident memory over the second to fourth step (scratch memory of libraries included), less what it held
+before the model was built. glibc would keep freed pieces of its heap, so that peaks would
 depend on what ran before: with MALLOC_MMAP_THRESHOLD_ every tensor is a mapping of its own, and resident
-bytes are live bytes. The column `glibc` is the same without that setting: what fragments come on top.
+bytes are live bytes. The column `glibc` is measured without that setting, and so includes fragmentation.
 """
 
 from __future__ import annotations

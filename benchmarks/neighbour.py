@@ -1,7 +1,7 @@
-"""A process that keeps one core busy until it is ended: what the other core's work feels of a busy machine.
+"""A process that keeps one core busy until it is ended, to measure work on the other core of a busy machine.
 
-Cores share caches and memory, so that two programs that know nothing of each other slow each other down. What
-a run on both reaches is to be compared with what each part reaches beside the other's work, too.
+Cores share caches and memory, so that two independent programs slow each other down. A run on both cores
+is therefore also compared with each of its parts while the other core is busy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_SEQUENCES, NUM_TOKENS, MOST_TOKENS = 64, 48, 160
 
 @contextmanager
 def busy(core: int, work: Work, layers: int, hidden: int) -> Iterator[None]:
-    """Keep a core busy, whenever nobody else wants it, with a model of these sizes."""
+    """Keep a core busy at low priority, with a model of these sizes."""
     command = [sys.executable, __file__, str(core), work, str(layers), str(hidden)]
     started = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
@@ -33,14 +33,14 @@ def busy(core: int, work: Work, layers: int, hidden: int) -> Iterator[None]:
 
 
 def architecture(layers: int, hidden: int, num_positions: int = 2 * MOST_TOKENS) -> dict[str, Any]:
-    """A random Qwen2 with a vocabulary of 32."""
+    """Return a random Qwen2 with a vocabulary of 32."""
     sizes = {"vocab_size": 32, "hidden_size": hidden, "intermediate_size": 4 * hidden}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": layers}
     return {"model_type": "qwen2", **sizes, **heads, "max_position_embeddings": num_positions}
 
 
 def train(layers: int, hidden: int) -> Iterator[None]:
-    """Forward and backward passes."""
+    """Run forward and backward passes."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -54,7 +54,7 @@ def train(layers: int, hidden: int) -> Iterator[None]:
 
 
 def generate(layers: int, hidden: int) -> Iterator[None]:
-    """Steps of an engine whose slots are full."""
+    """Run steps of an engine whose slots are full."""
     from hflow.backends.embedded_engine.engine import EmbeddedEngine
     from hflow.backends.interface import ModelSettings, SamplingParams
 

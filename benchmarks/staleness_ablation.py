@@ -1,11 +1,11 @@
-"""Accuracy by staleness and loss: GRPO on samples that really are as old as the schedule lets them be.
+"""Accuracy by staleness and loss: GRPO on samples that are as stale as the schedule allows.
 
     python benchmarks/staleness_ablation.py                          # 36 runs, three at a time
     python benchmarks/staleness_ablation.py --draw results/FILE.json   # only the picture
 
-Every seed has a supervised start of its own. Naive is PPO's clipping around the stale log-probs of those that
-drew the tokens (`prox=none`); decoupled clips around the step's weights and weighs by prox / behav
-(`prox=recompute`). Nothing else differs.
+Every seed starts from a supervised checkpoint of its own. Naive: PPO's clipping around stale log-probs of the
+weights that generated the tokens (`prox=none`). Decoupled clips around the step's weights and weighs by
+prox / behav (`prox=recompute`). Nothing else differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECONDS_AHEAD = 1.0
 
 
 def run(recipe: str, *overrides: str) -> list[dict[str, Any]]:
-    """Run a recipe; the rows of its metrics."""
+    """Run a recipe; return the rows of its metrics."""
     out = next(o for o in overrides if o.startswith("out=")).removeprefix("out=")
     directory = Path(out) / Path(recipe).stem / "latest"
     if not (directory / "summary.json").exists():
@@ -75,7 +75,7 @@ def measure(
 
 
 def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and range over seeds of each cell."""
+    """Return mean and range over seeds of each cell."""
     cells = sorted({(run["max_staleness"], run["loss"]) for run in runs})
     table = []
     for staleness, loss in cells:

@@ -1,12 +1,12 @@
 """`VirtualWorkers`: workers that only wait, so that the real controller can be measured alone.
 
-Every engine has slots; a sample takes one for its drawn seconds, gives it up when the engine sleeps, and goes
-on with what is left. Bodies of samples, batch nodes and transfers of weights take their seconds, and do
-nothing. What is due happens at its own moment, whenever the event loop gets to it: a controller that is late
-does not slow the devices down, as in a real run. Events wait for each other as in a worker's `Mailbox`.
+Every engine has slots. A sample takes one for its drawn seconds, gives it up when the engine sleeps, and
+resumes with the remaining seconds. Bodies of samples, batch nodes and transfers of weights take their seconds
+and do nothing. Events keep their own times even if the event loop handles them late: as in a real run, a slow
+controller does not slow the devices down. Events wait for each other as in a worker's `Mailbox`.
 
-Time is that of the event loop. `ControllerTime` is a loop on which the controller's CPU seconds pass, and
-waits at once: what is found with it does not depend on what else the machine does.
+Time is that of the event loop. On a `ControllerTime` loop only the controller's CPU seconds pass and waiting
+takes no time, so that results do not depend on other load of the machine.
 """
 
 from __future__ import annotations

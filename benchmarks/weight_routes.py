@@ -1,10 +1,10 @@
-"""Waking two engines on new weights: slices by the plan's rows, beside whole tensors that are gathered first.
+"""Time to load new weights into two engines: slices by the plan's rows, against gathered whole tensors.
 
     python benchmarks/weight_routes.py
 
-Four Ray workers: a model is sharded over two (FSDP2), the two others have an engine each. By rows each
-trainer sends its own half, once for both engines, and no collective runs; whole, all tensors are gathered
-by collectives and one worker sends them. Both move the same bytes to the engines.
+Four Ray workers: a model is sharded over two (FSDP2), the two others have an engine each. By rows, each
+trainer sends its own half once for both engines, without a collective. Whole, collectives gather all tensors
+and one worker sends them. Both move the same bytes to the engines.
 """
 
 from __future__ import annotations

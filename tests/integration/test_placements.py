@@ -1,4 +1,4 @@
-"""PPO runs where configuration says: models apart, in pairs or all together, each in a layout of its own.
+"""PPO in all placements: separate, paired or colocated models, each with its own layout.
 
 The recipe is the same file each time; losses and weights are those of one process on one device.
 """

@@ -1,4 +1,4 @@
-"""Engines that go on while the run trains, and what is promised of staleness; 0 is the synchronous run."""
+"""Asynchronous runs keep their staleness bound; with staleness 0 they equal the synchronous run."""
 
 from __future__ import annotations
 

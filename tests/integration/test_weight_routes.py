@@ -1,4 +1,4 @@
-"""Weight routes over real processes: what engines hold is what was trained, and only planned bytes move."""
+"""Weight routes over real processes: engines hold the trained weights, and only planned bytes move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds what, while batches of two steps are under way."""
+"""Which workers hold which fields while batches of two steps are in use."""
 
 from __future__ import annotations
 

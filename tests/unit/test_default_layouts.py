@@ -1,4 +1,4 @@
-"""Layouts that nobody asked for: the fewest cuts with which everything fits, and why."""
+"""Default layouts: the fewest cuts with which everything fits, and the stated reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that would better be on another engine."""
+"""Placement of groups on engines, and moves to less loaded engines."""
 
 import plan_graphs as graphs
 import pytest

@@ -1,4 +1,4 @@
-"""What of a run's numbers is handed to the display."""
+"""Metrics that a run passes to the display."""
 
 from __future__ import annotations
 

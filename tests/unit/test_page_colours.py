@@ -1,4 +1,4 @@
-"""The page's colours: told apart by colour-blind readers, and texts with enough contrast, in both themes."""
+"""Colours of the page: distinguishable with colour blindness, enough contrast of texts, in both themes."""
 
 from __future__ import annotations
 

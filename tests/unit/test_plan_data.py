@@ -1,4 +1,4 @@
-"""Who gets which samples, which bytes move for it, and how little could have moved."""
+"""Assignment of samples to ranks, the bytes that move, and the lower bound on them."""
 
 import random
 from collections import Counter

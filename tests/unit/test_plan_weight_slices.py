@@ -1,4 +1,4 @@
-"""Who sends which slices to whom: every receiver gets every entry of every tensor exactly once."""
+"""Weight slices between workers: every receiver gets every entry of every tensor exactly once."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What workers report of a sample: runs of versions, and one number."""
+"""What workers report about a sample: the versions of its tokens, and one number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that a group shares are computed once, and nothing changes but the number of rows."""
+"""Prompts that a group shares are computed once, with unchanged results."""
 
 from __future__ import annotations
 

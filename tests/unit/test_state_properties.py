@@ -1,4 +1,4 @@
-"""Whatever the schedule and the order of events, a run keeps its promises."""
+"""For every schedule and order of events, a run keeps its guarantees."""
 
 from __future__ import annotations
 

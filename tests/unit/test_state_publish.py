@@ -1,4 +1,4 @@
-"""Weights of engines apart: what is published when, who waits for it, and what does not."""
+"""Publishing weights to separate engines: when it happens, and which nodes wait for it."""
 
 from __future__ import annotations
 

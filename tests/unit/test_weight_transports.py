@@ -1,4 +1,4 @@
-"""Ways of weights between processes: what is taken is what was put, and nothing is left."""
+"""Transports of weights between processes: received values equal sent ones, and nothing is left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's process finds in its environment, and in its actor's options."""
+"""Environment variables of worker processes, and the options of their actors."""
 
 from __future__ import annotations
 
