@@ -9,8 +9,7 @@ import typer
 
 from hflow import launch
 from hflow.errors import ConfigError
-from hflow.report.sample_history_text import render_story
-from hflow.report.samples_text import as_csv, render_samples
+from hflow.report.ledger_text import as_csv, render_samples, render_story
 from hflow.terminal import print_text, show
 
 LIMIT = 20

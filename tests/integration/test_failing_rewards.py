@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from runs import TINY, run, steps_of
 
-from hflow.report.sample_history_text import render_story
+from hflow.report.ledger_text import render_story
 from hflow.report.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select

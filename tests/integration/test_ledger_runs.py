@@ -15,7 +15,7 @@ from rich.console import Console
 from runs import ROOT, TINY, run, steps_of
 
 from hflow.errors import RunError
-from hflow.report.sample_history_text import render_story
+from hflow.report.ledger_text import render_story
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.metrics_log import read_metrics
 from hflow.runtime.ledger import audit

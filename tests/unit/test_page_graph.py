@@ -14,12 +14,18 @@ from plan_graphs import request
 from hflow.dsl.load import load_recipe
 from hflow.graph.build import build_graph
 from hflow.planner.compile import compile_plan
+from hflow.report.page.cards import VERBS, outline
 from hflow.report.page.edges import arrows
+from hflow.report.page.graph_layout import (
+    Pull,
+    curve,
+    make_chain,
+    num_crossings,
+    order_columns,
+    place_tops,
+    rounded,
+)
 from hflow.report.page.graph_view import GraphView, NodeView, graph_view
-from hflow.report.page.layered import make_chain, num_crossings, order_columns
-from hflow.report.page.places import Pull, place_tops
-from hflow.report.page.shapes import VERBS, outline
-from hflow.report.page.wires import curve, rounded
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(ROOT.glob("recipes/*.py")) + sorted(ROOT.glob("tests/graphs/good/*.py"))

@@ -21,12 +21,11 @@ from hflow.planner.workload import Workload
 from hflow.report.memory_classes import device_classes
 from hflow.report.plan_text import render_plan
 from hflow.report.plan_text.assumptions import lengths_text
-from hflow.report.plan_text.devices import devices_section
+from hflow.report.plan_text.devices import devices_section, marks_of
 from hflow.report.plan_text.gantt import gantt
 from hflow.report.plan_text.graph import cadence, describe_edge
 from hflow.report.plan_text.header import cluster_line, cycle_line
 from hflow.report.plan_text.memory import memory_bar
-from hflow.report.plan_text.replicas import marks_of
 
 ROOT = Path(__file__).parents[2]
 GOOD = sorted((ROOT / "tests" / "graphs" / "good").glob("*.py"))

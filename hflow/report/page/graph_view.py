@@ -11,12 +11,18 @@ from dataclasses import dataclass
 
 from hflow.graph.render import stages
 from hflow.planner.ir import Plan
-from hflow.report.page.cards import LINE, Card, CardRow, make_card
+from hflow.report.page.cards import LINE, VERBS, Card, CardRow, make_card, outline
 from hflow.report.page.edges import Arrow, arrows
-from hflow.report.page.layered import make_chain, order_columns
-from hflow.report.page.places import MARGIN_Y, Chains, Places, find_places, leads_back
-from hflow.report.page.shapes import VERBS, outline
-from hflow.report.page.wires import wire
+from hflow.report.page.graph_layout import (
+    MARGIN_Y,
+    Chains,
+    Places,
+    find_places,
+    leads_back,
+    make_chain,
+    order_columns,
+    wire,
+)
 
 BASELINE = 11
 """Baseline of a row's text, relative to the row's top."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.model_shape import num_parameters
 from hflow.report.formatting import TIMES, bytes_text, parameters_text, range_text, seconds_text
-from hflow.report.page.edge_details import Listing, route_listing
-from hflow.report.page.node_details import TimeShare, time_parts
+from hflow.report.page.details import Listing, TimeShare, route_listing, time_parts
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from hflow.planner.ir import Plan
 from hflow.report.formatting import seconds_text
+from hflow.report.page.details import EdgeDetail, NodeDetail, edge_details, node_details
 from hflow.report.page.devices import DevicesView, devices_view, group_colours
-from hflow.report.page.edge_details import EdgeDetail, edge_details
 from hflow.report.page.edges import arrows
 from hflow.report.page.gantt import Gantt, gantt_view
 from hflow.report.page.graph_view import GraphView, graph_view
 from hflow.report.page.headline import Headline, headline
 from hflow.report.page.memory_view import MemoryView, memory_view
-from hflow.report.page.node_details import NodeDetail, node_details
 from hflow.report.page.tables import Tables, tables
 
 TERMS: tuple[tuple[str, str], ...] = (

@@ -1,4 +1,4 @@
-"""The sections on devices (machines as rows, devices as cells, marked with their replicas) and on turns.
+"""The sections on replicas, devices (machines as rows, devices as cells, marked with their replicas) and turns.
 
 A small cluster shows the coordinates of every device. In a large one, equal machines share a row.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 
 from rich.table import Table
 from rich.text import Text
@@ -14,10 +15,65 @@ from rich.text import Text
 from hflow.graph.ir import Level
 from hflow.planner.ir import DeviceGroup, Plan
 from hflow.planner.layout import Layout
+from hflow.planner.model_shape import num_parameters
 from hflow.planner.routing import rank_order
-from hflow.report.formatting import range_text
-from hflow.report.plan_text.replicas import group_colours, marks_of
-from hflow.report.plan_text.section import Section, add_row, table, text
+from hflow.report.formatting import parameters_text, range_text
+from hflow.report.plan_text.section import Section, add_row, dim, table, text
+
+REPLICAS_NOTE = (
+    "A replica is one copy of a model. Its layout cuts it: d ways over data, t ways inside tensors, p ways "
+    "into pipeline stages. A dp-head takes in the samples of its data rank and gives out the results."
+)
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+def replicas_section(plan: Plan, width: int) -> Section:
+    """Return a row for each replica, with its letter in the device grid."""
+    names = ("", "replica", "parameters", "backend", "layout", "group", "devices", "dp-heads")
+    shown = table(*map(text, names))
+    shapes, marks, colours = dict(plan.shapes), marks_of(plan), group_colours(plan)
+    for replica in plan.replicas:
+        colour = colours[replica.group]
+        size = num_parameters(shapes[replica.model]) if replica.model in shapes else None
+        add_row(
+            shown,
+            Text(marks[replica.name], f"bold {colour}"),
+            Text(replica.name, "bold"),
+            "unknown" if size is None else parameters_text(size),
+            replica.backend,
+            str(replica.layout),
+            Text(replica.group, colour),
+            range_text(replica.workers),
+            range_text(replica.heads),
+        )
+    return Section("Replicas", REPLICAS_NOTE, (shown, *_chosen(plan)))
+
+
+def _chosen(plan: Plan) -> list[Text]:
+    """Return why replicas have the layouts that the planner chose."""
+    whys = plan.forecast.layouts if plan.forecast is not None else ()
+    return [dim(f"{name} is {plan.replica(name).layout}: {why}.") for name, why in whys]
+
+
+def marks_of(plan: Plan) -> dict[str, str]:
+    """Return a letter per replica; replicas with equal layouts on the same devices share one."""
+    marks: dict[tuple[object, ...], str] = {}
+    found = {}
+    for replica in plan.replicas:
+        key = (replica.layout, rank_order(replica.role), replica.workers)
+        found[replica.name] = marks.setdefault(key, _mark(len(marks)))
+    return found
+
+
+def group_colours(plan: Plan) -> dict[str, str]:
+    """Return the colour of each device group."""
+    return {group.name: COLOURS[i % len(COLOURS)] for i, group in enumerate(plan.groups)}
+
+
+def _mark(i: int) -> str:
+    turn, letter = divmod(i, len(ascii_uppercase))
+    return ascii_uppercase[letter] + (str(turn) if turn else "")
+
 
 TURNS_NOTE = (
     "Replicas on the same devices take turns, in the same order in every step, so that all ranks start "

@@ -11,15 +11,13 @@ from rich.text import Text
 from hflow.planner.ir import Plan
 from hflow.report.plan_text.assumptions import assumptions_section
 from hflow.report.plan_text.data import data_section, routing_section
-from hflow.report.plan_text.devices import devices_section, turns_section
+from hflow.report.plan_text.devices import devices_section, replicas_section, turns_section
 from hflow.report.plan_text.graph import graph_section
 from hflow.report.plan_text.header import header
 from hflow.report.plan_text.memory import memory_section
-from hflow.report.plan_text.period import period_section
-from hflow.report.plan_text.replicas import replicas_section
 from hflow.report.plan_text.samples import samples_section
 from hflow.report.plan_text.section import WIDEST, Section, dim, shown
-from hflow.report.plan_text.times import times_section
+from hflow.report.plan_text.time import period_section, times_section
 from hflow.report.plan_text.weights import weights_section
 
 SECTIONS: Sequence[Callable[[Plan, int], Section]] = (
