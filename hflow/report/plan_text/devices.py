@@ -1,4 +1,4 @@
-"""The sections on replicas, devices (machines as rows, devices as cells, marked with their replicas) and turns.
+"""The sections on replicas, devices (machines as rows, devices as cells with their replicas) and turns.
 
 A small cluster shows the coordinates of every device. In a large one, equal machines share a row.
 """
