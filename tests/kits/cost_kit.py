@@ -56,7 +56,7 @@ def side(shape=SMALL, layout="d1", hardware=TOY, backend="torch", per_machine=8,
 
 
 def named(parts):
-    """Name -> seconds, without what takes no time."""
+    """Return name -> seconds, without entries of zero."""
     return {part.name: part.seconds for part in parts if part.seconds}
 
 

@@ -1,4 +1,4 @@
-"""Random schedules with fixed seconds, and the period that a simulated run of them settles to."""
+"""Random schedules with fixed durations, and the steady-state period of their simulated runs."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def settled_period(timed: Timed, expected: float) -> float:
     """Seconds a step of a simulated run in its steady state.
 
     Where the first steps do not show what is expected, which is rare, the run is given many more: it
-    settles slowly where two cycles are almost alike.
+    settles slowly where two cycles have almost the same ratio.
     """
     few = _repeating(timed.schedule, timed.seconds)
     if few is not None and abs(few - expected) <= 1e-9 * expected:

@@ -1,4 +1,4 @@
-"""Hand-made graphs for the planner's tests, wired as the design says, without the recipe language."""
+"""Hand-made graphs for the planner's tests, wired without the recipe language."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def grpo(group: int = 4, **options: object) -> Graph:
 
 
 def agent() -> Graph:
-    """A derived stream, a reward model per group, a per-sample total behind it, a `keep`."""
+    """A derived stream, a reward model per group, a per-sample total after it, a `keep`."""
     nodes = [
         (generate("agent", "actor", 8), "agent", ("prompt",)),
         (

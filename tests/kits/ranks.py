@@ -1,4 +1,4 @@
-"""Starts the ranks of a test quickly: what they import is imported once and then forked."""
+"""Starts the ranks of a test quickly: their imports happen once, in a server that is then forked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 
 def start(function: Callable[..., None], args: tuple[Any, ...], num_ranks: int, preload: str) -> None:
-    """Run `function(rank, *args)` in as many processes; returns when all have ended well.
+    """Run `function(rank, *args)` in `num_ranks` processes; return when all have succeeded.
 
     Args:
         function: of a module that is cheap to import.

@@ -1,4 +1,4 @@
-"""Helpers to run small recipes for real."""
+"""Runs of small recipes with real workers, and their metrics and weights."""
 
 from __future__ import annotations
 

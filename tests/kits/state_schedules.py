@@ -160,7 +160,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 @st.composite
 def staleness_rules(draw: st.DrawFn, batch: int) -> dict[str, Any]:
-    """How stale samples may get, and what becomes of those that are too old or too many."""
+    """Settings of staleness: its limit, and the rules for samples that are too old or too many."""
     every, age_rule = draw(st.integers(1, 3)), draw(st.sampled_from((True, True, False)))
     return {
         "max_staleness": draw(st.sampled_from((0, 0.25, 0.5, 1, 1.5, 2, 3))),

@@ -23,7 +23,7 @@ STATIC = (Schedule, ScheduledStream, ScheduleConfig, SampleDependencies)
 
 @dataclass
 class Space:
-    """What was found."""
+    """What an exploration found."""
 
     num_states: int = 0
     lags: Counter[int] = field(default_factory=Counter)

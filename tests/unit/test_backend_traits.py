@@ -1,4 +1,4 @@
-"""What the planner believes of training backends is what they do."""
+"""The planner's traits of training backends agree with the backends."""
 
 from __future__ import annotations
 

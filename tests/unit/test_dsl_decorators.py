@@ -1,4 +1,4 @@
-"""Decorators, `use`, and what becomes of them as values."""
+"""Decorators and `use`, and the specifications that they make."""
 
 from typing import Any, ClassVar, Literal
 

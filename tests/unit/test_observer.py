@@ -72,7 +72,7 @@ class Recorded(Display):
 def test_rewards_and_scores_are_shown(
     tmp_path: Path, recipe: str, metrics: dict[str, float], shown: dict[str, float]
 ) -> None:
-    """Whoever gives it: an episode, a body, a model that judges, on the stream itself or on one beside it."""
+    """By an episode, a body or a reward model, on the stream itself or on a derived one."""
     display = Recorded()
     with closing(MetricsLog(tmp_path / "metrics.jsonl", tmp_path)) as log:
         seen = RunObserver(plan(ROOT / recipe, []), log, Trace(), display)

@@ -37,7 +37,7 @@ def plan_of(name: str = "grpo", **changes: object) -> Plan:
 
 
 class Page(HTMLParser):
-    """What a test asks of an HTML page."""
+    """The parts of an HTML page that tests look at."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -146,15 +146,15 @@ def test_the_headline_has_the_main_figures():
     assert tiles["Bound by"].value == "actor_gen"
     assert tiles["Bound by"].note == "memory bandwidth"
     assert tiles["Staleness"].value == "on policy"
-    assert tiles["Peak memory"].note == "of 8 GiB, in actor_train"
-    assert top.verdict.startswith("It fits")
+    assert "actor_train" in tiles["Peak memory"].note
+    assert "It fits" in top.verdict
     assert top.cycle[0].node == "actor_gen"
     assert sum(link.percent for link in top.cycle) == pytest.approx(100, abs=0.1)
 
 
 def test_written_samples_have_no_staleness():
     tiles = {tile.label: tile for tile in page_view(plan_of("sft")).headline.tiles}
-    assert (tiles["Staleness"].value, tiles["Staleness"].note) == ("none", "no model makes the samples")
+    assert tiles["Staleness"].value == "none"
     late = page_view(plan_of(max_staleness=1, sync_every=2)).headline.tiles[-1]
     assert late.value == "≤ 3 versions", "(1 + 1) x 2 - 1"
 
@@ -165,7 +165,7 @@ def test_phases_that_do_not_fit_are_marked():
     Twice as much is 154, 98, 104 and 168.
     """
     plan = with_forecast(compile_plan(grpo(), request()), shrink=2)
-    assert page_view(plan).headline.verdict.startswith("It does not fit: actor_train needs")
+    assert page_view(plan).headline.verdict.startswith("It does not fit")
     view = memory_view(plan)
     assert view is not None
     assert [bar.phase for bar in view.classes[0].phases if bar.is_too_much] == [
@@ -226,7 +226,7 @@ def test_steps_that_differ_are_drawn_until_all_repeats():
     assert made.note == ""
     more = chart(Period(10, (), slots, (), num_steps=6))
     assert more.periods == ("period 1", "period 2", "period 3", "period 4")
-    assert more.note == "Steps differ; 2 more steps follow before all repeats."
+    assert "2 more steps" in more.note
 
 
 def test_an_engine_shares_its_group_s_lane():

@@ -87,7 +87,7 @@ def test_a_chain_runs_level():
 
 
 def test_two_that_want_one_place_share_it_out():
-    """Both want to be level with a; of height 20 and 10 apart they lie 15 above and 15 below it."""
+    """Both want to be level with a; of height 20 with a gap of 10, they are 15 above and 15 below it."""
     pulls = [Pull("a", "b", 10, 10), Pull("a", "c", 10, 10)]
     tops = place_tops([["a"], ["b", "c"]], dict.fromkeys("abc", 20), pulls, gap=10)
     assert tops["c"] - tops["b"] == pytest.approx(30)

@@ -139,7 +139,7 @@ def test_generating_while_samples_are_scored_is_only_faster(gen: float, score: f
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 3])
 @pytest.mark.parametrize("sync_every", [1, 2, 3])
 def test_the_period_of_stale_generation_is_that_of_the_run(shared: bool, max_staleness: int, sync_every: int):
-    """But for eta = 1 where an engine apart takes long to load: it does so in the midst of a batch."""
+    """Except for eta = 1 with a separate engine that loads slowly: it loads in the middle of a batch."""
     what = rollout(shared=shared, max_staleness=max_staleness, sync_every=sync_every)
     for gen, train, load in product((1.0, 4.0, 7.0), (2.0, 5.0), (0.0, 0.5, 3.0)):
         seconds = {"gen": gen, "train": train, ENGINE: load, PUBLISH: 0.25 if load else 0.0}

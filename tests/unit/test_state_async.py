@@ -1,4 +1,4 @@
-"""eta > 0 on well-known recipes: exact orders, drops, drains, and random runs that reach the certificate."""
+"""eta > 0 on well-known recipes: exact orders, drops, drains, and random runs that reach the bound."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_smaller_age_limit_admits_less():
 
 
 def test_a_skipped_update_counts_as_a_step():
-    """The critic warms up: the actor's version advances, and generation goes on under it."""
+    """The critic warms up: the actor's version advances, and generation continues with it."""
     nodes = [
         batch("critic_train", "c", writes=("critic",)),
         batch("actor_train", "a", writes=("actor",), after=2),
@@ -171,7 +171,7 @@ def test_fast_engines_reach_a_smaller_age_limit(drop_older_than: int):
 
 
 def most_lag(what: Schedule) -> int:
-    """Each train node waits until nothing else can go on."""
+    """Each train node waits until nothing else can proceed."""
     script = Script(what, hold={"train"})
     script.run()
     lags = [0]

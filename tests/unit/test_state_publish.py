@@ -46,7 +46,7 @@ def test_the_engine_continues_until_its_weights_are_published():
 
 
 def test_no_node_waits_for_an_engine_that_loads():
-    """But for the version after: one lies ready for an engine at most."""
+    """Except for the version after it: at most one published version is pending per engine."""
     script = Script(recomputed(), hold={f"wake {ENGINE} 1"})
     script.run()
     assert about(script.trace, "publish", "wake", "train") == [

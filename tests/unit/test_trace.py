@@ -1,3 +1,5 @@
+"""Traces of runs in the format of the trace viewer."""
+
 import json
 from pathlib import Path
 
