@@ -118,9 +118,7 @@ def _weights_loaded(
     }
     return WeightsLoaded(
         num_bytes=sum(update.num_bytes for update in loaded.values()),
-        sent_checksums=tuple(
-            (update.local_checksum + sent[worker]) % MODULUS for worker, update in loaded.items()
-        ),
+        sent_checksums=tuple(checksum % MODULUS for checksum in sent.values()),
         engine_checksums=tuple(update.engine_checksum for update in loaded.values()),
     )
 
