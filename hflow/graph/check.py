@@ -161,7 +161,7 @@ def check_cadence(graph: Graph, node: Node) -> None:
                 spec.where,
                 spec.name,
                 f"{producer.name} produces {read.field!r} {_cadence(producer)}, but it is read "
-                f"{_cadence(spec)}. Set every= and after= alike",
+                f"{_cadence(spec)}. Set the same every= and after= on both",
                 read.parameter,
             )
 
