@@ -1,6 +1,10 @@
-"""Which tests run where."""
+"""Settings of all tests, and which tests run where."""
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("hflow", deadline=None)  # a busy machine is not a failure
+settings.load_profile("hflow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

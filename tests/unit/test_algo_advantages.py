@@ -54,7 +54,7 @@ def naive_gae(reward, values, seqs, gamma, lam, bootstrap):
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
     gamma=st.sampled_from([0.0, 0.9, 1.0]),

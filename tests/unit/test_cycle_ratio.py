@@ -99,7 +99,7 @@ def all_ratios(num_vertices: int, arcs: list[Arc]) -> list[float]:
     return [cycle_ratio([arcs[v - num_vertices] for v in cycle if v >= num_vertices]) for cycle in cycles]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(graphs())
 def test_no_simple_cycle_is_slower(graph: tuple[int, list[Arc]]):
     state, ratios = steady_state(*graph), all_ratios(*graph)
@@ -111,7 +111,7 @@ def test_no_simple_cycle_is_slower(graph: tuple[int, list[Arc]]):
     assert all(before.dst == after.src for before, after in pairwise((*state.cycle, state.cycle[0])))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(graphs())
 def test_starts_keep_the_pace_and_none_could_be_earlier(graph: tuple[int, list[Arc]]):
     state = steady_state(*graph)

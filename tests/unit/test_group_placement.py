@@ -2,7 +2,7 @@
 
 import plan_graphs as graphs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_plan_traffic_estimate import planned
 
@@ -13,7 +13,6 @@ PLAN, _ = planned(graphs.grpo(group=SIZE), "cpu-1x4", batch=4)
 
 
 @given(st.lists(st.integers(0, SIZE), min_size=1, max_size=40), st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_groups_move_one_by_one_to_the_least_loaded_engine(finished, rng):
     placer = GroupPlacer(PLAN)
     load, home = dict.fromkeys(range(NUM_ENGINES), 0), {}

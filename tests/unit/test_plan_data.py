@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_graphs import cluster_of
 
@@ -176,7 +176,6 @@ def stores_of(holders, tokens):
 
 
 @given(batches(), st.integers(1, 3))
-@settings(deadline=None)
 def test_replaying_the_moves_gives_every_rank_what_it_reads(batch, num_minibatches):
     edge, groups, tokens, holders = batch
     cut = BatchCut(num_minibatches, 1, edge.by_group)
@@ -203,7 +202,6 @@ def test_replaying_the_moves_gives_every_rank_what_it_reads(batch, num_minibatch
 
 
 @given(batches())
-@settings(deadline=None)
 def test_no_less_than_the_lower_bound_moves(batch):
     edge, groups, tokens, holders = batch
     assignment = shards(edge, None, groups, tokens, holders, seed=0, step=0)
@@ -272,7 +270,6 @@ def test_moves_are_classified_as_collectives():
 
 
 @given(batches())
-@settings(deadline=None)
 def test_every_move_is_in_exactly_one_step(batch):
     edge, groups, tokens, holders = batch
     assignment = shards(edge, None, groups, tokens, holders, seed=0, step=0)

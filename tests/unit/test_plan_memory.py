@@ -354,7 +354,7 @@ def test_groups_of_their_own_have_their_own_phases():
     assert named(phase(rows, "wake", 2).transient) == {"buckets": 4 * 64 * 128}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(["torch", "megatron"]),
     st.integers(1, 4),
@@ -377,7 +377,7 @@ def test_every_device_has_every_phase_once(backend, data, tensor, pipe, on_cpu):
     assert all(size > 0 for row in rows for _, size, _ in (*row.resident, *row.transient))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.booleans(),
     st.sampled_from(["fp32", "bf16"]),

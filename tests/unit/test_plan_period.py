@@ -16,7 +16,6 @@ from hflow.planner.period import steady_period
 from hflow.runtime.simulation.simulate import simulate
 
 SLOW = {
-    "deadline": None,
     "suppress_health_check": list(HealthCheck),
     "phases": (Phase.explicit, Phase.reuse, Phase.generate),  # a run that disagrees is long: no shrinking
 }

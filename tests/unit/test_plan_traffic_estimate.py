@@ -206,7 +206,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_the_estimate_equals_the_bytes_of_a_replay(case):
     plan, request, workload = case
     edges = estimate_traffic(plan, request, workload)
@@ -236,7 +236,6 @@ def test_a_full_engine_keeps_its_load_while_samples_wait():
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=60), st.integers(3, 40))
-@settings(deadline=None)
 def test_groups_go_where_the_dispatcher_sends_them(first, max_concurrent):
     rng = random.Random(0)  # no two samples end at the same moment
     responses = [10**10 * tokens + rng.randrange(10**10) for tokens in first for _ in range(3)]

@@ -23,7 +23,7 @@ def at(piece: WeightSlice):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_every_receiver_gets_every_entry_once(case):
     route = route_of(case.src, case.dst, case.shape, 2, case.machines)
     source, target = memories(case.shape, case.src), memories(case.shape, case.dst)
@@ -56,7 +56,7 @@ def test_every_receiver_gets_every_entry_once(case):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_all_workers_number_the_tensors_equally(case):
     route = route_of(case.src, case.dst, case.shape, 2, case.machines)
     places = {}

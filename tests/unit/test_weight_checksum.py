@@ -85,7 +85,7 @@ def plainly(name: str, tensor: torch.Tensor, step: int = 1) -> int:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), st.sampled_from(SHAPES), st.sampled_from(DTYPES))
 def test_parts_add_up_however_a_tensor_is_cut(
     data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype
@@ -95,7 +95,7 @@ def test_parts_add_up_however_a_tensor_is_cut(
     assert sum(parts) % MODULUS == tensor_checksum("w", tensor)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_parts_of_a_large_tensor_count_the_same_rows(data: st.DataObject):
     tensor = numbers(LARGE)
@@ -103,7 +103,7 @@ def test_parts_of_a_large_tensor_count_the_same_rows(data: st.DataObject):
     assert sum(parts) % MODULUS == tensor_checksum("w", tensor)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 199).map(lambda r: r * STEP), st.integers(0, 199), st.integers(0, 31))
 def test_any_bit_of_a_covered_row_counts(row: int, column: int, bit: int):
     words = numbers(LARGE).numpy().copy()
