@@ -35,9 +35,7 @@ def test_two_and_two_steps_are_four(checkpoint: Path, tmp_path: Path, backend: s
 
 def test_resuming_needs_a_saved_optimizer(checkpoint: Path, tmp_path: Path) -> None:
     resume = "models.actor.resume=true"
-    with pytest.raises(
-        ConfigError, match=r"models.actor.resume needs a checkpoint .*; set models.actor.path"
-    ):
+    with pytest.raises(ConfigError, match=r"models.actor.resume needs a checkpoint; set models.actor.path"):
         run("recipes/sft.py", tmp_path, *SFT, *OPTIM, resume)
     summary = run("recipes/sft.py", tmp_path, *SFT, *OPTIM, "steps=1", "models.actor.save_optimizer=false")
     bare = (summary.directory / "checkpoints" / "latest" / "actor").resolve()
