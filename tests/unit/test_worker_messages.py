@@ -10,10 +10,16 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from hflow.errors import RunError
+from hflow.planner.ir import Replica
+from hflow.planner.layout import Layout
+from hflow.workers.generation.engine_manager import EngineUpdate
 from hflow.workers.hangs.stack_probe import StackSnapshot
-from hflow.workers.interface import NodeTask
+from hflow.workers.interface import NodeTask, Span, WeightsLoaded
 from hflow.workers.messages import LANES, MESSAGES
+from hflow.workers.ray.ray_weights import _weights_loaded
 from hflow.workers.ray.ray_workers import RayWorkers
+from hflow.workers.weights.checksum import MODULUS
+from hflow.workers.weights.publisher import PublishReport
 from hflow.workers.worker import Worker
 
 TIMEOUT = 0.4
@@ -89,3 +95,11 @@ def test_all_messages_to_a_worker_that_died_waiting_name_the_missing_rank() -> N
 def test_the_death_of_an_idle_worker_is_reported() -> None:
     for error in errors("poll", "compute"):
         assert error.startswith("worker 0 died while idle")
+
+
+def test_what_an_engine_was_sent_is_what_senders_and_its_own_worker_count() -> None:
+    engine = Replica("actor@gen", "actor", "gen", "embedded", Layout(1), "gen", (4, 5), (4, 5))
+    reports = {worker: PublishReport({4: 10}, Span("publish", "weights", 0.0, 1.0)) for worker in (0, 1)}
+    updates = [EngineUpdate(8, MODULUS - 1, 19), EngineUpdate(0, 7, 7)]
+    loaded = _weights_loaded(engine, updates, reports)
+    assert loaded == WeightsLoaded(8, (19, 7), (19, 7))
