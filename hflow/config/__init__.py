@@ -3,9 +3,8 @@
 Imports neither torch nor ray.
 """
 
-from hflow.config.compose import load_config
+from hflow.config.compose import load_config, validate_names
 from hflow.config.dump import flatten, to_mapping, to_yaml
-from hflow.config.names import validate_names
 from hflow.config.schema import DataConfig, ModelConfig, RunConfig
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Composes a `RunConfig` from a recipe's YAML file and overrides, with Hydra.
+"""Composes a `RunConfig` from a recipe's YAML file and overrides, with Hydra, and checks its names.
 
 The primary file is the YAML file beside the recipe with the recipe's name, if there is one. Its defaults list
 takes groups from `configs/` (`model`, `optim`, `data`) and from the recipe's own directory. Overrides are
@@ -10,14 +10,14 @@ Hydra is imported when it is used: the planner imports this package for its sche
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hflow.config.schema import RunConfig
 from hflow.errors import ConfigError, nearest
-from hflow.validation import from_mapping, unknown_key
+from hflow.validation import from_mapping, join, unknown_key
 
 _BARE_PLACEMENT = re.compile(r"(\+{0,2}placement)=(?!null$)([^'\"].*)", re.DOTALL)
 
@@ -37,6 +37,30 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     recipe = Path(recipe).absolute()
     values = _compose(recipe.with_suffix(".yaml"), overrides)
     return from_mapping(RunConfig, {"name": recipe.stem, **values})
+
+
+def validate_names(
+    config: RunConfig,
+    models: Collection[str],
+    data: Collection[str],
+    nodes: Mapping[str, Collection[str]],
+) -> None:
+    """Check that every entry of `models`, `data` and `nodes` is in the recipe.
+
+    Args:
+        config: the composed configuration.
+        models: names of the recipe's models.
+        data: names of the recipe's datasets.
+        nodes: node name -> names of its knobs and options.
+
+    Raises:
+        ConfigError: for the first unknown name, with the nearest known one.
+    """
+    _validate_keys("models", config.models, models)
+    _validate_keys("data", config.data, data)
+    _validate_keys("nodes", config.nodes, nodes)
+    for node, values in config.nodes.items():
+        _validate_keys(join("nodes", node), values, nodes[node])
 
 
 def config_dir() -> Path:
@@ -124,3 +148,9 @@ def _missing_group(path: str, options: Sequence[str]) -> str:
     group, _, name = path.rpartition("/")
     known = f" (known: {', '.join(options)})" if options else ""
     return f"there is no {group or 'config'} {name!r}{nearest(name, options)}{known}"
+
+
+def _validate_keys(key: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(unknown_key(join(key, name), name, known))

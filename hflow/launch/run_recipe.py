@@ -17,9 +17,8 @@ from hflow.config import to_yaml
 from hflow.launch.compile import Compiled
 from hflow.launch.observer import RunObserver
 from hflow.launch.plan_file import plan_file_text
-from hflow.launch.preflight import check_models
+from hflow.launch.preflight import check_models, refuse_unrunnable
 from hflow.launch.shown_metrics import builtin_metrics
-from hflow.launch.unsupported import refuse_unrunnable
 from hflow.launch.worker_setup import make_setup, make_workers, open_rows
 from hflow.planner.backends import factories
 from hflow.planner.graph_queries import saved_models

@@ -6,8 +6,7 @@ function into the recipe: most are a few lines long.
 
 from hflow.dsl.implicit_nodes import actor_inf
 from hflow.nodes.advantages import gae, group_advantage, kl_reward, leave_one_out, returns_to_go
-from hflow.nodes.generation import actor_gen, pair, sft_view
-from hflow.nodes.inference import critic_inf, ref_inf, rew_inf
+from hflow.nodes.inference import actor_gen, critic_inf, pair, ref_inf, rew_inf, sft_view
 from hflow.nodes.training import actor_train, critic_train, dpo, gspo_train, reward_train, sft_train
 
 __all__ = [

@@ -15,7 +15,7 @@ from hflow.graph.build import build_graph
 from hflow.launch.compile import compile_recipe
 from hflow.launch.model_settings import model_settings
 from hflow.launch.plan_request import cluster_hardware, known_devices, known_links, plan_request
-from hflow.launch.unsupported import refuse_unrunnable
+from hflow.launch.preflight import refuse_unrunnable
 from hflow.planner.model_shape import num_parameters, read_shape
 from hflow.planner.request import PlanRequest
 
