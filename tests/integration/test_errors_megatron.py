@@ -101,7 +101,7 @@ def error_of(answer: tuple[int, str]) -> str:
         (
             "t8",
             {},
-            "actor@train: layout d1t8p1 needs 8 devices, but group 'all' has 4; give it 8 devices",
+            "actor@train: layout d1t8p1 needs 8 devices, but group 'all' has 4",
         ),
     ],
 )
