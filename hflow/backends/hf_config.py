@@ -80,7 +80,10 @@ def translate_errors(name: str) -> Iterator[None]:
 
 def _read_checkpoint(path: Path) -> PreTrainedConfig:
     if not (path / "config.json").is_file():
-        raise BackendError(f"{path} is not an HF checkpoint: it has no config.json")
+        raise BackendError(
+            f"{path} is not an HF checkpoint: it has no config.json; set the path to a directory that "
+            "save_pretrained wrote"
+        )
     config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
     return config
 
@@ -93,7 +96,10 @@ def _read_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
     try:
         known = AutoConfig.for_model(model_type)
     except ValueError:
-        raise BackendError(f"transformers has no architecture of model_type {model_type!r}") from None
+        raise BackendError(
+            f"transformers has no architecture of model_type {model_type!r}; correct it, or install a "
+            "version of transformers that has it"
+        ) from None
     names = [*known.to_dict(), *known.attribute_map]
     for key in options:
         if key not in names and difflib.get_close_matches(key, names, n=1, cutoff=_TYPO_SIMILARITY):
@@ -103,7 +109,10 @@ def _read_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
 
 def _check_causal_lm(config: PreTrainedConfig) -> None:
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise BackendError(f"model_type {config.model_type!r} is not a causal language model")
+        raise BackendError(
+            f"model_type {config.model_type!r} is not a causal language model; use one that is, such as "
+            "'qwen2'"
+        )
     if getattr(config, "is_decoder", True) is False:
         raise BackendError(
             f"model_type {config.model_type!r} attends to later tokens; set is_decoder to true"

@@ -113,12 +113,17 @@ def check_supported(model: PreTrainedModel) -> None:
     """
     name = type(model).__name__
     if not model._supports_attention_backend:
-        raise BackendError(f"{name} has no pluggable attention, which packed sequences need")
+        raise BackendError(
+            f"{name} has no pluggable attention, which packed sequences need; choose another architecture"
+        )
     windows = [w for module in model.modules() if (w := getattr(module, "sliding_window", None)) is not None]
     layers = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
     if windows or layers:
         what = ", ".join(sorted(layers)) or f"a sliding window of {max(windows)}"
-        raise BackendError(f"{name} uses {what}; only full causal attention is supported on packed sequences")
+        raise BackendError(
+            f"{name} uses {what}, but packed sequences support full causal attention only; choose another "
+            "architecture"
+        )
 
 
 def packed_attention(
@@ -142,7 +147,8 @@ def packed_attention(
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if unsupported:
         raise BackendError(
-            f"{type(module).__name__} asks for {unsupported[0]}, which packed attention does not support"
+            f"{type(module).__name__} needs {unsupported[0]}, which packed attention does not support; "
+            "choose another architecture"
         )
     if packed_layout is None:
         raise BackendError(f"{type(module).__name__} was called without packed_layout")

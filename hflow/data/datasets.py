@@ -74,9 +74,11 @@ def open_dataset(settings: DataSettings, columns: RowSchema) -> RowSource:
 def _open_file(path: str, columns: RowSchema) -> RowSource:
     file = Path(path)
     if not file.is_file():
-        raise DataError(f"there is no data file {path}")
+        raise DataError(f"there is no data file {path}; set the dataset's path to an existing file")
     if file.suffix not in _FILES:
-        raise DataError(f"{path} has none of the formats that hflow reads: {', '.join(_FILES)}")
+        raise DataError(
+            f"{path} has none of the formats that hflow reads: {', '.join(_FILES)}; convert it to one"
+        )
     return _FILES[file.suffix](file, columns)
 
 

@@ -28,13 +28,16 @@ def split_result(
     if len(results) != expected:
         names = [name for name, _ in returns] + ["metrics"] * metrics
         raise RecipeError(
-            f"node {node!r} returned {len(results)} results, but declares {expected}: {', '.join(names)}"
+            f"node {node!r} returned {len(results)} results, but declares {expected}: {', '.join(names)}; "
+            "return these"
         )
     if not metrics:
         return results, {}
     if not isinstance(results[-1], dict):
         kind = type(results[-1]).__name__
-        raise RecipeError(f"node {node!r} declares Metrics, but its last result is a {kind}, not a dict")
+        raise RecipeError(
+            f"node {node!r} declares Metrics, but its last result is a {kind}, not a dict; return one"
+        )
     return results[:-1], results[-1]
 
 

@@ -96,7 +96,8 @@ def _check_async(kind: NodeType, body: Callable[..., Any], error: ErrorFactory) 
         raise error(f"the body of @{kind.verb} must be asynchronous. Write 'async def'")
     if is_async and (kind.is_async is False or kind.form == "tensor"):
         raise error(
-            "only bodies of generate, and of compute with per='sample' or per='group', may be 'async def'"
+            "only bodies of generate, and of compute with per='sample' or per='group', may be 'async def'. "
+            "Write 'def'"
         )
 
 
@@ -123,6 +124,7 @@ def _order_engines(kind: NodeType, signature: Signature, error: ErrorFactory) ->
     if sorted(engines) != sorted(models):
         raise error(
             f"with several models, the body needs one Engine parameter named after each model. "
-            f"The models are {', '.join(models)}, the Engine parameters {', '.join(engines) or 'none'}"
+            f"The models are {', '.join(models)}, the Engine parameters {', '.join(engines) or 'none'}. "
+            "Rename the parameters"
         )
     return models

@@ -87,14 +87,18 @@ def check_cycles(graph: Graph) -> None:
     for node in graph.nodes:
         own_fields = [r.field for r in node.reads if r.producer == node.name and r.field in _returned(node)]
         if own_fields:
-            raise _error(node, f"a cycle within a step: it reads {own_fields[0]!r}, which it returns itself")
+            raise _error(
+                node,
+                f"a cycle within a step: it reads {own_fields[0]!r}, which it returns itself. Rename the "
+                "result with returns=, or read another field",
+            )
     order = same_step_order(graph.edges)
     if nx.is_directed_acyclic_graph(order):
         return
     arcs = nx.find_cycle(order)
     path = " -> ".join([src for src, _ in arcs] + [arcs[0][0]])
     reasons = ", ".join(_arc_reason(graph, src, dst) for src, dst in arcs)
-    raise _error(graph.node(arcs[0][0]), f"a cycle within a step: {path} ({reasons})")
+    raise _error(graph.node(arcs[0][0]), f"a cycle within a step: {path} ({reasons}). Remove one of these")
 
 
 def check_group(graph: Graph, node: Node) -> None:

@@ -44,7 +44,10 @@ def check_temperature(call: NodeCall) -> None:
         RunError: if the temperature is 0.
     """
     if call.temperature <= 0:
-        raise RunError(f"node {call.node!r}: log-probs need a generation temperature above 0")
+        raise RunError(
+            f"node {call.node!r}: log-probs are undefined at temperature {call.temperature:g}; set a "
+            "temperature above 0 on the generate node of its stream"
+        )
 
 
 def check_tensors(
@@ -67,7 +70,9 @@ def check_tensors(
         ("has tensors of other shapes than its config says:", misshapen),
     ):
         if listed := sorted(names):
-            raise BackendError(f"checkpoint {path} {problem} {_first_names(listed)}")
+            raise BackendError(
+                f"checkpoint {path} {problem} {_first_names(listed)}; use weights that match its config.json"
+            )
 
 
 def _first_names(names: Sequence[str], limit: int = 3) -> str:

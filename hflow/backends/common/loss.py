@@ -57,10 +57,14 @@ class Loss:
         entries = check_shape(call.node, self.field, self.unit, entries, packed.seqs)
         if entries.dim() != 1:
             raise RunError(
-                f"node {call.node!r}: a loss must have one number per entry, not {list(entries.shape)}"
+                f"node {call.node!r}: its loss has shape {list(entries.shape)}, but must have one number per "
+                f"{self.unit}; reduce the other axes"
             )
         if not entries.requires_grad:
-            raise RunError(f"node {call.node!r}: its loss does not depend on the model's output")
+            raise RunError(
+                f"node {call.node!r}: its loss does not depend on the model's output; compute it from the "
+                "Output parameter, without detach() or no_grad()"
+            )
         values = values | prox_errors(call, output, packed, self.progress)
         metrics.add(call.node, values, packed, self.unit)
         valid = packed.valid[self.unit]

@@ -34,6 +34,9 @@ FORMAT = 1
 FILE_BYTES = 2 << 30
 """A rank starts a new file when the current one has reached this size."""
 
+_OTHER_CHECKPOINT = "use an intact checkpoint, or set the model's resume=false to load its weights only"
+"""The fix for optimizer state that cannot be read."""
+
 WEIGHT, MEAN, SQUARE = KINDS = ("weight", "mean", "square")
 """The weight, and Adam's moving averages of its gradient and of the squared gradient."""
 
@@ -173,7 +176,8 @@ class ShardReader:
                 num_copied += numel(overlap)
         if num_copied != numel(box):
             raise BackendError(
-                f"{self.directory} has {num_copied} of the {numel(box)} entries of {tensor} {box}"
+                f"{self.directory} has {num_copied} of the {numel(box)} entries of {tensor} {box}; "
+                f"{_OTHER_CHECKPOINT}"
             )
 
     def _read(self, name: str, entry: str, at: tuple[slice, ...]) -> Tensor:
@@ -184,7 +188,9 @@ class ShardReader:
             part: Tensor = self._files[name].get_slice(entry)[at]
         except (OSError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
-            raise BackendError(f"{self.directory / name} cannot be read: {reason}") from None
+            raise BackendError(
+                f"{self.directory / name} cannot be read: {reason}; {_OTHER_CHECKPOINT}"
+            ) from None
         return part
 
 
@@ -257,10 +263,13 @@ def _read_index(directory: Path) -> dict[str, Any]:
         index: dict[str, Any] = json.loads((directory / INDEX).read_text(encoding="utf-8"))
         number = index["format"]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise BackendError(f"{directory} holds no sharded checkpoint ({INDEX}): {error}") from None
+        raise BackendError(
+            f"{directory} holds no sharded checkpoint ({INDEX}): {error}; {_OTHER_CHECKPOINT}"
+        ) from None
     if number != FORMAT:
         raise BackendError(
-            f"{directory} has format {number}, but this version of hflow reads format {FORMAT}"
+            f"{directory} has format {number}, but this version of hflow reads format {FORMAT}; "
+            f"{_OTHER_CHECKPOINT}"
         )
     return index
 
@@ -271,5 +280,5 @@ def _check_model(directory: Path, stored: CheckpointInfo, wanted: CheckpointInfo
         if ours.get(name) != theirs.get(name):
             raise BackendError(
                 f"{directory} is of another model: {name} is {theirs.get(name)!r} there and "
-                f"{ours.get(name)!r} here"
+                f"{ours.get(name)!r} here; set the model's path to a checkpoint of this model"
             )

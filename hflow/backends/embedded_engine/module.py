@@ -117,5 +117,6 @@ def load_in_place(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> N
     if missing:
         names = sorted(missing.values())
         raise BackendError(
-            f"new weights lack {len(names)} tensors of the engine's model, the first is {names[0]!r}"
+            f"new weights lack {len(names)} tensors of the engine's model, the first is {names[0]!r}; "
+            "give both the same architecture"
         )

@@ -90,7 +90,10 @@ def _open(path: Path, files: ExitStack) -> dict[str, Any]:
             file = files.enter_context(safe_open(path / name, framework="pt"))
             tensors |= {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError, LookupError) as error:
-        raise BackendError(f"{path} has no readable weights: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise BackendError(
+            f"{path} has no readable weights: {reason}; check that its files are complete"
+        ) from None
     return tensors
 
 

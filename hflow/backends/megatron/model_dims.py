@@ -77,7 +77,9 @@ def _check_architecture(config: PreTrainedConfig) -> None:
     window = getattr(config, "sliding_window", None)
     if layers or window is not None:
         what = ", ".join(sorted(layers)) or f"a sliding window of {window}"
-        raise BackendError(f"{family} uses {what}; only full causal attention is supported")
+        raise BackendError(
+            f"{family} uses {what}, but only full causal attention is supported; choose another architecture"
+        )
     rope = config.rope_parameters["rope_type"]
     if rope not in _ROPES:
         raise BackendError(f"rope_type {rope!r} is not one of {', '.join(_ROPES)}; use the torch backend")

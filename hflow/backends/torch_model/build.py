@@ -97,7 +97,10 @@ def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str) -> PreTrai
             output_loading_info=True,
         )
     except (OSError, SafetensorError) as error:
-        raise BackendError(f"{path} has no readable weights: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise BackendError(
+            f"{path} has no readable weights: {reason}; check that its files are complete"
+        ) from None
     _check_loaded(path, model, report, head)
     loaded: PreTrainedModel = model
     return loaded
@@ -118,10 +121,15 @@ def _check_architecture(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config
     for key in _LOGIT_TRANSFORMS:
         if getattr(config, key, None) not in (None, 1, 1.0):
-            raise BackendError(f"{name} transforms its logits ({key}), which is not supported")
+            raise BackendError(
+                f"{name} transforms its logits ({key}), which is not supported; choose another architecture"
+            )
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in _LENGTH_DEPENDENT_ROPE:
-        raise BackendError(f"{name} uses {rope!r} rotary embeddings, whose results depend on packing")
+        raise BackendError(
+            f"{name} uses {rope!r} rotary embeddings, whose results depend on packing; choose another "
+            "architecture"
+        )
 
 
 def _turn_off_dropout(model: nn.Module) -> None:
@@ -141,7 +149,10 @@ def _output_matrix(model: PreTrainedModel) -> nn.Linear:
     output: Any = model.get_output_embeddings  # untyped in transformers
     matrix = output()
     if not isinstance(matrix, nn.Linear):
-        raise BackendError(f"{type(model).__name__} has no linear output layer")
+        raise BackendError(
+            f"{type(model).__name__} has no linear output layer, which hflow computes logits with; choose "
+            "another architecture"
+        )
     return matrix
 
 

@@ -36,12 +36,18 @@ class ScalarHead(nn.Module):
         """
         path = head_file(directory, kind)
         if not path.is_file():
-            raise BackendError(f"{directory} has no {path.name}: it is not the checkpoint of a {kind} model")
+            raise BackendError(
+                f"{directory} has no {path.name}: it is not the checkpoint of a {kind} model; set the path "
+                "to one"
+            )
         tensors = load_file(path)
         expected = {name: list(tensor.shape) for name, tensor in self.state_dict().items()}
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         if shapes != expected:
-            raise BackendError(f"{path} holds {shapes}, but a {kind} head of this model has {expected}")
+            raise BackendError(
+                f"{path} holds {shapes}, but a {kind} head of this model has {expected}; set the path to a "
+                "checkpoint of this model"
+            )
         self.load_state_dict(tensors)
 
 

@@ -129,7 +129,10 @@ def rewind(path: Path, step: int) -> None:
             last_seq = f"SELECT MAX(seq) FROM steps WHERE {where}"
             (position,) = database.execute(last_seq, (step - 1,)).fetchone()
             if position is None:
-                raise RunError(f"the run of {path} cannot continue from step {step}: it never completed it")
+                raise RunError(
+                    f"the run of {path} cannot continue from step {step}: it has not completed step "
+                    f"{step - 1}. Continue from an earlier checkpoint."
+                )
         rows = RowBuilder(Header((), (), None), _last_seq(database))
         now = round(1e3 * (time.time() - _started_at(database)))
         rows.add(now, RunRewound(step, position))
