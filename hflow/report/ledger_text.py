@@ -85,10 +85,10 @@ def render_story(story: SampleHistory) -> RenderableType:
 def _in_order(lines: Iterable[Line]) -> list[Line]:
     """Sort lines by time, those without one last; details stay after the line that they belong to."""
     times: list[float] = []
-    held = list(lines)
-    for at, what, _ in held:
+    unsorted = list(lines)
+    for at, what, _ in unsorted:
         times.append(at if at is not None else math.inf if what else times[-1])
-    return [line for _, line in sorted(zip(times, held, strict=True), key=lambda timed: timed[0])]
+    return [line for _, line in sorted(zip(times, unsorted, strict=True), key=lambda timed: timed[0])]
 
 
 def _headline(story: SampleHistory) -> str:
@@ -114,8 +114,8 @@ def _made(story: SampleHistory) -> Iterator[Line]:
     )
     if sample["finished_at"] is not None:
         yield sample["finished_at"], "generated" if story.segments else "encoded", _tokens(story)
-    for held in story.weights:
-        yield None, "", f"version {held.version} on {held.replica} has the checksum {held.digest}"
+    for weights in story.weights:
+        yield None, "", f"version {weights.version} on {weights.replica} has the checksum {weights.digest}"
 
 
 def _tokens(story: SampleHistory) -> str:

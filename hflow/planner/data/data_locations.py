@@ -136,7 +136,7 @@ class DataLocations:
                 workers[home].add(sample)
         for copy in copies:
             workers[copy.worker] |= copy.samples & samples
-        return {worker: sorted(held) for worker, held in workers.items()}
+        return {worker: sorted(ids) for worker, ids in workers.items()}
 
     def _forget_copies(self, fields: frozenset[str] | None, samples: frozenset[int]) -> None:
         """Remove these fields from the copies of these samples; None removes all fields."""

@@ -202,7 +202,7 @@ def placement_values(rows: Rows, unmatched: Unmatched) -> dict[str, Subjects]:
 
 def _numbers(schedule: Rows) -> Iterator[tuple[str, dict[str, ShownValue]]]:
     yield from ((key, {"": shown(schedule[key])}) for key in _NUMBERS)
-    yield from ((key, {"": shown(schedule.get(key, held))}) for key, held in _RULES.items())
+    yield from ((key, {"": shown(schedule.get(key, default))}) for key, default in _RULES.items())
     for stream in schedule["streams"]:
         if stream["batch"] is not None:
             yield "batch", {"": shown(stream["batch"])}

@@ -42,14 +42,14 @@ def add_rows(
     sets = WorkerSets(cluster)
     ends = _RouteEnd(src, sets), _RouteEnd(dst, sets)
     rows: list[RouteRow] = []
-    moved = held = crossing = 0
+    moved = local = crossing = 0
     for tensors in _tensor_ranges(shape, src.layout.pipe, dst.layout.pipe):
         for row in _rows(tensors, *ends):
             rows.append(row)
             counts = sets.receiver_counts(row.holders, row.receivers)
             num_bytes = item_bytes * tensors.num_layers * numel(row.box)
             moved += num_bytes * counts.remote
-            held += num_bytes * counts.local
+            local += num_bytes * counts.local
             crossing += num_bytes * counts.cross_machine
     return replace(
         route,
@@ -57,7 +57,7 @@ def add_rows(
         rows=tuple(rows),
         moved_bytes=moved,
         node_bytes=crossing,
-        held_bytes=held,
+        held_bytes=local,
     )
 
 

@@ -14,7 +14,7 @@ from hflow.report.page.edges import Arrow
 
 VERBS: Mapping[str, str] = {
     "generate": "an engine writes answers to prompts",
-    "encode": "texts become tokens, no model is asked",
+    "encode": "texts become tokens, without a model",
     "compute": "plain Python or tensor code, such as rewards and advantages",
     "infer": "a forward pass without learning",
     "train": "forward, backward and optimizer steps: the weights change",

@@ -21,7 +21,7 @@ MINUTE, LONG = 60.0, 600.0
 """Seconds per minute, and the length in seconds from which a chart uses minutes."""
 HAIR = 1e-9
 """Overlap, as a share of the chart, below which two bars count as touching."""
-LEAST_SHARE = 0.01
+MIN_SHARE = 0.01
 """Smallest busy share of the chart for which a lane without devices is drawn."""
 
 
@@ -107,11 +107,12 @@ def _by_lane(plan: Plan, period: Period) -> dict[str, list[Slot]]:
     lanes: dict[str, list[Slot]] = {group.name: [] for group in plan.groups}
     for slot in period.slots:
         lanes.setdefault(groups.get(slot.lane, slot.lane), []).append(slot)
-    named, least = {group.name for group in plan.groups}, LEAST_SHARE * period.seconds * period.num_steps
+    named = {group.name for group in plan.groups}
+    min_seconds = MIN_SHARE * period.seconds * period.num_steps
     return {
         name: slots
         for name, slots in lanes.items()
-        if name in named or sum(slot.seconds for slot in slots) >= least
+        if name in named or sum(slot.seconds for slot in slots) >= min_seconds
     }
 
 

@@ -152,8 +152,8 @@ def place_tops(
     for sweep in range(NUM_PLACEMENT_SWEEPS):
         forward = sweep % 2 == 0
         for column in columns if forward else reversed(columns):
-            _settle(column, tops, heights, _wishes(tops, pulls, forward), gap)
-    both = _wishes(tops, pulls, True), _wishes(tops, pulls, False)
+            _settle(column, tops, heights, _preferences(tops, pulls, forward), gap)
+    both = _preferences(tops, pulls, True), _preferences(tops, pulls, False)
     for column in columns:
         merged = {name: both[0].get(name, []) + both[1].get(name, []) for name in column}
         _settle(column, tops, heights, merged, gap)
@@ -161,18 +161,22 @@ def place_tops(
     return {name: top - highest for name, top in tops.items()}
 
 
-Wishes = Mapping[str, list[tuple[float, float]]]
+Preferences = Mapping[str, list[tuple[float, float]]]
 """Place -> (top that an edge prefers, its weight)."""
 
 
-def _wishes(tops: Mapping[str, float], pulls: Sequence[Pull], forward: bool) -> Wishes:
-    wishes: dict[str, list[tuple[float, float]]] = {}
+def _preferences(tops: Mapping[str, float], pulls: Sequence[Pull], forward: bool) -> Preferences:
+    preferences: dict[str, list[tuple[float, float]]] = {}
     for pull in pulls:
         if forward:
-            wishes.setdefault(pull.dst, []).append((tops[pull.src] + pull.leaves - pull.enters, pull.weight))
+            preferences.setdefault(pull.dst, []).append(
+                (tops[pull.src] + pull.leaves - pull.enters, pull.weight)
+            )
         else:
-            wishes.setdefault(pull.src, []).append((tops[pull.dst] + pull.enters - pull.leaves, pull.weight))
-    return wishes
+            preferences.setdefault(pull.src, []).append(
+                (tops[pull.dst] + pull.enters - pull.leaves, pull.weight)
+            )
+    return preferences
 
 
 def _stack(column: Sequence[str], heights: Mapping[str, float], gap: float) -> list[tuple[str, float]]:
@@ -189,16 +193,16 @@ def _settle(
     column: Sequence[str],
     tops: dict[str, float],
     heights: Mapping[str, float],
-    wishes: Wishes,
+    preferences: Preferences,
     gap: float,
 ) -> None:
     """Move the places of one column to where edges prefer them, in their order and without overlap."""
     blocks: list[tuple[float, float, list[tuple[str, float]]]] = []
     offset = 0.0
     for name in column:
-        asked = [*wishes.get(name, []), (tops[name], AT_REST)]
-        weight = sum(share for _, share in asked)
-        mean = sum(top * share for top, share in asked) / weight - offset
+        wanted = [*preferences.get(name, []), (tops[name], AT_REST)]
+        weight = sum(share for _, share in wanted)
+        mean = sum(top * share for top, share in wanted) / weight - offset
         members = [(name, offset)]
         while blocks and blocks[-1][0] > mean:
             above, above_weight, above_members = blocks.pop()

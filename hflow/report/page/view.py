@@ -47,7 +47,7 @@ TERMS: tuple[tuple[str, str], ...] = (
     ),
     ("weight route", "Which slice of which tensor goes from training devices to generating ones."),
     ("phase", "A part of a step with memory needs of its own: generation, waking, or one batch node."),
-    ("digest", "A fingerprint of all that decides a run. Equal digests run alike."),
+    ("digest", "A fingerprint of all that decides a run. Plans with equal digests run equally."),
 )
 """(word, explanation)."""
 

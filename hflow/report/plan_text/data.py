@@ -53,8 +53,8 @@ NUM_STEPS_SHOWN = 2
 MOST_FIELDS = 8
 NOTE = (
     "What moves between workers before a node runs, on a batch with the lengths assumed below. ≥: the fewest "
-    "bytes that any split as even could move; across: between machines; in place: read where it lies; load: "
-    "the heaviest rank's tokens over the mean."
+    "bytes that any split as even could move; across: between machines; in place: read where it is stored; "
+    "load: the heaviest rank's tokens over the mean."
 )
 NOTE_WITHOUT_BYTES = "What a node reads, and how it is split over data ranks. Bytes are not estimated."
 

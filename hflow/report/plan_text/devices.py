@@ -76,8 +76,8 @@ def _mark(i: int) -> str:
 
 
 TURNS_NOTE = (
-    "Replicas on the same devices take turns, in the same order in every step, so that all ranks start "
-    "their collectives alike. [Brackets]: the engine that generates before the batch is formed."
+    "Replicas on the same devices take turns, in the same order in every step, so that all ranks "
+    "agree on the order of collectives. [Brackets]: the engine that generates before the batch is formed."
 )
 
 
@@ -113,7 +113,7 @@ NOTE = (
     "Letters are those of the replicas above; A d1t0 is the part of A at data rank 1 and tensor rank 0 "
     "(axes of size 1 are left out)."
 )
-FOLDED = "Letters are those of the replicas above; machines that look alike share a row."
+FOLDED = "Letters are those of the replicas above; equal machines share a row."
 
 Coords = tuple[tuple[str, int], ...]
 """(axis, index) of the axes with more than one rank."""
@@ -132,35 +132,35 @@ class DevicePart:
         return f"{self.mark} {''.join(f'{axis}{index}' for axis, index in self.coords)}".rstrip()
 
 
-Held = Mapping[int, Sequence[DevicePart]]
+PartsOf = Mapping[int, Sequence[DevicePart]]
 """Device -> its parts."""
 
 
 def devices_section(plan: Plan, width: int) -> Section:
     """Return the grid, with coordinates if there is room."""
-    held = _held(plan)
+    parts_of = _parts_of(plan)
     cluster = plan.cluster
-    deepest = max((len(parts) for parts in held.values()), default=1)
-    cell = max((len(part.label) for parts in held.values() for part in parts), default=1) + 2
+    deepest = max((len(parts) for parts in parts_of.values()), default=1)
+    cell = max((len(part.label) for parts in parts_of.values() for part in parts), default=1) + 2
     per_line = _per_line(cluster.devices_per_node, width - LABEL, cell)
     num_lines = cluster.num_nodes * deepest * -(-cluster.devices_per_node // per_line)
     if cluster.num_devices <= MOST_DEVICES and num_lines <= MOST_LINES:
-        return Section("Devices", NOTE, (_grid(plan, held, per_line, cell, deepest),))
-    return Section("Devices", FOLDED, (_folded(plan, held, width),))
+        return Section("Devices", NOTE, (_grid(plan, parts_of, per_line, cell, deepest),))
+    return Section("Devices", FOLDED, (_folded(plan, parts_of, width),))
 
 
-def _held(plan: Plan) -> Held:
+def _parts_of(plan: Plan) -> PartsOf:
     """Return each device's parts, one per mark."""
     marks = marks_of(plan)
     distinct = {marks[replica.name]: replica for replica in reversed(plan.replicas)}
-    held: dict[int, list[DevicePart]] = {device: [] for group in plan.groups for device in group.devices}
+    parts_of: dict[int, list[DevicePart]] = {device: [] for group in plan.groups for device in group.devices}
     for mark in sorted(distinct, key=lambda mark: (len(mark), mark)):
         replica = distinct[mark]
         order = rank_order(replica.role)
         for rank, worker in enumerate(replica.workers):
             coords = _cut(replica.layout, replica.layout.coords(order, rank))
-            held.setdefault(worker, []).append(DevicePart(mark, coords))
-    return held
+            parts_of.setdefault(worker, []).append(DevicePart(mark, coords))
+    return parts_of
 
 
 def _cut(layout: Layout, coords: tuple[int, int, int]) -> Coords:
@@ -174,7 +174,7 @@ def _per_line(num_devices: int, room: int, cell: int) -> int:
     return next(fitting, 1)
 
 
-def _grid(plan: Plan, held: Held, per_line: int, cell: int, deepest: int) -> Table:
+def _grid(plan: Plan, parts_of: PartsOf, per_line: int, cell: int, deepest: int) -> Table:
     """Return a table with one line for each row of cells and each mark on it."""
     shown = Table.grid(padding=0)
     shown.add_column(width=LABEL)
@@ -184,7 +184,7 @@ def _grid(plan: Plan, held: Held, per_line: int, cell: int, deepest: int) -> Tab
     for first in range(0, plan.cluster.num_devices, per_line):
         devices = range(first, first + per_line)
         for level in range(deepest):
-            parts = [_part(held, device, level) for device in devices]
+            parts = [_part(parts_of, device, level) for device in devices]
             if level and not any(parts):
                 continue
             name = f"machine {plan.cluster.node_of(first)}" if level == 0 else ""
@@ -194,8 +194,8 @@ def _grid(plan: Plan, held: Held, per_line: int, cell: int, deepest: int) -> Tab
     return shown
 
 
-def _part(held: Held, device: int, level: int) -> str:
-    parts = held.get(device, ())
+def _part(parts_of: PartsOf, device: int, level: int) -> str:
+    parts = parts_of.get(device, ())
     if level < len(parts):
         return parts[level].label
     return UNUSED if level == 0 else ""
@@ -206,36 +206,41 @@ def _styles(plan: Plan) -> dict[int, str]:
     return {device: colours[group.name] for group in plan.groups for device in group.devices}
 
 
-def _folded(plan: Plan, held: Held, width: int) -> Table:
+def _folded(plan: Plan, parts_of: PartsOf, width: int) -> Table:
     """Return a row for each run of machines with equal content: their cells and coordinates."""
     shown = Table.grid(padding=(0, 2))
     shown.add_column(width=LABEL)
     shown.add_column(no_wrap=True)
     shown.add_column(overflow="fold")
     styles, size = _styles(plan), plan.cluster.devices_per_node
-    runs = _runs(plan, held)
+    runs = _runs(plan, parts_of)
     for first, last in runs[: MOST_LINES // 2]:
         devices = range(first * size, (last + 1) * size)
         name = f"machine {first}" if first == last else f"machines {first}-{last}"
-        cells = _cells(held, range(first * size, (first + 1) * size), styles, width)
-        shown.add_row(Text(name, "dim"), cells, _boxes(held, devices))
+        cells = _cells(parts_of, range(first * size, (first + 1) * size), styles, width)
+        shown.add_row(Text(name, "dim"), cells, _boxes(parts_of, devices))
     more = runs[MOST_LINES // 2 :]
     if more:
         shown.add_row(Text(f"... and machines {more[0][0]}-{more[-1][1]}", "dim"))
     return shown
 
 
-def _runs(plan: Plan, held: Held) -> list[tuple[int, int]]:
+def _runs(plan: Plan, parts_of: PartsOf) -> list[tuple[int, int]]:
     """Return the (first, last) machine of each run; pipeline stages separate runs only if few runs result."""
-    by_stage = list(_alike(plan, held, with_stage=True))
-    return by_stage if len(by_stage) <= MOST_LINES // 2 else list(_alike(plan, held, with_stage=False))
+    by_stage = list(_equal_runs(plan, parts_of, with_stage=True))
+    return (
+        by_stage if len(by_stage) <= MOST_LINES // 2 else list(_equal_runs(plan, parts_of, with_stage=False))
+    )
 
 
-def _alike(plan: Plan, held: Held, with_stage: bool) -> Iterator[tuple[int, int]]:
+def _equal_runs(plan: Plan, parts_of: PartsOf, with_stage: bool) -> Iterator[tuple[int, int]]:
+    """Yield the (first, last) machine of each run with equal replicas and, if asked, equal stages."""
     size, first, before = plan.cluster.devices_per_node, 0, None
     for machine in range(plan.cluster.num_nodes):
         devices = range(machine * size, (machine + 1) * size)
-        look = [[(p.mark, with_stage and dict(p.coords).get("p")) for p in held.get(d, ())] for d in devices]
+        look = [
+            [(p.mark, with_stage and dict(p.coords).get("p")) for p in parts_of.get(d, ())] for d in devices
+        ]
         if before is not None and look != before:
             yield first, machine - 1
             first = machine
@@ -243,9 +248,9 @@ def _alike(plan: Plan, held: Held, with_stage: bool) -> Iterator[tuple[int, int]
     yield first, plan.cluster.num_nodes - 1
 
 
-def _cells(held: Held, devices: Sequence[int], styles: Mapping[int, str], width: int) -> Text:
+def _cells(parts_of: PartsOf, devices: Sequence[int], styles: Mapping[int, str], width: int) -> Text:
     """Return the marks of each device; neighbours are joined if the cells do not fit."""
-    marks = ["".join(part.mark for part in held.get(device, ())) or UNUSED for device in devices]
+    marks = ["".join(part.mark for part in parts_of.get(device, ())) or UNUSED for device in devices]
     cells = Text(" ").join(Text(m, styles.get(d, "dim")) for d, m in zip(devices, marks, strict=True))
     if len(cells) <= width // 3:
         return cells
@@ -253,11 +258,11 @@ def _cells(held: Held, devices: Sequence[int], styles: Mapping[int, str], width:
     return Text(", ".join(f"{marks.count(mark)} x {mark}" for mark in distinct))
 
 
-def _boxes(held: Held, devices: Iterable[int]) -> Text:
+def _boxes(parts_of: PartsOf, devices: Iterable[int]) -> Text:
     """`A d0-127 t0-3 p0`: the coordinates on these devices, one line per mark."""
     indices: dict[str, dict[str, set[int]]] = {}
     for device in devices:
-        for part in held.get(device, ()):
+        for part in parts_of.get(device, ()):
             axes = indices.setdefault(part.mark, {})
             for axis, index in part.coords:
                 axes.setdefault(axis, set()).add(index)

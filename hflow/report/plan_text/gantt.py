@@ -17,7 +17,7 @@ from hflow.report.formatting import seconds_text, share_text
 from hflow.report.plan_text.section import dim
 
 NUM_LABEL_LINES = 2
-LEAST_CUT = 4
+MIN_LABEL_WIDTH = 4
 """Width of a bar, in columns, from which a name without room is shortened instead of omitted."""
 
 Label = tuple[int, str, str]
@@ -42,7 +42,7 @@ def bar_labels(cells: Sequence[str]) -> list[list[Label]]:
         best = next((i for i, room in enumerate(rooms) if room >= len(name)), rooms.index(max(rooms)))
         if rooms[best] >= len(name):
             lines[best].append((start, name, name))
-        elif min(rooms[best], stop - start) >= LEAST_CUT:
+        elif min(rooms[best], stop - start) >= MIN_LABEL_WIDTH:
             lines[best].append((start, name, f"{name[: rooms[best] - 1]}…"))
     return [sorted(line) for line in lines if line]
 
@@ -67,7 +67,7 @@ WIDEST_CHART = 70
 WIDEST_NAME = 18
 IDLE = len("idle 100 %")
 MOST_LANES = 6
-LEAST_SHARE = 0.01
+MIN_SHARE = 0.01
 """Smallest busy share for which a lane that is neither a group nor an engine is drawn."""
 FILLS = "█▓▒░"
 """Fills that distinguish neighbours without colours."""
@@ -101,8 +101,8 @@ def _lanes(period: Period) -> list[str]:
     busy: dict[str, float] = {}
     for slot in period.slots:
         busy[slot.lane] = busy.get(slot.lane, 0.0) + slot.seconds
-    least = LEAST_SHARE * period.seconds * period.num_steps
-    others = (lane for lane, seconds in busy.items() if seconds >= least)
+    min_seconds = MIN_SHARE * period.seconds * period.num_steps
+    others = (lane for lane, seconds in busy.items() if seconds >= min_seconds)
     return list(dict.fromkeys((*(lane for lane, _ in period.idle), *others)))
 
 
@@ -113,13 +113,13 @@ def _colours(slots: Iterable[Slot]) -> dict[str, str]:
 
 def _fills(cells: Sequence[str]) -> dict[str, str]:
     """Return a fill per node: the first that none of its neighbours in the lane has."""
-    beside: dict[str, set[str]] = {name: set() for name, _, _ in runs_of(cells)}
+    neighbours: dict[str, set[str]] = {name: set() for name, _, _ in runs_of(cells)}
     for (before, _, _), (after, _, _) in pairwise(runs_of(cells)):
-        beside[before].add(after)
-        beside[after].add(before)
+        neighbours[before].add(after)
+        neighbours[after].add(before)
     fills: dict[str, str] = {"": WAITS}
-    for name, others in beside.items():
-        taken = {fills[other] for other in others if other in fills}
+    for name, adjacent in neighbours.items():
+        taken = {fills[other] for other in adjacent if other in fills}
         fills.setdefault(name, next((fill for fill in FILLS if fill not in taken), FILLS[0]))
     return fills
 

@@ -17,7 +17,7 @@ from hflow.report.formatting import bytes_text, count_text, plural, range_text, 
 from hflow.report.plan_text.assumptions import leaves_waiting_out
 from hflow.report.plan_text.section import NO_FIGURES
 
-LEAST_SHARE = 0.01
+MIN_SHARE = 0.01
 """Nodes with a smaller share of the critical cycle are counted, not named."""
 
 
@@ -140,7 +140,7 @@ def _rate(plan: Plan, period: Period) -> str:
 def cycle_line(plan: Plan, cycle: tuple[CycleStep, ...]) -> str:
     """Return the critical cycle in one line: its largest nodes, with their seconds."""
     whole = sum(step.seconds for step in cycle)
-    long = [step for step in cycle if step.seconds >= LEAST_SHARE * whole]
+    long = [step for step in cycle if step.seconds >= MIN_SHARE * whole]
     named = " → ".join(f"{step_name(plan, step.node)} {seconds_text(step.seconds)}" for step in long)
     short = len(cycle) - len(long)
     left_out = f" ({plural(short, 'short node')} left out)" if short else ""

@@ -131,8 +131,8 @@ def _bars(shown: DeviceClass, capacity: int, width: int) -> Table:
     scale = _scale(shown.peak.total, capacity)
     rows = table(text(""), text("phase"), number("bytes"), number(of_all), text(f"0 to {bytes_text(scale)}"))
     names, sizes = zip(*((phase.phase, bytes_text(phase.total)) for phase in fullest), strict=True)
-    beside = 1 + max(map(len, names)) + max(map(len, sizes)) + len(of_all) + 4 * GAP
-    columns = max(1, min(WIDEST_BAR, width - beside))
+    other_columns = 1 + max(map(len, names)) + max(map(len, sizes)) + len(of_all) + 4 * GAP
+    columns = max(1, min(WIDEST_BAR, width - other_columns))
     for phase in (phase for phase in shown.phases if phase in fullest):
         is_peak = phase is shown.peak
         style = ("bold red" if phase.total > capacity else "bold") if is_peak else ""

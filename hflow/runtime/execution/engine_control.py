@@ -90,10 +90,11 @@ def verify_weights(replica: str, version: int, loaded: WeightsLoaded) -> str | N
     Raises:
         RunError: when a rank holds other weights than were sent.
     """
-    for sent, held in zip(loaded.sent_checksums, loaded.engine_checksums, strict=True):
-        if sent != held:
+    for sent, loaded_checksum in zip(loaded.sent_checksums, loaded.engine_checksums, strict=True):
+        if sent != loaded_checksum:
             raise RunError(
                 f"{replica} does not hold the weights of version {version}: their checksum was {sent:016x} "
-                f"when they were sent, but is {held:016x} in the engine"
+                f"when they were sent, but is {loaded_checksum:016x} in the engine. "
+                "Resume from the last checkpoint; if it happens again, the weight transfer has a bug."
             )
     return "".join(f"{checksum:016x}" for checksum in dict.fromkeys(loaded.engine_checksums)) or None

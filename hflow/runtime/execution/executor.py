@@ -259,7 +259,7 @@ class Executor:
         samples_of = {**locations.workers_of(samples), home: samples}
         locations.forget(samples)
         await asyncio.gather(
-            *(self._workers.release(worker, held, stream, None) for worker, held in samples_of.items())
+            *(self._workers.release(worker, ids, stream, None) for worker, ids in samples_of.items())
         )
 
     # ----------------------------------------------------------------------------- batches

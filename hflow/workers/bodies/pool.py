@@ -2,9 +2,9 @@
 
 A body that raises, is killed or runs out of time fails only its own sample, and is tried again up to
 `retries` times. Jobs of synchronous bodies are sent in chunks, which keeps messages few; asynchronous bodies
-share the event loop of one process (see `hflow.workers.bodies.pool_lanes`). There a job that is slow, or
-ends its process, affects others. So it happens to them once only: all jobs that were lost with a process
-run in processes of their own, and so do all further jobs of the synchronous node concerned.
+share the event loop of one process (see `hflow.workers.bodies.pool_lanes`). A job that is slow, or ends its
+process, therefore affects the jobs that share the process, but only once: all jobs that were lost with a
+process run again in processes of their own, and so do all further jobs of the synchronous node concerned.
 """
 
 from __future__ import annotations
