@@ -1,7 +1,7 @@
 """The rows of a forecast: estimates of memory, traffic, seconds and the period of a plan.
 
-No decision of a run depends on them, so they are not part of the digest. But a plan whose estimated memory
-does not fit its devices is refused before anything starts.
+They are not part of the digest, since a run does not read them. Estimated memory decides two things before
+anything starts: the layouts that the user left open, and whether the plan is refused because it does not fit.
 """
 
 from __future__ import annotations

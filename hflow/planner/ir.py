@@ -172,8 +172,8 @@ class WeightRoute:
     """The part of `moved_bytes` that crosses machines."""
     held_bytes: int = 0
     """Bytes of the destination that its workers already hold."""
-    transport: Literal["", "store", "disk"] = ""
-    """Of a `pull` route: through the object store, or through files in the run's directory."""
+    transport: str = ""
+    """Of a `pull` route: a name of `GenConfig.transport` other than `auto`."""
     why: str = ""
     """The reason for the transport."""
 
