@@ -6,7 +6,10 @@ from typing import Annotated
 
 import typer
 
-OVERRIDES = "Configuration, such as steps=10, models.actor.optim.lr=3e-4 or nodes.actor_train.clip=0.1."
+OVERRIDES = (
+    "Keys of the configuration to change, such as steps=10, models.actor.optim.lr=3e-4 or "
+    "nodes.actor_train.clip=0.1."
+)
 
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="The recipe's Python file.", show_default=False)

@@ -77,7 +77,7 @@ app.command(
             _examples(
                 "samples grpo --where \"reason = 'stale' and lag > 2\"",
                 "samples grpo --where 'reward > 0.5' --csv",
-                'samples runs/grpo/latest --where "\\"end\\" = \'refused\'" --count',
+                "samples runs/grpo/latest --where \"end = 'refused'\" --count",
             ),
             "Columns:",
             *(f"[bold]{name}[/bold]: {text}" for name, text in launch.SAMPLE_COLUMNS.items()),

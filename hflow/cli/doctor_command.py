@@ -11,7 +11,7 @@ from hflow.terminal import show
 
 
 def doctor() -> None:
-    """Show what this machine can run, and the command that fixes what it cannot."""
+    """Show what this machine can run, and how to install or fix the rest."""
     findings = list(check_machine())
     show(_table(findings))
     if any(finding.required and not finding.ok for finding in findings):

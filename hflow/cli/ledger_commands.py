@@ -18,7 +18,7 @@ LIMIT = 20
 Run = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="A run's directory, or NAME for the latest run in runs/NAME.", show_default=False
+        metavar="RUN", help="A run's directory, or NAME for the newest run in runs/NAME.", show_default=False
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -28,11 +28,13 @@ def why(
     run: Run,
     sample: Annotated[
         str,
-        typer.Argument(metavar="SAMPLE", help="ID in the trained stream, or STREAM/ID.", show_default=False),
+        typer.Argument(
+            metavar="SAMPLE", help="Its id in the trained stream, or STREAM/ID.", show_default=False
+        ),
     ],
     json: AsJson = False,
 ) -> None:
-    """Show the history of one sample: which engine and weights generated it, what became of it, and why."""
+    """Show the history of one sample: which weights generated it, its reward, and whether it was trained."""
     history = launch.why(run, sample)
     if json:
         print_text(dumps(history.to_json(), indent=2))
@@ -45,18 +47,23 @@ def samples(
     where: Annotated[
         str | None,
         typer.Option(
-            "--where", metavar="SQL", help="SQL condition on the columns below.", show_default=False
+            "--where",
+            metavar="SQL",
+            help="SQL condition on the columns below. Default: all samples.",
+            show_default=False,
         ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", metavar="N", min=0, help="Maximum rows.", show_default=f"{LIMIT} in a table"),
+        typer.Option(
+            "--limit", metavar="N", min=0, help="Maximum number of rows.", show_default=f"{LIMIT} in a table"
+        ),
     ] = None,
     json: AsJson = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    count: Annotated[bool, typer.Option("--count", help="Print the number of samples.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print all columns as CSV.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Print only the number of samples.")] = False,
 ) -> None:
-    """List the samples of a run that meet an SQL condition. The ledger is not changed."""
+    """List the samples of a run, or those that meet an SQL condition."""
     if json + csv + count > 1:
         raise ConfigError("--json, --csv and --count exclude each other; use one of them")
     if count:

@@ -20,8 +20,9 @@ from hflow.report.simulation_text import render_simulation
 from hflow.terminal import print_text, show
 
 DIFF = (
-    "Compare two plans and print what resuming would change. Each is a plan file, a run's directory or a "
-    "recipe, which is compiled with the KEY=VALUEs. The exit code is 1 if they differ."
+    "Compare plan A with plan B, and print what resuming a checkpoint of A under B would change. Each is a "
+    "plan file, a run's directory, or a recipe, to which the KEY=VALUEs apply. The exit code is 1 if they "
+    "differ."
 )
 FORMATS: Mapping[str, Callable[[launch.Compiled], str]] = {
     "--json": launch.plan_file_text,
@@ -32,7 +33,7 @@ FORMATS: Mapping[str, Callable[[launch.Compiled], str]] = {
 
 
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Check a recipe: bind every parameter, report errors, and print the graph."""
+    """Check a recipe: find what makes each input of each node, report errors, and print the graph."""
     show(render_graph(launch.check(recipe, overrides or [])))
 
 
@@ -40,11 +41,14 @@ def plan(
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print a plan file; with --diff, the changes.")
+        bool,
+        typer.Option("--json", help="Print a plan file, for `run --plan`; with --diff, the changes as JSON."),
     ] = False,
     dot: Annotated[bool, typer.Option("--dot", help="Print the graph for Graphviz.")] = False,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print the graph for Mermaid.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser to FILE.")
+    ] = None,
     diff: Annotated[
         tuple[str, str] | None, typer.Option("--diff", metavar="A B", help=DIFF, show_default=False)
     ] = None,
@@ -66,12 +70,17 @@ def simulate(
     overrides: Overrides = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", metavar="N", help="Training steps.", show_default="the plan's, or fewer"),
+        typer.Option(
+            "--steps",
+            metavar="N",
+            help="Training steps to simulate.",
+            show_default="as many as show a steady speed",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of the response lengths.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run the plan on a virtual clock: speed, idle devices and staleness. Needs no device."""
+    """Simulate a run on a virtual clock: speed, idle devices and staleness. Needs no device."""
     simulation = launch.simulate(recipe, overrides or [], steps, seed)
     if json:
         print_text(dumps(simulation.document(), indent=2))

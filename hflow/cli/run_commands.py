@@ -20,12 +20,12 @@ from hflow.terminal import print_text, show
 STOPPED = "stopped"
 """Reason in the summary of a run that Ctrl-C stopped."""
 PLAN = (
-    "Run exactly the plan in a plan file or a run's directory; an error if the recipe's plan has changed. "
-    "RECIPE: the recipe's file, if it has moved."
+    "Run exactly the plan in a plan file or a run's directory. It is an error if the recipe's plan has "
+    "changed. Name RECIPE only if its file has moved."
 )
 LAYOUT = (
-    "Layout of every model, on megatron-core; may be given several times. Default: all pairs of axes, and "
-    "all three axes."
+    "Layout to compare, such as d2t2p1, for all models on the megatron backend. Repeat the option for "
+    "several. Default: all pairs of axes, and all three axes."
 )
 
 
@@ -33,11 +33,15 @@ def run(
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
     plan: Annotated[str | None, typer.Option("--plan", metavar="FILE", help=PLAN, show_default=False)] = None,
-    cfg: Annotated[bool, typer.Option("--cfg", help="Print the configuration without running.")] = False,
+    cfg: Annotated[
+        bool, typer.Option("--cfg", help="Print the whole configuration instead of running.")
+    ] = False,
     live: Annotated[
         bool | None,
         typer.Option(
-            "--live/--plain", help="A live panel or plain lines.", show_default="live in a terminal"
+            "--live/--plain",
+            help="Show a live panel, or print plain lines.",
+            show_default="live in a terminal",
         ),
     ] = None,
 ) -> None:
@@ -64,11 +68,14 @@ def twin(
         list[str] | None, typer.Option("--layout", metavar="LAYOUT", help=LAYOUT, show_default=False)
     ] = None,
     as_configured: Annotated[
-        bool, typer.Option("--as-configured", help="Use the layouts and backends of the configuration.")
+        bool, typer.Option("--as-configured", help="Compare the layouts and backends of the configuration.")
     ] = False,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Training steps.")] = 3,
 ) -> None:
-    """Check that a recipe computes the same losses, gradients and weights in one process and distributed."""
+    """Check that a recipe computes the same losses, gradients and weights in one process and on many ranks.
+
+    The exit code is 1 if anything differs.
+    """
     if as_configured and layout:
         raise ConfigError("--as-configured uses the configuration's layouts; remove --layout")
     layouts = None if as_configured else layout or []

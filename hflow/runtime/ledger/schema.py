@@ -107,9 +107,9 @@ COLUMNS = {
     "worker": ("i.worker", "worker that generated or encoded it"),
     "version": ("NULLIF(i.version, -1)", "version of the engine's weights when it was admitted"),
     "issued_at": ("i.time / 1e3", "seconds from the run's start until it was admitted"),
-    "finished_at": ("f.time / 1e3", "... until its last token was generated"),
-    "accepted_at": ("a.time / 1e3", "... until it and its group had passed all nodes"),
-    "ended_at": ("e.time / 1e3", "... until its end"),
+    "finished_at": ("f.time / 1e3", "seconds from the run's start until its last token was generated"),
+    "accepted_at": ("a.time / 1e3", "seconds from the run's start until its group had passed all nodes"),
+    "ended_at": ("e.time / 1e3", "seconds from the run's start until its end"),
     "length": ("f.length", "all its tokens, including the prompt"),
     "tokens": ("f.tokens", "tokens that were generated, or are trained"),
     "turns": ("f.turns", "completions that its episode requested"),
@@ -120,7 +120,7 @@ COLUMNS = {
     "reason": ("e.reason", "why it was refused, dropped or unused"),
     "node": ("n.name", "the node that refused it"),
     "place": ("n.place", "file and line of that node"),
-    "message": ("e.message", "the error of that node"),
+    "message": ("e.message", "the error of that node, or more about the reason"),
     "step": ("e.step", "step that trained it, version that was evaluated, or step that was being filled"),
     "lag": (
         "CASE WHEN s.ages AND e.kind IN ('trained', 'evaluated', 'dropped') "
