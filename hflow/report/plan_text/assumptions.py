@@ -66,7 +66,7 @@ def _hardware(hardware: Hardware, is_spread: bool) -> Iterator[tuple[str, str]]:
         device.name,
         f"TFLOP/s {rates}, of which {share_text(reached.compute)} are reached; memory "
         f"{count_text(device.memory_gb_per_s)} GB/s, {share_text(reached.memory)} reached; "
-        f"{device.overhead_gib:g} GiB are the runtime's own",
+        f"{device.overhead_gib:g} GiB for the runtime itself",
     )
     for link in (hardware.intra, *((hardware.inter,) if is_spread else ())):
         yield (

@@ -120,7 +120,7 @@ def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
         why = NO_FIGURES if plan.forecast is None else "the seconds of some nodes are not known"
         yield "period", Text(f"unknown: {why}", style="yellow")
         return
-    least = "; at least, `hflow simulate` counts waiting for late responses"
+    least = "; a lower bound, `hflow simulate` also counts waiting for late responses"
     rate = f" a step: {_rate(plan, period)}{least if leaves_waiting_out(plan) else ''}"
     yield "period", Text.assemble((seconds_text(period.seconds), "bold"), rate)
     yield "bound by", Text(cycle_line(plan, period.cycle))

@@ -65,8 +65,8 @@ def _parts(row: NodeTime) -> str:
 
 MOST_CYCLE_ROWS = 10
 PERIOD_NOTE = (
-    "Seconds a step once the run is in its stride. They come from the slowest cycle, in which each node "
-    "waits for the one before it: to be faster, make one of these nodes faster or let it wait for less."
+    "Seconds per step in the steady state. The slowest cycle decides them, in which each node waits for the "
+    "one before it. For a faster run, make one of these nodes faster or let it wait for less."
 )
 
 
