@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hflow.data.batch import Batch
+    from hflow.graph.ir import Read
     from hflow.types.tensor_slices import Block
 
 
@@ -102,8 +103,8 @@ class NodeCall:
 
     node: str
     body: Callable[..., Any]
-    reads: tuple[Any, ...]
-    """`hflow.graph.ir.Read` rows: the fields that the body reads."""
+    reads: tuple[Read, ...]
+    """The fields that the body reads."""
     provided: tuple[tuple[str, str], ...]
     """(parameter, kind) of what the framework passes, such as `("output", "output")`."""
     returns: tuple[tuple[str, str], ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hflow.backends.hf_config import max_length, read_config
 from hflow.data.tokenizer import TextTokenizer
@@ -22,6 +22,9 @@ from hflow.planner.backends import (
 )
 from hflow.planner.ir import Plan, Replica
 from hflow.workers.interface import WorkerSetup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def refuse_unrunnable(compiled: Compiled) -> None:
@@ -197,7 +200,7 @@ def _layout_and_workers(replica: Replica) -> str:
     return f"{replica.name} is {replica.layout} on workers {', '.join(map(str, replica.workers))}"
 
 
-def _check_vocabulary(model: str, setup: WorkerSetup, config: Any) -> None:
+def _check_vocabulary(model: str, setup: WorkerSetup, config: PreTrainedConfig) -> None:
     """Refuse a tokenizer with more tokens than its model."""
     num_tokens = TextTokenizer(setup.tokenizers[model]).num_tokens
     if num_tokens <= config.vocab_size:
@@ -213,7 +216,7 @@ def _check_vocabulary(model: str, setup: WorkerSetup, config: Any) -> None:
     )
 
 
-def _check_max_tokens(source: NodeSpec, setup: WorkerSetup, configs: Mapping[str, Any]) -> None:
+def _check_max_tokens(source: NodeSpec, setup: WorkerSetup, configs: Mapping[str, PreTrainedConfig]) -> None:
     """Refuse completions so long that no prompt fits in front of them."""
     max_tokens = source.option("max_tokens")
     for model in source.models:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from hflow.errors import PlanError, nearest
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from hflow.backends.interface import ModelSettings
     from hflow.planner.ir import Replica
     from hflow.planner.memory.engine_load import EngineLoad
@@ -138,7 +140,7 @@ class Backend(Descriptor):
     """Whether several ranks cannot share a process, as `workers=inproc` would need."""
     update_dtypes: tuple[str, ...] = ("fp32", "bf16")
     """Compute dtypes in which update nodes may change its weights."""
-    check_model: Callable[[ModelSettings, Any], None] | None = None
+    check_model: Callable[[ModelSettings, PreTrainedConfig], None] | None = None
     """Check a model's settings and HF config before any worker starts.
 
     Raises:

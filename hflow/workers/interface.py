@@ -9,10 +9,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import Plan, Replica
+
+if TYPE_CHECKING:
+    from hflow.backends.interface import ModelSettings
+    from hflow.data.datasets import DataSettings
+    from hflow.data.tokenizer import TokenizerSettings
+    from hflow.graph.ir import Read
 
 
 class Workers(abc.ABC):
@@ -135,8 +141,8 @@ class NodeProgram:
     root: str
     """The root stream of its samples."""
     body: Callable[..., Any]
-    reads: tuple[Any, ...]
-    """`graph.ir.Read` rows."""
+    reads: tuple[Read, ...]
+    """The fields that the body reads."""
     provided: tuple[tuple[str, str], ...]
     returns: tuple[tuple[str, str], ...]
     """(field, unit) of each returned field."""
@@ -157,14 +163,12 @@ class WorkerSetup:
 
     plan: Plan
     programs: Mapping[str, NodeProgram]
-    models: Mapping[str, Any]
-    """Model name -> `backends.interface.ModelSettings`."""
+    models: Mapping[str, ModelSettings]
     engines: Mapping[str, Mapping[str, Any]]
     """Generation replica -> options of its engine."""
-    datasets: Mapping[str, Any]
-    """Dataset name -> `data.datasets.DataSettings`."""
-    tokenizers: Mapping[str, Any]
-    """Model name -> `data.tokenizer.TokenizerSettings`."""
+    datasets: Mapping[str, DataSettings]
+    tokenizers: Mapping[str, TokenizerSettings]
+    """Model name -> settings of its tokenizer."""
     seed: int
     factories: Mapping[str, Callable[..., Any]]
     """Backend name -> class or function that builds it.
