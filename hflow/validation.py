@@ -65,7 +65,7 @@ FrozenMapping = Annotated[Mapping[K, V], AfterValidator(freeze)]
 """A mapping field of a checked dataclass."""
 
 
-# ---------------------------------------------------------------------- dataclasses from mappings
+# Dataclasses from mappings
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
@@ -155,7 +155,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-# ---------------------------------------------------------------------- types written as text
+# Types written as text
 
 _SCALARS: Mapping[str, Any] = {"int": StrictInt, "float": StrictFloat, "bool": StrictBool, "str": StrictStr}
 _TUPLES: Mapping[str, Any] = {

@@ -53,9 +53,9 @@ def model_shape(config: RunConfig, graph: Graph, spec: Model) -> ModelShape | No
 
 def model_dtype(config: RunConfig, graph: Graph, spec: Model) -> Literal["fp32", "bf16"]:
     """Return the precision of a model: as configured, else that of its `init_from`, else fp32."""
-    own = config.models.get(spec.name, ModelConfig()).dtype
-    if own is not None:
-        return own
+    dtype = config.models.get(spec.name, ModelConfig()).dtype
+    if dtype is not None:
+        return dtype
     return "fp32" if spec.init_from is None else model_dtype(config, graph, spec.init_from)
 
 
@@ -79,12 +79,12 @@ def overruled_architectures(config: RunConfig) -> tuple[str, ...]:
 
 def _architecture(config: RunConfig, graph: Graph, spec: Model) -> tuple[str, Mapping[str, Any]] | None:
     """Return the Hugging Face config of a model, and its file or key for messages."""
-    own = config.models.get(spec.name, ModelConfig())
-    file = _checkpoint_config(own)
+    model = config.models.get(spec.name, ModelConfig())
+    file = _checkpoint_config(model)
     if file is not None:
         return str(file), _read(file)
-    if own.architecture is not None:
-        return f"models.{spec.name}", own.architecture
+    if model.architecture is not None:
+        return f"models.{spec.name}", model.architecture
     return None if spec.init_from is None else _architecture(config, graph, spec.init_from)
 
 

@@ -55,7 +55,7 @@ def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
 
 
 def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
-    own = compiled.config.models.get(spec.name, ModelConfig())
+    config = compiled.config.models.get(spec.name, ModelConfig())
     source = source_config(compiled, spec)
     return ModelSettings(
         name=spec.name,
@@ -66,17 +66,17 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         seed=compiled.config.seed,
         dtype=model_dtype(compiled.config, compiled.graph, spec),
         device=compiled.plan.cluster.device,
-        activation_checkpointing=own.activation_checkpointing,
-        sequence_parallel=own.sequence_parallel,
-        tokens_per_microbatch=own.tokens_per_microbatch,
-        optim=own.optim,
+        activation_checkpointing=config.activation_checkpointing,
+        sequence_parallel=config.sequence_parallel,
+        tokens_per_microbatch=config.tokens_per_microbatch,
+        optim=config.optim,
         num_updates=_num_updates(compiled, spec.name),
-        save_optimizer=own.save_optimizer,
-        resume=_is_resumed(spec, own),
+        save_optimizer=config.save_optimizer,
+        resume=_is_resumed(spec, config),
     )
 
 
-def _is_resumed(spec: Model, own: ModelConfig) -> bool:
+def _is_resumed(spec: Model, config: ModelConfig) -> bool:
     """Return whether a model starts with the optimizer state in its checkpoint.
 
     Only weights and optimizer state are restored, not the position in the data, samples or the ledger.
@@ -84,19 +84,19 @@ def _is_resumed(spec: Model, own: ModelConfig) -> bool:
     Raises:
         ConfigError: if there is no such state, or the model is not trained.
     """
-    if not own.resume:
+    if not config.resume:
         return False
     key = f"models.{spec.name}"
     if not spec.trainable:
         raise ConfigError(
             f"{key}.resume is for trained models, but {spec.name} is frozen; remove {key}.resume"
         )
-    if own.path is None:
+    if config.path is None:
         raise ConfigError(f"{key}.resume needs a checkpoint; set {key}.path")
-    if not (Path(own.path) / SHARDS).is_dir():
+    if not (Path(config.path) / SHARDS).is_dir():
         raise ConfigError(
-            f"{key}.path is {own.path}, which has no optimizer state ({SHARDS}/); set {key}.resume=false to "
-            f"load only its weights, or use a checkpoint saved with {key}.save_optimizer=true"
+            f"{key}.path is {config.path}, which has no optimizer state ({SHARDS}/); set {key}.resume=false "
+            f"to load only its weights, or use a checkpoint saved with {key}.save_optimizer=true"
         )
     return True
 

@@ -134,8 +134,8 @@ def _judged(story: SampleHistory) -> Iterator[Line]:
     if story.sample["accepted_at"] is not None:
         kept = [mate for mate in story.mates if mate.end != "refused"]
         lost = _lost(story.mates)
-        whole = f"with {len(kept)} others of its group" if kept else ""
-        yield story.sample["accepted_at"], "accepted", "; ".join(part for part in (whole, lost) if part)
+        kept_text = f"with {len(kept)} others of its group" if kept else ""
+        yield story.sample["accepted_at"], "accepted", "; ".join(part for part in (kept_text, lost) if part)
 
 
 def _lost(mates: tuple[GroupMember, ...]) -> str:

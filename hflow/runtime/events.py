@@ -33,7 +33,7 @@ class Refusal(enum.StrEnum):
         return self in (Refusal.STALE, Refusal.QUEUE_FULL)
 
 
-# ---------------------------------------------------------------------------------- events
+# Events
 @dataclass(frozen=True)
 class Started:
     """All workers are ready. Sent once, before every other event."""
@@ -111,7 +111,7 @@ class StopRequested:
 Event = Started | SampleDone | NodeDone | NodeFailed | Exhausted | Awake | Asleep | Published | StopRequested
 
 
-# ----------------------------------------------------------------------------- instructions
+# Instructions
 @dataclass(frozen=True)
 class OpenGroup:
     """Take the next row of the stream's dataset and start the source for these samples.

@@ -283,13 +283,13 @@ def _read_bytes(rule: EdgeRule, assignment: Shards, nbytes: FieldBytes) -> int:
 
 def _busiest_bytes(moves: Iterable[Move], nbytes: FieldBytes) -> int:
     """Return the bytes that the busiest worker sends or receives, whichever is more."""
-    sent: dict[int, int] = defaultdict(int)
-    received: dict[int, int] = defaultdict(int)
+    sent_bytes: dict[int, int] = defaultdict(int)
+    received_bytes: dict[int, int] = defaultdict(int)
     for move in moves:
         size = moved_bytes([move], nbytes)
-        sent[move.src] += size
-        received[move.dst] += size
-    return max((*sent.values(), *received.values()), default=0)
+        sent_bytes[move.src] += size
+        received_bytes[move.dst] += size
+    return max((*sent_bytes.values(), *received_bytes.values()), default=0)
 
 
 def _held_bytes(

@@ -76,8 +76,8 @@ class SteadyEvents:
         nodes = {node.name for node in self.nodes}
         placed = [(g, tuple(n for n in names if n in nodes)) for g, names in self.schedule.orders]
         alone = nodes.difference(*(names for _, names in placed))
-        own = [(node.name, (node.name,)) for node in self.nodes if node.name in alone]
-        return tuple((group, names) for group, names in (*placed, *own) if names)
+        ungrouped = [(node.name, (node.name,)) for node in self.nodes if node.name in alone]
+        return tuple((group, names) for group, names in (*placed, *ungrouped) if names)
 
     def num_executions(self, node: ScheduledNode) -> int:
         """Return how often a node's seconds count in a step: per sample or group for a streaming model."""
@@ -104,9 +104,11 @@ class SteadyEvents:
 
     def lanes(self) -> tuple[str, ...]:
         """Return groups with batch nodes, and engines and streaming models on their own devices."""
-        own = (replica for replica in self.stream.replicas if self.group_of(replica) is None)
-        turns = [group for group, _ in self.schedule.orders]
-        return tuple(dict.fromkeys((*turns, *own, *(group for group, _ in self.streaming_groups()))))
+        separate_engines = (replica for replica in self.stream.replicas if self.group_of(replica) is None)
+        groups = [group for group, _ in self.schedule.orders]
+        return tuple(
+            dict.fromkeys((*groups, *separate_engines, *(group for group, _ in self.streaming_groups())))
+        )
 
     def _repeats(self, node: ScheduledNode) -> bool:
         second = node.after if node.every == 1 else node.after + node.every

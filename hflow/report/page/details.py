@@ -251,14 +251,14 @@ def _data(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> Words:
     )
     if traffic is None:
         return what, (), (), ()
-    mine = [step for step in traffic.steps if _carries(step, arrow)]
+    carrying = [step for step in traffic.steps if _carries(step, arrow)]
     listing = Listing(
         title=f"Largest steps that carry these fields ({plural(traffic.num_steps, 'step')} in all)",
         columns=("step", "from", "to", "samples", "bytes"),
-        rows=tuple(_step(step) for step in mine),
+        rows=tuple(_step(step) for step in carrying),
     )
     facts = (("inputs of", f"{arrow.dst}, all edges together"), *traffic_facts(traffic))
-    return what, facts, (listing,) if mine else (), (data_id(arrow.dst),)
+    return what, facts, (listing,) if carrying else (), (data_id(arrow.dst),)
 
 
 def _carries(step: StepTraffic, arrow: Arrow) -> bool:
@@ -275,8 +275,8 @@ def _step(step: StepTraffic) -> tuple[str, ...]:
 def _weights(plan: Plan, arrow: Arrow) -> Words:
     replicas = plan.placement(arrow.dst).replicas
     routes = [r for r in plan.weights if r.dst in replicas and arrow.label == (f"weights of {r.model}",)]
-    behind = f"{'at most' if arrow.is_at_most else 'exactly'} {plural(arrow.lag, 'step')} before"
-    what = f"{arrow.dst} reads the weights that {arrow.src} left {behind}."
+    lag = f"{'at most' if arrow.is_at_most else 'exactly'} {plural(arrow.lag, 'step')} before"
+    what = f"{arrow.dst} reads the weights that {arrow.src} wrote {lag}."
     if not routes:
         return f"{what} Both use one copy, so that nothing moves.", (), (), ()
     facts = tuple(fact for route in routes for fact in route_facts(route))

@@ -82,17 +82,21 @@ def gantt_view(plan: Plan) -> Gantt | None:
     if period is None or period.seconds <= 0:
         return None
     num_periods = max(NUM_PERIODS, min(MOST_PERIODS, period.num_steps))
-    whole = num_periods * period.seconds
-    lanes = tuple(_lane(plan, name, slots, period, whole) for name, slots in _by_lane(plan, period).items())
+    chart_seconds = num_periods * period.seconds
+    lanes = tuple(
+        _lane(plan, name, slots, period, chart_seconds) for name, slots in _by_lane(plan, period).items()
+    )
     shown = {(bar.step, bar.colour) for lane in lanes for bar in lane.bars}
-    rest = period.num_steps - num_periods
+    num_hidden = period.num_steps - num_periods
     return Gantt(
         period=seconds_text(period.seconds),
         periods=tuple(f"period {i + 1}" for i in range(num_periods)),
         lanes=lanes,
-        ticks=tuple(_ticks(whole)),
+        ticks=tuple(_ticks(chart_seconds)),
         steps=tuple(sorted(shown, key=lambda pair: _offset(pair[0]))),
-        note=f"Steps differ; {plural(rest, 'more step')} follow before all repeats." if rest > 0 else "",
+        note=f"Steps differ; {plural(num_hidden, 'more step')} follow before all repeats."
+        if num_hidden > 0
+        else "",
     )
 
 
@@ -116,7 +120,7 @@ def _by_lane(plan: Plan, period: Period) -> dict[str, list[Slot]]:
     }
 
 
-def _lane(plan: Plan, name: str, slots: Sequence[Slot], period: Period, whole: float) -> ChartLane:
+def _lane(plan: Plan, name: str, slots: Sequence[Slot], period: Period, chart_seconds: float) -> ChartLane:
     sizes = {group.name: len(group.devices) for group in plan.groups}
     groups = {replica.name: replica.group for replica in plan.replicas}
     idle = {groups.get(lane, lane): share for lane, share in period.idle}
@@ -124,7 +128,7 @@ def _lane(plan: Plan, name: str, slots: Sequence[Slot], period: Period, whole: f
     bars = [
         replace(bar, ref=ref_of(plan, bar.node), is_critical=bar.node in critical)
         for slot in slots
-        for bar in _bars(slot, period, whole)
+        for bar in _bars(slot, period, chart_seconds)
     ]
     num_rows, placed = _stack(sorted(bars, key=lambda bar: (bar.left, bar.width)))
     return ChartLane(
@@ -136,29 +140,29 @@ def _lane(plan: Plan, name: str, slots: Sequence[Slot], period: Period, whole: f
     )
 
 
-def _bars(slot: Slot, period: Period, whole: float) -> Iterator[Bar]:
+def _bars(slot: Slot, period: Period, chart_seconds: float) -> Iterator[Bar]:
     """Yield every execution of a slot that overlaps the chart."""
-    turn = period.num_steps * period.seconds
-    first = -math.ceil((slot.start + slot.seconds) / turn)
-    for again in range(first, math.ceil(whole / turn) + 1):
-        begin = slot.start + again * turn
+    cycle_seconds = period.num_steps * period.seconds
+    first = -math.ceil((slot.start + slot.seconds) / cycle_seconds)
+    for repeat in range(first, math.ceil(chart_seconds / cycle_seconds) + 1):
+        begin = slot.start + repeat * cycle_seconds
         end = begin + slot.seconds
-        left, right = max(0.0, begin), min(whole, end)
-        if right - left <= HAIR * whole:
+        left, right = max(0.0, begin), min(chart_seconds, end)
+        if right - left <= HAIR * chart_seconds:
             continue
-        step = slot.step + again * period.num_steps
+        step = slot.step + repeat * period.num_steps
         since = slot.start - slot.step * period.seconds
         yield Bar(
             node=slot.node,
             ref="",
             step=step_name(step),
             colour=step % NUM_COLOURS + 1,
-            left=round(100 * left / whole, 3),
-            width=round(100 * (right - left) / whole, 3),
+            left=round(100 * left / chart_seconds, 3),
+            width=round(100 * (right - left) / chart_seconds, 3),
             row=0,
             is_critical=False,
-            is_cut_left=begin < -HAIR * whole,
-            is_cut_right=end > whole * (1 + HAIR),
+            is_cut_left=begin < -HAIR * chart_seconds,
+            is_cut_right=end > chart_seconds * (1 + HAIR),
             tip=f"{slot.node}, step {step_name(step)}\n{seconds_text(slot.seconds)}, "
             f"{seconds_text(max(0.0, since))} after the step's start",
         )
@@ -179,15 +183,15 @@ def _stack(bars: Sequence[Bar]) -> tuple[int, tuple[Bar, ...]]:
     return max(1, len(ends)), tuple(placed)
 
 
-def _ticks(whole: float) -> Iterator[Tick]:
+def _ticks(chart_seconds: float) -> Iterator[Tick]:
     """Return ticks at round numbers of seconds, or of minutes in a long chart."""
-    unit = MINUTE if whole >= LONG else 1.0
-    rough = whole / unit / NUM_TICKS
+    unit = MINUTE if chart_seconds >= LONG else 1.0
+    rough = chart_seconds / unit / NUM_TICKS
     scale = 10.0 ** math.floor(math.log10(rough))
     step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= rough * (1 - HAIR))
-    for i in range(math.floor(whole / unit / step * (1 + HAIR)) + 1):
+    for i in range(math.floor(chart_seconds / unit / step * (1 + HAIR)) + 1):
         text = f"{i * step:g} min" if unit == MINUTE else seconds_text(i * step)
-        yield Tick(text if i else "0", round(100 * i * step * unit / whole, 3))
+        yield Tick(text if i else "0", round(100 * i * step * unit / chart_seconds, 3))
 
 
 def ref_of(plan: Plan, name: str) -> str:

@@ -121,9 +121,9 @@ def graph_view(plan: Plan, seconds: Mapping[str, str]) -> GraphView:
     entry = {ends: at[chain.places[-2]] for ends, chain in chains.items()}
     cards = {}
     for node in plan.graph.nodes:
-        mine = [arrow for arrow in drawn if arrow.dst == node.name]
-        mine.sort(key=lambda arrow: entry.get((arrow.src, arrow.dst), LAST_ROW))
-        cards[node.name] = make_card(plan, node, mine, seconds.get(node.name, ""))
+        arriving = [arrow for arrow in drawn if arrow.dst == node.name]
+        arriving.sort(key=lambda arrow: entry.get((arrow.src, arrow.dst), LAST_ROW))
+        cards[node.name] = make_card(plan, node, arriving, seconds.get(node.name, ""))
     places = find_places(cards, drawn, layers, chains, columns)
     return _view(cards, drawn, places, chains)
 

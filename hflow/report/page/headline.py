@@ -127,9 +127,9 @@ def _speed(plan: Plan, forecast: Forecast, period: Period) -> Iterator[Tile]:
     stream = plan.schedule.streams[0]
     samples = (stream.batch or 0) * stream.group_size
     lengths = dict(forecast.workload).get(stream.name)
-    minimum = "at least: waiting for late responses is left out"
-    when = minimum if leaves_waiting_out(plan) else "in the steady state"
-    yield Tile("Period", seconds_text(period.seconds), f"a step, {when}", "period")
+    waiting_note = "at least: waiting for late responses is left out"
+    condition = waiting_note if leaves_waiting_out(plan) else "in the steady state"
+    yield Tile("Period", seconds_text(period.seconds), f"a step, {condition}", "period")
     tokens = samples * (lengths.prompt + expected_max(lengths, 1)) / period.seconds if lengths else 0.0
     rate = f"{count_text(tokens)} tokens/s" if lengths else ""
     yield Tile("Throughput", f"{count_text(samples / period.seconds)} samples/s", rate, "throughput")

@@ -55,8 +55,10 @@ def lengths_text(lengths: Workload) -> str:
     mean, most = count_text(lengths.response_mean), count_text(lengths.max_response)
     tokens = f"prompts of {count_text(lengths.prompt)} tokens, responses of {mean} on average"
     spread = f"(deviation {share_text(lengths.response_cv)}), at most {most}"
-    who = "assumed; set workload.prompt, .response_mean, .response_cv" if lengths.is_assumed else "as given"
-    return f"{tokens} {spread}; {who}"
+    origin = (
+        "assumed; set workload.prompt, .response_mean, .response_cv" if lengths.is_assumed else "as given"
+    )
+    return f"{tokens} {spread}; {origin}"
 
 
 def _hardware(hardware: Hardware, is_spread: bool) -> Iterator[tuple[str, str]]:

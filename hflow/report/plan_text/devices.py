@@ -58,11 +58,11 @@ def _chosen(plan: Plan) -> list[Text]:
 def marks_of(plan: Plan) -> dict[str, str]:
     """Return a letter per replica; replicas with equal layouts on the same devices share one."""
     marks: dict[tuple[object, ...], str] = {}
-    found = {}
+    mark_of = {}
     for replica in plan.replicas:
         key = (replica.layout, rank_order(replica.role), replica.workers)
-        found[replica.name] = marks.setdefault(key, _mark(len(marks)))
-    return found
+        mark_of[replica.name] = marks.setdefault(key, _mark(len(marks)))
+    return mark_of
 
 
 def group_colours(plan: Plan) -> dict[str, str]:
@@ -71,8 +71,8 @@ def group_colours(plan: Plan) -> dict[str, str]:
 
 
 def _mark(i: int) -> str:
-    turn, letter = divmod(i, len(ascii_uppercase))
-    return ascii_uppercase[letter] + (str(turn) if turn else "")
+    suffix, letter = divmod(i, len(ascii_uppercase))
+    return ascii_uppercase[letter] + (str(suffix) if suffix else "")
 
 
 TURNS_NOTE = (
@@ -238,13 +238,13 @@ def _equal_runs(plan: Plan, parts_of: PartsOf, with_stage: bool) -> Iterator[tup
     size, first, before = plan.cluster.devices_per_node, 0, None
     for machine in range(plan.cluster.num_nodes):
         devices = range(machine * size, (machine + 1) * size)
-        look = [
+        content = [
             [(p.mark, with_stage and dict(p.coords).get("p")) for p in parts_of.get(d, ())] for d in devices
         ]
-        if before is not None and look != before:
+        if before is not None and content != before:
             yield first, machine - 1
             first = machine
-        before = look
+        before = content
     yield first, plan.cluster.num_nodes - 1
 
 

@@ -131,11 +131,11 @@ def _cells(slots: Sequence[Slot], period: Period, num_steps: int, columns: int) 
     """
     cells = [""] * columns
     scale = columns / (num_steps * period.seconds)
-    turn = period.num_steps * period.seconds
+    cycle_seconds = period.num_steps * period.seconds
     for slot in sorted(slots, key=lambda slot: -slot.seconds):
-        first = -math.ceil((slot.start + slot.seconds) / turn)
+        first = -math.ceil((slot.start + slot.seconds) / cycle_seconds)
         for again in range(first, num_steps // period.num_steps + 1):
-            start = slot.start + again * turn
+            start = slot.start + again * cycle_seconds
             left, right = round(start * scale), round((start + slot.seconds) * scale)
             if left == right and 0 <= left < columns and not cells[left]:
                 right += 1

@@ -29,8 +29,8 @@ def graph_section(plan: Plan, width: int) -> Section:
     for stage, names in enumerate(stages(plan.graph)):
         for i, name in enumerate(names):
             node = plan.graph.node(name)
-            what = lines((Text(name, "bold"), dim(_fires(plan, node))))
-            add_row(shown, "" if i else str(stage), what, lines(_waits(node, arriving.get(name, []))))
+            cell = lines((Text(name, "bold"), dim(_fires(plan, node))))
+            add_row(shown, "" if i else str(stage), cell, lines(_waits(node, arriving.get(name, []))))
     return Section("Graph", NOTE, (shown,))
 
 
@@ -38,9 +38,9 @@ def _fires(plan: Plan, node: Node) -> str:
     """`infer a batch on ref@infer, every 20 steps`."""
     levels = {scheduled.name: scheduled.level for scheduled in plan.schedule.nodes}
     level = levels.get(node.name, node.spec.level)
-    when = cadence(node.spec.every, node.spec.after)
+    rhythm = cadence(node.spec.every, node.spec.after)
     arriving = ", as they arrive" if node.spec.verb == "infer" and level is not Level.BATCH else ""
-    return f"{node.spec.verb} a {level} on {_place(plan, node.name)}{arriving}{when}"
+    return f"{node.spec.verb} a {level} on {_place(plan, node.name)}{arriving}{rhythm}"
 
 
 def cadence(every: int, after: int) -> str:
@@ -63,14 +63,17 @@ def _place(plan: Plan, node: str) -> str:
 
 def _arriving(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     """Return for each node (kind, words) of all edges that end there."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    arriving: dict[str, list[tuple[str, str]]] = {}
     schedule = plan.schedule
     for edge in plan.graph.edges:
         lag = max_lag(edge, schedule.settings.max_staleness, schedule.settings.sync_every)
-        found.setdefault(edge.dst, []).append((str(edge.kind), describe_edge(edge) + _lag(lag, edge.at_most)))
-    for turn in plan.order:
-        found.setdefault(turn.dst, []).append((str(EdgeKind.ORDER), f"after {turn.src}" + _lag(turn.lag)))
-    return found
+        arriving.setdefault(edge.dst, []).append(
+            (str(edge.kind), describe_edge(edge) + _lag(lag, edge.at_most))
+        )
+    for successor in plan.order:
+        words = f"after {successor.src}" + _lag(successor.lag)
+        arriving.setdefault(successor.dst, []).append((str(EdgeKind.ORDER), words))
+    return arriving
 
 
 def describe_edge(edge: Edge) -> str:
@@ -92,6 +95,6 @@ def _waits(node: Node, edges: list[tuple[str, str]]) -> Iterator[Text]:
     if columns:
         yield Text.assemble(dim("dataset "), ", ".join(columns))
     for kind, colour in COLOURS.items():
-        words = [word for found, word in edges if found == kind]
+        words = [word for edge_kind, word in edges if edge_kind == kind]
         if words:
             yield Text.assemble((kind, colour), f" {'; '.join(words)}")

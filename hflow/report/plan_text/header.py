@@ -120,8 +120,8 @@ def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
         why = NO_FIGURES if plan.forecast is None else "the seconds of some nodes are not known"
         yield "period", Text(f"unknown: {why}", style="yellow")
         return
-    least = "; a lower bound, `hflow simulate` also counts waiting for late responses"
-    rate = f" a step: {_rate(plan, period)}{least if leaves_waiting_out(plan) else ''}"
+    waiting_note = "; a lower bound, `hflow simulate` also counts waiting for late responses"
+    rate = f" a step: {_rate(plan, period)}{waiting_note if leaves_waiting_out(plan) else ''}"
     yield "period", Text.assemble((seconds_text(period.seconds), "bold"), rate)
     yield "bound by", Text(cycle_line(plan, period.cycle))
 
@@ -139,8 +139,8 @@ def _rate(plan: Plan, period: Period) -> str:
 
 def cycle_line(plan: Plan, cycle: tuple[CycleStep, ...]) -> str:
     """Return the critical cycle in one line: its largest nodes, with their seconds."""
-    whole = sum(step.seconds for step in cycle)
-    long = [step for step in cycle if step.seconds >= MIN_SHARE * whole]
+    total_seconds = sum(step.seconds for step in cycle)
+    long = [step for step in cycle if step.seconds >= MIN_SHARE * total_seconds]
     named = " → ".join(f"{step_name(plan, step.node)} {seconds_text(step.seconds)}" for step in long)
     short = len(cycle) - len(long)
     left_out = f" ({plural(short, 'short node')} left out)" if short else ""

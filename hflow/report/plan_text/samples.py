@@ -30,8 +30,8 @@ def _streams(plan: Plan) -> Table:
     shown = table(text("stream"), number("groups"), number("samples a group"), text("made by"), text("when"))
     for stream in plan.schedule.streams:
         groups = f"{stream.batch:,}" if stream.batch is not None else "all rows"
-        least = f" (at least {stream.min_group})" if stream.min_group > 1 else ""
-        size = f"{stream.group_size}{least}"
+        min_group = f" (at least {stream.min_group})" if stream.min_group > 1 else ""
+        size = f"{stream.group_size}{min_group}"
         made = ", ".join(stream.replicas) or stream.source
         add_row(shown, Text(stream.name, "bold"), groups, size, made, _when(stream))
     return shown

@@ -110,7 +110,7 @@ class Executor:
         """Why the run ended."""
         self._tasks: asyncio.TaskGroup
 
-    # ------------------------------------------------------------------------------ loop
+    # Loop
     async def run(self) -> RunOutcome:
         """Run until the state machine issues `Finish`.
 
@@ -160,7 +160,7 @@ class Executor:
         for worker, computes in messages.computes.items():
             self._spawn(self._workers.compute(worker, computes))
 
-    # ---------------------------------------------------------------- worker -> controller
+    # Worker -> controller
     async def _poll(self, worker: int) -> None:
         while True:
             report: WorkerReport = await self._workers.poll(worker)
@@ -196,7 +196,7 @@ class Executor:
         """Note that no engine works on a sample any more."""
         self._placer.finished(stream, sample // self._streams[stream].group_size)
 
-    # ---------------------------------------------------------------- controller -> worker
+    # Controller -> worker
     def _perform(self, instruction: ev.Instruction, messages: WorkerMessages) -> None:
         match instruction:
             case ev.OpenGroup():
@@ -262,7 +262,7 @@ class Executor:
             *(self._workers.release(worker, ids, stream, None) for worker, ids in samples_of.items())
         )
 
-    # ----------------------------------------------------------------------------- batches
+    # Batches
     def _form_batch(self, instruction: ev.FormBatch) -> None:
         stream, step, samples = self._streams[instruction.stream], instruction.step, instruction.samples
         is_evaluation = not self._is_trained(stream.name)
@@ -290,7 +290,7 @@ class Executor:
             self._num_steps_done = step + 1
             self._observer.on_step(step, self._metrics.finish_step(step, self._state.rollout_counts()))
 
-    # ------------------------------------------------------------------------------ saving
+    # Saving
     async def _run_save(self, node: str, step: int) -> None:
         await self.save(node.removeprefix(SAVE_PREFIX), step + 1)
         self._enqueue(ev.NodeDone(node, step))

@@ -52,7 +52,7 @@ class Ledger:
         self._is_open = True
         self._counts: dict[str, int] = {}
 
-    # ---------------------------------------------------------------------------- records
+    # Records
     def record_issued(self, instruction: OpenGroup, row: int, worker: int, version: int) -> None:
         """Record that a group goes to a worker whose engine holds weights of `version` (-1: no engine)."""
         self._writer.put(GroupIssued(instruction, row, worker, version))
@@ -77,7 +77,7 @@ class Ledger:
         """Wait until all records are in the file."""
         self._writer.flush()
 
-    # ------------------------------------------------------------------------------- ends
+    # Ends
     def close(self, reason: str) -> dict[str, int]:
         """Close the ledger. Samples without an end are unused, for this reason.
 

@@ -221,8 +221,8 @@ class _Simulator:
         self._schedule(end, event)
         self.recorder.spans.append(Span(name, lane, start, end, {"step": key}))
 
-    def _schedule(self, when: float, event: Event) -> None:
-        heapq.heappush(self._heap, (when, next(self._order), event, ""))
+    def _schedule(self, time: float, event: Event) -> None:
+        heapq.heappush(self._heap, (time, next(self._order), event, ""))
 
     def _run_streaming(self, node: str, number: int, keys: Sequence[int]) -> None:
         """Finish all keys at once, after the sum of their durations."""
@@ -232,7 +232,7 @@ class _Simulator:
         if end > self._now:
             self.recorder.spans.append(Span(node, self._lanes[node], self._now, end, {"number": number}))
 
-    # ------------------------------------------------------------------ samples
+    # Samples
     def _open_group(self, instruction: OpenGroup) -> None:
         stream, source = self._streams[instruction.stream], self._sources[instruction.stream]
         source.next_group = instruction.group + 1

@@ -31,11 +31,11 @@ class Admission:
     def __init__(self, parts: StateParts) -> None:
         self._parts = parts
         trained = parts.trained
-        turns = set(parts.shared_devices[trained.stream.name])
+        shared_devices = set(parts.shared_devices[trained.stream.name])
         self._reserved = [
             evaluation
             for evaluation in parts.evaluations.values()
-            if turns and turns != set(parts.shared_devices[evaluation.stream.name])
+            if shared_devices and shared_devices != set(parts.shared_devices[evaluation.stream.name])
         ]
         needed = sum(stream.dependencies.size for stream in (trained, *self._reserved))
         largest = max(stream.dependencies.size for stream in parts.streams)

@@ -140,7 +140,7 @@ class RunState:
             counts[VERSION.name] = self.parts.engine_version(trained.stream.name)
         return counts
 
-    # ------------------------------------------------------------------ events
+    # Events
     def _on_started(self, event: Started) -> None:
         assert not self._started, "the run started twice"
         self._started = True
@@ -216,7 +216,7 @@ class RunState:
         self.parts.streaming.clear(self._stream_of)
         self._decide()
 
-    # ------------------------------------------------------------------ decisions
+    # Decisions
     def _decide_after(self, stream: StreamState) -> None:
         """Decide what follows from an event of a sample: in most cases only that there is room for more."""
         if self.stopping or stream.needs_decision or may_form_batch(self.parts):

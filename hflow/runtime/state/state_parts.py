@@ -160,5 +160,5 @@ def _devices(schedule: Schedule, engines: dict[str, EngineState]) -> tuple[Devic
         for group, names in schedule.orders
     ]
     in_groups = {name for _, names in schedule.orders for name in names}
-    others = [n for n in schedule.nodes if n.level is Level.BATCH and n.name not in in_groups]
-    return (*ordered, *(DeviceOrder(node.name, nodes=(node,)) for node in others))
+    ungrouped = [n for n in schedule.nodes if n.level is Level.BATCH and n.name not in in_groups]
+    return (*ordered, *(DeviceOrder(node.name, nodes=(node,)) for node in ungrouped))

@@ -48,7 +48,7 @@ class StreamState:
         self.exhausted = False
         self._emit = emit
 
-    # ------------------------------------------------------------------ events
+    # Events
     def open_group(self) -> None:
         """Admit the next group."""
         group = Group(self.next_group, self.dependencies, self._emit)
@@ -115,7 +115,7 @@ class StreamState:
         """Handle the report of a node in a run that is stopping: nothing follows from it."""
         self._end_node(name, key)
 
-    # ------------------------------------------------------------------ queries
+    # Queries
     @property
     def has_running_nodes(self) -> bool:
         """Whether a sample or group node is running."""
@@ -158,7 +158,7 @@ class StreamState:
             return (key,)
         return tuple(self.groups[key].members)
 
-    # ------------------------------------------------------------------ steps
+    # Steps
     def _end_generation(self, sample: int) -> tuple[Group, Member] | None:
         """Record that no engine works on a sample any more. Returns None for an abandoned sample."""
         if sample in self.abandoned:
@@ -230,7 +230,7 @@ class StreamState:
             del self.groups[group.number]
             self._on_complete(group)
 
-    # ------------------------------------------------------------------ hooks
+    # Hooks
     def _is_stale(self, member: Member) -> bool:
         """Return whether a member is too old to train."""
         return False

@@ -94,10 +94,10 @@ class RayWeights:
 
     def _start_publishing(self, route: WeightRoute, version: int) -> _Publication:
         source = self._plan.replica(route.src)
-        sent = {worker: self._send(worker, "publish", route.dst, version) for worker in source.workers}
-        handles, reports = zip(*sent.values(), strict=True)
+        references = {worker: self._send(worker, "publish", route.dst, version) for worker in source.workers}
+        handles, reports = zip(*references.values(), strict=True)
         call = _replica_call(source, "publish", route.dst, version)
-        return _Publication(handles, call, dict(zip(sent, reports, strict=True)))
+        return _Publication(handles, call, dict(zip(references, reports, strict=True)))
 
     async def _reports(self, publication: _Publication) -> dict[int, PublishReport]:
         reports = await self._wait_all(publication.call, publication.reports)
@@ -112,13 +112,13 @@ def _weights_loaded(
 ) -> WeightsLoaded:
     """Combine what all ranks of an engine loaded with what senders report for each of them."""
     loaded = {w: update for w, update in zip(engine.workers, updates, strict=True) if update is not None}
-    sent = {
+    checksums = {
         worker: update.local_checksum + sum(report.checksums.get(worker, 0) for report in reports.values())
         for worker, update in loaded.items()
     }
     return WeightsLoaded(
         num_bytes=sum(update.num_bytes for update in loaded.values()),
-        sent_checksums=tuple(checksum % MODULUS for checksum in sent.values()),
+        sent_checksums=tuple(checksum % MODULUS for checksum in checksums.values()),
         engine_checksums=tuple(update.engine_checksum for update in loaded.values()),
     )
 
