@@ -8,7 +8,7 @@ another stream is called `stream/field`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from hflow.data.unpack_returns import column_of_tensor, split_result
 from hflow.errors import RunError, nearest
 from hflow.types import Output, Sequences, Unit
 
+if TYPE_CHECKING:
+    from hflow.graph.ir import Read
+
 FRAMEWORK_READ = "@"
 """Prefix of the parameter of a read that the framework needs, not the body, such as `@mask`."""
 
@@ -27,8 +30,8 @@ class BodySignature(Protocol):
     """The attributes of a `backends.interface.NodeCall` or a worker's `NodeProgram` that are used here."""
 
     @property
-    def reads(self) -> tuple[Any, ...]:
-        """`graph.ir.Read` rows: the fields that the body reads."""
+    def reads(self) -> tuple[Read, ...]:
+        """The fields that the body reads."""
 
     @property
     def provided(self) -> tuple[tuple[str, str], ...]:
@@ -131,8 +134,8 @@ def to_tensor(values: Any, device: torch.device | str) -> Tensor:
     return torch.from_numpy(array).to(device)
 
 
-def column_of_read(read: Any, batch: Batch) -> Column:
-    """Return the column of a `graph.ir.Read` row.
+def column_of_read(read: Read, batch: Batch) -> Column:
+    """Return the column of a field that a body reads.
 
     Raises:
         RunError: if the batch lacks it.
@@ -141,7 +144,7 @@ def column_of_read(read: Any, batch: Batch) -> Column:
     return get_column(batch, qualified if qualified in batch.columns else read.field)
 
 
-def _argument(read: Any, source: Column, seqs: Sequences) -> Any:
+def _argument(read: Read, source: Column, seqs: Sequences) -> Any:
     """Return a column with the reader's unit: values are repeated, and floats are 0 at unlearned tokens."""
     if not isinstance(source.values, np.ndarray):
         return source.values

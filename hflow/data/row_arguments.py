@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import BodySignature, column_of_read, get_column
 from hflow.data.unpack_returns import check_rows, column_of_rows, split_result
 from hflow.types import Unit
+
+if TYPE_CHECKING:
+    from hflow.graph.ir import Read
 
 CallLevel = Literal["sample", "group"]
 
@@ -79,7 +82,7 @@ def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     return pairwise(accumulate(sizes, initial=0))
 
 
-def _python_rows(read: Any, source: Column, batch: Batch) -> list[Any]:
+def _python_rows(read: Read, source: Column, batch: Batch) -> list[Any]:
     """Return one Python value for each sample, by the rules of `batch_arguments`."""
     values = source.values
     if not isinstance(values, np.ndarray):

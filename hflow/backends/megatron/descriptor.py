@@ -9,6 +9,8 @@ from hflow.backends.megatron import memory
 from hflow.planner.backends import Backend, BackendTraits
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from hflow.backends.interface import ModelSettings, RankPosition
     from hflow.planner.ir import Replica
 
@@ -31,7 +33,7 @@ def _environment(replica: Replica, device: str) -> Mapping[str, str]:
     return {HARDWARE_QUEUES: "1"} if device == "cuda" and replica.layout.tensor > 1 else {}
 
 
-def _check_model(settings: ModelSettings, config: Any) -> None:
+def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
     """Check sizes and the checkpoint's tensors once, as otherwise every rank would report its own error."""
     from hflow.backends.hf_config import translate_errors
     from hflow.backends.megatron.checkpoint_reader import open_weights

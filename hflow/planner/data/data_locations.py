@@ -47,7 +47,7 @@ class DataLocations:
         self.add_copies(fields, samples, worker)
 
     def add_copies(self, fields: Iterable[str], samples: Iterable[int], worker: int) -> None:
-        """Record that a worker has these fields of these samples, in addition to who has them already."""
+        """Record that one more worker has these fields of these samples."""
         self._copies.append(_Copy(worker, frozenset(fields), frozenset(samples)))
 
     def add_moves(self, moves: Iterable[Move]) -> None:
