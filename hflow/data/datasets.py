@@ -66,7 +66,9 @@ def open_dataset(settings: DataSettings, columns: RowSchema) -> RowSource:
     if settings.limit is not None:
         source = _FirstRows(source, settings.limit)
     if len(source) == 0:
-        raise DataError(f"{settings.path or settings.generator} has no rows")
+        raise DataError(
+            f"{settings.path or settings.generator} has no rows; add some, or use another dataset"
+        )
     source.row(0)
     return source
 

@@ -27,7 +27,8 @@ def checked_row(row: Mapping[str, Any], columns: RowSchema, where: str) -> dict[
     for name, unit in columns.items():
         if not _fits(row[name], unit):
             raise DataError(
-                f"{where}: column {name!r} is {row[name]!r:.40}, but the recipe declares {_EXPECTED[unit]}"
+                f"{where}: column {name!r} is {row[name]!r:.40}, but the recipe declares {_EXPECTED[unit]}; "
+                "change one of them"
             )
     return {name: row[name] for name in columns}
 

@@ -112,7 +112,7 @@ class Marked:
         for tool in tools:
             if not inspect.signature(tool).parameters:
                 raise RecipeError(
-                    f"tool {tool.__name__!r} takes no argument, but a call between marks needs one"
+                    f"tool {tool.__name__!r} takes no argument, but a call between marks needs one; add it"
                 )
 
     def parse(self, text: str, tools: Sequence[Tool]) -> ParsedCalls:

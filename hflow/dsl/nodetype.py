@@ -214,10 +214,14 @@ class NodeType:
             if callable(model) and not isinstance(model, type):
                 raise self._error(f"write @{self.verb}(...) with parentheses above {model.__name__}")
             if not isinstance(model, Model):
-                raise self._error(f"@{self.verb} takes Model(...) objects, not {model!r}")
+                raise self._error(
+                    f"@{self.verb} takes Model(...) objects, not {model!r}. Declare one with Model(NAME)"
+                )
         max_models = self.num_models[1]
         if max_models is not None and len(models) > max_models:
-            raise self._error(f"@{self.verb} takes at most {max_models} model(s), not {len(models)}")
+            raise self._error(
+                f"@{self.verb} takes at most {max_models} model(s), not {len(models)}. Remove the others"
+            )
         return tuple(models)
 
     def _checked_objects(self, objects: dict[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,8 @@ class _SignatureReader:
         """Name the two weight tensors of an update body."""
         if len(names) != 2:
             raise self._error(
-                f"the body of @update takes two Tensors before '*', target and source, not {len(names)}"
+                f"the body of @update takes two Tensors before '*', target and source, not {len(names)}. "
+                "Write (target: Tensor, source: Tensor)"
             )
         return [(names[0], "target"), (names[1], "source")]
 
@@ -149,7 +150,10 @@ class _SignatureReader:
                 parameter,
             )
         if parameter.default is _EMPTY:
-            raise self._error("a knob (a parameter after '*') needs a default", parameter)
+            raise self._error(
+                "a knob (a parameter after '*') needs a default. Add one, as in 'scale: float = 1.0'",
+                parameter,
+            )
         try:
             return Knob(parameter.name, knob_type, check_value(parameter.default, knob_type))
         except ValueError as error:

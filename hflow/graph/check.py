@@ -127,10 +127,14 @@ def check_keep(graph: Graph, node: Node) -> None:
     if node.name in after_batch:
         data = [e for e in graph.edges if e.dst == node.name and e.kind is EdgeKind.DATA]
         producers = [e.src for e in data if e.src in after_batch]
-        reason = f"depends on {producers[0]}" if producers else "has every= or after="
+        reason, fix = (
+            (f"depends on {producers[0]}", "Use fields that samples have before the batch is formed")
+            if producers
+            else ("has every= or after=", "Remove them")
+        )
         raise _error(
             node,
-            f"'keep' {reason} and runs after the batch is complete, when no sample can be left out",
+            f"'keep' {reason} and runs after the batch is complete, when no sample can be left out. {fix}",
         )
 
 
@@ -177,7 +181,9 @@ def check_source(graph: Graph, node: Node) -> None:
     for name in node.spec.models:
         if graph.model(name).head != "lm":
             raise _error(
-                node, f"model {name!r} has head={graph.model(name).head!r}, but generation needs head='lm'"
+                node,
+                f"model {name!r} has head={graph.model(name).head!r}, but generation needs head='lm'. "
+                "Generate with another model",
             )
     learners = [n for n in graph.nodes if n.spec.verb == "train" and n.stream in node.spec.streams]
     if learners and node.spec.option("temperature") == 0:

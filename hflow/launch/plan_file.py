@@ -135,7 +135,8 @@ def compare_plans(before: str, after: str, overrides: Sequence[str] = ()) -> Pla
     """
     if overrides and not (_is_recipe(before) or _is_recipe(after)):
         raise ConfigError(
-            f"{overrides[0]} has no effect: neither {before!r} nor {after!r} is a recipe (a .py file)"
+            f"{overrides[0]} has no effect: neither {before!r} nor {after!r} is a recipe (a .py file); "
+            "remove it"
         )
     return diff_plans(_rows(before, overrides), _rows(after, overrides))
 
@@ -184,7 +185,10 @@ def _check(file: Path, values: Any) -> None:
         )
     for key, kind in _KEYS.items():
         if not isinstance(values.get(key), kind):
-            raise ConfigError(f"{file} is not a plan file: its {key!r} is missing or damaged")
+            raise ConfigError(
+                f"{file} is not a plan file: its {key!r} is missing or damaged; create it again with "
+                "`hflow plan RECIPE --json`"
+            )
     try:
         diff_plans(values["plan"], values["plan"])
     except PlanError as error:
