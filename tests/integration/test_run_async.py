@@ -132,7 +132,7 @@ def test_a_run_without_an_age_rule_has_no_staleness_bound(tmp_path: Path) -> Non
         ),
         (
             ["schedule.sync_every=3", "schedule.drop_older_than=1"],
-            r"schedule.drop_older_than is 1, but set schedule.drop_older_than to 2",
+            r"schedule.drop_older_than is 1, .*set schedule.drop_older_than to 2",
         ),
         (
             ["schedule.max_concurrent=4"],
