@@ -1,4 +1,4 @@
-"""What hflow knows about the embedded engine without importing torch."""
+"""The descriptor of the embedded engine, which imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hflow knows about the Megatron backend without importing torch."""
+"""The descriptor of the Megatron backend, which imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hflow knows about the torch backend without importing torch."""
+"""The descriptor of the torch backend, which imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hflow knows about the vLLM engine without importing it."""
+"""The descriptor of the vLLM engine, which does not import vLLM."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ half of the groups of the next sync are admitted with the present weights.
 
 Age. A group admitted with `syncs` updates is among the first `(eta + syncs + 1) * s * B`. If groups train in
 the order of admission, it trains at step `ceil((eta + syncs + 1) * s) - 1` at the latest, and its oldest
-token has at least version `syncs * s`. Hence the certified lag
+token has at least version `syncs * s`. So the certified lag is
 
     L = ceil((eta + 1) * s) - 1          (eta = 0, s = 1: L = 0, the synchronous algorithm)
 
