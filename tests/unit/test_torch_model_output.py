@@ -166,7 +166,7 @@ def test_attention_that_is_not_plain_causal_is_rejected():
         kit.model(architecture=windowed)
     x = torch.zeros(1, 1, 2, 4)
     layout = PackedLayout.of(np.array([2]), "cpu", torch.float32)
-    with pytest.raises(BackendError, match="asks for softcap"):
+    with pytest.raises(BackendError, match="needs softcap"):
         packed_attention(torch.nn.Linear(1, 1), x, x, x, None, packed_layout=layout, softcap=50.0)
     with pytest.raises(BackendError, match="without packed_layout"):
         packed_attention(torch.nn.Linear(1, 1), x, x, x, None)
