@@ -1,4 +1,4 @@
 """Runs a plan: the state machine (`state`), its executor (`execution`), a simulator and the ledger.
 
-`events` defines what passes between the state machine and whoever performs its decisions.
+`events` defines what passes between the state machine and the executor or simulator that acts on it.
 """

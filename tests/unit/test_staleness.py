@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hflow.runtime.state.staleness import admission_limit, capacity, certified_lag, is_stale, look_ahead_limit
+from hflow.planner.staleness import admission_limit, certified_lag
+from hflow.runtime.state.staleness import capacity, is_stale, look_ahead_limit
 
 
 @pytest.mark.parametrize(

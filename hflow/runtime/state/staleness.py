@@ -25,9 +25,7 @@ of data, and not its age. The age rule (`is_stale`) ensures that L holds for eve
 
 from __future__ import annotations
 
-from hflow.planner.staleness import admission_limit, certified_lag
-
-__all__ = ["LOOK_AHEAD", "admission_limit", "capacity", "certified_lag", "is_stale", "look_ahead_limit"]
+from hflow.planner.staleness import admission_limit
 
 LOOK_AHEAD = 1
 """Batches beyond the current one that may be prepared where no trained weights are involved."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 
 from hflow.planner.ir import Schedule, ScheduledStream
-from hflow.planner.staleness import age_limit
+from hflow.planner.staleness import admission_limit, age_limit
 from hflow.runtime.events import Accept, FormBatch, Refusal, Refuse
 from hflow.runtime.state.groups import Emit, Group, Member
 from hflow.runtime.state.progress import RunProgress
-from hflow.runtime.state.staleness import admission_limit, is_stale, look_ahead_limit
+from hflow.runtime.state.staleness import is_stale, look_ahead_limit
 from hflow.runtime.state.stream_state import StreamState
 
 
