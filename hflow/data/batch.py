@@ -109,7 +109,8 @@ class Batch:
 def _token_rows(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the indices of the tokens of samples that start at `starts`."""
     shifts = starts - np.concatenate(([0], np.cumsum(lengths)[:-1])) if len(starts) else starts
-    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(shifts, lengths)
+    rows: npt.NDArray[np.int64] = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(shifts, lengths)
+    return rows
 
 
 def _take(column: Column, rows: npt.NDArray[np.int64]) -> Values:
