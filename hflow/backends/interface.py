@@ -332,7 +332,8 @@ class GenerationEngine(abc.ABC):
     def interrupt(self) -> list[tuple[int, GenerationResult]]:
         """Remove all requests; return what each has so far, with stop reason `abort`.
 
-        Called before the engine sleeps. The driver adds the requests again when it wakes.
+        Requests that have finished since the last `step` are returned too, with their own stop reason. Called
+        before the engine sleeps. The driver adds the aborted requests again when it wakes.
         """
 
     @property
@@ -370,12 +371,27 @@ class GenerationEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def sleep(self) -> None:
-        """Free the KV cache, and memory of weights that are not shared, until `wake`.
+    def sleep(self, level: int) -> None:
+        """Free the KV cache, and the memory of weights that are not shared, on an accelerator.
 
-        Called after `interrupt`, so that training can use the device.
+        Called after `interrupt`, so that training can use the device. On a CPU nothing needs to be freed.
+
+        Args:
+            level: 1 keeps a copy of the weights in host memory, for an engine that wakes with the same
+                version; 2 drops them, for an engine that loads others when it wakes.
         """
 
     @abc.abstractmethod
-    def wake(self) -> None:
-        """Allocate what `sleep` freed. Called before new weights are loaded and requests are added."""
+    def wake_weights(self) -> None:
+        """Allocate the weights that `sleep` freed; after level 1 they have their old values.
+
+        Called before `load_weights` or `set_version`.
+        """
+
+    @abc.abstractmethod
+    def wake_cache(self) -> None:
+        """Allocate the KV cache that `sleep` freed. Called after new weights are loaded, before `add`."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End what the engine runs outside this process. Called once; the engine is not used afterwards."""

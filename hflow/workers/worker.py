@@ -261,9 +261,9 @@ class Worker:
         incoming = self._publisher.incoming(replica, published) if published else None
         return self._engines.wake(replica, version, incoming)
 
-    def sleep(self, replica: str) -> None:
-        """Interrupt an engine and free its memory."""
-        self._engines.sleep(replica)
+    def sleep(self, replica: str, level: int = 1) -> None:
+        """Interrupt an engine and free its memory, as `GenerationEngine.sleep` does."""
+        self._engines.sleep(replica, level)
 
     def save(self, model: str, directory: str) -> None:
         """Write a model in HF layout, with its tokenizer and the optimizer's state."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
+from hflow.backends.embedded_engine.module import FreedParameters, load_in_place
 from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
 from hflow.errors import BackendError, ConfigError
 
@@ -312,10 +314,23 @@ def test_sleep_frees_an_accelerator_and_wake_resumes(device: str) -> None:
         engine.add(i, PROMPTS[i], params[i])
     engine.step()
     assert (held := engine.cache_bytes) > 0
-    engine.sleep()
+    engine.sleep(1)
     assert engine.cache_bytes == (held if device == "cpu" else 0)
-    engine.wake()
+    engine.wake_weights()
+    engine.wake_cache()
     assert {i: g.ids for i, g in run(engine).items()} == {i: g.ids for i, g in whole.items()}
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_freed_parameters_keep_their_values_or_can_be_loaded_again(keep: bool) -> None:
+    module = copy.deepcopy(reference("qwen2")).requires_grad_(False)
+    expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    freed = FreedParameters(module, keep)
+    assert all(parameter.untyped_storage().nbytes() == 0 for parameter in module.parameters())
+    freed.restore()
+    if not keep:
+        load_in_place(module, iter(expected.items()))
+    torch.testing.assert_close(module.state_dict(), expected, rtol=0, atol=0)
 
 
 def test_bf16_generates_with_its_own_forward() -> None:
@@ -378,8 +393,9 @@ def test_an_accelerator_draws_from_the_same_distribution(dtype: str, tolerance: 
     engine.load_weights(iter(reference("llama").named_parameters()), 0)
     params = [SamplingParams(max_tokens=12, seed=i) for i in range(len(PROMPTS))]
     first = generate(engine, PROMPTS, params)
-    engine.sleep()
-    engine.wake()
+    engine.sleep(1)
+    engine.wake_weights()
+    engine.wake_cache()
     assert {i: g.ids for i, g in generate(engine, PROMPTS, params).items()} == {
         i: g.ids for i, g in first.items()
     }

@@ -175,8 +175,9 @@ def test_an_interrupted_episode_sees_one_longer_completion() -> None:
         assert engine.num_unfinished == 0
         weights = {name: tensor.clone() for name, tensor in engine._module.named_parameters()}
         driver.load(iter(weights.items()), 3)
-        driver.sleep()
-        driver.wake()
+        driver.sleep(1)
+        driver.wake_weights()
+        driver.wake_cache()
         engine.num_allowed = 1000
         driver.resume()
         return list(await asyncio.gather(*tasks))
@@ -200,12 +201,13 @@ def test_requests_during_an_interruption_wait() -> None:
     async def play(driver: EngineDriver) -> Trajectory:
         driver.interrupt()
         driver.interrupt()
-        driver.sleep()
+        driver.sleep(1)
         task = asyncio.ensure_future(episode(driver).complete("1="))
         await asyncio.sleep(0.02)
         assert not task.done()
         driver.set_version(2)
-        driver.wake()
+        driver.wake_weights()
+        driver.wake_cache()
         driver.resume()
         driver.resume()
         return await task

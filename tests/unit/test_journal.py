@@ -254,10 +254,11 @@ def test_an_episode_is_interrupted_in_every_state(plain: TextTokenizer) -> None:
         assert effects.status.state is state
         assert {s: n for s, n in state_counts.items() if n} == {state: 1}
         driver.interrupt()
-        driver.sleep()
+        driver.sleep(1)
         json.dumps(effects.journal.to_json())
         assert effects.status.state is state
-        driver.wake()
+        driver.wake_weights()
+        driver.wake_cache()
         driver.resume()
 
     async def main(driver: EngineDriver) -> Trajectory:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hflow.backends.embedded_engine.cache import KVCache, assign_slots, outgrows_band
-from hflow.backends.embedded_engine.module import build_module, load_in_place
+from hflow.backends.embedded_engine.module import FreedParameters, build_module, load_in_place
 from hflow.backends.embedded_engine.options import EngineOptions
 from hflow.backends.embedded_engine.packing import pack_step
 from hflow.backends.embedded_engine.requests import (
@@ -82,6 +82,8 @@ class EmbeddedEngine(GenerationEngine):
         self._rows: SamplingRows | None = None
         """Sampling parameters of the running requests; None after these have changed."""
         self._asleep = False
+        self._freed: FreedParameters | None = None
+        """The weights' memory, while it is free."""
         self._probe(settings.name)
 
     @property
@@ -183,23 +185,31 @@ class EmbeddedEngine(GenerationEngine):
         self._requeue()
         self.version = version
 
-    def sleep(self) -> None:
-        """Free the cache and move weights that are not shared to host memory, on an accelerator.
+    def sleep(self, level: int) -> None:
+        """Free the cache, and weights that are not shared, on an accelerator.
 
         On a CPU both stay in memory, since allocating pages again costs more than a short turn of generation.
         """
         self._requeue()
         self._asleep = True
-        if self._is_accelerated:
-            self._cache.drop()
-            if not self._shares_weights:
-                self._module.to("cpu")
+        if not self._is_accelerated:
+            return
+        self._cache.drop()
+        if not self._shares_weights:
+            self._freed = FreedParameters(self._module, keep=level == 1)
 
-    def wake(self) -> None:
-        """Move the weights back. A freed cache is allocated again by the first step."""
-        if self._is_accelerated:
-            self._module.to(self._device)
+    def wake_weights(self) -> None:
+        """Allocate the weights again, and copy them back if they were kept."""
+        if self._freed is not None:
+            self._freed.restore()
+            self._freed = None
+
+    def wake_cache(self) -> None:
+        """Let `step` run. It allocates the cache when it needs it."""
         self._asleep = False
+
+    def close(self) -> None:
+        """Do nothing: the engine is in this process only."""
 
     def _forward(self, groups: Sequence[PromptGroup]) -> Tensor:
         """Return logits `[S, V]` for the running sequences and the members of `groups`, in this order."""

@@ -90,6 +90,37 @@ def _set_tensor(module: nn.Module, path: str, tensor: torch.Tensor) -> None:
     setattr(module.get_submodule(parent), name, tensor)
 
 
+class FreedParameters:
+    """The parameters of a module on an accelerator whose memory is free until `restore`.
+
+    Parameter objects stay the same, so tied ones stay tied. Buffers are small and keep their memory.
+
+    Args:
+        module: the module.
+        keep: whether to keep the values, in pinned host memory.
+    """
+
+    def __init__(self, module: nn.Module, keep: bool) -> None:
+        self._parameters = list(module.parameters())
+        self._tensors = [parameter.data for parameter in self._parameters]
+        self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
+        self._copies = [_pinned_copy(tensor) for tensor in self._tensors] if keep else None
+        for tensor in self._tensors:
+            tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory again, and copy kept values into it; others are undefined."""
+        for tensor, size in zip(self._tensors, self._sizes, strict=True):
+            tensor.untyped_storage().resize_(size)
+        for tensor, copied in zip(self._tensors, self._copies or (), strict=False):
+            tensor.copy_(copied, non_blocking=True)
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    copied = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return copied.copy_(tensor)
+
+
 def load_in_place(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy `(HF name, full tensor)` pairs into a module.
 

@@ -141,31 +141,43 @@ class EngineDriver:
         with self._exclusive() as engine:
             engine.set_version(version)
 
-    def sleep(self) -> None:
-        """Interrupt the engine and free its memory."""
+    def sleep(self, level: int) -> None:
+        """Interrupt the engine and free its memory, as `GenerationEngine.sleep` does."""
         with self._exclusive() as engine:
             self._pause(engine)
-            engine.sleep()
+            engine.sleep(level)
 
-    def wake(self) -> None:
-        """Allocate the engine's memory again; `resume` makes it generate."""
+    def wake_weights(self) -> None:
+        """Allocate the engine's weights again, before new ones are loaded."""
         with self._exclusive() as engine:
-            engine.wake()
+            engine.wake_weights()
+
+    def wake_cache(self) -> None:
+        """Allocate the engine's KV cache again; `resume` makes it generate."""
+        with self._exclusive() as engine:
+            engine.wake_cache()
 
     def close(self) -> None:
-        """End the thread; unfinished requests are never answered. Safe to call twice."""
-        self._closed = True
-        self._has_work.set()
-        self._thread.join()
+        """End the thread and the engine; unfinished requests are never answered. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._has_work.set()
+            self._thread.join()
+            self._engine.close()
 
     def _pause(self, engine: GenerationEngine) -> None:
         self._paused = True
+        finished: list[_Answer] = []
         for request_id, result in engine.interrupt():
+            if result.stop_reason != "abort":
+                finished.append(self._finish(request_id, result))
+                continue
             request = self._requests[request_id]
             self._record(request, result)
             self.stats += EngineStats(num_interrupted=1, num_kept=len(request.generated.ids))
             if request.on_interrupt is not None:
                 request.on_interrupt(request.generated)
+        _send_answers(finished)
 
     @contextmanager
     def _exclusive(self) -> Iterator[GenerationEngine]:

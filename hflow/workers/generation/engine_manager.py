@@ -62,9 +62,9 @@ class EngineManager:
         """What `take_stats` has returned so far, in total."""
         self._versions: dict[str, int] = {}
         self._awake_since: dict[str, float] = {}
-        for driver in drivers.values():
+        for name, driver in drivers.items():
             driver.interrupt()
-            driver.sleep()
+            driver.sleep(2 if name in self._routes else 1)
 
     def needs_weights(self, replica: str, version: int) -> bool:
         """Return whether an engine has other weights than those of a version."""
@@ -84,19 +84,25 @@ class EngineManager:
         driver = self._drivers[replica]
         is_asleep = replica not in self._awake_since
         if is_asleep:
-            driver.wake()
+            driver.wake_weights()
         update = self._update(replica, version, incoming) if self.needs_weights(replica, version) else None
         if is_asleep:
+            driver.wake_cache()
             driver.resume()
             self._awake_since[replica] = time.time()
             self._episodes.set_awake(replica, True)
         return update
 
-    def sleep(self, replica: str) -> None:
-        """Interrupt an engine and free its memory. Unfinished requests are kept."""
+    def sleep(self, replica: str, level: int = 1) -> None:
+        """Interrupt an engine and free its memory. Unfinished requests are kept.
+
+        Args:
+            replica: the engine's.
+            level: as in `GenerationEngine.sleep`.
+        """
         self._episodes.set_awake(replica, False)
         self._drivers[replica].interrupt()
-        self._drivers[replica].sleep()
+        self._drivers[replica].sleep(level)
         start = self._awake_since.pop(replica)
         args = {"version": self._versions[replica]}
         self._on_span(Span(f"generate {replica}", "generate", start, time.time(), args))
