@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from hflow.data.batch import Batch
     from hflow.graph.ir import Read
     from hflow.types.tensor_slices import Block
+    from hflow.weights.incoming import IncomingWeights
+    from hflow.weights.loading import LoadedWeights
 
 
 LOSS = declare("{node}/loss", "", "loss of a train node, averaged over the step's updates", live="last")
@@ -342,24 +344,23 @@ class GenerationEngine(abc.ABC):
         """Number of requests that wait or run."""
 
     @abc.abstractmethod
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, incoming: Sequence[IncomingWeights], version: int) -> LoadedWeights:
         """Copy new weights in, tensor by tensor, and drop the KV cache, which the old weights made.
 
         Called while the engine is awake, maybe with running requests: they keep their tokens.
+        `hflow.weights.loading.load_verified` does the checks for one rank.
 
         Args:
-            weights: `(HF name, full tensor)`; tied ones under any of their names. Exhaust it.
+            incoming: for each rank of the engine, tensor ranks in order, what was sent to it: HF names with
+                full-shape tensors, tied ones under any of their names. A rank may be in another process.
             version: version of these weights; tokens drawn from now on carry it.
+
+        Returns:
+            What the ranks loaded.
 
         Raises:
             BackendError: if names or shapes differ from the model's.
-        """
-
-    @abc.abstractmethod
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return `HF name -> tensor` of the weights in use, tied ones under each of their names.
-
-        Called after `load_weights`, to compare a checksum with the sender's.
+            RunError: if a rank then holds other weights than were sent.
         """
 
     @abc.abstractmethod

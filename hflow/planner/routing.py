@@ -32,6 +32,12 @@ def rank_order(role: str) -> RankOrder:
     return RankOrder.GENERATE if role == "gen" else RankOrder.TRAIN
 
 
+def tensor_ranks(engine: Replica, head: int) -> tuple[int, ...]:
+    """Return the workers of the tensor ranks of one engine of a generation replica, given its head."""
+    num_ranks, rank = engine.layout.tensor, engine.workers.index(head)
+    return engine.workers[rank : rank + num_ranks]
+
+
 def shard_rows(replica: Replica) -> list[RoutingRow]:
     """Return one row for every shard of a replica, by rank."""
     order = rank_order(replica.role)

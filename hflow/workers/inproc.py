@@ -13,10 +13,17 @@ from typing import Any, TypeVar
 
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import Replica
-from hflow.workers.interface import NodeResult, NodeTask, Span, WeightsLoaded, Workers, WorkerSetup
+from hflow.weights.publisher import BucketHandles, PublishReport
+from hflow.workers.interface import (
+    NodeResult,
+    NodeTask,
+    Span,
+    WeightsLoaded,
+    Workers,
+    WorkerSetup,
+    publish_span,
+)
 from hflow.workers.messages import MESSAGES
-from hflow.workers.weights.publisher import BucketHandles, PublishReport
-from hflow.workers.weights.transports.memory import MemoryTransport
 from hflow.workers.worker import Worker
 
 T = TypeVar("T")
@@ -42,7 +49,7 @@ class InprocWorkers(Workers):
         self._plan = setup.plan
         hosted = tuple(range(setup.plan.cluster.num_devices))
         self._threads = ThreadPoolExecutor(2 * len(hosted), "hflow-worker")
-        self._worker = await _on(self._device, lambda: Worker(setup, hosted, MemoryTransport()))
+        self._worker = await _on(self._device, lambda: Worker(setup, hosted))
         for replica, _ in setup.plan.schedule.publishers:
             self._separate_engines[replica] = ThreadPoolExecutor(1, f"hflow-{replica}")
         self._started = True
@@ -59,7 +66,7 @@ class InprocWorkers(Workers):
         """Copy weights for an engine, on the device's thread."""
         published = await _on(self._device, lambda: self._worker.publish(replica, version))
         self._published[replica] = published
-        return ((0, published[1].span),)
+        return ((0, publish_span(published[1])),)
 
     async def wake(self, replica: str, version: int) -> WeightsLoaded:
         """Bring a generation replica to a version and start it."""
@@ -72,9 +79,10 @@ class InprocWorkers(Workers):
         if update is None:
             return WeightsLoaded()
         if report is None:
-            return WeightsLoaded(0, (update.local_checksum,), (update.engine_checksum,))
+            return WeightsLoaded(0, update.local_checksums, update.checksums)
         await _on(self._threads, lambda: self._worker.free_weights(replica))
-        return WeightsLoaded(0, tuple(report.checksums.values()), (update.engine_checksum,))
+        sent = tuple(report.checksums.values()) * len(update.checksums)
+        return WeightsLoaded(0, sent, update.checksums)
 
     async def close(self) -> None:
         """End threads and processes."""

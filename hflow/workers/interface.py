@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hflow.data.datasets import DataSettings
     from hflow.data.tokenizer import TokenizerSettings
     from hflow.graph.ir import Read
+    from hflow.weights.publisher import PublishReport
 
 
 class Workers(abc.ABC):
@@ -254,6 +255,12 @@ class Span:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
+def publish_span(report: PublishReport) -> Span:
+    """Return the span of a publication."""
+    args = {"version": report.version, "bytes": report.num_bytes}
+    return Span(f"publish {report.replica}", "weights", report.start, report.end, args)
+
+
 @dataclass(frozen=True)
 class NodeResult:
     """The result of a batch node on one worker, without tensors."""
@@ -274,7 +281,7 @@ class NodeResult:
 class WeightsLoaded:
     """What the workers of a generation replica report when it wakes; empty if it had the weights already.
 
-    Checksums (`workers.weights.checksum`) are in the order of the replica's workers.
+    Checksums (`weights.checksum`) are in the order of the replica's workers.
     """
 
     num_bytes: int = 0

@@ -23,12 +23,20 @@ from hflow.backends.interface import SHARDS, ModelBackend, RankPosition
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
 from hflow.planner.ir import Replica
+from hflow.weights.loading import LoadedWeights
+from hflow.weights.publisher import (
+    BucketHandles,
+    PublishReport,
+    WeightPublisher,
+    WorkerRoutes,
+    channel_settings,
+)
 from hflow.workers.bodies.batch_node_runner import BatchNodeRunner, merge_tasks
 from hflow.workers.bodies.compute_runner import ComputeRunner
 from hflow.workers.bodies.encode_runner import EncodeRunner
 from hflow.workers.error_location import error_with_location
 from hflow.workers.generation.engine_driver import EngineDriver
-from hflow.workers.generation.engine_manager import EngineManager, EngineUpdate
+from hflow.workers.generation.engine_manager import EngineManager
 from hflow.workers.generation.episode_loop import EpisodeLoop
 from hflow.workers.interface import (
     ComputeOrder,
@@ -46,14 +54,6 @@ from hflow.workers.process_setup import bind_cores
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest, pack, unpack
-from hflow.workers.weights.publisher import (
-    BucketHandles,
-    PublishReport,
-    WeightPublisher,
-    WorkerRoutes,
-    make_transports,
-)
-from hflow.workers.weights.transports.interface import Transport
 
 
 class Worker:
@@ -67,7 +67,6 @@ class Worker:
         self,
         setup: WorkerSetup,
         hosted: Sequence[int],
-        transport: Transport,
         rank: ProcessRank | None = None,
     ) -> None:
         """Join the process groups, and build models, engines, tokenizers and the pool.
@@ -75,7 +74,6 @@ class Worker:
         Args:
             setup: what to build.
             hosted: the worker indices that this process hosts.
-            transport: carries weights between processes, if the plan names no other transport.
             rank: this process's rank; None: it hosts all worker indices.
         """
         bind_cores(setup.plan.cluster.cores_of(hosted[0]))
@@ -88,8 +86,8 @@ class Worker:
         self._rows = DatasetReader(self._plan, setup.datasets)
         self._build_generation(*self._build_models(rank))
         routes = WorkerRoutes(self._plan, hosted, self._backends)
-        transports = make_transports(self._plan, setup.weights_directory, hosted[0], transport)
-        self._publisher = WeightPublisher(routes, hosted[0], transports)
+        channels = channel_settings(self._plan, hosted, setup.weights_directory)
+        self._publisher = WeightPublisher(routes, channels)
         self._build_bodies()
 
     def _build_models(
@@ -250,7 +248,7 @@ class Worker:
         """Put what a generation replica needs of the weights here where its workers can take it."""
         return self._publisher.publish(replica, version)
 
-    def wake(self, replica: str, version: int, *published: BucketHandles) -> EngineUpdate | None:
+    def wake(self, replica: str, version: int, *published: BucketHandles) -> LoadedWeights | None:
         """Bring an engine to a version of the weights and start it; returns what it loaded, if anything.
 
         Args:

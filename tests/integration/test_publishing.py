@@ -18,9 +18,10 @@ from hflow.launch.compile import compile_recipe
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.planner.backends import factories
 from hflow.report.summary import RunSummary
-from hflow.workers.weights.buckets import Bucket
-from hflow.workers.weights.transports.disk import DiskTransport
-from hflow.workers.weights.transports.memory import MemoryTransport
+from hflow.weights.buckets import Bucket
+from hflow.weights.channels.disk import DiskChannel
+from hflow.weights.channels.memory import MemoryChannel
+from hflow.weights.loading import LoadedWeights
 
 RECIPE = "recipes/grpo_async.py"
 GRPO = ["workers=inproc", "models.actor.path=null", "batch=4", "nodes.eval_gen.every=3"]
@@ -39,13 +40,13 @@ def commits(summary: RunSummary) -> list[tuple[str, int, str]]:
 def test_weights_published_by_disk_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every version has one digest, another than the others; the files are gone at the end."""
     taken: list[Path] = []
-    take = DiskTransport.take
+    receive = DiskChannel.receive
 
-    def noted(self: DiskTransport, handle: Any) -> Bucket:
+    def noted(self: DiskChannel, handle: Any) -> Bucket:
         taken.append(Path(handle.path))
-        return take(self, handle)
+        return receive(self, handle)
 
-    monkeypatch.setattr(DiskTransport, "take", noted)
+    monkeypatch.setattr(DiskChannel, "receive", noted)
     options = [*GRPO, "steps=3", "schedule.max_staleness=0"]
     store = run(RECIPE, tmp_path / "store", *options)
     assert not taken
@@ -71,9 +72,9 @@ def flipped(bucket: Bucket) -> Bucket:
 def test_corrupted_weights_stop_the_run(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind: Any = DiskTransport if transport == "disk" else MemoryTransport
-    take = kind.take
-    monkeypatch.setattr(kind, "take", lambda self, handle: flipped(take(self, handle)))
+    kind: Any = DiskChannel if transport == "disk" else MemoryChannel
+    receive = kind.receive
+    monkeypatch.setattr(kind, "receive", lambda self, handle: flipped(receive(self, handle)))
     refused = r"actor@gen does not hold the weights of version 0: their checksum was \w{16} .* but is \w{16}"
     with pytest.raises(RunError, match=refused):
         run(RECIPE, tmp_path, *GRPO, "steps=2", f"models.actor.gen.transport={transport}")
@@ -93,9 +94,9 @@ def test_the_trainer_continues_while_the_engine_loads(tmp_path: Path) -> None:
             return metrics
 
     class Engine(EmbeddedEngine):
-        def load_weights(self, weights: Any, version: int) -> None:
+        def load_weights(self, incoming: Any, version: int) -> LoadedWeights:
             assert version != 1 or trained.wait(120), "step 1 waits until version 1 is loaded"
-            super().load_weights(weights, version)
+            return super().load_weights(incoming, version)
 
     compiled = compile_recipe(
         ROOT / RECIPE, [f"out={tmp_path}", *GRPO, "steps=5", "schedule.max_staleness=2"]

@@ -14,6 +14,7 @@ from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.embedded_engine.module import FreedParameters, load_in_place
 from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
 from hflow.errors import BackendError, ConfigError
+from hflow.weights.incoming import IncomingWeights
 
 VOCAB = 32
 SIZES = {
@@ -189,7 +190,7 @@ def test_versions_and_weights_are_exact_across_a_load() -> None:
         engine.add(i, prompt, params[i])
     for _ in range(4):
         engine.step()
-    engine.load_weights(iter(new.named_parameters()), 7)
+    engine.load_weights([IncomingWeights.of_tensors(new.named_parameters)], 7)
     for i, result in run(engine).items():
         num_old = 4 if i < 3 else 0
         assert result.versions == (0,) * num_old + (7,) * (10 - num_old)
@@ -204,12 +205,12 @@ def test_loading_rejects_wrong_names_wrong_shapes_and_missing_tensors() -> None:
     engine = EmbeddedEngine(settings())
     weights = dict(reference().named_parameters())
     with pytest.raises(BackendError, match=r"lacks; did you mean 'model.norm.weight'"):
-        engine.load_weights(iter([("model.norm.weigth", torch.zeros(32))]), 1)
+        engine.load_weights([IncomingWeights.of_tensors(lambda: [("model.norm.weigth", torch.zeros(32))])], 1)
     with pytest.raises(BackendError, match=r"'model.norm.weight' of shape"):
-        engine.load_weights(iter([("model.norm.weight", torch.zeros(31))]), 1)
+        engine.load_weights([IncomingWeights.of_tensors(lambda: [("model.norm.weight", torch.zeros(31))])], 1)
     del weights["model.norm.weight"]
     with pytest.raises(BackendError, match=r"lack 1 tensors .* 'model.norm.weight'"):
-        engine.load_weights(iter(weights.items()), 1)
+        engine.load_weights([IncomingWeights.of_tensors(weights.items)], 1)
     assert engine.version == 0
 
 
@@ -226,7 +227,7 @@ def test_updates_of_shared_weights_take_effect_without_a_copy() -> None:
     expected = full_logprobs(trainer.eval(), PROMPTS[1], result.ids, 1.0)
     torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=0)
     with pytest.raises(BackendError, match="set_version"):
-        engine.load_weights(iter(trainer.named_parameters()), 2)
+        engine.load_weights([IncomingWeights.of_tensors(trainer.named_parameters)], 2)
 
 
 def test_a_step_keeps_gradients_of_shared_weights() -> None:
@@ -363,7 +364,7 @@ def test_unsupported_architectures_are_rejected_by_name(
 def test_diverged_weights_are_reported() -> None:
     engine = EmbeddedEngine(settings())
     broken = {name: torch.full_like(p, float("nan")) for name, p in reference().named_parameters()}
-    engine.load_weights(iter(broken.items()), 1)
+    engine.load_weights([IncomingWeights.of_tensors(broken.items)], 1)
     engine.add(0, [1], SamplingParams())
     with pytest.raises(BackendError, match="NaN"):
         engine.step()
@@ -390,7 +391,7 @@ def test_a_checkpoint_is_read(tmp_path: object) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-3), ("bf16", 0.2)])
 def test_an_accelerator_draws_from_the_same_distribution(dtype: str, tolerance: float) -> None:
     engine = EmbeddedEngine(replace(settings("llama"), device="cuda", dtype=dtype))
-    engine.load_weights(iter(reference("llama").named_parameters()), 0)
+    engine.load_weights([IncomingWeights.of_tensors(reference("llama").named_parameters)], 0)
     params = [SamplingParams(max_tokens=12, seed=i) for i in range(len(PROMPTS))]
     first = generate(engine, PROMPTS, params)
     engine.sleep(1)

@@ -16,6 +16,7 @@ from hflow.backends.interface import ModelSettings, SamplingParams
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, RunError
 from hflow.types import Engine, Trajectory
+from hflow.weights.incoming import IncomingWeights
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
 
@@ -174,7 +175,7 @@ def test_an_interrupted_episode_sees_one_longer_completion() -> None:
         driver.interrupt()
         assert engine.num_unfinished == 0
         weights = {name: tensor.clone() for name, tensor in engine._module.named_parameters()}
-        driver.load(iter(weights.items()), 3)
+        driver.load([IncomingWeights.of_tensors(weights.items)], 3)
         driver.sleep(1)
         driver.wake_weights()
         driver.wake_cache()
@@ -248,7 +249,7 @@ def test_a_refused_prompt_fails_alone() -> None:
 def test_all_requests_of_a_failed_engine_fail() -> None:
     async def play(driver: EngineDriver) -> list[Any]:
         nan = {name: torch.full_like(p, float("nan")) for name, p in new_engine()._module.named_parameters()}
-        driver.load(iter(nan.items()), 1)
+        driver.load([IncomingWeights.of_tensors(nan.items)], 1)
         tasks = (episode(driver, i).complete("1=") for i in range(3))
         failed = list(await asyncio.gather(*tasks, return_exceptions=True))
         later = await asyncio.gather(episode(driver).complete("1="), return_exceptions=True)
@@ -262,7 +263,7 @@ def test_all_requests_of_a_failed_engine_fail() -> None:
 
 def test_wrong_weights_are_refused_in_the_callers_thread() -> None:
     with driving(new_engine()) as driver, pytest.raises(BackendError, match="lacks"):
-        driver.load(iter({"x": torch.zeros(1)}.items()), 1)
+        driver.load([IncomingWeights.of_tensors({"x": torch.zeros(1)}.items)], 1)
 
 
 def test_effects_are_seeded_by_the_sample() -> None:

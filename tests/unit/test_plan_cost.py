@@ -65,7 +65,7 @@ from hflow.planner.layout import Layout
 from hflow.planner.model_shape import num_parameters
 from hflow.planner.routing import rank_order
 from hflow.planner.workload import Workload
-from hflow.workers.weights.buckets import BUCKET_BYTES
+from hflow.weights.buckets import BUCKET_BYTES
 
 
 # ------------------------------------------------------------------------------ FLOPs and weights

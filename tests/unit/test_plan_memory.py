@@ -37,7 +37,7 @@ from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import stage_sizes
 from hflow.planner.model_shape import num_parameters
 from hflow.planner.workload import Workload
-from hflow.workers.weights import buckets as worker_weights
+from hflow.weights import buckets as worker_weights
 
 NUM_7B = 6_738_415_616
 MIB = 2**20

@@ -12,14 +12,14 @@ from ray.exceptions import RayActorError
 from hflow.errors import RunError
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
-from hflow.workers.generation.engine_manager import EngineUpdate
+from hflow.weights.checksum import MODULUS
+from hflow.weights.loading import LoadedWeights
+from hflow.weights.publisher import PublishReport
 from hflow.workers.hangs.stack_probe import StackSnapshot
-from hflow.workers.interface import NodeTask, Span, WeightsLoaded
+from hflow.workers.interface import NodeTask, WeightsLoaded
 from hflow.workers.messages import LANES, MESSAGES
 from hflow.workers.ray.ray_weights import _weights_loaded
 from hflow.workers.ray.ray_workers import RayWorkers
-from hflow.workers.weights.checksum import MODULUS
-from hflow.workers.weights.publisher import PublishReport
 from hflow.workers.worker import Worker
 
 TIMEOUT = 0.4
@@ -99,7 +99,7 @@ def test_the_death_of_an_idle_worker_is_reported() -> None:
 
 def test_what_an_engine_was_sent_is_what_senders_and_its_own_worker_count() -> None:
     engine = Replica("actor@gen", "actor", "gen", "embedded", Layout(1), "gen", (4, 5), (4, 5))
-    reports = {worker: PublishReport({4: 10}, Span("publish", "weights", 0.0, 1.0)) for worker in (0, 1)}
-    updates = [EngineUpdate(8, MODULUS - 1, 19), EngineUpdate(0, 7, 7)]
+    reports = {worker: PublishReport("actor@gen", 1, 8, {4: 10}, 0.0, 1.0) for worker in (0, 1)}
+    updates = [LoadedWeights((8,), (MODULUS - 1,), (19,)), LoadedWeights((0,), (7,), (7,))]
     loaded = _weights_loaded(engine, updates, reports)
     assert loaded == WeightsLoaded(8, (19, 7), (19, 7))

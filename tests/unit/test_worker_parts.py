@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,13 @@ import torch
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types import Sequences
+from hflow.types.tensor_slices import numel
+from hflow.weights.buckets import IncomingTensor, SliceValues, assemble_tensors, pack_buckets, unpack_bucket
 from hflow.workers.bodies.batch_node_runner import reduce_metric
 from hflow.workers.error_location import error_with_location
 from hflow.workers.generation.generate_runner import PausableClock
 from hflow.workers.interface import ComputeReady, Span, WorkerReport
 from hflow.workers.mailbox import Mailbox, pause_seconds
-from hflow.workers.weights.buckets import SliceValues, assemble_tensors, pack_buckets, unpack_bucket
 
 
 def some_weights() -> dict[str, torch.Tensor]:
@@ -55,15 +56,17 @@ def test_weights_arrive_bit_by_bit(bucket_bytes: int) -> None:
     assert sum(bucket.num_bytes for bucket in buckets) == sum(x.nbytes for x in sent.values())
     for bucket in buckets:
         bucket.payload.flags.writeable = False
-    arrived = dict(assemble_tensors([(row for bucket in buckets for row in unpack_bucket(bucket))]))
-    assert_same(arrived, sent)
+    assert_same(assemble_tensors([(row for bucket in buckets for row in unpack_bucket(bucket))]), sent)
 
 
-def assert_same(arrived: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
-    assert list(arrived) == list(sent)
-    for name, tensor in sent.items():
-        assert arrived[name].dtype is tensor.dtype
-        assert torch.equal(arrived[name], tensor)
+def assert_same(incoming: Iterable[IncomingTensor], sent: dict[str, torch.Tensor]) -> None:
+    """Assert that these tensors arrived, whole and in order."""
+    arrived = list(incoming)
+    assert [name for name, _, _ in arrived] == list(sent)
+    for name, tensor, boxes in arrived:
+        assert tensor.dtype is sent[name].dtype
+        assert torch.equal(tensor, sent[name])
+        assert sum(map(numel, boxes)) == tensor.numel()
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
@@ -80,13 +83,14 @@ def test_slices_of_several_senders_make_tensors(bucket_bytes: int) -> None:
     arriving = assemble_tensors([stream(0), stream(1)])
     first = next(arriving)
     assert opened == [2 if bucket_bytes == 1 else 1] * 2
-    assert_same(dict([first, *arriving]), sent)
+    assert_same([first, *arriving], sent)
 
 
-def test_a_tensor_that_lacks_a_slice_is_refused() -> None:
+def test_boxes_say_what_arrived() -> None:
     sent = some_weights()
-    with pytest.raises(RunError, match="incomplete weights: 15 of the 35 entries of 'embed'"):
-        list(assemble_tensors([contents({"embed": sent["embed"]}, (4, 7))]))
+    ((name, tensor, boxes),) = assemble_tensors([contents({"embed": sent["embed"]}, (4, 7))])
+    assert (name, tensor.shape, boxes) == ("embed", (7, 5), (((4, 7), (0, 5)),))
+    assert torch.equal(tensor[4:], sent["embed"][4:])
 
 
 def test_a_timeout_pauses_while_the_engine_sleeps() -> None:

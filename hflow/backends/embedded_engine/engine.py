@@ -8,7 +8,7 @@ computed once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,9 @@ from hflow.backends.embedded_engine.requests import (
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
 from hflow.backends.interface import GenerationEngine, GenerationResult, ModelSettings, SamplingParams
 from hflow.errors import BackendError
+from hflow.types.tensor_slices import whole_box
+from hflow.weights.incoming import IncomingWeights
+from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
 
 
 class EmbeddedEngine(GenerationEngine):
@@ -159,23 +162,26 @@ class EmbeddedEngine(GenerationEngine):
         self._waiting.clear()
         return [(request.request_id, request.result("abort")) for request in unfinished]
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, incoming: Sequence[IncomingWeights], version: int) -> LoadedWeights:
         """Copy new weights in place. Running sequences keep their tokens and are prefilled again.
 
         Raises:
             BackendError: if names or shapes differ from the model's, or the weights are shared.
+            RunError: if the module then holds other weights than were sent.
         """
         if self._shares_weights:
             raise BackendError(
                 "this engine shares its trainer's weights, so it cannot load others; call set_version"
             )
-        load_in_place(self._module, weights)
-        self.set_version(version)
+        (rank,) = incoming
+        tensors = self._module.state_dict()
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return the module's own tensors by HF name."""
-        tensors: Mapping[str, Tensor] = self._module.state_dict()
-        return tensors
+        def held(name: str) -> HeldBoxes:
+            return [(whole_box(tuple(tensors[name].shape)), tensors[name])] if name in tensors else []
+
+        loaded = load_verified(rank, lambda weights: load_in_place(self._module, weights), held)
+        self.set_version(version)
+        return loaded
 
     def set_version(self, version: int) -> None:
         """Report that shared weights have changed. Running sequences are prefilled again.

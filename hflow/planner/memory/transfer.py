@@ -18,7 +18,7 @@ from hflow.planner.model_shape import ModelShape, num_parameters, tensors
 
 BUCKET_BYTES = 64 << 20
 """A bucket is closed when it has at least this size (`torch_model/weight_export.py`,
-`workers/weights/buckets.py`). Where the data axis does not shard weights, a tensor rank's part of it has."""
+`weights/buckets.py`). Where the data axis does not shard weights, a tensor rank's part of it has."""
 FILE_BYTES = 2 << 30
 """Maximum size of a checkpoint's file, unless one tensor is larger (`megatron/hf_export.py`). The writer
 collects a whole file where the data axis does not shard weights."""

@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams
 from hflow.errors import HflowError, RunError
 from hflow.workers.interface import EngineStats
-from hflow.workers.weights.checksum import weights_checksum
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from hflow.weights.incoming import IncomingWeights
+    from hflow.weights.loading import LoadedWeights
 
 
 class EngineDriver:
@@ -115,26 +115,15 @@ class EngineDriver:
                     request.add_to(engine)
         self._has_work.set()
 
-    def load(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Load new weights into the engine, between two steps.
+    def load(self, incoming: Sequence[IncomingWeights], version: int) -> LoadedWeights:
+        """Load new weights into the engine, between two steps; returns what its ranks loaded.
 
         Raises:
             BackendError: when they are not weights of the engine's model.
+            RunError: when a rank holds other weights than were sent.
         """
         with self._exclusive() as engine:
-            engine.load_weights(weights, version)
-
-    def weight_checksum(self, names: Iterable[str] | None = None) -> int:
-        """Return the checksum of the engine's weights.
-
-        Args:
-            names: the tensors that count; None: all of them, each storage once.
-        """
-        with self._exclusive() as engine:
-            weights = engine.weights()
-            if names is None:
-                names = {tensor.data_ptr(): name for name, tensor in weights.items()}.values()
-            return weights_checksum(weights, names)
+            return engine.load_weights(incoming, version)
 
     def set_version(self, version: int) -> None:
         """Set the version of an engine that shares its trainer's weights, after these have changed."""

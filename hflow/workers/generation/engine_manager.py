@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-
-from torch import Tensor
+from collections.abc import Callable, Mapping, Sequence
 
 from hflow.backends.interface import ModelBackend
 from hflow.planner.ir import Plan, WeightRoute
+from hflow.weights.checksum import weights_checksum
+from hflow.weights.incoming import IncomingWeights
+from hflow.weights.loading import LoadedWeights
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_loop import EpisodeLoop
 from hflow.workers.interface import EngineStats, Span
-from hflow.workers.weights.checksum import MODULUS, tensor_checksum
-from hflow.workers.weights.weight_stream import IncomingWeights
-
-
-@dataclass(frozen=True)
-class EngineUpdate:
-    """What an engine loaded when it got new weights; checksums as in `hflow.workers.weights.checksum`."""
-
-    num_bytes: int
-    """Bytes pulled from other workers."""
-    local_checksum: int
-    """Of the weights that did not come from other workers, or whose storage is shared with the trainer."""
-    engine_checksum: int
-    """Of the weights that the engine generates with now."""
 
 
 class EngineManager:
@@ -70,13 +56,16 @@ class EngineManager:
         """Return whether an engine has other weights than those of a version."""
         return self._versions.get(replica) != version
 
-    def wake(self, replica: str, version: int, incoming: IncomingWeights | None) -> EngineUpdate | None:
+    def wake(
+        self, replica: str, version: int, incoming: Sequence[IncomingWeights] | None
+    ) -> LoadedWeights | None:
         """Give an engine the weights of a version, unless it has them, and let it generate.
 
         Args:
             replica: the engine's.
             version: version of the weights.
-            incoming: weights that other workers sent; None: a replica on this worker has them.
+            incoming: what was sent to each rank of the engine; None: a replica on this worker has the
+                weights.
 
         Returns:
             What the engine loaded, if anything.
@@ -119,40 +108,23 @@ class EngineManager:
         for driver in self._drivers.values():
             driver.close()
 
-    def _update(self, replica: str, version: int, incoming: IncomingWeights | None) -> EngineUpdate | None:
+    def _update(
+        self, replica: str, version: int, incoming: Sequence[IncomingWeights] | None
+    ) -> LoadedWeights | None:
         start = time.time()
         driver, route = self._drivers[replica], self._routes.get(replica)
-        update = None
+        loaded = None
         if route is None:
             driver.set_version(version)
         elif replica in self._sharing:
             driver.set_version(version)
-            checksum = driver.weight_checksum()
-            update = EngineUpdate(0, checksum, checksum)
+            checksum = weights_checksum(dict(self._backends[route.src].weights()))
+            loaded = LoadedWeights((0,), (checksum,), (checksum,))
         else:
-            weights = _CheckedWeights(self._backends[route.src].weights() if incoming is None else incoming)
-            driver.load(iter(weights), version)
             if incoming is None:
-                num_bytes, local_checksum = 0, weights.checksum
-            else:
-                num_bytes, local_checksum = incoming.num_bytes, incoming.local_checksum
-            update = EngineUpdate(num_bytes, local_checksum, driver.weight_checksum(weights.names))
+                incoming = [IncomingWeights.of_tensors(self._backends[route.src].weights)]
+            loaded = driver.load(incoming, version)
         self._versions[replica] = version
-        args = {"version": version, "pulled_bytes": update.num_bytes if update else 0}
+        args = {"version": version, "pulled_bytes": sum(loaded.num_bytes) if loaded else 0}
         self._on_span(Span(f"weights {replica}", "weights", start, time.time(), args))
-        return update
-
-
-class _CheckedWeights:
-    """Iterates over weights, and collects their names and their checksum."""
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._weights = weights
-        self.names: list[str] = []
-        self.checksum = 0
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._weights:
-            self.names.append(name)
-            self.checksum = (self.checksum + tensor_checksum(name, tensor)) % MODULUS
-            yield name, tensor
+        return loaded

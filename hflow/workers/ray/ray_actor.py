@@ -31,9 +31,7 @@ class WorkerProcess:
     def __init__(self, index: int) -> None:
         import hflow.workers.worker
         from hflow.workers.process_groups import collective_counts, open_rendezvous
-        from hflow.workers.weights.transports.ray_store import RayTransport
 
-        self._transport = RayTransport()
         self._module = hflow.workers.worker
         self._open_rendezvous = open_rendezvous
         self._index = index
@@ -57,7 +55,7 @@ class WorkerProcess:
         self._peers = peers
         self._bodies = {name: program.body for name, program in setup.programs.items()}
         with self._probe.running(activity_of("build")):
-            self._worker = self._module.Worker(setup, (self._index,), self._transport, rank)
+            self._worker = self._module.Worker(setup, (self._index,), rank)
         freeze_gc()
 
     def probe(self) -> StackSnapshot:

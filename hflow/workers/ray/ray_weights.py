@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hflow.planner.ir import Plan, Replica, WeightRoute
+from hflow.planner.routing import tensor_ranks
+from hflow.weights.checksum import MODULUS
 from hflow.workers.hangs.hang_report import WorkerCall
-from hflow.workers.interface import Span, WeightsLoaded
+from hflow.workers.interface import Span, WeightsLoaded, publish_span
 from hflow.workers.messages import activity_of
-from hflow.workers.weights.checksum import MODULUS
 
 if TYPE_CHECKING:
-    from hflow.workers.generation.engine_manager import EngineUpdate
-    from hflow.workers.weights.publisher import PublishReport
+    from hflow.weights.loading import LoadedWeights
+    from hflow.weights.publisher import PublishReport
 
 Send = Callable[..., Any]
 """(worker, method, arguments ...) -> a reference for each value that the actor's method returns."""
@@ -65,7 +66,7 @@ class RayWeights:
         """Let senders publish; returns each one's span. Messages are sent before anything is awaited."""
         publication = self._published[replica] = self._start_publishing(self._routes[replica], version)
         reports = await self._reports(publication)
-        return tuple((worker, report.span) for worker, report in reports.items())
+        return tuple((worker, publish_span(report)) for worker, report in reports.items())
 
     async def wake(self, replica: str, version: int) -> WeightsLoaded:
         """Let engines load new weights, published before or now, and start them."""
@@ -76,9 +77,7 @@ class RayWeights:
             publication = self._start_publishing(self._routes[replica], version)
         engine = self._plan.replica(replica)
         handles = () if publication is None else publication.handles
-        answers = {
-            worker: self._send(worker, "wake", replica, version, *handles) for worker in engine.workers
-        }
+        answers = {worker: self._send(worker, "wake", replica, version, *handles) for worker in engine.heads}
         call = _replica_call(engine, "wake", replica, version)
         tasks = [asyncio.ensure_future(self._wait_all(call, answers))]
         if publication is not None:
@@ -108,19 +107,25 @@ class RayWeights:
 
 
 def _weights_loaded(
-    engine: Replica, updates: Sequence[EngineUpdate | None], reports: Mapping[int, PublishReport]
+    engine: Replica, updates: Sequence[LoadedWeights | None], reports: Mapping[int, PublishReport]
 ) -> WeightsLoaded:
-    """Combine what all ranks of an engine loaded with what senders report for each of them."""
-    loaded = {w: update for w, update in zip(engine.workers, updates, strict=True) if update is not None}
-    checksums = {
-        worker: update.local_checksum + sum(report.checksums.get(worker, 0) for report in reports.values())
-        for worker, update in loaded.items()
-    }
-    return WeightsLoaded(
-        num_bytes=sum(update.num_bytes for update in loaded.values()),
-        sent_checksums=tuple(checksum % MODULUS for checksum in checksums.values()),
-        engine_checksums=tuple(update.engine_checksum for update in loaded.values()),
-    )
+    """Combine what the ranks of all engines of a replica loaded with what senders report for each rank.
+
+    Args:
+        engine: the generation replica.
+        updates: what each head's engine loaded, if anything.
+        reports: sender -> its report.
+    """
+    sent: list[int] = []
+    loaded: list[int] = []
+    num_bytes = 0
+    for head, update in zip(engine.heads, updates, strict=True):
+        if update is not None:
+            num_bytes += sum(update.num_bytes)
+            loaded += update.checksums
+            for worker, local in zip(tensor_ranks(engine, head), update.local_checksums, strict=True):
+                sent.append(local + sum(report.checksums.get(worker, 0) for report in reports.values()))
+    return WeightsLoaded(num_bytes, tuple(checksum % MODULUS for checksum in sent), tuple(loaded))
 
 
 def _replica_call(replica: Replica, method: str, *arguments: Any) -> WorkerCall:

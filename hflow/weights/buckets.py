@@ -13,9 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
-from hflow.types.tensor_slices import box_shape, numel, slices_within, whole_box
+from hflow.types.tensor_slices import Box, box_shape, slices_within, whole_box
 
 BUCKET_BYTES = 64 << 20
 """A bucket is closed when it is at least this large; a larger slice has one of its own."""
@@ -55,6 +54,16 @@ class BucketEntry(NamedTuple):
     end: int
 
 
+class IncomingTensor(NamedTuple):
+    """A tensor of which some boxes have arrived."""
+
+    name: str
+    tensor: Tensor
+    """In the shape of the whole tensor; uninitialised outside the boxes."""
+    boxes: tuple[Box, ...]
+    """The parts that have arrived; they do not overlap."""
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Some slices of one version of a model."""
@@ -90,31 +99,23 @@ def unpack_bucket(bucket: Bucket) -> Iterator[SliceValues]:
         yield SliceValues(piece, dtype, bits.reshape(box_shape(piece.box)))
 
 
-def assemble_tensors(streams: Sequence[Iterable[SliceValues]]) -> Iterator[tuple[str, Tensor]]:
-    """Assemble whole tensors from streams of slices, each in the order of the tensors.
+def assemble_tensors(streams: Sequence[Iterable[SliceValues]]) -> Iterator[IncomingTensor]:
+    """Assemble tensors from streams of slices, each in the order of the tensors.
 
     Reads no more of a stream than its slices of the current tensor and one of a later tensor.
-
-    Raises:
-        RunError: when the slices of a tensor do not cover it.
     """
     merged = heapq.merge(*streams, key=lambda values: values.slice.position)
     for _, slices in groupby(merged, key=lambda values: values.slice.position):
         yield _tensor(list(slices))
 
 
-def _tensor(slices: list[SliceValues]) -> tuple[str, Tensor]:
+def _tensor(slices: list[SliceValues]) -> IncomingTensor:
     name, shape = slices[0].slice.tensor, slices[0].slice.shape
     tensor = np.empty(shape, slices[0].bits.dtype)
-    num_received = 0
     for piece, _, bits in slices:
         tensor[slices_within(piece.box, whole_box(shape))] = bits
-        num_received += numel(piece.box)
-    if num_received != tensor.size:
-        raise RunError(
-            f"received incomplete weights: {num_received} of the {tensor.size} entries of {name!r}"
-        )
-    return name, torch.from_numpy(tensor).view(getattr(torch, slices[0].dtype))
+    boxes = tuple(values.slice.box for values in slices)
+    return IncomingTensor(name, torch.from_numpy(tensor).view(getattr(torch, slices[0].dtype)), boxes)
 
 
 def _bucket(entries: list[BucketEntry], parts: list[Bytes]) -> Bucket:

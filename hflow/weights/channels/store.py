@@ -7,21 +7,24 @@ from typing import Any
 
 import ray
 
-from hflow.workers.weights.buckets import Bucket
-from hflow.workers.weights.transports.interface import Transport
+from hflow.weights.buckets import Bucket
+from hflow.weights.channels.interface import WeightChannel
 
 
-class RayTransport(Transport):
+class StoreChannel(WeightChannel):
     """A handle is a reference; the bucket lives as long as any process holds it."""
 
-    def put(self, bucket: Bucket) -> Any:
+    def send(self, bucket: Bucket) -> Any:
         """Copy the bucket into the store."""
         return ray.put(bucket)
 
-    def take(self, handle: Any) -> Bucket:
+    def receive(self, handle: Any) -> Bucket:
         """Map the bucket, without a copy if it is on this machine."""
         bucket: Bucket = ray.get(handle)
         return bucket
 
     def free(self, handles: Iterable[Any]) -> None:
         """Do nothing: a bucket lives as long as its handle."""
+
+
+Channel = StoreChannel

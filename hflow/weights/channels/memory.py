@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hflow.workers.weights.buckets import Bucket
-from hflow.workers.weights.transports.interface import Transport
+from hflow.weights.buckets import Bucket
+from hflow.weights.channels.interface import WeightChannel
 
 
-class MemoryTransport(Transport):
+class MemoryChannel(WeightChannel):
     """A handle is the bucket itself."""
 
-    def put(self, bucket: Bucket) -> Any:
+    def send(self, bucket: Bucket) -> Any:
         """Return the bucket itself."""
         return bucket
 
-    def take(self, handle: Any) -> Bucket:
+    def receive(self, handle: Any) -> Bucket:
         """Return the same bucket."""
         assert isinstance(handle, Bucket)
         return handle
 
     def free(self, handles: Iterable[Any]) -> None:
         """Do nothing: a bucket lives as long as its handle."""
+
+
+Channel = MemoryChannel

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types.tensor_slices import Box, whole_box
-from hflow.workers.weights.buckets import SliceValues, bits_of
+from hflow.weights.buckets import SliceValues, bits_of
 
 MAX_ENTRIES = 1 << 16
 """Entries of a tensor that count, at most; but one row always counts."""
@@ -62,9 +63,21 @@ def tensor_checksum(name: str, tensor: Tensor) -> int:
     return _weighted_sum(name, shape, dtype, bits_of(counted), rows, _columns(shape, whole_box(shape)))
 
 
-def weights_checksum(weights: Mapping[str, Tensor], names: Iterable[str]) -> int:
-    """Return the checksum of these tensors."""
-    return sum(tensor_checksum(name, weights[name]) for name in names) % MODULUS
+def box_checksum(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> int:
+    """Return what a box of a tensor adds to the checksum of its model.
+
+    Args:
+        name: the tensor's.
+        shape: of the whole tensor.
+        box: the part of it.
+        values: the entries, in the shape of the box.
+    """
+    return slice_checksum(SliceValues.of(WeightSlice(0, name, shape, box), values))
+
+
+def weights_checksum(weights: Mapping[str, Tensor]) -> int:
+    """Return the checksum of these tensors by name."""
+    return sum(tensor_checksum(name, tensor) for name, tensor in weights.items()) % MODULUS
 
 
 def _row_step(shape: tuple[int, ...]) -> int:

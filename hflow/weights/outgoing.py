@@ -1,21 +1,21 @@
-"""Streams of weights between training replicas and engines, slice by slice as the plan's routes say.
+"""What a worker sends of a model's weights, slice by slice as the plan's routes say.
 
-Each sender reads its slices from the blocks that it holds, without a collective. Each receiver assembles
-whole tensors from what others send and what it holds itself.
+Each sender reads its slices from the blocks that it holds, without a collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from hflow.backends.interface import ModelBackend
 from hflow.planner.ir import ClusterSpec, WeightRoute
 from hflow.planner.weights.weight_slices import Receivers, WeightSlice, slices_to_keep, slices_to_send
 from hflow.types.tensor_slices import Block, box_shape, intersect, numel, slices_within, whole_box
-from hflow.workers.weights.buckets import Bucket, SliceValues, assemble_tensors, pack_buckets, unpack_bucket
-from hflow.workers.weights.checksum import MODULUS, slice_checksum
+from hflow.weights.buckets import Bucket, SliceValues, pack_buckets
+from hflow.weights.checksum import MODULUS, slice_checksum
+
+if TYPE_CHECKING:
+    from hflow.backends.interface import ModelBackend
 
 AddressedSlices = Iterator[tuple[Receivers, Iterator[SliceValues]]]
 """Streams of slices, and the workers that receive each."""
@@ -58,41 +58,14 @@ class OutgoingWeights:
 
     def __iter__(self) -> Iterator[tuple[Receivers, Bucket]]:
         for receivers, slices in self._streams:
-            counted = _ChecksummedSlices(slices)
+            counted = ChecksummedSlices(slices)
             for bucket in pack_buckets(counted):
                 yield receivers, bucket
             for receiver in receivers:
                 self.checksums[receiver] = (self.checksums.get(receiver, 0) + counted.checksum) % MODULUS
 
 
-class IncomingWeights:
-    """Weights that reach an engine tensor by tensor, and how many bytes of them other workers sent.
-
-    Args:
-        streams: the buckets of each sender; each is fetched when it is needed.
-        local: slices that this worker holds itself.
-    """
-
-    def __init__(self, streams: Iterable[Iterable[Bucket]], local: Iterable[SliceValues] = ()) -> None:
-        self._streams = [self._unpack(stream) for stream in streams]
-        self._local = _ChecksummedSlices(local)
-        self.num_bytes = 0
-
-    @property
-    def local_checksum(self) -> int:
-        """Checksum of what this worker holds itself; complete when the iteration has ended."""
-        return self._local.checksum
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return assemble_tensors([*self._streams, self._local])
-
-    def _unpack(self, stream: Iterable[Bucket]) -> Iterator[SliceValues]:
-        for bucket in stream:
-            self.num_bytes += bucket.num_bytes
-            yield from unpack_bucket(bucket)
-
-
-class _ChecksummedSlices:
+class ChecksummedSlices:
     """Iterates over slices and adds up their checksum."""
 
     def __init__(self, slices: Iterable[SliceValues]) -> None:

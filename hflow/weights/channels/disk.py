@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hflow.errors import RunError
-from hflow.workers.weights.buckets import Bucket, BucketEntry
-from hflow.workers.weights.transports.interface import Transport
+from hflow.weights.buckets import Bucket, BucketEntry
+from hflow.weights.channels.interface import ChannelSettings, WeightChannel
 
 
 class BucketFile(NamedTuple):
@@ -23,20 +23,19 @@ class BucketFile(NamedTuple):
     entries: tuple[BucketEntry, ...]
 
 
-class DiskTransport(Transport):
+class DiskChannel(WeightChannel):
     """Writes each bucket to a temporary name and then renames it; readers map the file.
 
-    Args:
-        directory: where the files are written; created with the first bucket.
-        owner: a prefix that only this process uses.
+    The directory is created with the first bucket.
     """
 
-    def __init__(self, directory: Path, owner: str) -> None:
-        self._directory = directory
-        self._owner = owner
+    def __init__(self, settings: ChannelSettings) -> None:
+        super().__init__(settings)
+        self._directory = Path(settings.directory)
+        self._owner = settings.owner
         self._numbers = itertools.count()
 
-    def put(self, bucket: Bucket) -> Any:
+    def send(self, bucket: Bucket) -> Any:
         """Write the bucket."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{self._owner}-{next(self._numbers)}.bin"
@@ -45,7 +44,7 @@ class DiskTransport(Transport):
         os.replace(temporary, path)
         return BucketFile(str(path), bucket.payload.nbytes, bucket.entries)
 
-    def take(self, handle: Any) -> Bucket:
+    def receive(self, handle: Any) -> Bucket:
         """Map the file.
 
         Raises:
@@ -66,3 +65,6 @@ class DiskTransport(Transport):
         """Remove the files; a file that is still mapped stays readable."""
         for handle in handles:
             Path(handle.path).unlink()
+
+
+Channel = DiskChannel

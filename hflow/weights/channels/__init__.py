@@ -1,0 +1,28 @@
+"""Channels that carry published weights from the processes that send them to those that load them."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+from hflow.weights.channels.interface import ChannelSettings, WeightChannel
+
+_CHANNELS = {
+    "store": "hflow.weights.channels.store",
+    "disk": "hflow.weights.channels.disk",
+    "memory": "hflow.weights.channels.memory",
+}
+"""Name -> the module whose `Channel` implements it; imported when it is used."""
+
+
+def make_channel(settings: ChannelSettings) -> WeightChannel:
+    """Return a new channel, for a sender."""
+    channel = importlib.import_module(_CHANNELS[settings.name]).Channel(settings)
+    assert isinstance(channel, WeightChannel)
+    return channel
+
+
+@cache
+def open_channel(settings: ChannelSettings) -> WeightChannel:
+    """Return the channel with which this process receives. It stays open as long as the process runs."""
+    return make_channel(settings)

@@ -1,0 +1,51 @@
+"""The interface of channels. Each implementation has a file of its own."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hflow.weights.buckets import Bucket
+
+
+@dataclass(frozen=True)
+class ChannelSettings:
+    """What both ends of a channel know."""
+
+    name: str
+    """A key of the registry in `hflow.weights.channels`."""
+    owner: str
+    """Names the sender and its receivers; different for each channel of a run."""
+    directory: str
+    """For files, on a disk that all machines share."""
+
+
+class WeightChannel(abc.ABC):
+    """Carries buckets between processes. Any receiver can use the handles that a sender makes.
+
+    The sender sends a bucket once for all its receivers, and frees it when they have loaded it.
+
+    Args:
+        settings: what both ends know.
+    """
+
+    def __init__(self, settings: ChannelSettings) -> None:
+        self._settings = settings
+
+    @abc.abstractmethod
+    def send(self, bucket: Bucket) -> Any:
+        """Put a bucket where receivers can take it; returns its handle, which can be pickled."""
+
+    @abc.abstractmethod
+    def receive(self, handle: Any) -> Bucket:
+        """Return the bucket of a handle. Its payload may be read-only, and is valid until it is freed.
+
+        Raises:
+            RunError: when it is missing or incomplete.
+        """
+
+    @abc.abstractmethod
+    def free(self, handles: Iterable[Any]) -> None:
+        """Free buckets."""

@@ -1,0 +1,163 @@
+"""Publishes weights of the training replicas of one process, and opens weights for its engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hflow.planner.ir import Plan, WeightRoute
+from hflow.planner.routing import tensor_ranks
+from hflow.planner.weights.weight_slices import Receivers
+from hflow.weights.buckets import SliceValues
+from hflow.weights.channels import make_channel
+from hflow.weights.channels.interface import ChannelSettings, WeightChannel
+from hflow.weights.incoming import IncomingWeights
+from hflow.weights.outgoing import OutgoingWeights, local_slices, outgoing_slices, outgoing_tensors
+
+if TYPE_CHECKING:
+    from hflow.backends.interface import ModelBackend
+
+BucketHandles = list[tuple[Receivers, list[Any]]]
+"""For each set of receivers, the handles of its buckets in order."""
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What the controller learns about weights that a process published."""
+
+    replica: str
+    """That will receive them."""
+    version: int
+    num_bytes: int
+    checksums: Mapping[int, int]
+    """Receiver -> checksum of what it was sent."""
+    start: float
+    """Seconds since the epoch."""
+    end: float
+
+
+class WeightPublisher:
+    """Publishes and frees weights for the sender, and opens them for the receiver.
+
+    Args:
+        routes: what this process sends and receives.
+        settings: generation replica -> the channel that carries its weights.
+    """
+
+    def __init__(self, routes: WorkerRoutes, settings: Mapping[str, ChannelSettings]) -> None:
+        self._routes = routes
+        self._settings = settings
+        self._channels: dict[str, WeightChannel] = {}
+        """Replica -> the sending end of its channel, from the first publication on."""
+        self._handles: dict[str, list[Any]] = {}
+        """Replica -> handles of buckets that were sent to it and not freed."""
+
+    def publish(self, replica: str, version: int) -> tuple[BucketHandles, PublishReport]:
+        """Put what a generation replica needs of the weights here where its workers can take it."""
+        start = time.time()
+        outgoing = self._routes.outgoing(replica)
+        if replica not in self._channels:
+            self._channels[replica] = make_channel(self._settings[replica])
+        by_receivers: dict[Receivers, list[Any]] = {}
+        handles = self._handles.setdefault(replica, [])
+        num_bytes = 0
+        for receivers, bucket in outgoing:
+            handles.append(self._channels[replica].send(bucket))
+            by_receivers.setdefault(receivers, []).append(handles[-1])
+            num_bytes += bucket.num_bytes
+        report = PublishReport(replica, version, num_bytes, outgoing.checksums, start, time.time())
+        return list(by_receivers.items()), report
+
+    def incoming(self, replica: str, published: Sequence[BucketHandles]) -> list[IncomingWeights]:
+        """Return the weights that a replica's engine here loads, for each of its tensor ranks.
+
+        Args:
+            replica: the generation replica.
+            published: what each sender sent.
+        """
+        return [
+            IncomingWeights(
+                self._settings[replica],
+                [handles for sent in published for receivers, handles in sent if receiver in receivers],
+                local,
+            )
+            for receiver, local in self._routes.incoming(replica)
+        ]
+
+    def free(self, replica: str) -> None:
+        """Free what was sent to a replica; its engines have loaded it, or never will."""
+        handles = self._handles.pop(replica, ())
+        if handles:
+            self._channels[replica].free(handles)
+
+    def close(self) -> None:
+        """Free everything that was sent."""
+        for replica in tuple(self._handles):
+            self.free(replica)
+
+
+class WorkerRoutes:
+    """The weight routes of one worker process.
+
+    Args:
+        plan: gives the routes.
+        hosted: indices of the workers that this process hosts.
+        backends: replica -> its shard here.
+    """
+
+    def __init__(self, plan: Plan, hosted: Sequence[int], backends: Mapping[str, ModelBackend]) -> None:
+        self._plan = plan
+        self._worker = hosted[0]
+        self._hosts_all = len(hosted) == plan.cluster.num_devices
+        self._backends = backends
+
+    def outgoing(self, replica: str) -> OutgoingWeights:
+        """Return what this process sends to a generation replica that pulls weights.
+
+        A route with rows says what each worker sends, without a collective. By a route without rows, the
+        worker of the source's rank 0 sends everything, and the others take part in gathering it. A process
+        that hosts all workers sends to itself.
+        """
+        route = self._route(replica)
+        backend = self._backends[route.src]
+        if self._hosts_all:
+            return OutgoingWeights(outgoing_tensors((self._worker,), backend, True))
+        if route.rows:
+            return OutgoingWeights(outgoing_slices(route, self._plan.cluster, self._worker, backend))
+        is_sender = self._plan.replica(route.src).workers[0] == self._worker
+        return OutgoingWeights(outgoing_tensors(self._plan.replica(replica).workers, backend, is_sender))
+
+    def incoming(self, replica: str) -> list[tuple[int, Callable[[], Iterator[SliceValues]] | None]]:
+        """Return the tensor ranks of a replica's engine here, as workers, and what each holds already."""
+        route, engine = self._route(replica), self._plan.replica(replica)
+        if self._hosts_all:
+            return [(self._worker, None)] * engine.layout.tensor
+        workers = tensor_ranks(engine, self._worker)
+        backend = self._backends.get(route.src)
+        if backend is None:
+            return [(worker, None) for worker in workers]
+        assert workers == (self._worker,), "only an engine of one rank keeps what its worker holds"
+        return [(self._worker, lambda: local_slices(route, self._worker, backend))]
+
+    def _route(self, replica: str) -> WeightRoute:
+        return next(route for route in self._plan.weights if route.dst == replica)
+
+
+def channel_settings(plan: Plan, hosted: Sequence[int], directory: str) -> dict[str, ChannelSettings]:
+    """Return the channel of each generation replica whose weights a process sends or receives.
+
+    Args:
+        plan: says how weights are sent.
+        hosted: indices of the workers that the process hosts. One that hosts all of them keeps in its memory
+            what others put into the object store.
+        directory: for weights that are sent through files.
+    """
+    default = "memory" if len(hosted) == plan.cluster.num_devices else "store"
+    return {
+        route.dst: ChannelSettings(
+            "disk" if route.transport == "disk" else default, f"{route.dst}-{hosted[0]}", directory
+        )
+        for route in plan.weights
+    }

@@ -1,1 +1,0 @@
-"""Transports that carry published weights from the processes that send them to those that load them."""
