@@ -1,5 +1,7 @@
 """Settings of all tests, and which tests run where."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
@@ -22,3 +24,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.fail("this machine has no CUDA device that torch can use", pytrace=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _without_installed_engines() -> Iterator[None]:
+    """Plans for GPUs must not depend on what this machine has: vLLM counts as not installed."""
+    problems = {"vllm": "vllm is not installed; pip install 'hflow[vllm]'"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hflow.launch.plan_request.engine_problems", lambda device: problems)
+        yield

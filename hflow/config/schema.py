@@ -45,8 +45,9 @@ class OptimConfig:
 class GenConfig:
     """How a model generates: `models.NAME.gen`."""
 
-    engine: str = "embedded"
-    """The generation engine. `vllm` can be planned but not run yet."""
+    engine: str | None = None
+    """The generation engine, `embedded` or `vllm`; null: the plan decides, and gives the reason. It takes
+    `vllm` on CUDA where it is installed and can serve the model, else `embedded`."""
     layout: str | None = None
     """Layout of the generating replica, such as `d4t1`; null: the plan decides."""
     group: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,10 @@ def compose_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
 
 
 def compile_recipe(
-    recipe: str | Path, overrides: Sequence[str] = (), config: RunConfig | None = None
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    config: RunConfig | None = None,
+    engines: Mapping[str, str] | None = None,
 ) -> Compiled:
     """Compile a recipe without torch and ray.
 
@@ -67,12 +70,14 @@ def compile_recipe(
         recipe: path of the recipe's Python file.
         overrides: configuration as `key=value`.
         config: a whole configuration, used instead of the recipe's YAML file and overrides.
+        engines: model -> the engine that a plan file names, for models whose configuration names none.
 
     Raises:
         HflowError: as `plan`.
     """
     config, graph, bodies = read_recipe(recipe, overrides, config)
-    compiled_plan = compile_plan(graph, plan_request(config, graph, recipe))
+    request = replace(plan_request(config, graph, recipe), engines=engines or {})
+    compiled_plan = compile_plan(graph, request)
     return Compiled(config, graph, bodies, compiled_plan, Path(recipe))
 
 
@@ -116,7 +121,7 @@ def _check_backends(config: RunConfig) -> None:
     for name, model in config.models.items():
         settings = (("backend", model.backend, BACKENDS), ("gen.engine", model.gen.engine, ENGINES))
         for key, value, known in settings:
-            if value not in known:
+            if value is not None and value not in known:
                 choices = " or ".join(map(repr, known))
                 raise ConfigError(
                     f"models.{name}.{key} is {value!r}; it must be {choices}{nearest(value, known)}"

@@ -39,6 +39,12 @@ class PlanFile:
     rows: Mapping[str, Any]
     """The plan as `to_json` returns it."""
 
+    @property
+    def engines(self) -> dict[str, str]:
+        """The engine of each model that generates."""
+        replicas = self.rows["replicas"]
+        return {row["model"]: row["backend"] for row in replicas if row["role"] == "gen"}
+
     def configuration(self, overrides: Sequence[str] = ()) -> RunConfig:
         """Return the stored configuration with overrides.
 
@@ -111,7 +117,7 @@ def compile_plan_file(
     file = read_plan_file(path)
     recipe_file, config = _recipe_file(file, recipe), file.configuration(overrides)
     try:
-        compiled = compile_recipe(recipe_file, config=config)
+        compiled = compile_recipe(recipe_file, config=config, engines=file.engines)
     except (ConfigError, PlanError, RecipeError) as error:
         raise PlanError(f"{file.path} is out of date: {error}") from error
     diff = diff_plans(file.rows, to_json(compiled.plan))

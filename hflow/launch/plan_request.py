@@ -13,6 +13,7 @@ from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import Graph, NodeSpec
 from hflow.graph.model import Model
 from hflow.launch.model_metadata import model_dtype, model_shape, overruled_architectures
+from hflow.planner.backends import ENGINES, engine_kind
 from hflow.planner.cluster import device_of, parse_cluster
 from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import ClusterSpec
@@ -126,8 +127,15 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         hardware=hardware,
         workload=config.workload,
         settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
+        engine_problems=engine_problems(cluster.device),
         warnings=(*overruled_architectures(config), *_untrained_warnings(config, graph)),
     )
+
+
+def engine_problems(device: str) -> dict[str, str]:
+    """Return the engines that this machine cannot run on a kind of device, each with the reason."""
+    problems = {name: engine_kind(name).find_problem(device) for name in ENGINES}
+    return {name: str(problem) for name, problem in problems.items() if problem is not None}
 
 
 def _model(config: RunConfig, graph: Graph, spec: Model) -> ModelConfig:

@@ -10,9 +10,10 @@ To add a backend, write `hflow/backends/NAME/descriptor.py` and add one line to 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hflow.errors import PlanError, nearest
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from hflow.backends.interface import ModelSettings
-    from hflow.planner.ir import Replica
+    from hflow.config.schema import ModelConfig
+    from hflow.planner.ir import ClusterSpec, Replica
     from hflow.planner.memory.engine_load import EngineLoad
     from hflow.planner.memory.items import Items
     from hflow.planner.memory.microbatch import MicroBatch
     from hflow.planner.memory.rank import Rank
+    from hflow.planner.model_shape import ModelShape
 
 _BACKENDS = {
     "torch": "hflow.backends.torch_model.descriptor",
@@ -53,7 +56,9 @@ class BackendTraits:
     optimizer state (Megatron's distributed optimizer), or weights, gradients and optimizer state (FSDP2: the
     first axis of each tensor in equal blocks of rows, of which the last ones may be short or empty)."""
     is_model_parallel: bool = False
-    """Whether it has a tensor and a pipeline axis. Without them, replicas grow along the data axis only."""
+    """Whether it has a tensor axis. Without one, replicas grow along the data axis only."""
+    has_pipeline_axis: bool = False
+    """Whether it divides the layers over pipeline stages as well."""
     vocab_multiple: int | None = None
     """The vocabulary is padded to a multiple of this times the tensor size. None: the tensor size must divide
     the vocabulary."""
@@ -110,6 +115,26 @@ def _no_variables(replica: Replica, device: str) -> Mapping[str, str]:
     return {}
 
 
+@dataclass(frozen=True)
+class InstallProblem:
+    """Why this machine cannot run a backend or an engine."""
+
+    reason: str
+    fix: str
+    """The command that fixes it."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.fix}"
+
+
+def _no_conflict(device: str) -> InstallProblem | None:
+    return None
+
+
+def _no_reasons(served: ServedModel) -> Iterable[str]:
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
     """What training backends and generation engines have in common."""
@@ -122,10 +147,40 @@ class Descriptor:
     """Importable names of the packages that it needs."""
     install: str
     """Command that installs them."""
+    purpose: str = ""
+    """What it is for, in a few words."""
     is_required: bool = False
     """Whether hflow cannot run without it."""
+    find_conflict: Callable[[str], InstallProblem | None] = _no_conflict
+    """Return why the installed packages cannot run on a kind of device (`cpu`, `cuda`). It is called when all
+    packages are installed, and imports none of them."""
     environment: Callable[[Replica, str], Mapping[str, str]] = _no_variables
     """Return the environment variables of a worker that hosts this replica on this kind of device."""
+
+    def find_problem(self, device: str) -> InstallProblem | None:
+        """Return why the packages of this machine cannot run it; None if they can.
+
+        Args:
+            device: the kind of device to run on, `cpu` or `cuda`. The device itself is not needed.
+        """
+        missing = [package for package in self.packages if find_spec(package) is None]
+        if missing:
+            verb = "is" if len(missing) == 1 else "are"
+            return InstallProblem(f"{', '.join(missing)} {verb} not installed", self.install)
+        return self.find_conflict(device)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a generation engine has to serve, as far as the plan knows it."""
+
+    replica: Replica
+    config: ModelConfig
+    cluster: ClusterSpec
+    shape: ModelShape | None
+    """None if the planner does not know the model's family."""
+    is_trained: bool
+    """Whether the engine receives new weights during the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +212,11 @@ class EngineKind(Descriptor):
     """
 
     memory: EngineMemory
+    preferred_on: tuple[str, ...] = ()
+    """Kinds of devices on which it is the default where it is installed and can serve the model."""
+    check: Callable[[ServedModel], Iterable[str]] = _no_reasons
+    """Return why it cannot serve a model, each with what to set instead. It imports neither torch nor the
+    engine's packages."""
     recording_factory: Callable[..., Any] | None = None
     """As `factory`, with a dictionary in front in which the engine records the tokens that it samples."""
     replaying_factory: Callable[..., Any] | None = None

@@ -17,6 +17,7 @@ from hflow.planner.routing import routing_table
 from hflow.planner.schedule import Orders, make_schedule
 from hflow.planner.serialise import plan_digest
 from hflow.planner.staleness import staleness_bound
+from hflow.planner.unrunnable import unrunnable_reasons
 from hflow.planner.validate import check_request, check_splits, check_streams, plan_warnings
 from hflow.planner.weights.weight_routes import weight_routes
 
@@ -86,9 +87,10 @@ def _compile_rows(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanRequest
         shapes=tuple(sorted(request.shapes.items())),
         settings=tuple(sorted({**request.settings, "seed": request.seed}.items())),
         staleness_bound=staleness_bound(schedule),
-        warnings=(*graph.warnings, *request.warnings, *plan_warnings(graph, replicas, group_sizes)),
+        warnings=(*graph.warnings, *request.warnings, *plan_warnings(replicas, group_sizes)),
+        engines=placed.engines,
     )
-    return plan, request
+    return dataclasses.replace(plan, unrunnable=unrunnable_reasons(plan, request)), request
 
 
 def _orders(

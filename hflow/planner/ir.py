@@ -74,6 +74,15 @@ class Replica:
 
 
 @dataclass(frozen=True)
+class EngineChoice:
+    """The engine of a generation replica, and the reason for it."""
+
+    replica: str
+    engine: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Placement:
     """The workers that one node runs on."""
 
@@ -285,6 +294,11 @@ class Plan:
     staleness_bound: int | None
     """Largest version lag that a trained token can have; None if no rule bounds it."""
     warnings: tuple[str, ...] = ()
+    engines: tuple[EngineChoice, ...] = ()
+    """Engines with the reasons for them. Not part of the digest, as replicas name their engines."""
+    unrunnable: tuple[str, ...] = ()
+    """Why the plan cannot run, each with what to set instead; empty if nothing in the plan prevents it. Not
+    part of the digest."""
     hardware: Hardware | None = None
     """Figures that the forecast uses. Not part of the digest, as no decision of a run depends on them."""
     forecast: Forecast | None = None

@@ -45,6 +45,10 @@ class PlanRequest:
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Flat configuration (models, optimizers, data) that enters the plan and its digest."""
+    engines: Mapping[str, str] = field(default_factory=dict)
+    """Model -> the engine that a plan file names, where the model's configuration names none."""
+    engine_problems: Mapping[str, str] = field(default_factory=dict)
+    """Engine -> why this machine cannot run it. Such an engine is never the default."""
     warnings: tuple[str, ...] = ()
     """Warnings about the configuration: allowed, but probably not intended."""
 

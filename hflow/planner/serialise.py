@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _SCALARS = frozenset({type(None), bool, int, float, str})
-_NOT_DIGESTED = ("digest", "warnings", "hardware", "forecast")
+_NOT_DIGESTED = ("digest", "warnings", "engines", "unrunnable", "hardware", "forecast")
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def rows_digest(rows: Mapping[str, Any]) -> str:
 def decisive_rows(rows: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a plan's JSON rows that decides a run.
 
-    It excludes the digest itself, warnings and notes, estimates, and the location of files: lines in the
-    recipe's source (its bodies have their own digests) and directories of absolute paths.
+    It excludes the digest itself, warnings, notes and reasons, estimates, and the location of files: lines in
+    the recipe's source (its bodies have their own digests) and directories of absolute paths.
     """
     decisive = {key: value for key, value in rows.items() if key not in _NOT_DIGESTED}
     decisive["graph"] = _without_locations(

@@ -128,17 +128,9 @@ def check_splits(
             )
 
 
-def plan_warnings(graph: Graph, replicas: Iterable[Replica], group_sizes: Mapping[str, int]) -> list[str]:
+def plan_warnings(replicas: Iterable[Replica], group_sizes: Mapping[str, int]) -> list[str]:
     """Return warnings about settings that are allowed, but probably not intended."""
     warnings = []
-    for node in graph.nodes:
-        top_p, top_k = node.spec.option("top_p"), node.spec.option("top_k")
-        truncates = (top_p is not None and top_p < 1) or bool(top_k)
-        if node.spec.opens_stream and truncates and root_stream(graph, node).trained:
-            warnings.append(
-                f"{node.name} samples with top_p={top_p}, top_k={top_k}: its behav_logprobs are those of the "
-                "truncated distribution, so they cannot be compared with theta and prox"
-            )
     for replica in replicas:
         idle = group_sizes[replica.group] - replica.layout.world
         if idle:

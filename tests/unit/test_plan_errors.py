@@ -119,14 +119,6 @@ def test_two_trained_streams_are_not_yet_run():
         compile_plan(replace(graph, streams=(graph.streams[0], heldout)), request())
 
 
-def test_truncated_sampling_gives_a_warning():
-    options = (("top_p", 0.9), ("top_k", 0), ("temperature", 1.0))
-    plan = compile_plan(changed(grpo(), "actor_gen", options=options), request())
-    assert any("actor_gen samples with top_p=0.9" in warning for warning in plan.warnings)
-    evaluation = compile_plan(changed(grpo(), "eval_gen", options=options), request())
-    assert evaluation.warnings == ()
-
-
 def test_staleness_rules_that_no_batch_can_meet_are_refused():
     refused(grpo(), "set schedule.drop_older_than to 2 or more", sync_every=3, drop_older_than=1)
     refused(

@@ -38,5 +38,6 @@ ENGINE = EngineKind(
     memory=memory,
     packages=("torch", "transformers"),
     install="make env",
+    purpose="generation without further packages",
     is_required=True,
 )

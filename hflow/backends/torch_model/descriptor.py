@@ -21,5 +21,6 @@ BACKEND = Backend(
     memory=memory,
     packages=("torch", "transformers"),
     install="make env",
+    purpose="training and inference",
     is_required=True,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from hflow.backends.vllm_engine import memory
+from hflow.backends.vllm_engine.installed import CUDA_INSTALL, find_conflict
+from hflow.backends.vllm_engine.support import check
 from hflow.planner.backends import BackendTraits, EngineKind
 
 ENGINE = EngineKind(
@@ -17,5 +19,9 @@ ENGINE = EngineKind(
     factory=None,
     memory=memory,
     packages=("vllm",),
-    install="pip install vllm",
+    install=CUDA_INSTALL,
+    purpose="fast generation on GPUs",
+    find_conflict=find_conflict,
+    preferred_on=("cuda",),
+    check=check,
 )

@@ -64,13 +64,14 @@ SETTINGS: tuple[tuple[str, Effect], ...] = (
     ("models.*.activation_checkpointing", Effect.SAME),
     ("models.*.save_optimizer", Effect.SAME),
     ("models.*.gen.max_running", Effect.SAME),
+    ("models.*.gen.engine", Effect.SAME),
     ("models.*.layout", Effect.SAME),
     ("models.*.group", Effect.SAME),
     ("models.*.backend", Effect.SAME),
 )
 """Effects of settings by pattern; the first match counts, and all others are `new`. `TRAINED` matches names
-of trained models and their datasets. Layouts, groups and backends are `same` here, as the rows of replicas
-show their effects."""
+of trained models and their datasets. Layouts, groups, backends and engines are `same` here, as the rows of
+replicas show their effects."""
 
 _SCHEDULE = {"max_concurrent": Effect.SAME, "max_refused_per_step": Effect.SAME}
 _RECIPE = {"name": Effect.SAME, "dataset": Effect.REFUSE}

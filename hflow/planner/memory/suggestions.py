@@ -191,7 +191,8 @@ def _other_layouts(plan: Plan, request: PlanRequest, replica: Replica) -> Iterat
     if traits(replica.backend).is_model_parallel:
         factors = [f for f in (2, 4, 8, 16, 32, 64) if layout.data % f == 0]
         layouts += [Layout(layout.data // f, layout.tensor * f, layout.pipe) for f in factors]
-        layouts += [Layout(layout.data // f, layout.tensor, layout.pipe * f) for f in factors]
+        if traits(replica.backend).has_pipeline_axis:
+            layouts += [Layout(layout.data // f, layout.tensor, layout.pipe * f) for f in factors]
     for other in layouts:
         if other != layout and other.tensor <= MAX_TENSOR_RANKS:
             changed = with_layouts(plan, request, [replica], [other], num_devices)
@@ -223,7 +224,10 @@ def _more_shards(replica: Replica, factor: int) -> Layout:
     if not traits(replica.backend).is_model_parallel:
         return _more_data_ranks(replica, factor)
     tensor = min(layout.tensor * factor, max(MAX_TENSOR_RANKS, layout.tensor))
-    return replace(layout, tensor=tensor, pipe=layout.pipe * layout.tensor * factor // tensor)
+    rest = layout.tensor * factor // tensor
+    if traits(replica.backend).has_pipeline_axis:
+        return replace(layout, tensor=tensor, pipe=layout.pipe * rest)
+    return replace(layout, data=layout.data * rest, tensor=tensor)
 
 
 def _gib(num_bytes: int) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hflow.graph.ir import Graph, Level
-from hflow.planner.graph_queries import saved_models
-from hflow.planner.ir import DeviceGroup, Placement, Replica
+from hflow.planner.graph_queries import saved_models, written_models
+from hflow.planner.ir import DeviceGroup, EngineChoice, Placement, Replica
 from hflow.planner.layout_checks import check_layouts
+from hflow.planner.placement.engines import choose_engines
 from hflow.planner.placement.nodes import NodePlacer
 from hflow.planner.placement.placement_setting import apply_placement
 from hflow.planner.placement.replicas import place_replicas
@@ -27,6 +28,8 @@ class PlacedGraph:
     replicas: tuple[Replica, ...]
     placements: tuple[Placement, ...]
     """One for each node in the recipe's order, then one for each node that saves a model."""
+    engines: tuple[EngineChoice, ...]
+    """The engine of each generation replica, and the reason."""
 
 
 def place_graph(graph: Graph, request: PlanRequest, levels: Mapping[str, Level]) -> PlacedGraph:
@@ -42,6 +45,7 @@ def place_graph(graph: Graph, request: PlanRequest, levels: Mapping[str, Level])
     """
     request = apply_placement(graph, request)
     groups, replicas = place_replicas(graph, request)
+    replicas, engines = choose_engines(replicas, request, written_models(graph))
     check_layouts(replicas, request)
     placements = NodePlacer(graph, levels, groups, replicas).place(saved_models(graph))
-    return PlacedGraph(request, groups, replicas, placements)
+    return PlacedGraph(request, groups, replicas, placements, engines)

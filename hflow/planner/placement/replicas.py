@@ -17,6 +17,7 @@ from hflow.graph.ir import Graph, Node
 from hflow.planner.graph_queries import trained_models
 from hflow.planner.ir import ClusterSpec, DeviceGroup, Replica
 from hflow.planner.layout import Layout, even_blocks
+from hflow.planner.placement.engines import UNDECIDED
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
 
@@ -44,7 +45,7 @@ class UnplacedReplica:
 
 
 def place_replicas(graph: Graph, request: PlanRequest) -> tuple[tuple[DeviceGroup, ...], tuple[Replica, ...]]:
-    """Give every replica its group, layout and workers.
+    """Give every replica its group, layout and workers. Engines that are not configured are left undecided.
 
     Raises:
         PlanError: for unknown models or groups, and layouts larger than their group.
@@ -157,7 +158,8 @@ def _unplaced_replicas(graph: Graph, request: PlanRequest) -> list[UnplacedRepli
         config = request.model(model)
         group = config.group or default
         if role == "gen":
-            group, layout, backend = config.gen.group or group, config.gen.layout, config.gen.engine
+            group, layout = config.gen.group or group, config.gen.layout
+            backend = config.gen.engine or UNDECIDED
         else:
             layout, backend = config.layout, config.backend
         replicas.append(UnplacedReplica(model, role, group, _layout(layout), backend))

@@ -12,6 +12,7 @@ from hflow.planner.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, seconds_text, share_text
 from hflow.report.page.gantt import ref_of
 from hflow.report.plan_text.assumptions import leaves_waiting_out, lengths_text
+from hflow.report.plan_text.header import engines_line
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,13 @@ def headline(plan: Plan) -> Headline:
         cycle=tuple(_cycle(plan, period)) if period else (),
         assumptions=tuple(_assumptions(plan)),
         missing=forecast.missing if forecast else ("hardware: no figures for it, so nothing is estimated",),
-        warnings=plan.warnings,
+        warnings=(*(f"Cannot run: {reason}" for reason in plan.unrunnable), *plan.warnings),
     )
 
 
 def _verdict(plan: Plan) -> str:
+    if plan.unrunnable:
+        return "It cannot run as configured; the warnings say what to change."
     peak = _peak(plan)
     if peak is None:
         return "It can be laid out; whether it fits in memory is not known."
@@ -94,6 +97,8 @@ def _story(plan: Plan, period: Period | None) -> Iterator[str]:
         f"{plural(plan.schedule.num_steps, 'step')} on {where}{machines}; "
         f"each learns from {plural(prompts, 'prompt')}{samples}."
     )
+    if plan.engines:
+        yield f"Generation engine: {engines_line(plan)}."
     if period is not None and period.cycle:
         slowest = max(period.cycle, key=lambda step: step.seconds)
         yield (

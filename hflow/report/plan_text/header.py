@@ -42,6 +42,16 @@ def staleness_line(plan: Plan) -> str:
     )
 
 
+def engines_line(plan: Plan) -> str:
+    """Return the generation engines with the reasons for them, one after the other where they differ."""
+    replicas_of: dict[str, list[str]] = {}
+    for choice in plan.engines:
+        replicas_of.setdefault(f"{choice.engine}: {choice.why}", []).append(choice.replica)
+    if len(replicas_of) == 1:
+        return next(iter(replicas_of))
+    return "; ".join(f"{', '.join(names)} {text}" for text, names in replicas_of.items())
+
+
 def cluster_line(plan: Plan) -> str:
     """Describe machines, devices and links in one line."""
     cluster, hardware = plan.cluster, plan.hardware
@@ -83,6 +93,11 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
         ),
     )
     yield "digest", Text(plan.digest)
+    if plan.engines:
+        yield "engine", Text(engines_line(plan))
+    if plan.unrunnable:
+        count = plural(len(plan.unrunnable), "reason")
+        yield "runs", Text.assemble(("no", "bold red"), f": {count}, at the end of this report")
     yield "fits", _fits(plan)
     yield from _speed(plan)
     yield "staleness", Text(staleness_line(plan))

