@@ -6,8 +6,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -18,6 +19,23 @@ GIB = 2**30
 PACKAGES = ("hflow", "torch", "transformers", "ray", "hydra-core", "networkx", "safetensors", "tokenizers")
 """Distributions without which hflow cannot run."""
 
+
+@dataclass(frozen=True)
+class OptionalPart:
+    """Packages that some of hflow's features need: an extra of the distribution."""
+
+    extra: str
+    purpose: str
+    packages: tuple[str, ...]
+    """Importable names."""
+
+
+OPTIONAL_PARTS = (
+    OptionalPart("serve", "hflow serve and the endpoint of a running policy", ("starlette", "uvicorn")),
+    OptionalPart("agents", "agents that use an HTTP client or the openai client", ("httpx", "openai")),
+    OptionalPart("flash-attn", "kernels that megatron-core and vLLM use on CUDA", ("flash_attn",)),
+)
+
 RAY_PROBE = """
 import ray
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
@@ -27,12 +45,16 @@ RAY_TIMEOUT = 90.0
 """Seconds that Ray may take to start."""
 
 
+packages_distributions = cache(metadata.packages_distributions)
+"""Return which distributions provide each importable package, read once."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """The result of one check."""
 
     topic: str
-    """`version`, `device`, `backend`, `engine` or `ray`."""
+    """`version`, `device`, `backend`, `engine`, `optional` or `ray`."""
     name: str
     ok: bool
     detail: str
@@ -48,8 +70,10 @@ def check_machine(start_ray: bool = True) -> Iterator[Finding]:
     yield from map(_check_version, PACKAGES)
     yield _check_cpu()
     yield from _check_cuda()
-    yield from (_check_backend("backend", training_backend(name)) for name in BACKENDS)
-    yield from (_check_backend("engine", engine_kind(name)) for name in ENGINES)
+    device = _device()
+    yield from (_check_backend("backend", training_backend(name), device) for name in BACKENDS)
+    yield from (_check_backend("engine", engine_kind(name), device) for name in ENGINES)
+    yield from map(_check_optional, OPTIONAL_PARTS)
     if start_ray:
         yield _check_ray()
 
@@ -80,15 +104,40 @@ def _check_cuda() -> Iterator[Finding]:
         yield Finding("device", f"cuda:{index}", True, f"{device.name}, {device.total_memory / GIB:.0f} GiB")
 
 
-def _check_backend(topic: str, backend: Descriptor) -> Finding:
+def _device() -> str:
+    """Return the kind of device that a run on this machine would use."""
+    if find_spec("torch") is None:
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _check_backend(topic: str, backend: Descriptor, device: str) -> Finding:
     if backend.factory is None:
         fix = f"hflow {metadata.version('hflow')} can plan but not run it"
         return Finding(topic, backend.name, False, "not part of this version", fix, backend.is_required)
-    missing = [package for package in backend.packages if find_spec(package) is None]
-    if missing:
-        detail = f"needs {', '.join(missing)}"
-        return Finding(topic, backend.name, False, detail, backend.install, backend.is_required)
-    return Finding(topic, backend.name, True, "usable", required=backend.is_required)
+    problem = backend.find_problem(device)
+    if problem is None:
+        detail = f"{backend.purpose}: {_versions((*backend.packages, 'torch'))}"
+        return Finding(topic, backend.name, True, detail, required=backend.is_required)
+    detail = f"{backend.purpose}: {problem.reason}"
+    return Finding(topic, backend.name, False, detail, problem.fix, backend.is_required)
+
+
+def _check_optional(part: OptionalPart) -> Finding:
+    missing = [package for package in part.packages if find_spec(package) is None]
+    if not missing:
+        return Finding("optional", part.extra, True, f"{part.purpose}: {_versions(part.packages)}")
+    fix = f"pip install 'hflow[{part.extra}]'"
+    detail = f"{part.purpose}: {', '.join(missing)} not installed"
+    return Finding("optional", part.extra, False, detail, fix, required=False)
+
+
+def _versions(packages: Iterable[str]) -> str:
+    """Return the distributions that provide these packages."""
+    names = [name for package in packages for name in packages_distributions().get(package, ())]
+    return ", ".join(f"{name} {metadata.version(name)}" for name in dict.fromkeys(names)) or "installed"
 
 
 def _check_ray() -> Finding:

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from typer.main import get_command
 from hflow import doctor
 from hflow.cli import app, main
 from hflow.config import load_config
-from hflow.planner.backends import engine_kind
+from hflow.doctor import Finding, OptionalPart
+from hflow.planner.backends import InstallProblem, engine_kind
 
 GOOD = '''"""GRPO, as small as it gets."""
 
@@ -316,10 +319,58 @@ def test_doctor_gives_the_command_that_fixes(monkeypatch):
     monkeypatch.setattr(doctor, "engine_kind", {"fast": fast, "future": future}.__getitem__)
     monkeypatch.setattr(doctor, "PACKAGES", ("torch", "an-absent-package"))
     found = {finding.name: finding for finding in doctor.check_machine(start_ray=False)}
-    assert (found["fast"].detail, found["fast"].fix) == ("needs an_absent_package", "pip install fast")
+    detail = "generation without further packages: an_absent_package is not installed"
+    assert (found["fast"].detail, found["fast"].fix) == (detail, "pip install fast")
     assert found["future"].detail == "not part of this version"
     assert found["an-absent-package"].fix == "make env"
     assert {name for name, finding in found.items() if finding.ok} >= {"python", "torch", "cpu"}
+
+
+def test_doctor_says_whether_vllm_fits_torch(monkeypatch):
+    """On a machine without vLLM, with one that fits torch, and with one that does not."""
+
+    def vllm(problem: InstallProblem | None = None, packages: tuple[str, ...] = ("torch",)) -> Finding:
+        kind = replace(
+            engine_kind("vllm"), factory=print, packages=packages, find_conflict=lambda device: problem
+        )
+        monkeypatch.setattr(doctor, "ENGINES", ("vllm",))
+        monkeypatch.setattr(doctor, "engine_kind", {"vllm": kind}.__getitem__)
+        return next(f for f in doctor.check_machine(start_ray=False) if f.name == "vllm")
+
+    absent = vllm(packages=("an_absent_package",))
+    assert not absent.ok
+    assert not absent.required
+    assert absent.detail == "fast generation, by default on GPUs: an_absent_package is not installed"
+    assert absent.fix == "pip install 'hflow[vllm]'"
+    conflict = vllm(InstallProblem("vllm 0.32.0 needs torch==2.13.0, but torch 2.11.0 is installed", "pip"))
+    assert (conflict.ok, conflict.fix) == (False, "pip")
+    assert conflict.detail.endswith("vllm 0.32.0 needs torch==2.13.0, but torch 2.11.0 is installed")
+    assert vllm().detail == f"fast generation, by default on GPUs: torch {metadata.version('torch')}"
+
+
+def test_doctor_names_optional_parts(monkeypatch):
+    parts = (
+        OptionalPart("here", "one thing", ("typer",)),
+        OptionalPart("gone", "another", ("typer", "an_absent_package")),
+    )
+    monkeypatch.setattr(doctor, "OPTIONAL_PARTS", parts)
+    found = {f.name: f for f in doctor.check_machine(start_ray=False) if f.topic == "optional"}
+    assert (found["here"].ok, found["here"].detail.partition(" ")[0]) == (True, "one")
+    assert found["gone"] == Finding(
+        "optional",
+        "gone",
+        False,
+        "another: an_absent_package not installed",
+        "pip install 'hflow[gone]'",
+        False,
+    )
+
+
+def test_every_optional_part_is_an_extra():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    extras = set(tomllib.loads(text)["project"]["optional-dependencies"])
+    assert {part.extra for part in doctor.OPTIONAL_PARTS} <= extras
+    assert {"vllm", "megatron"} <= extras
 
 
 def test_doctor_names_hflows_own_parts():
