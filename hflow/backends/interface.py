@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.config.schema import OptimConfig
 from hflow.metrics import declare
+from hflow.types.sleep_level import SleepLevel
 
 if TYPE_CHECKING:
     import torch
@@ -300,7 +301,7 @@ class GenerationEngine(abc.ABC):
     `step`; the worker's thread calls the other methods, between two steps. A lock serializes the calls, so
     an engine need not be thread-safe, but it may be called from different threads.
 
-    An engine begins asleep. While it generates, it is awake and has the weights of one version.
+    An engine begins awake, without requests. While it generates, it has the weights of one version.
     """
 
     @abc.abstractmethod
@@ -372,14 +373,15 @@ class GenerationEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: SleepLevel) -> None:
         """Free the KV cache, and the memory of weights that are not shared, on an accelerator.
 
         Called after `interrupt`, so that training can use the device. On a CPU nothing needs to be freed.
 
         Args:
-            level: 1 keeps a copy of the weights in host memory, for an engine that wakes with the same
-                version; 2 drops them, for an engine that loads others when it wakes.
+            level: `KEEP_WEIGHTS` (1) keeps a copy of the weights in host memory, for an engine that may wake
+                with the same version. `DROP_WEIGHTS` (2) drops them, for an engine that loads others when it
+                wakes; a `step` before that raises a `BackendError`. Never `PAUSE`.
         """
 
     @abc.abstractmethod

@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from hflow.types.sleep_level import SleepLevel
+
 
 class Refusal(enum.StrEnum):
     """Why a sample or group left the run before it was trained."""
@@ -232,6 +234,8 @@ class Sleep:
     """
 
     replica: str
+    level: SleepLevel
+    """What the engine keeps. With `DROP_WEIGHTS`, the next `Wake` has a higher version."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import Plan, Replica
+from hflow.types.sleep_level import SleepLevel
 
 if TYPE_CHECKING:
     from hflow.backends.interface import ModelSettings
@@ -88,9 +89,12 @@ class Workers(abc.ABC):
         It loads what was published for it; if nothing was, the weights are copied now.
         """
 
-    async def sleep(self, replica: str) -> None:
-        """Interrupt and stop a generation replica; unfinished samples stay on its workers."""
-        await self._call_replica(self._plan.replica(replica), "sleep", replica)
+    async def sleep(self, replica: str, level: SleepLevel) -> None:
+        """Interrupt and stop a generation replica; unfinished samples stay on its workers.
+
+        With `DROP_WEIGHTS`, it must wake with another version.
+        """
+        await self._call_replica(self._plan.replica(replica), "sleep", replica, level)
 
     async def release(
         self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None

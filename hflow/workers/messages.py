@@ -54,7 +54,7 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "wake": Message("device", lambda replica, version, *_: f"loading weights {version} into {replica}"),
     "free_weights": Message("data"),
-    "sleep": Message("device", lambda replica, *_: f"interrupting {replica}"),
+    "sleep": Message("device", lambda replica, _: f"interrupting {replica}"),
     "release": Message("data", is_quick=True),
     "summarize": Message("data"),
     "save": Message("device", lambda model, _: f"saving model {model!r}"),

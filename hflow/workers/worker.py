@@ -23,6 +23,7 @@ from hflow.backends.interface import SHARDS, ModelBackend, RankPosition
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
 from hflow.planner.ir import Replica
+from hflow.types.sleep_level import SleepLevel
 from hflow.weights.loading import LoadedWeights
 from hflow.weights.publisher import (
     BucketHandles,
@@ -259,8 +260,8 @@ class Worker:
         incoming = self._publisher.incoming(replica, published) if published else None
         return self._engines.wake(replica, version, incoming)
 
-    def sleep(self, replica: str, level: int = 1) -> None:
-        """Interrupt an engine and free its memory, as `GenerationEngine.sleep` does."""
+    def sleep(self, replica: str, level: SleepLevel) -> None:
+        """Interrupt an engine and free its memory, as far as its level says."""
         self._engines.sleep(replica, level)
 
     def save(self, model: str, directory: str) -> None:

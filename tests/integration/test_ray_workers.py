@@ -18,6 +18,7 @@ from hflow.data.batch import Batch, Column
 from hflow.errors import RunError
 from hflow.planner.data.redistribute import Move
 from hflow.types import Unit
+from hflow.types.sleep_level import SleepLevel
 from hflow.workers.interface import Failed, SampleReady, WorkerSetup
 from hflow.workers.ray.ray_workers import RayWorkers
 
@@ -86,7 +87,7 @@ async def generate(workers: RayWorkers, version: int = 0, groups: range = range(
     await workers.open_groups(0, kit.group_orders(GEN, groups[:half]))
     await workers.open_groups(1, kit.group_orders(GEN, groups[half:]))
     events = await kit.collect(workers, 0, 2 * half) + await kit.collect(workers, 1, 2 * half)
-    await workers.sleep("actor@gen")
+    await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
     return events
 
 
@@ -216,7 +217,7 @@ def test_a_hanging_body_is_killed_within_its_actor(pair: MeasuredWorkers) -> Non
         await pair.wake("actor@gen", 1)
         await pair.open_groups(0, kit.group_orders(GEN, range(100, 102)))
         await kit.collect(pair, 0, 4)
-        await pair.sleep("actor@gen")
+        await pair.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
         samples = (200, 201, 202, 203)
         (parcel,) = await pair._actors[0].export.remote([(samples, ("actor_gen/answer",))])
         answers = parcel[GEN].columns["answer"].values

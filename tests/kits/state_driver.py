@@ -16,6 +16,7 @@ from hflow.runtime import events as ev
 from hflow.runtime.state.firing_rules import evaluation_due, node_fires
 from hflow.runtime.state.invariants import check_invariants
 from hflow.runtime.state.run_state import RunState
+from hflow.types.sleep_level import SleepLevel
 
 
 @dataclass
@@ -78,6 +79,7 @@ class World:
         self.engine = dict.fromkeys((*self.models_of, *self.device_of), "asleep")
         self.version = dict.fromkeys(self.engine, -1)
         self.waking: dict[str, int] = {}
+        self.level: dict[str, SleepLevel] = {}
         self.separate = dict(schedule.publishers)
         self.published: dict[str, int] = {}
         self.given = dict.fromkeys(self.separate, -1)
@@ -377,6 +379,8 @@ class World:
     def _do_Wake(self, what: ev.Wake) -> None:
         assert self.engine[what.replica] == "asleep"
         assert self.device_of.get(what.replica) not in self.running
+        if self.level.get(what.replica) is SleepLevel.DROP_WEIGHTS:
+            assert what.version > self.version[what.replica], "weights that were dropped do not come back"
         if what.replica in self.separate:
             assert self.published.pop(what.replica) == what.version, "what was published is loaded, once"
         elif what.version != self.version[what.replica]:
@@ -413,6 +417,8 @@ class World:
                 assert not any(name == stream.name for name, _ in self.in_flight)
         if not self.schedule.settings.interrupt and what.replica in self.trained.replicas:
             assert not any(name == self.trained.name for name, _ in self.in_flight)
+        assert (what.level is SleepLevel.PAUSE) == (what.replica not in self.device_of)
+        self.level[what.replica] = what.level
         self.engine[what.replica] = "sleeping"
         self.bag.append(ev.Asleep(what.replica))
 

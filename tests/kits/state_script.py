@@ -96,7 +96,7 @@ def spell(what: ev.Instruction) -> str:
             return f"publish {replica} {version}"
         case ev.Wake(replica, version):
             return f"wake {replica} {version}"
-        case ev.Sleep(replica):
+        case ev.Sleep(replica, _):
             return f"sleep {replica}"
         case ev.StepDone(step):
             return f"step {step}"
@@ -119,6 +119,7 @@ class Script:
         self.next = dict.fromkeys(self.streams, 0)
         self.todo: deque[ev.Event] = deque()
         self.trace: list[str] = []
+        self.sleep_levels: list[str] = []
         self.oldest: dict[int, int] = {}
         self.batches: dict[int, tuple[int, ...]] = {}
         self.accepted: dict[str, tuple[int, ...]] = dict.fromkeys(self.streams, ())
@@ -138,6 +139,8 @@ class Script:
                     self.accepted[instruction.stream] += instruction.samples
                     continue
                 self.trace.append(spell(instruction))
+                if isinstance(instruction, ev.Sleep):
+                    self.sleep_levels.append(instruction.level.name)
                 for answer in self._answers(instruction):
                     self._queue(spell(instruction), answer)
             if self.state.finished is None:
@@ -181,6 +184,6 @@ class Script:
             case ev.Wake(replica, version):
                 self.version = version
                 return [ev.Awake(replica, version)]
-            case ev.Sleep(replica):
+            case ev.Sleep(replica, _):
                 return [ev.Asleep(replica)]
         return []

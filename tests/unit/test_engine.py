@@ -14,6 +14,7 @@ from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.embedded_engine.module import FreedParameters, load_in_place
 from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
 from hflow.errors import BackendError, ConfigError
+from hflow.types.sleep_level import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 
 VOCAB = 32
@@ -315,7 +316,7 @@ def test_sleep_frees_an_accelerator_and_wake_resumes(device: str) -> None:
         engine.add(i, PROMPTS[i], params[i])
     engine.step()
     assert (held := engine.cache_bytes) > 0
-    engine.sleep(1)
+    engine.sleep(SleepLevel.KEEP_WEIGHTS)
     assert engine.cache_bytes == (held if device == "cpu" else 0)
     engine.wake_weights()
     engine.wake_cache()
@@ -394,7 +395,7 @@ def test_an_accelerator_draws_from_the_same_distribution(dtype: str, tolerance: 
     engine.load_weights([IncomingWeights.of_tensors(reference("llama").named_parameters)], 0)
     params = [SamplingParams(max_tokens=12, seed=i) for i in range(len(PROMPTS))]
     first = generate(engine, PROMPTS, params)
-    engine.sleep(1)
+    engine.sleep(SleepLevel.KEEP_WEIGHTS)
     engine.wake_weights()
     engine.wake_cache()
     assert {i: g.ids for i, g in generate(engine, PROMPTS, params).items()} == {

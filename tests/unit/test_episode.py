@@ -16,6 +16,7 @@ from hflow.backends.interface import ModelSettings, SamplingParams
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, RunError
 from hflow.types import Engine, Trajectory
+from hflow.types.sleep_level import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
@@ -176,7 +177,7 @@ def test_an_interrupted_episode_sees_one_longer_completion() -> None:
         assert engine.num_unfinished == 0
         weights = {name: tensor.clone() for name, tensor in engine._module.named_parameters()}
         driver.load([IncomingWeights.of_tensors(weights.items)], 3)
-        driver.sleep(1)
+        driver.sleep(SleepLevel.KEEP_WEIGHTS)
         driver.wake_weights()
         driver.wake_cache()
         engine.num_allowed = 1000
@@ -202,7 +203,7 @@ def test_requests_during_an_interruption_wait() -> None:
     async def play(driver: EngineDriver) -> Trajectory:
         driver.interrupt()
         driver.interrupt()
-        driver.sleep(1)
+        driver.sleep(SleepLevel.KEEP_WEIGHTS)
         task = asyncio.ensure_future(episode(driver).complete("1="))
         await asyncio.sleep(0.02)
         assert not task.done()

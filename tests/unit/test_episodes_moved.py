@@ -11,6 +11,7 @@ import torch
 import worker_kit as kit
 
 from hflow.types import Engine, EpisodeState, Trajectory
+from hflow.types.sleep_level import SleepLevel
 from hflow.workers.generation.journal import Journal
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import Failed, GroupOrder, SampleReady, WorkerSetup
@@ -77,7 +78,7 @@ async def left(workers: InprocWorkers) -> str:
     episodes = workers._worker._episodes
     while episodes.state_counts()[EpisodeState.PROCESSING_TOOLS] < 4:
         await asyncio.sleep(0.01)
-    await workers.sleep("actor@gen")
+    await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
     journals = episodes.journals()
     assert {node for node, _ in journals} == {GEN}
     return json.dumps({sample: journal.to_json() for (_, sample), journal in journals.items()})

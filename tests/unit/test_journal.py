@@ -31,6 +31,7 @@ from hflow.backends.interface import GenerationResult
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import EpisodeError
 from hflow.types import EpisodeState, Trajectory
+from hflow.types.sleep_level import SleepLevel
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine
 from hflow.workers.generation.journal import Journal, JournalEntry
@@ -254,7 +255,7 @@ def test_an_episode_is_interrupted_in_every_state(plain: TextTokenizer) -> None:
         assert effects.status.state is state
         assert {s: n for s, n in state_counts.items() if n} == {state: 1}
         driver.interrupt()
-        driver.sleep(1)
+        driver.sleep(SleepLevel.KEEP_WEIGHTS)
         json.dumps(effects.journal.to_json())
         assert effects.status.state is state
         driver.wake_weights()

@@ -39,7 +39,7 @@ def run(plan, limit=20_000):
                     events.append(ev.Published(replica, at))
                 case ev.Wake(replica, at):
                     events.append(ev.Awake(replica, at))
-                case ev.Sleep(replica):
+                case ev.Sleep(replica, _):
                     events.append(ev.Asleep(replica))
     return given
 

@@ -11,6 +11,7 @@ import worker_kit as kit
 from hflow.launch.compile import compile_recipe
 from hflow.launch.worker_setup import make_setup
 from hflow.types import Engine, Trajectory
+from hflow.types.sleep_level import SleepLevel
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import Failed, SampleReady, WorkerSetup
 
@@ -79,7 +80,7 @@ def test_timeouts_run_while_both_engines_are_awake(setup: WorkerSetup) -> None:
             *((workers.wake, "alice@gen"), (workers.wake, "bob@gen")),
             *((workers.sleep, "alice@gen"), (workers.wake, "alice@gen")),
         ):
-            await (act(replica, 0) if act == workers.wake else act(replica))  # type: ignore[operator]
+            await act(replica, 0 if act == workers.wake else SleepLevel.KEEP_WEIGHTS)  # type: ignore[operator]
             episodes.journals()  # comes back when the episodes' loop has done what it was told
             seen.append(episodes._runners["game"].clock._is_running)
         return seen

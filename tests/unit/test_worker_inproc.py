@@ -15,6 +15,7 @@ from worker_kit import read, with_workers
 from hflow.errors import RunError
 from hflow.planner.data.redistribute import Move
 from hflow.types import State
+from hflow.types.sleep_level import SleepLevel
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import ComputeReady, Failed, SampleReady, Workers, WorkerSetup
 
@@ -38,7 +39,7 @@ async def generate(workers: Workers, groups: int = 4) -> list[Any]:
     await workers.open_groups(0, kit.group_orders(GEN, range(half)))
     await workers.open_groups(1, kit.group_orders(GEN, range(half, groups)))
     events = await kit.collect(workers, 0, 2 * half) + await kit.collect(workers, 1, 2 * (groups - half))
-    await workers.sleep("actor@gen")
+    await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
     return events
 
 
@@ -47,7 +48,7 @@ async def prepare(workers: Workers) -> tuple[int, ...]:
     await workers.wake("actor@gen", 0)
     await workers.open_groups(0, kit.group_orders(GEN, range(4)))
     await kit.collect(workers, 0, 8)
-    await workers.sleep("actor@gen")
+    await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
     for node in ("score", "judged", "view"):
         await workers.compute(0, kit.sample_orders(node, range(8)))
         await kit.collect(workers, 0, 8)
@@ -109,7 +110,7 @@ def test_an_engine_that_sleeps_keeps_unfinished_samples() -> None:
     async def work(workers: InprocWorkers) -> list[Any]:
         await workers.open_groups(0, kit.group_orders(GEN, range(4)))
         await workers.wake("actor@gen", 0)
-        await workers.sleep("actor@gen")
+        await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
         await workers.wake("actor@gen", 1)
         events = await kit.collect(workers, 0, 8)
         assert all(0 <= event.oldest <= event.newest <= 1 for event in events)

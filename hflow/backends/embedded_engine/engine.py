@@ -30,6 +30,7 @@ from hflow.backends.embedded_engine.requests import (
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
 from hflow.backends.interface import GenerationEngine, GenerationResult, ModelSettings, SamplingParams
 from hflow.errors import BackendError
+from hflow.types.sleep_level import SleepLevel
 from hflow.types.tensor_slices import whole_box
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
@@ -87,6 +88,8 @@ class EmbeddedEngine(GenerationEngine):
         self._asleep = False
         self._freed: FreedParameters | None = None
         """The weights' memory, while it is free."""
+        self._has_weights = True
+        """False from the time that they are dropped until others are loaded."""
         self._probe(settings.name)
 
     @property
@@ -144,6 +147,11 @@ class EmbeddedEngine(GenerationEngine):
     def step(self) -> list[tuple[int, GenerationResult]]:
         """Admit waiting requests and draw one token for each running one; return the finished requests."""
         assert not self._asleep, "step() called while asleep"
+        if not self._has_weights:
+            raise BackendError(
+                "the engine dropped its weights when it slept and has not loaded others, which is a bug in "
+                "hflow; resume the run from its last checkpoint"
+            )
         free_slots = self._options.max_running - len(self._running)
         groups = admit(self._waiting, free_slots, self._options.max_tokens_per_step)
         if not self._running and not groups:
@@ -180,6 +188,7 @@ class EmbeddedEngine(GenerationEngine):
             return [(whole_box(tuple(tensors[name].shape)), tensors[name])] if name in tensors else []
 
         loaded = load_verified(rank, lambda weights: load_in_place(self._module, weights), held)
+        self._has_weights = True
         self.set_version(version)
         return loaded
 
@@ -191,18 +200,21 @@ class EmbeddedEngine(GenerationEngine):
         self._requeue()
         self.version = version
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: SleepLevel) -> None:
         """Free the cache, and weights that are not shared, on an accelerator.
 
         On a CPU both stay in memory, since allocating pages again costs more than a short turn of generation.
+        Weights that were dropped cannot be used there either.
         """
         self._requeue()
         self._asleep = True
+        keep = level is SleepLevel.KEEP_WEIGHTS
+        self._has_weights &= keep or self._shares_weights
         if not self._is_accelerated:
             return
         self._cache.drop()
         if not self._shares_weights:
-            self._freed = FreedParameters(self._module, keep=level == 1)
+            self._freed = FreedParameters(self._module, keep)
 
     def wake_weights(self) -> None:
         """Allocate the weights again, and copy them back if they were kept."""

@@ -15,6 +15,7 @@ from hflow.runtime.events import Asleep, Awake, Event, NodeFailed, Published, Re
 from hflow.runtime.execution.rebalance import Rebalancer
 from hflow.runtime.execution.step_metrics import Observer, StepMetrics
 from hflow.runtime.ledger import Ledger
+from hflow.types.sleep_level import SleepLevel
 from hflow.workers.interface import WeightsLoaded, Workers
 
 
@@ -67,9 +68,9 @@ class EngineControl:
             self._ledger.record_weights(replica, version, checksum)
         return [Awake(replica, version)]
 
-    async def sleep(self, replica: str) -> Sequence[Event]:
+    async def sleep(self, replica: str, level: SleepLevel) -> Sequence[Event]:
         """Interrupt an engine and balance the work between the engines of its replica."""
-        await self._workers.sleep(replica)
+        await self._workers.sleep(replica, level)
         num_moved, refused = await self._rebalancer.balance(replica)
         self._metrics.add_moved(num_moved)
         events: list[Event] = []

@@ -218,8 +218,8 @@ class Executor:
                 self._spawn(self._enqueue_result(self._engines.publish(replica, version)))
             case ev.Wake(replica, version):
                 self._spawn(self._enqueue_result(self._engines.wake(replica, version)))
-            case ev.Sleep(replica):
-                self._spawn(self._enqueue_result(self._engines.sleep(replica)))
+            case ev.Sleep(replica, level):
+                self._spawn(self._enqueue_result(self._engines.sleep(replica, level)))
             case ev.StepDone(step):
                 self._spawn(self._close_step(step))
             case ev.Finish(reason, error):

@@ -192,7 +192,7 @@ class _Simulator:
             case Wake(replica, version):
                 loads_weights = version != self._versions.get(replica)
                 self._send_after(replica if loads_weights else "", Awake(replica, version))
-            case Sleep(replica):
+            case Sleep(replica, _):
                 self._record_awake_time(replica)
                 self._interrupt(replica)
                 self._send_after("", Asleep(replica))

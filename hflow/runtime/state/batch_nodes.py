@@ -81,16 +81,8 @@ def _advance(device: DeviceOrder, parts: StateParts) -> None:
 def _turn_is_over(device: DeviceOrder, parts: StateParts) -> bool:
     """Return whether the group's engines are asleep and cannot be needed at this step any more."""
     asleep = all(engine.phase is EnginePhase.ASLEEP for engine in device.engines)
-    is_certain = not device.engines or _is_certain(device.cycle, parts)
+    is_certain = not device.engines or parts.progress.is_certain(device.cycle)
     return asleep and is_certain and not needs_turn(device, parts)
-
-
-def _is_certain(step: int, parts: StateParts) -> bool:
-    """Return whether it is certain that a step happens, or that it is the final cycle.
-
-    Before that, the dataset may end and make this the final cycle, in which every side stream is due.
-    """
-    return step < parts.progress.num_formed or step == parts.progress.num_steps
 
 
 def _can_skip(node: ScheduledNode, step: int, parts: StateParts) -> bool:
@@ -100,7 +92,7 @@ def _can_skip(node: ScheduledNode, step: int, parts: StateParts) -> bool:
     advances. So nodes and engines that need the version of the step are served before.
     """
     is_final = step == parts.progress.num_steps
-    return _is_certain(step, parts) and (is_final or not node.writes or _is_ready(node, step, parts))
+    return parts.progress.is_certain(step) and (is_final or not node.writes or _is_ready(node, step, parts))
 
 
 def _fire_next(device: DeviceOrder, parts: StateParts) -> bool:

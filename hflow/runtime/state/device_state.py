@@ -43,6 +43,8 @@ class EngineState:
     phase: EnginePhase = EnginePhase.ASLEEP
     is_publishing: bool = False
     """Whether `Publish` was sent for its target version and not confirmed yet."""
+    has_dropped_weights: bool = False
+    """Whether it sleeps without its weights, so that it loads others when it wakes."""
 
     @property
     def version(self) -> int:

@@ -73,6 +73,17 @@ class RunProgress:
         """Return those of `models` that some node writes. The others never change."""
         return tuple(model for model in models if model in self.version)
 
+    def is_certain(self, step: int) -> bool:
+        """Return whether it is certain that a step happens, or that it is the final cycle.
+
+        Before that, the dataset may end and make this the final cycle, in which every side stream is due.
+        """
+        return step < self.num_formed or step == self.num_steps
+
+    def writers(self, models: Iterable[str]) -> set[str]:
+        """Return the batch nodes that change these models."""
+        return {writer for model in models for writer in self._writers.get(model, ())}
+
     def is_unchanged(self, models: Iterable[str], step: int) -> bool:
         """Return whether these models are, or will be, as they are at the start of `step`."""
         return all(self.version[model] <= step and self.last_changed[model] < step for model in models)

@@ -19,6 +19,10 @@ pending per engine: the next version is published, and the nodes that change it 
 is loaded. So training is never further ahead of an engine than the version that the engine loads next.
 
 If samples are not to be interrupted, `Sleep` is issued when the last sample has finished.
+
+`Sleep` says what the engine keeps (`SleepLevel`). An engine on its own devices only pauses. One that shares
+devices drops its weights if it loads new ones when it wakes, and keeps a copy in host memory if it wakes with
+the same version: between two syncs (`sync_every`), or where nothing changes its models.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ from __future__ import annotations
 from hflow.runtime.events import Publish, Sleep, Wake
 from hflow.runtime.state.device_state import DeviceOrder, EnginePhase, EngineState
 from hflow.runtime.state.evaluation import Evaluation
+from hflow.runtime.state.firing_rules import next_evaluation
 from hflow.runtime.state.state_parts import StateParts
+from hflow.types.sleep_level import SleepLevel
 
 
 def needs_turn(device: DeviceOrder, parts: StateParts) -> bool:
@@ -102,7 +108,7 @@ def _should_be_awake(engine: EngineState, parts: StateParts) -> bool:
 
 def _needs_version(engine: EngineState, version: int, parts: StateParts) -> bool:
     """Return whether an engine needs the weights of `version` in place of those that it was given last."""
-    if engine.target < 0:
+    if engine.target < 0 or engine.has_dropped_weights:
         return True
     sync_every, progress = parts.schedule.settings.sync_every, parts.progress
     generates_batches = engine.serves_trained_stream and progress.num_formed < progress.num_steps
@@ -144,9 +150,57 @@ def _sleep_if_needed(engine: EngineState, parts: StateParts) -> None:
         engine.phase = EnginePhase.AWAKE
     elif parts.schedule.settings.interrupt or _is_idle(engine, parts):
         engine.phase = EnginePhase.FALLING_ASLEEP
-        parts.emit(Sleep(engine.name))
+        level = _sleep_level(engine, parts)
+        engine.has_dropped_weights = level is SleepLevel.DROP_WEIGHTS
+        parts.emit(Sleep(engine.name, level))
     else:
         engine.phase = EnginePhase.DRAINING
+
+
+def _sleep_level(engine: EngineState, parts: StateParts) -> SleepLevel:
+    """Return what an engine keeps while it sleeps."""
+    device = parts.device_of.get(engine.name)
+    if device is None:
+        return SleepLevel.PAUSE
+    if engine.models and _wakes_with_new_weights(engine, device, parts):
+        return SleepLevel.DROP_WEIGHTS
+    return SleepLevel.KEEP_WEIGHTS
+
+
+def _wakes_with_new_weights(engine: EngineState, device: DeviceOrder, parts: StateParts) -> bool:
+    """Return whether an engine that sleeps now loads new weights when it wakes.
+
+    If it sleeps in its turn, new weights are ready for it. Otherwise it wakes at a later step (unless the
+    dataset ends, which makes this the final cycle): for its next evaluation, or to generate the first batch
+    that is not formed. Its models have changed by then if the nodes that change them run on its devices. The
+    result is False where that depends on timing: the engine then wakes with either version.
+    """
+    if needs_turn(device, parts):
+        return True
+    progress = parts.progress
+    local = {node.name for node in device.nodes}
+    if not progress.is_certain(device.cycle) or not progress.writers(engine.models) <= local:
+        return False
+    next_batch = max(device.cycle + 1, progress.num_formed)
+    if next_batch >= progress.num_steps:
+        return True  # only evaluations of new versions are left
+    if engine.serves_trained_stream:
+        sync_every = parts.schedule.settings.sync_every
+        is_synced = next_batch // sync_every > engine.target // sync_every
+        return is_synced or _evaluates_by(next_batch, engine, device, parts)
+    return not any(other.serves_trained_stream for other in device.engines)
+
+
+def _evaluates_by(version: int, engine: EngineState, device: DeviceOrder, parts: StateParts) -> bool:
+    """Return whether an engine evaluates a later version than its own, up to this one."""
+    progress = parts.progress
+    local = {node.name for node in device.nodes}
+    due = [
+        next_evaluation(evaluation.stream, device.cycle, progress.num_steps)
+        for evaluation in engine.evaluations
+        if progress.writers(evaluation.models) <= local
+    ]
+    return any(next_version is not None and next_version <= version for next_version in due)
 
 
 def _is_idle(engine: EngineState, parts: StateParts) -> bool:
@@ -166,5 +220,5 @@ def _wake_if_possible(engine: EngineState, parts: StateParts) -> None:
         if version is None:
             return
         engine.weights.target = version
-    engine.phase = EnginePhase.WAKING
+    engine.phase, engine.has_dropped_weights = EnginePhase.WAKING, False
     parts.emit(Wake(engine.name, engine.target))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams
 from hflow.errors import HflowError, RunError
+from hflow.types.sleep_level import SleepLevel
 from hflow.workers.interface import EngineStats
 
 if TYPE_CHECKING:
@@ -130,11 +131,12 @@ class EngineDriver:
         with self._exclusive() as engine:
             engine.set_version(version)
 
-    def sleep(self, level: int) -> None:
-        """Interrupt the engine and free its memory, as `GenerationEngine.sleep` does."""
+    def sleep(self, level: SleepLevel) -> None:
+        """Interrupt the engine and free its memory, as far as its level says."""
         with self._exclusive() as engine:
             self._pause(engine)
-            engine.sleep(level)
+            if level is not SleepLevel.PAUSE:
+                engine.sleep(level)
 
     def wake_weights(self) -> None:
         """Allocate the engine's weights again, before new ones are loaded."""

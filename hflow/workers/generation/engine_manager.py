@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from hflow.backends.interface import ModelBackend
+from hflow.errors import RunError
 from hflow.planner.ir import Plan, WeightRoute
+from hflow.types.sleep_level import SleepLevel
 from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
@@ -17,7 +19,10 @@ from hflow.workers.interface import EngineStats, Span
 
 
 class EngineManager:
-    """Manages the generation replicas of a worker. All engines start asleep, before they have weights.
+    """Manages the generation replicas of a worker.
+
+    Engines that share devices with training start asleep, before they have weights. An engine with devices of
+    its own only pauses.
 
     Args:
         plan: says which weight route each engine has.
@@ -48,9 +53,12 @@ class EngineManager:
         """What `take_stats` has returned so far, in total."""
         self._versions: dict[str, int] = {}
         self._awake_since: dict[str, float] = {}
-        for name, driver in drivers.items():
-            driver.interrupt()
-            driver.sleep(2 if name in self._routes else 1)
+        shared = {name for _, names in plan.schedule.shared for name in names}
+        self._sleep_levels: dict[str, SleepLevel] = {}
+        for replica, driver in drivers.items():
+            level = self._first_level(replica) if replica in shared else SleepLevel.PAUSE
+            self._sleep_levels[replica] = level
+            driver.sleep(level)
 
     def needs_weights(self, replica: str, version: int) -> bool:
         """Return whether an engine has other weights than those of a version."""
@@ -69,29 +77,35 @@ class EngineManager:
 
         Returns:
             What the engine loaded, if anything.
+
+        Raises:
+            RunError: if the engine dropped the weights of this version when it slept.
         """
-        driver = self._drivers[replica]
-        is_asleep = replica not in self._awake_since
-        if is_asleep:
+        driver, level = self._drivers[replica], self._sleep_levels[replica]
+        needs_weights = self.needs_weights(replica, version)
+        was_stopped = replica not in self._awake_since
+        was_asleep = was_stopped and level is not SleepLevel.PAUSE
+        if was_asleep:
+            if level is SleepLevel.DROP_WEIGHTS and not needs_weights:
+                raise RunError(
+                    f"{replica} dropped its weights of version {version} when it slept, but must wake with "
+                    "them, which is a bug in hflow; resume the run from its last checkpoint"
+                )
             driver.wake_weights()
-        update = self._update(replica, version, incoming) if self.needs_weights(replica, version) else None
-        if is_asleep:
+        update = self._update(replica, version, incoming) if needs_weights else None
+        if was_asleep:
             driver.wake_cache()
+        if was_stopped:
             driver.resume()
             self._awake_since[replica] = time.time()
             self._episodes.set_awake(replica, True)
         return update
 
-    def sleep(self, replica: str, level: int = 1) -> None:
-        """Interrupt an engine and free its memory. Unfinished requests are kept.
-
-        Args:
-            replica: the engine's.
-            level: as in `GenerationEngine.sleep`.
-        """
+    def sleep(self, replica: str, level: SleepLevel) -> None:
+        """Interrupt an engine and free its memory, as far as its level says. Unfinished requests are kept."""
         self._episodes.set_awake(replica, False)
-        self._drivers[replica].interrupt()
         self._drivers[replica].sleep(level)
+        self._sleep_levels[replica] = level
         start = self._awake_since.pop(replica)
         args = {"version": self._versions[replica]}
         self._on_span(Span(f"generate {replica}", "generate", start, time.time(), args))
@@ -107,6 +121,11 @@ class EngineManager:
         """End the engines' threads."""
         for driver in self._drivers.values():
             driver.close()
+
+    def _first_level(self, replica: str) -> SleepLevel:
+        """Return the level of an engine before its first weights: some never get any but their own."""
+        has_source = replica in self._routes and replica not in self._sharing
+        return SleepLevel.DROP_WEIGHTS if has_source else SleepLevel.KEEP_WEIGHTS
 
     def _update(
         self, replica: str, version: int, incoming: Sequence[IncomingWeights] | None
