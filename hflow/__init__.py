@@ -39,6 +39,7 @@ from hflow.errors import (
     RunError,
 )
 from hflow.types import (
+    Endpoint,
     Engine,
     Json,
     Metrics,
@@ -74,6 +75,7 @@ __all__ = [
     "Context",
     "DataError",
     "Dataset",
+    "Endpoint",
     "Engine",
     "EpisodeError",
     "HflowError",

@@ -6,12 +6,14 @@ Tokens are Unicode code points, so that a test can read them.
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from hflow.types import ToolCall, Trajectory
+from hflow.types import Endpoint, ToolCall, Trajectory
 from hflow.types.sandbox import sandbox_of
 
 END = 3
@@ -60,6 +62,8 @@ class ScriptedEngine:
         replies: one completion for each call of `complete`, in order.
         logprob: the log-prob of every generated token.
         version: the version of the weights of every generated token.
+        temperature: the only temperature that requests to an endpoint may have, as a generate node has one.
+        top_p: as `temperature`.
         seed: the seed of `random`.
         now: the time in seconds; every call of `time` adds one.
 
@@ -74,6 +78,8 @@ class ScriptedEngine:
         *,
         logprob: float = -1.0,
         version: int = 0,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
         seed: int = 0,
         now: float = 0.0,
     ) -> None:
@@ -82,16 +88,19 @@ class ScriptedEngine:
         self._replies = list(replies)
         self._logprob = logprob
         self._version = version
+        self._sampling = {"temperature": temperature, "top_p": top_p}
         self._random = random.Random(seed)
         self._now = now
-        self._offered: set[Callable[..., Any]] = set()
+        self._offered: set[str] = set()
+        """Names of the tools that were offered to the model."""
+        self._conversation_numbers = itertools.count()
         self._tokenizer = CharacterTokenizer()
 
     async def complete(
         self,
         prompt: str | Sequence[Mapping[str, Any]] | Trajectory,
         *,
-        tools: Sequence[Callable[..., Any]] | None = None,
+        tools: Sequence[Callable[..., Any] | Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> Trajectory:
@@ -103,7 +112,10 @@ class ScriptedEngine:
         before = self._before_completion(prompt)
         if tools is not None:
             before = replace(before, tools=tuple(tools))
-            self._offered.update(tools)
+            names = (
+                tool["function"]["name"] if isinstance(tool, Mapping) else tool.__name__ for tool in tools
+            )
+            self._offered.update(names)
         self.prompts.append(self._tokenizer.decode(before.input_ids))
         if not self._replies:
             raise ValueError(f"the scripted engine has no reply for completion {len(self.prompts)}. Add one")
@@ -113,6 +125,28 @@ class ScriptedEngine:
         calls = (reply,) if isinstance(reply, ToolCall) else tuple(reply)
         completed = self._complete_text(before, " ".join(str(call) for call in calls), None)
         return replace(completed, tool_calls=calls, stop_reason="tool_calls")
+
+    @asynccontextmanager
+    async def endpoint(self) -> AsyncIterator[Endpoint]:
+        """Open an HTTP endpoint on this machine whose completions are the replies. Needs `hflow[serve]`."""
+        from hflow.endpoint.conversations import open_endpoint
+        from hflow.endpoint.server import EndpointServer
+
+        server = EndpointServer()
+        try:
+            numbers = self._conversation_numbers
+            async with open_endpoint(server, "scripted", lambda _: self, self._sampling, numbers) as endpoint:
+                yield endpoint
+        finally:
+            await server.close()
+
+    def text_before_calls(self, turn: Trajectory) -> str:
+        """Return the text of a trajectory's last turn; nothing if it calls tools."""
+        return "" if turn.tool_calls else turn.completion
+
+    def token_text(self, token: int) -> str:
+        """Return the character of a token."""
+        return chr(token)
 
     async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
         """Run the tool in this process.
@@ -125,7 +159,7 @@ class ScriptedEngine:
             result = tool(**arguments)
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
-            if tool not in self._offered and sandbox_of(tool) is None:
+            if tool.__name__ not in self._offered and sandbox_of(tool) is None:
                 raise
             return f"error: {type(error).__name__}: {error}"
 

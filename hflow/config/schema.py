@@ -195,6 +195,9 @@ class RunConfig:
     """Where workers run: in processes that Ray starts, or all in this process."""
     collective_timeout: StrictFloat = Field(default=600.0, ge=1)
     """Seconds that a rank waits in a collective. After that the run ends and names the missing ranks."""
+    endpoint_host: str = "127.0.0.1"
+    """The address that endpoints of episodes listen on; 0.0.0.0: all of the machine's, for agents that run on
+    other machines."""
     cluster: str = "cpu-1x1"
     """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process."""
     cores: tuple[StrictInt, ...] | None = None

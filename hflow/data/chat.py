@@ -36,7 +36,8 @@ class ChatTemplate:
 
         Args:
             added: messages after the assistant's turn.
-            last_id: the turn's last token. If it is the template's end-of-turn token, that is not repeated.
+            last_id: the turn's last token. If it is a special token with which the template ends the turn,
+                that is not repeated.
             tools: schemas of the tools that the conversation offers.
 
         Raises:
@@ -49,7 +50,8 @@ class ChatTemplate:
                 "the chat template omits the assistant's turn, so a conversation cannot be continued; "
                 "fix the template"
             )
-        end = "" if last_id is None else str(self._tokenizer.convert_ids_to_tokens(last_id))
+        is_special = last_id in self._tokenizer.all_special_ids
+        end = str(self._tokenizer.convert_ids_to_tokens(last_id)) if is_special else ""
         return self._encode(after.removeprefix(end))
 
     def encode_conversation(

@@ -79,6 +79,11 @@ class TextTokenizer:
         text: str = self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, also of a special one."""
+        text: str = self._hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a raw-text prompt: the begin-of-text token, if there is one, and the text."""
         ids = self.encode(text)

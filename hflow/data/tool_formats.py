@@ -6,25 +6,25 @@ invalid (broken JSON, an unknown tool) stays text too, and is counted.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
+from hflow.data.tool_schemas import Tool, parameter_names, tool_name
 from hflow.errors import RecipeError
 from hflow.types import ToolCall
-
-Tool = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class ParsedCalls:
-    """The calls in a turn, and the number of invalid blocks."""
+    """The calls in a turn, the text in front of them, and the number of invalid blocks."""
 
     calls: tuple[ToolCall, ...]
     num_malformed: int = 0
+    text: str = ""
+    """The whole turn, if there are no calls."""
 
 
 class ToolFormat(Protocol):
@@ -66,7 +66,7 @@ class Hermes:
 
     def check(self, tools: Sequence[Tool]) -> None:
         """Check that names differ."""
-        names = [tool.__name__ for tool in tools]
+        names = [tool_name(tool) for tool in tools]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise RecipeError(
                 f"two tools are named {repeated[0]!r}, but a model calls tools by name; rename one"
@@ -74,10 +74,11 @@ class Hermes:
 
     def parse(self, text: str, tools: Sequence[Tool]) -> ParsedCalls:
         """Return every closed block that names a tool."""
-        names = [tool.__name__ for tool in tools]
+        names = [tool_name(tool) for tool in tools]
         blocks = [_json_call(body, names) if end else None for body, end in self._block.findall(text)]
         calls = tuple(call for call in blocks if call is not None)
-        return ParsedCalls(calls, len(blocks) - len(calls))
+        head = text.partition("<tool_call>")[0].rstrip() if calls else text
+        return ParsedCalls(calls, len(blocks) - len(calls), head)
 
     def failure(self, message: str) -> str:
         """Return the error."""
@@ -110,9 +111,9 @@ class Marked:
                 f"not {len(tools)}; use a tokenizer with a chat template"
             )
         for tool in tools:
-            if not inspect.signature(tool).parameters:
+            if not parameter_names(tool):
                 raise RecipeError(
-                    f"tool {tool.__name__!r} takes no argument, but a call between marks needs one; add it"
+                    f"tool {tool_name(tool)!r} takes no argument, but a call between marks needs one; add it"
                 )
 
     def parse(self, text: str, tools: Sequence[Tool]) -> ParsedCalls:
@@ -120,9 +121,9 @@ class Marked:
         turn, closed, _ = text.partition(self.closing)
         head, opened, argument = turn.rpartition(self.opening)
         if not (closed and opened):
-            return ParsedCalls((), turn.count(self.opening) + bool(closed))
-        name = next(iter(inspect.signature(tools[0]).parameters))
-        return ParsedCalls((ToolCall(tools[0].__name__, {name: argument}),), head.count(self.opening))
+            return ParsedCalls((), turn.count(self.opening) + bool(closed), text)
+        call = ToolCall(tool_name(tools[0]), {parameter_names(tools[0])[0]: argument})
+        return ParsedCalls((call,), head.count(self.opening), head)
 
     def failure(self, message: str) -> str:
         """Return the third character, or the error."""

@@ -46,6 +46,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
         seed=compiled.config.seed,
         factories=backends.factories() if factories is None else factories,
         collective_timeout=compiled.config.collective_timeout,
+        endpoint_host=compiled.config.endpoint_host,
     )
 
 

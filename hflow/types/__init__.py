@@ -1,6 +1,6 @@
 """The types that recipes and runs share. Importing them imports neither torch nor ray."""
 
-from hflow.types.engine import Engine, EpisodeState, State, Tokenizer
+from hflow.types.engine import Endpoint, Engine, EpisodeState, State, Tokenizer
 from hflow.types.output import Output
 from hflow.types.sequences import Sequences
 from hflow.types.trajectory import STOP_REASONS, ToolCall, Trajectory
@@ -8,6 +8,7 @@ from hflow.types.units import Json, Metrics, PerGroup, PerSequence, PerToken, Te
 
 __all__ = [
     "STOP_REASONS",
+    "Endpoint",
     "Engine",
     "EpisodeState",
     "Json",

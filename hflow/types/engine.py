@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from hflow.types.trajectory import Trajectory
@@ -24,6 +25,39 @@ class EpisodeState(enum.StrEnum):
     """Its body has returned, failed or been cancelled."""
 
 
+class Endpoint(Protocol):
+    """An OpenAI-compatible HTTP endpoint on the policy of one episode."""
+
+    @property
+    def base_url(self) -> str:
+        """The URL for clients, such as `http://127.0.0.1:40123/v1`."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """The key for clients. It identifies the episode, and is valid until the endpoint is closed."""
+        ...
+
+    @property
+    def model(self) -> str:
+        """Name of the model for clients."""
+        ...
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """One trajectory for each conversation, in the order in which they began."""
+        ...
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The trajectory of the only conversation.
+
+        Raises:
+            EpisodeError: if there is no conversation, or there are several.
+        """
+        ...
+
+
 @runtime_checkable
 class Engine(Protocol):
     """The generation engine as one sample uses it.
@@ -36,7 +70,7 @@ class Engine(Protocol):
         self,
         prompt: str | Sequence[Mapping[str, Any]] | Trajectory,
         *,
-        tools: Sequence[Callable[..., Any]] | None = None,
+        tools: Sequence[Callable[..., Any] | Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> Trajectory:
@@ -45,10 +79,17 @@ class Engine(Protocol):
         Args:
             prompt: a text, which is encoded without a template; messages, which the model's chat template
                 encodes; or a trajectory, whose tokens are kept and whose pending messages are appended.
-            tools: functions that the model may call in this and all later turns of the trajectory. Default:
-                those that the trajectory already has.
+            tools: functions that the model may call in this and all later turns of the trajectory, or their
+                JSON schemas in the form of OpenAI's API. Default: those that the trajectory already has.
             max_tokens: largest number of tokens of the completion. Default: the generate node's option.
             stop: texts that end the completion. Default: the generate node's option.
+        """
+        ...
+
+    def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:
+        """Return a context manager that opens an HTTP endpoint with OpenAI's API for this episode.
+
+        An agent framework can generate with it; its conversations become trajectories.
         """
         ...
 

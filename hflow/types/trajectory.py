@@ -39,8 +39,9 @@ class Trajectory:
     tool_calls: tuple[ToolCall, ...] = ()
     pending: tuple[Mapping[str, Any], ...] = ()
     """Messages added since the last completion. The next `complete` encodes them."""
-    tools: tuple[Callable[..., Any], ...] = field(default=(), compare=False, repr=False)
-    """Tools that the model may call. A `complete` without `tools=` offers them again."""
+    tools: tuple[Callable[..., Any] | Mapping[str, Any], ...] = field(default=(), compare=False, repr=False)
+    """Tools that the model may call, as functions or JSON schemas. A `complete` without `tools=` offers them
+    again."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.loss_mask), len(self.behav_logprobs), len(self.versions)}

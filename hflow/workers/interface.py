@@ -187,6 +187,8 @@ class WorkerSetup:
     """Directory for weights that are sent through files; all machines must share it."""
     collective_timeout: float = 600.0
     """Seconds after which a collective with a missing rank fails."""
+    endpoint_host: str = "127.0.0.1"
+    """The address that endpoints of episodes listen on."""
 
 
 # What the controller sends

@@ -123,6 +123,7 @@ class Worker:
             self._setup.seed,
             self._fail,
             self._setup.pool_processes,
+            self._setup.endpoint_host,
         )
         self._engines = EngineManager(
             self._plan, drivers, self._backends, sharing, self._episodes, self._add_span

@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.endpoint.server import EndpointServer
+from hflow.types import Trajectory
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
 from hflow.workers.generation.journal import Journal
@@ -172,9 +174,28 @@ def episode(
     sample: int = 0,
     tools: str | None = None,
     model: str = "actor",
+    server: EndpointServer | None = None,
     **params: Any,
 ) -> EpisodeEngine:
     """Return the engine of one sample."""
     sampling = SamplingParams(**{"max_tokens": 12, **params})
     seed = sample_seed(0, "gen", sample, model)
-    return EpisodeEngine(driver, tokenizer, sampling, seed, effects, model, tools)
+    return EpisodeEngine(driver, tokenizer, sampling, seed, effects, model, tools, server)
+
+
+def check_tokens(talk: Trajectory, heard: list[tuple[tuple[int, ...], Any]]) -> None:
+    """Check that generated tokens are unchanged and learned, and all others masked."""
+    rest = talk.input_ids
+    for prompt_ids, drawn in heard:
+        end = len(prompt_ids) + len(drawn.ids)
+        assert rest[: len(prompt_ids)] == prompt_ids
+        at = slice(len(prompt_ids), end)
+        assert talk.input_ids[at] == drawn.ids
+        assert talk.behav_logprobs[at] == drawn.logprobs
+        assert talk.versions[at] == drawn.versions
+        assert talk.loss_mask[at] == (True,) * len(drawn.ids)
+    generated = sum(len(drawn.ids) for _, drawn in heard)
+    assert talk.num_tokens == generated
+    masked = [i for i, learned in enumerate(talk.loss_mask) if not learned]
+    assert len(masked) == len(talk.input_ids) - generated
+    assert {(talk.behav_logprobs[i], talk.versions[i]) for i in masked} == {(0.0, -1)}

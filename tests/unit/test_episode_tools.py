@@ -7,7 +7,7 @@ from typing import Any
 
 import episode_kit
 import pytest
-from episode_kit import Heard, episode, new_effects
+from episode_kit import Heard, check_tokens, episode, new_effects
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -34,24 +34,6 @@ async def later(key: str) -> dict[str, Any]:
 
 def broken(key: str) -> str:
     raise LookupError(f"no {key}")
-
-
-def check_tokens(talk: Trajectory, heard: list[tuple[tuple[int, ...], Any]]) -> None:
-    """Check that generated tokens are unchanged and learned, and all others masked."""
-    rest = talk.input_ids
-    for prompt_ids, drawn in heard:
-        end = len(prompt_ids) + len(drawn.ids)
-        assert rest[: len(prompt_ids)] == prompt_ids
-        at = slice(len(prompt_ids), end)
-        assert talk.input_ids[at] == drawn.ids
-        assert talk.behav_logprobs[at] == drawn.logprobs
-        assert talk.versions[at] == drawn.versions
-        assert talk.loss_mask[at] == (True,) * len(drawn.ids)
-    generated = sum(len(drawn.ids) for _, drawn in heard)
-    assert talk.num_tokens == generated
-    masked = [i for i, learned in enumerate(talk.loss_mask) if not learned]
-    assert len(masked) == len(talk.input_ids) - generated
-    assert {(talk.behav_logprobs[i], talk.versions[i]) for i in masked} == {(0.0, -1)}
 
 
 TEXTS = st.text("ab0123456789+= ?", max_size=8)

@@ -64,24 +64,28 @@ ONE = '\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
     ],
 )
 def test_hermes_blocks(text: str, calls: list[ToolCall], num_malformed: int) -> None:
-    assert Hermes().parse(text, [add, search]) == ParsedCalls(tuple(calls), num_malformed)
+    head = text.partition("<tool_call>")[0].rstrip() if calls else text
+    assert Hermes().parse(text, [add, search]) == ParsedCalls(tuple(calls), num_malformed, head)
+    schemas = [tool_schema(add), tool_schema(search)]
+    assert Hermes().parse(text, schemas) == Hermes().parse(text, [add, search])
 
 
 @pytest.mark.parametrize(
-    ("text", "argument", "num_malformed"),
+    ("text", "argument", "head", "num_malformed"),
     [
-        ("046", None, 0),
-        ("[12+34]", "12+34", 0),
-        ("1[12[34]", "34", 1),
-        ("[12+34]5", "12+34", 0),
-        ("[12+34", None, 1),
-        ("12+34]", None, 1),
-        ("[]", "", 0),
+        ("046", None, "046", 0),
+        ("[12+34]", "12+34", "", 0),
+        ("1[12[34]", "34", "1[12", 1),
+        ("[12+34]5", "12+34", "", 0),
+        ("[12+34", None, "[12+34", 1),
+        ("12+34]", None, "12+34]", 1),
+        ("[]", "", "", 0),
     ],
 )
-def test_marked_calls(text: str, argument: str | None, num_malformed: int) -> None:
+def test_marked_calls(text: str, argument: str | None, head: str, num_malformed: int) -> None:
     calls = () if argument is None else (ToolCall("search", {"query": argument}),)
-    assert Marked("[", "]").parse(text, [search]) == ParsedCalls(calls, num_malformed)
+    for tool in (search, tool_schema(search)):
+        assert Marked("[", "]").parse(text, [tool]) == ParsedCalls(calls, num_malformed, head)
 
 
 def test_the_answer_of_a_failed_tool() -> None:
@@ -107,6 +111,8 @@ def test_indistinguishable_tools_are_rejected() -> None:
         Marked("[", "]").check([add, search])
     with pytest.raises(RecipeError, match="'nullary' takes no argument"):
         Marked("[", "]").check([nullary])
+    with pytest.raises(RecipeError, match="'nullary' takes no argument"):
+        Marked("[", "]").check([{"type": "function", "function": {"name": "nullary"}}])
 
 
 def test_a_docstring_describes_tool_and_parameters() -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from random import Random
 from time import time
@@ -16,13 +18,14 @@ from typing import Any
 from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.data.tokenizer import TextTokenizer
 from hflow.data.tool_formats import ToolFormat, tool_format
-from hflow.data.tool_schemas import tool_schema
+from hflow.data.tool_schemas import Tool, tool_schema
+from hflow.endpoint.conversations import EpisodeEndpoint, open_endpoint
+from hflow.endpoint.server import EndpointServer
 from hflow.errors import DataError, EpisodeError
 from hflow.types import ToolCall, Trajectory
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.recorded_effects import RecordedEffects
 
-Tool = Callable[..., Any]
 Prompt = str | Sequence[Mapping[str, Any]] | Trajectory
 
 
@@ -37,6 +40,7 @@ class EpisodeEngine:
         effects: the episode's.
         model: name of the model.
         format_name: how tool calls are written, the node's `tool_format`.
+        server: the worker's server for endpoints; None: `endpoint` cannot be called.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class EpisodeEngine:
         effects: RecordedEffects,
         model: str,
         format_name: str | None = None,
+        server: EndpointServer | None = None,
     ) -> None:
         self._driver = driver
         self._tokenizer = tokenizer
@@ -56,6 +61,8 @@ class EpisodeEngine:
         self._effects = effects
         self._model = model
         self._format_name = format_name
+        self._server = server
+        self._conversation_numbers = itertools.count()
 
     async def complete(
         self,
@@ -71,8 +78,8 @@ class EpisodeEngine:
             prompt: a text, encoded as it is (or as a user's message, if a chat template describes the
                 tools); messages, encoded by the chat template; or a trajectory, all tokens of which
                 are kept, so that only its pending messages are encoded.
-            tools: functions that the model may call, in this and later turns of the trajectory;
-                the trajectory's by default.
+            tools: functions that the model may call, or their JSON schemas, in this and later turns of the
+                trajectory; the trajectory's by default.
             max_tokens: most tokens to generate in this turn; the node's by default.
             stop: texts that end the turn; the node's by default. Their tokens remain in the
                 trajectory, but the completion ends before them.
@@ -100,7 +107,32 @@ class EpisodeEngine:
         text = cut_at_stop(self._tokenizer.decode(generated.ids), params.stop)
         return append_turn(start, generated, text, self._parse_calls(text, offered))
 
-    async def call(self, tool: Tool, /, **arguments: Any) -> Any:
+    def endpoint(self) -> AbstractAsyncContextManager[EpisodeEndpoint]:
+        """Return a context manager that opens an HTTP endpoint with OpenAI's API for this episode.
+
+        Every request is a `complete`. Conversations after the first draw with seeds of their own, so that an
+        agent that repeats a request gets another answer.
+
+        Raises:
+            ConfigError: when the server cannot start.
+            RunError: at the end of the block, when the engine has failed, even if the agent hid that.
+        """
+        assert self._server is not None, "this engine has no server for endpoints"
+        params = self._params
+        sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        return open_endpoint(
+            self._server, self._model, self._conversation_engine, sampling, self._conversation_numbers
+        )
+
+    def text_before_calls(self, turn: Trajectory) -> str:
+        """Return the text of a trajectory's last turn in front of its tool calls."""
+        return self._format.parse(turn.completion, turn.tools).text if turn.tool_calls else turn.completion
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a token, also of a special one."""
+        return self._tokenizer.token_text(token)
+
+    async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
         """Run a tool: a sandboxed one in a process, a coroutine function on this loop, others on a thread.
 
         If the tool is sandboxed or was offered to the model, an error becomes its result.
@@ -121,6 +153,13 @@ class EpisodeEngine:
     def time(self) -> float:
         """Return the time in seconds since the epoch."""
         return self._effects.number("time", self._model, time())
+
+    def _conversation_engine(self, number: int) -> EpisodeEngine:
+        """Return an engine that draws with the seed of one of the endpoint's conversations."""
+        seed = self._seed if number == 0 else _hashed_seed(f"{self._seed}/conversation {number}")
+        return EpisodeEngine(
+            self._driver, self._tokenizer, self._params, seed, self._effects, self._model, self._format_name
+        )
 
     @cached_property
     def _random(self) -> Random:
@@ -187,7 +226,11 @@ class EpisodeEngine:
 
 def sample_seed(run_seed: int, stream: str, sample: int, model: str) -> int:
     """Return the seed with which a model generates a sample: 64 bits that depend on nothing else."""
-    digest = hashlib.blake2b(f"{run_seed}/{stream}/{sample}/{model}".encode(), digest_size=8)
+    return _hashed_seed(f"{run_seed}/{stream}/{sample}/{model}")
+
+
+def _hashed_seed(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
 

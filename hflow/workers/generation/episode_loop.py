@@ -14,6 +14,7 @@ from functools import partial
 
 from hflow.data.row_arguments import bind_rows
 from hflow.data.tokenizer import TextTokenizer
+from hflow.endpoint.server import LOOPBACK, EndpointServer
 from hflow.planner.ir import Plan
 from hflow.types import EpisodeState
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
@@ -45,6 +46,7 @@ class EpisodeLoop:
         seed: the run's seed.
         on_error: called with an exception that ends the run.
         num_processes: most calls of one sandboxed tool that run at the same time.
+        endpoint_host: the address that endpoints of episodes listen on.
     """
 
     def __init__(
@@ -57,10 +59,12 @@ class EpisodeLoop:
         seed: int,
         on_error: Callable[[BaseException], None],
         num_processes: int = 1,
+        endpoint_host: str = LOOPBACK,
     ) -> None:
         self._plan = plan
+        self._server = EndpointServer(endpoint_host)
         self._runners = {
-            name: GenerateRunner(plan, program, store, drivers, tokenizers, seed)
+            name: GenerateRunner(plan, program, store, drivers, tokenizers, seed, self._server)
             for name, program in programs.items()
         }
         self._store = store
@@ -279,3 +283,4 @@ class EpisodeLoop:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._server.close()

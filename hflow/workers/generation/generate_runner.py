@@ -12,6 +12,7 @@ from typing import Any
 from hflow.backends.interface import SamplingParams
 from hflow.data.tokenizer import TextTokenizer
 from hflow.data.tool_formats import tool_format
+from hflow.endpoint.server import EndpointServer
 from hflow.errors import BackendError, DataError, EpisodeError, HflowError
 from hflow.planner.ir import Plan
 from hflow.workers.bodies.pool_child import timeout_message
@@ -60,6 +61,7 @@ class GenerateRunner:
         drivers: generation replica -> its engine on this worker.
         tokenizers: model -> its tokenizer.
         seed: the run's seed.
+        server: the worker's server for endpoints of episodes.
 
     Attributes:
         program: the node's program.
@@ -79,6 +81,7 @@ class GenerateRunner:
         drivers: Mapping[str, EngineDriver],
         tokenizers: Mapping[str, TextTokenizer],
         seed: int,
+        server: EndpointServer,
     ) -> None:
         self.program = program
         self.replicas = {plan.replica(name).model: name for name in plan.placement(program.name).replicas}
@@ -90,6 +93,7 @@ class GenerateRunner:
         self._tokenizers = tokenizers
         self._params = _sampling_params(program)
         self._seed = seed
+        self._server = server
         self._tool_format = program.options.get("tool_format")
         if self._tool_format is not None:
             for model in program.models:
@@ -144,6 +148,7 @@ class GenerateRunner:
             effects,
             model,
             self._tool_format,
+            self._server,
         )
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.data.tool_schemas import Tool, tool_name
 from hflow.errors import HflowError
 from hflow.types import EpisodeState
 from hflow.types.sandbox import sandbox_of
@@ -19,7 +20,7 @@ from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.journal import Journal, JournalRecorder, completion_request
 from hflow.workers.generation.sandboxes import Sandboxes, ToolFailed
 
-Tool = Callable[..., Any]
+Function = Callable[..., Any]
 
 
 class RecordedEffects:
@@ -48,7 +49,9 @@ class RecordedEffects:
         self.counts: dict[str, int] = {}
         self._sandboxes = sandboxes
         self._recorder = JournalRecorder(journal)
-        self._offered: set[Tool] = set()
+        self._offered: set[Function] = set()
+        self._offered_names: set[str] = set()
+        """Names of the tools that were offered by their JSON schema."""
 
     @property
     def journal(self) -> Journal:
@@ -69,8 +72,15 @@ class RecordedEffects:
         self._recorder.finish()
 
     def offer(self, tools: Iterable[Tool]) -> None:
-        """Note that a model may call these tools. Their errors become results that the model reads."""
-        self._offered.update(tools)
+        """Note that a model may call these tools. Their errors become results that the model reads.
+
+        A tool that is offered by its JSON schema is the function with its name.
+        """
+        for tool in tools:
+            if isinstance(tool, Mapping):
+                self._offered_names.add(tool_name(tool))
+            else:
+                self._offered.add(tool)
         for name in ("tool_calls", "tool_errors", "malformed_calls"):
             self.counts.setdefault(name, 0)
 
@@ -89,7 +99,7 @@ class RecordedEffects:
         return generated
 
     async def call(
-        self, model: str, tool: Tool, arguments: Mapping[str, Any], failure: Callable[[str], str]
+        self, model: str, tool: Function, arguments: Mapping[str, Any], failure: Callable[[str], str]
     ) -> Any:
         """Run a tool, unless the journal has its result.
 
@@ -128,12 +138,13 @@ class RecordedEffects:
         self._recorder.record(index, value)
         return value
 
-    def _is_for_model(self, tool: Tool) -> bool:
+    def _is_for_model(self, tool: Function) -> bool:
         """Return whether a model reads the tool's result, errors included."""
-        return tool in self._offered or sandbox_of(tool) is not None
+        is_offered = tool in self._offered or tool.__name__ in self._offered_names
+        return is_offered or sandbox_of(tool) is not None
 
     async def _run_tool(
-        self, tool: Tool, arguments: Mapping[str, Any], failure: Callable[[str], str]
+        self, tool: Function, arguments: Mapping[str, Any], failure: Callable[[str], str]
     ) -> dict[str, Any]:
         limits = sandbox_of(tool)
         try:
@@ -211,14 +222,14 @@ class _Activity:
         self._status.change_activity(self._state, -1)
 
 
-async def _call_function(tool: Tool, arguments: Mapping[str, Any]) -> Any:
+async def _call_function(tool: Function, arguments: Mapping[str, Any]) -> Any:
     """Call a coroutine function on this loop, and any other on a thread, so that it blocks no episode."""
     if inspect.iscoroutinefunction(tool):
         return await tool(**arguments)
     return await asyncio.to_thread(_call_on_thread, tool, arguments)
 
 
-def _call_on_thread(tool: Tool, arguments: Mapping[str, Any]) -> Any:
+def _call_on_thread(tool: Function, arguments: Mapping[str, Any]) -> Any:
     """Call a function. A `StopIteration` is replaced, as a future cannot carry it."""
     try:
         return tool(**arguments)

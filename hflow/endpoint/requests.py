@@ -1,0 +1,286 @@
+"""`CompletionRequest`: a request in OpenAI's API, checked so that no option is ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hflow.errors import nearest
+
+Message = Mapping[str, Any]
+"""`role` and `content`, and what the role needs: `tool_calls` of an assistant, `tool_call_id` of a tool."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": (),
+    "functions": (),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Option that is not supported -> the values at which it changes nothing. null is always among them."""
+_LABELS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+"""Options that change no result."""
+_COMMON = ("model", "max_tokens", "seed", "stop", "stream", "stream_options", "temperature", "top_k", "top_p")
+_CHAT = (*_COMMON, "logprobs", "max_completion_tokens", "messages", "tool_choice", "tools")
+_TEXT = (*_COMMON, "logprobs", "prompt")
+
+
+class RequestRefused(Exception):
+    """A request is answered with an error instead of a completion.
+
+    Args:
+        message: what is wrong and what to change, in one line.
+        status: the HTTP status.
+        param: the option that is at fault.
+        code: OpenAI's code of the error.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = " ".join(message.split())
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """One request. None means that the client leaves the choice to the server."""
+
+    model: str
+    prompt: str | tuple[Message, ...]
+    """A text, or the messages of a chat."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the functions that the model may call; empty if it may call none."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    with_logprobs: bool = False
+    is_streamed: bool = False
+    with_usage: bool = False
+    """Whether a stream ends with the number of tokens."""
+
+
+def parse_chat(body: Any) -> CompletionRequest:
+    """Read the body of a request for a chat completion.
+
+    Raises:
+        RequestRefused: for an option that is unknown, not supported or wrong.
+    """
+    options = _options(body, _CHAT)
+    messages = options.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestRefused("messages must be a list with at least one message", param="messages")
+    prompt = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
+    if prompt[-1]["role"] == "assistant":
+        raise RequestRefused(
+            "the last message is the assistant's, and continuing it is not supported; end with a message of "
+            "the user or of a tool",
+            param="messages",
+        )
+    if None not in (options.get("max_tokens"), options.get("max_completion_tokens")):
+        raise RequestRefused("max_tokens and max_completion_tokens exclude each other", param="max_tokens")
+    return CompletionRequest(
+        prompt=prompt,
+        tools=_tools(options),
+        with_logprobs=_value(options, "logprobs", bool, False),
+        **_common(options, "max_completion_tokens" if "max_tokens" not in options else "max_tokens"),
+    )
+
+
+def parse_text(body: Any) -> CompletionRequest:
+    """Read the body of a request for the completion of a text.
+
+    Raises:
+        RequestRefused: as `parse_chat`.
+    """
+    options = _options(body, _TEXT)
+    prompt = options.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        (prompt,) = prompt
+    if not isinstance(prompt, str):
+        raise RequestRefused("prompt must be one text; send one request per prompt", param="prompt")
+    num_logprobs = _value(options, "logprobs", int, None)
+    if num_logprobs:
+        raise RequestRefused(
+            f"logprobs={num_logprobs} asks for alternatives to the sampled tokens, which are not recorded; "
+            "set logprobs=0 for the sampled tokens only",
+            param="logprobs",
+        )
+    with_logprobs = num_logprobs is not None
+    return CompletionRequest(prompt=prompt, with_logprobs=with_logprobs, **_common(options, "max_tokens"))
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """Return a message as chat templates expect it: the arguments of tool calls are objects, not text."""
+    if "tool_calls" not in message:
+        return dict(message)
+    calls = []
+    for call in message["tool_calls"]:
+        function = {**call["function"], "arguments": json.loads(call["function"]["arguments"])}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def _options(body: Any, known: tuple[str, ...]) -> dict[str, Any]:
+    """Return the options that are set, after refusing those that cannot be honoured."""
+    if not isinstance(body, dict):
+        raise RequestRefused("the body of the request must be a JSON object")
+    options = {name: value for name, value in body.items() if value is not None}
+    for name, value in options.items():
+        if name in known or name in _LABELS:
+            continue
+        if name not in _NEUTRAL:
+            raise RequestRefused(
+                f"the option {name!r} is unknown to this endpoint{nearest(name, known)}", param=name
+            )
+        if value not in _NEUTRAL[name]:
+            only = " or ".join(json.dumps(neutral) for neutral in _NEUTRAL[name])
+            fix = f"set it to {only}, or leave it out" if only else "leave it out"
+            raise RequestRefused(f"{name}={json.dumps(value)} is not supported; {fix}", param=name)
+    return options
+
+
+def _common(options: Mapping[str, Any], max_tokens: str) -> dict[str, Any]:
+    """Return the fields of a request that chats and texts have in common."""
+    stream_options = _value(options, "stream_options", dict, {})
+    if unknown := sorted(stream_options.keys() - {"include_usage", "include_obfuscation"}):
+        raise RequestRefused(f"stream_options.{unknown[0]} is not supported", param="stream_options")
+    return {
+        "model": _value(options, "model", str, ""),
+        "max_tokens": _number(options, max_tokens, int, 1),
+        "stop": _stop(options),
+        "temperature": _number(options, "temperature", float, 0.0),
+        "top_p": _number(options, "top_p", float, 0.0),
+        "top_k": _number(options, "top_k", int, 0),
+        "seed": _number(options, "seed", int, 0),
+        "is_streamed": _value(options, "stream", bool, False),
+        "with_usage": bool(stream_options.get("include_usage")),
+    }
+
+
+def _value(options: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = options.get(name, default)
+    if value is default:
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise RequestRefused(f"{name} is {value!r}; it must be of type {kind.__name__}", param=name)
+    return value
+
+
+def _number(options: Mapping[str, Any], name: str, kind: type[int] | type[float], minimum: float) -> Any:
+    value = options.get(name)
+    if value is None:
+        return None
+    is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    if not is_number or value < minimum:
+        raise RequestRefused(f"{name} is {value!r}; it must be a number from {minimum} on", param=name)
+    return kind(value)
+
+
+def _stop(options: Mapping[str, Any]) -> tuple[str, ...] | None:
+    value = options.get("stop")
+    if value is None:
+        return None
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise RequestRefused("stop must be a text or a list of texts", param="stop")
+    return tuple(stops)
+
+
+def _tools(options: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools that the model may call: none with `tool_choice="none"`."""
+    tools = _value(options, "tools", list, [])
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestRefused(
+                f"tools[{i}] must be a function with a name: "
+                '{"type": "function", "function": {"name": ..., "parameters": {...}}}',
+                param="tools",
+            )
+        if function.get("strict"):
+            raise RequestRefused(
+                f"tools[{i}].function.strict is not supported, as output is not constrained; leave it out",
+                param="tools",
+            )
+    choice = options.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise RequestRefused(
+            f"tool_choice={json.dumps(choice)} is not supported; set it to auto or none", param="tool_choice"
+        )
+    return tuple(tools) if choice == "auto" else ()
+
+
+def _message(message: Any, name: str) -> Message:
+    """Return a message in the form in which messages are compared."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ROLES:
+        raise RequestRefused(f"{name}.role must be one of {', '.join(ROLES)}", param="messages")
+    found: dict[str, Any] = {
+        "role": "system" if role == "developer" else role,
+        "content": _content(message.get("content"), name),
+    }
+    for key, value in message.items():
+        if key in ("role", "content") or value is None or value == []:
+            continue
+        if key == "tool_calls" and role == "assistant":
+            found[key] = [_tool_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(value)]
+        elif (key == "tool_call_id" and role == "tool") or key == "name":
+            found[key] = str(value)
+        else:
+            raise RequestRefused(f"{name}.{key} is not supported; leave it out", param="messages")
+    return found
+
+
+def _content(content: Any, name: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestRefused(f"{name}.content must be text", param="messages")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool_call(call: Any, name: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    texts = [function.get(key) for key in ("name", "arguments")] if isinstance(function, dict) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestRefused(f"{name} must be a function call with name and arguments", param="messages")
+    function_name, text = texts
+    try:
+        arguments = json.loads(str(text))
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestRefused(f"{name}.function.arguments must be a JSON object as text", param="messages")
+    # Written again, as clients that parse the arguments may have changed the spaces in them.
+    function = {"name": function_name, "arguments": json.dumps(arguments)}
+    return {"id": str(call.get("id", "")), "type": "function", "function": function}

@@ -1,0 +1,593 @@
+"""OpenAI's client talks to the policy over real HTTP, and its conversations become trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import episode_kit
+import openai
+import pytest
+from episode_kit import Gated, Heard, check_tokens, driving, episode, heard, new_effects, new_engine, until
+from openai import AsyncOpenAI
+
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
+from hflow.backends.interface import GenerationResult
+from hflow.data.tokenizer import TextTokenizer
+from hflow.endpoint.server import EndpointServer
+from hflow.errors import EpisodeError, HflowError, RecipeError, RunError
+from hflow.testing import ScriptedEngine
+from hflow.types import Endpoint, ToolCall, Trajectory
+from hflow.weights.incoming import IncomingWeights
+from hflow.workers.generation.episode_engine import EpisodeEngine
+from hflow.workers.generation.journal import Journal
+
+one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)
+plain = pytest.fixture(episode_kit.plain_tokenizer, scope="module")
+chat = pytest.fixture(episode_kit.chat_tokenizer, scope="module")
+shared_driver = pytest.fixture(episode_kit.heard_driver, scope="module")
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add numbers.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
+ASK = [{"role": "user", "content": "1+1="}]
+Message = dict[str, Any]
+
+
+@pytest.fixture
+def driver(shared_driver: Heard) -> Heard:
+    shared_driver.heard.clear()
+    return shared_driver
+
+
+@asynccontextmanager
+async def client_of(engine: Any) -> AsyncIterator[tuple[AsyncOpenAI, Endpoint]]:
+    async with (
+        engine.endpoint() as endpoint,
+        AsyncOpenAI(
+            base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=60, max_retries=0
+        ) as client,
+    ):
+        yield client, endpoint
+
+
+def serve(body: Callable[[EndpointServer], Awaitable[Any]]) -> Any:
+    """Run a body with a server."""
+
+    async def main() -> Any:
+        server = EndpointServer()
+        try:
+            return await asyncio.wait_for(body(server), 60)
+        finally:
+            await server.close()
+
+    return asyncio.run(main())
+
+
+def play(
+    body: Callable[[AsyncOpenAI, Endpoint], Awaitable[Any]],
+    driver: Any,
+    tokenizer: TextTokenizer,
+    effects: Any = None,
+    **options: Any,
+) -> Any:
+    """Run a body with the client of an episode's endpoint."""
+
+    async def main(server: EndpointServer) -> Any:
+        engine = episode(driver, tokenizer, effects or new_effects(), server=server, **options)
+        async with client_of(engine) as (client, endpoint):
+            return await body(client, endpoint)
+
+    return serve(main)
+
+
+def weights_of(engine: EmbeddedEngine, factor: float = 1.0) -> IncomingWeights:
+    """The weights of another engine."""
+    weights = {name: factor * tensor.detach() for name, tensor in engine._module.named_parameters()}
+    return IncomingWeights.of_tensors(weights.items)
+
+
+def sent_back(reply: Any) -> Message:
+    """The message of a reply, as agents append it to their conversation."""
+    message: Message = reply.choices[0].message.model_dump()
+    return message
+
+
+def test_a_chat_is_the_completion_that_an_episode_gets(chat: TextTokenizer, driver: Heard) -> None:
+    direct = asyncio.run(episode(driver, chat, new_effects(), sample=3).complete(ASK))
+
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> tuple[Any, Trajectory]:
+        assert endpoint.base_url.startswith("http://127.0.0.1:")
+        assert [model.id async for model in client.models.list()] == ["actor"] == [endpoint.model]
+        reply = await client.chat.completions.create(
+            model=endpoint.model, messages=ASK, logprobs=True, temperature=1.0, user="me"
+        )
+        return reply, endpoint.trajectory
+
+    reply, talk = play(ask, driver, chat, sample=3)
+    assert talk == direct
+    (choice,) = reply.choices
+    assert (choice.message.content, choice.finish_reason) == (direct.completion, direct.stop_reason)
+    num_prompt = len(direct.input_ids) - direct.num_tokens
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (num_prompt, direct.num_tokens)
+    logprobs = tuple(token.logprob for token in choice.logprobs.content)
+    assert logprobs == direct.behav_logprobs[num_prompt:]
+    tokens = [token.token for token in choice.logprobs.content]
+    assert tokens == [chat.token_text(token) for token in direct.input_ids[num_prompt:]]
+
+
+async def use_tools(client: AsyncOpenAI, endpoint: Endpoint) -> Trajectory:
+    """An agent: two turns, with a call of the tool if the model makes one."""
+    messages: list[Any] = [*ASK]
+    reply = await client.chat.completions.create(model=endpoint.model, messages=messages, tools=[ADD])
+    messages.append(sent_back(reply))
+    for call in reply.choices[0].message.tool_calls or ():
+        assert call.function.name == "add"
+        content = json.loads(call.function.arguments)["text"][:3]
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+    if messages[-1]["role"] == "assistant":
+        messages.append({"role": "user", "content": "no"})
+    await client.chat.completions.create(model=endpoint.model, messages=messages, tools=[ADD])
+    return endpoint.trajectory
+
+
+@pytest.fixture(scope="module")
+def calling_sample(chat: TextTokenizer, shared_driver: Heard) -> int:
+    """A sample in which the random model happens to write `[...]`."""
+
+    async def complete_all() -> list[Trajectory]:
+        engines = [episode(shared_driver, chat, new_effects(), sample=i, **CALLS) for i in range(200)]
+        return list(await asyncio.gather(*(engine.complete(ASK, tools=[ADD]) for engine in engines)))
+
+    return next(i for i, talk in enumerate(asyncio.run(complete_all())) if talk.tool_calls)
+
+
+CALLS = {"tools": "[]", "max_tokens": 60}
+
+
+def test_turns_with_a_tool_are_never_encoded_again(
+    chat: TextTokenizer, driver: Heard, calling_sample: int
+) -> None:
+    effects = new_effects()
+    talk = play(use_tools, driver, chat, effects, sample=calling_sample, **CALLS)
+    assert talk.num_turns == len(driver.heard) == 2
+    check_tokens(talk, driver.heard)
+    (first_prompt, first), (second_prompt, _) = driver.heard
+    assert second_prompt[: len(first_prompt) + len(first.ids)] == first_prompt + first.ids
+    assert [message["role"] for message in talk.messages] == ["user", "assistant", "tool", "assistant"]
+    assert effects.counts["malformed_calls"] >= 0
+    encoded = chat.encode(chat.decode(first.ids))
+    assert tuple(encoded) != first.ids, "a test in which encoding again changes nothing shows nothing"
+
+
+def test_tool_calls_are_returned_in_openais_form(
+    chat: TextTokenizer, driver: Heard, calling_sample: int
+) -> None:
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> list[Any]:
+        request: Any = {"model": endpoint.model, "messages": ASK, "tools": [ADD]}
+        replies = [await client.chat.completions.create(**request)]
+        stream = await client.chat.completions.create(**request, stream=True)
+        replies.append([chunk async for chunk in stream])
+        return [*replies, endpoint.trajectories]
+
+    reply, _, talks = play(ask, driver, chat, sample=calling_sample, **CALLS)
+    (choice,) = reply.choices
+    assert choice.finish_reason == talks[0].stop_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    (expected,) = talks[0].tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == (expected.name, expected.arguments)
+    head = talks[0].completion.rpartition("[")[0]
+    assert choice.message.content == (head or None)
+
+
+def test_without_a_choice_of_tools_a_call_stays_text(
+    chat: TextTokenizer, driver: Heard, calling_sample: int
+) -> None:
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> Any:
+        return await client.chat.completions.create(
+            model=endpoint.model, messages=ASK, tools=[ADD], tool_choice="none"
+        )
+
+    (choice,) = play(ask, driver, chat, sample=calling_sample, **CALLS).choices
+    assert choice.message.tool_calls is None
+    assert choice.finish_reason in ("stop", "length")
+
+
+def test_new_weights_between_turns_and_in_a_turn(chat: TextTokenizer) -> None:
+    """Tokens keep the version that drew them, and the agent notices nothing."""
+    engine = Gated(episode_kit.model_settings(chat.num_tokens), {"max_model_len": 1000}, None, chat.decode)
+
+    def load(driver: Heard, version: int) -> None:
+        driver.interrupt()
+        driver.load([weights_of(new_engine(chat, seed=version))], version)
+        driver.resume()
+
+    async def talk_twice(client: AsyncOpenAI, endpoint: Endpoint) -> Trajectory:
+        engine.num_allowed = 1000
+        reply = await client.chat.completions.create(model=endpoint.model, messages=ASK)
+        load(driver, 5)
+        engine.num_allowed = 4
+        messages: Any = [*ASK, sent_back(reply), {"role": "user", "content": "no"}]
+        task = asyncio.create_task(
+            client.chat.completions.create(model=endpoint.model, messages=messages, max_tokens=30)
+        )
+        await until(lambda: engine.num_allowed == 0)
+        load(driver, 7)
+        engine.num_allowed = 1000
+        await task
+        return endpoint.trajectory
+
+    with heard(engine) as driver:
+        talk = play(talk_twice, driver, chat, sample=4)
+        check_tokens(talk, driver.heard)
+    (_, first), (_, second) = driver.heard
+    assert set(first.versions) == {0}
+    assert second.versions == (5,) * 4 + (7,) * (len(second.ids) - 4)
+    assert len(second.ids) > 4
+
+
+def test_only_the_key_of_an_open_episode_is_admitted(chat: TextTokenizer, driver: Heard) -> None:
+    async def body(server: EndpointServer) -> None:
+        engines = [episode(driver, chat, new_effects(), sample=i, server=server) for i in range(2)]
+        async with client_of(engines[0]) as (one, first), client_of(engines[1]) as (two, second):
+            assert first.base_url == second.base_url
+            assert first.api_key != second.api_key
+            for client in (one, two):
+                await client.chat.completions.create(model="actor", messages=ASK)
+            assert first.trajectory != second.trajectory
+            for wrong in ("x", first.api_key[:-1]):
+                with pytest.raises(
+                    openai.AuthenticationError, match=r"the API key is wrong or missing; send"
+                ):
+                    await one.with_options(api_key=wrong).models.list()
+        async with AsyncOpenAI(base_url=first.base_url, api_key=first.api_key) as late:
+            with pytest.raises(openai.AuthenticationError):
+                await late.chat.completions.create(model="actor", messages=ASK)
+
+    serve(body)
+
+
+SYSTEM = {"role": "system", "content": "a"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 0.2}, "temperature=0.2 differs from the generate node's temperature=1; leave it out"),
+    ({"top_p": 0.9}, "top_p=0.9 differs from the generate node's top_p=1"),
+    ({"extra_body": {"top_k": 5}}, "top_k=5 differs from the generate node's top_k=0"),
+    ({"n": 2}, "n=2 is not supported; set it to 1, or leave it out"),
+    ({"seed": 3}, "seed is not supported, as the sample has one"),
+    ({"presence_penalty": 0.5}, "presence_penalty=0.5 is not supported; set it to 0"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty=0.5 is not supported; set it to 0"),
+    ({"logit_bias": {"5": 1}}, 'logit_bias={"5": 1} is not supported'),
+    ({"response_format": {"type": "json_object"}}, "response_format="),
+    ({"top_logprobs": 2, "logprobs": True}, "top_logprobs=2 is not supported"),
+    ({"parallel_tool_calls": False, "tools": [ADD]}, "parallel_tool_calls=false is not supported"),
+    ({"tool_choice": "required", "tools": [ADD]}, 'tool_choice="required" is not supported; set it to auto'),
+    (
+        {"extra_body": {"temprature": 1}},
+        "'temprature' is unknown to this endpoint; did you mean 'temperature'",
+    ),
+    ({"max_tokens": 0}, "max_tokens is 0; it must be a number from 1 on"),
+    (
+        {"max_tokens": 3, "max_completion_tokens": 3},
+        "max_tokens and max_completion_tokens exclude each other",
+    ),
+    ({"stop": [""]}, "stop must be a text or a list of texts"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0] must be a function with a name"),
+    ({"messages": []}, "messages must be a list with at least one message"),
+    ({"messages": [{"role": "critic", "content": ""}]}, "messages[0].role must be one of system, developer"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content must be text",
+    ),
+    ({"messages": [*ASK, {"role": "assistant", "content": "2"}]}, "the last message is the assistant's"),
+    ({"messages": [{"role": "user", "content": "1" * 3000}]}, "the engine takes 1 to 999"),
+]
+
+
+def test_what_cannot_be_honoured_is_refused_in_one_line(chat: TextTokenizer, driver: Heard) -> None:
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        for options, message in REFUSED:
+            request: Any = {"model": "actor", "messages": ASK, **options}
+            with pytest.raises(openai.BadRequestError) as refusal:
+                await client.chat.completions.create(**request)
+            body: Any = refusal.value.body
+            assert message in body["message"], options
+            assert "\n" not in body["message"]
+            assert body["type"] == "invalid_request_error"
+        with pytest.raises(openai.NotFoundError, match=r"there is no model 'gpt-4' here; set model='actor'"):
+            await client.chat.completions.create(model="gpt-4", messages=ASK)
+        with pytest.raises(openai.NotFoundError, match="there is no POST /v1/responses here; use /v1/chat"):
+            await client.responses.create(model="actor", input="1")
+        assert endpoint.trajectories == ()
+        with pytest.raises(EpisodeError, match=r"no trajectory, as its agent completed no request"):
+            _ = endpoint.trajectory
+        neutral: Any = {
+            "n": 1,
+            "presence_penalty": 0.0,
+            "logit_bias": {},
+            "response_format": {"type": "text"},
+        }
+        await client.chat.completions.create(model="actor", messages=ASK, **neutral)
+        assert endpoint.trajectory.num_turns == 1
+
+    play(ask, driver, chat)
+
+
+def test_a_stream_has_the_whole_turn(chat: TextTokenizer, driver: Heard) -> None:
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> tuple[list[Any], Trajectory]:
+        request: Any = {"model": "actor", "messages": ASK, "logprobs": True, "max_tokens": 5}
+        stream = await client.chat.completions.create(
+            **request, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        messages: Any = [*ASK, {"role": "assistant", "content": text}, {"role": "user", "content": "no"}]
+        await client.chat.completions.create(model="actor", messages=messages)
+        return chunks, endpoint.trajectory
+
+    chunks, talk = play(ask, driver, chat)
+    check_tokens(talk, driver.heard)
+    assert talk.num_turns == 2
+    assert chunks[0].choices[0].delta.role == "assistant"
+    drawn = driver.heard[0][1]
+    assert tuple(token.logprob for token in chunks[0].choices[0].logprobs.content) == drawn.logprobs
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, drawn.stop_reason]
+    assert chunks[-1].usage.completion_tokens == len(drawn.ids)
+
+
+def test_an_invented_conversation_is_a_trajectory_of_its_own(chat: TextTokenizer, driver: Heard) -> None:
+    invented: Any = [*ASK, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3?"}]
+
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> tuple[Trajectory, ...]:
+        await client.chat.completions.create(model="actor", messages=ASK)
+        await client.chat.completions.create(model="actor", messages=invented)
+        with pytest.raises(EpisodeError, match=r"made 2 trajectories: messages\[1\] .* of role 'assistant'"):
+            _ = endpoint.trajectory
+        return endpoint.trajectories
+
+    first, second = play(ask, driver, chat)
+    check_tokens(first, driver.heard[:1])
+    check_tokens(second, driver.heard[1:])
+    assert driver.heard[1][0] == tuple(chat.template().prompt(invented))
+
+
+def test_a_branch_begins_with_the_tokens_of_the_turn_that_it_continues(
+    chat: TextTokenizer, driver: Heard
+) -> None:
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> tuple[Trajectory, ...]:
+        reply = await client.chat.completions.create(model="actor", messages=ASK)
+        messages: Any = [*ASK, sent_back(reply), {"role": "user", "content": "no"}]
+        for _ in range(2):
+            await client.chat.completions.create(model="actor", messages=messages)
+        with pytest.raises(EpisodeError, match="a request was sent twice"):
+            _ = endpoint.trajectory
+        return endpoint.trajectories
+
+    first, second = play(ask, driver, chat)
+    (_, opening), (prompt, one), (same_prompt, other) = driver.heard
+    assert prompt == same_prompt
+    assert one.ids != other.ids, "a repeated request has a seed of its own"
+    check_tokens(first, driver.heard[:2])
+    check_tokens(second, [driver.heard[0], driver.heard[2]])
+    assert first.num_turns == second.num_turns == 2
+    assert first.num_tokens == len(opening.ids) + len(one.ids)
+
+
+def test_requests_at_the_same_time_are_branches(chat: TextTokenizer, driver: Heard) -> None:
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> tuple[Trajectory, ...]:
+        request: Any = {"model": "actor", "messages": ASK}
+        await asyncio.gather(*(client.chat.completions.create(**request) for _ in range(4)))
+        return endpoint.trajectories
+
+    talks = play(ask, driver, chat)
+    assert len({talk.input_ids for talk in talks}) == 4
+
+
+def test_messages_are_compared_by_what_they_say(chat: TextTokenizer) -> None:
+    """Clients may split texts into parts, parse arguments, and add empty fields."""
+
+    async def agent(engine: ScriptedEngine) -> Trajectory:
+        async with client_of(engine) as (client, endpoint):
+            first: list[Any] = [
+                {"role": "developer", "content": "a"},
+                {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]},
+            ]
+            await client.chat.completions.create(model=endpoint.model, messages=first, tools=[ADD])
+            call = {"id": "call_0_0_0", "function": {"name": "add", "arguments": '{"text":"1", "n": 2}'}}
+            rest: list[Any] = [
+                {"role": "system", "content": "a"},
+                {"role": "user", "content": "1+1", "name": None},
+                {"role": "assistant", "content": "", "tool_calls": [{**call, "type": "function"}]},
+                {"role": "tool", "tool_call_id": "call_0_0_0", "content": "2"},
+            ]
+            await client.chat.completions.create(model=endpoint.model, messages=rest, tools=[ADD])
+            return endpoint.trajectory
+
+    engine = ScriptedEngine([ToolCall("add", {"text": "1", "n": 2}), "2."])
+    talk = asyncio.run(agent(engine))
+    assert (talk.num_turns, talk.completion) == (2, "2.")
+    assert engine.prompts[1].endswith("2")
+
+
+def test_other_tools_start_another_conversation() -> None:
+    other = {"type": "function", "function": {"name": "sub"}}
+
+    async def agent(engine: ScriptedEngine) -> list[int]:
+        counts = []
+        async with client_of(engine) as (client, endpoint):
+            messages: list[Any] = [*ASK]
+            for tools in ([ADD], [ADD], None, [other]):
+                options: Any = {} if tools is None else {"tools": tools}
+                reply = await client.chat.completions.create(
+                    model=endpoint.model, messages=messages, **options
+                )
+                messages += [sent_back(reply), {"role": "user", "content": "more"}]
+                counts.append(len(endpoint.trajectories))
+            with pytest.raises(EpisodeError, match="offers other tools"):
+                _ = endpoint.trajectory
+        return counts
+
+    assert asyncio.run(agent(ScriptedEngine(["a", "b", "c", "d"]))) == [1, 1, 1, 2]
+
+
+def test_texts_are_completed_one_by_one(chat: TextTokenizer, plain: TextTokenizer, driver: Heard) -> None:
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> tuple[Any, Trajectory]:
+        reply = await client.completions.create(model="actor", prompt="1+1=", logprobs=0, stop="3")
+        talk = endpoint.trajectory
+        stream = await client.completions.create(model="actor", prompt=["2="], stream=True)
+        assert [chunk.choices[0].text async for chunk in stream] == [endpoint.trajectories[1].completion]
+        for wrong in ({"logprobs": 1}, {"prompt": [[1, 2]]}, {"echo": True}, {"best_of": 2}, {"suffix": "x"}):
+            request: Any = {"model": "actor", "prompt": "1=", **wrong}
+            with pytest.raises(openai.BadRequestError):
+                await client.completions.create(**request)
+        return reply, talk
+
+    for tokenizer in (chat, plain):
+        driver.heard.clear()
+        reply, talk = play(ask, driver, tokenizer, sample=8)
+        check_tokens(talk, driver.heard[:1])
+        assert reply.choices[0].text == talk.completion
+        assert tuple(reply.choices[0].logprobs.token_logprobs) == driver.heard[0][1].logprobs
+        assert driver.heard[0][0] == tuple(tokenizer.prompt("1+1="))
+
+
+def test_a_chat_needs_a_template(plain: TextTokenizer, driver: Heard) -> None:
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        with pytest.raises(openai.BadRequestError, match=r"no chat template, .* set chat_template"):
+            await client.chat.completions.create(model="actor", messages=ASK)
+
+    play(ask, driver, plain)
+
+
+def hide(agent: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[None]]:
+    """An agent that hides what goes wrong, as frameworks do."""
+
+    async def hiding(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        with pytest.raises(openai.InternalServerError):
+            await agent(client, endpoint)
+
+    return hiding
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_a_failed_engine_ends_the_run(chat: TextTokenizer, is_hidden: bool) -> None:
+    with driving(new_engine(chat)) as broken:
+        broken.load([weights_of(new_engine(chat), float("nan"))], 1)
+        with pytest.raises(RunError, match=r"the generation engine stopped: .* NaN"):
+            play(hide(use_tools) if is_hidden else use_tools, broken, chat, **CALLS)
+
+
+def test_a_wrong_recipe_ends_the_run(chat: TextTokenizer, driver: Heard) -> None:
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        await client.chat.completions.create(model="actor", messages=ASK, tools=[ADD, ADD])
+
+    with pytest.raises(RecipeError, match="offers one tool, not 2"):
+        play(hide(ask), driver, chat, tools="[]")
+
+
+@pytest.mark.parametrize("ends", ["client", "episode", "timeout"])
+def test_requests_that_no_one_waits_for_are_cancelled(chat: TextTokenizer, ends: str) -> None:
+    engine = Gated(episode_kit.model_settings(chat.num_tokens), {"max_model_len": 1000}, None, chat.decode)
+
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> Trajectory | None:
+        request: Any = {"model": "actor", "messages": ASK}
+        engine.num_allowed = 2
+        task = asyncio.create_task(client.chat.completions.create(**request))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if ends == "timeout":
+            async with asyncio.timeout(0.2):
+                await asyncio.shield(task)
+        await until(lambda: engine.num_allowed == 0)
+        if ends == "episode":
+            return None
+        task.cancel()
+        await until(lambda: engine.num_unfinished == 0)
+        engine.num_allowed = 1000
+        await client.chat.completions.create(**request)
+        return endpoint.trajectory
+
+    with heard(engine) as driver:
+        if ends == "timeout":
+            with pytest.raises(TimeoutError):
+                play(ask, driver, chat)
+        else:
+            talk = play(ask, driver, chat)
+            if talk is not None:
+                check_tokens(talk, driver.heard)
+        engine.num_allowed = 1000
+        deadline = asyncio.run(asyncio.wait_for(until(lambda: engine.num_unfinished == 0), 10))
+        assert deadline is None
+
+
+def test_an_interrupted_agent_is_replayed(chat: TextTokenizer, driver: Heard, calling_sample: int) -> None:
+    """The first turn comes from the journal, the second continues behind its tokens."""
+    options: Any = {"sample": calling_sample, **CALLS}
+    effects = new_effects()
+    undisturbed = play(use_tools, driver, chat, effects, **options)
+    first, second = effects.journal.entries
+    part: GenerationResult = second.outcome
+    num_kept = 2
+    assert len(part.ids) > num_kept
+    kept = GenerationResult(part.ids[:num_kept], part.logprobs[:num_kept], part.versions[:num_kept], "abort")
+    rows = [first.to_json(), {**second.to_json(), "outcome": None, "is_done": False}]
+    rows[1]["outcome"] = {
+        "ids": kept.ids,
+        "logprobs": kept.logprobs,
+        "versions": kept.versions,
+        "stop_reason": kept.stop_reason,
+    }
+    driver.heard.clear()
+    replayed = play(use_tools, driver, chat, new_effects(Journal.from_json(rows)), **options)
+    assert len(driver.heard) == 1, "the first turn was not generated again"
+    assert replayed.input_ids == undisturbed.input_ids
+    assert replayed.versions == undisturbed.versions
+
+
+def test_an_agent_that_asks_something_else_cannot_be_replayed(chat: TextTokenizer, driver: Heard) -> None:
+    effects = new_effects()
+    play(use_tools, driver, chat, effects, **CALLS)
+
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        other: Any = [{"role": "user", "content": "2"}]
+        with pytest.raises(openai.BadRequestError, match="effect 0 of the replayed episode is complete with"):
+            await client.chat.completions.create(model="actor", messages=other, tools=[ADD])
+
+    again = new_effects(effects.journal)
+    play(ask, driver, chat, again, **CALLS)
+    with pytest.raises(EpisodeError, match="ended after 0 effects"):
+        again.finish()
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    async def body(server: EndpointServer) -> None:
+        await server.start()
+        port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
+        with pytest.raises(
+            HflowError, match=rf"cannot listen on 127.0.0.1, port {port}: Address already in use"
+        ):
+            await EndpointServer(port=port).start()
+
+    serve(body)
+
+
+def test_an_engine_has_several_endpoints(chat: TextTokenizer, driver: Heard) -> None:
+    """Their conversations draw with different seeds."""
+
+    async def body(server: EndpointServer) -> list[Trajectory]:
+        engine: EpisodeEngine = episode(driver, chat, new_effects(), server=server)
+        talks = []
+        for _ in range(2):
+            async with client_of(engine) as (client, endpoint):
+                await client.chat.completions.create(model="actor", messages=ASK)
+                talks.append(endpoint.trajectory)
+        return talks
+
+    one, other = serve(body)
+    assert one.input_ids != other.input_ids
