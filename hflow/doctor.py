@@ -114,9 +114,6 @@ def _device() -> str:
 
 
 def _check_backend(topic: str, backend: Descriptor, device: str) -> Finding:
-    if backend.factory is None:
-        fix = f"hflow {metadata.version('hflow')} can plan but not run it"
-        return Finding(topic, backend.name, False, "not part of this version", fix, backend.is_required)
     problem = backend.find_problem(device)
     if problem is None:
         detail = f"{backend.purpose}: {_versions((*backend.packages, 'torch'))}"

@@ -1,7 +1,6 @@
 """Training backends and generation engines.
 
 `interface` defines what they implement. `common` has the parts that training backends share; `torch_model`
-and `megatron` are training backends, and `embedded_engine` is a generation engine. `packed_attention`,
-`hf_config` and `device` are used by all of them. `vllm_engine` has only a descriptor: it can be planned but
-not run yet.
+and `megatron` are training backends, `embedded_engine` and `vllm_engine` are generation engines.
+`packed_attention`, `hf_config`, `device` and `generation_request` are used by several of them.
 """

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hflow.data.batch import Batch
+    from hflow.data.tokenizer import TextTokenizer
     from hflow.graph.ir import Read
     from hflow.types.tensor_slices import Block
     from hflow.weights.incoming import IncomingWeights
@@ -257,6 +258,27 @@ class ModelBackend(abc.ABC):
             BackendError: if there is no checkpoint, or it is of another model; names the config key or
                 tensors.
         """
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What a generation engine is built from."""
+
+    settings: ModelSettings
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """`models.NAME.gen`: `max_running` and `max_model_len`."""
+    tokenizer: TextTokenizer | None = None
+    """Decodes tokens to find stop strings; None: requests have none."""
+    module: nn.Module | None = None
+    """A trainer's module whose parameters the engine shares; None: the engine has its own weights."""
+    tensor: int = 1
+    """Number of tensor ranks."""
+    devices: tuple[str, ...] = ()
+    """CUDA device of each tensor rank, as in CUDA_VISIBLE_DEVICES; empty on a CPU."""
+    cores: tuple[tuple[int, ...], ...] = ()
+    """Processor cores of each tensor rank; empty: it may use all that its worker may use."""
+    shares_devices: bool = False
+    """Whether other replicas use the same devices while the engine sleeps."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class TextTokenizer:
     """A model's tokenizer (`hflow.types.Tokenizer`), with what episodes need besides.
 
     Attributes:
+        settings: what it was built from.
         bos_id: id that raw-text prompts begin with; None if the tokenizer has none.
         stop_ids: tokens that end a turn.
         chat_template: None if the tokenizer has none.
@@ -53,6 +54,7 @@ class TextTokenizer:
         Raises:
             DataError: if the settings do not lead to a tokenizer.
         """
+        self.settings = settings
         self._hf = _load(settings)
         if settings.chat_template is not None:
             self._hf.chat_template = settings.chat_template

@@ -141,8 +141,8 @@ class Descriptor:
 
     name: str
     traits: BackendTraits
-    factory: Callable[..., Any] | None
-    """Build the backend on a worker; imports torch when called. None: it can be planned but not run."""
+    factory: Callable[..., Any]
+    """Build the backend on a worker; imports torch when called."""
     packages: tuple[str, ...]
     """Importable names of the packages that it needs."""
     install: str
@@ -207,8 +207,7 @@ class Backend(Descriptor):
 class EngineKind(Descriptor):
     """A kind of generation engine.
 
-    `factory` is called with `ModelSettings`, the engine's options, the module whose weights it shares (or
-    None) and a function that decodes tokens. It returns a `GenerationEngine`.
+    `factory` is called with an `EngineSetup` and returns a `GenerationEngine`.
     """
 
     memory: EngineMemory
@@ -217,6 +216,9 @@ class EngineKind(Descriptor):
     check: Callable[[ServedModel], Iterable[str]] = _no_reasons
     """Return why it cannot serve a model, each with what to set instead. It imports neither torch nor the
     engine's packages."""
+    has_own_process: bool = False
+    """Whether it runs in a process of its own, so that it never shares a module with a trainer and needs
+    devices and cores by name. Only the head of its tensor ranks builds it."""
     recording_factory: Callable[..., Any] | None = None
     """As `factory`, with a dictionary in front in which the engine records the tokens that it samples."""
     replaying_factory: Callable[..., Any] | None = None
@@ -268,9 +270,8 @@ def traits(name: str) -> BackendTraits:
 
 
 def factories() -> dict[str, Callable[..., Any]]:
-    """Return the factories of all backends and engines that can run, by name."""
-    found = ((name, descriptor(name).factory) for name in (*BACKENDS, *ENGINES))
-    return {name: factory for name, factory in found if factory is not None}
+    """Return the factories of all backends and engines, by name."""
+    return {name: descriptor(name).factory for name in (*BACKENDS, *ENGINES)}
 
 
 def model_parallel_backend() -> str:

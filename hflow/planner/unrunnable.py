@@ -11,10 +11,7 @@ from collections.abc import Iterator
 from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.planner.backends import (
     BACKENDS,
-    ENGINES,
-    descriptor,
     engine_kind,
-    factories,
     model_parallel_backend,
     training_backend,
     traits,
@@ -47,7 +44,6 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             yield from _derived_stream_reasons(node, plan)
     written = written_models(plan.graph)
     for replica in plan.replicas:
-        yield from _backend_reasons(replica)
         yield from _layout_reasons(replica, workers)
         if replica.role == "gen":
             kind = engine_kind(replica.backend)
@@ -56,17 +52,6 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
         yield (
             "workers=inproc is one process and cannot use several machines. Set workers=ray, or a cluster of "
             "one machine."
-        )
-
-
-def _backend_reasons(replica: Replica) -> Iterator[str]:
-    """Yield a reason where the backend has no implementation yet."""
-    if descriptor(replica.backend).factory is None:
-        names, key = (ENGINES, "gen.engine") if replica.role == "gen" else (BACKENDS, "backend")
-        instead = next(name for name in names if name in factories())
-        yield (
-            f"{replica.name} uses {replica.backend}, which can be planned but not run yet. Set "
-            f"models.{replica.model}.{key}={instead} to run it, or use `hflow plan`."
         )
 
 

@@ -40,6 +40,8 @@ class InprocWorkers(Workers):
         self._separate_engines: dict[str, ThreadPoolExecutor] = {}
         self._published: dict[str, tuple[BucketHandles, PublishReport]] = {}
         """Engine replica -> weights that it has not loaded yet."""
+        self._pulling: frozenset[str] = frozenset()
+        """Engine replicas that load what is published."""
         self._worker: Worker
         self._threads: ThreadPoolExecutor
         self._started = False
@@ -50,6 +52,7 @@ class InprocWorkers(Workers):
         hosted = tuple(range(setup.plan.cluster.num_devices))
         self._threads = ThreadPoolExecutor(2 * len(hosted), "hflow-worker")
         self._worker = await _on(self._device, lambda: Worker(setup, hosted))
+        self._pulling = frozenset(route.dst for route in setup.plan.weights if route.how == "pull")
         for replica, _ in setup.plan.schedule.publishers:
             self._separate_engines[replica] = ThreadPoolExecutor(1, f"hflow-{replica}")
         self._started = True
@@ -70,7 +73,7 @@ class InprocWorkers(Workers):
 
     async def wake(self, replica: str, version: int) -> WeightsLoaded:
         """Bring a generation replica to a version and start it."""
-        is_new = replica in self._separate_engines and self._worker.needs_weights(replica, version)
+        is_new = replica in self._pulling and self._worker.needs_weights(replica, version)
         if is_new and replica not in self._published:
             await self.publish(replica, version)
         handles, report = self._published.pop(replica, (None, None))

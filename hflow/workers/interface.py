@@ -179,8 +179,7 @@ class WorkerSetup:
     """Backend name -> class or function that builds it.
 
     Training backends are called with (settings, position), and return a `backends.interface.ModelBackend`.
-    Engines are called with (settings, options, module or None, decode), where `module` is a trainer's whose
-    storage the engine shares, and `decode` turns token ids into text.
+    Engines are called with a `backends.interface.EngineSetup`.
     """
     pool_processes: int = 1
     weights_directory: str = ""

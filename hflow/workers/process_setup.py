@@ -37,15 +37,32 @@ def bind_cores(cores: range) -> None:
     """
     if not cores:
         return
+    chosen = bound_cores(cores)
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), chosen)
+    torch.set_num_threads(len(chosen))
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process could use when it started."""
+    return len(_ALLOWED_CORES)
+
+
+def bound_cores(cores: range) -> tuple[int, ...]:
+    """Return the system's numbers of cores.
+
+    Args:
+        cores: indices among the cores that this process could use when it started.
+
+    Raises:
+        RunError: when there are fewer cores.
+    """
     if cores.stop > len(_ALLOWED_CORES):
         raise RunError(
             f"cores binds a worker to cores {cores.start} to {cores.stop - 1}, but this process may use only "
             f"{len(_ALLOWED_CORES)} cores. Set smaller numbers, or cores=null"
         )
-    chosen = [_ALLOWED_CORES[core] for core in cores]
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), chosen)
-    torch.set_num_threads(len(chosen))
+    return tuple(_ALLOWED_CORES[core] for core in cores)
 
 
 GC_THRESHOLDS = (20_000, 20, 50)

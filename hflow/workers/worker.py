@@ -19,10 +19,11 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
-from hflow.backends.interface import SHARDS, ModelBackend, RankPosition
+from hflow.backends.interface import SHARDS, EngineSetup, ModelBackend, RankPosition
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import HflowError, RunError
-from hflow.planner.ir import Replica
+from hflow.planner.ir import ClusterSpec, Replica
+from hflow.planner.routing import tensor_ranks
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.loading import LoadedWeights
 from hflow.weights.publisher import (
@@ -51,7 +52,7 @@ from hflow.workers.interface import (
 )
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import ProcessGroups, ProcessRank
-from hflow.workers.process_setup import bind_cores
+from hflow.workers.process_setup import bind_cores, bound_cores, num_cores
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest, pack, unpack
@@ -101,7 +102,7 @@ class Worker:
         replicas = hosted_replicas(setup, self._hosted)
         self._backends = build_backends(setup, replicas, process_groups)
         tokenizers = build_tokenizers(setup, "generate")
-        return (*build_engines(setup, replicas, self._backends, tokenizers), tokenizers)
+        return (*build_engines(setup, replicas, self._hosted, self._backends, tokenizers), tokenizers)
 
     def _build_generation(
         self,
@@ -333,27 +334,56 @@ def build_backends(
 def build_engines(
     setup: WorkerSetup,
     replicas: Sequence[Replica],
+    hosted: Sequence[int],
     backends: Mapping[str, ModelBackend],
     tokenizers: Mapping[str, TextTokenizer],
 ) -> tuple[dict[str, EngineDriver], frozenset[str]]:
-    """Build engines; returns them, and the names of those that share storage with a trainer here."""
+    """Build one engine for each generation replica that has a head here.
+
+    Returns:
+        The engines, and the names of those that share storage with a trainer here.
+    """
     source = {route.dst: route.src for route in setup.plan.weights if route.how == "shared"}
     drivers: dict[str, EngineDriver] = {}
     sharing = set()
     for replica in replicas:
-        if replica.role != "gen":
+        heads = [head for head in replica.heads if head in hosted]
+        if replica.role != "gen" or not heads:
             continue
         module = backends[source[replica.name]].shared_module() if replica.name in source else None
         if module is not None:
             sharing.add(replica.name)
+        ranks = tensor_ranks(replica, heads[0])
+        cores = [_cores(setup.plan.cluster, worker, len(ranks)) for worker in ranks]
         engine = setup.factories[replica.backend](
-            setup.models[replica.model],
-            setup.engines[replica.name],
-            module,
-            tokenizers[replica.model].decode,
+            EngineSetup(
+                settings=setup.models[replica.model],
+                options=setup.engines[replica.name],
+                tokenizer=tokenizers[replica.model],
+                module=module,
+                tensor=len(ranks),
+                cores=tuple(cores) if all(cores) else (),
+                shares_devices=any(
+                    other.group == replica.group and other.name != replica.name
+                    for other in setup.plan.replicas
+                ),
+            )
         )
         drivers[replica.name] = EngineDriver(engine)
     return drivers, frozenset(sharing)
+
+
+def _cores(cluster: ClusterSpec, worker: int, num_ranks: int) -> tuple[int, ...]:
+    """Return the processor cores of a tensor rank of an engine; none if it is bound to none.
+
+    Several ranks need cores of their own on a CPU, so each of them gets one if the plan binds no cores.
+    """
+    if cores := cluster.cores_of(worker):
+        return bound_cores(cores)
+    if cluster.device != "cpu" or num_ranks == 1 or num_ranks > num_cores():
+        return ()
+    core = worker % num_cores()
+    return bound_cores(range(core, core + 1))
 
 
 def build_tokenizers(setup: WorkerSetup, verb: str) -> dict[str, TextTokenizer]:

@@ -12,6 +12,7 @@ import pytest
 from runs import ROOT, run, steps_of, weights_of
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
+from hflow.backends.interface import EngineSetup
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import RunError
 from hflow.launch.compile import compile_recipe
@@ -98,10 +99,16 @@ def test_the_trainer_continues_while_the_engine_loads(tmp_path: Path) -> None:
             assert version != 1 or trained.wait(120), "step 1 waits until version 1 is loaded"
             return super().load_weights(incoming, version)
 
+    def build_engine(setup: EngineSetup) -> Engine:
+        assert setup.tokenizer is not None
+        return Engine(setup.settings, setup.options, setup.module, setup.tokenizer.decode)
+
     compiled = compile_recipe(
         ROOT / RECIPE, [f"out={tmp_path}", *GRPO, "steps=5", "schedule.max_staleness=2"]
     )
-    means = RunEnvironment(factories={**factories(), "torch": Trainer, "embedded": Engine}, is_quiet=True)
+    means = RunEnvironment(
+        factories={**factories(), "torch": Trainer, "embedded": build_engine}, is_quiet=True
+    )
     summary = run_compiled(compiled, False, means)
     assert summary.steps == 5
     versions = [version for _, version, _ in commits(summary)]

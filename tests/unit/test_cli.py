@@ -314,14 +314,12 @@ def test_doctor_accepts_this_environment(monkeypatch, capsys):
 def test_doctor_gives_the_command_that_fixes(monkeypatch):
     embedded = engine_kind("embedded")
     fast = replace(embedded, name="fast", packages=("an_absent_package",), install="pip install fast")
-    future = replace(embedded, name="future", packages=(), factory=None)
-    monkeypatch.setattr(doctor, "ENGINES", ("fast", "future"))
-    monkeypatch.setattr(doctor, "engine_kind", {"fast": fast, "future": future}.__getitem__)
+    monkeypatch.setattr(doctor, "ENGINES", ("fast",))
+    monkeypatch.setattr(doctor, "engine_kind", {"fast": fast}.__getitem__)
     monkeypatch.setattr(doctor, "PACKAGES", ("torch", "an-absent-package"))
     found = {finding.name: finding for finding in doctor.check_machine(start_ray=False)}
     detail = "generation without further packages: an_absent_package is not installed"
     assert (found["fast"].detail, found["fast"].fix) == (detail, "pip install fast")
-    assert found["future"].detail == "not part of this version"
     assert found["an-absent-package"].fix == "make env"
     assert {name for name, finding in found.items() if finding.ok} >= {"python", "torch", "cpu"}
 

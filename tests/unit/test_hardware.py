@@ -372,10 +372,6 @@ def test_an_architecture_that_cannot_be():
     ("overrides", "message"),
     [
         (
-            ["models.actor.gen.engine=vllm"],
-            "actor@gen uses vllm, which can be planned but not run yet. Set models.actor.gen.engine=embedded",
-        ),
-        (
             ["models.actor.layout=t2"],
             "actor@train has layout d1t2p1, but torch supports data parallelism only. Set "
             "models.actor.backend=megatron",
@@ -386,7 +382,7 @@ def test_an_architecture_that_cannot_be():
         ),
     ],
 )
-def test_backends_that_are_planned_but_not_run(overrides: list[str], message: str):
+def test_layouts_that_are_planned_but_not_run(overrides: list[str], message: str):
     with pytest.raises(NotYetError, match=message):
         refuse_unrunnable(compile_recipe(GRPO, overrides))
 

@@ -9,24 +9,31 @@ from hflow.planner.backends import BackendTraits, EngineKind
 
 if TYPE_CHECKING:
     from hflow.backends.embedded_engine.replay import Draws
+    from hflow.backends.interface import EngineSetup
 
 
-def _make_engine(*args: Any) -> Any:
+def _make_engine(setup: EngineSetup) -> Any:
     from hflow.backends.embedded_engine.engine import EmbeddedEngine
 
-    return EmbeddedEngine(*args)
+    return EmbeddedEngine(*_arguments(setup))
 
 
-def _make_recording_engine(draws: Draws, *args: Any) -> Any:
+def _make_recording_engine(draws: Draws, setup: EngineSetup) -> Any:
     from hflow.backends.embedded_engine.replay import RecordingEngine
 
-    return RecordingEngine(draws, *args)
+    return RecordingEngine(draws, *_arguments(setup))
 
 
-def _make_replaying_engine(draws: Draws, *args: Any) -> Any:
+def _make_replaying_engine(draws: Draws, setup: EngineSetup) -> Any:
     from hflow.backends.embedded_engine.replay import ReplayingEngine
 
-    return ReplayingEngine(draws, *args)
+    return ReplayingEngine(draws, *_arguments(setup))
+
+
+def _arguments(setup: EngineSetup) -> tuple[Any, ...]:
+    """Return the arguments of `EmbeddedEngine`."""
+    decode = None if setup.tokenizer is None else setup.tokenizer.decode
+    return setup.settings, setup.options, setup.module, decode
 
 
 ENGINE = EngineKind(

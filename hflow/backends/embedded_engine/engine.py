@@ -16,18 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from hflow.backends.embedded_engine.admission import PromptGroup, admit
 from hflow.backends.embedded_engine.cache import KVCache, assign_slots, outgrows_band
 from hflow.backends.embedded_engine.module import FreedParameters, build_module, load_in_place
 from hflow.backends.embedded_engine.options import EngineOptions
 from hflow.backends.embedded_engine.packing import pack_step
-from hflow.backends.embedded_engine.requests import (
-    Decode,
-    GenerationRequest,
-    PromptGroup,
-    admit,
-    stop_reason,
-)
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
+from hflow.backends.generation_request import Decode, GenerationRequest, new_request, stop_reason
 from hflow.backends.interface import GenerationEngine, GenerationResult, ModelSettings, SamplingParams
 from hflow.errors import BackendError
 from hflow.types.sleep_level import SleepLevel
@@ -114,28 +109,10 @@ class EmbeddedEngine(GenerationEngine):
             BackendError: if the prompt is empty, too long or has unknown tokens, or if there are stop strings
                 and the engine has no `decode`.
         """
-        if not 0 < len(prompt_ids) < self._max_length:
-            raise BackendError(
-                f"a prompt has {len(prompt_ids)} tokens, but the engine takes 1 to {self._max_length - 1}; "
-                "shorten it or raise max_model_len"
-            )
-        if max(prompt_ids) >= self._vocab_size:
-            raise BackendError(
-                f"a prompt holds token {max(prompt_ids)}, but the model's vocabulary has {self._vocab_size}; "
-                "set the model's vocab_size to its tokenizer's"
-            )
-        if params.stop and self._decode is None:
-            raise BackendError("stop strings need an engine with a tokenizer; pass decode=")
-        self._waiting.append(
-            GenerationRequest(
-                request_id=request_id,
-                params=params,
-                ids=list(prompt_ids),
-                num_prompt=len(prompt_ids),
-                max_length=min(len(prompt_ids) + params.max_tokens, self._max_length),
-                stop_ids=frozenset(params.stop_ids),
-            )
+        request = new_request(
+            request_id, prompt_ids, params, self._max_length, self._vocab_size, self._decode
         )
+        self._waiting.append(request)
 
     @torch.inference_mode()
     def cancel(self, request_id: int) -> None:

@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hflow.backends.embedded_engine.admission import PromptGroup
 from hflow.backends.embedded_engine.attention import PackedStep
 from hflow.backends.embedded_engine.cache import KVCache, additive_mask, length_bands, padded_length
-from hflow.backends.embedded_engine.requests import GenerationRequest, PromptGroup
+from hflow.backends.generation_request import GenerationRequest
 from hflow.backends.packed_attention import PackedLayout, PaddedLayout
 
 Ints = npt.NDArray[np.int64]

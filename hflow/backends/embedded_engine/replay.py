@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.embedded_engine.requests import GenerationRequest
+from hflow.backends.generation_request import GenerationRequest
 from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.errors import RunError
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from hflow.backends.vllm_engine import memory
 from hflow.backends.vllm_engine.installed import CUDA_INSTALL, find_conflict
 from hflow.backends.vllm_engine.support import check
 from hflow.planner.backends import BackendTraits, EngineKind
+
+if TYPE_CHECKING:
+    from hflow.backends.interface import EngineSetup
+
+
+def _make_engine(setup: EngineSetup) -> Any:
+    from hflow.backends.vllm_engine.engine import VllmEngine
+
+    return VllmEngine(setup)
+
 
 ENGINE = EngineKind(
     name="vllm",
@@ -16,7 +28,8 @@ ENGINE = EngineKind(
         pads_whole_vocab=True,
         step_host_ms=2.5,
     ),
-    factory=None,
+    factory=_make_engine,
+    has_own_process=True,
     memory=memory,
     packages=("vllm",),
     install=CUDA_INSTALL,

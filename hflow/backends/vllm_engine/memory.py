@@ -10,6 +10,8 @@ from hflow.planner.memory.rank import FP32_BYTES, Rank
 
 MEMORY_BUDGET = 0.9
 """Fraction of a device's memory that vLLM uses at most (its `gpu_memory_utilization`)."""
+CPU_BLOCK_TOKENS = 128
+"""Tokens of a block of the KV cache on a CPU."""
 
 
 def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:

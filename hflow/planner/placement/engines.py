@@ -68,6 +68,4 @@ def _objection(kind: EngineKind, replica: Replica, request: PlanRequest, is_trai
 def _objections(kind: EngineKind, replica: Replica, request: PlanRequest, is_trained: bool) -> Iterator[str]:
     if kind.name in request.engine_problems:
         yield request.engine_problems[kind.name]
-    if kind.factory is None:
-        yield f"{kind.name} can be planned but not run yet"
     yield from kind.check(served_model(replace(replica, backend=kind.name), request, is_trained))

@@ -7,6 +7,7 @@ from typing import Literal
 
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Graph
+from hflow.planner.backends import engine_kind
 from hflow.planner.graph_queries import written_models
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import Replica, WeightRoute, batch_replica
@@ -40,7 +41,7 @@ def weight_routes(
 
 
 def _how(src: Replica, gen: Replica) -> Literal["shared", "gather", "pull"]:
-    if set(src.workers) != set(gen.workers):
+    if set(src.workers) != set(gen.workers) or engine_kind(gen.backend).has_own_process:
         return "pull"
     return "shared" if src.layout.world == gen.layout.world == 1 else "gather"
 

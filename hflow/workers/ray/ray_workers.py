@@ -148,8 +148,12 @@ class RayWorkers(Workers):
         return await self._answer_or_cause(worker, self._send(worker, method, *arguments), None)
 
     async def _call_replica(self, replica: Replica, method: str, *arguments: Any) -> None:
-        """Send a message to the devices of a replica's workers and wait for them."""
-        await self._call_devices(method, dict.fromkeys(replica.workers, arguments), replica)
+        """Send a message to the devices of a replica's workers and wait for them.
+
+        Only the heads of a generation replica have an engine.
+        """
+        workers = replica.heads if replica.role == "gen" else replica.workers
+        await self._call_devices(method, dict.fromkeys(workers, arguments), replica)
 
     async def _call_devices(
         self,

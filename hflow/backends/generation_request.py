@@ -1,12 +1,12 @@
-"""Requests of the embedded engine: admission of waiting ones, and when a running one ends."""
+"""A request of a generation engine: what it has drawn, and when it ends."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.errors import BackendError
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -42,32 +42,48 @@ class GenerationRequest:
         )
 
 
-@dataclass(frozen=True)
-class PromptGroup:
-    """Requests that continue the same tokens, whose prompt is computed once."""
+def new_request(
+    request_id: int,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    max_length: int,
+    vocab_size: int,
+    decode: Decode | None,
+) -> GenerationRequest:
+    """Return a request of an engine that can serve it.
 
-    ids: tuple[int, ...]
-    members: tuple[GenerationRequest, ...]
+    Args:
+        request_id: as in `GenerationEngine.add`.
+        prompt_ids: the prompt.
+        params: how to draw.
+        max_length: maximum tokens of a sequence, prompt included.
+        vocab_size: of the model.
+        decode: the engine's, to find stop strings.
 
-
-def admit(waiting: deque[GenerationRequest], free_slots: int, token_budget: int) -> list[PromptGroup]:
-    """Take requests from the front of `waiting`, in order, and group those with equal prompts.
-
-    Stops at the first request without a free slot, or whose prompt would exceed the budget of distinct prompt
-    tokens. The first prompt of a step is admitted regardless of its length.
+    Raises:
+        BackendError: if the prompt is empty, too long or has unknown tokens, or if there are stop strings and
+            the engine has no `decode`.
     """
-    groups: dict[tuple[int, ...], list[GenerationRequest]] = {}
-    num_tokens = 0
-    while waiting and free_slots:
-        ids = tuple(waiting[0].ids)
-        if ids not in groups:
-            if groups and num_tokens + len(ids) > token_budget:
-                break
-            num_tokens += len(ids)
-            groups[ids] = []
-        groups[ids].append(waiting.popleft())
-        free_slots -= 1
-    return [PromptGroup(ids, tuple(members)) for ids, members in groups.items()]
+    if not 0 < len(prompt_ids) < max_length:
+        raise BackendError(
+            f"a prompt has {len(prompt_ids)} tokens, but the engine takes 1 to {max_length - 1}; "
+            "shorten it or raise max_model_len"
+        )
+    if max(prompt_ids) >= vocab_size:
+        raise BackendError(
+            f"a prompt holds token {max(prompt_ids)}, but the model's vocabulary has {vocab_size}; "
+            "set the model's vocab_size to its tokenizer's"
+        )
+    if params.stop and decode is None:
+        raise BackendError("stop strings need an engine with a tokenizer; pass decode=")
+    return GenerationRequest(
+        request_id=request_id,
+        params=params,
+        ids=list(prompt_ids),
+        num_prompt=len(prompt_ids),
+        max_length=min(len(prompt_ids) + params.max_tokens, max_length),
+        stop_ids=frozenset(params.stop_ids),
+    )
 
 
 def stop_reason(request: GenerationRequest, decode: Decode | None) -> str | None:

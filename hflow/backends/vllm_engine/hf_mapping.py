@@ -1,0 +1,131 @@
+"""Where the weights of a Hugging Face checkpoint are in a vLLM model.
+
+vLLM fuses the projections of queries, keys and values, and those of gate and up, into one parameter each. Its
+tensor ranks hold slices, and its vocabulary is padded. For every tensor of the checkpoint, `held_tensors`
+finds the box that a rank holds, and the view of vLLM's parameter that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from hflow.errors import BackendError, nearest
+from hflow.types.tensor_slices import Box, whole_box
+
+_WHOLE = (RMSNorm, GemmaRMSNorm, nn.LayerNorm, ReplicatedLinear)
+"""Modules whose parameters every rank holds whole."""
+
+
+class HeldTensor(NamedTuple):
+    """What a rank holds of one checkpoint tensor."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    box: Box
+    view: Tensor
+    """The part of vLLM's parameter that holds the box."""
+
+
+def held_tensors(model: nn.Module) -> dict[str, HeldTensor]:
+    """Return what a rank's model holds of each checkpoint tensor, tied ones under each of their names.
+
+    Raises:
+        BackendError: if the model has a parameter whose place in the checkpoint is unknown.
+    """
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    held: dict[str, HeldTensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            parts = list(_parts(module, path, parameter, packed))
+            if not parts:
+                raise BackendError(
+                    f"the vllm engine cannot update {path}.{name} ({type(module).__name__}); set "
+                    "models.NAME.gen.engine=embedded, or choose another architecture"
+                )
+            for part_path, num_rows, first_row, view in parts:
+                held[f"{part_path}.{name}"] = _held(module, num_rows, first_row, view)
+    return held
+
+
+def _parts(
+    module: Any, path: str, parameter: Tensor, packed: dict[str, list[str]]
+) -> Iterator[tuple[str, int, int, Tensor]]:
+    """Yield the tensors of the checkpoint that are in a parameter; nothing for an unknown module.
+
+    Of each: the path of its module, its number of rows, the first row that is held, and the view that holds
+    it.
+    """
+    parent, _, own = path.rpartition(".")
+    if isinstance(module, QKVParallelLinear):
+        query_rows, key_rows = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
+        value_rows = module.num_kv_heads * module.v_head_size
+        queries, keys, values = parameter.split((query_rows, key_rows, value_rows))
+        rank, kv_rank = module.tp_rank, module.tp_rank // module.num_kv_head_replicas
+        q, k, v = (f"{parent}.{part}" for part in packed[own])
+        yield q, module.total_num_heads * module.head_size, rank * query_rows, queries
+        yield k, module.total_num_kv_heads * module.head_size, kv_rank * key_rows, keys
+        yield v, module.total_num_kv_heads * module.v_head_size, kv_rank * value_rows, values
+    elif isinstance(module, MergedColumnParallelLinear):
+        sizes = [size // module.tp_size for size in module.output_sizes]
+        for part, size, view in zip(packed[own], sizes, parameter.split(sizes), strict=True):
+            yield f"{parent}.{part}", size * module.tp_size, size * module.tp_rank, view
+    elif isinstance(module, VocabParallelEmbedding):
+        indices = module.shard_indices
+        view = parameter[: indices.num_org_elements]
+        yield path, module.org_vocab_size, indices.org_vocab_start_index, view
+    elif isinstance(module, ColumnParallelLinear):
+        num_rows = parameter.shape[0]
+        yield path, num_rows * module.tp_size, num_rows * module.tp_rank, parameter
+    elif isinstance(module, (RowParallelLinear, *_WHOLE)):
+        yield path, parameter.shape[0], 0, parameter
+
+
+def _held(module: Any, num_rows: int, first_row: int, view: Tensor) -> HeldTensor:
+    """Return what is held, with the columns that a row-parallel matrix splits."""
+    rows, columns = (first_row, first_row + view.shape[0]), view.shape[1:]
+    if isinstance(module, RowParallelLinear) and view.ndim == 2:
+        (size,) = columns
+        first = size * module.tp_rank
+        return HeldTensor((num_rows, size * module.tp_size), (rows, (first, first + size)), view)
+    return HeldTensor((num_rows, *columns), (rows, *whole_box(tuple(columns))), view)
+
+
+def checked(
+    weights: Iterable[tuple[str, Tensor]], held: Mapping[str, HeldTensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass new weights on, and check that they are those of the model.
+
+    Raises:
+        BackendError: if a name is unknown, a shape differs, or a tensor is missing.
+    """
+    missing = {tensor.view.data_ptr(): name for name, tensor in held.items()}
+    for name, tensor in weights:
+        if name not in held:
+            raise BackendError(
+                f"new weights hold {name!r}, which the engine's model lacks{nearest(name, held)}"
+            )
+        if held[name].shape != tensor.shape:
+            raise BackendError(
+                f"new weights have {name!r} of shape {tuple(tensor.shape)}, but the engine's model has "
+                f"{held[name].shape}; give both the same architecture"
+            )
+        missing.pop(held[name].view.data_ptr(), None)
+        yield name, tensor
+    if missing:
+        names = sorted(missing.values())
+        raise BackendError(
+            f"new weights lack {len(names)} tensors of the engine's model, the first is {names[0]!r}; "
+            "give both the same architecture"
+        )

@@ -1,0 +1,67 @@
+"""What a worker and the process of its vLLM engine send each other. Importing this imports no vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
+from hflow.data.tokenizer import TokenizerSettings
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """What the process builds its engine from; the first message that it receives."""
+
+    settings: ModelSettings
+    directory: str
+    """With the model's `config.json`, and its weights if it has a path."""
+    tokenizer: TokenizerSettings | None
+    max_running: int
+    max_length: int
+    """Maximum tokens of a sequence, prompt included."""
+    tensor: int
+    cores: tuple[int, ...]
+    """Processor cores of all tensor ranks; empty: those of the worker."""
+    cache_bytes: int | None
+    """Bytes of each rank's KV cache; None: what `memory_fraction` leaves."""
+    memory_fraction: float
+    """Fraction of the device's memory that vLLM may use, on CUDA."""
+    sleeps: bool
+    """Whether vLLM frees its device memory while the engine sleeps."""
+
+
+class EngineCall(NamedTuple):
+    """A method of `process.EngineLoop` to call. Calls are performed in the order in which they were sent."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    has_reply: bool
+    """Whether the process answers with a `EngineReply`."""
+
+
+class AddedRequest(NamedTuple):
+    """A request for the engine, as in `GenerationEngine.add`."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+class EngineReply(NamedTuple):
+    """The answer to a call."""
+
+    value: Any
+
+
+class FinishedRequests(NamedTuple):
+    """Requests that have finished."""
+
+    results: list[tuple[int, GenerationResult]]
+
+
+class EngineFailed(NamedTuple):
+    """The last message of a process that cannot continue."""
+
+    error: Exception
+    """A `HflowError`."""

@@ -1,0 +1,132 @@
+"""The process of a vLLM engine: it runs vLLM, and performs what the worker asks for.
+
+Between two steps of vLLM it performs the calls that have arrived, in order. It ends when the worker closes
+the connection or dies.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from hflow.backends.vllm_engine.messages import (
+    EngineCall,
+    EngineFailed,
+    EngineReply,
+    FinishedRequests,
+    ProcessSettings,
+)
+from hflow.errors import BackendError, HflowError, RunError
+
+if TYPE_CHECKING:
+    from hflow.backends.vllm_engine.stepper import Stepper
+
+
+class EngineLoop:
+    """Receives calls, steps the engine, and sends results.
+
+    Args:
+        connection: to the worker.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._inbox: SimpleQueue[Sequence[EngineCall]] = SimpleQueue()
+        self._stepper: Stepper
+
+    def run(self) -> None:
+        """Build the engine, then serve until the connection is closed."""
+        settings = self._connection.recv()
+        threading.Thread(target=self._receive, name="hflow-receive", daemon=True).start()
+        try:
+            self._build(settings)
+            self._send(EngineReply(None))
+            while True:
+                self._perform(self._next_calls())
+                if self._stepper.num_unfinished and (finished := self._stepper.step()):
+                    self._send(FinishedRequests(finished))
+        except HflowError as error:
+            self._fail(error)
+        except BaseException as error:  # noqa: BLE001  the worker raises it
+            traceback.print_exc()
+            self._fail(_translated(settings.settings.name, error))
+
+    def _build(self, settings: ProcessSettings) -> None:
+        from hflow.backends.vllm_engine.stepper import Stepper
+
+        self._stepper = Stepper(settings)
+        if ranks := multiprocessing.active_children():
+            threading.Thread(
+                target=self._watch, args=(settings, ranks), name="hflow-ranks", daemon=True
+            ).start()
+
+    def _next_calls(self) -> list[EngineCall]:
+        """Return all calls that have arrived; wait for some if the engine has nothing to do."""
+        calls: list[EngineCall] = []
+        try:
+            while True:
+                calls.extend(self._inbox.get(block=not calls and not self._stepper.num_unfinished))
+        except Empty:
+            return calls
+
+    def _perform(self, calls: Sequence[EngineCall]) -> None:
+        for call in calls:
+            value = getattr(self._stepper, call.method)(*call.arguments)
+            if call.has_reply:
+                self._send(EngineReply(value))
+
+    def _send(self, message: Any) -> None:
+        with self._sending:
+            self._connection.send(message)
+
+    def _receive(self) -> None:
+        """Receive calls, on a thread, so that the process ends with the worker even while vLLM is busy."""
+        while True:
+            try:
+                self._inbox.put(self._connection.recv())
+            except (EOFError, OSError):
+                os._exit(0)  # vLLM's ranks end with this process
+
+    def _watch(self, settings: ProcessSettings, ranks: Sequence[Any]) -> None:
+        """End the process when a rank dies. vLLM itself would wait for the rank first."""
+        wait([rank.sentinel for rank in ranks])
+        dead = next(rank for rank in ranks if not rank.is_alive())
+        self._fail(
+            RunError(
+                f"tensor rank {ranks.index(dead)} of the vLLM engine of {settings.settings.name!r} (process "
+                f"{dead.pid}) died with exit code {dead.exitcode}"
+            )
+        )
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the worker why the process ends, and end it."""
+        with suppress(OSError):
+            self._send(EngineFailed(error))
+        os._exit(1)
+
+
+def _translated(name: str, error: BaseException) -> BackendError:
+    """Return an error of vLLM in one line."""
+    reason = " ".join(str(error).split())
+    return BackendError(f"model {name!r}: vLLM failed with {type(error).__name__}: {reason:.300}")
+
+
+def main() -> None:
+    """Run the process. The argument is the file descriptor of the connection to the worker."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # the ranks must not keep it open
+    EngineLoop(Connection(socket.socket(fileno=descriptor).detach())).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What hflow adds to each of vLLM's tensor ranks: it receives weights and checks them.
+
+vLLM imports this module in every rank, as its `worker_extension_cls`. Importing it registers the backend
+`hflow` of vLLM's weight transfer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers import utils
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from hflow.backends.vllm_engine.hf_mapping import checked, held_tensors
+from hflow.errors import HflowError
+from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
+
+TRANSFER_BACKEND = "hflow"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _InitInfo(WeightTransferInitInfo):
+    """Nothing: a channel opens when the first weights arrive."""
+
+
+@dataclass
+class _UpdateInfo(WeightTransferUpdateInfo):
+    incoming: bytes
+    """The rank's `IncomingWeights`, pickled."""
+
+
+class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
+    """Loads `IncomingWeights` into the rank's model, layer by layer.
+
+    Attributes:
+        outcome: what the last update loaded, or the error that it ended with. vLLM would pass the error on as
+            a text, so `RankExtension.hflow_outcome` returns it.
+    """
+
+    init_info_cls = _InitInfo
+    update_info_cls = _UpdateInfo
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._held = held_tensors(self.model)
+        self.outcome: LoadedWeights | HflowError | None = None
+
+    def init_transfer_engine(self, init_info: _InitInfo) -> None:
+        """Do nothing."""
+
+    def start_weight_update(self) -> None:
+        """Prepare the model's loaders."""
+        self.outcome = None
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive, load and check all weights of a version."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: _UpdateInfo) -> None:
+        """Receive, load and check all weights of a version."""
+        try:
+            incoming = cloudpickle.loads(update_info.incoming)
+            self.outcome = load_verified(incoming, self._load, self._boxes)
+        except HflowError as error:
+            self.outcome = error
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: `receive_weights` has finished the update, since it checks the result."""
+
+    def shutdown(self) -> None:
+        """Do nothing: channels close when the process ends."""
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        model: Any = self.model
+        model.load_weights(checked(weights, self._held))
+        finalize: Any = finalize_layerwise_reload
+        finalize(model, self.model_config)
+
+    def _boxes(self, name: str) -> HeldBoxes:
+        held = self._held.get(name)
+        return () if held is None else ((held.box, held.view),)
+
+
+class RankExtension:
+    """Methods that vLLM's worker of a rank gets, for `collective_rpc`."""
+
+    weight_transfer_engine: HflowWeightTransfer
+
+    def hflow_outcome(self) -> LoadedWeights | HflowError | None:
+        """Return what the last weight update of this rank loaded, or the error that it ended with."""
+        return self.weight_transfer_engine.outcome
+
+
+def _use_weights_in_place(layer: Any, remove_weight: bool) -> None:
+    """Multiply with a layer's parameter itself.
+
+    Replaces vLLM's choice of a kernel on a CPU, whose kernels pack a copy of the weights and delete the
+    parameter, so that new weights could neither be written to it nor be compared with it.
+    """
+    layer.cpu_linear = nn.functional.linear
+
+
+def _prepare_process() -> None:
+    if multiprocessing.parent_process() is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the engine's process
+    if current_platform.is_cpu():
+        utils.dispatch_cpu_unquantized_gemm = _use_weights_in_place
+    if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, HflowWeightTransfer)
+
+
+_prepare_process()

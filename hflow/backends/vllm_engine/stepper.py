@@ -1,0 +1,237 @@
+"""`Stepper`: vLLM's engine with hflow's requests, stepped by the loop of its process."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import tokens_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from hflow.backends.generation_request import GenerationRequest, new_request, stop_reason
+from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.backends.vllm_engine import rank
+from hflow.backends.vllm_engine.messages import AddedRequest, ProcessSettings
+from hflow.backends.vllm_engine.seeded_weights import SeededWeights
+from hflow.data.tokenizer import TextTokenizer
+from hflow.errors import BackendError, HflowError
+from hflow.types.sleep_level import SleepLevel
+from hflow.weights.loading import LoadedWeights
+
+_DTYPES: dict[str, Any] = {"fp32": "float32", "bf16": "bfloat16"}
+
+Results = list[tuple[int, GenerationResult]]
+
+
+class Stepper:
+    """Serves the methods of `GenerationEngine` that need vLLM, in its process.
+
+    vLLM schedules and samples; this keeps the tokens of each request with their log-probs and versions, and
+    decides when it ends. Scheduling is not asynchronous, so the tokens of a step have the version that the
+    weights have during the step.
+    """
+
+    def __init__(self, settings: ProcessSettings) -> None:
+        """Build vLLM's engine, in this process and its ranks."""
+        if settings.cores:
+            os.sched_setaffinity(0, settings.cores)
+        self._settings = settings
+        tokenizer = None if settings.tokenizer is None else TextTokenizer(settings.tokenizer)
+        self._decode = None if tokenizer is None else tokenizer.decode
+        self._engine = LLMEngine.from_engine_args(_engine_args(settings))
+        self._core = self._engine.engine_core
+        self._vocab_size = self._engine.vllm_config.model_config.get_vocab_size()
+        self._tasks = self._engine.get_supported_tasks()
+        self._version = 0
+        self._has_weights = settings.settings.path is not None
+        """Whether the weights are those of a checkpoint or of a trainer."""
+        self._requests: dict[str, GenerationRequest] = {}
+        self._names: dict[int, str] = {}
+        """Request id -> the name that vLLM knows it by, which it must not see twice."""
+        self._counter = itertools.count()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that wait or run."""
+        return len(self._requests)
+
+    def add(self, added: Sequence[AddedRequest]) -> None:
+        """Queue requests, which the worker has checked."""
+        for request_id, prompt_ids, params in added:
+            name = str(next(self._counter))
+            request = new_request(
+                request_id, prompt_ids, params, self._settings.max_length, self._vocab_size, self._decode
+            )
+            core_request = self._engine.input_processor.process_inputs(
+                name, tokens_input(request.ids), _sampling_params(request), self._tasks
+            )
+            self._core.add_request(core_request)
+            self._requests[name] = request
+            self._names[request_id] = name
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """Remove requests; those that have finished already are ignored."""
+        names = [self._names.pop(request_id) for request_id in request_ids if request_id in self._names]
+        self._core.abort_requests(names)
+        for name in names:
+            del self._requests[name]
+
+    def step(self) -> Results:
+        """Draw one token for each request that vLLM schedules; return the finished requests.
+
+        Raises:
+            BackendError: if log-probs are NaN, or vLLM gives a request up.
+        """
+        outputs = self._core.get_output()
+        finished: Results = []
+        surplus: list[str] = []
+        for output in outputs.outputs:
+            request = self._requests.get(output.request_id)
+            if request is None:
+                continue
+            reason = self._append(request, output)
+            if output.finish_reason is not None and reason is None:
+                raise BackendError(f"vLLM ended a request with {output.finish_reason!s}")
+            if reason is not None:
+                finished.append((request.request_id, request.result(reason)))
+                del self._requests[output.request_id], self._names[request.request_id]
+                if output.finish_reason is None:
+                    surplus.append(output.request_id)
+        self._core.abort_requests(surplus)
+        return finished
+
+    def interrupt(self) -> Results:
+        """Remove all requests; return what each has drawn."""
+        self._core.abort_requests(list(self._requests))
+        results = [(request.request_id, request.result("abort")) for request in self._requests.values()]
+        self._requests.clear()
+        self._names.clear()
+        return results
+
+    def load_weights(self, incoming: Sequence[bytes], version: int) -> LoadedWeights:
+        """Load the weights of a version. Running requests keep their tokens, and are prefilled again.
+
+        Args:
+            incoming: the pickled `IncomingWeights` of each rank.
+            version: of the weights.
+
+        Raises:
+            HflowError: what a rank raised.
+        """
+        self._engine.collective_rpc("start_weight_update")
+        self._engine.collective_rpc("update_weights", args=([{"incoming": data} for data in incoming],))
+        outcomes: list[LoadedWeights | HflowError] = self._engine.collective_rpc("hflow_outcome")
+        for outcome in outcomes:
+            if isinstance(outcome, HflowError):
+                raise outcome
+        self._engine.collective_rpc("finish_weight_update")
+        self._has_weights = True
+        self._use(version)
+        return LoadedWeights.of_ranks(outcome for outcome in outcomes if isinstance(outcome, LoadedWeights))
+
+    def set_version(self, version: int) -> None:
+        """Use the weights of the checkpoint, or random weights, as a version."""
+        if not self._has_weights:
+            seeded = cloudpickle.dumps(SeededWeights(self._settings.settings).incoming())
+            self.load_weights([seeded] * self._settings.tensor, version)
+        self._use(version)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Free device memory."""
+        if self._settings.sleeps and level is not SleepLevel.PAUSE:
+            self._engine.sleep(level.value)
+
+    def wake_weights(self) -> None:
+        """Allocate the weights."""
+        if self._settings.sleeps:
+            self._engine.wake_up(["weights"])
+
+    def wake_cache(self) -> None:
+        """Allocate the KV cache."""
+        if self._settings.sleeps:
+            self._engine.wake_up(["kv_cache"])
+
+    def _use(self, version: int) -> None:
+        """Drop all that older weights have computed."""
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._engine.set_weight_version(str(version))
+        self._version = version
+
+    def _append(self, request: GenerationRequest, output: Any) -> str | None:
+        """Append the tokens of a step to a request; return the reason why it ends, None if it does not."""
+        if not output.new_token_ids:
+            return None
+        logprobs = output.new_logprobs.logprobs
+        for row, token in enumerate(output.new_token_ids):
+            logprob = float(logprobs[row, 0])
+            if logprob != logprob:
+                raise BackendError(
+                    "the model's logits are NaN, so its weights have diverged; lower the learning rate"
+                )
+            request.ids.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self._version)
+            if (reason := stop_reason(request, self._decode)) is not None:
+                return reason
+        return None
+
+
+def _engine_args(settings: ProcessSettings) -> EngineArgs:
+    model, on_cpu = settings.settings, current_platform.is_cpu()
+    memory: dict[str, Any] = {"gpu_memory_utilization": settings.memory_fraction}
+    if settings.cache_bytes is not None:
+        memory = {"kv_cache_memory_bytes": settings.cache_bytes}
+    return EngineArgs(
+        model=settings.directory,
+        load_format="auto" if model.path is not None else "dummy",
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=_DTYPES[model.dtype],
+        seed=0,
+        max_model_len=settings.max_length,
+        max_num_seqs=settings.max_running,
+        tensor_parallel_size=settings.tensor,
+        distributed_executor_backend="mp" if settings.tensor > 1 else "uni",
+        enforce_eager=on_cpu,
+        logprobs_mode="processed_logprobs",
+        async_scheduling=False,
+        disable_log_stats=True,
+        enable_sleep_mode=settings.sleeps,
+        worker_extension_cls=f"{rank.__name__}.{rank.RankExtension.__name__}",
+        weight_transfer_config=WeightTransferConfig(backend=rank.TRANSFER_BACKEND),
+        **memory,
+    )
+
+
+def _sampling_params(request: GenerationRequest) -> VllmSamplingParams:
+    params = request.params
+    return VllmSamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=_seed(params),
+        max_tokens=request.max_length - request.num_prompt,
+        stop_token_ids=list(request.stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _seed(params: SamplingParams) -> int | None:
+    """Return the seed of a request's remaining tokens: it depends on how many it has already drawn."""
+    if params.temperature == 0:
+        return None
+    digest = hashlib.blake2b(f"{params.seed} {params.num_resumed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
