@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -17,8 +16,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from hflow.backends.common.seeds import request_seed
 from hflow.backends.generation_request import GenerationRequest, new_request, stop_reason
-from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.backends.interface import GenerationResult
 from hflow.backends.vllm_engine import rank
 from hflow.backends.vllm_engine.messages import AddedRequest, ProcessSettings
 from hflow.backends.vllm_engine.seeded_weights import SeededWeights
@@ -218,7 +218,7 @@ def _sampling_params(request: GenerationRequest) -> VllmSamplingParams:
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
-        seed=_seed(params),
+        seed=request_seed(params.seed, request.num_prompt) if params.temperature else None,
         max_tokens=request.max_length - request.num_prompt,
         stop_token_ids=list(request.stop_ids),
         ignore_eos=True,
@@ -227,11 +227,3 @@ def _sampling_params(request: GenerationRequest) -> VllmSamplingParams:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
-
-
-def _seed(params: SamplingParams) -> int | None:
-    """Return the seed of a request's remaining tokens: it depends on how many it has already drawn."""
-    if params.temperature == 0:
-        return None
-    digest = hashlib.blake2b(f"{params.seed} {params.num_resumed}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
