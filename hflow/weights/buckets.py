@@ -1,48 +1,41 @@
-"""Buckets: slices of weights as bytes, on their way between processes."""
+"""Buckets: slices of weights as bytes on a device, on their way between processes."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types.tensor_slices import Box, box_shape, slices_within, whole_box
+from hflow.weights.checksum import checksums_of
 
 BUCKET_BYTES = 64 << 20
 """A bucket is closed when it is at least this large; a larger slice has one of its own."""
 ALIGNMENT = 16
 """Slices start at multiples of this many bytes, so that any dtype can be viewed in place."""
 
-Bytes = npt.NDArray[np.uint8]
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an entry -> the integers as which numpy handles entries of any dtype."""
-
 
 class SliceValues(NamedTuple):
     """A slice with its entries."""
 
     slice: WeightSlice
-    dtype: str
-    bits: npt.NDArray[Any]
-    """The entries as integers of the same bits, in the shape of the box."""
+    values: Tensor
+    """In the shape of the box, on any device. It may share storage with a model or a bucket."""
+    checksum: int
+    """As in `hflow.weights.checksum`."""
 
     @classmethod
     def of(cls, piece: WeightSlice, values: Tensor) -> SliceValues:
-        """Build from a tensor of the box's shape; they may share storage."""
-        return cls(piece, str(values.dtype).removeprefix("torch."), bits_of(values))
-
-
-def bits_of(values: Tensor) -> npt.NDArray[Any]:
-    """Return a tensor's entries as integers of the same bits, without a copy if possible."""
-    return values.detach().cpu().contiguous().view(_INTEGERS[values.dtype.itemsize]).numpy()
+        """Compute the checksum of a slice, given a tensor of the box's shape."""
+        (checksum,) = checksums_of([(piece.tensor, piece.shape, piece.box, values)])
+        return cls(piece, values, checksum)
 
 
 class BucketEntry(NamedTuple):
@@ -52,6 +45,8 @@ class BucketEntry(NamedTuple):
     dtype: str
     start: int
     end: int
+    checksum: int
+    """Of the slice when it was packed."""
 
 
 class IncomingTensor(NamedTuple):
@@ -59,9 +54,11 @@ class IncomingTensor(NamedTuple):
 
     name: str
     tensor: Tensor
-    """In the shape of the whole tensor; uninitialised outside the boxes."""
+    """In the shape of the whole tensor; uninitialised outside the boxes. It may be read-only."""
     boxes: tuple[Box, ...]
     """The parts that have arrived; they do not overlap."""
+    checksums: tuple[int, ...]
+    """Of each box."""
 
 
 @dataclass(frozen=True)
@@ -69,57 +66,117 @@ class Bucket:
     """Some slices of one version of a model."""
 
     entries: tuple[BucketEntry, ...]
-    payload: Bytes
+    payload: Tensor
+    """Bytes, `uint8`; on the device of the weights, or in host memory after a channel that copies them."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the slices, without the padding between them."""
         return sum(entry.end - entry.start for entry in self.entries)
 
+    def on(self, device: torch.device) -> Bucket:
+        """Return the bucket with its payload on a device; the same bucket if it is there."""
+        return self if self.payload.device == device else replace(self, payload=self.payload.to(device))
 
-def pack_buckets(slices: Iterable[SliceValues], bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Group slices into buckets, holding one bucket at a time."""
-    entries: list[BucketEntry] = []
-    parts: list[Bytes] = []
-    for piece, dtype, bits in slices:
-        start = -(-entries[-1].end // ALIGNMENT) * ALIGNMENT if entries else 0
-        entries.append(BucketEntry(piece, dtype, start, start + bits.nbytes))
-        parts.append(bits.reshape(-1).view(np.uint8))
-        if entries[-1].end >= bucket_bytes:
-            yield _bucket(entries, parts)
-            entries, parts = [], []
-    if entries:
-        yield _bucket(entries, parts)
+
+def pack_buckets(
+    slices: Iterable[tuple[WeightSlice, Tensor]], bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[Bucket]:
+    """Copy slices into buckets on their device, holding one bucket at a time."""
+    pieces: list[tuple[WeightSlice, Tensor]] = []
+    end = 0
+    for piece, values in slices:
+        pieces.append((piece, values))
+        end = _aligned(end) + values.nbytes
+        if end >= bucket_bytes:
+            yield _bucket(pieces)
+            pieces, end = [], 0
+    if pieces:
+        yield _bucket(pieces)
 
 
 def unpack_bucket(bucket: Bucket) -> Iterator[SliceValues]:
     """Yield the slices of a bucket, as views of its payload."""
-    for piece, dtype, start, end in bucket.entries:
-        bits = bucket.payload[start:end].view(f"i{getattr(torch, dtype).itemsize}")
-        yield SliceValues(piece, dtype, bits.reshape(box_shape(piece.box)))
+    for entry in bucket.entries:
+        yield SliceValues(entry.slice, _values(bucket.payload, entry), entry.checksum)
+
+
+def verify_bucket(bucket: Bucket) -> None:
+    """Check that all slices of a bucket have the values that were packed.
+
+    Raises:
+        RunError: names the first tensor that has other values.
+    """
+    boxes = [
+        (entry.slice.tensor, entry.slice.shape, entry.slice.box, _values(bucket.payload, entry))
+        for entry in bucket.entries
+    ]
+    for entry, checksum in zip(bucket.entries, checksums_of(boxes), strict=True):
+        if checksum != entry.checksum:
+            raise RunError(
+                f"{box_text(entry.slice.box)} of {entry.slice.tensor!r} was received with checksum "
+                f"{checksum:016x}, but was sent with {entry.checksum:016x}. Resume from the last checkpoint; "
+                "if it happens again, choose another models.NAME.gen.transport"
+            )
 
 
 def assemble_tensors(streams: Sequence[Iterable[SliceValues]]) -> Iterator[IncomingTensor]:
     """Assemble tensors from streams of slices, each in the order of the tensors.
 
-    Reads no more of a stream than its slices of the current tensor and one of a later tensor.
+    Reads no more of a stream than its slices of the current tensor and one of a later tensor. A tensor that
+    is one slice is not copied.
     """
     merged = heapq.merge(*streams, key=lambda values: values.slice.position)
     for _, slices in groupby(merged, key=lambda values: values.slice.position):
         yield _tensor(list(slices))
 
 
+def box_text(box: Box) -> str:
+    """Return a box as Python writes it: `[0:4, 2:6]`."""
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
 def _tensor(slices: list[SliceValues]) -> IncomingTensor:
-    name, shape = slices[0].slice.tensor, slices[0].slice.shape
-    tensor = np.empty(shape, slices[0].bits.dtype)
-    for piece, _, bits in slices:
-        tensor[slices_within(piece.box, whole_box(shape))] = bits
-    boxes = tuple(values.slice.box for values in slices)
-    return IncomingTensor(name, torch.from_numpy(tensor).view(getattr(torch, slices[0].dtype)), boxes)
+    first = slices[0]
+    name, shape = first.slice.tensor, first.slice.shape
+    whole = whole_box(shape)
+    if first.slice.box == whole:
+        tensor = first.values
+    else:
+        tensor = first.values.new_empty(shape)
+        for piece, values, _ in slices:
+            tensor[slices_within(piece.box, whole)] = values
+    boxes, checksums = zip(*((values.slice.box, values.checksum) for values in slices), strict=True)
+    return IncomingTensor(name, tensor, boxes, checksums)
 
 
-def _bucket(entries: list[BucketEntry], parts: list[Bytes]) -> Bucket:
-    payload = np.zeros(entries[-1].end, np.uint8)
-    for entry, part in zip(entries, parts, strict=True):
-        payload[entry.start : entry.end] = part
-    return Bucket(tuple(entries), payload)
+def _bucket(pieces: list[tuple[WeightSlice, Tensor]]) -> Bucket:
+    bounds, end = [], 0
+    for _, values in pieces:
+        start = _aligned(end)
+        end = start + values.nbytes
+        bounds.append((start, end))
+    payload = torch.zeros(_aligned(end), dtype=torch.uint8, device=pieces[0][1].device)
+    entries = [
+        BucketEntry(piece, str(values.dtype).removeprefix("torch."), start, end, 0)
+        for (piece, values), (start, end) in zip(pieces, bounds, strict=True)
+    ]
+    packed = [_values(payload, entry) for entry in entries]
+    for target, (_, values) in zip(packed, pieces, strict=True):
+        target.copy_(values)
+    checksums = checksums_of(
+        [(piece.tensor, piece.shape, piece.box, x) for (piece, _), x in zip(pieces, packed, strict=True)]
+    )
+    return Bucket(
+        tuple(entry._replace(checksum=c) for entry, c in zip(entries, checksums, strict=True)), payload
+    )
+
+
+def _values(payload: Tensor, entry: BucketEntry) -> Tensor:
+    """Return the entries of a slice as a view of a bucket's payload."""
+    values: Tensor = payload[entry.start : entry.end].view(getattr(torch, entry.dtype))
+    return values.view(box_shape(entry.slice.box))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hflow.planner.weights.weight_slices import WeightSlice
-from hflow.types.tensor_slices import whole_box
-from hflow.weights.buckets import IncomingTensor, SliceValues, assemble_tensors, unpack_bucket
+from hflow.weights.buckets import (
+    BUCKET_BYTES,
+    IncomingTensor,
+    SliceValues,
+    assemble_tensors,
+    unpack_bucket,
+    verify_bucket,
+)
 from hflow.weights.channels import open_channel
 from hflow.weights.channels.interface import ChannelSettings
 from hflow.weights.checksum import MODULUS
-from hflow.weights.outgoing import ChecksummedSlices
+from hflow.weights.outgoing import whole_slices
+from hflow.weights.prefetch import prefetched
 
 Handles = Sequence[Any]
 """What a channel's `send` returned for the buckets of one stream, in order."""
@@ -28,6 +36,9 @@ class IncomingWeights:
 
     Args:
         channel: carries the buckets; None: all weights are local.
+        receiver: the worker of the rank.
+        device: `cpu` or `cuda`, where tensors are assembled; `cuda` is the current device of the process
+            that iterates.
         streams: the handles of each stream that has this rank among its receivers, in the plan's order.
         local: called for the slices that this process holds itself, in the order of the tensors.
     """
@@ -35,16 +46,22 @@ class IncomingWeights:
     def __init__(
         self,
         channel: ChannelSettings | None,
+        receiver: int = 0,
+        device: str = "cpu",
         streams: Sequence[Handles] = (),
         local: Callable[[], Iterable[SliceValues]] | None = None,
     ) -> None:
         self._channel = channel
+        self._receiver = receiver
+        self._device = device
         self._streams = streams
         self._local = local
-        self._local_slices = ChecksummedSlices(())
-        self._received_checksum = 0
         self.num_bytes = 0
         """Bytes that were received so far."""
+        self.checksum = 0
+        """Of all slices as they arrived; complete when the iteration has ended."""
+        self.local_checksum = 0
+        """Of the slices that this process holds itself; complete when the iteration has ended."""
 
     @classmethod
     def of_tensors(cls, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> IncomingWeights:
@@ -53,37 +70,47 @@ class IncomingWeights:
         Args:
             tensors: called for `(HF name, full tensor)` when the iteration starts.
         """
-        return cls(
-            None,
-            local=lambda: (
-                SliceValues.of(
-                    WeightSlice(place, name, tuple(tensor.shape), whole_box(tuple(tensor.shape))), tensor
-                )
-                for place, (name, tensor) in enumerate(tensors())
-            ),
-        )
-
-    @property
-    def local_checksum(self) -> int:
-        """Checksum of the weights that this process holds itself; complete when the iteration has ended."""
-        return self._local_slices.checksum
-
-    @property
-    def checksum(self) -> int:
-        """Checksum of all slices as they arrived; complete when the iteration has ended."""
-        return (self._received_checksum + self._local_slices.checksum) % MODULUS
+        return cls(None, local=lambda: (SliceValues.of(*one) for one in whole_slices(tensors())))
 
     def __iter__(self) -> Iterator[IncomingTensor]:
-        """Yield each tensor with the boxes of it that arrived; the rest of the tensor is uninitialised."""
-        self._local_slices = ChecksummedSlices(() if self._local is None else self._local())
-        return assemble_tensors([*map(self._received_slices, self._streams), self._local_slices])
+        """Yield each tensor with the boxes of it that arrived.
 
-    def _received_slices(self, handles: Handles) -> Iterator[SliceValues]:
+        While a tensor is being loaded, the next ones are received, verified and assembled on a thread. Local
+        weights may need collectives, so without streams everything happens on the caller's thread.
+
+        Raises:
+            RunError: when a slice has other values than were sent.
+        """
+        if not self._streams:
+            return assemble_tensors([self._local_slices()])
+        device = torch.device(self._device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        return prefetched(self._received(device), lambda arrived: arrived.tensor.nbytes, BUCKET_BYTES)
+
+    def _received(self, device: torch.device) -> Iterator[IncomingTensor]:
+        # The thread uses the caller's CUDA stream, so that the tensors are complete when they are loaded.
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+        def assemble() -> Iterator[IncomingTensor]:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                streams = [self._slices(handles, device) for handles in self._streams]
+                yield from assemble_tensors([*streams, self._local_slices()])
+
+        return assemble()
+
+    def _slices(self, handles: Handles, device: torch.device) -> Iterator[SliceValues]:
         assert self._channel is not None, "streams need a channel"
         channel = open_channel(self._channel)
         for handle in handles:
-            bucket = channel.receive(handle)
+            bucket = channel.receive(handle, self._receiver).on(device)
+            verify_bucket(bucket)
             self.num_bytes += bucket.num_bytes
-            slices = ChecksummedSlices(unpack_bucket(bucket))
-            yield from slices
-            self._received_checksum = (self._received_checksum + slices.checksum) % MODULUS
+            self.checksum = (self.checksum + sum(entry.checksum for entry in bucket.entries)) % MODULUS
+            yield from unpack_bucket(bucket)
+
+    def _local_slices(self) -> Iterator[SliceValues]:
+        for values in () if self._local is None else self._local():
+            self.local_checksum = (self.local_checksum + values.checksum) % MODULUS
+            self.checksum = (self.checksum + values.checksum) % MODULUS
+            yield values

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from hflow.errors import RunError
 from hflow.types.tensor_slices import Box, intersect, numel, slices_within, whole_box
-from hflow.weights.checksum import box_checksum
+from hflow.weights.buckets import IncomingTensor, box_text
+from hflow.weights.checksum import MODULUS, box_checksum, checksums_of
 from hflow.weights.incoming import IncomingWeights
 
-_NONE = -1
-"""Equals no checksum."""
 HeldBoxes = Sequence[tuple[Box, Tensor]]
 """The boxes of one tensor that a rank holds, each with a view of the rank's storage, in the box's shape."""
 
@@ -57,46 +56,49 @@ def load_verified(
     Raises:
         RunError: when a box that the rank holds did not arrive, or has other values than those that arrived.
     """
-    arrived: list[tuple[str, tuple[int, ...], list[int]]] = []
+    arrived: list[tuple[str, tuple[int, ...], list[int | None]]] = []
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor, boxes in incoming:
-            arrived.append((name, tuple(tensor.shape), _arrived_checksums(name, tensor, boxes, held(name))))
-            yield name, tensor
+        for tensor in incoming:
+            shape = tuple(tensor.tensor.shape)
+            arrived.append((tensor.name, shape, [_arrived(tensor, *box) for box in held(tensor.name)]))
+            yield tensor.name, tensor.tensor
 
     load(tensors())
-    for name, shape, checksums in arrived:
-        for checksum, (box, view) in zip(checksums, held(name), strict=True):
-            if box_checksum(name, shape, box, view) != checksum:
+    for name, shape, expected in arrived:
+        boxes = [(name, shape, box, view) for box, view in held(name)]
+        for (_, _, box, _), checksum, wanted in zip(boxes, checksums_of(boxes), expected, strict=True):
+            if checksum != wanted:
                 raise RunError(
-                    f"the engine does not hold {_text(box)} of {name!r} as received: the weights changed "
+                    f"the engine does not hold {box_text(box)} of {name!r} as received: the weights changed "
                     "while they were loaded. If it happens again, the engine's weight loader has a bug"
                 )
     return LoadedWeights((incoming.num_bytes,), (incoming.local_checksum,), (incoming.checksum,))
 
 
-def _arrived_checksums(name: str, tensor: Tensor, boxes: Sequence[Box], held: HeldBoxes) -> list[int]:
-    """Return the checksums of what arrived for the boxes that a rank holds, in the dtype that it holds.
+def _arrived(arrived: IncomingTensor, box: Box, view: Tensor) -> int | None:
+    """Return the checksum of what arrived for a box that a rank holds, in the dtype that it holds.
+
+    None if the tensor has another shape than the rank's, which `load` refuses.
 
     Raises:
-        RunError: when a part of them did not arrive.
+        RunError: when a part of the box did not arrive.
     """
-    shape = tuple(tensor.shape)
-    checksums = []
-    for box, view in held:
-        if len(box) != len(shape) or intersect(box, whole_box(shape)) != box:
-            checksums.append(_NONE)  # a tensor of another shape, which `load` refuses
-            continue
-        num_arrived = sum(numel(part) for other in boxes if (part := intersect(box, other)) is not None)
-        if num_arrived != numel(box):
-            raise RunError(
-                f"received incomplete weights: {num_arrived} of the {numel(box)} entries of {name!r} in "
-                f"{_text(box)}. If it happens again, the weight route has a bug"
-            )
-        values = tensor[slices_within(box, whole_box(shape))]
-        checksums.append(box_checksum(name, shape, box, values.to(view.dtype)))
-    return checksums
-
-
-def _text(box: Box) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+    shape = tuple(arrived.tensor.shape)
+    if len(box) != len(shape) or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
+        return None
+    parts = [
+        (other, checksum)
+        for other, checksum in zip(arrived.boxes, arrived.checksums, strict=True)
+        if intersect(box, other) is not None
+    ]
+    num_arrived = sum(numel(part) for other, _ in parts if (part := intersect(box, other)) is not None)
+    if num_arrived != numel(box):
+        raise RunError(
+            f"received incomplete weights: {num_arrived} of the {numel(box)} entries of {arrived.name!r} in "
+            f"{box_text(box)}. If it happens again, the weight route has a bug"
+        )
+    if view.dtype == arrived.tensor.dtype and all(intersect(box, other) == other for other, _ in parts):
+        return sum(checksum for _, checksum in parts) % MODULUS
+    values = arrived.tensor[slices_within(box, whole_box(shape))].to(view.dtype)
+    return box_checksum(arrived.name, shape, box, values)

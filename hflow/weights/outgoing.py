@@ -8,16 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from hflow.planner.ir import ClusterSpec, WeightRoute
 from hflow.planner.weights.weight_slices import Receivers, WeightSlice, slices_to_keep, slices_to_send
 from hflow.types.tensor_slices import Block, box_shape, intersect, numel, slices_within, whole_box
-from hflow.weights.buckets import Bucket, SliceValues, pack_buckets
-from hflow.weights.checksum import MODULUS, slice_checksum
+from hflow.weights.buckets import SliceValues, pack_buckets
+from hflow.weights.checksum import MODULUS
 
 if TYPE_CHECKING:
     from hflow.backends.interface import ModelBackend
+    from hflow.weights.buckets import Bucket
 
-AddressedSlices = Iterator[tuple[Receivers, Iterator[SliceValues]]]
+Slices = Iterator[tuple[WeightSlice, Tensor]]
+"""Slices with their entries, in the order of the tensors."""
+AddressedSlices = Iterator[tuple[Receivers, Slices]]
 """Streams of slices, and the workers that receive each."""
 
 
@@ -27,25 +32,30 @@ def outgoing_slices(
     """Yield what a worker sends by a route with rows. Not a collective."""
     read = _SliceReader(backend)
     for receivers, slices in slices_to_send(route, cluster, worker).items():
-        yield receivers, map(read, slices)
+        yield receivers, ((piece, read(piece)) for piece in slices)
 
 
 def outgoing_tensors(receivers: Receivers, backend: ModelBackend, is_sender: bool) -> AddressedSlices:
     """Yield what one worker sends by a route without rows: whole tensors. A collective."""
-    tensors = (
-        SliceValues.of(WeightSlice(place, name, tuple(tensor.shape), whole_box(tuple(tensor.shape))), tensor)
-        for place, (name, tensor) in enumerate(backend.weights())
-    )
     if is_sender:
-        yield receivers, tensors
+        yield receivers, whole_slices(backend.weights())
     else:
         for _ in backend.weights():
             pass
 
 
+def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Slices:
+    """Yield whole tensors as slices."""
+    for position, (name, tensor) in enumerate(tensors):
+        shape = tuple(tensor.shape)
+        yield WeightSlice(position, name, shape, whole_box(shape)), tensor
+
+
 def local_slices(route: WeightRoute, worker: int, backend: ModelBackend) -> Iterator[SliceValues]:
-    """Return what a worker needs of a route and holds already."""
-    return map(_SliceReader(backend), slices_to_keep(route, worker))
+    """Yield what a worker needs of a route and holds already."""
+    read = _SliceReader(backend)
+    for piece in slices_to_keep(route, worker):
+        yield SliceValues.of(piece, read(piece))
 
 
 class OutgoingWeights:
@@ -58,24 +68,11 @@ class OutgoingWeights:
 
     def __iter__(self) -> Iterator[tuple[Receivers, Bucket]]:
         for receivers, slices in self._streams:
-            counted = ChecksummedSlices(slices)
-            for bucket in pack_buckets(counted):
+            for bucket in pack_buckets(slices):
+                total = sum(entry.checksum for entry in bucket.entries)
+                for receiver in receivers:
+                    self.checksums[receiver] = (self.checksums.get(receiver, 0) + total) % MODULUS
                 yield receivers, bucket
-            for receiver in receivers:
-                self.checksums[receiver] = (self.checksums.get(receiver, 0) + counted.checksum) % MODULUS
-
-
-class ChecksummedSlices:
-    """Iterates over slices and adds up their checksum."""
-
-    def __init__(self, slices: Iterable[SliceValues]) -> None:
-        self._slices = slices
-        self.checksum = 0
-
-    def __iter__(self) -> Iterator[SliceValues]:
-        for values in self._slices:
-            self.checksum = (self.checksum + slice_checksum(values)) % MODULUS
-            yield values
 
 
 class _SliceReader:
@@ -87,7 +84,7 @@ class _SliceReader:
         for block in backend.blocks():
             self._blocks.setdefault(block.tensor, []).append(block)
 
-    def __call__(self, piece: WeightSlice) -> SliceValues:
+    def __call__(self, piece: WeightSlice) -> Tensor:
         blocks = self._blocks.get(piece.tensor, [])
         overlaps = [(box, block) for block in blocks if (box := intersect(block.box, piece.box)) is not None]
         assert sum(numel(box) for box, _ in overlaps) == numel(piece.box), f"{piece} is not held here"
@@ -95,8 +92,8 @@ class _SliceReader:
             (box, block.values[slices_within(box, block.box)].to(self._dtype)) for box, block in overlaps
         ]
         if len(parts) == 1:
-            return SliceValues.of(piece, parts[0][1])
+            return parts[0][1]
         values = parts[0][1].new_empty(box_shape(piece.box))
         for box, part in parts:
             values[slices_within(box, piece.box)] = part
-        return SliceValues.of(piece, values)
+        return values

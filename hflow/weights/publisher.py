@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +45,12 @@ class WeightPublisher:
     Args:
         routes: what this process sends and receives.
         settings: generation replica -> the channel that carries its weights.
+        device: `cpu` or `cuda`, where engines hold weights.
     """
 
-    def __init__(self, routes: WorkerRoutes, settings: Mapping[str, ChannelSettings]) -> None:
+    def __init__(self, routes: WorkerRoutes, settings: Mapping[str, ChannelSettings], device: str) -> None:
         self._routes = routes
+        self._device = device
         self._settings = settings
         self._channels: dict[str, WeightChannel] = {}
         """Replica -> the sending end of its channel, from the first publication on."""
@@ -60,13 +63,13 @@ class WeightPublisher:
         outgoing = self._routes.outgoing(replica)
         if replica not in self._channels:
             self._channels[replica] = make_channel(self._settings[replica])
+        channel, handles = self._channels[replica], self._handles.setdefault(replica, [])
         by_receivers: dict[Receivers, list[Any]] = {}
-        handles = self._handles.setdefault(replica, [])
         num_bytes = 0
-        for receivers, bucket in outgoing:
-            handles.append(self._channels[replica].send(bucket))
-            by_receivers.setdefault(receivers, []).append(handles[-1])
-            num_bytes += bucket.num_bytes
+        for receivers, handle, size in _sent(channel, outgoing):
+            handles.append(handle)
+            by_receivers.setdefault(receivers, []).append(handle)
+            num_bytes += size
         report = PublishReport(replica, version, num_bytes, outgoing.checksums, start, time.time())
         return list(by_receivers.items()), report
 
@@ -80,6 +83,8 @@ class WeightPublisher:
         return [
             IncomingWeights(
                 self._settings[replica],
+                receiver,
+                self._device,
                 [handles for sent in published for receivers, handles in sent if receiver in receivers],
                 local,
             )
@@ -93,9 +98,29 @@ class WeightPublisher:
             self._channels[replica].free(handles)
 
     def close(self) -> None:
-        """Free everything that was sent."""
+        """Free everything that was sent, and close the sending ends. Safe to call twice."""
         for replica in tuple(self._handles):
             self.free(replica)
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+
+def _sent(channel: WeightChannel, outgoing: OutgoingWeights) -> Iterator[tuple[Receivers, Any, int]]:
+    """Send weights; yields receivers, handle and bytes of each bucket, in order.
+
+    While a bucket is sent on a thread, the next one is packed here, which may need collectives.
+    """
+    pending: Future[Any] | None = None
+    with ThreadPoolExecutor(1, "hflow-weights") as thread:
+        last: tuple[Receivers, int] | None = None
+        for receivers, bucket in outgoing:
+            if pending is not None and last is not None:
+                yield last[0], pending.result(), last[1]
+            pending = thread.submit(channel.send, receivers, bucket)
+            last = receivers, bucket.num_bytes
+        if pending is not None and last is not None:
+            yield last[0], pending.result(), last[1]
 
 
 class WorkerRoutes:

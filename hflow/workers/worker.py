@@ -89,7 +89,7 @@ class Worker:
         self._build_generation(*self._build_models(rank))
         routes = WorkerRoutes(self._plan, hosted, self._backends)
         channels = channel_settings(self._plan, hosted, setup.weights_directory)
-        self._publisher = WeightPublisher(routes, channels)
+        self._publisher = WeightPublisher(routes, channels, self._plan.cluster.device)
         self._build_bodies()
 
     def _build_models(

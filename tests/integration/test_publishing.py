@@ -43,9 +43,9 @@ def test_weights_published_by_disk_are_the_same(tmp_path: Path, monkeypatch: pyt
     taken: list[Path] = []
     receive = DiskChannel.receive
 
-    def noted(self: DiskChannel, handle: Any) -> Bucket:
+    def noted(self: DiskChannel, handle: Any, receiver: int) -> Bucket:
         taken.append(Path(handle.path))
-        return receive(self, handle)
+        return receive(self, handle, receiver)
 
     monkeypatch.setattr(DiskChannel, "receive", noted)
     options = [*GRPO, "steps=3", "schedule.max_staleness=0"]
@@ -64,7 +64,7 @@ def test_weights_published_by_disk_are_the_same(tmp_path: Path, monkeypatch: pyt
 
 
 def flipped(bucket: Bucket) -> Bucket:
-    payload = bucket.payload.copy()
+    payload = bucket.payload.clone()
     payload[1] ^= 4
     return dataclasses.replace(bucket, payload=payload)
 
@@ -75,8 +75,8 @@ def test_corrupted_weights_stop_the_run(
 ) -> None:
     kind: Any = DiskChannel if transport == "disk" else MemoryChannel
     receive = kind.receive
-    monkeypatch.setattr(kind, "receive", lambda self, handle: flipped(receive(self, handle)))
-    refused = r"actor@gen does not hold the weights of version 0: their checksum was \w{16} .* but is \w{16}"
+    monkeypatch.setattr(kind, "receive", lambda self, *args: flipped(receive(self, *args)))
+    refused = r"of 'model.embed_tokens.weight' was received with checksum \w{16}, but was sent with \w{16}"
     with pytest.raises(RunError, match=refused):
         run(RECIPE, tmp_path, *GRPO, "steps=2", f"models.actor.gen.transport={transport}")
     (directory,) = (path for path in (tmp_path / "grpo_async").iterdir() if not path.is_symlink())

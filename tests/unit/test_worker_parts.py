@@ -15,7 +15,15 @@ from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types import Sequences
 from hflow.types.tensor_slices import numel
-from hflow.weights.buckets import IncomingTensor, SliceValues, assemble_tensors, pack_buckets, unpack_bucket
+from hflow.weights.buckets import (
+    IncomingTensor,
+    SliceValues,
+    assemble_tensors,
+    pack_buckets,
+    unpack_bucket,
+    verify_bucket,
+)
+from hflow.weights.checksum import MODULUS, weights_checksum
 from hflow.workers.bodies.batch_node_runner import reduce_metric
 from hflow.workers.error_location import error_with_location
 from hflow.workers.generation.generate_runner import PausableClock
@@ -35,16 +43,18 @@ def some_weights() -> dict[str, torch.Tensor]:
     }
 
 
-def contents(weights: dict[str, torch.Tensor], cuts: tuple[int, ...] = (0, 100)) -> list[SliceValues]:
+def contents(
+    weights: dict[str, torch.Tensor], cuts: tuple[int, ...] = (0, 100)
+) -> list[tuple[WeightSlice, torch.Tensor]]:
     """Rows between two cuts of every tensor; scalars belong to the first two."""
     found = []
     for place, (name, x) in enumerate(weights.items()):
         if x.dim() == 0 and cuts[0] == 0:
-            found.append(SliceValues.of(WeightSlice(place, name, (), ()), x))
+            found.append((WeightSlice(place, name, (), ()), x))
         elif x.dim() and cuts[0] < len(x):
             rows = (cuts[0], min(len(x), cuts[1]))
             box = (rows, *((0, size) for size in x.shape[1:]))
-            found.append(SliceValues.of(WeightSlice(place, name, tuple(x.shape), box), x[slice(*rows)]))
+            found.append((WeightSlice(place, name, tuple(x.shape), box), x[slice(*rows)]))
     return found
 
 
@@ -55,18 +65,19 @@ def test_weights_arrive_bit_by_bit(bucket_bytes: int) -> None:
     assert len(buckets) == {1: 6, 100: 3, 1 << 20: 1}[bucket_bytes]
     assert sum(bucket.num_bytes for bucket in buckets) == sum(x.nbytes for x in sent.values())
     for bucket in buckets:
-        bucket.payload.flags.writeable = False
+        verify_bucket(bucket)
     assert_same(assemble_tensors([(row for bucket in buckets for row in unpack_bucket(bucket))]), sent)
 
 
 def assert_same(incoming: Iterable[IncomingTensor], sent: dict[str, torch.Tensor]) -> None:
     """Assert that these tensors arrived, whole and in order."""
     arrived = list(incoming)
-    assert [name for name, _, _ in arrived] == list(sent)
-    for name, tensor, boxes in arrived:
+    assert [one.name for one in arrived] == list(sent)
+    for name, tensor, boxes, checksums in arrived:
         assert tensor.dtype is sent[name].dtype
         assert torch.equal(tensor, sent[name])
         assert sum(map(numel, boxes)) == tensor.numel()
+        assert sum(checksums) % MODULUS == weights_checksum({name: sent[name]})
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
@@ -88,7 +99,8 @@ def test_slices_of_several_senders_make_tensors(bucket_bytes: int) -> None:
 
 def test_boxes_say_what_arrived() -> None:
     sent = some_weights()
-    ((name, tensor, boxes),) = assemble_tensors([contents({"embed": sent["embed"]}, (4, 7))])
+    half = contents({"embed": sent["embed"]}, (4, 7))
+    ((name, tensor, boxes, _),) = assemble_tensors([[SliceValues.of(*one) for one in half]])
     assert (name, tensor.shape, boxes) == ("embed", (7, 5), (((4, 7), (0, 5)),))
     assert torch.equal(tensor[4:], sent["embed"][4:])
 

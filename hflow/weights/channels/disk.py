@@ -1,50 +1,59 @@
-"""Buckets in files of a directory that all machines share. A file appears complete or not at all."""
+"""Buckets as safetensors files in a directory that all machines share."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from hflow.errors import RunError
-from hflow.weights.buckets import Bucket, BucketEntry
+from hflow.planner.weights.weight_slices import Receivers
+from hflow.weights.buckets import Bucket, BucketEntry, box_text, unpack_bucket
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
+from hflow.weights.pinned import host_payload
 
 
 class BucketFile(NamedTuple):
-    """A payload in a file, with its entries."""
+    """A bucket in a file."""
 
     path: str
     num_bytes: int
+    """Size of the file."""
     entries: tuple[BucketEntry, ...]
 
 
 class DiskChannel(WeightChannel):
-    """Writes each bucket to a temporary name and then renames it; readers map the file.
+    """Writes each bucket as a safetensors file, which appears complete or not at all; readers map it.
 
-    The directory is created with the first bucket.
+    A file holds slices as `NAME[box]`. The directory is created with the first bucket.
     """
 
     def __init__(self, settings: ChannelSettings) -> None:
         super().__init__(settings)
         self._directory = Path(settings.directory)
-        self._owner = settings.owner
         self._numbers = itertools.count()
 
-    def send(self, bucket: Bucket) -> Any:
-        """Write the bucket."""
+    def send(self, receivers: Receivers, bucket: Bucket) -> Any:
+        """Write the bucket to a temporary name, then rename it."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"{self._owner}-{next(self._numbers)}.bin"
+        path = self._directory / f"{self._settings.owner}-{next(self._numbers)}.safetensors"
         temporary = path.with_suffix(".part")
-        bucket.payload.tofile(temporary)
+        host = Bucket(bucket.entries, host_payload(bucket.payload))
+        save_file(
+            {_key(one.slice.tensor, one.slice.box): one.values for one in unpack_bucket(host)}, temporary
+        )
+        num_bytes = temporary.stat().st_size
         os.replace(temporary, path)
-        return BucketFile(str(path), bucket.payload.nbytes, bucket.entries)
+        return BucketFile(str(path), num_bytes, bucket.entries)
 
-    def receive(self, handle: Any) -> Bucket:
+    def receive(self, handle: Any, receiver: int) -> Bucket:
         """Map the file.
 
         Raises:
@@ -59,12 +68,26 @@ class DiskChannel(WeightChannel):
             raise RunError(
                 f"the weights file {path} {problem}; set out= to a directory that all machines share"
             )
-        return Bucket(handle.entries, np.memmap(path, np.uint8, "r"))
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+        entries = []
+        for entry in handle.entries:
+            start, end = header[_key(entry.slice.tensor, entry.slice.box)]["data_offsets"]
+            entries.append(entry._replace(start=start, end=end))
+        if size == 8 + header_bytes:
+            return Bucket(tuple(entries), torch.empty(0, dtype=torch.uint8))
+        payload = np.memmap(path, np.uint8, "c", offset=8 + header_bytes)
+        return Bucket(tuple(entries), torch.from_numpy(payload))
 
     def free(self, handles: Iterable[Any]) -> None:
         """Remove the files; a file that is still mapped stays readable."""
         for handle in handles:
             Path(handle.path).unlink()
+
+
+def _key(name: str, box: tuple[tuple[int, int], ...]) -> str:
+    return name + box_text(box)
 
 
 Channel = DiskChannel

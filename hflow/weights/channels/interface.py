@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket
 
 
@@ -35,12 +36,19 @@ class WeightChannel(abc.ABC):
         self._settings = settings
 
     @abc.abstractmethod
-    def send(self, bucket: Bucket) -> Any:
-        """Put a bucket where receivers can take it; returns its handle, which can be pickled."""
+    def send(self, receivers: Receivers, bucket: Bucket) -> Any:
+        """Put a bucket where its receivers can take it; returns its handle, which can be pickled.
+
+        The channel may keep the payload, which the caller does not change afterwards.
+        """
 
     @abc.abstractmethod
-    def receive(self, handle: Any) -> Bucket:
+    def receive(self, handle: Any, receiver: int) -> Bucket:
         """Return the bucket of a handle. Its payload may be read-only, and is valid until it is freed.
+
+        Args:
+            handle: what the sender's channel returned.
+            receiver: which of the bucket's receivers this is.
 
         Raises:
             RunError: when it is missing or incomplete.
@@ -48,4 +56,7 @@ class WeightChannel(abc.ABC):
 
     @abc.abstractmethod
     def free(self, handles: Iterable[Any]) -> None:
-        """Free buckets."""
+        """Free buckets that were sent; their receivers have loaded them, or never will."""
+
+    def close(self) -> None:  # noqa: B027 - most channels hold nothing
+        """Free what the channel itself holds. Safe to call twice."""

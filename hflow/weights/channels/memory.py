@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket
 from hflow.weights.channels.interface import WeightChannel
 
@@ -12,11 +13,11 @@ from hflow.weights.channels.interface import WeightChannel
 class MemoryChannel(WeightChannel):
     """A handle is the bucket itself."""
 
-    def send(self, bucket: Bucket) -> Any:
+    def send(self, receivers: Receivers, bucket: Bucket) -> Any:
         """Return the bucket itself."""
         return bucket
 
-    def receive(self, handle: Any) -> Bucket:
+    def receive(self, handle: Any, receiver: int) -> Bucket:
         """Return the same bucket."""
         assert isinstance(handle, Bucket)
         return handle

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import ray
+import torch
 
-from hflow.weights.buckets import Bucket
+from hflow.planner.weights.weight_slices import Receivers
+from hflow.weights.buckets import Bucket, BucketEntry
 from hflow.weights.channels.interface import WeightChannel
+from hflow.weights.pinned import host_payload
+
+# What Ray returns is read-only; weights that were received are only read.
+warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
 
 
 class StoreChannel(WeightChannel):
     """A handle is a reference; the bucket lives as long as any process holds it."""
 
-    def send(self, bucket: Bucket) -> Any:
+    def send(self, receivers: Receivers, bucket: Bucket) -> Any:
         """Copy the bucket into the store."""
-        return ray.put(bucket)
+        return ray.put((bucket.entries, host_payload(bucket.payload).numpy()))
 
-    def receive(self, handle: Any) -> Bucket:
+    def receive(self, handle: Any, receiver: int) -> Bucket:
         """Map the bucket, without a copy if it is on this machine."""
-        bucket: Bucket = ray.get(handle)
-        return bucket
+        entries: tuple[BucketEntry, ...]
+        payload: np.ndarray[Any, np.dtype[np.uint8]]
+        entries, payload = ray.get(handle)
+        return Bucket(entries, torch.from_numpy(payload))
 
     def free(self, handles: Iterable[Any]) -> None:
         """Do nothing: a bucket lives as long as its handle."""
