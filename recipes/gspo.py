@@ -29,7 +29,7 @@ recipe = Recipe(
         use(nodes.actor_gen, actor, group=8),
         score,
         nodes.group_advantage,
-        use(nodes.gspo_train, actor, minibatches=2, clip=0.05, clip_high=0.06),
+        use(nodes.gspo_train, actor, minibatches=2, prox="none", clip=0.05, clip_high=0.06),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
         use(score, name="accuracy", on="eval_gen", returns="accuracy"),
     ],

@@ -45,6 +45,16 @@ LOSS = declare("{node}/loss", "", "loss of a train node, averaged over the step'
 GRAD_NORM = declare("{node}/grad_norm", "", "norm of the gradient before clipping, averaged over the updates")
 LEARNING_RATE = declare("{node}/lr", "", "learning rate of the step's last update")
 NUM_TRAINED_TOKENS = declare("{node}/num_tokens", "tokens", "learned tokens of the batch")
+ENGINE_GAP = declare(
+    "{node}/engine_gap",
+    "nats",
+    "mean absolute difference of the engine's and the trainer's log-probs with the same weights",
+)
+ENGINE_GAP_MAX = declare("{node}/engine_gap.max", "nats", "largest of these differences")
+ENGINE_KL = declare(
+    "{node}/engine_kl", "nats", "KL(engine ‖ trainer) per token, with the same weights (estimator k3)"
+)
+NUM_ENGINE_TOKENS = declare("{node}/engine_tokens", "tokens", "tokens that these three compare")
 
 SHARDS = "shards"
 """Subdirectory of a saved model that holds its sharded checkpoint (`ModelBackend.save_shards`)."""
@@ -121,6 +131,8 @@ class NodeCall:
     """The node's options: `mask`, `prox`, and of a train node `reduce` and `epochs`."""
     temperature: float = 1.0
     """Generation temperature of the model's policy: log-probs and entropy divide logits by it."""
+    is_first_writer: bool = True
+    """Whether no other node changes the node's model before it in the same step."""
 
 
 @dataclass(frozen=True)

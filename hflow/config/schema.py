@@ -169,6 +169,9 @@ class ReportConfig:
     show: tuple[str, ...] | None = None
     """Metrics in the live panel and the plain lines, as names or globs of `metrics.jsonl`, such as
     `[time/*,actor_train/grad_norm]`; null: the losses and the scores of samples."""
+    max_engine_kl: StrictFloat | None = Field(default=0.01, ge=0)
+    """Warn when `NODE/engine_kl`, the KL between the engine's and the trainer's distribution with the same
+    weights, is above this; null: never."""
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -21,9 +21,10 @@ def bind_node(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fi
     """
     scopes = list(_scopes(node, spec, assignment, fields))
     stream = assignment.stream_of[node.name]
+    framework = framework_parameters(node, trains_own_samples(node, spec, assignment))
     reads: list[Read] = []
     unbound: list[str] = []
-    for parameter in (*node.parameters, *framework_parameters(node)):
+    for parameter in (*node.parameters, *framework):
         if computes_own_prox(node, parameter):
             field: Field | None = Field(parameter.field, stream, node.name, Unit.TOKEN)
         else:
@@ -34,6 +35,12 @@ def bind_node(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fi
             _check_unit(node, parameter, field, stream)
             reads.append(_read(parameter, field))
     return Node(node, stream, tuple(reads), tuple(unbound))
+
+
+def trains_own_samples(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment) -> bool:
+    """Return whether a train node's model generated the samples of its stream."""
+    source = assignment.root(assignment.stream_of[node.name]).source
+    return any(other.name == source and {*node.models} & {*other.models} for other in spec.nodes)
 
 
 def unbound_notes(

@@ -175,7 +175,8 @@ class Read:
 
     parameter: str
     """The body's parameter. A name with `@` is a field that hflow itself needs and the body does not receive:
-    `@mask` (option `mask`), `@behav_logprobs` and `@versions` (for `prox="loglinear"` and `"metrics"`)."""
+    `@mask` (option `mask`), `@behav_logprobs` and `@versions` (for `prox="loglinear"` and `"metrics"`, and to
+    compare the engine's log-probs with the trainer's)."""
     field: str
     stream: str
     """The stream that has the field. If it is not the reader's stream, the two are joined by sample."""

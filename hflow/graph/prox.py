@@ -32,14 +32,21 @@ def computes_own_prox(node: NodeSpec, parameter: Parameter) -> bool:
     return parameter.field == FIELD and node.verb == "train" and node.option("prox") == "loglinear"
 
 
-def framework_parameters(node: NodeSpec) -> tuple[Parameter, ...]:
-    """Return the parameters of a train node that hflow reads and the body does not receive."""
+def framework_parameters(node: NodeSpec, trains_own_samples: bool) -> tuple[Parameter, ...]:
+    """Return the parameters of a train node that hflow reads and the body does not receive.
+
+    Args:
+        node: any node.
+        trains_own_samples: whether its model generated its samples. If it reads their log-probs, these are
+            compared with the trainer's (`backends/common/engine_gap.py`).
+    """
     if node.verb != "train":
         return ()
     parameters = []
     if node.option("mask") is not None:
         parameters.append(Parameter("@mask", node.option("mask"), Unit.TOKEN, "tensor"))
-    if node.option("prox") in _INTERPOLATING:
+    is_compared = trains_own_samples and any(p.field == "behav_logprobs" for p in node.parameters)
+    if is_compared or node.option("prox") in _INTERPOLATING:
         parameters += [
             Parameter(f"@{field}", field, Unit.TOKEN, "tensor") for field in ("behav_logprobs", "versions")
         ]

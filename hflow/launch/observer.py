@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from hflow.config.schema import ReportConfig
+from hflow.launch.engine_gap_warning import EngineGapWarning
 from hflow.launch.shown_metrics import ShownMetrics, builtin_metrics
 from hflow.metrics import Metric, find_metric
 from hflow.planner.ir import Plan
@@ -32,7 +34,7 @@ class RunObserver:
         log: receives every row.
         trace: receives every span.
         display: shows some of the metrics.
-        show: `report.show`, which metrics these are; None: the default.
+        report: which metrics these are, and what to warn of; None: the defaults.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class RunObserver:
         log: MetricsLog,
         trace: Trace,
         display: Display,
-        show: Sequence[str] | None = None,
+        report: ReportConfig | None = None,
     ) -> None:
-        self._shown_metrics = ShownMetrics(plan, show)
+        report = report or ReportConfig()
+        self._shown_metrics = ShownMetrics(plan, report.show)
+        self._engine_gap = EngineGapWarning(plan.graph, report.max_engine_kl)
         self._num_steps = plan.schedule.num_steps
         self._rollout = RolloutTracker(runs_ahead=staleness_bound(plan.schedule) != 0)
         self._log = log
@@ -55,6 +59,8 @@ class RunObserver:
         self._noted: set[tuple[str, Refusal]] = set()
         self.shown: dict[str, float] = {}
         """Last values of what is shown, by label."""
+        self.warnings: list[str] = []
+        """What the run was warned of."""
 
     def on_step(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step and show it."""
@@ -66,6 +72,9 @@ class RunObserver:
         self._log.write(self._step, values)
         self._rollout.add_step(values)
         self._show(values)
+        for warning in self._engine_gap.check(self._step, values):
+            self.warnings.append(warning)
+            self._display.note(warning)
 
     def on_rollout(self, values: Mapping[str, float]) -> None:
         """Show the present state of generation, while a step is under way."""

@@ -113,6 +113,7 @@ async def _execute(
         plan_digest=compiled.plan.digest,
         samples=samples,
         values=dict(observer.shown),
+        warnings=tuple(observer.warnings),
     )
 
 
@@ -128,7 +129,7 @@ def _observer(compiled: Compiled, directory: RunDirectory, display: Display) -> 
     trace = Trace()
     with closing(MetricsLog(directory.metrics, directory.tensorboard, builtin_metrics())) as log:
         try:
-            yield RunObserver(compiled.plan, log, trace, display, compiled.config.report.show)
+            yield RunObserver(compiled.plan, log, trace, display, compiled.config.report)
         finally:
             trace.write(directory.trace)
 

@@ -49,7 +49,7 @@ def actor_train(
     Returns:
         The loss `[T]`, and metrics.
     """
-    _check_bounds(behav_weight_cap, dual_clip)
+    _check_bounds("actor_train", behav_weight_cap, dual_clip)
     theta = out.logprobs
     loss = algo.decoupled_surrogate(
         theta,
@@ -77,43 +77,57 @@ def actor_train(
     return loss, metrics
 
 
-def _check_bounds(behav_weight_cap: float | None, dual_clip: float | None) -> None:
+def _check_bounds(node: str, behav_weight_cap: float | None, dual_clip: float | None) -> None:
     """Check that the cap is positive, as 0 would mask every token, and the dual clip is more than 1."""
     if behav_weight_cap is not None and behav_weight_cap <= 0:
-        raise RecipeError(
-            f"actor_train: behav_weight_cap is {behav_weight_cap}; it must be more than 0, or null"
-        )
+        raise RecipeError(f"{node}: behav_weight_cap is {behav_weight_cap}; it must be more than 0, or null")
     if dual_clip is not None and dual_clip <= 1:
-        raise RecipeError(f"actor_train: dual_clip is {dual_clip}; it must be more than 1, or null")
+        raise RecipeError(f"{node}: dual_clip is {dual_clip}; it must be more than 1, or null")
 
 
 @train(reduce="seq-mean")
 def gspo_train(
     out: Output,
     behav_logprobs: PerToken,
+    prox_logprobs: PerToken,
     advantages: PerSequence,
     seqs: Sequences,
     *,
     clip: float = 3e-4,
     clip_high: float | None = 4e-4,
+    behav_weight_cap: float | None = 2.0,
+    over_cap: Literal["mask", "truncate"] = "mask",
 ) -> tuple[PerSequence, Metrics]:
-    """Return PPO's loss `[S]` on the ratio of whole sequences, `(p_theta(y) / p_behav(y)) ** (1 / |y|)`.
+    """Return PPO's loss `[S]` on the ratio of whole sequences, `(p_theta(y) / p_prox(y)) ** (1 / |y|)`.
 
     Args:
         out: log-probs and entropy of the policy that is trained.
         behav_logprobs: `[T]`, recorded at generation.
+        prox_logprobs: `[T]`, at the start of the step.
         advantages: `[S]`.
         seqs: the layout of the batch.
         clip: largest distance of the ratio below 1.
         clip_high: largest distance of the ratio above 1. None: `clip`.
+        behav_weight_cap: largest weight `(p_prox(y) / p_behav(y)) ** (1 / |y|)` of a sequence. None: no
+            limit.
+        over_cap: give sequences with a larger weight the weight 0 (`mask`) or the cap (`truncate`).
+
+    Returns:
+        The loss `[S]`, and metrics. With `prox="none"` it is the loss of the paper.
 
     Source: Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7.
     """
-    theta, behav = seqs.mean(out.logprobs), seqs.mean(behav_logprobs)
-    loss = algo.clipped_surrogate(theta, behav, advantages, clip, clip_high=clip_high)
-    ratio = (theta - behav).exp()
+    _check_bounds("gspo_train", behav_weight_cap, None)
+    theta, prox, behav = (seqs.mean(x) for x in (out.logprobs, prox_logprobs, behav_logprobs))
+    loss = algo.decoupled_surrogate(
+        theta, prox, behav, advantages, clip, behav_weight_cap, over_cap=over_cap, clip_high=clip_high
+    )
+    ratio = (theta - prox).exp()
     outside = (ratio < 1 - clip) | (ratio > 1 + (clip if clip_high is None else clip_high))
-    return loss, {"clip_fraction": outside, "entropy": out.entropy}
+    metrics = {"clip_fraction": outside, "entropy": out.entropy}
+    if behav_weight_cap is not None:
+        metrics["over_cap"] = prox - behav > math.log(behav_weight_cap)
+    return loss, metrics
 
 
 @train(reduce="token-mean")

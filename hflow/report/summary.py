@@ -31,6 +31,8 @@ class RunSummary:
     """End -> number of samples."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Label -> last value of the metrics that the summary shows."""
+    warnings: tuple[str, ...] = ()
+    """What was noted as a warning while it ran."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of `summary.json`; non-finite values are null."""

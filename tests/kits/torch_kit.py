@@ -114,7 +114,8 @@ def logprobs(out):
     return out.logprobs
 
 
-TOKEN_READS = [read("behav_logprobs", Unit.TOKEN), read("advantages", Unit.TOKEN)]
+ENGINE_READS = [read("behav_logprobs", Unit.TOKEN), read("@versions", Unit.TOKEN, "versions")]
+TOKEN_READS = [*ENGINE_READS, read("advantages", Unit.TOKEN)]
 CALLS = {
     **{
         reduce: call(ppo, "token", TOKEN_READS, metrics=True, reduce=reduce, epochs=2)
@@ -124,11 +125,11 @@ CALLS = {
     "seq-mean": call(
         gspo,
         "sequence",
-        [read("behav_logprobs", Unit.TOKEN), read("advantages", Unit.SEQUENCE)],
+        [*ENGINE_READS, read("advantages", Unit.SEQUENCE)],
         reduce="seq-mean",
         epochs=2,
     ),
-    "group-mean": call(dpo, "group", [read("behav_logprobs", Unit.TOKEN)], reduce="group-mean", epochs=2),
+    "group-mean": call(dpo, "group", ENGINE_READS, reduce="group-mean", epochs=2),
 }
 """One train call for each reduction."""
 VALUE = call(value, "token", [read("returns", Unit.TOKEN)], reduce="token-mean")

@@ -44,7 +44,7 @@ def test_data_edges_of_ppo():
     assert ("actor_gen", "critic_inf") in edges(graph, EdgeKind.DATA)
     assert Edge(EdgeKind.DATA, "gae", "critic_train", fields=("value_targets",)) in graph.edges
     tokens = next(e for e in graph.edges if (e.src, e.dst) == ("actor_gen", "actor_train") and not e.model)
-    assert tokens.fields == ("behav_logprobs", "input_ids", "loss_mask")
+    assert tokens.fields == ("behav_logprobs", "input_ids", "loss_mask", "versions")
 
 
 def test_weights_of_ppo_have_lag_one_and_generation_at_most():

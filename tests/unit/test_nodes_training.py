@@ -54,11 +54,11 @@ def test_gspo_takes_the_ratio_of_sequences():
     # Products of the ratios 1.1 * 1.3 and 0.5 * 0.8; geometric means sqrt(1.43) = 1.196, sqrt(0.4) = 0.632.
     theta = behav + torch.log(tensor(1.0, 1.1, 1.3, 0.5, 0.8))
     out = Output(logprobs=theta, entropy=behav)
-    loss, metrics = nodes.gspo_train(out, behav, tensor(2.0, -1.0), seqs, clip=0.3, clip_high=0.1)
+    loss, metrics = nodes.gspo_train(out, behav, behav, tensor(2.0, -1.0), seqs, clip=0.3, clip_high=0.1)
     # min(1.196 * 2, 1.1 * 2) and min(-0.632, -0.7).
     assert_close(loss, tensor(-2.2, 0.7))
     assert metrics["clip_fraction"].tolist() == [True, True]
-    inside, _ = nodes.gspo_train(out, behav, tensor(2.0, -1.0), seqs, clip=0.5, clip_high=None)
+    inside, _ = nodes.gspo_train(out, behav, behav, tensor(2.0, -1.0), seqs, clip=0.5, clip_high=None)
     assert_close(inside, tensor(-2 * math.sqrt(1.43), math.sqrt(0.4)))
 
 

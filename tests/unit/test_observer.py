@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hflow.config.schema import ReportConfig
 from hflow.errors import ConfigError
 from hflow.launch.compile import plan
 from hflow.launch.observer import RunObserver
@@ -105,12 +106,54 @@ def test_the_rollout_is_shown_between_steps_of_an_asynchronous_run(
 def test_report_show_picks_other_metrics(tmp_path: Path) -> None:
     """In the order of the patterns; what has a label by default keeps it."""
     display = Recorded()
-    show = ["staleness/*", "actor_train/loss", "time/step_seconds"]
+    report = ReportConfig(show=("staleness/*", "actor_train/loss", "time/step_seconds"))
     with closing(MetricsLog(tmp_path / "metrics.jsonl", tmp_path)) as log:
-        seen = RunObserver(plan(ROOT / "recipes/grpo_async.py", []), log, Trace(), display, show)
+        seen = RunObserver(plan(ROOT / "recipes/grpo_async.py", []), log, Trace(), display, report)
         seen.on_step(0, {**BUSY, "actor_gen/reward": 1.0, "actor_train/loss": 0.5, "staleness/max": 2.0})
     (row,) = display.rows
     assert list(row.values.items()) == [("staleness/max", 2.0), ("loss", 0.5), ("time/step_seconds", 2.0)]
+
+
+class Noted(Recorded):
+    """A display that also keeps notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def warned(tmp_path: Path, overrides: list[str], *kls: float, **report: float | None) -> list[str]:
+    """Return what a run is warned of whose steps measure these KLs."""
+    display = Noted()
+    compiled = plan(ROOT / "recipes/grpo.py", overrides)
+    with closing(MetricsLog(tmp_path / "metrics.jsonl", tmp_path)) as log:
+        seen = RunObserver(compiled, log, Trace(), display, ReportConfig(**report))
+        for step, kl in enumerate(kls):
+            seen.on_step(step, {**BUSY, "actor_train/engine_kl": kl})
+    assert seen.warnings == display.notes
+    return display.notes
+
+
+def test_a_large_gap_is_warned_of_once_and_when_it_doubles(tmp_path: Path) -> None:
+    notes = warned(tmp_path, [], 0.001, 0.02, 0.03, 0.02, 0.05, 0.09, float("nan"), float("nan"))
+    steps = [re.findall(r"engine_kl is (\S+) in step (\d)", note)[0] for note in notes]
+    assert steps == [("0.02", "2"), ("0.05", "5"), ("nan", "7")]
+    assert "nodes.actor_train.prox=recompute nodes.actor_train.over_cap=truncate" in notes[0]
+    assert "models.actor.dtype=fp32" in notes[0]
+
+
+def test_a_corrected_gap_names_its_cap(tmp_path: Path) -> None:
+    (note,) = warned(tmp_path, ["nodes.actor_train.prox=recompute"], 0.02)
+    assert note.endswith("corrected up to nodes.actor_train.behav_weight_cap=5.0.")
+
+
+def test_the_limit_of_the_gap_can_be_set(tmp_path: Path) -> None:
+    assert warned(tmp_path, [], 0.02, max_engine_kl=0.02) == []
+    assert len(warned(tmp_path, [], 0.02, max_engine_kl=0.019)) == 1
+    assert warned(tmp_path, [], 1e9, max_engine_kl=None) == []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hflow.backends.common.engine_gap import add_engine_gap
 from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.common.prox import UpdateProgress, computed_fields, prox_errors
@@ -67,6 +68,7 @@ class Loss:
             )
         values = values | prox_errors(call, output, packed, self.progress)
         metrics.add(call.node, values, packed, self.unit)
+        add_engine_gap(call, output, packed, self.progress, metrics)
         valid = packed.valid[self.unit]
         return (entries.masked_fill(~valid, 0) * entry_weights(self.reduction, packed, self.totals)).sum()
 

@@ -54,6 +54,14 @@ class MetricAccumulator:
                 entries = entries.masked_fill(~packed.valid[at], _NEUTRAL[reduction])
                 self._merge(name, _REDUCE[reduction](entries), packed.num_valid[at])
 
+    def add_entries(self, name: str, entries: Tensor) -> None:
+        """Add entries `[N]` of one metric that all count; N > 0."""
+        self._merge(name, _REDUCE[_reduction(name)](entries), len(entries))
+
+    def num_entries(self, name: str) -> int:
+        """Return the number of entries of a metric that this rank has added."""
+        return self._counts.get(name, 0)
+
     def _merge(self, name: str, value: Tensor, count: int) -> None:
         if name in self._values:
             value = _REDUCE[_reduction(name)](torch.stack([self._values[name], value]))

@@ -26,6 +26,10 @@ class UpdateProgress:
     """Optimizer steps already made in this train step."""
     num_updates: int
     """Optimizer steps of this train step."""
+    is_first_epoch: bool = True
+    """Whether each sample is seen for the first time in this train step."""
+    has_changed: bool = False
+    """Whether this train step has changed the weights already."""
 
     @property
     def version(self) -> float:

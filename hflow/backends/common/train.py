@@ -16,7 +16,15 @@ from hflow.backends.common.loss import Loss, check_reduction
 from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.common.microbatches import Minibatch
 from hflow.backends.common.prox import UpdateProgress
-from hflow.backends.interface import GRAD_NORM, LEARNING_RATE, LOSS, NUM_TRAINED_TOKENS, NodeCall
+from hflow.backends.interface import (
+    ENGINE_GAP,
+    GRAD_NORM,
+    LEARNING_RATE,
+    LOSS,
+    NUM_ENGINE_TOKENS,
+    NUM_TRAINED_TOKENS,
+    NodeCall,
+)
 from hflow.errors import RunError
 from hflow.types import Unit
 
@@ -50,7 +58,11 @@ class StepRecord:
     def finish(self, group: ProcessGroup | None) -> dict[str, float]:
         """Return the metrics of the step; a collective over `group`, one rank for each data index."""
         num_updates = max(len(self.gradient_norms), 1)
-        metrics = self.metrics.finish(group, {LOSS.suffix: float(self.loss)})
+        num_compared = float(self.metrics.num_entries(ENGINE_GAP.suffix))
+        sums = {LOSS.suffix: float(self.loss), NUM_ENGINE_TOKENS.suffix: num_compared}
+        metrics = self.metrics.finish(group, sums)
+        if not metrics[NUM_ENGINE_TOKENS.suffix]:
+            del metrics[NUM_ENGINE_TOKENS.suffix]
         return metrics | {
             LOSS.suffix: metrics[LOSS.suffix] / num_updates,
             GRAD_NORM.suffix: sum(self.gradient_norms) / num_updates,
@@ -96,7 +108,8 @@ def run_train(
         minibatch = minibatches[update % len(minibatches)]
         if not minibatch.totals[unit]:
             continue
-        progress = UpdateProgress(step, update, num_updates)
+        is_first_epoch, has_changed = update < len(minibatches), bool(record.gradient_norms)
+        progress = UpdateProgress(step, update, num_updates, is_first_epoch, has_changed)
         loss = Loss(call, field_name, unit, reduction, minibatch.totals, progress)
         accumulate(loss, minibatch, record)
         norm = optimizer.gradient_norm()

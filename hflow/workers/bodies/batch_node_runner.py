@@ -115,7 +115,15 @@ class BatchNodeRunner:
             knobs=program.knobs,
             options=program.options,
             temperature=self._temperature(program),
+            is_first_writer=self._is_first_writer(program),
         )
+
+    def _is_first_writer(self, program: NodeProgram) -> bool:
+        """Return whether no node changes the node's model before it in the same step."""
+        orders = [names for _, names in self._plan.schedule.orders if program.name in names]
+        before = {name for names in orders for name in names[: names.index(program.name)]}
+        writes = {node.name: node.writes for node in self._plan.schedule.nodes}
+        return not any(set(writes[name]) & set(writes[program.name]) for name in before)
 
     def _temperature(self, program: NodeProgram) -> float:
         """Return the temperature at which the stream was generated; 1 for written and greedy samples."""
