@@ -59,6 +59,9 @@ class GenConfig:
     """Maximum number of sequences that one engine decodes at once."""
     max_model_len: StrictInt = Field(default=2048, ge=2)
     """Maximum number of tokens of prompt and completion together."""
+    cache_gib: StrictFloat | None = Field(default=None, gt=0)
+    """KV cache of each rank of a vLLM engine, in GiB; null: what the load needs, as far as the memory of the
+    device allows."""
 
 
 @dataclass(frozen=True, config=CHECKED)

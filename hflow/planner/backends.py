@@ -110,6 +110,17 @@ class EngineMemory(Protocol):
     def decode_step(self, rank: Rank, load: EngineLoad) -> Items:
         """Return the peak of a step beyond weights and cache."""
 
+    def process_state(self, rank: Rank, overhead: int) -> Items:
+        """Return what an engine with processes of its own keeps in all phases, beside weights and cache.
+
+        Args:
+            rank: a rank of the engine.
+            overhead: bytes that the runtime of a process takes on the device.
+        """
+
+    def max_sequences(self, rank: Rank, cache: int, length: float) -> int | None:
+        """Return how many sequences of a length a cache of some bytes holds; None if it grows as needed."""
+
 
 def _no_variables(replica: Replica, device: str) -> Mapping[str, str]:
     return {}

@@ -9,7 +9,7 @@ from hflow.planner.build_forecast import build_forecast
 from hflow.planner.data.data_rules import batch_cuts, edge_rules, save_rule
 from hflow.planner.graph_queries import root_streams, saved_models
 from hflow.planner.ir import SAVE_PREFIX, Placement, Plan
-from hflow.planner.memory import check_memory, default_layouts
+from hflow.planner.memory import check_memory, default_layouts, engine_caches
 from hflow.planner.node_order import firing_levels, group_orders, order_edges, topological_order
 from hflow.planner.placement import place_graph
 from hflow.planner.request import PlanRequest
@@ -40,6 +40,7 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
         models = {c.model: dataclasses.replace(request.model(c.model), layout=str(c.layout)) for c in chosen}
         request = dataclasses.replace(request, models={**request.models, **models})
         plan, request = _compile_rows(graph, request)
+    plan = _with_caches(plan, request)
     estimates = build_forecast(plan, request)
     if estimates is not None:
         reasons = tuple((choice.replica, choice.why) for choice in chosen)
@@ -47,6 +48,16 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
         check_memory(plan, request, estimates.memory)
     plan = dataclasses.replace(plan, hardware=request.hardware, forecast=estimates)
     return dataclasses.replace(plan, digest=plan_digest(plan))
+
+
+def _with_caches(plan: Plan, request: PlanRequest) -> Plan:
+    """Return the plan with the caches of its engines, as far as its devices have figures."""
+    caches = {} if request.hardware is None else engine_caches(plan, request)
+    engines = []
+    for engine in plan.engines:
+        size, batch = caches.get(engine.replica, (None, None))
+        engines.append(dataclasses.replace(engine, cache_bytes=size, largest_batch=batch))
+    return dataclasses.replace(plan, engines=tuple(engines))
 
 
 def _compile_rows(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanRequest]:

@@ -75,11 +75,16 @@ class Replica:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine of a generation replica, and the reason for it."""
+    """The engine of a generation replica, the reason for it, and its KV cache."""
 
     replica: str
     engine: str
     why: str
+    cache_bytes: int | None = None
+    """Bytes of KV cache that each rank allocates; None if the cache grows as needed, or the plan has no
+    figures of the devices. No result depends on it."""
+    largest_batch: int | None = None
+    """Sequences of mean length that the cache of one engine holds; None as `cache_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +300,8 @@ class Plan:
     """Largest version lag that a trained token can have; None if no rule bounds it."""
     warnings: tuple[str, ...] = ()
     engines: tuple[EngineChoice, ...] = ()
-    """Engines with the reasons for them. Not part of the digest, as replicas name their engines."""
+    """Engines with the reasons for them. Not part of the digest, as replicas name their engines, and no
+    result depends on the size of a cache."""
     unrunnable: tuple[str, ...] = ()
     """Why the plan cannot run, each with what to set instead; empty if nothing in the plan prevents it. Not
     part of the digest."""

@@ -76,8 +76,23 @@ def test_the_plan_prints_engine_and_reason_everywhere():
     compiled = compile_recipe(GRPO)
     assert "engine embedded: the cluster is cpu" in shown(compiled)
     assert "Generation engine: embedded: the cluster is cpu." in render_page(compiled.plan)
-    rows = json.loads(plan_file_text(compiled))["plan"]["engines"]
-    assert rows == [{"replica": "actor@gen", "engine": "embedded", "why": "the cluster is cpu"}]
+    (row,) = json.loads(plan_file_text(compiled))["plan"]["engines"]
+    assert row == {
+        "replica": "actor@gen",
+        "engine": "embedded",
+        "why": "the cluster is cpu",
+        "cache_bytes": None,
+        "largest_batch": None,
+    }
+
+
+def test_the_plan_prints_the_largest_batch_of_vllm():
+    compiled = compile_recipe(GRPO, (*H100, VLLM, "models.actor.gen.cache_gib=1"))
+    # 28 layers x 2 x 4 heads of 128 in bf16: 56 KiB a token, 1,170 blocks of 16, of which one stays empty.
+    # Sequences of 7 + 4 tokens on average take one block each.
+    line = "1,169 sequences of mean length, in 1 GiB of KV cache of actor@gen"
+    assert f"largest batch {line}" in shown(compiled)
+    assert f"Largest batch: {line}." in render_page(compiled.plan)
 
 
 def test_a_plan_file_keeps_its_engine_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -130,6 +145,16 @@ CANNOT_RUN = [
         ("nodes.actor_gen.max_tokens=64", "models.actor.gen.max_model_len=64", "workload.prompt=8"),
         "nodes.actor_gen.max_tokens is 64, but models.actor.gen.max_model_len is 64, for prompt and "
         "completion together. Set nodes.actor_gen.max_tokens=63 or less.",
+    ),
+    (
+        (VLLM, "models.actor.gen.cache_gib=0.001"),
+        "models.actor.gen.cache_gib is 0.001, but a sequence of max_model_len 32 needs 0.002 GiB. Set "
+        "models.actor.gen.cache_gib=0.002 or more, or a smaller max_model_len.",
+    ),
+    (
+        ("models.actor.gen.cache_gib=1",),
+        "models.actor.gen.cache_gib is set, but the cache of the embedded engine has a slot for each of "
+        "max_running sequences. Set models.actor.gen.max_running instead, and cache_gib=null.",
     ),
     (
         ("cluster=cpu-2x1", "workers=inproc"),

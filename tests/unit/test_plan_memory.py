@@ -28,6 +28,7 @@ from hflow.planner.layout import Layout
 from hflow.planner.memory import (
     activations,
     check_memory,
+    engine_caches,
     engine_load,
     memory_phases,
     transfer,
@@ -236,13 +237,80 @@ def test_more_tensor_ranks_than_key_value_heads_repeat_them():
     assert engine_load.cache_bytes_per_token(rank(wide, "t4", "vllm")) == 2 * 4 * 16 * 4
 
 
-def test_the_vllm_cache_holds_one_sequence_at_least_and_the_demand_at_most():
-    asked = rank(LLAMA_7B, "d1", "vllm", dtype="bf16")
+def vllm_rank(layout="d1", on_cpu=False, **asked):
+    return rank(LLAMA_7B, layout, "vllm", on_cpu=on_cpu, dtype="bf16", **{"max_model_len": 1_000} | asked)
+
+
+TOKEN = 512 * 1024
+"""Bytes of keys and values of a token of LLAMA_7B in bf16."""
+
+
+def test_the_vllm_cache_has_whole_blocks_one_of_them_empty():
+    # 1,000 tokens take 63 blocks of 16 on CUDA, and 8 blocks of 128 on a CPU.
     load = engine_load.EngineLoad(num_running=100, prompt=10, longest=1_000, prefill=10)
-    token = 512 * 1024
-    assert vllm_memory.cache_bytes(asked, load, 0, -(2**60)) == 100 * 1_000 * token
-    assert vllm_memory.cache_bytes(asked, load, 0, -(5_000 * token)) == 5_000 * token
-    assert vllm_memory.cache_bytes(asked, load, 0, 1) == 1_000 * token
+    block = 16 * TOKEN
+    plenty, little = -(2**60), 2**60
+    assert vllm_memory.cache_bytes(vllm_rank(), load, 0, plenty) == (100 * 63 + 1) * block
+    assert vllm_memory.cache_bytes(vllm_rank("t2"), load, 0, plenty) == (100 * 63 + 1) * block // 2
+    assert vllm_memory.cache_bytes(vllm_rank(on_cpu=True), load, 0, plenty) == (100 * 8 + 1) * 128 * TOKEN
+    # 5,000 blocks and a bit are free within nine tenths of 100,000 blocks, when 85,000 are used.
+    found = vllm_memory.cache_bytes(vllm_rank(), load, 100_000 * block, 85_000 * block - 1)
+    assert found == 5_000 * block
+    # vLLM does not start without the blocks of one sequence of max_model_len, here longer than any.
+    assert vllm_memory.cache_bytes(vllm_rank(), load, 0, little) == 64 * block
+    longer = vllm_rank(max_model_len=4_096)
+    assert (
+        vllm_memory.cache_bytes(longer, load, 0, little) == 257 * block == vllm_memory.smallest_cache(longer)
+    )
+    fixed = vllm_rank(cache_gib=1.5)
+    assert vllm_memory.cache_bytes(fixed, load, 0, little) == 3 * 2**29
+
+
+def test_the_largest_batch_of_a_vllm_cache():
+    # 101 blocks, one of them empty: 25 sequences of 64 tokens, 20 of 65.
+    cache = 101 * 16 * TOKEN
+    assert vllm_memory.max_sequences(vllm_rank(), cache, 64) == 25
+    assert vllm_memory.max_sequences(vllm_rank(), cache, 64.5) == 20
+    assert vllm_memory.max_sequences(vllm_rank(), cache, 10_000) == 1
+
+
+def test_vllm_weights_have_a_padded_vocabulary():
+    # 32,000 is a multiple of 64. With 32,001, 63 more rows of 4,096 in each of two matrices, halved by t2.
+    odd = replace(LLAMA_7B, vocab=32_001)
+    for layout, padding in (("d1", 63), ("t2", 0)):
+        found = rank(odd, layout, "vllm", dtype="bf16")
+        assert engine_load.engine_weights(found) == 2 * (found.sizes.total + padding * 4_096 * 2)
+    tied = replace(odd, is_tied=True)
+    found = rank(tied, "d1", "vllm", dtype="bf16")
+    assert engine_load.engine_weights(found) == 2 * (found.sizes.total + 63 * 4_096)
+    whole = rank(LLAMA_7B, "t2", "vllm", dtype="bf16")
+    norms = 65 * 4_096
+    assert engine_load.engine_weights(whole) == (NUM_7B - norms) + 2 * norms
+
+
+def test_what_vllm_keeps_in_processes_of_its_own():
+    # On a CPU 768 MiB, and with two tensor ranks half of the engine's own process besides.
+    mib = 2**20
+    assert named(vllm_memory.process_state(vllm_rank(on_cpu=True), 9)) == {"process": 768 * mib}
+    assert named(vllm_memory.process_state(vllm_rank("t2", on_cpu=True), 9)) == {"process": 1152 * mib}
+    # On CUDA the runtime once more, and graphs: 19 sizes up to 128 = 2 x 64, of 32 layers, 256 KiB each.
+    found = named(vllm_memory.process_state(vllm_rank(max_running=64), 9))
+    assert found == {"process": 9, "CUDA graphs": 19 * 32 * 2**18}
+    assert vllm_memory.graph_sizes(8) == [1, 2, 4, 8, 16]
+    assert vllm_memory.graph_sizes(1_000)[-2:] == [496, 512]
+    assert len(vllm_memory.graph_sizes(256)) == 3 + 31 + 17
+
+
+def test_a_step_of_vllm_prefills_or_samples():
+    # 64 rows of 32,000 logits, on t2 too: 2 bytes each and four times fp32.
+    small = engine_load.EngineLoad(num_running=64, prompt=1, longest=2, prefill=1)
+    for layout in ("d1", "t2"):
+        found = named(vllm_memory.decode_step(vllm_rank(layout), small))
+        assert found == {"logits": 64 * 32_000 * (2 + 16)}
+    # A prefill of 8,192 tokens at most, for which the MLP needs 3 x 11,008 + 4 x 4,096 numbers a token.
+    large = engine_load.EngineLoad(num_running=2, prompt=9_000, longest=9_100, prefill=18_000)
+    found = named(vllm_memory.decode_step(vllm_rank(), large))
+    assert found == {"activations": 8_192 * 2 * (3 * 11_008 + 4 * 4_096)}
 
 
 @given(st.integers(1, 300), st.integers(2, 600))
@@ -294,6 +362,33 @@ def test_phases_follow_the_order_of_the_group():
     plan, request = compiled(graphs.grpo())
     names = list(dict.fromkeys(row.phase for row in memory_phases(plan, request)))
     assert names == ["generate", "wake", "ref_inf", "group_advantage", "actor_train", "save.actor"]
+
+
+def test_a_colocated_vllm_engine_counts_twice_on_a_cpu_and_frees_its_memory_on_cuda():
+    on_cpu = memory_phases(*compiled(graphs.grpo(), asked={"engine": "vllm"}))
+    generating, training = (
+        named(phase(on_cpu, "generate").transient),
+        named(phase(on_cpu, "actor_train").resident),
+    )
+    assert training["actor@train weights"] == 2 * 160_832
+    # vLLM cannot sleep on a CPU: 28 rows pad each of two matrices of 64 columns.
+    assert training["actor@gen weights (asleep)"] == 4 * (160_832 + 2 * 28 * 64)
+    assert training["actor@gen KV cache (asleep)"] == generating["KV cache"]
+    assert training["actor@gen process"] == 768 * MIB
+    plan, request = compiled(graphs.grpo(), cluster="h100-1x2", asked={"engine": "vllm", "max_running": 8})
+    on_cuda = memory_phases(plan, request)
+    training = named(phase(on_cuda, "actor_train").resident)
+    assert [name for name in training if name.startswith("actor@gen")] == ["actor@gen CUDA graphs"]
+    assert training["actor@gen CUDA graphs"] == 5 * 4 * 2**18
+    assert "actor@gen weights" in named(phase(on_cuda, "generate").resident)
+
+
+def test_the_cache_of_a_vllm_engine_is_part_of_the_plan():
+    plan, request = compiled(graphs.grpo(), cluster="h100-1x2", asked={"engine": "vllm"})
+    cache = named(phase(memory_phases(plan, request), "generate").transient)["KV cache"]
+    (found,) = engine_caches(plan, request).values()
+    assert found[0] == cache
+    assert engine_caches(*compiled(graphs.grpo())) == {}
 
 
 def test_colocated_replicas_add_up_and_engines_sleep_on_the_host():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hflow.backends.embedded_engine import memory
-from hflow.planner.backends import BackendTraits, EngineKind
+from hflow.planner.backends import BackendTraits, EngineKind, ServedModel
 
 if TYPE_CHECKING:
     from hflow.backends.embedded_engine.replay import Draws
@@ -36,6 +37,16 @@ def _arguments(setup: EngineSetup) -> tuple[Any, ...]:
     return setup.settings, setup.options, setup.module, decode
 
 
+def _check(served: ServedModel) -> Iterator[str]:
+    """Yield settings that only other engines have."""
+    if served.config.gen.cache_gib is not None:
+        model = served.replica.model
+        yield (
+            f"models.{model}.gen.cache_gib is set, but the cache of the embedded engine has a slot for each "
+            f"of max_running sequences. Set models.{model}.gen.max_running instead, and cache_gib=null."
+        )
+
+
 ENGINE = EngineKind(
     name="embedded",
     traits=BackendTraits(sharded_over_data="nothing", layer_host_ms=0.85),
@@ -43,6 +54,7 @@ ENGINE = EngineKind(
     recording_factory=_make_recording_engine,
     replaying_factory=_make_replaying_engine,
     memory=memory,
+    check=_check,
     packages=("torch", "transformers"),
     install="make env",
     purpose="generation without further packages",

@@ -44,6 +44,16 @@ def decode_step(rank: Rank, load: EngineLoad) -> Items:
     return largest(moments)
 
 
+def process_state(rank: Rank, overhead: int) -> Items:
+    """Return nothing: the engine is in the process of its worker."""
+    return Items()
+
+
+def max_sequences(rank: Rank, cache: int, length: float) -> int | None:
+    """Return None: the cache has a slot for each of `max_running` sequences."""
+    return None
+
+
 def slot_length(prompt: int, longest: int) -> int:
     """Return the tokens of a slot once sequences with that prompt have reached the longest length.
 

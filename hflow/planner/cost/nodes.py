@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Level, NodeSpec
 from hflow.planner.cost.collectives import RankPlacement
 from hflow.planner.cost.flops import Work, work_of
@@ -16,7 +17,7 @@ from hflow.planner.cost.training import forward, train, update
 from hflow.planner.cost.transfers import load_weights, publish_weights, redistribute, save_checkpoint
 from hflow.planner.forecast import EdgeTraffic, Pace
 from hflow.planner.hardware import Hardware
-from hflow.planner.ir import SAVE_PREFIX, Plan, ScheduledNode, WeightRoute
+from hflow.planner.ir import SAVE_PREFIX, Plan, Replica, ScheduledNode, WeightRoute
 from hflow.planner.request import PlanRequest
 from hflow.planner.staleness import certified_lag
 from hflow.planner.workload import Workload, sample_lengths
@@ -159,10 +160,19 @@ class Costs:
         """Return the costs of a replica; None if the sizes of its model are unknown."""
         if name not in self._replicas:
             replica = self._plan.replica(name)
-            shape, config = self._shapes.get(replica.model), self._request.model(replica.model)
+            shape, config = self._shapes.get(replica.model), self._config(replica)
             self._replicas[name] = (
                 None
                 if shape is None
                 else ReplicaCosts.of(replica, shape, config, self._hardware, self._plan.cluster)
             )
         return self._replicas[name]
+
+    def _config(self, replica: Replica) -> ModelConfig:
+        """Return the configuration of a model, with as many running sequences as its engine's cache holds."""
+        config = self._request.model(replica.model)
+        engine = next((engine for engine in self._plan.engines if engine.replica == replica.name), None)
+        if engine is None or engine.largest_batch is None:
+            return config
+        max_running = min(config.gen.max_running, engine.largest_batch)
+        return replace(config, gen=replace(config.gen, max_running=max_running))

@@ -65,6 +65,7 @@ SETTINGS: tuple[tuple[str, Effect], ...] = (
     ("models.*.save_optimizer", Effect.SAME),
     ("models.*.gen.max_running", Effect.SAME),
     ("models.*.gen.engine", Effect.SAME),
+    ("models.*.gen.cache_gib", Effect.SAME),
     ("models.*.layout", Effect.SAME),
     ("models.*.group", Effect.SAME),
     ("models.*.backend", Effect.SAME),

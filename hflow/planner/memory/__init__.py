@@ -6,7 +6,7 @@ backends (`hflow/backends/*/memory.py`); what these share is here: `rank`, `micr
 """
 
 from hflow.planner.memory.default_layouts import default_layouts
-from hflow.planner.memory.phases import memory_phases, unknown_models
+from hflow.planner.memory.phases import engine_caches, memory_phases, unknown_models
 from hflow.planner.memory.suggestions import check_memory
 
-__all__ = ["check_memory", "default_layouts", "memory_phases", "unknown_models"]
+__all__ = ["check_memory", "default_layouts", "engine_caches", "memory_phases", "unknown_models"]

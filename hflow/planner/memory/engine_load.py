@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hflow.planner.ir import Plan
 from hflow.planner.memory.rank import Rank
+from hflow.planner.weights.sharding import padded_units
 from hflow.planner.workload import Workload
 
 PREFILL_TOKENS = 8192
@@ -44,8 +45,12 @@ def engine_load(plan: Plan, rank: Rank, workloads: dict[str, Workload]) -> Engin
 
 
 def engine_weights(rank: Rank) -> int:
-    """Return the bytes of the engine's own weights on one rank."""
-    return rank.width * rank.sizes.total
+    """Return the bytes of the engine's own weights on one rank, with the padding of the vocabulary."""
+    shape = rank.shape
+    rows = padded_units(shape.vocab, rank.traits, rank.tensor) // rank.tensor
+    num_matrices = 1 if shape.is_tied else 2
+    padding = (rows - min(shape.vocab, rows)) * shape.hidden * num_matrices
+    return rank.width * (rank.sizes.total + padding)
 
 
 def cache_bytes_per_token(rank: Rank) -> int:

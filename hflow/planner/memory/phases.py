@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 
 from hflow.graph.ir import Level
 from hflow.planner.backends import engine_kind, training_backend
@@ -17,6 +17,7 @@ from hflow.planner.memory.items import ItemKey, Items, item
 from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import Rank
 from hflow.planner.request import PlanRequest
+from hflow.planner.workload import expected_max
 
 GENERATE, WAKE = "generate", "wake"
 """Phases in which engines are awake."""
@@ -41,13 +42,37 @@ def unknown_models(plan: Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(r.model for r in plan.replicas if r.model not in known))
 
 
+def engine_caches(plan: Plan, request: PlanRequest) -> dict[str, tuple[int, int]]:
+    """Return bytes and largest batch of the caches that do not grow, by generation replica.
+
+    The largest batch is the number of sequences of mean length. The ranks of a replica have equal caches, so
+    those of the fullest device count.
+    """
+    context = MemoryContext(plan, request)
+    found: dict[str, tuple[int, int]] = {}
+    for group in plan.groups:
+        inferred = next((at for phase, at in _phases(context, group) if phase == GENERATE), frozenset())
+        for ranks, _ in context.ranks_of_devices(group):
+            caches = _caches(context, ranks, inferred)
+            for rank in ranks:
+                name = rank.replica.name
+                if name in caches and (limit := _largest_batch(context, rank, caches[name])) is not None:
+                    found[name] = min(found.get(name, (caches[name], limit)), (caches[name], limit))
+    return found
+
+
 def _group_rows(context: MemoryContext, group: DeviceGroup) -> Iterator[PhaseMemory]:
-    ranks_of_devices = context.ranks_of_devices(group)
-    for phase, inferred in _phases(context, group):
+    phases = list(_phases(context, group))
+    generating = next((inferred for phase, inferred in phases if phase == GENERATE), frozenset())
+    ranks_of_devices = [
+        (ranks, devices, _caches(context, ranks, generating))
+        for ranks, devices in context.ranks_of_devices(group)
+    ]
+    for phase, inferred in phases:
         equal: dict[tuple[tuple[MemoryItem, ...], tuple[MemoryItem, ...]], list[int]] = {}
-        for ranks, devices in ranks_of_devices:
-            resident = _resident(context, ranks, phase, inferred)
-            transient = _transient(context, ranks, phase, resident.total())
+        for ranks, devices, caches in ranks_of_devices:
+            resident = _resident(context, ranks, phase, inferred, caches)
+            transient = _transient(context, ranks, phase, caches)
             equal.setdefault((_rows(resident), _rows(transient)), []).extend(devices)
         for (resident_rows, transient_rows), same in equal.items():
             yield PhaseMemory(group.name, tuple(sorted(same)), phase, resident_rows, transient_rows)
@@ -94,7 +119,35 @@ def _running_replica(context: MemoryContext, phase: str) -> tuple[str, ...]:
     return () if phase in (GENERATE, WAKE) else context.plan.placement(phase).replicas[:1]
 
 
-def _resident(context: MemoryContext, ranks: Ranks, phase: str, inferred: Container[str]) -> Items:
+def _caches(context: MemoryContext, ranks: Ranks, inferred: Container[str]) -> dict[str, int]:
+    """Return the bytes of the KV cache of each engine on a device.
+
+    Engines are sized one after the other, each by what all others, and its own step, leave free.
+    """
+    caches: dict[str, int] = {}
+    used = _resident(context, ranks, GENERATE, inferred, caches).total()
+    for rank in ranks:
+        if rank.replica.role == "gen":
+            load = engine_load(context.plan, rank, context.workloads)
+            memory = engine_kind(rank.replica.backend).memory
+            used += memory.decode_step(rank, load).total()
+            cache = memory.cache_bytes(rank, load, context.plan.cluster.memory_bytes, used)
+            caches[rank.replica.name] = cache
+            used += cache
+    return caches
+
+
+def _largest_batch(context: MemoryContext, rank: Rank, cache: int) -> int | None:
+    """Return the number of sequences of the trained stream's mean length that a cache holds."""
+    streams = [stream for stream in context.plan.schedule.streams if rank.replica.name in stream.replicas]
+    lengths = context.workloads[streams[0].name]
+    memory = engine_kind(rank.replica.backend).memory
+    return memory.max_sequences(rank, cache, lengths.prompt + expected_max(lengths, 1))
+
+
+def _resident(
+    context: MemoryContext, ranks: Ranks, phase: str, inferred: Container[str], caches: Mapping[str, int]
+) -> Items:
     """Return what a device holds before a phase begins.
 
     Args:
@@ -102,27 +155,30 @@ def _resident(context: MemoryContext, ranks: Ranks, phase: str, inferred: Contai
         ranks: those on the device.
         phase: `generate`, `wake` or a node.
         inferred: replicas that have inferred since they trained.
+        caches: bytes of the KV cache of each engine, which a phase other than `generate` may hold.
     """
+    hardware = context.request.hardware
+    overhead = round(hardware.device.overhead_gib * GIB) if hardware else 0
     items = Items()
     for rank in ranks:
         name = rank.replica.name
         if rank.replica.role == "gen":
-            state = _engine_state(context, rank, phase)
+            state = _engine_state(context, rank, phase, caches)
+            state += engine_kind(rank.replica.backend).memory.process_state(rank, overhead)
         else:
             memory = training_backend(rank.replica.backend).memory
             state = memory.model_state(rank)
             if name in inferred:
                 state += memory.kept_after_infer(rank)
         items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in state.items()})
-    hardware = context.request.hardware
-    overhead = round(hardware.device.overhead_gib * GIB) if hardware else 0
     return items + item(MemoryCategory.RUNTIME, overhead)
 
 
-def _engine_state(context: MemoryContext, rank: Rank, phase: str) -> Items:
+def _engine_state(context: MemoryContext, rank: Rank, phase: str, caches: Mapping[str, int]) -> Items:
     """Return an engine's weights, and its cache while it does not generate.
 
-    A sleeping engine keeps both on a CPU. On an accelerator it frees them.
+    A sleeping engine keeps both on a CPU. On an accelerator it frees them: it drops weights that the next
+    wake replaces, and keeps others in the host's memory.
     """
     is_asleep = phase not in (GENERATE, WAKE)
     if is_asleep and not rank.on_cpu:
@@ -132,9 +188,7 @@ def _engine_state(context: MemoryContext, rank: Rank, phase: str) -> Items:
     if not _shares_weights(context, rank):
         items += item(MemoryCategory.WEIGHTS, engine_weights(rank), "weights" + suffix)
     if rank.on_cpu and phase != GENERATE:
-        load = engine_load(context.plan, rank, context.workloads)
-        cache = engine_kind(rank.replica.backend).memory.cache_bytes(rank, load, capacity=0, used=0)
-        items += item(MemoryCategory.KV_CACHE, cache, "KV cache" + suffix)
+        items += item(MemoryCategory.KV_CACHE, caches[rank.replica.name], "KV cache" + suffix)
     return items
 
 
@@ -144,12 +198,12 @@ def _shares_weights(context: MemoryContext, rank: Rank) -> bool:
     return route is not None and route.how == "shared" and rank.config.compute_dtype == "fp32"
 
 
-def _transient(context: MemoryContext, ranks: Ranks, phase: str, resident_bytes: int) -> Items:
+def _transient(context: MemoryContext, ranks: Ranks, phase: str, caches: Mapping[str, int]) -> Items:
     """Return what a phase needs on a device at its peak, beyond what is resident."""
     items = Items()
     for rank in ranks:
         if phase == GENERATE and rank.replica.role == "gen":
-            items += _generation(context, rank, resident_bytes + items.total())
+            items += _generation(context, rank, caches[rank.replica.name])
         elif phase == WAKE:
             items += _weight_transfer(context, rank)
         elif rank.replica.name in _running_replica(context, phase):
@@ -157,12 +211,9 @@ def _transient(context: MemoryContext, ranks: Ranks, phase: str, resident_bytes:
     return items
 
 
-def _generation(context: MemoryContext, rank: Rank, used: int) -> Items:
+def _generation(context: MemoryContext, rank: Rank, cache: int) -> Items:
     load = engine_load(context.plan, rank, context.workloads)
-    memory = engine_kind(rank.replica.backend).memory
-    step = memory.decode_step(rank, load)
-    capacity = context.plan.cluster.memory_bytes
-    cache = memory.cache_bytes(rank, load, capacity, used + step.total())
+    step = engine_kind(rank.replica.backend).memory.decode_step(rank, load)
     return item(MemoryCategory.KV_CACHE, cache) + step
 
 

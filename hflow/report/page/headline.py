@@ -12,7 +12,7 @@ from hflow.planner.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, seconds_text, share_text
 from hflow.report.page.gantt import ref_of
 from hflow.report.plan_text.assumptions import leaves_waiting_out, lengths_text
-from hflow.report.plan_text.header import engines_line
+from hflow.report.plan_text.header import engines_line, largest_batch_line
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ def _story(plan: Plan, period: Period | None) -> Iterator[str]:
     )
     if plan.engines:
         yield f"Generation engine: {engines_line(plan)}."
+    if batch := largest_batch_line(plan):
+        yield f"Largest batch: {batch}."
     if period is not None and period.cycle:
         slowest = max(period.cycle, key=lambda step: step.seconds)
         yield (

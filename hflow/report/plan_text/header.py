@@ -52,6 +52,16 @@ def engines_line(plan: Plan) -> str:
     return "; ".join(f"{', '.join(names)} {text}" for text, names in replicas_of.items())
 
 
+def largest_batch_line(plan: Plan) -> str:
+    """Return how many sequences the caches of engines hold, where these do not grow; else an empty text."""
+    return "; ".join(
+        f"{plural(engine.largest_batch, 'sequence')} of mean length, in {bytes_text(engine.cache_bytes)} of "
+        f"KV cache of {engine.replica}"
+        for engine in plan.engines
+        if engine.largest_batch is not None and engine.cache_bytes is not None
+    )
+
+
 def cluster_line(plan: Plan) -> str:
     """Describe machines, devices and links in one line."""
     cluster, hardware = plan.cluster, plan.hardware
@@ -95,6 +105,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
     yield "digest", Text(plan.digest)
     if plan.engines:
         yield "engine", Text(engines_line(plan))
+    if batch := largest_batch_line(plan):
+        yield "largest batch", Text(batch)
     if plan.unrunnable:
         count = plural(len(plan.unrunnable), "reason")
         yield "runs", Text.assemble(("no", "bold red"), f": {count}, at the end of this report")
