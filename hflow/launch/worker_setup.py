@@ -14,6 +14,7 @@ from hflow.graph.ir import DatasetSpec, Node
 from hflow.launch.compile import Compiled
 from hflow.launch.model_settings import model_settings, tokenizer_settings
 from hflow.planner import backends
+from hflow.planner.ir import Replica
 from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.workers.interface import NodeProgram, Workers, WorkerSetup
@@ -37,7 +38,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
         programs={node.name: _program(compiled, node) for node in compiled.graph.nodes},
         models=model_settings(compiled),
         engines={
-            replica.name: _engine_options(compiled, replica.model)
+            replica.name: _engine_options(compiled, replica)
             for replica in compiled.plan.replicas
             if replica.role == "gen"
         },
@@ -100,9 +101,11 @@ def _data_settings(compiled: Compiled, dataset: DatasetSpec) -> DataSettings:
     )
 
 
-def _engine_options(compiled: Compiled, model: str) -> Mapping[str, Any]:
-    config = compiled.config.models.get(model, ModelConfig()).gen
-    return {"max_running": config.max_running, "max_model_len": config.max_model_len}
+def _engine_options(compiled: Compiled, replica: Replica) -> Mapping[str, Any]:
+    config = compiled.config.models.get(replica.model, ModelConfig()).gen
+    options = {"max_running": config.max_running, "max_model_len": config.max_model_len}
+    choice = next(choice for choice in compiled.plan.engines if choice.replica == replica.name)
+    return options if choice.cache_bytes is None else {**options, "cache_bytes": choice.cache_bytes}
 
 
 def _program(compiled: Compiled, node: Node) -> NodeProgram:

@@ -194,7 +194,12 @@ def request(cluster: str = "cpu-1x2", **changes: object) -> PlanRequest:
         for field in dataclasses.fields(ScheduleConfig)
         if field.name in changes
     }
-    numbers: dict[str, object] = {"batch": 8, "num_steps": 10, "schedule": ScheduleConfig(**schedule)}  # type: ignore[arg-type]
+    numbers: dict[str, object] = {
+        "batch": 8,
+        "num_steps": 10,
+        "schedule": ScheduleConfig(**schedule),  # type: ignore[arg-type]
+        "engine_problems": {"vllm": "vllm is not installed"},
+    }
     return PlanRequest(cluster_of(cluster), **(numbers | changes))  # type: ignore[arg-type]
 
 

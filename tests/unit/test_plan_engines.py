@@ -147,9 +147,9 @@ CANNOT_RUN = [
         "completion together. Set nodes.actor_gen.max_tokens=63 or less.",
     ),
     (
-        (VLLM, "models.actor.gen.cache_gib=0.001"),
-        "models.actor.gen.cache_gib is 0.001, but a sequence of max_model_len 32 needs 0.002 GiB. Set "
-        "models.actor.gen.cache_gib=0.002 or more, or a smaller max_model_len.",
+        (VLLM, "models.actor.gen.cache_gib=0.0001"),
+        "models.actor.gen.cache_gib is 0.0001, but a sequence of max_model_len 64 needs 0.001 GiB. Set "
+        "models.actor.gen.cache_gib=0.001 or more, or a smaller max_model_len.",
     ),
     (
         ("models.actor.gen.cache_gib=1",),

@@ -1,4 +1,4 @@
-"""The size of vLLM's KV cache on a CPU, where vLLM does not choose it by itself."""
+"""The size of vLLM's KV cache on a CPU without a plan, where vLLM does not choose it by itself."""
 
 from __future__ import annotations
 

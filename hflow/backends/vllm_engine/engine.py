@@ -55,6 +55,7 @@ class VllmEngine(GenerationEngine):
         self._process = EngineProcess(settings.name)
         max_running = setup.options["max_running"]
         on_cpu = settings.device == "cpu"
+        planned_bytes = setup.options.get("cache_bytes")
         process_settings = ProcessSettings(
             settings=settings,
             directory=settings.path or _write_config(settings, config, self._process.directory / "model"),
@@ -63,9 +64,9 @@ class VllmEngine(GenerationEngine):
             max_length=self._max_length,
             tensor=setup.tensor,
             cores=tuple(sorted({core for cores in setup.cores for core in cores})),
-            cache_bytes=cache_bytes(config, settings.dtype, max_running, self._max_length, setup.tensor)
-            if on_cpu
-            else None,
+            cache_bytes=planned_bytes
+            if planned_bytes is not None or not on_cpu
+            else cache_bytes(config, settings.dtype, max_running, self._max_length, setup.tensor),
             memory_fraction=MEMORY_BUDGET,
             sleeps=setup.shares_devices and not on_cpu,
         )

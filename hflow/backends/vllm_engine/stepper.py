@@ -20,6 +20,7 @@ from hflow.backends.common.seeds import request_seed
 from hflow.backends.generation_request import GenerationRequest, new_request, stop_reason
 from hflow.backends.interface import GenerationResult
 from hflow.backends.vllm_engine import rank
+from hflow.backends.vllm_engine.memory import STEP_TOKENS
 from hflow.backends.vllm_engine.messages import AddedRequest, ProcessSettings
 from hflow.backends.vllm_engine.seeded_weights import SeededWeights
 from hflow.data.tokenizer import TextTokenizer
@@ -28,6 +29,9 @@ from hflow.types.sleep_level import SleepLevel
 from hflow.weights.loading import LoadedWeights
 
 _DTYPES: dict[str, Any] = {"fp32": "float32", "bf16": "bfloat16"}
+
+_UNUSED_FRACTION = 0.01
+"""`gpu_memory_utilization` where the size of the cache is given."""
 
 Results = list[tuple[int, GenerationResult]]
 
@@ -189,7 +193,8 @@ def _engine_args(settings: ProcessSettings) -> EngineArgs:
     model, on_cpu = settings.settings, current_platform.is_cpu()
     memory: dict[str, Any] = {"gpu_memory_utilization": settings.memory_fraction}
     if settings.cache_bytes is not None:
-        memory = {"kv_cache_memory_bytes": settings.cache_bytes}
+        # vLLM does not start where less than the fraction is free, although it does not size the cache by it.
+        memory = {"kv_cache_memory_bytes": settings.cache_bytes, "gpu_memory_utilization": _UNUSED_FRACTION}
     return EngineArgs(
         model=settings.directory,
         load_format="auto" if model.path is not None else "dummy",
@@ -199,6 +204,7 @@ def _engine_args(settings: ProcessSettings) -> EngineArgs:
         seed=0,
         max_model_len=settings.max_length,
         max_num_seqs=settings.max_running,
+        max_num_batched_tokens=max(STEP_TOKENS, settings.max_running),
         tensor_parallel_size=settings.tensor,
         distributed_executor_backend="mp" if settings.tensor > 1 else "uni",
         enforce_eager=on_cpu,
