@@ -34,12 +34,6 @@ H100 = ("cluster=h100-1x8", *QWEN)
 def installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with vLLM's build for CUDA."""
     monkeypatch.setattr(plan_request, "engine_problems", lambda device: {})
-    vllm = replace(engine_kind("vllm"), factory=lambda setup: None)
-    monkeypatch.setattr("hflow.planner.backends.engine_kind", lambda name: vllm)
-    monkeypatch.setattr(
-        "hflow.planner.placement.engines.engine_kind",
-        lambda name: vllm if name == "vllm" else engine_kind(name),
-    )
 
 
 def engine(*overrides: str, recipe: Path = GRPO) -> str:
