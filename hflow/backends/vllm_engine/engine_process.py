@@ -109,11 +109,13 @@ class EngineProcess:
         """Wait for a reply, and append the results that come before it to `finished`.
 
         Raises:
-            HflowError: when the process has failed or ended.
+            HflowError: what the call raised, or when the process has failed or ended.
         """
         while True:
             message = self.receive(60.0)
             if isinstance(message, EngineReply):
+                if message.error is not None:
+                    raise message.error
                 return message.value
             if isinstance(message, FinishedRequests):
                 finished.extend(message.results)

@@ -51,7 +51,9 @@ class AddedRequest(NamedTuple):
 class EngineReply(NamedTuple):
     """The answer to a call."""
 
-    value: Any
+    value: Any = None
+    error: Exception | None = None
+    """The `HflowError` that the call raised. The process continues."""
 
 
 class FinishedRequests(NamedTuple):

@@ -43,14 +43,17 @@ class EngineLoop:
         self._sending = threading.Lock()
         self._inbox: SimpleQueue[Sequence[EngineCall]] = SimpleQueue()
         self._stepper: Stepper
+        self._name = "the vLLM engine"
+        self._ranks: list[multiprocessing.process.BaseProcess] = []
 
     def run(self) -> None:
         """Build the engine, then serve until the connection is closed."""
-        settings = self._connection.recv()
+        settings: ProcessSettings = self._connection.recv()
+        self._name = f"the vLLM engine of {settings.settings.name!r}"
         threading.Thread(target=self._receive, name="hflow-receive", daemon=True).start()
         try:
             self._build(settings)
-            self._send(EngineReply(None))
+            self._send(EngineReply())
             while True:
                 self._perform(self._next_calls())
                 if self._stepper.num_unfinished and (finished := self._stepper.step()):
@@ -59,16 +62,15 @@ class EngineLoop:
             self._fail(error)
         except BaseException as error:  # noqa: BLE001  the worker raises it
             traceback.print_exc()
-            self._fail(_translated(settings.settings.name, error))
+            self._fail(self._rank_death(0) or _translated(settings.settings.name, error))
 
     def _build(self, settings: ProcessSettings) -> None:
         from hflow.backends.vllm_engine.stepper import Stepper
 
         self._stepper = Stepper(settings)
-        if ranks := multiprocessing.active_children():
-            threading.Thread(
-                target=self._watch, args=(settings, ranks), name="hflow-ranks", daemon=True
-            ).start()
+        self._ranks = multiprocessing.active_children()
+        if self._ranks:
+            threading.Thread(target=self._watch, name="hflow-ranks", daemon=True).start()
 
     def _next_calls(self) -> list[EngineCall]:
         """Return all calls that have arrived; wait for some if the engine has nothing to do."""
@@ -81,9 +83,14 @@ class EngineLoop:
 
     def _perform(self, calls: Sequence[EngineCall]) -> None:
         for call in calls:
-            value = getattr(self._stepper, call.method)(*call.arguments)
-            if call.has_reply:
-                self._send(EngineReply(value))
+            method = getattr(self._stepper, call.method)
+            if not call.has_reply:
+                method(*call.arguments)
+                continue
+            try:
+                self._send(EngineReply(method(*call.arguments)))
+            except HflowError as error:
+                self._send(EngineReply(error=error))
 
     def _send(self, message: Any) -> None:
         with self._sending:
@@ -97,16 +104,23 @@ class EngineLoop:
             except (EOFError, OSError):
                 os._exit(0)  # vLLM's ranks end with this process
 
-    def _watch(self, settings: ProcessSettings, ranks: Sequence[Any]) -> None:
+    def _watch(self) -> None:
         """End the process when a rank dies. vLLM itself would wait for the rank first."""
-        wait([rank.sentinel for rank in ranks])
-        dead = next(rank for rank in ranks if not rank.is_alive())
-        self._fail(
-            RunError(
-                f"tensor rank {ranks.index(dead)} of the vLLM engine of {settings.settings.name!r} (process "
-                f"{dead.pid}) died with exit code {dead.exitcode}"
+        death = self._rank_death(None)
+        assert death is not None
+        self._fail(death)
+
+    def _rank_death(self, seconds: float | None) -> RunError | None:
+        """Wait until a rank has died; return an error that names it, None if all live after some seconds."""
+        sentinels = [rank.sentinel for rank in self._ranks]
+        for dead in wait(sentinels, seconds):
+            assert isinstance(dead, int)
+            number = sentinels.index(dead)
+            return RunError(
+                f"tensor rank {number} of {self._name} (process {self._ranks[number].pid}) died; start the "
+                "run again from its last checkpoint"
             )
-        )
+        return None
 
     def _fail(self, error: Exception) -> None:
         """Tell the worker why the process ends, and end it."""

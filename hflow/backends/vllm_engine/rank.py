@@ -11,7 +11,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 from torch import Tensor, nn
@@ -44,12 +44,19 @@ class _UpdateInfo(WeightTransferUpdateInfo):
     """The rank's `IncomingWeights`, pickled."""
 
 
+class Outcome(NamedTuple):
+    """What a weight update loaded, or the error that it ended with."""
+
+    loaded: LoadedWeights | None = None
+    error: HflowError | None = None
+
+
 class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     """Loads `IncomingWeights` into the rank's model, layer by layer.
 
     Attributes:
-        outcome: what the last update loaded, or the error that it ended with. vLLM would pass the error on as
-            a text, so `RankExtension.hflow_outcome` returns it.
+        outcome: what the last update did. vLLM would pass its error on as a text, so
+            `RankExtension.hflow_outcome` returns it.
     """
 
     init_info_cls = _InitInfo
@@ -58,14 +65,13 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._held = held_tensors(self.model)
-        self.outcome: LoadedWeights | HflowError | None = None
+        self.outcome = Outcome()
 
     def init_transfer_engine(self, init_info: _InitInfo) -> None:
         """Do nothing."""
 
     def start_weight_update(self) -> None:
         """Prepare the model's loaders."""
-        self.outcome = None
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -76,9 +82,10 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
         """Receive, load and check all weights of a version."""
         try:
             incoming = cloudpickle.loads(update_info.incoming)
-            self.outcome = load_verified(incoming, self._load, self._boxes)
+            self.outcome = Outcome(loaded=load_verified(incoming, self._load, self._boxes))
         except HflowError as error:
-            self.outcome = error
+            self.outcome = Outcome(error=error)
+            self._finish()  # the model is whole again, with undefined weights
 
     def finish_weight_update(self) -> None:
         """Do nothing: `receive_weights` has finished the update, since it checks the result."""
@@ -89,8 +96,12 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         model: Any = self.model
         model.load_weights(checked(weights, self._held))
+        self._finish()
+
+    def _finish(self) -> None:
+        """Copy what was loaded into the model's parameters."""
         finalize: Any = finalize_layerwise_reload
-        finalize(model, self.model_config)
+        finalize(self.model, self.model_config)
 
     def _boxes(self, name: str) -> HeldBoxes:
         held = self._held.get(name)
@@ -102,8 +113,8 @@ class RankExtension:
 
     weight_transfer_engine: HflowWeightTransfer
 
-    def hflow_outcome(self) -> LoadedWeights | HflowError | None:
-        """Return what the last weight update of this rank loaded, or the error that it ended with."""
+    def hflow_outcome(self) -> Outcome:
+        """Return what the last weight update of this rank did."""
         return self.weight_transfer_engine.outcome
 
 

@@ -24,7 +24,7 @@ from hflow.backends.vllm_engine.memory import STEP_TOKENS
 from hflow.backends.vllm_engine.messages import AddedRequest, ProcessSettings
 from hflow.backends.vllm_engine.seeded_weights import SeededWeights
 from hflow.data.tokenizer import TextTokenizer
-from hflow.errors import BackendError, HflowError
+from hflow.errors import BackendError
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.loading import LoadedWeights
 
@@ -57,7 +57,8 @@ class Stepper:
         self._tasks = self._engine.get_supported_tasks()
         self._version = 0
         self._has_weights = settings.settings.path is not None
-        """Whether the weights are those of a checkpoint or of a trainer."""
+        """Whether the weights are those of a version: not before random ones are loaded, nor after they were
+        dropped."""
         self._requests: dict[str, GenerationRequest] = {}
         self._names: dict[int, str] = {}
         """Request id -> the name that vLLM knows it by, which it must not see twice."""
@@ -95,6 +96,11 @@ class Stepper:
         Raises:
             BackendError: if log-probs are NaN, or vLLM gives a request up.
         """
+        if not self._has_weights:
+            raise BackendError(
+                "the engine has no weights: it dropped them when it slept, or failed to load others; resume "
+                "the run from its last checkpoint"
+            )
         outputs = self._core.get_output()
         finished: Results = []
         surplus: list[str] = []
@@ -131,27 +137,29 @@ class Stepper:
         Raises:
             HflowError: what a rank raised.
         """
+        self._has_weights = False
         self._engine.collective_rpc("start_weight_update")
         self._engine.collective_rpc("update_weights", args=([{"incoming": data} for data in incoming],))
-        outcomes: list[LoadedWeights | HflowError] = self._engine.collective_rpc("hflow_outcome")
-        for outcome in outcomes:
-            if isinstance(outcome, HflowError):
-                raise outcome
         self._engine.collective_rpc("finish_weight_update")
+        outcomes: list[rank.Outcome] = self._engine.collective_rpc("hflow_outcome")
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
         self._has_weights = True
         self._use(version)
-        return LoadedWeights.of_ranks(outcome for outcome in outcomes if isinstance(outcome, LoadedWeights))
+        return LoadedWeights.of_ranks(outcome.loaded for outcome in outcomes if outcome.loaded is not None)
 
     def set_version(self, version: int) -> None:
         """Use the weights of the checkpoint, or random weights, as a version."""
-        if not self._has_weights:
+        if not self._has_weights and self._settings.settings.path is None:
             seeded = cloudpickle.dumps(SeededWeights(self._settings.settings).incoming())
             self.load_weights([seeded] * self._settings.tensor, version)
         self._use(version)
 
     def sleep(self, level: SleepLevel) -> None:
         """Free device memory."""
-        if self._settings.sleeps and level is not SleepLevel.PAUSE:
+        self._has_weights &= level is SleepLevel.KEEP_WEIGHTS
+        if self._settings.sleeps:
             self._engine.sleep(level.value)
 
     def wake_weights(self) -> None:

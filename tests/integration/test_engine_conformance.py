@@ -1,0 +1,385 @@
+"""What every generation engine must do: the embedded engine, and vLLM with one and with two tensor ranks.
+
+Models have grouped queries and a vocabulary that vLLM pads. One ties its embeddings; the other does not, and
+has fewer key-value heads than tensor ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hflow.backends.interface import (
+    EngineSetup,
+    GenerationEngine,
+    GenerationResult,
+    ModelSettings,
+    SamplingParams,
+)
+from hflow.backends.vllm_engine.engine import VllmEngine
+from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.errors import BackendError, RunError
+from hflow.planner.backends import engine_kind
+from hflow.types.sleep_level import SleepLevel
+from hflow.weights.incoming import IncomingWeights
+from hflow.workers.generation.engine_driver import EngineDriver
+
+MAX_RUNNING, MAX_LENGTH = 6, 2000
+TOLERANCE = 1e-4
+TOKENIZER = TextTokenizer(TokenizerSettings(alphabet=string.printable[:80]))
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+ARCHITECTURES = {
+    "tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True, "attention_bias": True},
+    "untied": {"model_type": "qwen3", **SIZES, "tie_word_embeddings": False, "num_key_value_heads": 1},
+}
+PROMPTS = ([1, 5, 6], [1, 9, 9, 4, 7, 11, 3, 8], [7], list(range(3, 99)), [1, 5, 6], [44, 30])
+
+Results = Mapping[int, GenerationResult]
+
+
+@dataclass
+class Subject:
+    """An engine, and the models whose weights it gets."""
+
+    name: str
+    architecture: str
+    tensor: int
+    engine: GenerationEngine
+    next_id: int = 0
+    version: int = 0
+
+    def load(self, seed: int) -> nn.Module:
+        """Load the weights of a seed as the next version; return the model that has them."""
+        self.version += 1
+        loaded = self.engine.load_weights([weights_of(self.architecture, seed)] * self.tensor, self.version)
+        assert len(set(loaded.checksums)) == 1
+        return reference(self.architecture, seed)
+
+    def add(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> range:
+        """Add requests; return their ids."""
+        ids = range(self.next_id, self.next_id + len(prompts))
+        self.next_id = ids.stop
+        for request_id, prompt, of_request in zip(ids, prompts, params, strict=True):
+            self.engine.add(request_id, prompt, of_request)
+        return ids
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[GenerationResult]:
+        """Generate for all prompts; return results in their order."""
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        ids = self.add(prompts, params)
+        results = finish(self.engine)
+        assert sorted(results) == list(ids)
+        return [results[request_id] for request_id in ids]
+
+    def run_for(self, num_tokens: int) -> dict[int, GenerationResult]:
+        """Let the requests that run draw about this many tokens each; return those that have finished."""
+        (clock,) = self.add([[2]], [SamplingParams(max_tokens=num_tokens)])
+        results: dict[int, GenerationResult] = {}
+        while clock not in results:
+            results.update(self.engine.step())
+        del results[clock]
+        return results
+
+
+@cache
+def reference(architecture: str, seed: int) -> nn.Module:
+    """Build a model with the engine's architecture in transformers."""
+    options = dict(ARCHITECTURES[architecture])
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(options.pop("model_type"), **options)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 1:  # biases and norms, which transformers sets to 0 and 1
+                torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    return module.requires_grad_(False)
+
+
+def weights_of(architecture: str, seed: int) -> IncomingWeights:
+    """Return a model's weights, as an engine's rank receives them."""
+    return IncomingWeights.of_tensors(partial(list, list(reference(architecture, seed).named_parameters())))
+
+
+def finish(engine: GenerationEngine) -> dict[int, GenerationResult]:
+    """Step until all requests have finished."""
+    results = {}
+    while engine.num_unfinished:
+        results.update(engine.step())
+    return results
+
+
+def logprobs(
+    module: nn.Module, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Return the log-probs of drawn tokens, by one forward pass."""
+    logits = module(torch.tensor([[*prompt, *ids]])).logits[0].float() / temperature
+    drawn = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return drawn.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def assert_logprobs(
+    result: GenerationResult, module: nn.Module, prompt: Sequence[int], temperature: float = 1.0
+) -> None:
+    expected = logprobs(module, prompt, result.ids, temperature)
+    torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=TOLERANCE, rtol=0)
+
+
+def build(name: str, architecture: str, tensor: int) -> GenerationEngine:
+    settings = ModelSettings("actor", trainable=True, architecture=ARCHITECTURES[architecture], seed=3)
+    options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH}
+    count = os.cpu_count() or 1
+    cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
+    setup = EngineSetup(settings, options, TOKENIZER, tensor=tensor, cores=cores)
+    engine = engine_kind(name).factory(setup)
+    assert isinstance(engine, GenerationEngine)
+    return engine
+
+
+ENGINES = {
+    f"{name}-t{tensor}-{architecture}": (name, architecture, tensor)
+    for name, tensor in (("embedded", 1), ("vllm", 1), ("vllm", 2))
+    for architecture in ARCHITECTURES
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES.values(), ids=ENGINES)
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    name, architecture, tensor = request.param
+    engine = build(name, architecture, tensor)
+    subject = Subject(name, architecture, tensor, engine)
+    subject.load(3)
+    yield subject
+    engine.close()
+
+
+def test_logprobs_are_those_of_the_sampling_distribution(subject: Subject) -> None:
+    module = subject.load(3)
+    for temperature in (1.0, 0.7, 1.6):
+        results = subject.generate(PROMPTS, SamplingParams(max_tokens=30, temperature=temperature, seed=5))
+        for prompt, result in zip(PROMPTS, results, strict=True):
+            assert len(result.ids) == 30
+            assert set(result.versions) == {subject.version}
+            assert_logprobs(result, module, prompt, temperature)
+
+
+def test_temperature_0_takes_the_likeliest_token(subject: Subject) -> None:
+    module = subject.load(3)
+    greedy = SamplingParams(max_tokens=20, temperature=0.0)
+    sampled = SamplingParams(max_tokens=20, temperature=0.7, seed=2)
+    results = subject.generate(PROMPTS, [greedy, sampled] * 3)
+    for prompt, result in list(zip(PROMPTS, results, strict=True))[::2]:
+        logits = module(torch.tensor([[*prompt, *result.ids]])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == list(result.ids)
+        assert_logprobs(result, module, prompt)
+    assert_logprobs(results[1], module, PROMPTS[1], 0.7)
+    assert [result.ids for result in subject.generate(PROMPTS[:1], replace(sampled, top_k=1))] == [
+        results[0].ids
+    ]
+
+
+def test_tokens_follow_from_the_seed(subject: Subject) -> None:
+    subject.load(3)
+    params = [SamplingParams(max_tokens=12, seed=seed) for seed in (0, 1, -1, 2**63, 2**63 + 1, 0)]
+    same_prompt = [PROMPTS[0]] * len(params)
+    first, second = subject.generate(same_prompt, params), subject.generate(same_prompt, params)
+    assert [result.ids for result in first] == [result.ids for result in second]
+    assert len({result.ids for result in first}) == len(params) - 1
+    assert first[0].ids == first[-1].ids
+
+
+def test_stop_tokens_end_a_request(subject: Subject) -> None:
+    subject.load(3)
+    params = SamplingParams(max_tokens=20, seed=4)
+    whole = subject.generate(PROMPTS[:2], params)
+    assert [result.stop_reason for result in whole] == ["length"] * 2
+    stop = whole[0].ids[6]
+    cut = whole[0].ids.index(stop) + 1
+    (result,) = subject.generate(PROMPTS[:1], replace(params, stop_ids=(99, stop)))
+    assert (result.ids, result.stop_reason) == (whole[0].ids[:cut], "stop")
+    assert len(result.logprobs) == len(result.versions) == cut
+
+
+def test_stop_strings_end_a_request_also_across_an_interruption(subject: Subject) -> None:
+    subject.load(3)
+    params = SamplingParams(max_tokens=40, temperature=0.0)
+    prompt, (whole,) = PROMPTS[1], subject.generate(PROMPTS[1:2], params)
+    texts = [TOKENIZER.decode(whole.ids[:length]) for length in range(len(whole.ids) + 1)]
+    end = next(n for n in range(8, 41) if len(texts[n]) > len(texts[n - 1]) >= 2)
+    stop = texts[end][-2:]
+    cut = next(n for n in range(41) if stop in texts[n])
+    with_stop = replace(params, stop=("no such text", stop))
+    (result,) = subject.generate([prompt], with_stop)
+    assert (result.ids, result.stop_reason) == (whole.ids[:cut], "stop")
+    resumed = replace(with_stop, max_tokens=40 - (cut - 1), num_resumed=cut - 1)
+    (result,) = subject.generate([[*prompt, *whole.ids[: cut - 1]]], resumed)
+    assert (result.ids, result.stop_reason) == (whole.ids[cut - 1 : cut], "stop")
+
+
+def test_more_requests_than_slots_and_the_longest_sequence(subject: Subject) -> None:
+    subject.load(3)
+    params = [SamplingParams(max_tokens=5 + i % 7, seed=i) for i in range(3 * MAX_RUNNING)]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    results = subject.generate(prompts, params)
+    assert [len(result.ids) for result in results] == [of_request.max_tokens for of_request in params]
+    (longest,) = subject.generate([[1] * (MAX_LENGTH - 9)], SamplingParams(max_tokens=50))
+    assert (len(longest.ids), longest.stop_reason) == (9, "length")
+
+
+def test_a_request_that_does_not_fit_is_refused(subject: Subject) -> None:
+    with pytest.raises(BackendError, match=f"a prompt has {MAX_LENGTH} tokens, but the engine takes 1 to"):
+        subject.add([[1] * MAX_LENGTH], [SamplingParams()])
+    with pytest.raises(BackendError, match="holds token 100, but the model's vocabulary has 100"):
+        subject.add([[100]], [SamplingParams()])
+    assert subject.engine.num_unfinished == 0
+
+
+def test_cancelled_requests_return_nothing(subject: Subject) -> None:
+    """Whether they have not been sent yet, run, or wait for a slot."""
+    subject.load(3)
+    lengths = [1900, 30, 1900, 30, 30, 30, 30, 1900]
+    ids = subject.add([PROMPTS[0]] * 8, [SamplingParams(max_tokens=n, seed=n) for n in lengths])
+    subject.engine.cancel(ids[0])
+    results = dict(subject.engine.step())
+    subject.engine.cancel(ids[2])
+    subject.engine.cancel(ids[7])
+    results.update(finish(subject.engine))
+    assert {request_id: len(result.ids) for request_id, result in results.items()} == {
+        request_id: 30 for request_id, length in zip(ids, lengths, strict=True) if length == 30
+    }
+
+
+def test_each_token_has_the_version_that_drew_it(subject: Subject) -> None:
+    """An update while requests run keeps their tokens, and drops what older weights have cached."""
+    old = subject.load(3)
+    first = subject.version
+    ids = subject.add(PROMPTS[:5], [SamplingParams(max_tokens=1900, seed=7)] * 5)
+    assert subject.run_for(10) == {}
+    new = subject.load(11)
+    assert subject.run_for(10) == {}
+    results = dict(subject.engine.interrupt())
+    for request_id, prompt in zip(ids, PROMPTS, strict=False):
+        result = results[request_id]
+        before = result.versions.count(first)
+        assert result.versions == (first,) * before + (subject.version,) * (len(result.ids) - before)
+        assert 0 < before < len(result.ids)
+        drawn = torch.tensor(result.logprobs)
+        for module, part in ((old, slice(None, before)), (new, slice(before, None))):
+            expected = logprobs(module, prompt, result.ids)
+            torch.testing.assert_close(drawn[part], expected[part], atol=TOLERANCE, rtol=0)
+
+
+def test_new_weights_drop_cached_prompts(subject: Subject) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    for seed in (3, 11, 3):
+        module = subject.load(seed)
+        for _ in range(2):  # the second time from the cache
+            (result,) = subject.generate([PROMPTS[3]], params)
+            assert_logprobs(result, module, PROMPTS[3])
+
+
+def test_an_interrupted_request_continues_as_if_it_had_not_been(subject: Subject) -> None:
+    """Where tokens do not depend on the position alone, as in vLLM, at temperature 0 only."""
+    subject.load(3)
+    temperatures = (0.0, 1.0) if subject.name == "embedded" else (0.0,)
+    for temperature in temperatures:
+        params = SamplingParams(max_tokens=1900, temperature=temperature, seed=9)
+        ids = subject.add(PROMPTS[:5], [params] * 5)
+        assert subject.run_for(10) == {}
+        aborted = dict(subject.engine.interrupt())
+        assert subject.engine.num_unfinished == 0
+        assert sorted(aborted) == list(ids)
+        drawn = [aborted[request_id].ids for request_id in ids]
+        assert all(drawn)
+        rest = subject.generate(
+            [[*prompt, *ids] for prompt, ids in zip(PROMPTS, drawn, strict=False)],
+            [replace(params, max_tokens=10, num_resumed=len(ids)) for ids in drawn],
+        )
+        whole = subject.generate(PROMPTS[:5], [replace(params, max_tokens=len(ids) + 10) for ids in drawn])
+        joined = [(*ids, *result.ids) for ids, result in zip(drawn, rest, strict=True)]
+        assert joined == [result.ids for result in whole]
+
+
+def test_an_engine_wakes_as_it_slept(subject: Subject) -> None:
+    subject.load(3)
+    params = SamplingParams(max_tokens=10, temperature=0.0)
+    before = subject.generate(PROMPTS, params)
+    for level in (SleepLevel.KEEP_WEIGHTS, SleepLevel.DROP_WEIGHTS):
+        subject.engine.interrupt()
+        subject.engine.sleep(level)
+        subject.engine.wake_weights()
+        if level is SleepLevel.DROP_WEIGHTS:
+            subject.load(3)
+        subject.engine.wake_cache()
+        assert [result.ids for result in subject.generate(PROMPTS, params)] == [
+            result.ids for result in before
+        ]
+
+
+def test_weights_of_another_model_are_refused(subject: Subject) -> None:
+    tensors = {name: tensor.clone() for name, tensor in reference(subject.architecture, 3).named_parameters()}
+    norm = next(name for name in tensors if "layernorm" in name)
+    changed = {
+        "new weights hold 'other', which the engine's model lacks": {**tensors, "other": torch.zeros(2)},
+        f"new weights have {norm!r} of shape": {**tensors, norm: torch.zeros(7)},
+        f"new weights lack 1 tensors of the engine's model, the first is {norm!r}": {
+            name: tensor for name, tensor in tensors.items() if name != norm
+        },
+    }
+    for message, other in changed.items():
+        incoming = IncomingWeights.of_tensors(partial(list, list(other.items())))
+        with pytest.raises(BackendError, match=message):
+            subject.engine.load_weights([incoming] * subject.tensor, subject.version + 1)
+    module = subject.load(3)
+    (result,) = subject.generate([PROMPTS[0]], SamplingParams(max_tokens=5))
+    assert_logprobs(result, module, PROMPTS[0])
+
+
+DEATHS = {
+    1: r"the generation engine stopped: the vLLM engine of 'actor' \(process \d+\) was killed by SIGKILL",
+    2: r"the generation engine stopped: tensor rank \d of the vLLM engine of 'actor' \(process \d+\) died",
+}
+"""Number of tensor ranks -> what a request is answered with after the last of them was killed."""
+
+
+def test_a_killed_engine_ends_its_requests(subject: Subject) -> None:
+    """The last test of each engine."""
+    if not isinstance(subject.engine, VllmEngine):
+        pytest.skip("the embedded engine is in the worker's process")
+    driver = EngineDriver(subject.engine)
+
+    async def main() -> None:
+        request = asyncio.ensure_future(driver.submit(PROMPTS[0], SamplingParams(max_tokens=1900)))
+        await asyncio.sleep(0.1)
+        last_rank = max(psutil.Process().children(recursive=True), key=lambda process: process.create_time())
+        last_rank.kill()
+        await request
+
+    with pytest.raises(RunError, match=DEATHS[subject.tensor]):
+        asyncio.run(asyncio.wait_for(main(), 60))
+    driver.close()
