@@ -1,5 +1,9 @@
 """Placement of groups on engines, and moves to less loaded engines."""
 
+import asyncio
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import plan_graphs as graphs
 import pytest
 from hypothesis import given
@@ -7,6 +11,10 @@ from hypothesis import strategies as st
 from test_plan_traffic_estimate import planned
 
 from hflow.planner.data.group_placement import GroupPlacer
+from hflow.runtime.execution.engine_control import EngineControl
+from hflow.runtime.execution.rebalance import Rebalancer
+from hflow.types.sleep_level import SleepLevel
+from hflow.workers.interface import GroupOrder, WeightsLoaded
 
 STREAM, SIZE, NUM_ENGINES = "actor_gen", 3, 4
 PLAN, _ = planned(graphs.grpo(group=SIZE), "cpu-1x4", batch=4)
@@ -60,3 +68,66 @@ def test_a_bound_group_is_forgotten_when_its_refused_members_have_left_their_eng
     placer.finished(STREAM, 0)
     with pytest.raises(KeyError):
         placer.home(STREAM, 0)
+
+
+class RecordingWorkers:
+    """Workers with two busy engines; they record what they receive."""
+
+    def __init__(self) -> None:
+        self.received: list[str] = []
+
+    async def publish(self, replica, version):
+        self.received.append(f"publish {version}")
+        return ()
+
+    async def sleep(self, replica, level):
+        self.received.append(f"sleep {level.name}")
+
+    async def detach_groups(self, worker, stream, groups):
+        self.received.append(f"detach {groups} from {worker}")
+        return [GroupOrder(stream, g, g, tuple(range(g * SIZE, (g + 1) * SIZE))) for g in groups]
+
+    async def open_groups(self, worker, orders):
+        self.received.append(f"open {[order.group for order in orders]} on {worker}")
+
+    async def wake(self, replica, version):
+        self.received.append(f"wake {version}")
+        return WeightsLoaded()
+
+
+def test_a_conversation_leaves_the_engine_with_its_prefix_only_while_that_sleeps():
+    """Between `Wake` and `Sleep` nothing moves, however uneven the load is: the prefixes would be lost."""
+    plan, _ = planned(graphs.grpo(group=SIZE), "cpu-1x2", batch=4)
+    (replica,) = [replica for replica in plan.replicas if replica.role == "gen"]
+    placer, workers = GroupPlacer(plan), RecordingWorkers()
+    homes = {group: placer.place(STREAM, group, SIZE) for group in range(8)}
+    assert sorted(homes.values()) == [0] * 4 + [1] * 4
+    for group in (group for group, home in homes.items() if home == 1):
+        for _ in range(SIZE):
+            placer.finished(STREAM, group)
+    left = [group for group, home in homes.items() if home == 0]
+    stream = SimpleNamespace(
+        stream=plan.schedule.streams[0],
+        movable_groups=lambda: left,
+        members_of=lambda group: set(range(group * SIZE, (group + 1) * SIZE)),
+    )
+    idle = SimpleNamespace(stream=plan.schedule.streams[1], movable_groups=list)
+    rebalancer = Rebalancer(plan, workers, placer, {STREAM: stream, "eval_gen": idle})
+    control = EngineControl(plan, workers, Mock(), Mock(), Mock(), placer, rebalancer)
+
+    async def sync() -> None:
+        await control.publish(replica.name, 1)
+        assert {placer.home(STREAM, group) for group in left} == {0}
+        await control.sleep(replica.name, SleepLevel.PAUSE)
+        assert sorted(placer.home(STREAM, group) for group in left) == [0, 0, 1, 1]
+        await control.wake(replica.name, 1)
+
+    asyncio.run(sync())
+    moved = left[:1:-1]
+    assert workers.received == [
+        "publish 1",
+        "sleep PAUSE",
+        f"detach {moved} from 0",
+        f"open {moved} on 1",
+        "wake 1",
+    ]
