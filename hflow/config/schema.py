@@ -52,9 +52,11 @@ class GenConfig:
     """Layout of the generating replica, such as `d4t1`; null: the plan decides."""
     group: str | None = None
     """Device group of the generating replica; null: the plan decides."""
-    transport: Literal["auto", "store", "disk"] = "auto"
-    """How new weights reach engines on devices of their own: through Ray's object store, or through files in
-    the run's directory, which all machines must share; `auto`: the plan decides, and gives the reason."""
+    transport: Literal["auto", "store", "disk", "shared", "collective", "ipc"] = "auto"
+    """How new weights reach engines that do not share the trainer's memory. `store`: Ray's object store.
+    `disk`: files in the run's directory, which all machines must share. `shared`: shared memory of one
+    machine. `collective`: broadcasts from device to device (NCCL; gloo on CPUs). `ipc`: the memory of a GPU
+    that trainer and engine share. `auto`: the plan decides, and gives the reason."""
     max_running: StrictInt = Field(default=256, ge=1)
     """Maximum number of sequences that one engine decodes at once."""
     max_model_len: StrictInt = Field(default=2048, ge=2)

@@ -21,6 +21,7 @@ from hflow.planner.ir import Plan, Replica
 from hflow.planner.layout import Layout
 from hflow.planner.placement.engines import served_model
 from hflow.planner.request import PlanRequest
+from hflow.planner.weights.weight_routes import transport_reasons
 
 
 def unrunnable_reasons(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
@@ -48,6 +49,7 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
         if replica.role == "gen":
             kind = engine_kind(replica.backend)
             yield from kind.check(served_model(replica, request, replica.model in written))
+    yield from transport_reasons(plan, request)
     if plan.cluster.num_nodes > 1 and workers == "inproc":
         yield (
             "workers=inproc is one process and cannot use several machines. Set workers=ray, or a cluster of "

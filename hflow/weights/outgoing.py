@@ -27,11 +27,19 @@ AddressedSlices = Iterator[tuple[Receivers, Slices]]
 
 
 def outgoing_slices(
-    route: WeightRoute, cluster: ClusterSpec, worker: int, backend: ModelBackend
+    route: WeightRoute, cluster: ClusterSpec, worker: int, backend: ModelBackend, to_itself: bool
 ) -> AddressedSlices:
-    """Yield what a worker sends by a route with rows. Not a collective."""
+    """Yield what a worker sends by a route with rows. Not a collective.
+
+    Args:
+        route: says which slices.
+        cluster: says which workers share a machine.
+        worker: the sender.
+        backend: its shard of the model.
+        to_itself: whether its own engine, in another process, receives what the worker holds.
+    """
     read = _SliceReader(backend)
-    for receivers, slices in slices_to_send(route, cluster, worker).items():
+    for receivers, slices in slices_to_send(route, cluster, worker, to_itself).items():
         yield receivers, ((piece, read(piece)) for piece in slices)
 
 

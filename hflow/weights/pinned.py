@@ -1,4 +1,4 @@
-"""Copies of payloads in host memory."""
+"""Payloads in host memory from which a GPU copies at full speed."""
 
 from __future__ import annotations
 
@@ -14,3 +14,15 @@ def host_payload(payload: Tensor) -> Tensor:
     if payload.device.type == "cpu":
         return payload
     return torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True).copy_(payload)
+
+
+def pin(memory: Tensor) -> None:
+    """Pin host memory that torch has not allocated. Call `unpin` before it is unmapped."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    torch.cuda.check_error(int(error))
+
+
+def unpin(memory: Tensor) -> None:
+    """Undo `pin`."""
+    error = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    torch.cuda.check_error(int(error))

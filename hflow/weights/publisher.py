@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hflow.planner.backends import engine_kind
 from hflow.planner.ir import Plan, WeightRoute
 from hflow.planner.routing import tensor_ranks
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import SliceValues
-from hflow.weights.channels import make_channel
+from hflow.weights.channels import make_channel, open_channel
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.outgoing import OutgoingWeights, local_slices, outgoing_slices, outgoing_tensors
@@ -56,6 +57,8 @@ class WeightPublisher:
         """Replica -> the sending end of its channel, from the first publication on."""
         self._handles: dict[str, list[Any]] = {}
         """Replica -> handles of buckets that were sent to it and not freed."""
+        self._relays: dict[str, tuple[WeightChannel, list[Any]]] = {}
+        """Replica -> channel and handles of what was copied for its engine here from the object store."""
 
     def publish(self, replica: str, version: int) -> tuple[BucketHandles, PublishReport]:
         """Put what a generation replica needs of the weights here where its workers can take it."""
@@ -76,13 +79,18 @@ class WeightPublisher:
     def incoming(self, replica: str, published: Sequence[BucketHandles]) -> list[IncomingWeights]:
         """Return the weights that a replica's engine here loads, for each of its tensor ranks.
 
+        Call `loaded` when they are.
+
         Args:
             replica: the generation replica.
             published: what each sender sent.
         """
+        settings = self._settings[replica]
+        if settings.name == "store" and self._routes.has_own_process(replica):
+            settings, published = self._relay(replica, published)
         return [
             IncomingWeights(
-                self._settings[replica],
+                settings,
                 receiver,
                 self._device,
                 [handles for sent in published for receivers, handles in sent if receiver in receivers],
@@ -90,6 +98,37 @@ class WeightPublisher:
             )
             for receiver, local in self._routes.incoming(replica)
         ]
+
+    def loaded(self, replica: str) -> None:
+        """Free what only the loading of a replica's weights needed."""
+        if replica in self._relays:
+            channel, handles = self._relays[replica]
+            channel.free(handles)
+            handles.clear()
+
+    def _relay(
+        self, replica: str, published: Sequence[BucketHandles]
+    ) -> tuple[ChannelSettings, list[BucketHandles]]:
+        """Copy what a replica's engine here receives from the object store into shared memory.
+
+        The ranks of the engine are no Ray processes, so they cannot read the store themselves.
+        """
+        store = self._settings[replica]
+        settings = replace(store, name="shared")
+        if replica not in self._relays:
+            self._relays[replica] = make_channel(settings), []
+        channel, kept = self._relays[replica]
+        workers = {worker for worker, _ in self._routes.incoming(replica)}
+        relayed: list[BucketHandles] = []
+        for sent in published:
+            relayed.append([])
+            for receivers, handles in sent:
+                if workers & set(receivers):
+                    buckets = (open_channel(store).receive(handle, min(workers)) for handle in handles)
+                    copies = [channel.send(receivers, bucket) for bucket in buckets]
+                    kept += copies
+                    relayed[-1].append((receivers, copies))
+        return settings, relayed
 
     def free(self, replica: str) -> None:
         """Free what was sent to a replica; its engines have loaded it, or never will."""
@@ -101,9 +140,10 @@ class WeightPublisher:
         """Free everything that was sent, and close the sending ends. Safe to call twice."""
         for replica in tuple(self._handles):
             self.free(replica)
-        for channel in self._channels.values():
+        for channel in (*self._channels.values(), *(relay for relay, _ in self._relays.values())):
             channel.close()
         self._channels.clear()
+        self._relays.clear()
 
 
 def _sent(channel: WeightChannel, outgoing: OutgoingWeights) -> Iterator[tuple[Receivers, Any, int]]:
@@ -150,7 +190,9 @@ class WorkerRoutes:
         if self._hosts_all:
             return OutgoingWeights(outgoing_tensors((self._worker,), backend, True))
         if route.rows:
-            return OutgoingWeights(outgoing_slices(route, self._plan.cluster, self._worker, backend))
+            to_itself = self.has_own_process(replica)
+            slices = outgoing_slices(route, self._plan.cluster, self._worker, backend, to_itself)
+            return OutgoingWeights(slices)
         is_sender = self._plan.replica(route.src).workers[0] == self._worker
         return OutgoingWeights(outgoing_tensors(self._plan.replica(replica).workers, backend, is_sender))
 
@@ -161,28 +203,44 @@ class WorkerRoutes:
             return [(self._worker, None)] * engine.layout.tensor
         workers = tensor_ranks(engine, self._worker)
         backend = self._backends.get(route.src)
-        if backend is None:
+        if backend is None or self.has_own_process(replica):
             return [(worker, None) for worker in workers]
         assert workers == (self._worker,), "only an engine of one rank keeps what its worker holds"
         return [(self._worker, lambda: local_slices(route, self._worker, backend))]
+
+    def has_own_process(self, replica: str) -> bool:
+        """Return whether the engines of a generation replica run in processes of their own."""
+        return _has_own_process(self._plan, replica)
 
     def _route(self, replica: str) -> WeightRoute:
         return next(route for route in self._plan.weights if route.dst == replica)
 
 
-def channel_settings(plan: Plan, hosted: Sequence[int], directory: str) -> dict[str, ChannelSettings]:
-    """Return the channel of each generation replica whose weights a process sends or receives.
+def channel_settings(
+    plan: Plan, hosted: Sequence[int], directory: str, host: str, timeout: float
+) -> dict[str, ChannelSettings]:
+    """Return the channel of each generation replica that receives published weights.
 
     Args:
         plan: says how weights are sent.
-        hosted: indices of the workers that the process hosts. One that hosts all of them keeps in its memory
-            what others put into the object store.
+        hosted: indices of the workers that the process hosts. One that hosts all of them has no object store:
+            it keeps buckets in its memory, or in shared memory for an engine in a process of its own.
         directory: for weights that are sent through files.
+        host: address of this machine, as the other workers know it.
+        timeout: seconds after which a transfer that needs several processes at once fails.
     """
-    default = "memory" if len(hosted) == plan.cluster.num_devices else "store"
-    return {
-        route.dst: ChannelSettings(
-            "disk" if route.transport == "disk" else default, f"{route.dst}-{hosted[0]}", directory
-        )
-        for route in plan.weights
-    }
+    hosts_all = len(hosted) == plan.cluster.num_devices
+    settings = {}
+    for route in plan.weights:
+        if route.how == "pull":
+            name = route.transport
+            if name == "store" and hosts_all:
+                name = "shared" if _has_own_process(plan, route.dst) else "memory"
+            owner = f"{route.dst}-{hosted[0]}"
+            settings[route.dst] = ChannelSettings(name, owner, directory, host, timeout)
+    return settings
+
+
+def _has_own_process(plan: Plan, replica: str) -> bool:
+    """Return whether the engines of a generation replica run in processes of their own."""
+    return engine_kind(plan.replica(replica).backend).has_own_process

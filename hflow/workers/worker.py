@@ -70,6 +70,7 @@ class Worker:
         setup: WorkerSetup,
         hosted: Sequence[int],
         rank: ProcessRank | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         """Join the process groups, and build models, engines, tokenizers and the pool.
 
@@ -77,6 +78,7 @@ class Worker:
             setup: what to build.
             hosted: the worker indices that this process hosts.
             rank: this process's rank; None: it hosts all worker indices.
+            host: address of this machine, as the other workers know it.
         """
         bind_cores(setup.plan.cluster.cores_of(hosted[0]))
         self._setup = setup
@@ -88,7 +90,9 @@ class Worker:
         self._rows = DatasetReader(self._plan, setup.datasets)
         self._build_generation(*self._build_models(rank))
         routes = WorkerRoutes(self._plan, hosted, self._backends)
-        channels = channel_settings(self._plan, hosted, setup.weights_directory)
+        channels = channel_settings(
+            self._plan, hosted, setup.weights_directory, host, setup.collective_timeout
+        )
         self._publisher = WeightPublisher(routes, channels, self._plan.cluster.device)
         self._build_bodies()
 
@@ -260,7 +264,9 @@ class Worker:
             *published: what each sender published; none: a training replica here has the weights.
         """
         incoming = self._publisher.incoming(replica, published) if published else None
-        return self._engines.wake(replica, version, incoming)
+        loaded = self._engines.wake(replica, version, incoming)
+        self._publisher.loaded(replica)
+        return loaded
 
     def sleep(self, replica: str, level: SleepLevel) -> None:
         """Interrupt an engine and free its memory, as far as its level says."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -10,7 +11,7 @@ from hflow.graph.ir import Graph
 from hflow.planner.backends import engine_kind
 from hflow.planner.graph_queries import written_models
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import Replica, WeightRoute, batch_replica
+from hflow.planner.ir import Plan, Replica, WeightRoute, batch_replica
 from hflow.planner.model_shape import DTYPE_BYTES
 from hflow.planner.request import PlanRequest
 from hflow.planner.weights.resharding import add_rows
@@ -49,26 +50,68 @@ def _how(src: Replica, gen: Replica) -> Literal["shared", "gather", "pull"]:
 def _with_transport(
     route: WeightRoute, src: Replica, gen: Replica, config: ModelConfig, request: PlanRequest
 ) -> WeightRoute:
-    """Return the route with its transport, which only a `pull` route has.
-
-    By default it is the object store: memory that the processes of a machine share, and that each other
-    machine fetches once. It is the disk if a version does not fit into the store, as far as the memory is
-    known.
-    """
+    """Return the route with its transport, which only a `pull` route has."""
     if route.how != "pull":
         return route
     if config.gen.transport != "auto":
         return replace(route, transport=config.gen.transport, why="as configured")
+    transport, why = _choice(route, src, gen, request)
+    return replace(route, transport=transport, why=why)
+
+
+def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest) -> tuple[str, str]:
+    """Return the transport of a route by default, and the reason.
+
+    On GPUs weights stay there where they can. Otherwise they go through host memory: shared memory for an
+    engine in a process of its own on the same machine, else the object store, which each other machine
+    fetches once. It is the disk if a version does not fit into the store, as far as the memory is known.
+    """
+    own_process, cluster = engine_kind(gen.backend).has_own_process, request.cluster
+    machines = {cluster.node_of(worker) for worker in (*src.workers, *gen.workers)}
+    in_one_process = request.settings.get("workers") == "inproc"
+    if cluster.device == "cuda" and not in_one_process:
+        if not set(src.workers) & set(gen.workers):
+            return "collective", "NCCL broadcasts between devices"
+        if own_process and route.rows and not route.moved_bytes:
+            return "ipc", "every engine is on the devices that hold its weights"
+    if own_process and len(machines) == 1:
+        return "shared", "the engines have processes of their own on this machine"
     store_bytes = _store_bytes(request)
-    machines = {request.cluster.node_of(worker) for worker in src.workers}
-    num_bytes = route.moved_bytes / gen.layout.data / len(machines)
+    num_bytes = route.moved_bytes / gen.layout.data / len({cluster.node_of(worker) for worker in src.workers})
     if store_bytes is not None and num_bytes > store_bytes:
-        why = (
+        return "disk", (
             f"a version takes {num_bytes / GIB:.1f} GiB per machine, but the object store has only about "
             f"{store_bytes / GIB:.1f} GiB"
         )
-        return replace(route, transport="disk", why=why)
-    return replace(route, transport="store", why="memory that processes share")
+    return "store", "memory that processes share"
+
+
+def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield why a run cannot use the configured transport of a route, each with what to set instead."""
+    in_one_process = request.settings.get("workers") == "inproc"
+    for route in plan.weights:
+        src, gen = plan.replica(route.src), plan.replica(route.dst)
+        both = set(src.workers) & set(gen.workers)
+        machines = {plan.cluster.node_of(worker) for worker in (*src.workers, *gen.workers)}
+        own_process = engine_kind(gen.backend).has_own_process
+        reason = None
+        if route.transport == "shared" and len(machines) > 1:
+            reason = f"{src.name} and {gen.name} are on {len(machines)} machines"
+        elif route.transport == "collective" and in_one_process:
+            reason = "workers=inproc is one process"
+        elif route.transport == "collective" and both:
+            reason = f"{src.name} and {gen.name} share a device, and a broadcast needs one per process"
+        elif route.transport == "ipc" and plan.cluster.device != "cuda":
+            reason = f"the cluster's devices are {plan.cluster.device}, and only GPUs have it"
+        elif route.transport == "ipc" and (not own_process or in_one_process):
+            reason = f"{gen.name} has no process of its own on the trainer's GPU"
+        elif route.transport == "ipc" and (route.moved_bytes or not both):
+            reason = f"devices of {gen.name} need weights that other devices hold"
+        if reason is not None:
+            yield (
+                f"models.{route.model}.gen.transport={route.transport} cannot be used: {reason}. Set "
+                f"models.{route.model}.gen.transport=auto."
+            )
 
 
 def _store_bytes(request: PlanRequest) -> float | None:

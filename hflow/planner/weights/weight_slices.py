@@ -30,14 +30,23 @@ class WeightSlice:
 
 
 def slices_to_send(
-    route: WeightRoute, cluster: ClusterSpec, worker: int
+    route: WeightRoute, cluster: ClusterSpec, worker: int, to_itself: bool = False
 ) -> dict[Receivers, list[WeightSlice]]:
-    """Return what a worker sends, by receivers; slices are in the order of the tensors."""
+    """Return what a worker sends, by receivers; slices are in the order of the tensors.
+
+    Args:
+        route: with rows.
+        cluster: says which workers share a machine.
+        worker: the sender.
+        to_itself: whether it also sends what it needs itself, for an engine in a process of its own.
+    """
     by_receivers: dict[Receivers, list[WeightSlice]] = {}
     for index, layer, weight_slice in _slices(route):
         if worker in route.worker_sets[route.rows[index].holders]:
             sender_of = senders(route, index, cluster, layer)
-            receivers = tuple(sorted(r for r, s in sender_of.items() if s == worker and r != worker))
+            receivers = tuple(
+                sorted(r for r, s in sender_of.items() if s == worker and (to_itself or r != worker))
+            )
             if receivers:
                 by_receivers.setdefault(receivers, []).append(weight_slice)
     return by_receivers

@@ -10,6 +10,9 @@ from hflow.weights.channels.interface import ChannelSettings, WeightChannel
 _CHANNELS = {
     "store": "hflow.weights.channels.store",
     "disk": "hflow.weights.channels.disk",
+    "shared": "hflow.weights.channels.shared",
+    "collective": "hflow.weights.channels.collective",
+    "ipc": "hflow.weights.channels.ipc",
     "memory": "hflow.weights.channels.memory",
 }
 """Name -> the module whose `Channel` implements it; imported when it is used."""

@@ -21,6 +21,10 @@ class ChannelSettings:
     """Names the sender and its receivers; different for each channel of a run."""
     directory: str
     """For files, on a disk that all machines share."""
+    host: str = "127.0.0.1"
+    """Address of this process's machine, as the other workers know it."""
+    timeout: float = 600.0
+    """Seconds after which a transfer that needs several processes at once fails."""
 
 
 class WeightChannel(abc.ABC):

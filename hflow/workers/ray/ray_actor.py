@@ -55,7 +55,7 @@ class WorkerProcess:
         self._peers = peers
         self._bodies = {name: program.body for name, program in setup.programs.items()}
         with self._probe.running(activity_of("build")):
-            self._worker = self._module.Worker(setup, (self._index,), rank)
+            self._worker = self._module.Worker(setup, (self._index,), rank, ray.util.get_node_ip_address())
         freeze_gc()
 
     def probe(self) -> StackSnapshot:

@@ -1,0 +1,142 @@
+"""Buckets in anonymous shared memory of one machine (`memfd`).
+
+The memory has no name: a receiver opens it through the sender's entry in `/proc`. It exists as long as a
+process holds it, so nothing remains, however processes end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hflow.errors import RunError
+from hflow.planner.weights.weight_slices import Receivers
+from hflow.weights.buckets import Bucket, BucketEntry
+from hflow.weights.channels.interface import ChannelSettings, WeightChannel
+from hflow.weights.pinned import pin, unpin
+
+
+class SharedBucket(NamedTuple):
+    """A bucket in a segment of its sender."""
+
+    process: int
+    file: int
+    """Descriptor of the segment in that process."""
+    inode: int
+    """Identifies the segment, as descriptors are reused."""
+    num_bytes: int
+    """Of the payload, which is at the start of the segment."""
+    entries: tuple[BucketEntry, ...]
+
+
+class SharedChannel(WeightChannel):
+    """Copies each bucket into a segment of shared memory, which receivers map.
+
+    Segments are reused for later versions, because new memory costs more time than the copy into it.
+    """
+
+    def __init__(self, settings: ChannelSettings) -> None:
+        super().__init__(settings)
+        self._free: list[_Segment] = []
+        self._used: dict[int, _Segment] = {}
+        """Inode -> segment with a bucket."""
+        self._mapped: dict[tuple[int, int], Tensor] = {}
+        """(process, inode) -> a segment that this process has mapped as a receiver."""
+
+    def send(self, receivers: Receivers, bucket: Bucket) -> Any:
+        """Copy the bucket into a segment."""
+        num_bytes = bucket.payload.numel()
+        segment = self._segment(num_bytes)
+        if bucket.payload.device.type == "cuda":
+            segment.pin()
+        segment.bytes[:num_bytes].copy_(bucket.payload)
+        self._used[segment.inode] = segment
+        return SharedBucket(os.getpid(), segment.file, segment.inode, num_bytes, bucket.entries)
+
+    def receive(self, handle: Any, receiver: int) -> Bucket:
+        """Map the segment.
+
+        Raises:
+            RunError: when the sender has ended, or is on another machine.
+        """
+        assert isinstance(handle, SharedBucket)
+        key = handle.process, handle.inode
+        if key not in self._mapped:
+            self._mapped[key] = _map(handle)
+        return Bucket(handle.entries, self._mapped[key][: handle.num_bytes])
+
+    def free(self, handles: Iterable[Any]) -> None:
+        """Keep the segments for later buckets."""
+        self._free += [self._used.pop(handle.inode) for handle in handles]
+
+    def close(self) -> None:
+        """Free all segments. What receivers have mapped remains until they unmap it."""
+        for segment in (*self._free, *self._used.values()):
+            segment.close()
+        self._free.clear()
+        self._used.clear()
+        self._mapped.clear()
+
+    def _segment(self, num_bytes: int) -> _Segment:
+        """Return the smallest free segment that is large enough, or a new one."""
+        fitting = [segment for segment in self._free if num_bytes <= segment.bytes.numel() <= 2 * num_bytes]
+        if not fitting:
+            return _Segment(num_bytes)
+        segment = min(fitting, key=lambda segment: segment.bytes.numel())
+        self._free.remove(segment)
+        return segment
+
+
+class _Segment:
+    """Shared memory that this process has made.
+
+    Attributes:
+        file: its descriptor.
+        inode: identifies it on this machine.
+        bytes: its content, as a view.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.file = os.memfd_create("hflow-weights", os.MFD_CLOEXEC)
+        os.ftruncate(self.file, max(num_bytes, 1))
+        self.inode = os.fstat(self.file).st_ino
+        self.bytes = torch.frombuffer(mmap.mmap(self.file, 0), dtype=torch.uint8)
+        self._is_pinned = False
+
+    def pin(self) -> None:
+        """Let a GPU copy into it at full speed."""
+        if not self._is_pinned:
+            pin(self.bytes)
+            self._is_pinned = True
+
+    def close(self) -> None:
+        """Free the memory when no other process has mapped it."""
+        if self._is_pinned:
+            unpin(self.bytes)
+            self._is_pinned = False
+        os.close(self.file)
+
+
+def _map(handle: SharedBucket) -> Tensor:
+    """Map a segment of another process, or of this one."""
+    try:
+        file = os.open(f"/proc/{handle.process}/fd/{handle.file}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RunError(
+            f"shared memory of process {handle.process} cannot be opened ({error.strerror}): the process has "
+            "ended or is on another machine. Set models.NAME.gen.transport=store"
+        ) from error
+    try:
+        if os.fstat(file).st_ino != handle.inode:
+            raise RunError(f"shared memory of process {handle.process} was freed before it was loaded")
+        return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+    finally:
+        os.close(file)
+
+
+Channel = SharedChannel
