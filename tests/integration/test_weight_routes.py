@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 from collections.abc import Awaitable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,16 @@ GEN = "actor_gen"
 APART = ("cluster=cpu-1x4", "groups.train=[0,1]", "groups.rollout=[2,3]")
 PLACES = ("models.actor.group=train", "models.actor.gen.group=rollout")
 LAYOUTS = {
-    "torch d2 in bf16": (("models.actor.layout=d2", "models.actor.dtype=bf16"), (0, 1)),
-    "megatron t2": (("models.actor.backend=megatron", "models.actor.layout=t2"), (0,)),
+    "torch d2 in bf16": ("models.actor.layout=d2", "models.actor.dtype=bf16"),
+    "megatron t2": ("models.actor.backend=megatron", "models.actor.layout=t2"),
 }
-"""Configuration, and the dp-heads."""
+HEADS = {"torch d2 in bf16": (0, 1), "megatron t2": (0,)}
+ROADS = [
+    ("torch d2 in bf16", "store"),
+    ("torch d2 in bf16", "collective"),
+    ("megatron t2", "shared"),
+    ("megatron t2", "disk"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +92,11 @@ async def engine_weights(workers: RayWorkers, worker: int) -> dict[str, torch.Te
     return await workers._actors[worker].__ray_call__.remote(read)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_engines_pull_the_trained_weights(cluster: None, name: str, tmp_path: Path) -> None:
-    overrides, heads = LAYOUTS[name]
-    setup = kit.setup_of(*APART, *PLACES, *overrides)
+@pytest.mark.parametrize(("name", "transport"), ROADS)
+def test_engines_pull_the_trained_weights(cluster: None, name: str, transport: str, tmp_path: Path) -> None:
+    heads = HEADS[name]
+    setup = kit.setup_of(*APART, *PLACES, *LAYOUTS[name], f"models.actor.gen.transport={transport}")
+    setup = replace(setup, weights_directory=str(tmp_path / "weights"))
     (route,) = setup.plan.weights
     assert (route.how, bool(route.rows)) == ("pull", True)
     assert (setup.plan.replica(route.src).heads, setup.plan.replica(route.dst).workers) == (heads, (2, 3))
