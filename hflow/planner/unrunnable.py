@@ -16,7 +16,7 @@ from hflow.planner.backends import (
     training_backend,
     traits,
 )
-from hflow.planner.graph_queries import root_stream, written_models
+from hflow.planner.graph_queries import root_stream
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.layout import Layout
 from hflow.planner.placement.engines import served_model
@@ -43,12 +43,11 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             yield from _length_reasons(node.spec, request)
         if node.spec.verb == "generate" and plan.graph.stream(node.stream).parent is not None:
             yield from _derived_stream_reasons(node, plan)
-    written = written_models(plan.graph)
     for replica in plan.replicas:
         yield from _layout_reasons(replica, workers)
         if replica.role == "gen":
             kind = engine_kind(replica.backend)
-            yield from kind.check(served_model(replica, request, replica.model in written))
+            yield from kind.check(served_model(replica, request))
     yield from transport_reasons(plan, request)
     if plan.cluster.num_nodes > 1 and workers == "inproc":
         yield (

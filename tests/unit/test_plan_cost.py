@@ -431,7 +431,13 @@ def test_tensor_ranks_sum_hidden_states_in_every_step():
 def test_host_time_between_steps_is_added():
     one = side(backend="vllm")
     step = decode_step(one, 1, 0)
-    assert step == Part("decode", 4 * 153_856 / 1e11 + 2.5e-3, LATENCY)
+    assert step == Part("decode", 4 * 153_856 / 1e11 + (2.5e-3 + 20e-6), LATENCY)
+    # Each running sequence adds 20 us on the host.
+    several = decode_step(one, 100, 0)
+    arithmetic = decode_step(
+        side(backend=replace(traits("vllm"), step_host_ms=0, sequence_host_us=0)), 100, 0
+    )
+    assert several.seconds - arithmetic.seconds == pytest.approx(2.5e-3 + 2e-3)
 
 
 # -------------------------------------------------------------------------- what lies in between

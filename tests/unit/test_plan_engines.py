@@ -106,6 +106,17 @@ def test_reasons_are_not_part_of_the_digest():
     assert rows["unrunnable"] == []
 
 
+def test_generation_is_slower_where_the_cache_holds_fewer_sequences():
+    """Half a MiB of cache holds one sequence of the tiny model at a time, 64 MiB as many as may run."""
+
+    def seconds(*overrides: str) -> float:
+        forecast = compile_recipe(GRPO, (VLLM, *overrides)).plan.forecast
+        assert forecast is not None
+        return next(time.seconds for time in forecast.times if time.node == "actor_gen")
+
+    assert seconds("models.actor.gen.cache_gib=0.0006") > 10 * seconds()
+
+
 CANNOT_RUN = [
     (
         ("models.actor.gen.layout=d1t2",),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hflow.graph.ir import Graph, Level
-from hflow.planner.graph_queries import saved_models, written_models
+from hflow.planner.graph_queries import saved_models
 from hflow.planner.ir import DeviceGroup, EngineChoice, Placement, Replica
 from hflow.planner.layout_checks import check_layouts
 from hflow.planner.placement.engines import choose_engines
@@ -45,7 +45,7 @@ def place_graph(graph: Graph, request: PlanRequest, levels: Mapping[str, Level])
     """
     request = apply_placement(graph, request)
     groups, replicas = place_replicas(graph, request)
-    replicas, engines = choose_engines(replicas, request, written_models(graph))
+    replicas, engines = choose_engines(replicas, request)
     check_layouts(replicas, request)
     placements = NodePlacer(graph, levels, groups, replicas).place(saved_models(graph))
     return PlacedGraph(request, groups, replicas, placements, engines)

@@ -14,7 +14,7 @@ UNDECIDED = ""
 
 
 def choose_engines(
-    replicas: Iterable[Replica], request: PlanRequest, trained: Iterable[str]
+    replicas: Iterable[Replica], request: PlanRequest
 ) -> tuple[tuple[Replica, ...], tuple[EngineChoice, ...]]:
     """Give every generation replica its engine.
 
@@ -24,35 +24,34 @@ def choose_engines(
     Args:
         replicas: with devices and layouts; undecided ones have the backend `UNDECIDED`.
         request: the configuration of models, and what this machine cannot run.
-        trained: models whose weights change during the run.
 
     Returns:
         The replicas with their engines, and the reasons in the same order.
     """
-    chosen, choices, trained = [], [], frozenset(trained)
+    chosen, choices = [], []
     for replica in replicas:
         if replica.role == "gen":
-            choice = _choice(replica, request, replica.model in trained)
+            choice = _choice(replica, request)
             choices.append(choice)
             replica = replace(replica, backend=choice.engine)
         chosen.append(replica)
     return tuple(chosen), tuple(choices)
 
 
-def served_model(replica: Replica, request: PlanRequest, is_trained: bool) -> ServedModel:
+def served_model(replica: Replica, request: PlanRequest) -> ServedModel:
     """Return what the engine of a replica has to serve."""
     shape = request.shapes.get(replica.model)
-    return ServedModel(replica, request.model(replica.model), request.cluster, shape, is_trained)
+    return ServedModel(replica, request.model(replica.model), request.cluster, shape)
 
 
-def _choice(replica: Replica, request: PlanRequest, is_trained: bool) -> EngineChoice:
+def _choice(replica: Replica, request: PlanRequest) -> EngineChoice:
     if replica.backend != UNDECIDED:
         return EngineChoice(replica.name, replica.backend, "as configured")
     if replica.model in request.engines:
         return EngineChoice(replica.name, request.engines[replica.model], "as in the plan file")
     device = request.cluster.device
     preferred = [kind for kind in map(engine_kind, ENGINES) if device in kind.preferred_on]
-    objections = {kind.name: _objection(kind, replica, request, is_trained) for kind in preferred}
+    objections = {kind.name: _objection(kind, replica, request) for kind in preferred}
     for name, objection in objections.items():
         if objection is None:
             return EngineChoice(replica.name, name, f"installed, {device.upper()}")
@@ -60,12 +59,12 @@ def _choice(replica: Replica, request: PlanRequest, is_trained: bool) -> EngineC
     return EngineChoice(replica.name, ENGINES[0], why)
 
 
-def _objection(kind: EngineKind, replica: Replica, request: PlanRequest, is_trained: bool) -> str | None:
+def _objection(kind: EngineKind, replica: Replica, request: PlanRequest) -> str | None:
     """Return why an engine cannot be the default of a replica."""
-    return next(_objections(kind, replica, request, is_trained), None)
+    return next(_objections(kind, replica, request), None)
 
 
-def _objections(kind: EngineKind, replica: Replica, request: PlanRequest, is_trained: bool) -> Iterator[str]:
+def _objections(kind: EngineKind, replica: Replica, request: PlanRequest) -> Iterator[str]:
     if kind.name in request.engine_problems:
         yield request.engine_problems[kind.name]
-    yield from kind.check(served_model(replace(replica, backend=kind.name), request, is_trained))
+    yield from kind.check(served_model(replace(replica, backend=kind.name), request))
