@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
+from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Graph, Level
 from hflow.planner.build_forecast import build_forecast
 from hflow.planner.data.data_rules import batch_cuts, edge_rules, save_rule
 from hflow.planner.graph_queries import root_streams, saved_models
 from hflow.planner.ir import SAVE_PREFIX, Placement, Plan
-from hflow.planner.memory import check_memory, default_layouts, engine_caches
+from hflow.planner.memory import ChosenLayout, check_memory, default_layouts, engine_caches
 from hflow.planner.node_order import firing_levels, group_orders, order_edges, topological_order
 from hflow.planner.placement import place_graph
 from hflow.planner.request import PlanRequest
@@ -37,8 +39,7 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
     plan, request = _compile_rows(graph, request)
     chosen = default_layouts(plan, request)
     if any(plan.replica(choice.replica).layout != choice.layout for choice in chosen):
-        models = {c.model: dataclasses.replace(request.model(c.model), layout=str(c.layout)) for c in chosen}
-        request = dataclasses.replace(request, models={**request.models, **models})
+        request = _with_chosen(request, chosen)
         plan, request = _compile_rows(graph, request)
     plan = _with_caches(plan, request)
     estimates = build_forecast(plan, request)
@@ -48,6 +49,19 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
         check_memory(plan, request, estimates.memory)
     plan = dataclasses.replace(plan, hardware=request.hardware, forecast=estimates)
     return dataclasses.replace(plan, digest=plan_digest(plan))
+
+
+def _with_chosen(request: PlanRequest, chosen: Iterable[ChosenLayout]) -> PlanRequest:
+    """Return the request with the layouts that the planner chose."""
+    models = dict(request.models)
+    for choice in chosen:
+        config, layout = models.get(choice.model, ModelConfig()), str(choice.layout)
+        if choice.replica.endswith("@gen"):
+            config = dataclasses.replace(config, gen=dataclasses.replace(config.gen, layout=layout))
+        else:
+            config = dataclasses.replace(config, layout=layout)
+        models[choice.model] = config
+    return dataclasses.replace(request, models=models)
 
 
 def _with_caches(plan: Plan, request: PlanRequest) -> Plan:

@@ -32,9 +32,9 @@ def layout_of(plan: Plan) -> str:
     return str(plan.replica("actor@train").layout)
 
 
-def why(plan: Plan) -> dict[str, str]:
+def why(plan: Plan, role: str = "train") -> dict[str, str]:
     assert plan.forecast is not None
-    return dict(plan.forecast.layouts)
+    return {name: reason for name, reason in plan.forecast.layouts if name.endswith(role)}
 
 
 def test_data_ranks_alone_where_they_fit() -> None:
@@ -46,12 +46,24 @@ def test_the_fewest_tensor_ranks_that_fit() -> None:
     plan = plan_of("qwen2.5-14b", "h100-1x8")
     assert layout_of(plan) == "d2t4p1"
     with pytest.raises(PlanError, match=r"wake needs 93\.7 GiB"):
-        plan_of("qwen2.5-14b", "h100-1x8", "models.actor.layout=d4t2")
+        plan_of("qwen2.5-14b", "h100-1x8", "models.actor.layout=d4t2", "models.actor.gen.layout=d8")
     assert why(plan)["actor@train"] == "with fewer cuts wake would need 93.7 GiB of 79.6"
 
 
 def test_stages_where_tensor_ranks_would_span_machines() -> None:
     assert layout_of(plan_of("qwen2.5-72b", "h100-4x8", "models.actor.gen.layout=d4t8")) == "d2t8p2"
+
+
+def test_an_engine_has_the_fewest_tensor_ranks_that_fit() -> None:
+    """61 GiB of weights fit beside a small cache, but not beside 16 GiB for one sequence of 65,536 tokens."""
+    train, gen = list(range(16)), list(range(16, 24))
+    apart = (f"groups={{train:{train},gen:{gen}}}", "models.actor.group=train", "models.actor.gen.group=gen")
+    plan = plan_of("qwen2.5-32b", "h100-3x8", *apart)
+    assert str(plan.replica("actor@gen").layout) == "d8t1p1"
+    assert why(plan, "gen") == {"actor@gen": "data ranks alone fit"}
+    plan = plan_of("qwen2.5-32b", "h100-3x8", *apart, "models.actor.gen.max_model_len=65536")
+    assert str(plan.replica("actor@gen").layout) == "d4t2p1"
+    assert why(plan, "gen")["actor@gen"].startswith("with fewer cuts generate would need 8")
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_a_suggestion() -> None:

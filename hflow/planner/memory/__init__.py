@@ -5,8 +5,15 @@ backends (`hflow/backends/*/memory.py`); what these share is here: `rank`, `micr
 `engine_load`, `transfer`. `default_layouts` and `suggestions` search for a plan that fits.
 """
 
-from hflow.planner.memory.default_layouts import default_layouts
+from hflow.planner.memory.default_layouts import ChosenLayout, default_layouts
 from hflow.planner.memory.phases import engine_caches, memory_phases, unknown_models
 from hflow.planner.memory.suggestions import check_memory
 
-__all__ = ["check_memory", "default_layouts", "engine_caches", "memory_phases", "unknown_models"]
+__all__ = [
+    "ChosenLayout",
+    "check_memory",
+    "default_layouts",
+    "engine_caches",
+    "memory_phases",
+    "unknown_models",
+]

@@ -15,7 +15,8 @@ from hflow.planner.forecast import PhaseMemory
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.layout import Layout
-from hflow.planner.memory.phases import memory_phases
+from hflow.planner.memory.engine_load import engine_weights
+from hflow.planner.memory.phases import GENERATE, WAKE, memory_phases
 from hflow.planner.memory.rank import Rank
 from hflow.planner.memory.with_layouts import MAX_TENSOR_RANKS, devices_of, with_layouts
 from hflow.planner.model_shape import layer_template, other_tensors
@@ -64,9 +65,9 @@ _UNKNOWN = "data ranks alone, as its sizes are unknown"
 
 
 def _is_undecided(replica: Replica, request: PlanRequest) -> bool:
-    if replica.role == "gen" or not traits(replica.backend).is_model_parallel:
-        return False
-    return request.model(replica.model).layout is None
+    config = request.model(replica.model)
+    layout = config.gen.layout if replica.role == "gen" else config.layout
+    return layout is None and traits(replica.backend).is_model_parallel
 
 
 def _overfull_phase(plan: Plan, request: PlanRequest) -> PhaseMemory | None:
@@ -84,6 +85,8 @@ def _split_largest(
         The new plan and that replica, or None if no candidate is left.
     """
     replicas = [r for r in plan.replicas if r.group == overfull.group and r.name in candidates]
+    if overfull.phase not in (GENERATE, WAKE):  # an engine needs less then, if anything
+        replicas = [replica for replica in replicas if replica.role != "gen"]
     for replica in sorted(replicas, key=lambda r: -_state_bytes(plan, request, r)):
         for layout in candidates[replica.name]:
             changed = with_layouts(plan, request, [replica], [layout], len(devices_of(plan, replica.group)))
@@ -96,6 +99,8 @@ def _state_bytes(plan: Plan, request: PlanRequest, replica: Replica) -> int:
     """Return the bytes that a rank of a replica holds between phases."""
     shape, on_cpu = dict(plan.shapes)[replica.model], plan.cluster.device == "cpu"
     rank = Rank(replica, shape, request.model(replica.model), 0, True, on_cpu)
+    if replica.role == "gen":
+        return engine_weights(rank)
     return training_backend(replica.backend).memory.model_state(rank).total()
 
 
@@ -112,6 +117,8 @@ def _candidates(plan: Plan, replica: Replica) -> Iterator[Layout]:
         and all(can_split(spec, traits(replica.backend), size) for spec in specs)
     ]
     yield from (Layout(num_devices // size, size) for size in tensor_sizes[1:])
+    if not traits(replica.backend).has_pipeline_axis:
+        return
     tensor = tensor_sizes[-1]
     pipe_sizes = (size for size in range(2, shape.num_layers + 1) if num_devices % (size * tensor) == 0)
     yield from (Layout(num_devices // (size * tensor), tensor, size) for size in pipe_sizes)
