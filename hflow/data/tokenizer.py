@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from hflow.data.chat import ChatTemplate
@@ -158,13 +159,24 @@ class TextTokenizer:
 
 def _load(settings: TokenizerSettings) -> Any:
     if settings.path is not None and any((Path(settings.path) / name).exists() for name in _TOKENIZER_FILES):
-        loader: Any = AutoTokenizer
+        loader: Any = PreTrainedTokenizerFast if _is_generic(Path(settings.path)) else AutoTokenizer
         return loader.from_pretrained(settings.path, local_files_only=True)
     if settings.alphabet is not None:
         return character_tokenizer(settings.alphabet)
     if settings.path is not None:
         raise DataError(f"{settings.path} holds no tokenizer; save one there or set an alphabet")
     raise DataError("a tokenizer needs the path of a checkpoint or an alphabet; set one of them")
+
+
+def _is_generic(directory: Path) -> bool:
+    """Return whether a tokenizer was saved as `PreTrainedTokenizerFast`, such as a character tokenizer.
+
+    Beside the config of a model, `AutoTokenizer` loads it as that of the model's family instead, which drops
+    unknown characters.
+    """
+    file = directory / "tokenizer_config.json"
+    saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return saved.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def _stop_ids(eos_id: int | None, path: str | None) -> tuple[int, ...]:
@@ -191,6 +203,10 @@ def character_tokenizer(alphabet: str) -> Any:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    # For other programs that read a checkpoint; `TextTokenizer.prompt` adds the token itself.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])]
+    )
     build: Any = PreTrainedTokenizerFast
     return build(
         tokenizer_object=tokenizer,

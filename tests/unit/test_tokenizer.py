@@ -78,6 +78,23 @@ def test_a_saved_tokenizer_loads_in_transformers(tmp_path: Path) -> None:
         again.encode("*")
 
 
+def test_a_saved_tokenizer_stays_one_beside_a_models_config(tmp_path: Path) -> None:
+    """Transformers would load it as that of the model's family, which drops unknown characters."""
+    characters().save(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    saved = TextTokenizer(TokenizerSettings(str(tmp_path)))
+    assert saved.encode("12 ab") == characters().encode("12 ab")
+    with pytest.raises(DataError, match="no token for 'Z'"):
+        saved.encode("1Z")
+    assert [saved.token_text(token) for token in (2, 5)] == ["<eos>", "1"]
+
+
+def test_other_programs_begin_prompts_with_bos(tmp_path: Path) -> None:
+    characters().save(str(tmp_path))
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded("12")["input_ids"] == characters().prompt("12")
+
+
 def test_an_alphabet_is_used_if_the_checkpoint_has_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     assert TextTokenizer(TokenizerSettings(str(tmp_path), ALPHABET)).encode("0") == [4]
@@ -112,6 +129,13 @@ def test_a_continuation_closes_the_turn_if_the_model_did_not(last: int, end: lis
     tokenizer = characters(PLAIN)
     ids = tokenizer.template().continuation([{"role": "user", "content": "go on"}], last)
     assert ids == [*end, *tokenizer.encode("\n[user]go on\n[assistant]")]
+
+
+def test_a_template_without_an_end_of_turn_loses_no_text() -> None:
+    """The turn's last token is removed in front of the new text only if it ends the turn."""
+    template = characters("{% for m in messages %}{{ m.content }}{% endfor %}").template()
+    (last,) = characters().encode("4")
+    assert template.continuation([{"role": "user", "content": "42"}], last) == characters().encode("42")
 
 
 def test_errors_name_the_problem() -> None:
