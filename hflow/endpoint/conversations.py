@@ -109,7 +109,7 @@ class EpisodeEndpoint:
         conversation, before = self._begin(request)
         try:
             after = await conversation.engine.complete(
-                _first_prompt(request) if before is None else before,
+                first_prompt(request) if before is None else before,
                 tools=request.tools,
                 max_tokens=request.max_tokens,
                 stop=request.stop,
@@ -254,7 +254,7 @@ class _Conversation:
         return reply
 
 
-def _first_prompt(request: CompletionRequest) -> str | list[dict[str, Any]]:
+def first_prompt(request: CompletionRequest) -> str | list[dict[str, Any]]:
     """Return the prompt of a conversation that begins with this request."""
     prompt = request.prompt
     return prompt if isinstance(prompt, str) else [template_message(message) for message in prompt]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from openai import AsyncOpenAI
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import GenerationResult
 from hflow.data.tokenizer import TextTokenizer
+from hflow.endpoint.conversations import EpisodeEndpoint
 from hflow.endpoint.server import EndpointServer
 from hflow.errors import EpisodeError, HflowError, RecipeError, RunError
 from hflow.testing import ScriptedEngine
@@ -591,3 +593,48 @@ def test_an_engine_has_several_endpoints(chat: TextTokenizer, driver: Heard) -> 
 
     one, other = serve(body)
     assert one.input_ids != other.input_ids
+
+
+def test_an_agent_that_blocks_runs_on_a_thread(chat: TextTokenizer, driver: Heard) -> None:
+    def agent(base_url: str, api_key: str) -> None:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="actor", messages=ASK)
+
+    async def body(server: EndpointServer) -> Trajectory:
+        async with episode(driver, chat, new_effects(), server=server).endpoint() as endpoint:
+            await asyncio.to_thread(agent, endpoint.base_url, endpoint.api_key)
+            return endpoint.trajectory
+
+    check_tokens(serve(body), driver.heard)
+
+
+def test_the_address_for_other_machines() -> None:
+    async def main() -> None:
+        server = EndpointServer("0.0.0.0")
+        async with server.admit(EpisodeEndpoint("actor", ScriptedEngine, {}, itertools.count())) as key:
+            assert not server.url.startswith("http://0.0.0.0")
+            async with AsyncOpenAI(base_url=server.url, api_key=key) as client:
+                assert [model.id async for model in client.models.list()] == ["actor"]
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_a_tool_offered_by_its_schema_is_the_function_of_its_name(chat: TextTokenizer, driver: Heard) -> None:
+    """Its errors are results, and its calls are counted."""
+
+    def add(text: str) -> str:
+        raise LookupError(text)
+
+    async def body(server: EndpointServer) -> tuple[Any, dict[str, int]]:
+        effects = new_effects()
+        engine = episode(driver, chat, effects, server=server, tools="[]")
+        with pytest.raises(LookupError):
+            await engine.call(add, text="1")
+        async with client_of(engine) as (client, _):
+            await client.chat.completions.create(model="actor", messages=ASK, tools=[ADD])
+        return await engine.call(add, text="1"), effects.counts
+
+    result, counts = serve(body)
+    assert result == "error: LookupError: 1"
+    assert (counts["tool_calls"], counts["tool_errors"]) == (1, 1)

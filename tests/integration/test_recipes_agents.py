@@ -71,15 +71,23 @@ def test_engines_in_different_groups_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def paid(tmp_path: Path) -> Path:
-    """The agent; whoever calls is paid, as a model of random weights is never right."""
-    source = (ROOT / "recipes" / "tool_agent.py").read_text()
-    paid = source.replace("return talk, num_calls, 0.0", "return talk, num_calls, float(num_calls)")
+REWARDS = {
+    "tool_agent": "return talk, num_calls, 0.0",
+    "openai_agent": "return endpoint.trajectory, num_calls, float(message.content == answer)",
+}
+"""Recipe -> the line that returns the reward."""
+
+
+@pytest.fixture(params=REWARDS)
+def paid(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """An agent; whoever calls is paid, as a model of random weights is never right."""
+    name, line = request.param, REWARDS[request.param]
+    source = (ROOT / "recipes" / f"{name}.py").read_text()
+    paid = source.replace(line, f"{line.rpartition(', ')[0]}, float(num_calls)")
     assert paid != source
-    recipe = tmp_path / "tool_agent.py"
+    recipe = tmp_path / f"{name}.py"
     recipe.write_text(paid)
-    (tmp_path / "tool_agent.yaml").write_text((ROOT / "recipes" / "tool_agent.yaml").read_text())
+    (tmp_path / f"{name}.yaml").write_text((ROOT / "recipes" / f"{name}.yaml").read_text())
     return recipe
 
 
@@ -110,15 +118,17 @@ def test_an_agent_on_two_workers_equals_one_process(
     assert largest_difference(weights_of(alone), weights_of(apart)) < 1e-4
 
 
-def test_an_agent_starts_from_written_examples(tmp_path: Path) -> None:
+def test_agents_start_from_written_examples(tmp_path: Path) -> None:
     taught = run("recipes/tool_sft.py", tmp_path, *ALONE, "steps=2", "batch=8")
     checkpoint = (taught.directory / "checkpoints" / "latest" / "actor").resolve()
-    summary = run("recipes/tool_agent.py", tmp_path, *ALONE, *SMALL, f"models.actor.path={checkpoint}")
-    assert (summary.reason, summary.steps) == ("done", 2)
-    assert weights_of(taught).keys() == weights_of(summary).keys()
+    for name in REWARDS:
+        summary = run(f"recipes/{name}.py", tmp_path, *ALONE, *SMALL, f"models.actor.path={checkpoint}")
+        assert (summary.reason, summary.steps) == ("done", 2)
+        assert weights_of(taught).keys() == weights_of(summary).keys()
 
 
-def test_stored_tokens_are_the_generated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", REWARDS)
+def test_stored_tokens_are_the_generated_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stored sample is what its engine answered, turn for turn, and all else in it is masked."""
     heard: list[tuple[tuple[int, ...], GenerationResult]] = []
     submit = EngineDriver.submit
@@ -129,7 +139,7 @@ def test_stored_tokens_are_the_generated_ones(monkeypatch: pytest.MonkeyPatch) -
         return drawn
 
     monkeypatch.setattr(EngineDriver, "submit", overheard)
-    setup = make_setup(compile_recipe(ROOT / "recipes" / "tool_agent.py", [*ALONE, *AGENT]))
+    setup = make_setup(compile_recipe(ROOT / "recipes" / f"{name}.py", [*ALONE, *AGENT]))
     names = ("input_ids", "loss_mask", "behav_logprobs", "versions", "num_turns", "num_calls")
 
     async def work() -> list[list[Any]]:
