@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hflow import launch
-from hflow.cli import doctor_command, ledger_commands, plan_commands, run_commands
+from hflow.cli import doctor_command, ledger_commands, plan_commands, run_commands, serve_command
 from hflow.cli.exit_codes import INTERRUPTED, USER_ERROR, StoppedByUser
 from hflow.errors import HflowError
 
@@ -84,6 +84,15 @@ app.command(
         ]
     ),
 )(ledger_commands.samples)
+
+
+app.command(
+    epilog=_examples(
+        "serve runs/grpo/latest",
+        "serve grpo gen.max_model_len=128 --port 9000",
+        "serve /models/Qwen2.5-0.5B --engine vllm --host 0.0.0.0 --api-key KEY",
+    )
+)(serve_command.serve)
 
 
 app.command(epilog=_examples("doctor"))(doctor_command.doctor)

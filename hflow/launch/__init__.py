@@ -16,6 +16,7 @@ from hflow.launch.plan_file import compare_plans, compile_plan_file, compose_pla
 from hflow.report.summary import RunSummary
 
 if TYPE_CHECKING:
+    from hflow.launch.serve_checkpoint import ServedEndpoint
     from hflow.launch.twin_run import TwinReport
     from hflow.runtime.simulation.simulate_plan import Simulation
 
@@ -34,6 +35,7 @@ __all__ = [
     "run",
     "run_plan",
     "samples",
+    "serve",
     "simulate",
     "twin",
     "why",
@@ -76,6 +78,44 @@ def run_plan(
     from hflow.launch.run_recipe import run_compiled
 
     return run_compiled(compile_plan_file(file, recipe, overrides), live)
+
+
+def serve(
+    target: str,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    engine: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    report_progress: Callable[[str], None] = lambda line: None,
+    on_ready: Callable[[ServedEndpoint], None] = lambda endpoint: None,
+) -> bool:
+    """Serve a checkpoint with OpenAI's API until Ctrl-C or SIGTERM.
+
+    Args:
+        target: a checkpoint directory, a run's directory, or NAME for the latest run in `runs/NAME`.
+        overrides: keys of `models.NAME` as `key=value`, such as `gen.max_model_len=4096`.
+        model: the model of a run; None: the only one that generates.
+        engine: `embedded` or `vllm`; None: vLLM on CUDA where it is installed, else the embedded engine.
+        host: address to listen on.
+        port: 0 for a free one.
+        api_key: key that requests need; None: none.
+        report_progress: called with a line when the engine starts.
+        on_ready: called when requests can be sent.
+
+    Returns:
+        Whether Ctrl-C ended it.
+
+    Raises:
+        HflowError: if there is no checkpoint, the port is in use, or the engine fails.
+    """
+    from hflow.launch.serve_checkpoint import ServeOptions, run_server
+    from hflow.launch.served_checkpoint import find_checkpoint
+
+    checkpoint = find_checkpoint(target, overrides, model)
+    return run_server(checkpoint, ServeOptions(host, port, api_key, engine), report_progress, on_ready)
 
 
 def simulate(

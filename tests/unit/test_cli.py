@@ -73,6 +73,7 @@ def test_commands_and_options_do_not_change():
         "check": ["overrides", "recipe"],
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "overrides", "recipe"],
         "run": ["--cfg", "--live", "--plain", "--plan", "overrides", "recipe"],
+        "serve": ["--api-key", "--engine", "--host", "--model", "--port", "overrides", "target"],
         "simulate": ["--json", "--seed", "--steps", "overrides", "recipe"],
         "twin": ["--as-configured", "--layout", "--steps", "overrides", "recipe"],
         "doctor": [],
@@ -81,7 +82,9 @@ def test_commands_and_options_do_not_change():
     }
 
 
-@pytest.mark.parametrize("command", ["check", "plan", "run", "simulate", "twin", "doctor", "samples", "why"])
+@pytest.mark.parametrize(
+    "command", ["check", "plan", "run", "simulate", "twin", "serve", "doctor", "samples", "why"]
+)
 def test_help_gives_examples(command: str, monkeypatch, capsys):
     assert hflow(monkeypatch, command, "--help") == 0
     assert f"hflow {command}" in capsys.readouterr().out.partition("Examples:")[2]

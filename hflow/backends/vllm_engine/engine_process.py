@@ -62,7 +62,7 @@ class EngineProcess:
         with theirs, open(self.directory / "log", "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(theirs.fileno())],
-                env={**os.environ, **_import_path(), **environment},
+                env={**os.environ, **import_path(), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -138,7 +138,7 @@ class EngineProcess:
             code = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
-        how = "closed its connection" if code is None else _exit_text(code)
+        how = "closed its connection" if code is None else exit_text(code)
         reason = last_error(self.directory / "log")
         return RunError(
             f"the vLLM engine of {self._name!r} (process {self._process.pid}) {how}"
@@ -154,11 +154,12 @@ def last_error(log: Path) -> str | None:
     return (causes or errors or [None])[-1]
 
 
-def _exit_text(code: int) -> str:
+def exit_text(code: int) -> str:
+    """Return how a process ended, for messages."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _import_path() -> dict[str, str]:
+def import_path() -> dict[str, str]:
     """Return variables with which the child imports this hflow."""
     paths = [str(Path(hflow.__file__).parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}

@@ -1,0 +1,143 @@
+"""Finds the checkpoint that `hflow serve` names, and how its model was configured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hflow.config import ModelConfig, RunConfig
+from hflow.config.compose import NOTATION
+from hflow.data.tokenizer import TokenizerSettings
+from hflow.errors import ConfigError, nearest
+from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.validation import from_mapping
+
+KEYS = ("alphabet", "chat_template", "dtype", "gen.layout", "gen.max_model_len", "gen.max_running")
+"""Keys of `models.NAME` that matter for serving."""
+
+
+@dataclass(frozen=True)
+class ServedCheckpoint:
+    """A checkpoint to serve."""
+
+    directory: Path
+    """With config, weights and tokenizer, as Hugging Face writes them."""
+    name: str
+    """Name of the model for clients."""
+    config: ModelConfig
+    """The configuration of the run that saved it, with the user's changes."""
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16"]:
+        """The precision: as configured, else that of the checkpoint."""
+        if self.config.dtype is not None:
+            return self.config.dtype
+        saved = _read_json(self.directory / "config.json")
+        return "bf16" if saved.get("dtype", saved.get("torch_dtype")) == "bfloat16" else "fp32"
+
+    @property
+    def tokenizer(self) -> TokenizerSettings:
+        """The settings of the tokenizer."""
+        return TokenizerSettings(str(self.directory), self.config.alphabet, self.config.chat_template)
+
+
+def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) -> ServedCheckpoint:
+    """Return the checkpoint that a user names.
+
+    Args:
+        target: a checkpoint directory, a run's directory, or NAME for the latest run in `runs/NAME`.
+        overrides: keys of `models.NAME` to change, as `key=value`.
+        model: the model of a run; None: the only one that generates.
+
+    Raises:
+        ConfigError: if there is no checkpoint, there are several, or an override is wrong.
+    """
+    path = Path(target)
+    if (path / "config.json").is_file():
+        if model is not None and model != path.resolve().name:
+            raise ConfigError(f"--model chooses from the models of a run, but {target} is a checkpoint")
+        directory = path.resolve()
+    else:
+        directory = _choose_model(_saved_models(target), target, model)
+    return ServedCheckpoint(directory, directory.name, _config(directory, overrides))
+
+
+def _saved_models(target: str) -> dict[str, Path]:
+    """Return the models of a run's latest checkpoint, or of a checkpoint of several models."""
+    out = Path(RunConfig.out)
+    runs = (Path(target), Path(target) / "latest", out / target / "latest")
+    for directory in (Path(target), *(RunDirectory(run).checkpoints / "latest" for run in runs)):
+        saved = sorted(file.parent for file in directory.glob("*/config.json"))
+        if saved:
+            return {path.name: path.resolve() for path in saved}
+    if any(RunDirectory(run).config.is_file() for run in runs):
+        raise ConfigError(
+            f"the run {target!r} has saved no checkpoint; let it finish, or run it with save_every=N"
+        )
+    names = [path.name for path in out.iterdir()] if out.is_dir() else []
+    raise ConfigError(
+        f"there is no checkpoint or run {target!r}; give a directory with config.json, a run's directory "
+        f"such as {out}/NAME/latest, or NAME for the latest run in {out}/NAME{nearest(target, names)}"
+    )
+
+
+def _choose_model(saved: Mapping[str, Path], target: str, model: str | None) -> Path:
+    generating = {name: path for name, path in saved.items() if _generates(path)}
+    if model is not None:
+        if model not in saved:
+            raise ConfigError(f"--model: {target!r} has no model {model!r}{nearest(model, saved)}")
+        if model not in generating:
+            raise ConfigError(f"--model: {model!r} has no language-model head, so it cannot generate")
+        return saved[model]
+    if len(generating) != 1:
+        names = ", ".join(generating) or "no language model"
+        raise ConfigError(f"{target!r} has {names}; choose one with --model NAME")
+    return next(iter(generating.values()))
+
+
+def _generates(path: Path) -> bool:
+    names = _read_json(path / "config.json").get("architectures") or ["ForCausalLM"]
+    return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+
+
+def _config(directory: Path, overrides: Sequence[str]) -> ModelConfig:
+    """Return the configuration of the run that saved a checkpoint, if there was one, with changes."""
+    values: dict[str, Any] = {}
+    file = RunDirectory(directory.parent.parent.parent).config  # checkpoints/STEP/MODEL
+    if file.is_file():
+        saved = yaml.safe_load(file.read_text(encoding="utf-8"))
+        of_model = (saved.get("models") or {}).get(directory.name) or {}
+        values = {key: _look_up(of_model, key) for key in KEYS}
+    for override in overrides:
+        key, is_given, text = override.partition("=")
+        if not is_given:
+            raise ConfigError(f"override {override!r} cannot be parsed: {NOTATION}")
+        if key not in KEYS:
+            raise ConfigError(f"unknown key {key!r}{nearest(key, KEYS)}; serve takes {', '.join(KEYS)}")
+        values[key] = text if key in ("alphabet", "chat_template") else yaml.safe_load(text)
+    nested: dict[str, Any] = {"gen": {}}
+    for key, value in values.items():
+        if value is None and key not in ("alphabet", "chat_template", "dtype", "gen.layout"):
+            continue
+        group, _, name = key.rpartition(".")
+        (nested[group] if group else nested)[name] = value
+    return from_mapping(ModelConfig, nested)
+
+
+def _look_up(values: Mapping[str, Any], key: str) -> Any:
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None  # type: ignore[assignment]
+    return values
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: invalid JSON: {error}") from error
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,244 @@
+"""`hflow serve` on a real checkpoint, with both engines, as a process that is stopped by signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from runs import ROOT, run
+
+from hflow.cli import main
+from hflow.errors import ConfigError
+from hflow.launch.served_checkpoint import find_checkpoint
+from hflow.planner.backends import engine_kind
+
+JOINED = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+ASK: Any = [{"role": "user", "content": "17+25="}]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run."""
+    small = ["workers=inproc", "cluster=cpu-1x1", "steps=1", "batch=4"]
+    return run("recipes/tool_sft.py", tmp_path_factory.mktemp("runs"), *small).directory
+
+
+class Served:
+    """A running `hflow serve`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert lines[1], process.communicate()[1]
+        self.title, self.example = lines
+        self.url = self.title.split()[2]
+
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=self.url, api_key=key, timeout=60, max_retries=0)
+
+    def run_example(self) -> Any:
+        """Send the request of the printed curl command."""
+        words = shlex.split(self.example)
+        assert words[0] == "curl"
+        headers = [words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H"]
+        body = words[words.index("-d") + 1].encode()
+        request = urllib.request.Request(words[1], body, dict(headers))
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.load(reply)
+
+    def stop(self, number: signal.Signals) -> tuple[int, str]:
+        """Send a signal; returns the exit code and what was written to stderr."""
+        self.process.send_signal(number)
+        out, errors = self.process.communicate(timeout=60)
+        assert out == ""
+        return self.process.returncode, errors
+
+
+@contextmanager
+def serving(*arguments: str | Path) -> Iterator[Served]:
+    command = [sys.executable, "-m", "hflow", "serve", *map(str, arguments), "--port", "0"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        try:
+            yield Served(process)
+        finally:
+            process.terminate()
+
+
+def test_a_run_is_served_until_ctrl_c(finished: Path) -> None:
+    with serving(finished) as served, served.client() as client:
+        assert served.title.startswith("actor at http://127.0.0.1:")
+        assert served.title.endswith("(engine embedded: the device is cpu)\n")
+        assert served.run_example()["choices"][0]["text"]
+        assert [model.id for model in client.models.list()] == ["actor"]
+        request: Any = {"model": "actor", "prompt": "17+25=", "max_tokens": 20}
+        texts = [client.completions.create(**request, **seed).choices[0].text for seed in SEEDS]
+        assert texts[0] == texts[1]
+        assert len(set(texts)) == 3
+        greedy = [client.completions.create(**request, temperature=0).choices[0].text for _ in range(2)]
+        assert greedy[0] == greedy[1]
+        whole = client.completions.create(model="actor", prompt="1=", temperature=0)
+        assert whole.usage is not None
+        assert whole.choices[0].finish_reason == "stop" or whole.usage.total_tokens == 128
+        with pytest.raises(openai.BadRequestError, match="n=2 is not supported"):
+            client.completions.create(**request, n=2)
+        with pytest.raises(openai.BadRequestError, match="has no token for 'S'"):
+            client.completions.create(model="actor", prompt="Say")
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            client.chat.completions.create(model="actor", messages=ASK)
+        code, errors = served.stop(signal.SIGINT)
+    assert code == 130
+    step = finished.resolve() / "checkpoints" / "step-1" / "actor"
+    assert errors.replace("\n", "") == f"starting embedded on {step}"
+
+
+SEEDS: list[dict[str, Any]] = [{"seed": 3}, {"seed": 3}, {"seed": 4}, {}]
+
+
+def test_keys_and_templates_of_a_checkpoint(finished: Path) -> None:
+    checkpoint = finished / "checkpoints" / "latest" / "actor"
+    changes = [f"chat_template={JOINED}", "gen.max_model_len=16"]
+    with serving(checkpoint, *changes, "--api-key", "secret") as served:
+        assert "Authorization: Bearer secret" in served.example
+        assert served.run_example()["choices"][0]["message"]["content"]
+        with served.client("wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with served.client("secret") as client:
+            reply = client.chat.completions.create(model="actor", messages=ASK)
+            assert reply.usage is not None
+            assert reply.usage.total_tokens <= 16
+            with pytest.raises(openai.BadRequestError, match="the engine takes 1 to 15"):
+                client.completions.create(model="actor", prompt="1" * 20)
+        assert served.stop(signal.SIGTERM)[0] == 0
+
+
+@pytest.mark.slow
+def test_vllm_serves_the_same_model(finished: Path) -> None:
+    """Greedy completions of both engines are equal, and nothing of vLLM outlives the command."""
+    greedy: Any = {"model": "actor", "temperature": 0, "max_tokens": 12}
+    template = f"chat_template={JOINED}"
+    with serving(finished, template) as served, served.client() as client:
+        expected = client.completions.create(prompt="17+25=", **greedy).choices[0].text
+        talk = client.chat.completions.create(messages=ASK, **greedy).choices[0].message.content
+    with serving(finished, template, "--engine", "vllm", "--api-key", "secret") as served:
+        assert served.title.endswith("(engine vllm: as configured)\n")
+        assert served.run_example()["choices"][0]["message"]["content"]
+        with served.client("secret") as client:
+            assert client.completions.create(prompt="17+25=", **greedy).choices[0].text == expected
+            assert client.chat.completions.create(messages=ASK, **greedy).choices[0].message.content == talk
+        with served.client("wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.completions.create(prompt="1", **greedy)
+        (server,) = children(served.process.pid)
+        assert children(server)
+        code, errors = served.stop(signal.SIGINT)
+    assert code == 130
+    assert errors.count("starting vllm on") == 1
+    assert "error" not in errors
+    with pytest.raises(ProcessLookupError):
+        os.killpg(server, 0)
+
+
+def children(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str | Path) -> str:
+    """Return the message of a command that fails."""
+    monkeypatch.setattr(sys, "argv", ["hflow", "serve", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    captured = capsys.readouterr()
+    *progress, error = captured.err.splitlines()
+    assert (stop.value.code, captured.out) == (2, "")
+    assert len(progress) <= 1
+    return str(error)
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_a_port_in_use(finished: Path, engine: str, monkeypatch, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = refused(monkeypatch, capsys, finished, "--engine", engine, "--port", str(port))
+    assert message == (
+        f"error: cannot listen on 127.0.0.1, port {port}: Address already in use. Choose another port or host"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "there is no checkpoint or run 'nowhere'; give a directory with config.json"),
+        (["RUN", "--engine", "vlm"], "--engine is 'vlm'; it must be 'embedded' or 'vllm'"),
+        (["RUN", "--model", "actr"], "has no model 'actr'; did you mean 'actor'"),
+        (["RUN", "gen.max_len=3"], "unknown key 'gen.max_len'; did you mean 'gen.max_model_len'"),
+        (["RUN", "gen.max_model_len=long"], "gen.max_model_len is 'long'"),
+        (["RUN", "dtype"], "override 'dtype' cannot be parsed: write key=value"),
+        (["RUN", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1, port 8000: Cannot assign"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, finished: Path, monkeypatch, capsys) -> None:
+    arguments = [str(finished) if argument == "RUN" else argument for argument in arguments]
+    assert message in refused(monkeypatch, capsys, *arguments)
+
+
+def test_what_vllm_cannot_serve(finished: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    small = tmp_path / "small"
+    shutil.copytree(finished / "checkpoints" / "latest" / "actor", small)
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**config, "num_attention_heads": 8}))
+    message = refused(monkeypatch, capsys, small, "--engine", "vllm")
+    assert "vllm's attention on CPUs has no kernel for heads of size 16" in message
+    kind = engine_kind("vllm")
+    monkeypatch.setitem(kind.__dict__, "packages", ("an_absent_package",))
+    message = refused(monkeypatch, capsys, finished, "--engine", "vllm")
+    assert message.startswith("error: --engine vllm: an_absent_package is not installed; pip install")
+
+
+def saved_model(path: Path, architecture: str, **config: Any) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
+    return path.resolve()
+
+
+def test_the_model_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    step = tmp_path / "runs" / "ppo" / "20260101-000000" / "checkpoints" / "step-2"
+    actor = saved_model(step / "actor", "Qwen2ForCausalLM", dtype="bfloat16")
+    saved_model(step / "critic", "Qwen2Model")
+    (step.parent / "latest").symlink_to("step-2")
+    (tmp_path / "runs" / "ppo" / "latest").symlink_to("20260101-000000")
+    for name in ("ppo", "runs/ppo", "runs/ppo/latest", str(step), str(actor)):
+        assert find_checkpoint(name, [], None).directory == actor
+    assert find_checkpoint("ppo", [], "actor").dtype == "bf16"
+    assert find_checkpoint("ppo", ["dtype=fp32"], None).dtype == "fp32"
+    with pytest.raises(ConfigError, match="'critic' has no language-model head"):
+        find_checkpoint("ppo", [], "critic")
+    config = {"models": {"actor": {"dtype": "fp32", "alphabet": "ab", "gen": {"max_model_len": 7}}}}
+    (step.parent.parent / "config.yaml").write_text(json.dumps(config))
+    found = find_checkpoint("ppo", ["gen.max_running=2"], None)
+    assert (found.dtype, found.tokenizer.alphabet) == ("fp32", "ab")
+    assert (found.config.gen.max_model_len, found.config.gen.max_running) == (7, 2)
+    saved_model(step / "bob", "Qwen2ForCausalLM")
+    with pytest.raises(ConfigError, match="'ppo' has actor, bob; choose one with --model NAME"):
+        find_checkpoint("ppo", [], None)
+    shutil.rmtree(step)
+    with pytest.raises(ConfigError, match="the run 'ppo' has saved no checkpoint"):
+        find_checkpoint("ppo", [], None)
+    with pytest.raises(ConfigError, match="did you mean 'ppo'"):
+        find_checkpoint("pppo", [], None)
