@@ -54,6 +54,10 @@ def test_a_run_writes_all_documented_files(checkpoint: Path, tmp_path: Path) -> 
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["batch/samples"] == 32
     assert 0 <= rows[0]["actor_gen/reward"] <= 1
+    for row in rows:
+        assert 0 < row["actor_train/engine_gap"] <= row["actor_train/engine_gap.max"] < 1e-3
+        assert 0 <= row["actor_train/engine_kl"] < 1e-8
+        assert 0 < row["actor_train/engine_tokens"] < row["actor_train/num_tokens"]
     names = {event["name"] for event in json.loads((directory / "trace.json").read_text())["traceEvents"]}
     assert {"actor_train", "group_advantage"} <= names
     evaluated = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

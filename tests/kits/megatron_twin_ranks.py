@@ -72,7 +72,7 @@ def train_twin(twin: twins.Twin, group: Any, path: Path) -> None:
     backend = model(twin, path, group)
     d, is_head = place(twin, group)
     shards = twins.shards(twin.data, d) if is_head else []
-    metrics = [backend.train(call, shards, step) for step in range(twins.NUM_STEPS)]
+    metrics = [backend.train(call, shards, step) for step in twins.STEPS]
     weights = {name: tensor.clone() for name, tensor in backend.weights()}
     torch.save((metrics, weights), path / f"{twin.name}.{group.rank()}.pt")
     if twin.dtype == "bf16":
@@ -111,7 +111,7 @@ def train_alone(path: Path) -> None:
     call, _ = twins.NODES["ppo"]
     backend = model(twins.Twin("ppo"), path, None)
     shards = [*twins.shards(2, 0), *twins.shards(2, 1)]
-    metrics = [backend.train(call, shards, step) for step in range(twins.NUM_STEPS)]
+    metrics = [backend.train(call, shards, step) for step in twins.STEPS]
     weights = {name: x.clone() for name, x in backend.weights()}
     torch.save((metrics, weights), path / "alone.pt")
     mask = Column(Unit.TOKEN, np.zeros(twins.batch().num_tokens, bool))

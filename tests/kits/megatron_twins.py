@@ -16,7 +16,8 @@ from hflow.backends.interface import NodeCall, TrainShard
 from hflow.data.batch import Batch, Column
 from hflow.types import Unit
 
-NUM_STEPS = 3
+STEPS = range(3, 6)
+"""The versions of the tokens, so that each step compares some with the engine's log-probs."""
 FIRST, SECOND, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
 LENGTHS = [10, 14, 8, 8, 16, 9, 12, 7, 11, 6, 13, 5]
 MINIBATCHES = [[0, 1, 4, 5, 6, 7], [2, 3, 8, 9, 10, 11]]
@@ -146,7 +147,7 @@ def expected(node: str, dtype: str, checkpoint: Path) -> Trained:
     """Return the results of one process with all samples."""
     call, head = NODES[node]
     backend = kit.model(path=str(checkpoint), architecture=None, dtype=dtype, **head)
-    metrics = [backend.train(call, shards(1, 0), step) for step in range(NUM_STEPS)]
+    metrics = [backend.train(call, shards(1, 0), step) for step in STEPS]
     return Trained(metrics, kit.weights(backend))
 
 
