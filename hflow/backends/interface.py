@@ -322,7 +322,8 @@ class GenerationResult:
     ids: tuple[int, ...]
     """Drawn tokens, without the prompt."""
     logprobs: tuple[float, ...]
-    """Log-prob of each token under the temperature, over the whole vocabulary (no top-p or top-k)."""
+    """Log-prob of each token under the temperature, over the whole vocabulary. With top-p or top-k, vLLM
+    reports that of the tokens they leave, so a plan allows these only where no log-prob is used."""
     versions: tuple[int, ...]
     """Version of the weights that drew each token."""
     stop_reason: str

@@ -71,6 +71,7 @@ class Worker:
         hosted: Sequence[int],
         rank: ProcessRank | None = None,
         host: str = "127.0.0.1",
+        devices: Sequence[str] = (),
     ) -> None:
         """Join the process groups, and build models, engines, tokenizers and the pool.
 
@@ -79,11 +80,13 @@ class Worker:
             hosted: the worker indices that this process hosts.
             rank: this process's rank; None: it hosts all worker indices.
             host: address of this machine, as the other workers know it.
+            devices: the CUDA device of each worker of the plan, as on its machine; empty on CPUs.
         """
         bind_cores(setup.plan.cluster.cores_of(hosted[0]))
         self._setup = setup
         self._plan = setup.plan
         self._hosted = tuple(hosted)
+        self._devices = tuple(devices)
         pause = pause_seconds(setup.plan.cluster.num_devices)
         self._mailboxes = {index: Mailbox(index, pause) for index in hosted}
         self._store = SampleStore()
@@ -106,7 +109,10 @@ class Worker:
         replicas = hosted_replicas(setup, self._hosted)
         self._backends = build_backends(setup, replicas, process_groups)
         tokenizers = build_tokenizers(setup, "generate")
-        return (*build_engines(setup, replicas, self._hosted, self._backends, tokenizers), tokenizers)
+        return (
+            *build_engines(setup, replicas, self._hosted, self._devices, self._backends, tokenizers),
+            tokenizers,
+        )
 
     def _build_generation(
         self,
@@ -341,6 +347,7 @@ def build_engines(
     setup: WorkerSetup,
     replicas: Sequence[Replica],
     hosted: Sequence[int],
+    devices: Sequence[str],
     backends: Mapping[str, ModelBackend],
     tokenizers: Mapping[str, TextTokenizer],
 ) -> tuple[dict[str, EngineDriver], frozenset[str]]:
@@ -368,6 +375,7 @@ def build_engines(
                 tokenizer=tokenizers[replica.model],
                 module=module,
                 tensor=len(ranks),
+                devices=_devices(replica, ranks, devices),
                 cores=tuple(cores) if all(cores) else (),
                 shares_devices=any(
                     other.group == replica.group and other.name != replica.name
@@ -377,6 +385,20 @@ def build_engines(
         )
         drivers[replica.name] = EngineDriver(engine)
     return drivers, frozenset(sharing)
+
+
+def _devices(replica: Replica, ranks: Sequence[int], devices: Sequence[str]) -> tuple[str, ...]:
+    """Return the CUDA devices of an engine's tensor ranks; none on CPUs.
+
+    Raises:
+        RunError: when this machine has fewer.
+    """
+    if devices and len(ranks) > 1 and max(ranks) >= len(devices):
+        raise RunError(
+            f"{replica.name} needs {len(ranks)} CUDA devices for its tensor ranks, but only "
+            f"{', '.join(devices)} can be used; set a smaller gen.layout, or CUDA_VISIBLE_DEVICES"
+        )
+    return tuple(devices[worker % len(devices)] for worker in ranks) if devices else ()
 
 
 def _cores(cluster: ClusterSpec, worker: int, num_ranks: int) -> tuple[int, ...]:

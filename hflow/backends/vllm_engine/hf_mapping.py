@@ -110,7 +110,7 @@ def checked(
     Raises:
         BackendError: if a name is unknown, a shape differs, or a tensor is missing.
     """
-    missing = {tensor.view.data_ptr(): name for name, tensor in held.items()}
+    missing = {tensor.view.data_ptr(): name for name, tensor in held.items() if tensor.view.numel()}
     for name, tensor in weights:
         if name not in held:
             raise BackendError(

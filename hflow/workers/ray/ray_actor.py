@@ -31,9 +31,11 @@ class WorkerProcess:
     def __init__(self, index: int) -> None:
         import hflow.workers.worker
         from hflow.workers.process_groups import collective_counts, open_rendezvous
+        from hflow.workers.process_setup import visible_devices
 
         self._module = hflow.workers.worker
         self._open_rendezvous = open_rendezvous
+        self._visible_devices = visible_devices
         self._index = index
         self._probe = StackProbe(collective_counts)
 
@@ -41,7 +43,13 @@ class WorkerProcess:
         """Return the `host:port`, on this worker's machine, where the next run's workers connect."""
         return self._open_rendezvous(ray.util.get_node_ip_address())
 
-    def build(self, pickled: bytes, rank: ProcessRank | None, peers: Sequence[Any]) -> None:
+    def place(self) -> tuple[str, tuple[str, ...]]:
+        """Return the machine of this process, and the names of its CUDA devices there."""
+        return ray.get_runtime_context().get_node_id(), self._visible_devices()
+
+    def build(
+        self, pickled: bytes, rank: ProcessRank | None, peers: Sequence[Any], devices: Sequence[str]
+    ) -> None:
         """Build the worker. A collective.
 
         A process may serve several runs in turn; each must be closed before the next is built.
@@ -50,12 +58,14 @@ class WorkerProcess:
             pickled: the `WorkerSetup`.
             rank: of this process; None: it is the only one.
             peers: the actors of all workers.
+            devices: the CUDA device of each worker, as on its machine; empty on CPUs.
         """
         setup: WorkerSetup = cloudpickle.loads(pickled)
         self._peers = peers
         self._bodies = {name: program.body for name, program in setup.programs.items()}
         with self._probe.running(activity_of("build")):
-            self._worker = self._module.Worker(setup, (self._index,), rank, ray.util.get_node_ip_address())
+            host = ray.util.get_node_ip_address()
+            self._worker = self._module.Worker(setup, (self._index,), rank, host, devices)
         freeze_gc()
 
     def probe(self) -> StackSnapshot:

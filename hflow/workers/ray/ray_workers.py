@@ -13,9 +13,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from hflow.errors import HflowError
+from hflow.errors import HflowError, RunError
+from hflow.planner.backends import engine_kind
 from hflow.planner.data.redistribute import Move
-from hflow.planner.ir import Replica
+from hflow.planner.ir import Plan, Replica
+from hflow.planner.routing import tensor_ranks
 from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
 from hflow.workers.hangs.hang_report import WorkerCall
 from hflow.workers.hangs.stack_probe import StackSnapshot
@@ -37,6 +39,28 @@ from hflow.workers.storage.sample_transfer import pulls_of
 
 PROBE_SECONDS = 10.0
 """Longest wait for a worker's answer to a probe."""
+
+
+def check_engine_machines(plan: Plan, machines: Sequence[str]) -> None:
+    """Check that the tensor ranks of each engine in a process of its own are on one machine.
+
+    Args:
+        plan: with the engines.
+        machines: worker -> its machine, which Ray has chosen.
+
+    Raises:
+        RunError: naming an engine whose ranks are apart.
+    """
+    for replica in plan.replicas:
+        if replica.role == "gen" and engine_kind(replica.backend).has_own_process:
+            for head in replica.heads:
+                ranks = tensor_ranks(replica, head)
+                if len({machines[worker] for worker in ranks}) > 1:
+                    raise RunError(
+                        f"Ray placed workers {', '.join(map(str, ranks))} on several machines, but they are "
+                        f"the tensor ranks of one engine of {replica.name}; use machines with as many free "
+                        f"devices as the cluster names, or set a smaller models.{replica.model}.gen.layout"
+                    )
 
 
 @dataclass(eq=False)
@@ -96,10 +120,12 @@ class RayWorkers(Workers):
         bodies = [program.body for program in setup.programs.values()]
         pickled = ray.put(pickle_with_bodies(setup, bodies))
         # Wait until every process has started, so that none times out in `build` while another imports torch.
-        await asyncio.gather(*(self._call(worker, "probe") for worker in workers))
+        places = await asyncio.gather(*(self._call(worker, "place") for worker in workers))
+        check_engine_machines(setup.plan, [machine for machine, _ in places])
+        devices = [names[0] for _, names in places if names]
         address = await self._call(0, "rendezvous") if len(workers) > 1 else ""
         ranks = [ProcessRank(worker, len(workers), address) if address else None for worker in workers]
-        arguments = {worker: (pickled, ranks[worker], self._actors) for worker in workers}
+        arguments = {worker: (pickled, ranks[worker], self._actors, devices) for worker in workers}
         await self._call_devices("build", arguments)
 
     async def transfer(self, moves: Sequence[Move]) -> int:
