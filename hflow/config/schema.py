@@ -57,6 +57,9 @@ class GenConfig:
     `disk`: files in the run's directory, which all machines must share. `shared`: shared memory of one
     machine. `collective`: broadcasts from device to device (NCCL; gloo on CPUs). `ipc`: the memory of a GPU
     that trainer and engine share. `auto`: the plan decides, and gives the reason."""
+    delta: StrictBool = False
+    """Send only what has changed since the last version, in the engine's dtype. Trainers keep a copy of what
+    they sent, and engines of what they received."""
     max_running: StrictInt = Field(default=256, ge=1)
     """Maximum number of sequences that one engine decodes at once."""
     max_model_len: StrictInt = Field(default=2048, ge=2)

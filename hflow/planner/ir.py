@@ -190,6 +190,8 @@ class WeightRoute:
     """Of a `pull` route: a name of `GenConfig.transport` other than `auto`."""
     why: str = ""
     """The reason for the transport."""
+    delta: bool = False
+    """Of a `pull` route: whether only what has changed since the last version is sent."""
 
 
 def batch_replica(replicas: Iterable[Replica], model: str) -> Replica:

@@ -61,6 +61,34 @@ class IncomingTensor(NamedTuple):
     """Of each box."""
 
 
+class BucketHeader(NamedTuple):
+    """Everything of a bucket but its payload."""
+
+    entries: tuple[BucketEntry, ...]
+    version: BucketVersion | None
+
+    def with_payload(self, payload: Tensor) -> Bucket:
+        """Return the bucket."""
+        return Bucket(self.entries, payload, self.version)
+
+
+class BucketVersion(NamedTuple):
+    """Which bucket of which version this is, where only changes are sent."""
+
+    stream: str
+    """Identifies the sender and its receivers."""
+    number: int
+    """Place of the bucket in its stream."""
+    version: int
+    num_bytes: int
+    """Of the whole payload."""
+    base: int | None = None
+    """The version to which the payload's changes apply; None: the payload is whole."""
+    num_changed: int = 0
+    """Words of which the payload has place (`int32`) and value: first all places, then all values."""
+    word_bytes: int = 1
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Some slices of one version of a model."""
@@ -68,11 +96,30 @@ class Bucket:
     entries: tuple[BucketEntry, ...]
     payload: Tensor
     """Bytes, `uint8`; on the device of the weights, or in host memory after a channel that copies them."""
+    version: BucketVersion | None = None
+    """None where whole buckets are sent."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the slices, without the padding between them."""
+        """Bytes of the slices, without the padding between them; of changes, those of the payload."""
+        if self.has_changes:
+            return self.payload.numel()
         return sum(entry.end - entry.start for entry in self.entries)
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether the payload has changes in place of slices."""
+        return self.version is not None and self.version.base is not None
+
+    @property
+    def slices(self) -> list[tuple[WeightSlice, str]]:
+        """The slices, with their dtypes."""
+        return [(entry.slice, entry.dtype) for entry in self.entries]
+
+    @property
+    def header(self) -> BucketHeader:
+        """Everything but the payload."""
+        return BucketHeader(self.entries, self.version)
 
     def on(self, device: torch.device) -> Bucket:
         """Return the bucket with its payload on a device; the same bucket if it is there."""

@@ -20,6 +20,7 @@ from hflow.weights.buckets import (
 from hflow.weights.channels import open_channel
 from hflow.weights.channels.interface import ChannelSettings
 from hflow.weights.checksum import MODULUS
+from hflow.weights.delta import delta_receiver
 from hflow.weights.outgoing import whole_slices
 from hflow.weights.prefetch import prefetched
 
@@ -30,9 +31,9 @@ Handles = Sequence[Any]
 class IncomingWeights:
     """The weights of one version that one rank of an engine receives, tensor by tensor.
 
-    It can be pickled and iterated in another process, such as the rank's own, unless this process holds some
-    of the weights (`local`). The receiving end of the channel opens when the iteration starts, and remains
-    open for later versions. Iterate only once.
+    It can be pickled and iterated in another process, such as the rank's own, if `local` can. The receiving
+    end of the channel opens when the iteration starts, and remains open for later versions. Iterate only
+    once.
 
     Args:
         channel: carries the buckets; None: all weights are local.
@@ -79,7 +80,7 @@ class IncomingWeights:
         weights may need collectives, so without streams everything happens on the caller's thread.
 
         Raises:
-            RunError: when a slice has other values than were sent.
+            RunError: when a slice is missing, or has other values than were sent.
         """
         if not self._streams:
             return assemble_tensors([self._local_slices()])
@@ -103,9 +104,12 @@ class IncomingWeights:
         assert self._channel is not None, "streams need a channel"
         channel = open_channel(self._channel)
         for handle in handles:
-            bucket = channel.receive(handle, self._receiver).on(device)
-            verify_bucket(bucket)
+            bucket = channel.receive(handle, self._receiver)
             self.num_bytes += bucket.num_bytes
+            if bucket.version is not None:
+                bucket = delta_receiver(self._channel).decode(bucket)
+            bucket = bucket.on(device)
+            verify_bucket(bucket)
             self.checksum = (self.checksum + sum(entry.checksum for entry in bucket.entries)) % MODULUS
             yield from unpack_bucket(bucket)
 

@@ -73,6 +73,8 @@ class OutgoingWeights:
         self._streams = streams
         self.checksums: dict[int, int] = {}
         """Receiver -> checksum of what it was sent; complete when the iteration has ended."""
+        self.num_bytes = 0
+        """Bytes of the slices so far."""
 
     def __iter__(self) -> Iterator[tuple[Receivers, Bucket]]:
         for receivers, slices in self._streams:
@@ -80,6 +82,7 @@ class OutgoingWeights:
                 total = sum(entry.checksum for entry in bucket.entries)
                 for receiver in receivers:
                     self.checksums[receiver] = (self.checksums.get(receiver, 0) + total) % MODULUS
+                self.num_bytes += bucket.num_bytes
                 yield receivers, bucket
 
 

@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hflow.planner.backends import engine_kind
 from hflow.planner.ir import Plan, WeightRoute
 from hflow.planner.routing import tensor_ranks
 from hflow.planner.weights.weight_slices import Receivers
-from hflow.weights.buckets import SliceValues
+from hflow.weights.buckets import Bucket, SliceValues
 from hflow.weights.channels import make_channel, open_channel
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
+from hflow.weights.delta import DeltaSender
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.outgoing import OutgoingWeights, local_slices, outgoing_slices, outgoing_tensors
 
@@ -33,6 +34,11 @@ class PublishReport:
     """That will receive them."""
     version: int
     num_bytes: int
+    """Bytes that were sent."""
+    whole_bytes: int
+    """Bytes of all slices, of which only changes may have been sent."""
+    base: int | None
+    """The version whose changes were sent; None: all slices were sent whole."""
     checksums: Mapping[int, int]
     """Receiver -> checksum of what it was sent."""
     start: float
@@ -57,6 +63,8 @@ class WeightPublisher:
         """Replica -> the sending end of its channel, from the first publication on."""
         self._handles: dict[str, list[Any]] = {}
         """Replica -> handles of buckets that were sent to it and not freed."""
+        self._deltas: dict[str, DeltaSender] = {}
+        """Replica -> what finds its changes, if only these are sent."""
         self._relays: dict[str, tuple[WeightChannel, list[Any]]] = {}
         """Replica -> channel and handles of what was copied for its engine here from the object store."""
 
@@ -66,14 +74,20 @@ class WeightPublisher:
         outgoing = self._routes.outgoing(replica)
         if replica not in self._channels:
             self._channels[replica] = make_channel(self._settings[replica])
+            if self._routes.sends_changes(replica):
+                self._deltas[replica] = DeltaSender(self._settings[replica].owner)
         channel, handles = self._channels[replica], self._handles.setdefault(replica, [])
+        delta = self._deltas.get(replica)
+        base = None if delta is None else delta.start(version)
         by_receivers: dict[Receivers, list[Any]] = {}
         num_bytes = 0
-        for receivers, handle, size in _sent(channel, outgoing):
-            handles.append(handle)
-            by_receivers.setdefault(receivers, []).append(handle)
-            num_bytes += size
-        report = PublishReport(replica, version, num_bytes, outgoing.checksums, start, time.time())
+        for sent in _sent(channel, outgoing, delta):
+            handles.append(sent.handle)
+            by_receivers.setdefault(sent.receivers, []).append(sent.handle)
+            num_bytes += sent.num_bytes
+        report = PublishReport(
+            replica, version, num_bytes, outgoing.num_bytes, base, outgoing.checksums, start, time.time()
+        )
         return list(by_receivers.items()), report
 
     def incoming(self, replica: str, published: Sequence[BucketHandles]) -> list[IncomingWeights]:
@@ -135,6 +149,8 @@ class WeightPublisher:
         handles = self._handles.pop(replica, ())
         if handles:
             self._channels[replica].free(handles)
+        if replica in self._deltas:
+            self._deltas[replica].loaded()
 
     def close(self) -> None:
         """Free everything that was sent, and close the sending ends. Safe to call twice."""
@@ -146,21 +162,32 @@ class WeightPublisher:
         self._relays.clear()
 
 
-def _sent(channel: WeightChannel, outgoing: OutgoingWeights) -> Iterator[tuple[Receivers, Any, int]]:
-    """Send weights; yields receivers, handle and bytes of each bucket, in order.
+class _SentBucket(NamedTuple):
+    receivers: Receivers
+    handle: Any
+    num_bytes: int
+
+
+def _sent(
+    channel: WeightChannel, outgoing: OutgoingWeights, delta: DeltaSender | None
+) -> Iterator[_SentBucket]:
+    """Send weights, or their changes; yields each bucket that was sent, in order.
 
     While a bucket is sent on a thread, the next one is packed here, which may need collectives.
     """
-    pending: Future[Any] | None = None
+
+    def send(receivers: Receivers, bucket: Bucket) -> _SentBucket:
+        encoded = bucket if delta is None else delta.encode(receivers, bucket)
+        return _SentBucket(receivers, channel.send(receivers, encoded), encoded.num_bytes)
+
+    pending: Future[_SentBucket] | None = None
     with ThreadPoolExecutor(1, "hflow-weights") as thread:
-        last: tuple[Receivers, int] | None = None
         for receivers, bucket in outgoing:
-            if pending is not None and last is not None:
-                yield last[0], pending.result(), last[1]
-            pending = thread.submit(channel.send, receivers, bucket)
-            last = receivers, bucket.num_bytes
-        if pending is not None and last is not None:
-            yield last[0], pending.result(), last[1]
+            if pending is not None:
+                yield pending.result()
+            pending = thread.submit(send, receivers, bucket)
+        if pending is not None:
+            yield pending.result()
 
 
 class WorkerRoutes:
@@ -207,6 +234,10 @@ class WorkerRoutes:
             return [(worker, None) for worker in workers]
         assert workers == (self._worker,), "only an engine of one rank keeps what its worker holds"
         return [(self._worker, lambda: local_slices(route, self._worker, backend))]
+
+    def sends_changes(self, replica: str) -> bool:
+        """Return whether only changes are sent to a generation replica."""
+        return self._route(replica).delta
 
     def has_own_process(self, replica: str) -> bool:
         """Return whether the engines of a generation replica run in processes of their own."""

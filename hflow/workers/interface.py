@@ -262,7 +262,9 @@ class Span:
 
 def publish_span(report: PublishReport) -> Span:
     """Return the span of a publication."""
-    args = {"version": report.version, "bytes": report.num_bytes}
+    args: dict[str, Any] = {"version": report.version, "bytes": report.num_bytes}
+    if report.num_bytes != report.whole_bytes or report.base is not None:
+        args |= {"whole_bytes": report.whole_bytes, "changes_since": report.base}
     return Span(f"publish {report.replica}", "weights", report.start, report.end, args)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sqlite3
 import threading
 from pathlib import Path
@@ -61,6 +62,20 @@ def test_weights_published_by_disk_are_the_same(tmp_path: Path, monkeypatch: pyt
     assert all(ours[name].equal(theirs[name]) for name in ours.keys() | theirs.keys())
     losses = [[row["actor_train/loss"] for row in steps_of(summary)] for summary in (store, disk)]
     assert losses[0] == losses[1]
+
+
+def test_changes_make_the_same_versions(tmp_path: Path) -> None:
+    """Every version after the first is sent as changes, in fewer bytes, and has the same digest."""
+    options = [*GRPO, "steps=3", "schedule.max_staleness=0", "models.actor.dtype=bf16"]
+    options += ["models.actor.optim.lr=1e-3"]
+    whole = run(RECIPE, tmp_path / "whole", *options)
+    changes = run(RECIPE, tmp_path / "changes", *options, "models.actor.gen.delta=true")
+    assert commits(whole) == commits(changes)
+    assert len({digest for _, _, digest in commits(changes)}) == 4
+    spans = json.loads((changes.directory / "trace.json").read_text())["traceEvents"]
+    published = [span["args"] for span in spans if span["name"] == "publish actor@gen"]
+    assert [args.get("changes_since") for args in published] == [None, 0, 1, 2]
+    assert published[0]["bytes"] > 2 * published[1]["bytes"] > 0
 
 
 def flipped(bucket: Bucket) -> Bucket:

@@ -53,6 +53,7 @@ def _with_transport(
     """Return the route with its transport, which only a `pull` route has."""
     if route.how != "pull":
         return route
+    route = replace(route, delta=config.gen.delta)
     if config.gen.transport != "auto":
         return replace(route, transport=config.gen.transport, why="as configured")
     transport, why = _choice(route, src, gen, request)
@@ -87,7 +88,7 @@ def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest
 
 
 def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
-    """Yield why a run cannot use the configured transport of a route, each with what to set instead."""
+    """Yield why a run cannot send weights as configured, each with what to set instead."""
     in_one_process = request.settings.get("workers") == "inproc"
     for route in plan.weights:
         src, gen = plan.replica(route.src), plan.replica(route.dst)
@@ -107,6 +108,11 @@ def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             reason = f"{gen.name} has no process of its own on the trainer's GPU"
         elif route.transport == "ipc" and (route.moved_bytes or not both):
             reason = f"devices of {gen.name} need weights that other devices hold"
+        if route.how != "pull" and request.model(route.model).gen.delta:
+            yield (
+                f"models.{route.model}.gen.delta=true cannot be used: {gen.name} takes weights from the "
+                f"memory of its workers, so nothing is sent. Set models.{route.model}.gen.delta=false."
+            )
         if reason is not None:
             yield (
                 f"models.{route.model}.gen.transport={route.transport} cannot be used: {reason}. Set "

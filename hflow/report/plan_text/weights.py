@@ -31,9 +31,10 @@ def weights_section(plan: Plan, width: int) -> Section:
 
 
 def _way(route: WeightRoute) -> str | Text:
-    return (
-        lines((Text(route.how), dim(f"by {route.transport}: {route.why}"))) if route.transport else route.how
-    )
+    if not route.transport:
+        return route.how
+    notes = [dim(f"by {route.transport}: {route.why}")]
+    return lines((Text(route.how), *notes, *([dim("only changes")] if route.delta else [])))
 
 
 def _end(replica: Replica) -> Text:

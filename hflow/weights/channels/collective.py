@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
-from hflow.weights.buckets import Bucket, BucketEntry
+from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.0005, 0.05
@@ -51,7 +51,7 @@ class CollectiveBucket(NamedTuple):
     num_bytes: int
     device: str
     """`cpu` or `cuda`."""
-    entries: tuple[BucketEntry, ...]
+    header: BucketHeader
 
     @property
     def key(self) -> str:
@@ -96,7 +96,7 @@ class CollectiveChannel(WeightChannel):
         """
         assert isinstance(handle, CollectiveBucket)
         try:
-            return Bucket(handle.entries, self._broadcast(handle, receiver))
+            return handle.header.with_payload(self._broadcast(handle, receiver))
         except (RuntimeError, dist.DistError) as error:
             raise _failure(f"worker {receiver} could not receive weights", error) from error
 
@@ -150,7 +150,7 @@ class _Stream:
         self.raise_if_failed()
         payload, device = bucket.payload, bucket.payload.device.type
         handle = CollectiveBucket(
-            self._address, self._receivers, self._number, payload.numel(), device, bucket.entries
+            self._address, self._receivers, self._number, payload.numel(), device, bucket.header
         )
         self._number += 1
         packed = torch.cuda.Event() if device == "cuda" else None

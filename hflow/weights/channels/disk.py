@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ from safetensors.torch import save_file
 
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
-from hflow.weights.buckets import Bucket, BucketEntry, box_text, unpack_bucket
+from hflow.weights.buckets import Bucket, BucketHeader, box_text, unpack_bucket
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
 from hflow.weights.pinned import host_payload
+
+_PAYLOAD = "payload"
 
 
 class BucketFile(NamedTuple):
@@ -26,13 +29,14 @@ class BucketFile(NamedTuple):
     path: str
     num_bytes: int
     """Size of the file."""
-    entries: tuple[BucketEntry, ...]
+    header: BucketHeader
 
 
 class DiskChannel(WeightChannel):
     """Writes each bucket as a safetensors file, which appears complete or not at all; readers map it.
 
-    A file holds slices as `NAME[box]`. The directory is created with the first bucket.
+    A file holds slices as `NAME[box]`, or the payload of a bucket whose changes
+    are sent. The directory is created with the first bucket.
     """
 
     def __init__(self, settings: ChannelSettings) -> None:
@@ -45,13 +49,15 @@ class DiskChannel(WeightChannel):
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{self._settings.owner}-{next(self._numbers)}.safetensors"
         temporary = path.with_suffix(".part")
-        host = Bucket(bucket.entries, host_payload(bucket.payload))
-        save_file(
-            {_key(one.slice.tensor, one.slice.box): one.values for one in unpack_bucket(host)}, temporary
-        )
+        host = replace(bucket, payload=host_payload(bucket.payload))
+        if host.version is not None:
+            tensors = {_PAYLOAD: host.payload}
+        else:
+            tensors = {_key(one.slice.tensor, one.slice.box): one.values for one in unpack_bucket(host)}
+        save_file(tensors, temporary)
         num_bytes = temporary.stat().st_size
         os.replace(temporary, path)
-        return BucketFile(str(path), num_bytes, bucket.entries)
+        return BucketFile(str(path), num_bytes, bucket.header)
 
     def receive(self, handle: Any, receiver: int) -> Bucket:
         """Map the file.
@@ -71,14 +77,17 @@ class DiskChannel(WeightChannel):
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(header_bytes))
+        if size == 8 + header_bytes:
+            payload = torch.empty(0, dtype=torch.uint8)
+        else:
+            payload = torch.from_numpy(np.memmap(path, np.uint8, "c", offset=8 + header_bytes))
+        if _PAYLOAD in header:
+            return handle.header.with_payload(payload)
         entries = []
-        for entry in handle.entries:
+        for entry in handle.header.entries:
             start, end = header[_key(entry.slice.tensor, entry.slice.box)]["data_offsets"]
             entries.append(entry._replace(start=start, end=end))
-        if size == 8 + header_bytes:
-            return Bucket(tuple(entries), torch.empty(0, dtype=torch.uint8))
-        payload = np.memmap(path, np.uint8, "c", offset=8 + header_bytes)
-        return Bucket(tuple(entries), torch.from_numpy(payload))
+        return Bucket(tuple(entries), payload)
 
     def free(self, handles: Iterable[Any]) -> None:
         """Remove the files; a file that is still mapped stays readable."""

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
-from hflow.weights.buckets import Bucket, BucketEntry
+from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
 
 
@@ -23,7 +23,7 @@ class DeviceBucket(NamedTuple):
     rebuild: Callable[..., Tensor]
     """Opens the payload, given the arguments."""
     arguments: tuple[Any, ...]
-    entries: tuple[BucketEntry, ...]
+    header: BucketHeader
 
 
 class IpcChannel(WeightChannel):
@@ -46,7 +46,7 @@ class IpcChannel(WeightChannel):
         torch.cuda.synchronize(payload.device)  # the receiver's stream does not know what packs the bucket
         rebuild, arguments = reduce_tensor(payload)
         self._payloads[payload.data_ptr()] = payload
-        return DeviceBucket(_device_id(payload.device.index), rebuild, arguments, bucket.entries)
+        return DeviceBucket(_device_id(payload.device.index), rebuild, arguments, bucket.header)
 
     def receive(self, handle: Any, receiver: int) -> Bucket:
         """Open the bucket.
@@ -63,7 +63,7 @@ class IpcChannel(WeightChannel):
             )
         arguments = list(handle.arguments)
         arguments[_DEVICE_ARGUMENT] = device  # the sender may number its GPUs in another way
-        return Bucket(handle.entries, handle.rebuild(*arguments))
+        return handle.header.with_payload(handle.rebuild(*arguments))
 
     def free(self, handles: Iterable[Any]) -> None:
         """Drop all payloads: one publication is pending at most."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
-from hflow.weights.buckets import Bucket, BucketEntry
+from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
 from hflow.weights.pinned import pin, unpin
 
@@ -31,7 +31,7 @@ class SharedBucket(NamedTuple):
     """Identifies the segment, as descriptors are reused."""
     num_bytes: int
     """Of the payload, which is at the start of the segment."""
-    entries: tuple[BucketEntry, ...]
+    header: BucketHeader
 
 
 class SharedChannel(WeightChannel):
@@ -56,7 +56,7 @@ class SharedChannel(WeightChannel):
             segment.pin()
         segment.bytes[:num_bytes].copy_(bucket.payload)
         self._used[segment.inode] = segment
-        return SharedBucket(os.getpid(), segment.file, segment.inode, num_bytes, bucket.entries)
+        return SharedBucket(os.getpid(), segment.file, segment.inode, num_bytes, bucket.header)
 
     def receive(self, handle: Any, receiver: int) -> Bucket:
         """Map the segment.
@@ -68,7 +68,7 @@ class SharedChannel(WeightChannel):
         key = handle.process, handle.inode
         if key not in self._mapped:
             self._mapped[key] = _map(handle)
-        return Bucket(handle.entries, self._mapped[key][: handle.num_bytes])
+        return handle.header.with_payload(self._mapped[key][: handle.num_bytes])
 
     def free(self, handles: Iterable[Any]) -> None:
         """Keep the segments for later buckets."""

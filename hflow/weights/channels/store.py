@@ -11,7 +11,7 @@ import ray
 import torch
 
 from hflow.planner.weights.weight_slices import Receivers
-from hflow.weights.buckets import Bucket, BucketEntry
+from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import WeightChannel
 from hflow.weights.pinned import host_payload
 
@@ -24,14 +24,14 @@ class StoreChannel(WeightChannel):
 
     def send(self, receivers: Receivers, bucket: Bucket) -> Any:
         """Copy the bucket into the store."""
-        return ray.put((bucket.entries, host_payload(bucket.payload).numpy()))
+        return ray.put((bucket.header, host_payload(bucket.payload).numpy()))
 
     def receive(self, handle: Any, receiver: int) -> Bucket:
         """Map the bucket, without a copy if it is on this machine."""
-        entries: tuple[BucketEntry, ...]
+        header: BucketHeader
         payload: np.ndarray[Any, np.dtype[np.uint8]]
-        entries, payload = ray.get(handle)
-        return Bucket(entries, torch.from_numpy(payload))
+        header, payload = ray.get(handle)
+        return header.with_payload(torch.from_numpy(payload))
 
     def free(self, handles: Iterable[Any]) -> None:
         """Do nothing: a bucket lives as long as its handle."""
