@@ -102,6 +102,7 @@ def batch_of(num_sequences: int, length: int, vocab: int, seed: int = 0) -> Batc
         "input_ids": rng.integers(0, vocab, total),
         "loss_mask": mask,
         "behav_logprobs": np.where(mask, -8.0, 0.0).astype(np.float32),
+        "versions": np.zeros(total, np.int32),
         "advantages": rng.normal(0, 1, total).astype(np.float32),
     }
     ids = np.arange(num_sequences)

@@ -47,7 +47,7 @@ def test_the_fewest_tensor_ranks_that_fit() -> None:
     assert layout_of(plan) == "d2t4p1"
     with pytest.raises(PlanError, match=r"wake needs 93\.7 GiB"):
         plan_of("qwen2.5-14b", "h100-1x8", "models.actor.layout=d4t2", "models.actor.gen.layout=d8")
-    assert why(plan)["actor@train"] == "with fewer cuts wake would need 93.7 GiB of 79.6"
+    assert why(plan)["actor@train"] == "with fewer cuts wake would need 97.2 GiB of 79.6"
 
 
 def test_stages_where_tensor_ranks_would_span_machines() -> None:
@@ -90,4 +90,4 @@ def test_unknown_sizes_are_said() -> None:
 def test_the_report_says_why() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(render_plan(plan_of("qwen2.5-14b", "h100-1x8")))
-    assert "actor@train is d2t4p1: with fewer cuts wake would need 93.7 GiB of 79.6." in console.export_text()
+    assert "actor@train is d2t4p1: with fewer cuts wake would need 97.2 GiB of 79.6." in console.export_text()

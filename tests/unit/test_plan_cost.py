@@ -58,7 +58,7 @@ from hflow.planner.cost.training import (
     train,
     update,
 )
-from hflow.planner.cost.transfers import load_weights, redistribute, save_checkpoint
+from hflow.planner.cost.transfers import load_weights, publish_weights, redistribute, save_checkpoint
 from hflow.planner.forecast import EdgeTraffic
 from hflow.planner.ir import Replica, WeightRoute
 from hflow.planner.layout import Layout
@@ -464,6 +464,31 @@ def test_new_weights_by_hand():
     assert weights.seconds == pytest.approx(within / 1e10 + between / 1e9 + 20 * 11e-6)
     assert copy == Part("copy", 2 * need / 1e11, MEMORY)
     assert load_weights(replace(route, how="shared"), side(), RankPlacement()) == []
+
+
+@pytest.mark.parametrize(
+    ("transport", "arrival", "published"),
+    [
+        # 1 GiB on one machine, all of it from other devices.
+        ("collective", {"weights": 2**30 / 1e10 + 16e-6}, {"copy": 2**31 / 1e11}),
+        ("ipc", {}, {"copy": 2**31 / 1e11}),
+        ("shared", {"PCIe": 2**30 / 20e9}, {"copy": 2**31 / 1e11, "PCIe": 2**30 / 20e9}),
+        ("store", {"weights": 16e-6, "PCIe": 2**30 / 20e9}, {"copy": 2**31 / 1e11, "PCIe": 2**30 / 20e9}),
+        ("disk", {"disk": 2**30 / 1e9, "PCIe": 2**30 / 20e9}, {"PCIe": 2**30 / 20e9, "disk": 2**30 / 1e9}),
+    ],
+)
+def test_new_weights_over_each_transport_of_a_gpu(transport, arrival, published):
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**30, 0, 0, transport)
+    one, copy = side(), {"copy": 2**31 / 1e11}
+    assert named(load_weights(route, one, RankPlacement())) == pytest.approx(arrival | copy)
+    assert named(publish_weights(route, one, one)) == pytest.approx(published)
+
+
+def test_transports_through_memory_take_no_road_on_a_cpu():
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**30, 0, 0, "shared")
+    one = side(hardware=replace(TOY, device=replace(TOY.device, type="cpu")))
+    assert named(load_weights(route, one, RankPlacement())) == {"copy": 2**31 / 1e11}
+    assert named(publish_weights(route, one, one)) == {"copy": 2**31 / 1e11}
 
 
 def test_saving_gathers_and_writes_fp32():

@@ -383,6 +383,22 @@ def test_a_colocated_vllm_engine_counts_twice_on_a_cpu_and_frees_its_memory_on_c
     assert "actor@gen weights" in named(phase(on_cuda, "generate").resident)
 
 
+@pytest.mark.parametrize(
+    ("transports", "on_cpu", "is_waking", "share"),
+    [
+        ({"collective"}, False, False, 0.5),
+        ({"ipc"}, False, True, 0.5),
+        ({"ipc"}, False, False, 0),
+        ({"shared"}, True, False, 0.5),
+        ({"shared"}, False, True, 0),
+        ({"store", "disk"}, True, True, 0),
+    ],
+)
+def test_what_a_trainer_holds_of_a_published_version(transports, on_cpu, is_waking, share):
+    found = transfer.published_weights(rank(layout="d2", on_cpu=on_cpu), transports, is_waking=is_waking)
+    assert found.total() == 4 * 160_832 * share
+
+
 def test_the_cache_of_a_vllm_engine_is_part_of_the_plan():
     plan, request = compiled(graphs.grpo(), cluster="h100-1x2", asked={"engine": "vllm"})
     cache = named(phase(memory_phases(plan, request), "generate").transient)["KV cache"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from hflow.planner.cost.collectives import LinkTime, RankPlacement, all_gather, send
 from hflow.planner.cost.flops import stage_parameters
 from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.roofline import MEMORY, Part
+from hflow.planner.cost.roofline import MEMORY, NETWORK, Part
 from hflow.planner.forecast import EdgeTraffic
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import WeightRoute
@@ -18,6 +19,8 @@ MASTER_BYTES = 4
 """Weights are saved in fp32."""
 STATE_BYTES = 12
 """The optimizer state that is saved besides: fp32 weights and two moments."""
+PCIE_BYTES_PER_S = 20e9
+"""Assumed rate of copies between a GPU and pinned memory of its host: PCIe 4 x16 has 32 GB/s."""
 DISK_BYTES_PER_S = 1e9
 """Assumed rate of one process on the disk for checkpoints and weights."""
 
@@ -41,36 +44,64 @@ def load_weights(route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement
     Slices that several engines on one machine need cross the network once.
 
     Args:
-        route: gives the bytes.
+        route: gives the bytes and the transport.
         replica: the replica that loads the weights.
         ranks: how its workers are placed.
     """
     if route.how == "shared":
         return []
+    needed = (route.moved_bytes + route.held_bytes) / replica.layout.world
+    return [*_arrival(route, replica, ranks, needed), Part("copy", 2 * needed / replica.rates.memory, MEMORY)]
+
+
+def _arrival(
+    route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement, needed: float
+) -> Iterator[Part]:
+    """Yield the seconds until the weights of an engine's rank are on its device.
+
+    What a transport reads in place, such as shared memory on a CPU or memory of the same GPU, takes none.
+    """
     hardware, num = replica.hardware, replica.layout.world
-    needed = (route.moved_bytes + route.held_bytes) / num
     copies = max(1, ranks.per_machine // (replica.layout.tensor * replica.layout.pipe))
     between = route.node_bytes / num / copies
-    link_time = send(route.moved_bytes / num - between, hardware.intra, hardware)
-    if between:
-        link_time += send(between, hardware.inter, hardware)
+    num_buckets = math.ceil(needed / BUCKET_BYTES)
     if route.transport == "disk":
-        return [
-            Part("disk", needed / DISK_BYTES_PER_S, "disk"),
-            Part("copy", 2 * needed / replica.rates.memory, MEMORY),
-        ]
-    return [
-        LinkTime(link_time.transfer, link_time.latency * math.ceil(needed / BUCKET_BYTES)).part("weights"),
-        Part("copy", 2 * needed / replica.rates.memory, MEMORY),
-    ]
+        yield Part("disk", needed / DISK_BYTES_PER_S, "disk")
+        yield from _over_pcie(needed, replica)
+    elif route.transport == "store":
+        crossing = send(between, hardware.inter, hardware) if between else LinkTime()
+        latency = hardware.intra.latency_us * 1e-6 + crossing.latency
+        yield LinkTime(crossing.transfer, latency * num_buckets).part("weights")
+        yield from _over_pcie(needed, replica)
+    elif route.transport == "shared":
+        yield from _over_pcie(needed, replica)
+    elif route.transport != "ipc":
+        link_time = send(route.moved_bytes / num - between, hardware.intra, hardware)
+        if between:
+            link_time += send(between, hardware.inter, hardware)
+        yield LinkTime(link_time.transfer, link_time.latency * num_buckets).part("weights")
 
 
 def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCosts) -> list[Part]:
-    """Return the seconds of copying what one training rank sends, once for all engines that need it."""
+    """Return the seconds of publishing what one training rank sends, once for all engines that need it.
+
+    Slices are packed on the device, where `collective` and `ipc` leave them. Other transports copy them into
+    the memory of the host.
+    """
     sent_bytes = route.moved_bytes / engine.layout.data / source.layout.world
+    pack = Part("copy", 2 * sent_bytes / source.rates.memory, MEMORY)
+    if route.transport in ("collective", "ipc"):
+        return [pack]
+    to_host = list(_over_pcie(sent_bytes, source))
     if route.transport == "disk":
-        return [Part("disk", sent_bytes / DISK_BYTES_PER_S, "disk")]
-    return [Part("copy", 2 * sent_bytes / source.rates.memory, MEMORY)]
+        return [*to_host, Part("disk", sent_bytes / DISK_BYTES_PER_S, "disk")]
+    return [pack, *to_host]
+
+
+def _over_pcie(num_bytes: float, replica: ReplicaCosts) -> Iterator[Part]:
+    """Yield the seconds of copying bytes between a GPU and the memory of its host; nothing on a CPU."""
+    if replica.hardware.device.type == "cuda":
+        yield Part("PCIe", num_bytes / PCIE_BYTES_PER_S, NETWORK)
 
 
 def save_checkpoint(replica: ReplicaCosts) -> list[Part]:

@@ -170,6 +170,8 @@ def _resident(
             state = memory.model_state(rank)
             if name in inferred:
                 state += memory.kept_after_infer(rank)
+            transports = {route.transport for route in context.routes_from(rank)}
+            state += transfer.published_weights(rank, transports, is_waking=phase == WAKE)
         items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in state.items()})
     return items + item(MemoryCategory.RUNTIME, overhead)
 

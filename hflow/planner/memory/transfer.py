@@ -6,7 +6,7 @@ time. Only the rank that writes a checkpoint on a CPU holds a whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
@@ -29,6 +29,24 @@ def send_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
     if how == "shared" and rank.width == FP32_BYTES:
         return Items()
     return _slice_buckets(rank) if how == "pull" else _gather_bucket(rank, rank.width)
+
+
+def published_weights(rank: Rank, transports: Collection[str], *, is_waking: bool) -> Items:
+    """Return what a training rank holds of a version that is published.
+
+    `collective` keeps packed slices on the device until engines take them, and `ipc` while they wake.
+    `shared` keeps its segments for the next version, in the memory of the host: on a CPU the device's.
+
+    Args:
+        rank: of a training replica.
+        transports: those of its routes.
+        is_waking: whether engines load the weights in this phase.
+    """
+    on_device = "collective" in transports or ("ipc" in transports and is_waking)
+    if not on_device and not ("shared" in transports and rank.on_cpu):
+        return Items()
+    share = num_parameters(rank.shape) // rank.replica.layout.world
+    return item(MemoryCategory.BUFFERS, rank.width * share, "published weights")
 
 
 def receive_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
