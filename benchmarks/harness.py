@@ -41,10 +41,10 @@ class Server:
                 return dict(json.loads(line))
         raise RuntimeError(f"{self._child.args!r} ended with status {self._child.wait()}")
 
-    def measure(self) -> dict[str, Any]:
-        """One measurement."""
+    def measure(self, what: object = "go") -> dict[str, Any]:
+        """One measurement, of what the line says."""
         assert self._child.stdin is not None
-        self._child.stdin.write("go\n")
+        self._child.stdin.write(f"{what}\n")
         self._child.stdin.flush()
         return self._read()
 

@@ -1,4 +1,4 @@
-"""Tokens a second of vLLM's CPU build on one model directory; measures once a line of stdin."""
+"""Tokens a second of vLLM by itself on one model directory; each line of stdin is a number of sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ os.environ.update(
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
-def main(model: str, num_prompts: int, group: int, prompt_tokens: int, max_tokens: int) -> None:
+GROUP = 8
+
+
+def main(model: str, max_sequences: int, prompt_tokens: int, max_tokens: int) -> None:
     import torch
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
@@ -32,22 +35,21 @@ def main(model: str, num_prompts: int, group: int, prompt_tokens: int, max_token
         kv_cache_memory_bytes=256 << 20,
         disable_log_stats=True,
         skip_tokenizer_init=True,
-        max_num_seqs=num_prompts * group,
+        max_num_seqs=max_sequences,
         logprobs_mode="processed_logprobs",
     )
     engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
-    params = SamplingParams(
-        max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False, temperature=1.0
-    )
     print(json.dumps({"ready": True, "threads": torch.get_num_threads()}), flush=True)
     count = 0
-    for _ in sys.stdin:
+    for line in sys.stdin:
         start = time.perf_counter()
-        for prompt in range(num_prompts):
-            ids = [4 + (prompt * 31 + i * 7) % 90 for i in range(prompt_tokens)]
-            for _member in range(group):
-                engine.add_request(str(count), {"prompt_token_ids": ids}, params)
-                count += 1
+        for sequence in range(int(line)):
+            ids = [4 + (sequence // GROUP * 31 + i * 7) % 90 for i in range(prompt_tokens)]
+            params = SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=count
+            )
+            engine.add_request(str(count), {"prompt_token_ids": ids}, params)
+            count += 1
         tokens = 0
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -58,4 +60,4 @@ def main(model: str, num_prompts: int, group: int, prompt_tokens: int, max_token
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *(int(a) for a in sys.argv[2:6]))
+    main(sys.argv[1], *(int(a) for a in sys.argv[2:5]))

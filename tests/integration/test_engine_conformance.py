@@ -251,6 +251,13 @@ def test_more_requests_than_slots_and_the_longest_sequence(subject: Subject) -> 
     assert (len(longest.ids), longest.stop_reason) == (9, "length")
 
 
+def test_prompts_with_more_tokens_than_one_step_computes(subject: Subject) -> None:
+    module = subject.load(3)
+    prompts = [[3 + (i * (j + 1)) % 90 for i in range(MAX_LENGTH - 100)] for j in range(MAX_RUNNING)]
+    for prompt, result in zip(prompts, subject.generate(prompts, SamplingParams(max_tokens=2)), strict=True):
+        assert_logprobs(result, module, prompt)
+
+
 def test_a_request_that_does_not_fit_is_refused(subject: Subject) -> None:
     with pytest.raises(BackendError, match=f"a prompt has {MAX_LENGTH} tokens, but the engine takes 1 to"):
         subject.add([[1] * MAX_LENGTH], [SamplingParams()])

@@ -189,6 +189,7 @@ def _environment(setup: EngineSetup) -> Mapping[str, str]:
     return {
         **variables,
         "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # else it depends on whether triton is installed
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores) if setup.tensor > 1 and cores else "nobind",
     }

@@ -212,7 +212,9 @@ def _engine_args(settings: ProcessSettings) -> EngineArgs:
         seed=0,
         max_model_len=settings.max_length,
         max_num_seqs=settings.max_running,
-        max_num_batched_tokens=max(STEP_TOKENS, settings.max_running),
+        max_num_batched_tokens=max(STEP_TOKENS, settings.max_running, settings.max_length),
+        # Where vLLM divides a prompt, it turns the request's generator back, which one of a CPU cannot.
+        enable_chunked_prefill=not on_cpu,
         tensor_parallel_size=settings.tensor,
         distributed_executor_backend="mp" if settings.tensor > 1 else "uni",
         enforce_eager=on_cpu,
