@@ -69,8 +69,7 @@ class EndpointServer:
     @property
     def url(self) -> str:
         """The base URL for clients."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{_own_address() if host in ('0.0.0.0', '[::]') else host}:{self._port}/v1"
+        return base_url(self._host, self._port)
 
     async def start(self) -> None:
         """Start listening, unless it does already.
@@ -325,6 +324,12 @@ def _new_server(app: Starlette) -> Any:
         timeout_graceful_shutdown=1,
     )
     return Server(config)
+
+
+def base_url(host: str, port: int) -> str:
+    """Return the base URL for clients of a server. One that listens everywhere has the machine's address."""
+    host = _own_address() if host in ("0.0.0.0", "::") else host
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def _own_address() -> str:

@@ -24,7 +24,7 @@ from hflow.data.tokenizer import TextTokenizer
 from hflow.endpoint.conversations import first_prompt
 from hflow.endpoint.replies import Reply, generated_ids, reply_of
 from hflow.endpoint.requests import CompletionRequest, RequestRefused
-from hflow.endpoint.server import EndpointServer
+from hflow.endpoint.server import EndpointServer, base_url
 from hflow.errors import ConfigError, DataError, RecipeError, RunError
 from hflow.launch.served_checkpoint import ServedCheckpoint
 from hflow.planner.backends import ENGINES, engine_kind
@@ -38,6 +38,8 @@ from hflow.workers.generation.sandboxes import Sandboxes
 
 _PROMPTS = ("Say hello.", "17+25=")
 """Prompts for the example; the first that the tokenizer can encode is used."""
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,10 @@ def run_server(
         example = _example(url, checkpoint.name, tokenizer, options.api_key)
         on_ready(ServedEndpoint(url, checkpoint.name, checkpoint.directory, engine, why, example))
 
+    if options.api_key is None and options.host not in _LOOPBACK:
+        report_progress(
+            f"every machine that reaches {options.host} may send requests; --api-key asks for a key"
+        )
     report_progress(f"starting {engine} on {checkpoint.directory}")
     if engine == "vllm":
         return _serve_vllm(setup, options, ready)
@@ -213,7 +219,7 @@ def _serve_vllm(setup: EngineSetup, options: ServeOptions, ready: Callable[[str]
                 await asyncio.wait({started, stop}, return_when=asyncio.FIRST_COMPLETED)
                 if not stopped.is_set():
                     await started
-                    ready(server.url)
+                    ready(base_url(options.host, server.port))
                     ended = asyncio.create_task(asyncio.to_thread(server.wait))
                     await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
                     if not stopped.is_set():

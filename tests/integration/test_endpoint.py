@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from hflow.backends.interface import GenerationResult
 from hflow.data.tokenizer import TextTokenizer
 from hflow.endpoint.conversations import EpisodeEndpoint
 from hflow.endpoint.server import EndpointServer
-from hflow.errors import EpisodeError, HflowError, RecipeError, RunError
+from hflow.errors import ConfigError, EpisodeError, HflowError, RecipeError, RunError
 from hflow.testing import ScriptedEngine
 from hflow.types import Endpoint, ToolCall, Trajectory
 from hflow.weights.incoming import IncomingWeights
@@ -638,3 +639,9 @@ def test_a_tool_offered_by_its_schema_is_the_function_of_its_name(chat: TextToke
     result, counts = serve(body)
     assert result == "error: LookupError: 1"
     assert (counts["tool_calls"], counts["tool_errors"]) == (1, 1)
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match=r"needs the package 'uvicorn'; run `pip install 'hflow\[serve\]'`"):
+        serve(lambda server: server.start())

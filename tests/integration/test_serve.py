@@ -197,6 +197,15 @@ def test_mistakes_are_one_line(arguments, message, finished: Path, monkeypatch, 
     assert message in refused(monkeypatch, capsys, *arguments)
 
 
+def test_the_network_is_warned_of(finished: Path) -> None:
+    with serving(finished, "--host", "0.0.0.0") as served:
+        assert "http://0.0.0.0" not in served.title
+        assert served.run_example()["choices"][0]["text"]
+        code, errors = served.stop(signal.SIGINT)
+    assert code == 130
+    assert "every machine that reaches 0.0.0.0 may send requests; --api-key asks for a key" in errors
+
+
 def test_what_vllm_cannot_serve(finished: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     small = tmp_path / "small"
     shutil.copytree(finished / "checkpoints" / "latest" / "actor", small)

@@ -53,9 +53,9 @@ class VllmApiServer:
         self._is_closing = False
 
     @property
-    def url(self) -> str:
-        """The base URL for clients."""
-        return f"http://{self._host}:{self._port}/v1"
+    def port(self) -> int:
+        """The port that the server listens on, once it was started."""
+        return self._port
 
     def start(self) -> None:
         """Start the process.
