@@ -217,8 +217,13 @@ def _tools(options: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Return the tools that the model may call: none with `tool_choice="none"`."""
     tools = _value(options, "tools", list, [])
     for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        is_function = isinstance(tool, dict) and tool.get("type") == "function"
+        function = (tool.get("function") or {}) if is_function else {}
+        if not (
+            isinstance(function, dict)
+            and isinstance(function.get("name"), str)
+            and isinstance(function.get("parameters") or {}, dict)
+        ):
             raise RequestRefused(
                 f"tools[{i}] must be a function with a name: "
                 '{"type": "function", "function": {"name": ..., "parameters": {...}}}',
@@ -249,7 +254,7 @@ def _message(message: Any, name: str) -> Message:
     for key, value in message.items():
         if key in ("role", "content") or value is None or value == []:
             continue
-        if key == "tool_calls" and role == "assistant":
+        if key == "tool_calls" and role == "assistant" and isinstance(value, list):
             found[key] = [_tool_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(value)]
         elif (key == "tool_call_id" and role == "tool") or key == "name":
             found[key] = str(value)

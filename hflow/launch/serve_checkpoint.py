@@ -199,7 +199,8 @@ async def _serve_embedded(
                 longest = setup.options["max_model_len"]
                 responder = CheckpointResponder(setup.settings.name, driver, tokenizer, longest, fail)
                 async with server.admit_key(options.api_key, responder):
-                    ready(server.url)
+                    if not stopped.is_set():
+                        ready(server.url)
                     await stopped.wait()
         finally:
             await server.close()

@@ -283,6 +283,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"stop": [""]}, "stop must be a text or a list of texts"),
     ({"tools": [{"type": "web_search"}]}, "tools[0] must be a function with a name"),
+    ({"tools": [{"type": "function", "function": {"name": "x", "parameters": [1]}}]}, "tools[0] must be a"),
+    ({"messages": [{"role": "assistant", "tool_calls": 3}, *ASK]}, "messages[0].tool_calls is not supported"),
+    ({"messages": [{"role": "assistant", "tool_calls": [3]}, *ASK]}, "tool_calls[0] must be a function call"),
+    ({"messages": [{"role": "user", "audio": "x"}]}, "messages[0].audio is not supported; leave it out"),
     ({"messages": []}, "messages must be a list with at least one message"),
     ({"messages": [{"role": "critic", "content": ""}]}, "messages[0].role must be one of system, developer"),
     (
