@@ -189,7 +189,10 @@ def test_a_port_in_use(finished: Path, engine: str, monkeypatch, capsys) -> None
         (["RUN", "gen.max_len=3"], "unknown key 'gen.max_len'; did you mean 'gen.max_model_len'"),
         (["RUN", "gen.max_model_len=long"], "gen.max_model_len is 'long'"),
         (["RUN", "dtype"], "override 'dtype' cannot be parsed: write key=value"),
-        (["RUN", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1, port 8000: Cannot assign"),
+        (
+            ["RUN", "--host", "203.0.113.1", "--api-key", "k"],
+            "cannot listen on 203.0.113.1, port 8000: Cannot assign",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, finished: Path, monkeypatch, capsys) -> None:
