@@ -59,6 +59,7 @@ class VllmEngine(GenerationEngine):
         process_settings = ProcessSettings(
             settings=settings,
             directory=settings.path or _write_config(settings, config, self._process.directory / "model"),
+            temporary=str(self._process.directory),
             tokenizer=None if setup.tokenizer is None else setup.tokenizer.settings,
             max_running=max_running,
             max_length=self._max_length,

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,8 +43,9 @@ class EngineProcess:
             name: the model's, for errors.
         """
         self._name = name
-        self._temporary = tempfile.TemporaryDirectory(prefix="hflow-vllm-")
+        self._temporary = tempfile.TemporaryDirectory(prefix="hflow-vllm-", ignore_cleanup_errors=True)
         self.directory = Path(self._temporary.name)
+        self._shared_memory: list[str] = []
         self._process: subprocess.Popen[bytes]
         self._connection: Connection
 
@@ -72,7 +73,7 @@ class EngineProcess:
         self._connection = Connection(ours.detach())
         try:
             self._connection.send(first_message)
-            self.wait_reply([])
+            self._shared_memory = self.wait_reply([])
         except BaseException:
             self.close()
             raise
@@ -131,6 +132,7 @@ class EngineProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # and ranks that outlived it
         self._process.wait()
+        remove_files(self._shared_memory)  # if the process could not do that
         self._temporary.cleanup()
 
     def _death(self) -> RunError:
@@ -144,6 +146,12 @@ class EngineProcess:
             f"the vLLM engine of {self._name!r} (process {self._process.pid}) {how}"
             + (f": {reason}" if reason else "; start the run again from its last checkpoint")
         )
+
+
+def remove_files(files: Iterable[str]) -> None:
+    """Remove files that may be gone already."""
+    for file in files:
+        Path(file).unlink(missing_ok=True)
 
 
 def last_error(log: Path) -> str | None:

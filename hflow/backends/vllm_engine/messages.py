@@ -16,6 +16,8 @@ class ProcessSettings:
     settings: ModelSettings
     directory: str
     """With the model's `config.json`, and its weights if it has a path."""
+    temporary: str
+    """The worker's temporary directory for the engine, removed when the worker has ended."""
     tokenizer: TokenizerSettings | None
     max_running: int
     max_length: int

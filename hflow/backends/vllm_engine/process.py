@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -15,9 +16,11 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from hflow.backends.vllm_engine.engine_process import remove_files
 from hflow.backends.vllm_engine.messages import (
     EngineCall,
     EngineFailed,
@@ -43,17 +46,19 @@ class EngineLoop:
         self._sending = threading.Lock()
         self._inbox: SimpleQueue[Sequence[EngineCall]] = SimpleQueue()
         self._stepper: Stepper
+        self._settings: ProcessSettings
         self._name = "the vLLM engine"
         self._ranks: list[multiprocessing.process.BaseProcess] = []
+        self._shared_memory: list[str] = []
 
     def run(self) -> None:
         """Build the engine, then serve until the connection is closed."""
-        settings: ProcessSettings = self._connection.recv()
+        self._settings = settings = self._connection.recv()
         self._name = f"the vLLM engine of {settings.settings.name!r}"
         threading.Thread(target=self._receive, name="hflow-receive", daemon=True).start()
         try:
             self._build(settings)
-            self._send(EngineReply())
+            self._send(EngineReply(self._shared_memory))
             while True:
                 self._perform(self._next_calls())
                 if self._stepper.num_unfinished and (finished := self._stepper.step()):
@@ -69,6 +74,7 @@ class EngineLoop:
 
         self._stepper = Stepper(settings)
         self._ranks = multiprocessing.active_children()
+        self._shared_memory = _shared_memory([os.getpid(), *(rank.pid for rank in self._ranks if rank.pid)])
         if self._ranks:
             threading.Thread(target=self._watch, name="hflow-ranks", daemon=True).start()
 
@@ -98,11 +104,12 @@ class EngineLoop:
 
     def _receive(self) -> None:
         """Receive calls, on a thread, so that the process ends with the worker even while vLLM is busy."""
-        while True:
-            try:
+        try:
+            while True:
                 self._inbox.put(self._connection.recv())
-            except (EOFError, OSError):
-                os._exit(0)  # vLLM's ranks end with this process
+        except (EOFError, OSError):
+            shutil.rmtree(self._settings.temporary, ignore_errors=True)
+            self._end(0)
 
     def _watch(self) -> None:
         """End the process when a rank dies. vLLM itself would wait for the rank first."""
@@ -126,7 +133,22 @@ class EngineLoop:
         """Tell the worker why the process ends, and end it."""
         with suppress(OSError):
             self._send(EngineFailed(error))
-        os._exit(1)
+        self._end(1)
+
+    def _end(self, code: int) -> None:
+        """End the process and its ranks at once. vLLM itself would wait for ranks that do not end."""
+        for rank in self._ranks:
+            with suppress(ProcessLookupError, ValueError):
+                rank.kill()
+        remove_files(self._shared_memory)
+        os._exit(code)
+
+
+def _shared_memory(processes: Sequence[int]) -> list[str]:
+    """Return the files of the shared memory of processes, which they do not remove when they are killed."""
+    lines = [line for process in processes for line in Path(f"/proc/{process}/maps").read_text().splitlines()]
+    files = {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
+    return sorted(file for file in files if not file.endswith(" (deleted)"))
 
 
 def _translated(name: str, error: BaseException) -> BackendError:
