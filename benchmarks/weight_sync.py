@@ -71,6 +71,8 @@ def overrides(route: str, size: int) -> list[str]:
         "models.actor.gen.group=rollout",
         "models.actor.path=null",
         "models.actor.dtype=bf16",
+        "models.actor.activation_checkpointing=true",
+        "models.actor.tokens_per_microbatch=512",
         *config,
         *(f"models.actor.architecture.{key}={value}" for key, value in sizes.items()),
     ]

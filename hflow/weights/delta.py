@@ -76,7 +76,7 @@ class DeltaSender:
 
 @cache
 def delta_receiver(channel: ChannelSettings) -> DeltaReceiver:
-    """Return what this process has received through a channel. It is kept as long as the process runs."""
+    """Return what this process has received through a channel, which is kept for later versions."""
     return DeltaReceiver()
 
 

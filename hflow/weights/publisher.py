@@ -15,7 +15,7 @@ from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, SliceValues
 from hflow.weights.channels import make_channel, open_channel
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
-from hflow.weights.delta import DeltaSender
+from hflow.weights.delta import DeltaSender, delta_receiver
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.outgoing import OutgoingWeights, local_slices, outgoing_slices, outgoing_tensors
 
@@ -153,13 +153,15 @@ class WeightPublisher:
             self._deltas[replica].loaded()
 
     def close(self) -> None:
-        """Free everything that was sent, and close the sending ends. Safe to call twice."""
+        """Free everything that was sent, and close all channels of this process. Safe to call twice."""
         for replica in tuple(self._handles):
             self.free(replica)
         for channel in (*self._channels.values(), *(relay for relay, _ in self._relays.values())):
             channel.close()
         self._channels.clear()
         self._relays.clear()
+        open_channel.cache_clear()
+        delta_receiver.cache_clear()
 
 
 class _SentBucket(NamedTuple):

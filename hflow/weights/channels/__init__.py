@@ -27,5 +27,5 @@ def make_channel(settings: ChannelSettings) -> WeightChannel:
 
 @cache
 def open_channel(settings: ChannelSettings) -> WeightChannel:
-    """Return the channel with which this process receives. It stays open as long as the process runs."""
+    """Return the channel with which this process receives. It stays open for later versions."""
     return make_channel(settings)
