@@ -228,11 +228,17 @@ def describe_changes(graph: Graph, config: RunConfig) -> Iterator[str]:
     for name, model in config.models.items():
         if model.dtype not in (None, "fp32"):
             yield f"{name} computes in fp32 (dtype={model.dtype})"
+        if model.gen.engine not in (None, _engine().name):
+            yield f"{name} generates with the {_engine().name} engine (gen.engine={model.gen.engine})"
 
 
 def _comparable_model(config: RunConfig, name: str) -> ModelConfig:
     model = config.models.get(name, ModelConfig())
-    return dataclasses.replace(model, dtype="fp32", gen=dataclasses.replace(model.gen, engine=_engine().name))
+    gen = dataclasses.replace(model.gen, engine=_engine().name)
+    if model.gen.engine not in (None, _engine().name):  # options of the configured engine
+        data_only = None if gen.layout is None else f"d{Layout.parse(gen.layout).world}"
+        gen = dataclasses.replace(gen, layout=data_only, cache_gib=None)
+    return dataclasses.replace(model, dtype="fp32", gen=gen)
 
 
 def _comparable_nodes(config: RunConfig, graph: Graph, steps: int) -> Mapping[str, Mapping[str, Any]]:
