@@ -378,7 +378,16 @@ def test_a_killed_engine_ends_its_requests(subject: Subject) -> None:
     """The last test of each engine."""
     if not isinstance(subject.engine, VllmEngine):
         pytest.skip("the embedded engine is in the worker's process")
-    driver = EngineDriver(subject.engine)
+    driver, directory = EngineDriver(subject.engine), subject.engine._process.directory
+    engine = psutil.Process(subject.engine._process._process.pid)
+    sockets = [
+        connection.laddr
+        for process in (engine, *engine.children(recursive=True))
+        for connection in process.net_connections("unix")
+        if str(connection.laddr).startswith("/")
+    ]
+    assert bool(sockets) == (subject.tensor > 1)
+    assert {os.path.dirname(path) for path in sockets} <= {str(directory)}
 
     async def main() -> None:
         request = asyncio.ensure_future(driver.submit(PROMPTS[0], SamplingParams(max_tokens=1900)))
@@ -390,3 +399,4 @@ def test_a_killed_engine_ends_its_requests(subject: Subject) -> None:
     with pytest.raises(RunError, match=DEATHS[subject.tensor]):
         asyncio.run(asyncio.wait_for(main(), 60))
     driver.close()
+    assert not directory.exists()

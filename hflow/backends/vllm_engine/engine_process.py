@@ -63,7 +63,7 @@ class EngineProcess:
         with theirs, open(self.directory / "log", "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(theirs.fileno())],
-                env={**os.environ, **import_path(), **environment},
+                env={**os.environ, **import_path(), **self._temporary_files(), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -134,6 +134,17 @@ class EngineProcess:
         self._process.wait()
         remove_files(self._shared_memory)  # if the process could not do that
         self._temporary.cleanup()
+
+    def _temporary_files(self) -> dict[str, str]:
+        """Return variables that put vLLM's sockets and rendezvous files into `directory`.
+
+        vLLM does not remove them. What torch compiles stays in the cache that all processes share.
+        """
+        cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        return {
+            "TMPDIR": str(self.directory),
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache)),
+        }
 
     def _death(self) -> RunError:
         try:
