@@ -148,7 +148,8 @@ def test_layouts_and_backends_as_configured(checkpoint: Path, rows: list[str], p
     """An actor cut in two, and a critic on both of its workers that is not."""
     overrides = [*SMALL, *PPO, *rows, f"models.actor.path={checkpoint}", "cluster=cpu-1x2"]
     overrides += ["models.actor.backend=megatron", "models.actor.layout=t2", "models.critic.layout=d2"]
-    overrides += ["models.actor.gen.engine=vllm", "models.actor.gen.layout=t2", "models.actor.gen.cache_gib=1"]
+    engine = ("engine=vllm", "layout=t2", "cache_gib=1")
+    overrides += [f"models.actor.gen.{option}" for option in engine]
     found = twin("recipes/ppo.py", overrides, None, processes)
     assert [result.layout for result in found.results] == ["as configured"]
     assert found.results[0].is_equal
