@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import PUBLISH_PREFIX, Plan
 from hflow.runtime.simulation.simulate import Durations, seconds_of
+from hflow.types.sleep_level import SleepLevel
 from hflow.workers.interface import (
     ComputeOrder,
     ComputeReady,
@@ -271,7 +272,7 @@ class VirtualWorkers(Workers):
             await asyncio.sleep(0)
         return WeightsLoaded()
 
-    async def sleep(self, replica: str) -> None:
+    async def sleep(self, replica: str, level: SleepLevel) -> None:
         """What runs keeps what it has, and comes before what waits."""
         heads = self._heads[replica]
         self.traffic.messages += len(heads)

@@ -56,10 +56,10 @@ def client_of(endpoint: Endpoint) -> AsyncOpenAI:
     It has no timeout, as the engine may sleep while a step trains. The node's `timeout` does not count that
     time.
     """
-    loop, at = asyncio.get_running_loop(), {"base_url": endpoint.base_url, "api_key": endpoint.api_key}
+    loop = asyncio.get_running_loop()
     if loop not in CLIENTS:
-        CLIENTS[loop] = AsyncOpenAI(**at, timeout=None, max_retries=0)
-    return CLIENTS[loop].with_options(**at)
+        CLIENTS[loop] = AsyncOpenAI(api_key=endpoint.api_key, timeout=None, max_retries=0)
+    return CLIENTS[loop].with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
 
 
 @generate(actor, group=8, timeout=60.0, tool_format="[]?", returns=("num_calls", "reward"))
@@ -74,7 +74,7 @@ async def agent(
             reply = await client.chat.completions.create(
                 model=endpoint.model, messages=messages, tools=[TOOL]
             )
-            message = reply.choices[0].message
+            message: Any = reply.choices[0].message
             if not message.tool_calls or num_calls == max_calls:
                 break
             messages.append(message.model_dump())

@@ -82,7 +82,7 @@ def test_a_run_is_repeated_from_its_plan(
 def test_checkpoints_load_with_transformers(checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    ids = torch.tensor([tokenizer("<bos>17+25=")["input_ids"]])
+    ids = torch.tensor([tokenizer("17+25=")["input_ids"]])  # it adds <bos>
     with torch.no_grad():
         assert model(ids).logits.shape == (1, 7, 32)
 

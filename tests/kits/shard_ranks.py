@@ -51,7 +51,7 @@ def train(backend: ModelBackend, side: cases.Side, groups: twin_ranks.Groups, st
 
 def write(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> None:
     backend = build(side, groups, path)
-    train(backend, side, groups, range(cases.NUM_WRITTEN))
+    train(backend, side, groups, twins.STEPS[: cases.NUM_WRITTEN])
     backend.save_shards(str(path / cases.written(side)))
     if side.twin.dtype == "bf16":
         backend.save(str(path / f"{cases.written(side)} as HF"))
@@ -65,7 +65,7 @@ def read(writer: cases.Side, reader: cases.Side, groups: twin_ranks.Groups, path
     if reader.twin.dtype == "bf16":
         backend.save(str(path / f"{name} as HF"))
         return
-    metrics = train(backend, reader, groups, range(cases.NUM_WRITTEN, cases.NUM_WRITTEN + 1))
+    metrics = train(backend, reader, groups, twins.STEPS[cases.NUM_WRITTEN : cases.NUM_WRITTEN + 1])
     weights = {key: tensor.clone() for key, tensor in backend.weights()}
     if dist.get_rank() == reader.ranks[0]:
         torch.save(weights, path / f"{name}.weights.pt")
