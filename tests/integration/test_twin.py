@@ -110,6 +110,7 @@ RECIPES: list[tuple[str, str, list[str]]] = [
     ("ppo_async", "t2p2", PPO),
     ("tool_sft", "d2p2", []),
     ("tool_agent", "d2p2", []),
+    ("openai_agent", "d2p2", []),
     ("self_play", "d2t2", []),
     ("custom/ema_teacher", "d2p2", []),
     ("custom/llm_judge", "t2p2", []),
