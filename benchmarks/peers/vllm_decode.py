@@ -36,6 +36,8 @@ def main(model: str, max_sequences: int, prompt_tokens: int, max_tokens: int) ->
         disable_log_stats=True,
         skip_tokenizer_init=True,
         max_num_seqs=max_sequences,
+        max_num_batched_tokens=16 * max_sequences,
+        enable_chunked_prefill=False,  # with seeds, vLLM cannot divide prompts on a CPU
         logprobs_mode="processed_logprobs",
     )
     engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
