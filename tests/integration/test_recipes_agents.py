@@ -80,7 +80,7 @@ REWARDS = {
 
 @pytest.fixture(params=REWARDS)
 def paid(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """An agent; whoever calls is paid, as a model of random weights is never right."""
+    """An agent that is paid for each call, as a model of random weights is never right."""
     name, line = request.param, REWARDS[request.param]
     source = (ROOT / "recipes" / f"{name}.py").read_text()
     paid = source.replace(line, f"{line.rpartition(', ')[0]}, float(num_calls)")

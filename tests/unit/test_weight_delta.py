@@ -86,7 +86,7 @@ def test_weights_are_sent_whole_when_the_last_version_was_not_loaded() -> None:
     sender, tensors = DeltaSender("a"), weights(torch.float32)
     assert sender.start(0) is None
     send(sender, tensors, 0)
-    assert sender.start(1) is None, "nobody has loaded version 0"
+    assert sender.start(1) is None, "no receiver has loaded version 0"
     send(sender, tensors, 1)
     sender.loaded()
     assert sender.start(2) == 1

@@ -19,11 +19,13 @@ from hflow.backends.hf_config import read_config
 from hflow.backends.interface import EngineSetup
 from hflow.backends.vllm_engine.cache_size import cache_bytes
 from hflow.backends.vllm_engine.engine_process import exit_text, import_path, last_error
-from hflow.backends.vllm_engine.memory import MEMORY_BUDGET
+from hflow.backends.vllm_engine.memory import MEMORY_BUDGET, STEP_TOKENS
+from hflow.backends.vllm_engine.messages import DTYPES
 from hflow.errors import ConfigError, RunError
 
 _MODULE = "hflow.backends.vllm_engine.api_server_process"
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
+"""Prompts are not divided, for the reason that `stepper` gives."""
 _END_SECONDS = 20.0
 """Longest wait for the server to end by itself."""
 
@@ -128,7 +130,7 @@ class VllmApiServer:
             "served-model-name": settings.name,
             "host": self._host,
             "port": self._port,
-            "dtype": _DTYPES[settings.dtype],
+            "dtype": DTYPES[settings.dtype],
             "max-model-len": longest,
             "max-num-seqs": max_running,
             "tensor-parallel-size": setup.tensor,
@@ -138,9 +140,10 @@ class VllmApiServer:
             config = read_config(settings)
             cache = cache_bytes(config, settings.dtype, max_running, longest, setup.tensor)
             arguments["kv-cache-memory-bytes"] = cache
+            arguments["max-num-batched-tokens"] = max(STEP_TOKENS, max_running, longest)
         else:
             arguments["gpu-memory-utilization"] = MEMORY_BUDGET
-        flags = ["--disable-uvicorn-access-log", *(["--enforce-eager"] if settings.device == "cpu" else [])]
+        flags = ["--disable-uvicorn-access-log", *(_CPU_FLAGS if settings.device == "cpu" else ())]
         if setup.tokenizer is not None:
             # The tokenizer as hflow configured it, in a directory of its own, as beside a model's config it
             # may be loaded as another class.

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
 from hflow.data.tokenizer import TokenizerSettings
 
+DTYPES: dict[str, Any] = {"fp32": "float32", "bf16": "bfloat16"}
+"""hflow's name of a dtype -> vLLM's."""
+
 
 @dataclass(frozen=True)
 class ProcessSettings:

@@ -21,14 +21,12 @@ from hflow.backends.generation_request import GenerationRequest, new_request, st
 from hflow.backends.interface import GenerationResult
 from hflow.backends.vllm_engine import rank
 from hflow.backends.vllm_engine.memory import STEP_TOKENS
-from hflow.backends.vllm_engine.messages import AddedRequest, ProcessSettings
+from hflow.backends.vllm_engine.messages import DTYPES, AddedRequest, ProcessSettings
 from hflow.backends.vllm_engine.seeded_weights import SeededWeights
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import BackendError
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.loading import LoadedWeights
-
-_DTYPES: dict[str, Any] = {"fp32": "float32", "bf16": "bfloat16"}
 
 _UNUSED_FRACTION = 0.01
 """`gpu_memory_utilization` where the size of the cache is given."""
@@ -208,7 +206,7 @@ def _engine_args(settings: ProcessSettings) -> EngineArgs:
         load_format="auto" if model.path is not None else "dummy",
         skip_tokenizer_init=True,
         generation_config="vllm",
-        dtype=_DTYPES[model.dtype],
+        dtype=DTYPES[model.dtype],
         seed=0,
         max_model_len=settings.max_length,
         max_num_seqs=settings.max_running,
