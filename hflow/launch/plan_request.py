@@ -58,7 +58,12 @@ def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec
         inter = _link("network", config.network, links)
     else:
         inter = _link(f"hardware.devices.{device.name}.network", device.network, links)
-    return cluster, Hardware(device, intra, inter)
+    host = _link(f"hardware.devices.{device.name}.host_link", device.host_link, links)
+    rack = None
+    if device.rack is not None:
+        rack = _link(f"hardware.devices.{device.name}.rack.link", device.rack.link, links)
+        _check_racks(cluster, device.rack.devices)
+    return cluster, Hardware(device, intra, inter, host, rack)
 
 
 def _known(cls: type[T], kind: HardwareKind, recipe: str | Path) -> dict[str, T]:
@@ -79,6 +84,19 @@ def _cores(config: RunConfig, cluster: ClusterSpec) -> tuple[int, ...]:
             "or one number for all of them"
         )
     return cores if len(cores) == num_devices else cores * num_devices
+
+
+def _check_racks(cluster: ClusterSpec, rack_devices: int) -> None:
+    """Refuse machines that do not fill a rack."""
+    size = cluster.devices_per_node
+    if size <= rack_devices and (cluster.num_nodes == 1 or rack_devices % size == 0):
+        return
+    kind = device_of(cluster.name)
+    fitting = max(num for num in range(1, min(size, rack_devices) + 1) if rack_devices % num == 0)
+    raise ConfigError(
+        f"cluster {cluster.name!r}: a rack has {rack_devices} {kind} devices, which machines of {size} do "
+        f"not fill. Set cluster={kind}-{-(-cluster.num_devices // fitting)}x{fitting}."
+    )
 
 
 def _with_memory(device: Device, memory_gib: float) -> Device:

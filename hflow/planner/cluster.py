@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 from hflow.errors import PlanError, nearest
-from hflow.planner.hardware import Device
+from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import ClusterSpec
 
 _PATTERN = re.compile(r"([\w.-]+)-([1-9]\d*)x([1-9]\d*)")
@@ -34,6 +34,19 @@ def parse_cluster(name: str, devices: Mapping[str, Device]) -> ClusterSpec:
 def device_of(name: str) -> str:
     """Return the device in a cluster's name, `a100-80g` in `a100-80g-2x8`."""
     return _split(name)[0]
+
+
+def used_links(cluster: ClusterSpec, hardware: Hardware) -> list[tuple[Link, str]]:
+    """Return the links that connect devices of a cluster, each with the level at which it does."""
+    racks = {hardware.rack_of(device) for device in (0, cluster.num_devices - 1)}
+    levels = [
+        (hardware.intra, "within a machine", cluster.devices_per_node > 1),
+        (hardware.rack, "within a rack", cluster.num_nodes > 1),
+        (hardware.inter, "between racks" if hardware.rack else "between machines", cluster.num_nodes > 1),
+    ]
+    if hardware.rack and len(racks) == 1:
+        del levels[-1]
+    return [(link, where) for link, where, is_used in levels if link is not None and is_used]
 
 
 def device_ranges(devices: Iterable[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StrictFloat
+from pydantic import Field, StrictFloat, StrictInt
 from pydantic.dataclasses import dataclass
 
 from hflow.validation import CHECKED, FrozenMapping
@@ -12,10 +12,13 @@ from hflow.validation import CHECKED, FrozenMapping
 GIB = 2**30
 DTYPES = ("fp32", "bf16")
 """Precisions that models compute in. Every device has a figure for each."""
+LOW_DTYPES = ("fp8", "fp4")
+"""Precisions that only some devices compute in."""
 
 Positive = Annotated[StrictFloat, Field(gt=0)]
 NonNegative = Annotated[StrictFloat, Field(ge=0)]
 Share = Annotated[StrictFloat, Field(gt=0, le=1)]
+Count = Annotated[StrictInt, Field(ge=1)]
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -31,6 +34,19 @@ class Efficiency:
 
 
 @dataclass(frozen=True, config=CHECKED)
+class Rack:
+    """Neighbouring machines whose devices have a faster link, or fewer switches between them, than others.
+
+    Examples are the NVLink domain of a GB200 NVL72, and machines on the same leaf switches.
+    """
+
+    devices: Count
+    """Number of devices of all its machines together."""
+    link: str
+    """The link between its machines."""
+
+
+@dataclass(frozen=True, config=CHECKED)
 class Device:
     """One kind of device. A `cpu` device is one worker process."""
 
@@ -39,7 +55,7 @@ class Device:
     """Its name in torch."""
     memory_gib: Positive
     tflops: FrozenMapping[str, Positive]
-    """Dense TFLOP/s by dtype (`fp32`, `bf16`)."""
+    """Dense TFLOP/s by dtype: `fp32`, `bf16`, and where the device has them `fp8` and `fp4`."""
     memory_gb_per_s: Positive
     """Memory bandwidth in 1e9 bytes per second."""
     link: str
@@ -49,8 +65,21 @@ class Device:
     overhead_gib: NonNegative = 0.0
     """Memory that the runtime itself takes (CUDA context, NCCL buffers, the Python process)."""
     efficiency: Efficiency = Field(default_factory=Efficiency)
+    host_link: str = "pcie-4"
+    """The link between a device and the memory of its machine, as one device has it."""
+    host_memory_gib: Positive | None = None
+    """Memory of the machine for each of its devices; None: unknown. For a `cpu` it is the same memory as
+    `memory_gib`."""
+    rack: Rack | None = None
+    """The level between machine and cluster; None: all machines are equally far from each other."""
+    dollars_per_hour: NonNegative | None = None
+    """Rent of one device with its share of the machine; None: unknown."""
 
     def __post_init__(self) -> None:
+        for dtype in self.tflops:
+            if dtype not in (*DTYPES, *LOW_DTYPES):
+                known = ", ".join((*DTYPES, *LOW_DTYPES))
+                raise ValueError(f"tflops.{dtype} is not a known precision (known: {known})")
         for dtype in DTYPES:
             if dtype not in self.tflops:
                 raise ValueError(f"tflops.{dtype} is missing; it has no default")
@@ -84,4 +113,17 @@ class Hardware:
     intra: Link
     """Between devices of one machine."""
     inter: Link
-    """Between machines."""
+    """Between machines; between racks, where the device has a `rack`."""
+    host: Link
+    """Between a device and the memory of its machine."""
+    rack: Link | None = None
+    """Between machines of one rack; None if the device has no `rack`."""
+
+    @property
+    def within_rack(self) -> Link:
+        """The link between neighbouring machines."""
+        return self.rack or self.inter
+
+    def rack_of(self, device: int) -> int:
+        """Return the rack that a device belongs to; 0 if there are no racks."""
+        return device // self.device.rack.devices if self.device.rack else 0

@@ -27,17 +27,21 @@ TOY = Hardware(
     Device("toy", "cuda", 16.0, {"fp32": 1.0, "bf16": 2.0}, 100.0, "near", "far", efficiency=NO_LOSS),
     Link("near", 10.0, 1.0),
     Link("far", 1.0, 10.0),
+    Link("host", 20.0, 0.0),
 )
-"""1e12 FLOP/s in fp32, memory of 1e11 bytes/s, links of 1e10 and 1e9 bytes/s, 1 and 10 us."""
+"""1e12 FLOP/s in fp32, memory of 1e11 bytes/s, links of 1e10 and 1e9 bytes/s, 1 and 10 us, and of 2e10
+to the host."""
 A100 = Hardware(
     Device("a100", "cuda", 80.0, {"fp32": 19.5, "bf16": 312.0}, 2039.0, "nvlink", "ib"),
     Link("nvlink", 300.0, 4.0),
     Link("ib", 25.0, 6.0),
+    Link("pcie", 32.0, 5.0),
 )
 H100 = Hardware(
     Device("h100", "cuda", 80.0, {"fp32": 67.0, "bf16": 989.0}, 3350.0, "nvlink", "ib"),
     Link("nvlink", 450.0, 4.0),
     Link("ib", 50.0, 6.0),
+    Link("pcie", 64.0, 5.0),
 )
 """Figures of NVIDIA's data sheets, dense."""
 BARE = replace(traits("torch"), layer_host_ms=0.0)

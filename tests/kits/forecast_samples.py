@@ -51,11 +51,13 @@ def sample_hardware(plan: Plan) -> Hardware:
             Device("h100", "cuda", memory_gib, {"fp32": 67, "bf16": 989}, 3350, "nvlink4", "ib-ndr", 1.5),
             Link("nvlink4", 450, 2),
             Link("ib-ndr", 50, 5),
+            Link("pcie-5", 64, 5),
         )
     return Hardware(
         Device("cpu", "cpu", memory_gib, {"fp32": 0.2, "bf16": 0.1}, 20, "shared-memory", "ethernet", 0.5),
         Link("shared-memory", 5, 20),
         Link("ethernet", 1.25, 50),
+        Link("shared-memory", 5, 20),
     )
 
 

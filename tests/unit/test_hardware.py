@@ -16,6 +16,7 @@ from hflow.launch.compile import compile_recipe
 from hflow.launch.model_settings import model_settings
 from hflow.launch.plan_request import cluster_hardware, known_devices, known_links, plan_request
 from hflow.launch.preflight import refuse_unrunnable
+from hflow.planner.cluster import used_links
 from hflow.planner.model_shape import num_parameters, read_shape
 from hflow.planner.request import PlanRequest
 
@@ -48,6 +49,12 @@ PUBLISHED = {
 matrix (751,632,384 and 2,031,739,904 with it); it counts once here."""
 
 
+DEVICES = (
+    "a10, a100-40g, a100-80g, b200, b300, cpu, gb200, h100, h100-pcie, h20, h200, h800, l4, l40s, mi300x, "
+    "rtx-4090, rtx-5090"
+)
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """A recipe's path in a directory of its own; nothing reads the file."""
@@ -74,13 +81,16 @@ def refused(message: str, recipe: Path, **keys: object) -> None:
 
 def test_every_requested_device_and_link_exists(recipe):
     devices, links = known_devices(recipe), known_links(recipe)
-    assert set(devices) == {"a100-40g", "a100-80g", "b200", "cpu", "h100", "h20", "h200", "l40s"}
+    assert sorted(devices) == DEVICES.split(", ")
     for name, device in devices.items():
         assert device.name == name
-        assert {device.link, device.network} <= set(links)
-        assert device.tflops["bf16"] > device.tflops["fp32"]
+        assert {device.link, device.network, device.host_link} <= set(links)
+        assert list(device.tflops) == sorted(device.tflops, key=device.tflops.__getitem__)
+        assert device.host_memory_gib
+        assert device.dollars_per_hour
     assert {name for name in links if name.startswith(("nvlink", "pcie", "ib"))} == {
-        *("nvlink-3", "nvlink-4", "nvlink-5", "pcie-4", "pcie-5", "ib-hdr", "ib-ndr", "ib-xdr")
+        *("nvlink-3", "nvlink-4", "nvlink-4-h800", "nvlink-5", "nvlink-c2c"),
+        *("pcie-4", "pcie-4-host", "pcie-5", "pcie-5-host", "ib-hdr", "ib-ndr", "ib-xdr"),
     }
     assert links["nvlink-4"].gb_per_s > links["pcie-5"].gb_per_s > links["ethernet-100g"].gb_per_s
 
@@ -111,6 +121,34 @@ def test_network_and_memory_are_the_users(recipe):
     assert cluster.memory_bytes == hardware.device.memory_bytes == 40 * 2**30
 
 
+def test_machines_of_a_rack(recipe):
+    cluster, hardware = cluster_hardware(RunConfig(name="mine", cluster="gb200-36x4"), recipe)
+    assert hardware.rack is not None
+    assert hardware.rack.name == "nvlink-5"
+    assert (hardware.rack_of(71), hardware.rack_of(72)) == (0, 1)
+    assert [where for _, where in used_links(cluster, hardware)] == [
+        "within a machine",
+        "within a rack",
+        "between racks",
+    ]
+    cluster, hardware = cluster_hardware(RunConfig(name="mine", cluster="gb200-18x4"), recipe)
+    assert [link.name for link, _ in used_links(cluster, hardware)] == ["nvlink-5", "nvlink-5"]
+    cluster, hardware = cluster_hardware(RunConfig(name="mine", cluster="h100-2x8"), recipe)
+    assert [link.name for link, _ in used_links(cluster, hardware)] == ["nvlink-4", "ib-ndr"]
+    refused(
+        "cluster 'gb200-2x16': a rack has 72 gb200 devices, which machines of 16 do not fill. Set "
+        "cluster=gb200-3x12.",
+        recipe,
+        cluster="gb200-2x16",
+    )
+    refused(
+        "cluster 'gb200-1x144': a rack has 72 gb200 devices, which machines of 144 do not fill. Set "
+        "cluster=gb200-2x72.",
+        recipe,
+        cluster="gb200-1x144",
+    )
+
+
 MINE = """
 type: cuda
 memory_gib: 24
@@ -135,15 +173,14 @@ def test_the_users_own_files_extend_and_replace(recipe):
 
 
 LINKS = (
-    "ethernet-100g, ethernet-25g, ethernet-400g, ib-hdr, ib-ndr, ib-xdr, nvlink-3, nvlink-4, nvlink-5, "
-    "pcie-4, pcie-5, shared-memory"
+    "ethernet-100g, ethernet-25g, ethernet-400g, ib-hdr, ib-ndr, ib-xdr, infinity-fabric-4, nvlink-3, "
+    "nvlink-4, nvlink-4-h800, nvlink-5, nvlink-c2c, pcie-4, pcie-4-host, pcie-5, pcie-5-host, shared-memory"
 )
 
 
 def test_unknown_names(recipe):
-    known = "a100-40g, a100-80g, b200, cpu, h100, h20, h200, l40s"
     refused(
-        f"cluster 'a100-1x8': unknown device 'a100'; did you mean 'a100-80g'? (known: {known})",
+        f"cluster 'a100-1x8': unknown device 'a100'; did you mean 'a100-80g'? (known: {DEVICES})",
         recipe,
         cluster="a100-1x8",
     )
@@ -168,6 +205,10 @@ def test_unknown_names(recipe):
             "hardware.devices.odd.memory_gib is inf; it must be a finite number",
         ),
         (("fp32: 30, ", ""), "hardware.devices.odd.tflops.fp32 is missing; it has no default"),
+        (
+            ("bf16: 120", "bf16: 120, fp6: 200"),
+            "hardware.devices.odd.tflops.fp6 is not a known precision (known: fp32, bf16, fp8, fp4)",
+        ),
         (("cuda", "gpu"), "hardware.devices.odd.type is 'gpu'; it must be 'cpu' or 'cuda'"),
         (("0.5", "1.5"), "hardware.devices.odd.efficiency.compute is 1.5; it must be at most 1"),
         (

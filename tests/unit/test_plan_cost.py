@@ -60,6 +60,7 @@ from hflow.planner.cost.training import (
 )
 from hflow.planner.cost.transfers import load_weights, publish_weights, redistribute, save_checkpoint
 from hflow.planner.forecast import EdgeTraffic
+from hflow.planner.hardware import Link, Rack
 from hflow.planner.ir import Replica, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import num_parameters
@@ -196,6 +197,34 @@ def test_a_ring_over_machines():
     assert all_reduce(1e9, RankPlacement(1, 8), TOY).transfer == pytest.approx(2 * 7 / 8)
 
 
+def test_a_ring_over_racks():
+    # Two racks of two machines with four ranks each, at 10, 5 and 1 GB/s. 3/4 of 1 GB crosses the links of a
+    # machine, 1/2 of a quarter those of a rack, and 1/2 of an eighth those between racks.
+    racked = replace(TOY, rack=Link("leaf", 5.0, 2.0))
+    wire = all_gather(1e9, RankPlacement(4, 4, 2), racked)
+    assert (wire.transfer, wire.latency) == pytest.approx((0.075 + 0.025 + 0.0625, 2e-6 + 2e-6 + 10e-6))
+    # Machines of one rack do not use the links between racks, and without racks all use them.
+    assert all_gather(1e9, RankPlacement(4, 2), racked).transfer == pytest.approx(0.075 + 0.025)
+    assert all_gather(1e9, RankPlacement(4, 4), TOY).transfer == pytest.approx(0.075 + 0.1875)
+
+
+def test_a_rack_with_the_links_of_a_machine_is_one_large_machine():
+    racked = replace(TOY, rack=TOY.intra)
+    assert all_gather(1e9, RankPlacement(4, 18), racked).transfer == pytest.approx(
+        all_gather(1e9, RankPlacement(72), TOY).transfer
+    )
+
+
+def test_racks_of_the_ranks():
+    device = replace(TOY.device, rack=Rack(8, "leaf"))
+    racked = replace(TOY, device=device, rack=Link("leaf", 5.0, 2.0))
+    cluster = graphs.cluster_of("cpu-4x4")
+    assert RankPlacement.of(range(8), cluster, racked) == RankPlacement(4, 2, 1)
+    assert RankPlacement.of(range(16), cluster, racked) == RankPlacement(4, 4, 2)
+    links = [RankPlacement.of(range(num), cluster, racked).slowest_link(racked) for num in (4, 8, 16)]
+    assert links == [racked.intra, racked.rack, racked.inter]
+
+
 def test_one_rank_sends_nothing():
     assert all_reduce(1e9, RankPlacement(), TOY).seconds == 0
 
@@ -220,13 +249,13 @@ def test_machines_of_the_ranks_of_each_axis():
         layout = Layout.parse(text)
         heads = tuple(layout.heads(rank_order(role)))
         replica = Replica("m", "m", role, "torch", layout, "all", eight, heads)
-        return [axis_ranks(replica, axis, cluster) for axis in range(3)]
+        return [axis_ranks(replica, axis, cluster, TOY) for axis in range(3)]
 
     assert axes("train", "d2t4") == [RankPlacement(1, 2), RankPlacement(4, 1), RankPlacement(1, 1)]
     # Training puts stages outermost, generation data shards.
     assert axes("train", "d2t2p2") == [RankPlacement(2, 1), RankPlacement(2, 1), RankPlacement(1, 2)]
     assert axes("gen", "d2t2p2") == [RankPlacement(1, 2), RankPlacement(2, 1), RankPlacement(2, 1)]
-    assert RankPlacement.of([0, 1, 2, 4], cluster) == RankPlacement(1, 2)
+    assert RankPlacement.of([0, 1, 2, 4], cluster, TOY) == RankPlacement(1, 2)
 
 
 # -------------------------------------------------------------------------------------- training
@@ -444,11 +473,11 @@ def test_host_time_between_steps_is_added():
 def test_inputs_take_as_long_as_the_busiest_worker():
     edge = EdgeTraffic("n", 4000, 0, 0, 1.0, (), 1, num_node_bytes=1000, busiest_bytes=2000)
     # A quarter of the busiest one's 2000 bytes goes to another machine.
-    part = redistribute(edge, TOY)
+    part = redistribute(edge, TOY.inter, TOY)
     assert part.seconds == pytest.approx(1500 / 1e10 + 500 / 1e9 + 11e-6)
     local = replace(edge, num_node_bytes=0)
-    assert redistribute(local, TOY).seconds == pytest.approx(2000 / 1e10 + 2e-6)
-    assert redistribute(replace(edge, num_bytes=0), TOY).seconds == 0
+    assert redistribute(local, TOY.inter, TOY).seconds == pytest.approx(2000 / 1e10 + 2e-6)
+    assert redistribute(replace(edge, num_bytes=0), TOY.inter, TOY).seconds == 0
 
 
 def test_new_weights_by_hand():
@@ -456,14 +485,14 @@ def test_new_weights_by_hand():
     # the two on a machine need the same slices, and fetch them once.
     need = 1_280_000_000
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), need * 7 // 2, need * 2, need // 2)
-    weights, copy = load_weights(route, side(layout="d4", per_machine=2), RankPlacement(2, 2))
+    weights, copy = load_weights(route, side(layout="d4", per_machine=2), RankPlacement(2, 2), TOY.inter)
     between = need // 4
     within = need * 7 // 8 - between
     num_buckets = math.ceil(need / 2**26)
     assert num_buckets == 20
     assert weights.seconds == pytest.approx(within / 1e10 + between / 1e9 + 20 * 11e-6)
     assert copy == Part("copy", 2 * need / 1e11, MEMORY)
-    assert load_weights(replace(route, how="shared"), side(), RankPlacement()) == []
+    assert load_weights(replace(route, how="shared"), side(), RankPlacement(), TOY.inter) == []
 
 
 @pytest.mark.parametrize(
@@ -480,14 +509,14 @@ def test_new_weights_by_hand():
 def test_new_weights_over_each_transport_of_a_gpu(transport, arrival, published):
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**30, 0, 0, transport)
     one, copy = side(), {"copy": 2**31 / 1e11}
-    assert named(load_weights(route, one, RankPlacement())) == pytest.approx(arrival | copy)
+    assert named(load_weights(route, one, RankPlacement(), TOY.inter)) == pytest.approx(arrival | copy)
     assert named(publish_weights(route, one, one)) == pytest.approx(published)
 
 
 def test_transports_through_memory_take_no_road_on_a_cpu():
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**30, 0, 0, "shared")
     one = side(hardware=replace(TOY, device=replace(TOY.device, type="cpu")))
-    assert named(load_weights(route, one, RankPlacement())) == {"copy": 2**31 / 1e11}
+    assert named(load_weights(route, one, RankPlacement(), TOY.inter)) == {"copy": 2**31 / 1e11}
     assert named(publish_weights(route, one, one)) == {"copy": 2**31 / 1e11}
 
 

@@ -362,8 +362,8 @@ def test_changed_hardware_and_lengths_are_reported():
     device = Device("h100", "cuda", 80.0, {"fp32": 67.0, "bf16": 989.0}, 3350.0, "nvlink", "ib-ndr")
     faster = replace(device, tflops={"fp32": 67.0, "bf16": 1979.0}, efficiency=Efficiency(compute=0.5))
     longer = replace(forecast(1.0, GIB), workload=(("actor_gen", Workload(20, 150.0, 0.6, 200)),))
-    before = replace(plan, hardware=Hardware(device, link, link))
-    after = replace(plan, hardware=Hardware(faster, link, link), forecast=longer)
+    before = replace(plan, hardware=Hardware(device, link, link, link))
+    after = replace(plan, hardware=Hardware(faster, link, link, link), forecast=longer)
     assert diff(to_json(before), to_json(after)).changes == (
         Change("hardware", "device tflops bf16", "989.0", "1979.0", Effect.SAME),
         Change("hardware", "device efficiency compute", "0.45", "0.5", Effect.SAME),

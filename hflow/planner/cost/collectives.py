@@ -1,16 +1,16 @@
-"""Seconds of collectives, over the links within machines and between machines.
+"""Seconds of collectives, over the links within machines, within racks and between racks.
 
 Bandwidth terms are those of ring algorithms, which are optimal (Patarasuk and Yuan 2009). Ranks on several
 machines exchange within each machine first, so that every rank's own port carries an equal share between
-machines, as NCCL's rings over several ports do. The latency term is that of a tree: the link's latency once
-for each doubling of the ranks.
+machines, as NCCL's rings over several ports do. Racks are a third level of the same kind. The latency term is
+that of a tree: the link's latency once for each doubling of the ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hflow.planner.cost.roofline import LATENCY, NETWORK, Part
@@ -25,6 +25,8 @@ class RankPlacement:
 
     per_machine: int = 1
     machines: int = 1
+    """Number of machines in all racks together."""
+    racks: int = 1
 
     @property
     def num(self) -> int:
@@ -32,10 +34,16 @@ class RankPlacement:
         return self.per_machine * self.machines
 
     @classmethod
-    def of(cls, devices: Iterable[int], cluster: ClusterSpec) -> RankPlacement:
+    def of(cls, devices: Sequence[int], cluster: ClusterSpec, hardware: Hardware) -> RankPlacement:
         """Return the placement of devices. Uneven numbers count as the smallest, whose ports carry most."""
         on = Counter(cluster.node_of(device) for device in devices)
-        return cls(min(on.values()), len(on))
+        return cls(min(on.values()), len(on), len({hardware.rack_of(device) for device in devices}))
+
+    def slowest_link(self, hardware: Hardware) -> Link:
+        """Return the link of the longest way between two of the ranks."""
+        if self.racks > 1:
+            return hardware.inter
+        return hardware.within_rack if self.machines > 1 else hardware.intra
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,12 @@ class LinkTime:
 
 def all_gather(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> LinkTime:
     """Return the time of an all-gather after which every rank holds `num_bytes`."""
-    k, m = ranks.per_machine, ranks.machines
-    within = (k - 1) / k * num_bytes * _seconds_per_byte(hardware.intra, hardware)
-    between = (m - 1) / m * num_bytes / k * _seconds_per_byte(hardware.inter, hardware)
-    return LinkTime(within + between, _tree_latency(k, hardware.intra) + _tree_latency(m, hardware.inter))
+    time, share = LinkTime(), num_bytes
+    for num, link in _levels(ranks, hardware):
+        transfer = (num - 1) / num * share * _seconds_per_byte(link, hardware)
+        time += LinkTime(transfer, math.ceil(math.log2(num)) * link.latency_us * 1e-6)
+        share /= num
+    return time
 
 
 def reduce_scatter(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> LinkTime:
@@ -87,7 +97,7 @@ def send(num_bytes: float, link: Link, hardware: Hardware) -> LinkTime:
     return LinkTime(num_bytes * _seconds_per_byte(link, hardware), link.latency_us * 1e-6)
 
 
-def axis_ranks(replica: Replica, axis: int, cluster: ClusterSpec) -> RankPlacement:
+def axis_ranks(replica: Replica, axis: int, cluster: ClusterSpec, hardware: Hardware) -> RankPlacement:
     """Return the placement of ranks along an axis (0 data, 1 tensor, 2 pipe) where it spans most machines."""
     order = rank_order(replica.role)
     lines: dict[Sequence[int], list[int]] = {}
@@ -95,8 +105,8 @@ def axis_ranks(replica: Replica, axis: int, cluster: ClusterSpec) -> RankPlaceme
         coords = replica.layout.coords(order, rank)
         lines.setdefault(coords[:axis] + coords[axis + 1 :], []).append(worker)
     return max(
-        (RankPlacement.of(line, cluster) for line in lines.values()),
-        key=lambda r: (r.machines, -r.per_machine),
+        (RankPlacement.of(line, cluster, hardware) for line in lines.values()),
+        key=lambda r: (r.racks, r.machines, -r.per_machine),
     )
 
 
@@ -104,5 +114,8 @@ def _seconds_per_byte(link: Link, hardware: Hardware) -> float:
     return 1 / (link.gb_per_s * 1e9 * hardware.device.efficiency.network)
 
 
-def _tree_latency(num: int, link: Link) -> float:
-    return math.ceil(math.log2(num)) * link.latency_us * 1e-6
+def _levels(ranks: RankPlacement, hardware: Hardware) -> Iterator[tuple[float, Link]]:
+    """Yield how many ranks, machines and racks exchange at each level, over which link."""
+    yield ranks.per_machine, hardware.intra
+    yield ranks.machines / ranks.racks, hardware.within_rack
+    yield ranks.racks, hardware.inter

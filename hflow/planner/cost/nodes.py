@@ -16,7 +16,7 @@ from hflow.planner.cost.roofline import COMPUTE, Part
 from hflow.planner.cost.training import forward, train, update
 from hflow.planner.cost.transfers import load_weights, publish_weights, redistribute, save_checkpoint
 from hflow.planner.forecast import EdgeTraffic, Pace
-from hflow.planner.hardware import Hardware
+from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import SAVE_PREFIX, Plan, Replica, ScheduledNode, WeightRoute
 from hflow.planner.request import PlanRequest
 from hflow.planner.staleness import certified_lag
@@ -47,6 +47,7 @@ class Costs:
         self._shapes = dict(plan.shapes)
         num = request.batch * self._stream.group_size
         self._lengths = sample_lengths(workload, num, request.seed)
+        self._longest_link = self._network(range(plan.cluster.num_devices))
         self._replicas: dict[str, ReplicaCosts | None] = {}
         self._rollout = RolloutRequest(
             groups=request.batch,
@@ -86,7 +87,7 @@ class Costs:
     def node(self, node: ScheduledNode) -> Parts:
         """Return the time of one execution of a node."""
         edge = self._edges.get(node.name)
-        moving = [] if edge is None else [redistribute(edge, self._hardware)]
+        moving = [] if edge is None else [redistribute(edge, self._longest_link, self._hardware)]
         if node.level is not Level.BATCH:
             moving = [replace(part, seconds=part.seconds / self._num_firings(node)) for part in moving]
         body = self._body(node, edge)
@@ -97,14 +98,19 @@ class Costs:
         replica = self._replica(route.dst)
         if replica is None:
             return None
-        return load_weights(
-            route, replica, RankPlacement.of(self._plan.replica(route.dst).workers, self._plan.cluster)
-        )
+        senders, workers = self._plan.replica(route.src).workers, self._plan.replica(route.dst).workers
+        ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware)
+        return load_weights(route, replica, ranks, self._network((*senders, *workers)))
 
     def publish_weights(self, route: WeightRoute) -> Parts:
         """Return the time in which the trainer publishes new weights of an engine."""
         source, engine = self._replica(route.src), self._replica(route.dst)
         return None if source is None or engine is None else publish_weights(route, source, engine)
+
+    def _network(self, workers: Sequence[int]) -> Link:
+        """Return the link over which workers on different machines exchange."""
+        ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware)
+        return self._hardware.inter if ranks.racks > 1 else self._hardware.within_rack
 
     def _engines(self) -> dict[str, ReplicaCosts] | None:
         """Return the replicas that generate by name; None if the sizes of one are unknown."""

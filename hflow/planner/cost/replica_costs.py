@@ -38,7 +38,7 @@ class ReplicaCosts:
         cluster: ClusterSpec,
     ) -> ReplicaCosts:
         """Return the costs of a replica of the plan."""
-        data, tensor, pipe = (axis_ranks(replica, axis, cluster) for axis in range(3))
+        data, tensor, pipe = (axis_ranks(replica, axis, cluster, hardware) for axis in range(3))
         return cls(shape, config, replica.layout, traits(replica.backend), hardware, data, tensor, pipe)
 
     @property
@@ -60,7 +60,7 @@ class ReplicaCosts:
     @property
     def stage_link(self) -> Link:
         """The link between two pipeline stages."""
-        return self.hardware.inter if self.pipe.machines > 1 else self.hardware.intra
+        return self.pipe.slowest_link(self.hardware)
 
     @property
     def host_seconds(self) -> float:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from hflow.planner.cost.collectives import LinkTime, RankPlacement, all_gather, send
 from hflow.planner.cost.flops import stage_parameters
 from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.roofline import MEMORY, NETWORK, Part
+from hflow.planner.cost.roofline import MEMORY, Part
 from hflow.planner.forecast import EdgeTraffic
-from hflow.planner.hardware import Hardware
+from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import WeightRoute
 
 BUCKET_BYTES = 64 << 20
@@ -19,26 +19,31 @@ MASTER_BYTES = 4
 """Weights are saved in fp32."""
 STATE_BYTES = 12
 """The optimizer state that is saved besides: fp32 weights and two moments."""
-PCIE_BYTES_PER_S = 20e9
-"""Assumed rate of copies between a GPU and pinned memory of its host: PCIe 4 x16 has 32 GB/s."""
 DISK_BYTES_PER_S = 1e9
 """Assumed rate of one process on the disk for checkpoints and weights."""
 
 
-def redistribute(edge: EdgeTraffic, hardware: Hardware) -> Part:
+def redistribute(edge: EdgeTraffic, network: Link, hardware: Hardware) -> Part:
     """Return the seconds of moving a node's inputs: the busiest worker's bytes, and one round trip.
 
     The fraction of them that crosses machines is assumed to be that of all bytes.
+
+    Args:
+        edge: the bytes.
+        network: the link over which they cross machines.
+        hardware: devices and links.
     """
     if not edge.num_bytes:
         return LinkTime().part("redistribution")
     between = edge.busiest_bytes * edge.num_node_bytes / edge.num_bytes
     link_time = send(edge.busiest_bytes - between, hardware.intra, hardware)
-    link = hardware.inter if between else hardware.intra
+    link = network if between else hardware.intra
     return (link_time + send(between, link, hardware)).part("redistribution")
 
 
-def load_weights(route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement) -> list[Part]:
+def load_weights(
+    route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement, network: Link
+) -> list[Part]:
     """Return the seconds in which all engines of a replica load new weights at once.
 
     Slices that several engines on one machine need cross the network once.
@@ -47,15 +52,19 @@ def load_weights(route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement
         route: gives the bytes and the transport.
         replica: the replica that loads the weights.
         ranks: how its workers are placed.
+        network: the link over which weights cross machines.
     """
     if route.how == "shared":
         return []
     needed = (route.moved_bytes + route.held_bytes) / replica.layout.world
-    return [*_arrival(route, replica, ranks, needed), Part("copy", 2 * needed / replica.rates.memory, MEMORY)]
+    return [
+        *_arrival(route, replica, ranks, network, needed),
+        Part("copy", 2 * needed / replica.rates.memory, MEMORY),
+    ]
 
 
 def _arrival(
-    route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement, needed: float
+    route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement, network: Link, needed: float
 ) -> Iterator[Part]:
     """Yield the seconds until the weights of an engine's rank are on its device.
 
@@ -69,7 +78,7 @@ def _arrival(
         yield Part("disk", needed / DISK_BYTES_PER_S, "disk")
         yield from _over_pcie(needed, replica)
     elif route.transport == "store":
-        crossing = send(between, hardware.inter, hardware) if between else LinkTime()
+        crossing = send(between, network, hardware) if between else LinkTime()
         latency = hardware.intra.latency_us * 1e-6 + crossing.latency
         yield LinkTime(crossing.transfer, latency * num_buckets).part("weights")
         yield from _over_pcie(needed, replica)
@@ -78,7 +87,7 @@ def _arrival(
     elif route.transport != "ipc":
         link_time = send(route.moved_bytes / num - between, hardware.intra, hardware)
         if between:
-            link_time += send(between, hardware.inter, hardware)
+            link_time += send(between, network, hardware)
         yield LinkTime(link_time.transfer, link_time.latency * num_buckets).part("weights")
 
 
@@ -101,7 +110,7 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
 def _over_pcie(num_bytes: float, replica: ReplicaCosts) -> Iterator[Part]:
     """Yield the seconds of copying bytes between a GPU and the memory of its host; nothing on a CPU."""
     if replica.hardware.device.type == "cuda":
-        yield Part("PCIe", num_bytes / PCIE_BYTES_PER_S, NETWORK)
+        yield send(num_bytes, replica.hardware.host, replica.hardware).part("PCIe")
 
 
 def save_checkpoint(replica: ReplicaCosts) -> list[Part]:

@@ -30,7 +30,7 @@ def estimated_values(rows: Rows, unmatched: Unmatched, with_rows: bool) -> dict[
         return {"forecast": {"of bytes and seconds": {"": ShownValue(made, made)}}}
     return {
         "forecast": {"left out": {"": shown(forecast["missing"])}},
-        "hardware": {part: _flat(figures) for part, figures in (rows["hardware"] or {}).items()},
+        "hardware": {part: _flat(figures or {}) for part, figures in (rows["hardware"] or {}).items()},
         "workload": {stream: _flat(lengths) for stream, lengths in forecast["workload"]},
         "memory": dict(_peaks(forecast["memory"])),
         "traffic": {

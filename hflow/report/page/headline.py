@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hflow.planner.cluster import used_links
 from hflow.planner.forecast import Forecast, Period
 from hflow.planner.hardware import Hardware
-from hflow.planner.ir import Plan
+from hflow.planner.ir import ClusterSpec, Plan
 from hflow.planner.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, seconds_text, share_text
 from hflow.report.page.gantt import ref_of
@@ -163,15 +164,18 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     for stream, lengths in plan.forecast.workload if plan.forecast else ():
         yield f"Lengths of {stream}: {lengths_text(lengths)}."
     if plan.hardware is not None:
-        yield from _hardware(plan.hardware)
+        yield from _hardware(plan.hardware, plan.cluster)
 
 
-def _hardware(hardware: Hardware) -> Iterator[str]:
+def _hardware(hardware: Hardware, cluster: ClusterSpec) -> Iterator[str]:
     device, reach = hardware.device, hardware.device.efficiency
     speeds = ", ".join(f"{value:g} TFLOP/s in {dtype}" for dtype, value in device.tflops.items())
     yield f"Each {device.name}: {speeds}; {device.memory_gb_per_s:,g} GB/s of memory bandwidth."
-    links = [f"{link.name} at {link.gb_per_s:,g} GB/s" for link in (hardware.intra, hardware.inter)]
-    yield f"Links: {links[0]} inside a machine, {links[1]} between machines."
+    links = [
+        f"{link.name} at {link.gb_per_s:,g} GB/s {where}" for link, where in used_links(cluster, hardware)
+    ]
+    if links:
+        yield f"Links: {', '.join(links)}."
     yield (
         f"Programs reach {share_text(reach.compute)} of the compute, {share_text(reach.memory)} of the "
         f"memory bandwidth and {share_text(reach.network)} of the links."

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
+from hflow.planner.cluster import used_links
 from hflow.planner.hardware import Hardware
-from hflow.planner.ir import Plan
+from hflow.planner.ir import ClusterSpec, Plan
 from hflow.planner.staleness import splits_batch
 from hflow.planner.workload import Workload
 from hflow.report.formatting import count_text, share_text
@@ -34,7 +35,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     for stream, lengths in plan.forecast.workload:
         yield f"lengths of {stream}", lengths_text(lengths)
     if plan.hardware is not None:
-        yield from _hardware(plan.hardware, plan.cluster.num_nodes > 1)
+        yield from _hardware(plan.hardware, plan.cluster)
     for line in plan.forecast.missing:
         yield "not estimated", line
 
@@ -61,7 +62,7 @@ def lengths_text(lengths: Workload) -> str:
     return f"{tokens} {spread}; {origin}"
 
 
-def _hardware(hardware: Hardware, is_spread: bool) -> Iterator[tuple[str, str]]:
+def _hardware(hardware: Hardware, cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
     device, reached = hardware.device, hardware.device.efficiency
     rates = ", ".join(f"{count_text(device.tflops[dtype])} in {dtype}" for dtype in sorted(device.tflops))
     yield (
@@ -70,9 +71,10 @@ def _hardware(hardware: Hardware, is_spread: bool) -> Iterator[tuple[str, str]]:
         f"{count_text(device.memory_gb_per_s)} GB/s, {share_text(reached.memory)} reached; "
         f"{device.overhead_gib:g} GiB for the runtime itself",
     )
-    for link in (hardware.intra, *((hardware.inter,) if is_spread else ())):
+    host = [(hardware.host, "to the host")] if device.type == "cuda" else []
+    for link, where in (*used_links(cluster, hardware), *host):
         yield (
             link.name,
-            f"{count_text(link.gb_per_s)} GB/s a device, {share_text(reached.network)} reached; "
+            f"{count_text(link.gb_per_s)} GB/s a device {where}, {share_text(reached.network)} reached; "
             f"{count_text(link.latency_us)} µs for the smallest message",
         )

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hflow.planner.cluster import device_ranges
+from hflow.planner.cluster import device_ranges, used_links
 from hflow.planner.forecast import CycleStep, Period, PhaseMemory
 from hflow.planner.ir import ClusterSpec, Plan
 from hflow.planner.workload import expected_max
@@ -70,10 +70,9 @@ def cluster_line(plan: Plan) -> str:
     line = f"{plural(cluster.num_nodes, 'machine')} with {devices}{_bound(cluster)}"
     if hardware is None:
         return line
-    links = [(hardware.intra, "within a machine", cluster.devices_per_node > 1)]
-    links.append((hardware.inter, "between machines", cluster.num_nodes > 1))
     used = [
-        f"{link.name} {count_text(link.gb_per_s)} GB/s {where}" for link, where, is_used in links if is_used
+        f"{link.name} {count_text(link.gb_per_s)} GB/s {where}"
+        for link, where in used_links(cluster, hardware)
     ]
     return "; ".join((line, *used))
 
