@@ -58,7 +58,13 @@ from hflow.planner.cost.training import (
     train,
     update,
 )
-from hflow.planner.cost.transfers import load_weights, publish_weights, redistribute, save_checkpoint
+from hflow.planner.cost.transfers import (
+    keep_weights,
+    load_weights,
+    publish_weights,
+    redistribute,
+    save_checkpoint,
+)
 from hflow.planner.forecast import EdgeTraffic
 from hflow.planner.hardware import Link, Rack
 from hflow.planner.ir import Replica, WeightRoute
@@ -503,7 +509,11 @@ def test_new_weights_by_hand():
         ("ipc", {}, {"copy": 2**31 / 1e11}),
         ("shared", {"PCIe": 2**30 / 20e9}, {"copy": 2**31 / 1e11, "PCIe": 2**30 / 20e9}),
         ("store", {"weights": 16e-6, "PCIe": 2**30 / 20e9}, {"copy": 2**31 / 1e11, "PCIe": 2**30 / 20e9}),
-        ("disk", {"disk": 2**30 / 1e9, "PCIe": 2**30 / 20e9}, {"PCIe": 2**30 / 20e9, "disk": 2**30 / 1e9}),
+        (
+            "disk",
+            {"disk": 2**30 / 1e9, "PCIe": 2**30 / 20e9},
+            {"copy": 2**31 / 1e11, "PCIe": 2**30 / 20e9, "disk": 2**30 / 1e9},
+        ),
     ],
 )
 def test_new_weights_over_each_transport_of_a_gpu(transport, arrival, published):
@@ -518,6 +528,20 @@ def test_transports_through_memory_take_no_road_on_a_cpu():
     one = side(hardware=replace(TOY, device=replace(TOY.device, type="cpu")))
     assert named(load_weights(route, one, RankPlacement(), TOY.inter)) == {"copy": 2**31 / 1e11}
     assert named(publish_weights(route, one, one)) == {"copy": 2**31 / 1e11}
+
+
+def test_changes_take_a_comparison_and_a_copy():
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**30, 0, 0, "ipc", delta=True)
+    one, once = side(), 2**31 / 1e11
+    assert named(publish_weights(route, one, one)) == pytest.approx({"copy": once, "comparison": once})
+    assert named(load_weights(route, one, RankPlacement(), TOY.inter)) == pytest.approx({"copy": 2 * once})
+
+
+def test_kept_weights_go_to_the_host_and_back():
+    # 4 x 36,864 weights in layers and 2 x 6,400 in the embedding and the head, in bf16 over two ranks.
+    engine = side(layout="t2", backend="vllm", dtype="bf16")
+    assert keep_weights(engine).seconds == pytest.approx(2 * 2 * 160_256 / 2 / 20e9)
+    assert keep_weights(side(hardware=replace(TOY, device=replace(TOY.device, type="cpu")))).seconds == 0
 
 
 def test_saving_gathers_and_writes_fp32():

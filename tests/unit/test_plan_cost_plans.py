@@ -7,6 +7,7 @@ import pytest
 from cost_kit import A100, H100, LLAMA_7B, LLAMA_405B, SMALL, TINY, TOY, rollout, side, total
 from hypothesis import given
 from hypothesis import strategies as st
+from model_configs import model_config
 
 from hflow.config.schema import WorkloadConfig
 from hflow.graph.ir import Level
@@ -90,10 +91,10 @@ def test_more_devices_are_never_slower_where_links_cost_nothing(backend, workloa
 
 
 # ------------------------------------------------------------------------------------ whole plans
-def timed(graph, models=None, cluster="cpu-1x2", hardware=TOY, **changes):
+def timed(graph, models=None, cluster="cpu-1x2", hardware=TOY, configs=None, **changes):
     shapes = {model.name: SMALL for model in graph.models} if models is None else models
     shapes = {name: shape for name, shape in shapes.items() if shape is not None}
-    request = graphs.request(cluster, shapes=shapes, hardware=hardware, **changes)
+    request = graphs.request(cluster, models=configs or {}, shapes=shapes, hardware=hardware, **changes)
     plan = compile_plan(graph, request)
     lengths = dict(stream_workloads(plan, request))
     traffic = estimate_traffic(plan, request, lengths[plan.schedule.streams[0].name])
@@ -110,6 +111,18 @@ def test_every_node_of_the_trained_stream_has_its_seconds():
     assert rows["score"].seconds == 0
     assert [name for name, _ in rows["group_advantage"].parts] == ["redistribution"]
     assert rows["actor_train"].seconds > rows["ref_inf"].seconds > 0
+
+
+def test_engines_keep_weights_between_two_syncs():
+    def sleep_seconds(sync_every, **asked):
+        configs = {"actor": model_config(engine="vllm", dtype="bf16", **asked), "ref": model_config()}
+        rows = timed(graphs.grpo(), None, "h100-1x2", configs=configs, sync_every=sync_every)
+        return dict(rows["actor_gen"].parts).get("sleep")
+
+    # To the host and back, after two of three steps: 2 x 2 x 160,256 bytes over 20 GB/s.
+    assert sleep_seconds(1) is None
+    assert sleep_seconds(3) == pytest.approx(2 / 3 * 2 * 2 * 160_256 / 20e9)
+    assert sleep_seconds(3, group="a", gen_group="b") is None
 
 
 def test_a_written_stream_is_ready_in_no_time():

@@ -24,6 +24,7 @@ from hflow.config.schema import WorkloadConfig
 from hflow.errors import PlanError
 from hflow.planner.backends import training_backend, traits
 from hflow.planner.compile import compile_plan
+from hflow.planner.ir import WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.memory import (
     activations,
@@ -323,14 +324,20 @@ def test_the_estimated_cache_grows_as_that_of_the_engine(prompt, response):
 
 
 # ------------------------------------------------------------------------------------- transfers
+def route(transport="", how="pull", **changes):
+    return WeightRoute("m", "m@train", "m@gen", how, transport=transport, **changes)
+
+
 def test_a_bucket_is_closed_when_it_is_large_enough():
     assert transfer._buckets([3, 3, 3, 10, 1], 5) == [6, 13, 1]
 
 
 def test_weights_of_a_small_model_travel_in_one_bucket():
     # fp32 over two ranks on a CPU: the whole, this rank's half twice, and gloo's copy: 3 x 4 x 160,832.
-    assert named(transfer.send_weights(rank(SMALL, "d2"), "gather")) == {"buckets": 3 * 4 * 160_832}
-    assert named(transfer.send_weights(rank(), "shared")) == {}
+    assert named(transfer.send_weights(rank(SMALL, "d2"), route(how="gather"))) == {
+        "buckets": 3 * 4 * 160_832
+    }
+    assert named(transfer.send_weights(rank(), route(how="shared"))) == {}
 
 
 def test_on_the_host_the_writer_collects_the_model():
@@ -384,19 +391,53 @@ def test_a_colocated_vllm_engine_counts_twice_on_a_cpu_and_frees_its_memory_on_c
 
 
 @pytest.mark.parametrize(
-    ("transports", "on_cpu", "is_waking", "share"),
+    ("transport", "on_cpu", "is_waking", "is_kept"),
     [
-        ({"collective"}, False, False, 0.5),
-        ({"ipc"}, False, True, 0.5),
-        ({"ipc"}, False, False, 0),
-        ({"shared"}, True, False, 0.5),
-        ({"shared"}, False, True, 0),
-        ({"store", "disk"}, True, True, 0),
+        ("collective", False, False, True),
+        ("ipc", False, True, True),
+        ("ipc", False, False, False),
+        ("shared", True, False, True),
+        ("shared", False, True, False),
+        ("store", True, True, False),
+        ("disk", True, True, False),
     ],
 )
-def test_what_a_trainer_holds_of_a_published_version(transports, on_cpu, is_waking, share):
-    found = transfer.published_weights(rank(layout="d2", on_cpu=on_cpu), transports, is_waking=is_waking)
-    assert found.total() == 4 * 160_832 * share
+def test_what_a_trainer_holds_of_a_published_version(transport, on_cpu, is_waking, is_kept):
+    trainer, sent = rank(layout="d2", on_cpu=on_cpu), 4 * 160_832 / 2
+    published = {"published weights": sent} if is_kept else {}
+    found = transfer.published_weights(trainer, [route(transport)], is_waking=is_waking)
+    assert named(found) == published
+    found = transfer.published_weights(trainer, [route(transport, delta=True)], is_waking=is_waking)
+    assert named(found) == published | {"weights sent last": sent}
+
+
+@pytest.mark.parametrize(
+    ("transport", "on_cpu", "is_kept"),
+    [("shared", True, True), ("shared", False, False), ("ipc", False, True), ("collective", False, True)],
+)
+def test_what_an_engine_keeps_of_the_version_to_which_changes_apply(transport, on_cpu, is_kept):
+    engine = rank(layout="t2", role="gen", backend="vllm", on_cpu=on_cpu, dtype="bf16")
+    kept = {"weights received last": 2 * 160_832 / 2} if is_kept else {}
+    assert named(transfer.received_weights(engine, route(transport, delta=True))) == kept
+    assert named(transfer.received_weights(engine, route(transport))) == {}
+
+
+def test_finding_changes_takes_a_mask_and_places():
+    # All entries of the half model in one bucket, a byte and an int64 each.
+    sent = transfer.send_weights(rank(layout="d2"), route("shared", delta=True))
+    assert named(sent) == {"buckets": 4 * 160_832 / 2, "changes": 9 * 160_832 / 2}
+
+
+def test_copies_of_changes_are_in_every_phase():
+    asked = {"engine": "vllm", "delta": True}
+    rows = memory_phases(*compiled(graphs.grpo(), asked=asked))
+    for name in ("generate", "wake", "actor_train"):
+        held = named(phase(rows, name).resident)
+        assert (
+            held["actor@train weights sent last"] == held["actor@train published weights"] == 4 * 160_832 / 2
+        )
+        assert held["actor@gen weights received last"] == 4 * 160_832
+    assert named(phase(rows, "wake").transient)["changes"] == 9 * 160_832 / 2
 
 
 def test_the_cache_of_a_vllm_engine_is_part_of_the_plan():

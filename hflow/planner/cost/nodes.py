@@ -14,7 +14,13 @@ from hflow.planner.cost.generation import RolloutRequest, generate, sequential_t
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.roofline import COMPUTE, Part
 from hflow.planner.cost.training import forward, train, update
-from hflow.planner.cost.transfers import load_weights, publish_weights, redistribute, save_checkpoint
+from hflow.planner.cost.transfers import (
+    keep_weights,
+    load_weights,
+    publish_weights,
+    redistribute,
+    save_checkpoint,
+)
 from hflow.planner.forecast import EdgeTraffic, Pace
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import SAVE_PREFIX, Plan, Replica, ScheduledNode, WeightRoute
@@ -60,7 +66,8 @@ class Costs:
     def source(self) -> Parts:
         """Return the time of one whole batch. The engines of an episode take turns.
 
-        Encoded samples are made ahead and take no time.
+        Encoded samples are made ahead and take no time. An engine that comes back from its sleep with the
+        weights that it had is part of this.
         """
         replicas = self._engines()
         if replicas is None:
@@ -68,9 +75,11 @@ class Costs:
         parts: list[Part] = []
         for name, replica in replicas.items():
             mark = f"{name} " if len(replicas) > 1 else ""
-            parts += [
-                replace(p, name=mark + p.name) for p in generate(replica, self._workload, self._rollout)
-            ]
+            of_engine = generate(replica, self._workload, self._rollout)
+            if share := self._share_of_kept_weights(name):
+                kept = keep_weights(replica)
+                of_engine.append(replace(kept, seconds=share * kept.seconds))
+            parts += [replace(part, name=mark + part.name) for part in of_engine]
         return parts
 
     def pace(self) -> Pace | None:
@@ -111,6 +120,22 @@ class Costs:
         """Return the link over which workers on different machines exchange."""
         ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware)
         return self._hardware.inter if ranks.racks > 1 else self._hardware.within_rack
+
+    def _share_of_kept_weights(self, name: str) -> float:
+        """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights.
+
+        An engine that shares its devices drops them where nodes on these devices change them before it wakes
+        (`runtime/state/weight_updates.py`).
+        """
+        schedule, model = self._plan.schedule, self._plan.replica(name).model
+        group = next((group for group, replicas in schedule.shared if name in replicas), None)
+        is_shared = any(route.dst == name and route.how == "shared" for route in self._plan.weights)
+        if group is None or (is_shared and self._request.model(model).compute_dtype == "fp32"):
+            return 0.0
+        writers = [node for node in schedule.nodes if model in node.writes]
+        if not writers or any(node.group != group for node in writers):
+            return 1.0
+        return 1 - 1 / schedule.settings.sync_every
 
     def _engines(self) -> dict[str, ReplicaCosts] | None:
         """Return the replicas that generate by name; None if the sizes of one are unknown."""

@@ -46,7 +46,8 @@ def load_weights(
 ) -> list[Part]:
     """Return the seconds in which all engines of a replica load new weights at once.
 
-    Slices that several engines on one machine need cross the network once.
+    Slices that several engines on one machine need cross the network once. With `delta` each engine keeps a
+    copy, and everything counts as changed, because the plan does not know what training will change.
 
     Args:
         route: gives the bytes and the transport.
@@ -57,10 +58,9 @@ def load_weights(
     if route.how == "shared":
         return []
     needed = (route.moved_bytes + route.held_bytes) / replica.layout.world
-    return [
-        *_arrival(route, replica, ranks, network, needed),
-        Part("copy", 2 * needed / replica.rates.memory, MEMORY),
-    ]
+    num_copies = 2 if route.delta else 1
+    copy = Part("copy", num_copies * 2 * needed / replica.rates.memory, MEMORY)
+    return [*_arrival(route, replica, ranks, network, needed), copy]
 
 
 def _arrival(
@@ -95,16 +95,24 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
     """Return the seconds of publishing what one training rank sends, once for all engines that need it.
 
     Slices are packed on the device, where `collective` and `ipc` leave them. Other transports copy them into
-    the memory of the host.
+    the memory of the host. With `delta` they are compared with those that were sent last.
     """
     sent_bytes = route.moved_bytes / engine.layout.data / source.layout.world
-    pack = Part("copy", 2 * sent_bytes / source.rates.memory, MEMORY)
-    if route.transport in ("collective", "ipc"):
-        return [pack]
-    to_host = list(_over_pcie(sent_bytes, source))
+    parts = [Part("copy", 2 * sent_bytes / source.rates.memory, MEMORY)]
+    if route.delta:
+        parts.append(Part("comparison", 2 * sent_bytes / source.rates.memory, MEMORY))
+    if route.transport not in ("collective", "ipc"):
+        parts += _over_pcie(sent_bytes, source)
     if route.transport == "disk":
-        return [*to_host, Part("disk", sent_bytes / DISK_BYTES_PER_S, "disk")]
-    return [pack, *to_host]
+        parts.append(Part("disk", sent_bytes / DISK_BYTES_PER_S, "disk"))
+    return parts
+
+
+def keep_weights(engine: ReplicaCosts) -> Part:
+    """Return the seconds in which a sleeping engine's weights are copied to the host's memory, and back."""
+    numel = stage_parameters(engine.shape, engine.layout.pipe) / engine.layout.tensor
+    seconds = sum(part.seconds for part in _over_pcie(2 * numel * engine.itemsize, engine))
+    return Part("sleep", seconds, NETWORK)
 
 
 def _over_pcie(num_bytes: float, replica: ReplicaCosts) -> Iterator[Part]:

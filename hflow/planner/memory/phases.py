@@ -165,13 +165,14 @@ def _resident(
         if rank.replica.role == "gen":
             state = _engine_state(context, rank, phase, caches)
             state += engine_kind(rank.replica.backend).memory.process_state(rank, overhead)
+            if (route := context.route_to(rank)) is not None:
+                state += transfer.received_weights(rank, route)
         else:
             memory = training_backend(rank.replica.backend).memory
             state = memory.model_state(rank)
             if name in inferred:
                 state += memory.kept_after_infer(rank)
-            transports = {route.transport for route in context.routes_from(rank)}
-            state += transfer.published_weights(rank, transports, is_waking=phase == WAKE)
+            state += transfer.published_weights(rank, context.routes_from(rank), is_waking=phase == WAKE)
         items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in state.items()})
     return items + item(MemoryCategory.RUNTIME, overhead)
 
@@ -224,7 +225,7 @@ def _weight_transfer(context: MemoryContext, rank: Rank) -> Items:
         route = context.route_to(rank)
         return transfer.receive_weights(rank, route.how) if route else Items()
     routes = context.routes_from(rank)
-    return transfer.send_weights(rank, routes[0].how) if routes else Items()
+    return transfer.send_weights(rank, routes[0]) if routes else Items()
 
 
 def _node(context: MemoryContext, rank: Rank, name: str) -> Items:

@@ -6,12 +6,13 @@ time. Only the rank that writes a checkpoint on a CPU holds a whole model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
 from hflow.planner.forecast import MemoryCategory
+from hflow.planner.ir import WeightRoute
 from hflow.planner.memory.items import Items, item
 from hflow.planner.memory.rank import FP32_BYTES, Rank
 from hflow.planner.model_shape import ModelShape, num_parameters, tensors
@@ -19,34 +20,56 @@ from hflow.planner.model_shape import ModelShape, num_parameters, tensors
 BUCKET_BYTES = 64 << 20
 """A bucket is closed when it has at least this size (`torch_model/weight_export.py`,
 `weights/buckets.py`). Where the data axis does not shard weights, a tensor rank's part of it has."""
+COMPARE_BYTES = 1 + 8
+"""Bytes per entry of a bucket that is compared with an earlier one (`weights/delta.py`): a mask, and at most
+one place in `int64`."""
 FILE_BYTES = 2 << 30
 """Maximum size of a checkpoint's file, unless one tensor is larger (`megatron/hf_export.py`). The writer
 collects a whole file where the data axis does not shard weights."""
 
 
-def send_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
+def send_weights(rank: Rank, route: WeightRoute) -> Items:
     """Return what a training rank needs while engines receive its weights."""
-    if how == "shared" and rank.width == FP32_BYTES:
+    if route.how == "shared" and rank.width == FP32_BYTES:
         return Items()
-    return _slice_buckets(rank) if how == "pull" else _gather_bucket(rank, rank.width)
+    if route.how != "pull":
+        return _gather_bucket(rank, rank.width)
+    return _slice_buckets(rank) + (_changes(rank) if route.delta else Items())
 
 
-def published_weights(rank: Rank, transports: Collection[str], *, is_waking: bool) -> Items:
-    """Return what a training rank holds of a version that is published.
+def published_weights(rank: Rank, routes: Iterable[WeightRoute], *, is_waking: bool) -> Items:
+    """Return what a training rank holds of versions that are published.
 
     `collective` keeps packed slices on the device until engines take them, and `ipc` while they wake.
-    `shared` keeps its segments for the next version, in the memory of the host: on a CPU the device's.
+    `shared` keeps its segments for the next version, in the memory of the host: on a CPU the device's. With
+    `delta` the slices that were sent last are kept too, to find what changes; as many changes may be waiting
+    for engines, since they are sent as long as they are smaller than the slices.
 
     Args:
         rank: of a training replica.
-        transports: those of its routes.
+        routes: on which it sends its weights.
         is_waking: whether engines load the weights in this phase.
     """
-    on_device = "collective" in transports or ("ipc" in transports and is_waking)
-    if not on_device and not ("shared" in transports and rank.on_cpu):
+    share = rank.width * (num_parameters(rank.shape) // rank.replica.layout.world)
+    items = Items()
+    for route in routes:
+        on_device = route.transport == "collective" or (route.transport == "ipc" and is_waking)
+        if on_device or (route.transport == "shared" and rank.on_cpu):
+            items += item(MemoryCategory.BUFFERS, share, "published weights")
+        if route.delta:
+            items += item(MemoryCategory.BUFFERS, share, "weights sent last")
+    return items
+
+
+def received_weights(rank: Rank, route: WeightRoute) -> Items:
+    """Return what an engine's rank keeps of the last version, to which `delta` applies changes.
+
+    It is in the memory of the host, unless the transport leaves buckets on the device.
+    """
+    if not route.delta or not (rank.on_cpu or route.transport in ("collective", "ipc")):
         return Items()
-    share = num_parameters(rank.shape) // rank.replica.layout.world
-    return item(MemoryCategory.BUFFERS, rank.width * share, "published weights")
+    num_bytes = rank.width * (num_parameters(rank.shape) // rank.tensor)
+    return item(MemoryCategory.BUFFERS, num_bytes, "weights received last")
 
 
 def receive_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
@@ -82,14 +105,24 @@ def _slice_buckets(rank: Rank) -> Items:
 
     FSDP casts fp32 shards, and Megatron splits its fused matrices.
     """
-    num_parts = rank.data if _shards_weights(rank) else rank.tensor
-    sizes = [rank.width * -(-spec.numel // num_parts) for spec in tensors(rank.shape)]
     copies = rank.width < FP32_BYTES or not _shards_weights(rank)
     if rank.on_cpu:
-        num_bytes = (2 if copies else 1) * max(_buckets(sizes, BUCKET_BYTES))
+        num_bytes = (2 if copies else 1) * max(_buckets(_slice_sizes(rank), BUCKET_BYTES))
     else:
-        num_bytes = max(sizes) if copies else 0
+        num_bytes = max(_slice_sizes(rank)) if copies else 0
     return item(MemoryCategory.BUFFERS, num_bytes, "buckets")
+
+
+def _changes(rank: Rank) -> Items:
+    """Return what it takes to find the changes of a bucket."""
+    num_entries = max(_buckets(_slice_sizes(rank), BUCKET_BYTES)) // rank.width
+    return item(MemoryCategory.BUFFERS, COMPARE_BYTES * num_entries, "changes")
+
+
+def _slice_sizes(rank: Rank) -> list[int]:
+    """Return the bytes of this rank's slice of each tensor."""
+    num_parts = rank.data if _shards_weights(rank) else rank.tensor
+    return [rank.width * -(-spec.numel // num_parts) for spec in tensors(rank.shape)]
 
 
 def _gather_bucket(rank: Rank, width: int) -> Items:
