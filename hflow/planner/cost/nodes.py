@@ -77,8 +77,7 @@ class Costs:
             mark = f"{name} " if len(replicas) > 1 else ""
             of_engine = generate(replica, self._workload, self._rollout)
             if share := self._share_of_kept_weights(name):
-                kept = keep_weights(replica)
-                of_engine.append(replace(kept, seconds=share * kept.seconds))
+                of_engine += [part.times(share) for part in keep_weights(replica)]
             parts += [replace(part, name=mark + part.name) for part in of_engine]
         return parts
 

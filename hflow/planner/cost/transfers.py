@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hflow.planner.cost.collectives import LinkTime, RankPlacement, all_gather, send
 from hflow.planner.cost.flops import stage_parameters
@@ -108,11 +109,10 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
     return parts
 
 
-def keep_weights(engine: ReplicaCosts) -> Part:
+def keep_weights(engine: ReplicaCosts) -> list[Part]:
     """Return the seconds in which a sleeping engine's weights are copied to the host's memory, and back."""
     numel = stage_parameters(engine.shape, engine.layout.pipe) / engine.layout.tensor
-    seconds = sum(part.seconds for part in _over_pcie(2 * numel * engine.itemsize, engine))
-    return Part("sleep", seconds, NETWORK)
+    return [replace(part, name="sleep") for part in _over_pcie(2 * numel * engine.itemsize, engine)]
 
 
 def _over_pcie(num_bytes: float, replica: ReplicaCosts) -> Iterator[Part]:
