@@ -1,8 +1,8 @@
-"""Reads figures of devices and links from small YAML files.
+"""Reads figures of devices and links, and calibrations, from small YAML files.
 
-hflow's own files are in `configs/hardware/devices` and `configs/hardware/links`, and a user's files in
-`hardware/devices` and `hardware/links` beside the recipe, where they replace files of the same name. A
-file has the name of the device or link.
+hflow's own files are in `configs/hardware/devices`, `links` and `calibrations`, and a user's files in
+`hardware/devices` and so on beside the recipe, where they replace files of the same name. A file has the
+name of the device, link or calibration.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, Literal
 from hflow.config.compose import config_dir, error_text
 from hflow.errors import ConfigError
 
-HardwareKind = Literal["devices", "links"]
+HardwareKind = Literal["devices", "links", "calibrations"]
 
 
 def read_hardware(kind: HardwareKind, recipe: str | Path) -> dict[str, Mapping[str, Any]]:
-    """Return the figures of every device or link that a recipe can use, by name.
+    """Return the figures of every device, link or calibration that a recipe can use, by name.
 
     Args:
-        kind: devices or links.
+        kind: devices, links or calibrations.
         recipe: path of the recipe's Python file.
 
     Raises:
@@ -29,10 +29,15 @@ def read_hardware(kind: HardwareKind, recipe: str | Path) -> dict[str, Mapping[s
     """
     directories = (config_dir() / "hardware" / kind, Path(recipe).parent / "hardware" / kind)
     files = {file.stem: file for directory in directories for file in directory.glob("*.yaml")}
-    return {name: _read(files[name]) for name in sorted(files)}
+    return {name: read_figures(files[name]) for name in sorted(files)}
 
 
-def _read(file: Path) -> Mapping[str, Any]:
+def read_figures(file: Path) -> Mapping[str, Any]:
+    """Return the figures in a YAML file.
+
+    Raises:
+        ConfigError: for a file that cannot be read, or is not a mapping.
+    """
     import yaml
 
     try:

@@ -216,6 +216,8 @@ class RunConfig:
     as in `[4]`. Bound workers of one machine do not compete for cores. null: workers are not bound."""
     network: str | None = None
     """The link between machines, such as `ib-ndr`; null: the device's usual one."""
+    calibration: str | None = None
+    """File of what programs reach on these devices, as `hflow profile` writes it; null: shipped figures."""
     device_memory_gib: StrictFloat | None = Field(default=None, ge=0)
     """Memory of one device that the plan may use; null: all of it."""
     placement: str | None = None

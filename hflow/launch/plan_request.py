@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from hflow.config import ModelConfig, RunConfig, flatten
-from hflow.config.hardware import HardwareKind, read_hardware
+from hflow.config.hardware import HardwareKind, read_figures, read_hardware
 from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import Graph, NodeSpec
 from hflow.graph.model import Model
 from hflow.launch.model_metadata import model_dtype, model_shape, overruled_architectures
 from hflow.planner.backends import ENGINES, engine_kind
+from hflow.planner.calibration import Calibration, check_device
 from hflow.planner.cluster import device_of, parse_cluster
 from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import ClusterSpec
@@ -21,7 +22,7 @@ from hflow.planner.model_shape import ModelShape
 from hflow.planner.request import PlanRequest
 from hflow.validation import from_mapping
 
-T = TypeVar("T", Device, Link)
+T = TypeVar("T", Device, Link, Calibration)
 
 
 def known_devices(recipe: str | Path) -> dict[str, Device]:
@@ -63,7 +64,28 @@ def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec
     if device.rack is not None:
         rack = _link(f"hardware.devices.{device.name}.rack.link", device.rack.link, links)
         _check_racks(cluster, device.rack.devices)
-    return cluster, Hardware(device, intra, inter, host, rack)
+    return cluster, Hardware(
+        device, intra, inter, host, device_calibration(device, recipe, config.calibration), rack
+    )
+
+
+def device_calibration(device: Device, recipe: str | Path, file: str | None = None) -> Calibration:
+    """Return the calibration of a device: from a file, or else the shipped one that names the device.
+
+    The shipped calibration with the name of the device's type holds for every other device of that type.
+
+    Raises:
+        ConfigError: for a file that is not right.
+        PlanError: for a file that was measured on other devices.
+    """
+    if file is not None:
+        values = {"name": Path(file).stem, **read_figures(Path(file))}
+        calibration = from_mapping(Calibration, values, file)
+        check_device(calibration, device.name, f"calibration={file}")
+        return calibration
+    known = _known(Calibration, "calibrations", recipe)
+    named = (calibration for calibration in known.values() if device.name in calibration.devices)
+    return next(named, known[device.type])
 
 
 def _known(cls: type[T], kind: HardwareKind, recipe: str | Path) -> dict[str, T]:

@@ -49,7 +49,7 @@ ENGINES = tuple(_ENGINES)
 
 @dataclass(frozen=True)
 class BackendTraits:
-    """How a backend or engine shards a model, and how fast its host issues work."""
+    """How a backend or engine shards a model."""
 
     sharded_over_data: Literal["nothing", "optimizer", "everything"]
     """What the data axis shards: nothing (every data rank holds its tensor and pipeline shard whole), the
@@ -69,16 +69,6 @@ class BackendTraits:
     """Whether a forward pass computes the prompt of a group once (`data/shared_prefix.py`)."""
     families: tuple[str, ...] | None = None
     """The `model_type`s that it can build. None: every causal language model of transformers."""
-    layer_host_ms: float = 0.0
-    """Milliseconds that the host needs to launch one layer's kernels without a captured graph: the minimum
-    duration of a layer. Qwen2.5 of 0.5B to 14B in transformers: 24 to 48 layers at 0.8 to 0.9 ms a token
-    (speed benchmark of Qwen's documentation, A100)."""
-    step_host_ms: float = 0.0
-    """Milliseconds of host work between two decode steps. vLLM 0.6.3 in the same benchmark: 3.2 ms a token of
-    the 0.5B model, of which reading the weights takes 0.7."""
-    sequence_host_us: float = 0.0
-    """Microseconds of host work for each running sequence between two decode steps. vLLM 0.32 on a CPU: 256
-    sequences of a tiny model take 11.3 ms a step, of which about 3.3 ms are arithmetic."""
 
 
 class TrainingMemory(Protocol):

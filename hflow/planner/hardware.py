@@ -1,36 +1,20 @@
-"""Figures of devices and links: what their data sheets say, and the share that programs reach."""
+"""Figures of devices and links, as their data sheets say, with the calibration of what programs reach."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StrictFloat, StrictInt
+from pydantic import Field, StrictInt
 from pydantic.dataclasses import dataclass
 
+from hflow.planner.calibration import DTYPES, Calibration, LinkRate, NonNegative, Positive
 from hflow.validation import CHECKED, FrozenMapping
 
 GIB = 2**30
-DTYPES = ("fp32", "bf16")
-"""Precisions that models compute in. Every device has a figure for each."""
 LOW_DTYPES = ("fp8", "fp4")
 """Precisions that only some devices compute in."""
 
-Positive = Annotated[StrictFloat, Field(gt=0)]
-NonNegative = Annotated[StrictFloat, Field(ge=0)]
-Share = Annotated[StrictFloat, Field(gt=0, le=1)]
 Count = Annotated[StrictInt, Field(ge=1)]
-
-
-@dataclass(frozen=True, config=CHECKED)
-class Efficiency:
-    """The fraction of a data sheet's figure that real programs reach."""
-
-    compute: Share = 0.45
-    """Of dense FLOP/s, in large matrix products (model FLOPs utilisation, MFU)."""
-    memory: Share = 0.7
-    """Of memory bandwidth, in decoding and optimizer steps."""
-    network: Share = 0.7
-    """Of link bandwidth, in large collectives."""
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -64,7 +48,6 @@ class Device:
     """The link between machines, unless the configuration names another one."""
     overhead_gib: NonNegative = 0.0
     """Memory that the runtime itself takes (CUDA context, NCCL buffers, the Python process)."""
-    efficiency: Efficiency = Field(default_factory=Efficiency)
     host_link: str = "pcie-4"
     """The link between a device and the memory of its machine, as one device has it."""
     host_memory_gib: Positive | None = None
@@ -116,8 +99,16 @@ class Hardware:
     """Between machines; between racks, where the device has a `rack`."""
     host: Link
     """Between a device and the memory of its machine."""
+    calibration: Calibration
+    """What programs reach on them."""
     rack: Link | None = None
     """Between machines of one rack; None if the device has no `rack`."""
+
+    def link_rate(self, link: Link) -> LinkRate:
+        """Return what programs reach on one of the cluster's links."""
+        if link == self.intra:
+            return self.calibration.intra
+        return self.calibration.host_copy if link == self.host else self.calibration.inter
 
     @property
     def within_rack(self) -> Link:

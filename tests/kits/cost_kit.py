@@ -5,11 +5,13 @@ from dataclasses import replace
 import plan_graphs as graphs
 from model_configs import model_config
 
-from hflow.planner.backends import traits
+from hflow.launch.plan_request import device_calibration
+from hflow.planner.backends import BACKENDS, ENGINES, traits
+from hflow.planner.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate, TransferRates
 from hflow.planner.cost.flops import Work
 from hflow.planner.cost.generation import RolloutRequest
 from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.hardware import Device, Efficiency, Hardware, Link
+from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
@@ -22,41 +24,56 @@ SMALL = ModelShape("llama", 4, 64, 128, 4, 2, 16, 100, is_tied=False)
 TINY = ModelShape("qwen2", 2, 128, 512, 4, 4, 32, 32, is_tied=True, has_qkv_bias=True)
 """`configs/model/tiny-qwen2.yaml`."""
 
-NO_LOSS = Efficiency(1.0, 1.0, 1.0)
+NO_LOSS = Calibration(
+    name="no-loss",
+    devices=("toy",),
+    source="made up",
+    matmul={"fp32": MatmulRate(1.0), "bf16": MatmulRate(1.0)},
+    attention=1.0,
+    memory=MemoryRate(1.0, 1.0),
+    intra=LinkRate(1.0),
+    inter=LinkRate(1.0),
+    host_copy=LinkRate(1.0),
+    host={name: HostTimes() for name in (*BACKENDS, *ENGINES)},
+    transfers=TransferRates(5.0, 1.0, 0.0),
+)
+"""Programs reach the data sheet, and hosts take no time."""
 TOY = Hardware(
-    Device("toy", "cuda", 16.0, {"fp32": 1.0, "bf16": 2.0}, 100.0, "near", "far", efficiency=NO_LOSS),
+    Device("toy", "cuda", 16.0, {"fp32": 1.0, "bf16": 2.0}, 100.0, "near", "far"),
     Link("near", 10.0, 1.0),
     Link("far", 1.0, 10.0),
     Link("host", 20.0, 0.0),
+    NO_LOSS,
 )
 """1e12 FLOP/s in fp32, memory of 1e11 bytes/s, links of 1e10 and 1e9 bytes/s, 1 and 10 us, and of 2e10
 to the host."""
+SHIPPED = device_calibration(Device("gpu", "cuda", 80.0, {"fp32": 1.0, "bf16": 1.0}, 1.0, "a", "b"), __file__)
+"""Figures for GPUs without a file of their own."""
 A100 = Hardware(
     Device("a100", "cuda", 80.0, {"fp32": 19.5, "bf16": 312.0}, 2039.0, "nvlink", "ib"),
     Link("nvlink", 300.0, 4.0),
     Link("ib", 25.0, 6.0),
     Link("pcie", 32.0, 5.0),
+    SHIPPED,
 )
 H100 = Hardware(
     Device("h100", "cuda", 80.0, {"fp32": 67.0, "bf16": 989.0}, 3350.0, "nvlink", "ib"),
     Link("nvlink", 450.0, 4.0),
     Link("ib", 50.0, 6.0),
     Link("pcie", 64.0, 5.0),
+    SHIPPED,
 )
 """Figures of NVIDIA's data sheets, dense."""
-BARE = replace(traits("torch"), layer_host_ms=0.0)
-"""A backend whose host takes no time."""
 
 
-def side(shape=SMALL, layout="d1", hardware=TOY, backend="torch", per_machine=8, **asked):
-    """A replica on neighbouring devices, in the rank order of its role."""
-    made = traits(backend) if isinstance(backend, str) else backend
-    role = "gen" if made.sharded_over_data == "nothing" else "train"
+def side(shape=SMALL, layout="d1", hardware=TOY, backend="torch", per_machine=8, host=None, **asked):
+    """A replica on neighbouring devices, in the rank order of its role; on TOY its host takes no time."""
+    role = "gen" if traits(backend).sharded_over_data == "nothing" else "train"
     axes = Layout.parse(layout)
-    name = backend if isinstance(backend, str) else "torch"
-    replica = Replica("m", "m", role, name, axes, "all", tuple(range(axes.world)), (0,))
+    replica = Replica("m", "m", role, backend, axes, "all", tuple(range(axes.world)), (0,))
     cluster = replace(graphs.cluster_of("cpu-1x1"), num_nodes=9999, devices_per_node=per_machine)
-    return replace(ReplicaCosts.of(replica, shape, model_config(**asked), hardware, cluster), traits=made)
+    costs = ReplicaCosts.of(replica, shape, model_config(**asked), hardware, cluster)
+    return costs if host is None else replace(costs, host=host)
 
 
 def named(parts):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from cost_kit import SHIPPED
+
 from hflow.graph.ir import Level
 from hflow.planner.forecast import (
     CycleStep,
@@ -52,12 +54,14 @@ def sample_hardware(plan: Plan) -> Hardware:
             Link("nvlink4", 450, 2),
             Link("ib-ndr", 50, 5),
             Link("pcie-5", 64, 5),
+            SHIPPED,
         )
     return Hardware(
         Device("cpu", "cpu", memory_gib, {"fp32": 0.2, "bf16": 0.1}, 20, "shared-memory", "ethernet", 0.5),
         Link("shared-memory", 5, 20),
         Link("ethernet", 1.25, 50),
         Link("shared-memory", 5, 20),
+        SHIPPED,
     )
 
 

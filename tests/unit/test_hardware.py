@@ -14,7 +14,13 @@ from hflow.errors import ConfigError, HflowError, NotYetError, PlanError
 from hflow.graph.build import build_graph
 from hflow.launch.compile import compile_recipe
 from hflow.launch.model_settings import model_settings
-from hflow.launch.plan_request import cluster_hardware, known_devices, known_links, plan_request
+from hflow.launch.plan_request import (
+    cluster_hardware,
+    device_calibration,
+    known_devices,
+    known_links,
+    plan_request,
+)
 from hflow.launch.preflight import refuse_unrunnable
 from hflow.planner.cluster import used_links
 from hflow.planner.model_shape import num_parameters, read_shape
@@ -156,7 +162,6 @@ tflops: {fp32: 30, bf16: 120}
 memory_gb_per_s: 900
 link: my-bus
 network: ethernet-100g
-efficiency: {compute: 0.5}
 """
 
 
@@ -166,7 +171,7 @@ def test_the_users_own_files_extend_and_replace(recipe):
     write(recipe, "links/my-bus", "gb_per_s: 12\nlatency_us: 9\n")
     cluster, hardware = cluster_hardware(RunConfig(name="mine", cluster="rtx-x.1-1x4"), recipe)
     assert (cluster.num_devices, cluster.memory_bytes) == (4, 24 * 2**30)
-    assert (hardware.device.efficiency.compute, hardware.device.efficiency.memory) == (0.5, 0.7)
+    assert hardware.calibration.name == "cuda"
     assert hardware.intra.gb_per_s == 12
     cluster, _ = cluster_hardware(RunConfig(name="mine", cluster="h100-1x4"), recipe)
     assert cluster.memory_bytes == 94 * 2**30
@@ -210,7 +215,6 @@ def test_unknown_names(recipe):
             "hardware.devices.odd.tflops.fp6 is not a known precision (known: fp32, bf16, fp8, fp4)",
         ),
         (("cuda", "gpu"), "hardware.devices.odd.type is 'gpu'; it must be 'cpu' or 'cuda'"),
-        (("0.5", "1.5"), "hardware.devices.odd.efficiency.compute is 1.5; it must be at most 1"),
         (
             ("network:", "overhead_gib: 30\nnetwork:"),
             "hardware.devices.odd.overhead_gib is 30.0; it must be less than memory_gib, 24",
@@ -232,6 +236,64 @@ def test_wrong_hardware_files_are_refused(recipe):
     write(recipe, "links/slow", "3")
     with pytest.raises(ConfigError, match=r"slow.yaml must be a mapping of figures"):
         known_links(recipe)
+
+
+CALIBRATION = (config_dir() / "hardware" / "calibrations" / "cuda.yaml").read_text()
+
+
+def calibration(recipe: Path, *changes: tuple[str, str]) -> str:
+    """Write a calibration of h100 and return its path."""
+    text = CALIBRATION
+    for before, after in (("devices: []", "devices: [h100]"), *changes):
+        assert before in text
+        text = text.replace(before, after)
+    file = recipe.parent / "mine-h100.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_a_calibration_of_the_users_own(recipe):
+    file = calibration(recipe, ("decode: 0.7", "decode: 0.8"))
+    _, hardware = cluster_hardware(RunConfig(name="mine", cluster="h100-1x8", calibration=file), recipe)
+    assert (hardware.calibration.name, hardware.calibration.memory.decode) == ("mine-h100", 0.8)
+
+
+def test_a_calibration_of_other_hardware_is_refused(recipe):
+    file = calibration(recipe)
+    refused(
+        f"calibration={file} was measured on h100, but the cluster has a100-80g; measure these devices with "
+        "hflow profile, or set calibration=null for the shipped figures",
+        recipe,
+        cluster="a100-80g-1x8",
+        calibration=file,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("decode: 0.7", "decode: 0"), "memory.decode is 0; it must be more than 0"),
+        (("disk_gb_per_s", "disc_gb_per_s"), "unknown key"),
+        (("  megatron: {}\n", ""), "host.megatron is missing; it has no default"),
+        (("  fp32: {share: 0.45}\n", ""), "matmul.fp32 is missing; it has no default"),
+    ],
+)
+def test_a_calibration_that_cannot_be(change: tuple[str, str], message: str, recipe):
+    file = calibration(recipe, change)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        cluster_hardware(RunConfig(name="mine", cluster="h100-1x8", calibration=file), recipe)
+
+
+def test_no_calibration_file(recipe):
+    with pytest.raises(ConfigError, match=r"none.yaml"):
+        cluster_hardware(RunConfig(name="mine", cluster="h100-1x8", calibration="none.yaml"), recipe)
+
+
+def test_every_shipped_calibration_is_right(recipe):
+    for device in known_devices(recipe).values():
+        shipped = device_calibration(device, recipe)
+        assert not shipped.is_measured
+        assert device.name in shipped.devices or shipped.name == device.type
 
 
 def test_memory_below_the_runtimes_share_is_refused(recipe):

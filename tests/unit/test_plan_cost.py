@@ -7,7 +7,6 @@ import plan_graphs as graphs
 import pytest
 from cost_kit import (
     A100,
-    BARE,
     LLAMA_7B,
     LLAMA_70B,
     SMALL,
@@ -24,7 +23,7 @@ from hypothesis import strategies as st
 from hflow.backends.common.chunked import LOGITS_PER_CHUNK
 from hflow.backends.torch_model.fsdp import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
 from hflow.data.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
-from hflow.planner.backends import traits
+from hflow.planner.calibration import HostTimes
 from hflow.planner.cost import transfers
 from hflow.planner.cost.collectives import (
     RankPlacement,
@@ -153,7 +152,7 @@ def test_the_slowest_of_three_bounds():
     assert roofline("x", 1e12, 3e11, rates, host_seconds=4.0) == Part("x", 4.0, LATENCY)
 
 
-def test_efficiencies_scale_the_data_sheet():
+def test_what_programs_reach_scales_the_data_sheet():
     rates = Rates.of(A100, "bf16")
     assert rates.flops == pytest.approx(0.45 * 312e12)
     assert rates.memory == pytest.approx(0.7 * 2039e9)
@@ -166,7 +165,7 @@ def test_parts_add_up_to_a_node():
 
 def test_decoding_turns_from_memory_to_compute():
     # fp32 without context: 2 b FLOPs and 4 bytes a weight, so b = 4 x 1e12 / (2 x 1e11) = 20.
-    one = side(backend=BARE)
+    one = side()
     assert decode_step(one, 19, 0).limit == MEMORY
     assert decode_step(one, 21, 0).limit == COMPUTE
     assert decode_step(one, 19, 0).seconds == decode_step(one, 1, 0).seconds == 4 * 153_856 / 1e11
@@ -175,13 +174,13 @@ def test_decoding_turns_from_memory_to_compute():
 
 def test_a_context_is_read_once_a_step():
     # 2 x 4 layers x 2 key-value heads x 16 x 4 bytes = 1024 a token.
-    one = side(backend=BARE)
+    one = side()
     more = decode_step(one, 1, 1000).seconds - decode_step(one, 1, 0).seconds
     assert more == pytest.approx(1000 * 1024 / 1e11)
 
 
 def test_stages_share_the_cache_but_each_part_of_a_batch_reads_all_weights():
-    whole, halves = side(backend=BARE), side(layout="p2", backend=BARE)
+    whole, halves = side(), side(layout="p2")
     assert decode_step(halves, 4, 0).seconds == decode_step(whole, 4, 0).seconds
     cache = [decode_step(s, 4, 1e6).seconds - decode_step(s, 4, 0).seconds for s in (whole, halves)]
     assert cache[0] == pytest.approx(2 * cache[1])
@@ -268,19 +267,19 @@ def test_machines_of_the_ranks_of_each_axis():
 def test_a_minibatch_by_hand():
     # 1000 tokens in one micro-batch: 2 x (4 x 36,864 + 6,400) x 1000 FLOPs forward, three times that in all.
     amount = work(1000.0)
-    parts = named(train(side(backend=BARE), amount, num_updates=2))
+    parts = named(train(side(), amount, num_updates=2))
     flops = 2 * 153_856 * 1000
     assert parts["forward and backward"] == pytest.approx(2 * 3 * flops / 1e12)
     # AdamW: 40 bytes for each of the weights, with the embedding.
     assert parts["optimizer"] == pytest.approx(2 * 40 * (153_856 + 6_400) / 1e11)
     assert set(parts) == {"forward and backward", "optimizer"}
-    assert named(forward(side(backend=BARE), amount)) == {"forward": pytest.approx(flops / 1e12)}
+    assert named(forward(side(), amount)) == {"forward": pytest.approx(flops / 1e12)}
 
 
 def test_recomputing_costs_a_forward_of_the_layers():
     amount = work(1000.0)
     kept, again = (
-        named(train(side(backend=BARE, activation_checkpointing=flag), amount, 1))["forward and backward"]
+        named(train(side(activation_checkpointing=flag), amount, 1))["forward and backward"]
         for flag in (False, True)
     )
     assert again - kept == pytest.approx(2 * 4 * 36_864 * 1000 / 1e12)
@@ -289,21 +288,21 @@ def test_recomputing_costs_a_forward_of_the_layers():
 def test_logits_that_do_not_fit_are_made_twice():
     # 2^26 logits of a vocabulary of 100 are 671,088 rows.
     fits, large = work(671_000.0), work(672_000.0)
-    one = side(backend=BARE, tokens_per_microbatch=10**6)
+    one = side(tokens_per_microbatch=10**6)
     seconds = [named(train(one, amount, 1))["forward and backward"] for amount in (fits, large)]
     assert seconds[0] == pytest.approx(3 * 2 * 153_856 * 671_000 / 1e12)
     assert seconds[1] == pytest.approx((3 * 153_856 + 6_400) * 2 * 672_000 / 1e12)
 
 
 def test_few_tokens_are_bound_by_reading_the_weights_for_every_micro_batch():
-    one = side(backend=BARE, tokens_per_microbatch=2)
+    one = side(tokens_per_microbatch=2)
     parts = forward(one, work(10.0))
     assert num_microbatches(one, work(10.0)) == 5
     assert parts[0] == Part("forward", 5 * 4 * 160_256 / 1e11, MEMORY)
 
 
 def test_a_host_that_issues_every_operation_bounds_small_passes():
-    one = side(backend="torch")
+    one = side(host=HostTimes(layer_us=850))
     assert forward(one, work(10.0))[0] == Part("forward", 4 * 0.85e-3, LATENCY)
     assert train(one, work(10.0), 1)[0] == Part("forward and backward", 2 * 4 * 0.85e-3, LATENCY)
 
@@ -311,21 +310,19 @@ def test_a_host_that_issues_every_operation_bounds_small_passes():
 def test_small_layers_are_gathered_at_once_and_seen_whole():
     # One unit of 160,256 weights in fp32 over two ranks: half of 641,024 bytes over 10 GB/s, and 1 us; twice
     # for the gathers, once for the gradients.
-    parts = named(train(side(layout="d2", backend=BARE), work(1000.0), 1))
+    parts = named(train(side(layout="d2"), work(1000.0), 1))
     gather = 0.5 * 4 * 160_256 / 1e10 + 1e-6
     assert parts["all-gather"] == pytest.approx(2 * gather)
     assert parts["reduce-scatter"] == pytest.approx(gather)
     assert parts["gradient norm"] == pytest.approx(1e-6, rel=1e-2)
     assert parts["optimizer"] == pytest.approx(40 * 160_256 / 2 / 1e11)
-    assert named(forward(side(layout="d2", backend=BARE), work(1000.0)))["all-gather"] == pytest.approx(
-        gather
-    )
+    assert named(forward(side(layout="d2"), work(1000.0)))["all-gather"] == pytest.approx(gather)
 
 
 def test_large_layers_are_gathered_while_others_compute():
     # 33 units, of which 32 hide behind the computation. 6,738,149,376 weights in bf16 over eight ranks:
     # 7/8 of 13.5 GB over 10 GB/s is 1.18 s, twice; 2.36 s of gradients; 4.72 s together.
-    one = side(LLAMA_7B, "d8", backend=BARE, dtype="bf16")
+    one = side(LLAMA_7B, "d8", dtype="bf16")
     weights = 6_738_149_376
     gather, scatter = (7 / 8 * weights * size / 1e10 for size in (2, 4))
     messages = 33 * 3e-6
@@ -339,8 +336,7 @@ def test_large_layers_are_gathered_while_others_compute():
 
 
 def test_a_distributed_optimizer_exchanges_gradients_and_weights():
-    backend = replace(traits("megatron"), layer_host_ms=0.0)
-    parts = named(train(side(layout="d4", backend=backend, dtype="bf16"), work(1000.0), 1))
+    parts = named(train(side(layout="d4", backend="megatron", dtype="bf16"), work(1000.0), 1))
     assert parts["reduce-scatter"] == pytest.approx(0.75 * 4 * 160_256 / 1e10 + 2e-6)
     assert parts["all-gather"] == pytest.approx(0.75 * 2 * 160_256 / 1e10 + 2e-6)
 
@@ -410,7 +406,7 @@ def test_every_token_after_the_first_is_one_step_of_one_sequence(responses, slot
 def test_equal_responses_by_hand():
     # Two engines with two groups of two each: prompts of 50 tokens once a group, then 9 steps of 4
     # sequences at contexts 51 to 59. All is bound by reading the weights: 4 x 153,856 bytes a step.
-    one = side(layout="d2", backend=replace(traits("embedded"), layer_host_ms=0.0))
+    one = side(layout="d2", backend="embedded")
     parts = named(generate(one, Workload(50, 10.0, 0.0, 20), rollout(4, 2)))
     pairs = 2 * 50 * 50 / 2
     prefill = 4 * (2 * 36_864 * 100 + 4 * pairs * 64) / 1e12
@@ -442,15 +438,15 @@ def test_further_batches_fill_the_free_slots():
 def test_steady_decoding_by_hand():
     # Four sequences of 3 steps on one engine with all 8 slots of two batches full: 12 / 8 steps. A token of a
     # 4-token response attends to 11, 12, 13: on average 12.
-    one = side(backend=replace(traits("embedded"), layer_host_ms=0.0))
+    one = side(backend="embedded")
     parts = named(generate(one, Workload(10, 4.0, 0.0, 4), rollout(4, ahead=1, max_concurrent=8)))
     assert parts["decode"] == pytest.approx(12 / 8 * decode_step(one, 8, 8 * 12).seconds)
 
 
 def test_fewer_samples_in_flight_than_engines_leave_engines_idle():
     workload = Workload(10, 20.0, 0.0, 20)
-    few = generate(side(layout="d8", backend=BARE), workload, rollout(8, 2, max_concurrent=4))
-    two = generate(side(layout="d2", backend=BARE), workload, rollout(8, 2, max_concurrent=4))
+    few = generate(side(layout="d8"), workload, rollout(8, 2, max_concurrent=4))
+    two = generate(side(layout="d2"), workload, rollout(8, 2, max_concurrent=4))
     assert total(few) == total(two)
 
 
@@ -464,14 +460,13 @@ def test_tensor_ranks_sum_hidden_states_in_every_step():
 
 
 def test_host_time_between_steps_is_added():
-    one = side(backend="vllm")
+    one = side(backend="vllm", host=HostTimes(step_us=2500, sequence_us=20))
     step = decode_step(one, 1, 0)
-    assert step == Part("decode", 4 * 153_856 / 1e11 + (2.5e-3 + 20e-6), LATENCY)
+    assert (step.name, step.limit) == ("decode", LATENCY)
+    assert step.seconds == pytest.approx(4 * 153_856 / 1e11 + 2.5e-3 + 20e-6)
     # Each running sequence adds 20 us on the host.
     several = decode_step(one, 100, 0)
-    arithmetic = decode_step(
-        side(backend=replace(traits("vllm"), step_host_ms=0, sequence_host_us=0)), 100, 0
-    )
+    arithmetic = decode_step(side(backend="vllm"), 100, 0)
     assert several.seconds - arithmetic.seconds == pytest.approx(2.5e-3 + 2e-3)
 
 

@@ -11,7 +11,7 @@ from model_configs import model_config
 
 from hflow.config.schema import WorkloadConfig
 from hflow.graph.ir import Level
-from hflow.launch.plan_request import known_devices, known_links
+from hflow.launch.plan_request import device_calibration, known_devices, known_links
 from hflow.planner.compile import compile_plan
 from hflow.planner.cost import node_times
 from hflow.planner.cost.flops import work_of
@@ -239,7 +239,8 @@ def test_the_step_of_the_addition_recipe():
     # 84 are two updates. The model gets to 512 answers of 4 tokens, to prompts of 7.
     devices_known, links = known_devices(__file__), known_links(__file__)
     cpu = devices_known["cpu"]
-    hardware = Hardware(cpu, links[cpu.link], links[cpu.network], links[cpu.host_link])
+    calibration = device_calibration(cpu, __file__)
+    hardware = Hardware(cpu, links[cpu.link], links[cpu.network], links[cpu.host_link], calibration)
     lengths = WorkloadConfig(prompt=7, response_mean=4.0, response_cv=0.0)
     graph = graphs.without(graphs.grpo(8, minibatches=2), "ref_inf")
     reads = tuple(read for read in graph.node("actor_train").reads if read.field != "ref_logprobs")

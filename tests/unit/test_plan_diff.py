@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cost_kit import SHIPPED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_configs import model_config
@@ -32,7 +33,7 @@ from hflow.planner.forecast import (
     Period,
     PhaseMemory,
 )
-from hflow.planner.hardware import Device, Efficiency, Hardware, Link
+from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import Plan
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.serialise import decisive_rows, to_json
@@ -360,13 +361,15 @@ def test_changed_hardware_and_lengths_are_reported():
     plan = replace(compile_plan(grpo(), request()), forecast=forecast(1.0, GIB))
     link = Link("ib-ndr", 50.0, 5.0)
     device = Device("h100", "cuda", 80.0, {"fp32": 67.0, "bf16": 989.0}, 3350.0, "nvlink", "ib-ndr")
-    faster = replace(device, tflops={"fp32": 67.0, "bf16": 1979.0}, efficiency=Efficiency(compute=0.5))
+    faster = replace(device, tflops={"fp32": 67.0, "bf16": 1979.0})
+    calibrated = replace(SHIPPED, name="mine", memory=replace(SHIPPED.memory, decode=0.75))
     longer = replace(forecast(1.0, GIB), workload=(("actor_gen", Workload(20, 150.0, 0.6, 200)),))
-    before = replace(plan, hardware=Hardware(device, link, link, link))
-    after = replace(plan, hardware=Hardware(faster, link, link, link), forecast=longer)
+    before = replace(plan, hardware=Hardware(device, link, link, link, SHIPPED))
+    after = replace(plan, hardware=Hardware(faster, link, link, link, calibrated), forecast=longer)
     assert diff(to_json(before), to_json(after)).changes == (
         Change("hardware", "device tflops bf16", "989.0", "1979.0", Effect.SAME),
-        Change("hardware", "device efficiency compute", "0.45", "0.5", Effect.SAME),
+        Change("hardware", "calibration", "cuda", "mine", Effect.SAME),
+        Change("hardware", "calibration memory decode", "0.7", "0.75", Effect.SAME),
         Change("workload", "actor_gen response_mean", "100.0", "150.0", Effect.SAME),
     )
 

@@ -49,7 +49,7 @@ def _check(served: ServedModel) -> Iterator[str]:
 
 ENGINE = EngineKind(
     name="embedded",
-    traits=BackendTraits(sharded_over_data="nothing", layer_host_ms=0.85),
+    traits=BackendTraits(sharded_over_data="nothing"),
     factory=_make_engine,
     recording_factory=_make_recording_engine,
     replaying_factory=_make_replaying_engine,

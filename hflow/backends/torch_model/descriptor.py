@@ -16,7 +16,7 @@ def _make_model(*args: Any) -> Any:
 
 BACKEND = Backend(
     name="torch",
-    traits=BackendTraits(sharded_over_data="everything", shares_prompts=True, layer_host_ms=0.85),
+    traits=BackendTraits(sharded_over_data="everything", shares_prompts=True),
     factory=_make_model,
     memory=memory,
     packages=("torch", "transformers"),

@@ -26,8 +26,6 @@ ENGINE = EngineKind(
         is_model_parallel=True,
         vocab_multiple=64,
         pads_whole_vocab=True,
-        step_host_ms=2.5,
-        sequence_host_us=20.0,
     ),
     factory=_make_engine,
     has_own_process=True,

@@ -111,7 +111,7 @@ def axis_ranks(replica: Replica, axis: int, cluster: ClusterSpec, hardware: Hard
 
 
 def _seconds_per_byte(link: Link, hardware: Hardware) -> float:
-    return 1 / (link.gb_per_s * 1e9 * hardware.device.efficiency.network)
+    return 1 / (link.gb_per_s * 1e9 * hardware.link_rate(link).share)
 
 
 def _levels(ranks: RankPlacement, hardware: Hardware) -> Iterator[tuple[float, Link]]:

@@ -179,7 +179,7 @@ def decode_step(replica: ReplicaCosts, num_sequences: float, context: float) -> 
     flops = token_flops(replica.shape, num_sequences, context) / (t * p)
     cached = kv_entries(replica.shape, t) * replica.itemsize * context / p
     step = roofline("decode", flops, _weight_bytes(replica) + cached, replica.rates, p * replica.host_seconds)
-    host = replica.traits.step_host_ms * 1e-3 + replica.traits.sequence_host_us * 1e-6 * num_sequences
+    host = (replica.host.step_us + replica.host.sequence_us * num_sequences) * 1e-6
     return Part(step.name, step.seconds + host, step.limit if step.seconds >= host else LATENCY)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hflow.config.schema import ModelConfig
 from hflow.planner.backends import BackendTraits, traits
+from hflow.planner.calibration import HostTimes
 from hflow.planner.cost.collectives import RankPlacement, axis_ranks
 from hflow.planner.cost.roofline import Rates
 from hflow.planner.hardware import Hardware, Link
@@ -22,6 +23,7 @@ class ReplicaCosts:
     config: ModelConfig
     layout: Layout
     traits: BackendTraits
+    host: HostTimes
     hardware: Hardware
     data: RankPlacement
     """Ranks that hold the same layers and heads."""
@@ -39,7 +41,8 @@ class ReplicaCosts:
     ) -> ReplicaCosts:
         """Return the costs of a replica of the plan."""
         data, tensor, pipe = (axis_ranks(replica, axis, cluster, hardware) for axis in range(3))
-        return cls(shape, config, replica.layout, traits(replica.backend), hardware, data, tensor, pipe)
+        kind, host = traits(replica.backend), hardware.calibration.host[replica.backend]
+        return cls(shape, config, replica.layout, kind, host, hardware, data, tensor, pipe)
 
     @property
     def rates(self) -> Rates:
@@ -65,4 +68,4 @@ class ReplicaCosts:
     @property
     def host_seconds(self) -> float:
         """Seconds that the host needs to launch one pass through the layers of a stage."""
-        return self.traits.layer_host_ms * 1e-3 * self.shape.num_layers / self.layout.pipe
+        return self.host.layer_us * 1e-6 * self.shape.num_layers / self.layout.pipe

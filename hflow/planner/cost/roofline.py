@@ -26,11 +26,11 @@ class Rates:
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str) -> Rates:
-        """Return the figures of the data sheet times the efficiencies."""
-        device = hardware.device
+        """Return the figures of the data sheet times what programs reach of them."""
+        device, reached = hardware.device, hardware.calibration
         return cls(
-            flops=device.tflops[dtype] * 1e12 * device.efficiency.compute,
-            memory=device.memory_gb_per_s * 1e9 * device.efficiency.memory,
+            flops=device.tflops[dtype] * 1e12 * reached.matmul[dtype].share,
+            memory=device.memory_gb_per_s * 1e9 * reached.memory.decode,
         )
 
 

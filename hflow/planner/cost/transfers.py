@@ -20,8 +20,6 @@ MASTER_BYTES = 4
 """Weights are saved in fp32."""
 STATE_BYTES = 12
 """The optimizer state that is saved besides: fp32 weights and two moments."""
-DISK_BYTES_PER_S = 1e9
-"""Assumed rate of one process on the disk for checkpoints and weights."""
 
 
 def redistribute(edge: EdgeTraffic, network: Link, hardware: Hardware) -> Part:
@@ -76,7 +74,7 @@ def _arrival(
     between = route.node_bytes / num / copies
     num_buckets = math.ceil(needed / BUCKET_BYTES)
     if route.transport == "disk":
-        yield Part("disk", needed / DISK_BYTES_PER_S, "disk")
+        yield _on_disk("disk", needed, replica)
         yield from _over_pcie(needed, replica)
     elif route.transport == "store":
         crossing = send(between, network, hardware) if between else LinkTime()
@@ -105,7 +103,7 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
     if route.transport not in ("collective", "ipc"):
         parts += _over_pcie(sent_bytes, source)
     if route.transport == "disk":
-        parts.append(Part("disk", sent_bytes / DISK_BYTES_PER_S, "disk"))
+        parts.append(_on_disk("disk", sent_bytes, source))
     return parts
 
 
@@ -121,6 +119,11 @@ def _over_pcie(num_bytes: float, replica: ReplicaCosts) -> Iterator[Part]:
         yield send(num_bytes, replica.hardware.host, replica.hardware).part("PCIe")
 
 
+def _on_disk(name: str, num_bytes: float, replica: ReplicaCosts) -> Part:
+    """Return the seconds in which one process writes or reads files."""
+    return Part(name, num_bytes / (replica.hardware.calibration.transfers.disk_gb_per_s * 1e9), "disk")
+
+
 def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
     """Return the seconds of a checkpoint.
 
@@ -129,8 +132,8 @@ def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
     numel = stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor
     gather = all_gather(numel * MASTER_BYTES, replica.data, replica.hardware)
     whole = numel * replica.layout.tensor * replica.layout.pipe
-    parts = [gather.part("all-gather"), Part("disk", whole * MASTER_BYTES / DISK_BYTES_PER_S, "disk")]
+    parts = [gather.part("all-gather"), _on_disk("disk", whole * MASTER_BYTES, replica)]
     if replica.config.save_optimizer:
         share = whole * STATE_BYTES / replica.layout.world
-        parts.append(Part("optimizer's state", share / DISK_BYTES_PER_S, "disk"))
+        parts.append(_on_disk("optimizer's state", share, replica))
     return parts

@@ -52,7 +52,7 @@ def _flat(row: Mapping[str, Any]) -> dict[str, ShownValue]:
     flat: dict[str, ShownValue] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
-            flat |= {f"{key} {inner}": shown(item) for inner, item in value.items()}
+            flat |= {f"{key} {inner}".rstrip(): item for inner, item in _flat(value).items()}
         else:
             flat["" if key == "name" else key] = shown(value)
     return flat

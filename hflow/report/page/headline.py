@@ -12,7 +12,12 @@ from hflow.planner.ir import ClusterSpec, Plan
 from hflow.planner.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, seconds_text, share_text
 from hflow.report.page.gantt import ref_of
-from hflow.report.plan_text.assumptions import leaves_waiting_out, lengths_text
+from hflow.report.plan_text.assumptions import (
+    calibration_text,
+    leaves_waiting_out,
+    lengths_text,
+    reached_text,
+)
 from hflow.report.plan_text.header import engines_line, largest_batch_line
 
 
@@ -168,7 +173,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
 
 
 def _hardware(hardware: Hardware, cluster: ClusterSpec) -> Iterator[str]:
-    device, reach = hardware.device, hardware.device.efficiency
+    device = hardware.device
     speeds = ", ".join(f"{value:g} TFLOP/s in {dtype}" for dtype, value in device.tflops.items())
     yield f"Each {device.name}: {speeds}; {device.memory_gb_per_s:,g} GB/s of memory bandwidth."
     links = [
@@ -176,7 +181,5 @@ def _hardware(hardware: Hardware, cluster: ClusterSpec) -> Iterator[str]:
     ]
     if links:
         yield f"Links: {', '.join(links)}."
-    yield (
-        f"Programs reach {share_text(reach.compute)} of the compute, {share_text(reach.memory)} of the "
-        f"memory bandwidth and {share_text(reach.network)} of the links."
-    )
+    yield f"{reached_text(hardware.calibration)}."
+    yield f"Calibration: {calibration_text(hardware.calibration)}."

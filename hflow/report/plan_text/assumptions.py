@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
+from hflow.planner.calibration import Calibration
 from hflow.planner.cluster import used_links
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, Plan
@@ -63,18 +64,41 @@ def lengths_text(lengths: Workload) -> str:
 
 
 def _hardware(hardware: Hardware, cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
-    device, reached = hardware.device, hardware.device.efficiency
+    device, calibration = hardware.device, hardware.calibration
     rates = ", ".join(f"{count_text(device.tflops[dtype])} in {dtype}" for dtype in sorted(device.tflops))
     yield (
         device.name,
-        f"TFLOP/s {rates}, of which {share_text(reached.compute)} are reached; memory "
-        f"{count_text(device.memory_gb_per_s)} GB/s, {share_text(reached.memory)} reached; "
-        f"{device.overhead_gib:g} GiB for the runtime itself",
+        f"TFLOP/s {rates}; memory {count_text(device.memory_gb_per_s)} GB/s; {device.overhead_gib:g} GiB for "
+        "the runtime itself",
     )
     host = [(hardware.host, "to the host")] if device.type == "cuda" else []
     for link, where in (*used_links(cluster, hardware), *host):
         yield (
             link.name,
-            f"{count_text(link.gb_per_s)} GB/s a device {where}, {share_text(reached.network)} reached; "
-            f"{count_text(link.latency_us)} µs for the smallest message",
+            f"{count_text(link.gb_per_s)} GB/s a device {where}; {count_text(link.latency_us)} µs for the "
+            "smallest message",
         )
+    yield "calibration", f"{calibration_text(calibration)}. {reached_text(calibration)}"
+
+
+def calibration_text(calibration: Calibration) -> str:
+    """Return the calibration's name, its origin, and how far it missed on what it had not seen."""
+    if not calibration.is_measured:
+        return f"{calibration.name}, shipped figures ({calibration.source}); hflow profile measures your own"
+    text = f"{calibration.name}, {calibration.source}"
+    if missed := ", ".join(f"{part} by {share_text(error)}" for part, error in calibration.missed.items()):
+        text += f"; on other measurements it missed {missed}"
+    if calibration.unmeasured:
+        text += f"; shipped figures for {', '.join(calibration.unmeasured)}"
+    return text
+
+
+def reached_text(calibration: Calibration) -> str:
+    """Return the fractions of the data sheet's figures that programs reach."""
+    matmul = calibration.matmul["bf16"].share
+    return (
+        f"Programs reach {share_text(matmul)} of the FLOP/s in large products, "
+        f"{share_text(calibration.memory.decode)} of the memory bandwidth in decoding, "
+        f"{share_text(calibration.intra.share)} of the links within machines and "
+        f"{share_text(calibration.inter.share)} between them"
+    )

@@ -1,0 +1,168 @@
+"""`Calibration`: what programs reach beyond data sheets, and what host, disks and copies take.
+
+Every empirical number of the cost model is here, in one file format. hflow ships figures by generation of
+devices (`configs/hardware/calibrations`), fitted to published measurements (`benchmarks/cost_model`). A file
+that was measured on the hardware at hand replaces them: `calibration=FILE`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, StrictBool, StrictFloat
+from pydantic.dataclasses import dataclass
+
+from hflow.errors import PlanError
+from hflow.planner.backends import BACKENDS, ENGINES
+from hflow.validation import CHECKED, FrozenMapping
+
+DTYPES = ("fp32", "bf16")
+"""Precisions that models compute in. Every device and every calibration has a figure for each."""
+
+Positive = Annotated[StrictFloat, Field(gt=0)]
+NonNegative = Annotated[StrictFloat, Field(ge=0)]
+
+
+@dataclass(frozen=True, config=CHECKED)
+class MatmulRate:
+    """How fast products of matrices are, by their shape.
+
+    A product of `[m, k]` and `[k, n]` takes `2 m k n / (peak * share * s(m) * s(k) * s(n)) + kernel_us`,
+    where `s(x) = x / (x + half_size)`: small sides leave units of a device unused, and every kernel takes a
+    moment.
+    """
+
+    share: Positive
+    """Fraction of the data sheet's dense FLOP/s in large products. More than 1 where the sheet is a guess, as
+    for CPUs."""
+    half_size: NonNegative = 0.0
+    """A side of this length halves the rate."""
+    kernel_us: NonNegative = 0.0
+    """Microseconds that each product takes besides."""
+
+    def rate(self, rows: float, inner: float, columns: float) -> float:
+        """Return the fraction of the data sheet's FLOP/s that a product of this shape reaches."""
+        reached = self.share
+        for size in (rows, inner, columns):
+            reached *= size / (size + self.half_size)
+        return reached
+
+    def seconds(self, rows: float, inner: float, columns: float, peak: float) -> float:
+        """Return the seconds of one product of `[rows, inner]` and `[inner, columns]`.
+
+        Args:
+            rows: of the first matrix, such as tokens.
+            inner: columns of the first matrix and rows of the second one.
+            columns: of the second matrix.
+            peak: FLOP/s of the data sheet.
+        """
+        flops = 2 * rows * inner * columns
+        return flops / (peak * self.rate(rows, inner, columns)) + self.kernel_us * 1e-6
+
+
+@dataclass(frozen=True, config=CHECKED)
+class MemoryRate:
+    """Fractions of the data sheet's memory bandwidth that programs reach."""
+
+    decode: Positive
+    """In decoding, which reads weights and the KV cache."""
+    stream: Positive
+    """In long element-wise kernels: optimizer steps, copies, norms and activation functions."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class LinkRate:
+    """How fast collectives over one link are, by bytes and ranks.
+
+    A ring moves its bytes at `share` of the link's bandwidth. Each collective takes `launch_us` besides the
+    link's own latency, which grows with the ranks.
+    """
+
+    share: Positive
+    """Fraction of the link's bandwidth in large collectives."""
+    launch_us: NonNegative = 0.0
+    """Microseconds of each collective, whatever its size."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class HostTimes:
+    """Time that the host of a backend or engine takes, in microseconds."""
+
+    layer_us: NonNegative = 0.0
+    """To launch the kernels of one layer in one pass, forward or backward. The host does this ahead of the
+    device, so it is a minimum and is not added. 0 with CUDA graphs."""
+    gap_us: NonNegative = 0.0
+    """Per layer of a decode step, added: gaps between kernels that a CUDA graph leaves."""
+    step_us: NonNegative = 0.0
+    """Per decode step, added: scheduling, preparing inputs, sampling."""
+    sequence_us: NonNegative = 0.0
+    """Per running sequence of a decode step, added."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class TransferRates:
+    """Rates in 1e9 bytes per second of one process, and the time per tensor, where no link says them."""
+
+    store_gb_per_s: Positive
+    """Into or out of Ray's object store and shared memory: one copy in the memory of the host."""
+    disk_gb_per_s: Positive
+    """Files of checkpoints and weights."""
+    tensor_us: NonNegative
+    """Microseconds of each tensor in a weight update: gathering, converting and loading it."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Calibration:
+    """What programs reach on one kind of device."""
+
+    name: str
+    """The file's name, without its ending."""
+    devices: tuple[str, ...]
+    """Names of the devices that it holds for."""
+    source: str
+    """What was measured, when and where, in a sentence."""
+    matmul: FrozenMapping[str, MatmulRate]
+    """By dtype. `fp32` and `bf16` are required."""
+    attention: Positive
+    """Fraction of dense bf16 FLOP/s in attention kernels over long sequences."""
+    memory: MemoryRate
+    intra: LinkRate
+    """Between devices of one machine."""
+    inter: LinkRate
+    """Between machines."""
+    host_copy: LinkRate
+    """Between a device and pinned memory of its machine."""
+    host: FrozenMapping[str, HostTimes]
+    """By training backend and generation engine."""
+    transfers: TransferRates
+    is_measured: StrictBool = False
+    """Whether it was measured on the user's hardware, rather than shipped with hflow."""
+    missed: FrozenMapping[str, NonNegative] = Field(default_factory=dict)
+    """Part of what was measured, such as `matmul` -> mean absolute error (0.05: 5 %) on measurements that no
+    figure was fitted to."""
+    unmeasured: tuple[str, ...] = ()
+    """Parts that this hardware could not show, such as `inter` on one machine; they are shipped figures."""
+
+    def __post_init__(self) -> None:
+        for part, names in (("matmul", DTYPES), ("host", (*BACKENDS, *ENGINES))):
+            for name in names:
+                if name not in getattr(self, part):
+                    raise ValueError(f"{part}.{name} is missing; it has no default")
+
+
+def check_device(calibration: Calibration, device: str, key: str) -> None:
+    """Refuse a calibration of other hardware.
+
+    Args:
+        calibration: what was asked for.
+        device: name of the cluster's devices.
+        key: the setting that names the calibration, for the message.
+
+    Raises:
+        PlanError: if it does not hold for the device.
+    """
+    if device not in calibration.devices:
+        raise PlanError(
+            f"{key} was measured on {', '.join(calibration.devices)}, but the cluster has {device}; "
+            "measure these devices with hflow profile, or set calibration=null for the shipped figures"
+        )
