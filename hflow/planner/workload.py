@@ -65,9 +65,14 @@ def sample_lengths(workload: Workload, num: int, seed: int) -> list[int]:
     The responses are the `num` quantiles at (i + 1/2) / num, so they have the workload's distribution for any
     `num`. `seed` decides only their order.
     """
-    lengths = [workload.prompt + quantile(workload, (i + 0.5) / num) for i in range(num)]
+    lengths = [workload.prompt + response for response in _quantiles(workload, num)]
     random.Random(f"lengths/{seed}").shuffle(lengths)
     return lengths
+
+
+@lru_cache(maxsize=8)
+def _quantiles(workload: Workload, num: int) -> tuple[int, ...]:
+    return tuple(quantile(workload, (i + 0.5) / num) for i in range(num))
 
 
 @lru_cache

@@ -12,11 +12,13 @@ from model_configs import model_config
 
 from hflow.graph.ir import TRAJECTORY_FIELDS
 from hflow.planner.compile import compile_plan
+from hflow.planner.data import thinned as thinned_module
 from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.data.field_sizes import field_size
 from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.data.minibatches import cut_minibatches, shards
 from hflow.planner.data.redistribute import redistribute
+from hflow.planner.data.thinned import thinned
 from hflow.planner.data.traffic_estimate import MAX_LISTED_STEPS, estimate_traffic, generating_workers
 from hflow.planner.node_order import topological_order
 from hflow.planner.workload import Workload, sample_lengths
@@ -294,3 +296,49 @@ def test_returned_fields_have_the_width_of_their_type(scalar, unit, expected):
     returned = graphs.GAE[0].__class__("made", unit, scalar)
     graph = graphs.changed(graphs.grpo(), "score", returns=(returned,))
     assert field_size(graph, "actor_gen/made").of(prompt=40, response=60) == expected
+
+
+# ---------------------------------------------------------------------------- large clusters
+LARGE = {"actor": ("d192t4", "d128t2"), "ref": ("d768", None)}
+LARGE_GROUPS = {"train": tuple(range(768)), "gen": tuple(range(768, 1024))}
+
+
+def large_plan():
+    models = {
+        name: model_config(layout=layout, gen_layout=gen, group="train", gen_group="gen", backend="megatron")
+        for name, (layout, gen) in LARGE.items()
+    }
+    request = graphs.request("h100-128x8", batch=1536, groups=LARGE_GROUPS, models=models)
+    return compile_plan(graphs.grpo(group=2), request), request
+
+
+def test_one_machine_in_several_stands_for_a_large_cluster(monkeypatch):
+    workload = Workload(prompt=64, response_mean=256.0, response_cv=0.6, max_response=512)
+    plan, request = large_plan()
+    estimated = estimate_traffic(plan, request, workload)
+    monkeypatch.setattr(thinned_module, "MIN_MACHINES", 1_000_000)
+    exact = estimate_traffic(plan, request, workload)
+    assert {row.scale for row in estimated} == {4}
+    assert {row.scale for row in exact} == {1}
+    for row, true in zip(estimated, exact, strict=True):
+        assert row.num_bytes == pytest.approx(true.num_bytes, rel=0.15)
+        assert row.busiest_bytes == pytest.approx(true.busiest_bytes, rel=0.15)
+        assert row.imbalance == pytest.approx(true.imbalance, abs=0.02)
+
+
+def test_chosen_machines_have_every_part_of_a_layout_over_several_machines():
+    plan, request = large_plan()
+    part = thinned(plan, request)
+    assert (part.scale, part.request.batch) == (4, 384)
+    machines = {plan.cluster.node_of(head) for rule in part.plan.rules for head in rule.heads}
+    assert {machine % 4 for machine in machines} == {0, 1, 2, 3}
+    sizes = {rule.consumer: len(rule.heads) for rule in part.plan.rules}
+    assert (sizes["actor_train"], sizes["ref_inf"], sizes["group_advantage"]) == (48, 192, 1)
+    assert part.factors["actor_train"] == part.source_factor == 1  # a head has the load that it has in full
+    assert part.factors["group_advantage"] == 4
+
+
+def test_a_small_cluster_or_batch_is_estimated_in_full():
+    plan, request = planned(graphs.grpo(group=2), "h100-8x8", {"actor": ("d64", "d64")}, batch=4096)
+    assert thinned(plan, request).scale == 1
+    assert thinned(plan, request).plan is plan

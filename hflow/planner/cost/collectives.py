@@ -99,13 +99,16 @@ def send(num_bytes: float, link: Link, hardware: Hardware) -> LinkTime:
 
 def axis_ranks(replica: Replica, axis: int, cluster: ClusterSpec, hardware: Hardware) -> RankPlacement:
     """Return the placement of ranks along an axis (0 data, 1 tensor, 2 pipe) where it spans most machines."""
-    order = rank_order(replica.role)
-    lines: dict[Sequence[int], list[int]] = {}
-    for rank, worker in enumerate(replica.workers):
-        coords = replica.layout.coords(order, rank)
-        lines.setdefault(coords[:axis] + coords[axis + 1 :], []).append(worker)
+    layout = replica.layout
+    size = (layout.data, layout.tensor, layout.pipe)[axis]
+    if size == 1:
+        return RankPlacement()
+    d, t, p = (int(i == axis) for i in range(3))
+    stride = layout.rank(rank_order(replica.role), d, t, p)
+    first_ranks = (rank for rank in range(layout.world) if rank // stride % size == 0)
+    lines = (replica.workers[rank : rank + stride * size : stride] for rank in first_ranks)
     return max(
-        (RankPlacement.of(line, cluster, hardware) for line in lines.values()),
+        (RankPlacement.of(line, cluster, hardware) for line in lines),
         key=lambda r: (r.racks, r.machines, -r.per_machine),
     )
 

@@ -16,9 +16,11 @@ class GroupPlacer:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._heads = {stream.name: tuple(sorted(_heads(plan, stream))) for stream in plan.schedule.streams}
+        self._heads = {
+            stream.name: tuple(sorted(stream_heads(plan, stream))) for stream in plan.schedule.streams
+        }
         self._written = {stream.name for stream in plan.schedule.streams if not stream.replicas}
-        self._load: dict[int, int] = dict.fromkeys(range(plan.cluster.num_devices), 0)
+        self._loads = _Loads(plan.cluster.num_devices, self._heads.values())
         self._home: dict[tuple[str, int], int] = {}
         self._num_unfinished: dict[tuple[str, int], int] = {}
         self._num_waiting: dict[tuple[str, int], int] = {}
@@ -28,11 +30,9 @@ class GroupPlacer:
     def place(self, stream: str, group: int, num_samples: int) -> int:
         """Choose a worker for a group and remember it."""
         heads = self._heads[stream]
-        if stream in self._written:  # there is no engine load to balance, and timing must not matter
-            worker = heads[group % len(heads)]
-        else:
-            worker = min(heads, key=self._load.__getitem__)
-        self._load[worker] += num_samples
+        is_written = stream in self._written  # no engine has a load to balance, and timing must not matter
+        worker = heads[group % len(heads)] if is_written else self._loads.lightest(heads)
+        self._loads.add(worker, num_samples)
         self._home[stream, group] = worker
         self._num_unfinished[stream, group] = self._num_waiting[stream, group] = num_samples
         return worker
@@ -44,7 +44,7 @@ class GroupPlacer:
             stream: the stream of these groups.
             groups: groups that may move, the first to move first.
         """
-        load, moves = dict(self._load), {}
+        load, moves = self._loads.by_worker(), {}
         by_load = [(load[head], head) for head in self._heads[stream]]
         heapify(by_load)
         for group in groups:
@@ -63,8 +63,8 @@ class GroupPlacer:
     def move(self, stream: str, group: int, worker: int) -> None:
         """Record that a group with all its unfinished samples is now on another worker."""
         size = self._num_unfinished[stream, group]
-        self._load[self._home[stream, group]] -= size
-        self._load[worker] += size
+        self._loads.add(self._home[stream, group], -size)
+        self._loads.add(worker, size)
         self._home[stream, group] = worker
 
     def home(self, stream: str, group: int) -> int:
@@ -73,7 +73,7 @@ class GroupPlacer:
 
     def finished(self, stream: str, group: int) -> None:
         """Record that one sample of the group no longer occupies its worker."""
-        self._load[self._home[stream, group]] -= 1
+        self._loads.add(self._home[stream, group], -1)
         self._num_unfinished[stream, group] -= 1
         self._forget_if_empty(stream, group)
 
@@ -94,7 +94,41 @@ class GroupPlacer:
             del self._home[key], self._num_unfinished[key], self._num_waiting[key]
 
 
-def _heads(plan: Plan, stream: ScheduledStream) -> tuple[int, ...]:
+class _Loads:
+    """The number of unfinished samples of each worker, and the lightest of each stream's workers."""
+
+    def __init__(self, num_workers: int, streams: Iterable[tuple[int, ...]]) -> None:
+        self._load = [0] * num_workers
+        self._heaps = {heads: [(0, head) for head in heads] for heads in streams}
+        """Heads of a stream, ascending -> heap of (load, head), also with outdated entries."""
+        self._heaps_of: dict[int, list[tuple[int, ...]]] = {}
+        for heads in self._heaps:
+            for head in heads:
+                self._heaps_of.setdefault(head, []).append(heads)
+
+    def add(self, worker: int, num_samples: int) -> None:
+        """Add samples to a worker's load."""
+        self._load[worker] += num_samples
+        for heads in self._heaps_of.get(worker, ()):
+            heap = self._heaps[heads]
+            heappush(heap, (self._load[worker], worker))
+            if len(heap) > 4 * len(heads) + 64:  # mostly outdated
+                self._heaps[heads] = heap = [(self._load[head], head) for head in heads]
+                heapify(heap)
+
+    def lightest(self, heads: tuple[int, ...]) -> int:
+        """Return the first of a stream's workers with the smallest load."""
+        heap = self._heaps[heads]
+        while heap[0][0] != self._load[heap[0][1]]:
+            heappop(heap)
+        return heap[0][1]
+
+    def by_worker(self) -> list[int]:
+        """Return a copy of all loads."""
+        return list(self._load)
+
+
+def stream_heads(plan: Plan, stream: ScheduledStream) -> tuple[int, ...]:
     """Return the engines of a generated stream; for a written stream, the heads of its widest reader."""
     if stream.replicas:
         return plan.replica(stream.replicas[0]).heads

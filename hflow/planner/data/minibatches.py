@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 import random
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 
 from hflow.planner.data.redistribute import FieldsByHolders, Holders, Shards, group_by_holders
 from hflow.planner.ir import BatchCut, EdgeRule
@@ -216,28 +217,43 @@ def _exchange(
     members: list[list[int]] = [[] for _ in loads]
     for u in order:
         members[rank_of[u]].append(u)
+    by_load = sorted((load, rank) for rank, load in enumerate(loads))
     for _ in range(NUM_EXCHANGES_PER_RANK * len(loads)):
-        heavy = loads.index(max(loads))
-        exchange = _first_exchange(members, tokens, loads, heavy) if loads[heavy] > limit else None
+        max_load = by_load[-1][0]
+        first_heaviest = bisect_left(by_load, (max_load, 0))
+        heavy = by_load[first_heaviest][1]
+        lighter = islice(by_load, first_heaviest)
+        exchange = _first_exchange(members, tokens, lighter, heavy, max_load) if max_load > limit else None
         if exchange is None:
             return
         for u, rank in exchange:
-            loads[rank_of[u]] -= tokens[u]
-            loads[rank] += tokens[u]
+            for changed, size in ((rank_of[u], -tokens[u]), (rank, tokens[u])):
+                del by_load[bisect_left(by_load, (loads[changed], changed))]
+                loads[changed] += size
+                insort(by_load, (loads[changed], changed))
             members[rank_of[u]].remove(u)
             insort(members[rank], u, key=position.__getitem__)
             rank_of[u] = rank
 
 
 def _first_exchange(
-    members: Sequence[Sequence[int]], tokens: Sequence[int], loads: Sequence[int], heavy: int
+    members: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+    lighter: Iterable[tuple[int, int]],
+    heavy: int,
+    max_load: int,
 ) -> list[tuple[int, int]] | None:
-    """Return the best exchange with the lightest rank that has one, as units with their new ranks."""
-    lighter = [(load, rank) for rank, load in enumerate(loads) if load < loads[heavy]]
-    heapq.heapify(lighter)
-    while lighter:
-        load, rank = heapq.heappop(lighter)
-        exchange = _best_exchange(members, tokens, heavy, rank, loads[heavy] - load)
+    """Return the best exchange with the lightest rank that has one, as units with their new ranks.
+
+    Args:
+        members: units of each rank, the longest first.
+        tokens: tokens of each unit.
+        lighter: (load, rank) of ranks other than the heaviest ones, the lightest first.
+        heavy: a heaviest rank.
+        max_load: its load.
+    """
+    for load, rank in lighter:
+        exchange = _best_exchange(members, tokens, heavy, rank, max_load - load)
         if exchange:
             return exchange
     return None

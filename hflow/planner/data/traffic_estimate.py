@@ -2,7 +2,7 @@
 
 A batch with sampled lengths goes through the code of the run itself: `GroupPlacer` chooses the worker of each
 group, `shards` and `redistribute` plan what each node's inputs move, and `DataLocations` records who holds
-what. Only the engines are simulated.
+what. Only the engines are simulated. On a large cluster one machine in several stands for all (`thinned`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from hflow.planner.data.field_sizes import field_size
 from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.data.minibatches import shards
 from hflow.planner.data.redistribute import Holders, Move, Shards, redistribute
+from hflow.planner.data.thinned import Thinned, thinned
 from hflow.planner.forecast import EdgeTraffic, StepTraffic
-from hflow.planner.ir import ClusterSpec, EdgeRule, Plan, ScheduledStream
+from hflow.planner.ir import SAVE_PREFIX, EdgeRule, Plan, ScheduledStream
 from hflow.planner.node_order import topological_order
 from hflow.planner.request import PlanRequest
 from hflow.planner.workload import Workload, sample_lengths
@@ -42,6 +43,8 @@ def estimate_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tu
         request: the run's seed, and limits of the engines.
         workload: lengths of the trained stream's samples.
     """
+    part = thinned(plan, request)
+    plan, request = part.plan, part.request
     stream = plan.schedule.streams[0]
     size, batch = stream.group_size, request.batch
     lengths = sample_lengths(workload, batch * size, request.seed)
@@ -60,7 +63,7 @@ def estimate_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tu
         cut = cuts.get(rule.consumer)
         assignment = shards(rule, cut, groups, tokens, holders, seed=request.seed, step=0)
         moves = redistribute(rule, assignment, holders, plan.cluster)
-        edges.append(_traffic(rule, assignment, moves, tokens, sizes.of(rule.fields), holders, plan.cluster))
+        edges.append(_traffic(rule, assignment, moves, tokens, sizes.of(rule.fields), holders, part))
         locations.add_moves(moves)
         outputs = _outputs(plan.graph, rule.consumer)
         for head, minibatches in zip(rule.heads, assignment, strict=True):
@@ -238,8 +241,9 @@ def _traffic(
     tokens: Mapping[int, int],
     nbytes: FieldBytes,
     holders: Holders,
-    cluster: ClusterSpec,
+    part: Thinned,
 ) -> EdgeTraffic:
+    cluster, scale = part.plan.cluster, part.scale
     num_bytes = moved_bytes(moves, nbytes)
     loads = [[sum(tokens[s] for s in samples) for samples in minibatches] for minibatches in assignment]
     capacity = max(sum(rank) for rank in loads)
@@ -247,14 +251,15 @@ def _traffic(
     crossing = [m for m in moves if cluster.node_of(m.src) != cluster.node_of(m.dst)]
     return EdgeTraffic(
         consumer=rule.consumer,
-        num_bytes=num_bytes,
-        lower_bound=lower_bound_bytes(rule, tokens, nbytes, holders, capacity),
-        local_bytes=_read_bytes(rule, assignment, nbytes) - num_bytes,
+        num_bytes=scale * num_bytes,
+        lower_bound=scale * lower_bound_bytes(rule, tokens, nbytes, holders, capacity),
+        local_bytes=scale * (_read_bytes(rule, assignment, nbytes) - num_bytes),
         imbalance=sum(map(max, zip(*loads, strict=True))) * len(loads) / sum(tokens.values()),
         steps=tuple(sorted(steps, key=lambda step: -step.num_bytes)[:MAX_LISTED_STEPS]),
-        num_steps=len(steps),
-        num_node_bytes=moved_bytes(crossing, nbytes),
-        busiest_bytes=_busiest_bytes(moves, nbytes),
+        num_steps=scale * len(steps),
+        num_node_bytes=scale * moved_bytes(crossing, nbytes),
+        busiest_bytes=_busiest_bytes(rule, moves, nbytes, part),
+        scale=scale,
     )
 
 
@@ -281,15 +286,19 @@ def _read_bytes(rule: EdgeRule, assignment: Shards, nbytes: FieldBytes) -> int:
     return sum(sizes[sample] for sizes in nbytes.values() for _, sample in read)
 
 
-def _busiest_bytes(moves: Iterable[Move], nbytes: FieldBytes) -> int:
+def _busiest_bytes(rule: EdgeRule, moves: Iterable[Move], nbytes: FieldBytes, part: Thinned) -> int:
     """Return the bytes that the busiest worker sends or receives, whichever is more."""
-    sent_bytes: dict[int, int] = defaultdict(int)
-    received_bytes: dict[int, int] = defaultdict(int)
+    nodes = [node for node in part.factors if not node.startswith(SAVE_PREFIX)]
+    made = {field: part.factors[node] for node in nodes for field in _outputs(part.plan.graph, node)}
+    factors = {field: made.get(field, part.source_factor) for field in nbytes}
+    sent_bytes: dict[int, float] = defaultdict(int)
+    received_bytes: dict[int, float] = defaultdict(int)
     for move in moves:
-        size = moved_bytes([move], nbytes)
-        sent_bytes[move.src] += size
-        received_bytes[move.dst] += size
-    return max((*sent_bytes.values(), *received_bytes.values()), default=0)
+        for field in move.fields:
+            size = sum([nbytes[field][sample] for sample in move.samples])
+            sent_bytes[move.src] += size * factors[field]
+            received_bytes[move.dst] += size * part.factors.get(rule.consumer, 1)
+    return round(max((*sent_bytes.values(), *received_bytes.values()), default=0))
 
 
 def _held_bytes(

@@ -131,8 +131,15 @@ def _tensor_range(spec: TensorSpec, traits: BackendTraits, num_ranks: int, rank:
 @lru_cache(maxsize=256)
 def _tensor_shards(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> tuple[TensorShard, ...]:
     stage_ranks: dict[Box, list[int]] = {}
+    is_over_data = traits.sharded_over_data == "everything"
+    boxes = {
+        (d, t): rank_box(spec, traits, layout, (d, t, 0))
+        for d in range(layout.data if is_over_data else 1)
+        for t in range(layout.tensor)
+    }
     for stage_rank in range(layout.data * layout.tensor):
-        box = rank_box(spec, traits, layout, (*divmod(stage_rank, layout.tensor), 0))
+        d, t = divmod(stage_rank, layout.tensor)
+        box = boxes[d if is_over_data else 0, t]
         if box is not None:
             stage_ranks.setdefault(box, []).append(stage_rank)
     return tuple(TensorShard(box, tuple(ranks)) for box, ranks in stage_ranks.items())

@@ -207,6 +207,7 @@ def traffic_facts(row: EdgeTraffic) -> Facts:
         ("across machines", bytes_text(row.num_node_bytes)),
         ("stays in place", bytes_text(row.local_bytes)),
         ("heaviest rank", f"{row.imbalance:.2f} {TIMES} the mean tokens"),
+        *([("estimated on", f"one machine in {row.scale}")] if row.scale > 1 else []),
     )
 
 

@@ -56,6 +56,7 @@ NOTE = (
     "bytes that any split as even could move; across: between machines; in place: read where it is stored; "
     "load: the heaviest rank's tokens over the mean."
 )
+SCALED_NOTE = " Estimated on one machine in {scale}, with its part of the batch."
 NOTE_WITHOUT_BYTES = "What a node reads, and how it is split over data ranks. Bytes are not estimated."
 
 
@@ -75,7 +76,9 @@ def data_section(plan: Plan, width: int) -> Section:
         moved = traffic.get(rule.consumer)
         reads = lines(_reads(rule, cuts.get(rule.consumer), moved))
         add_row(shown, Text(rule.consumer, "bold"), reads, *(_bytes(moved, is_spread) if moved else ()))
-    return Section("Data", NOTE if traffic else NOTE_WITHOUT_BYTES, (shown,))
+    scale = max((row.scale for row in traffic.values()), default=1)
+    note = NOTE + (SCALED_NOTE.format(scale=scale) if scale > 1 else "")
+    return Section("Data", note if traffic else NOTE_WITHOUT_BYTES, (shown,))
 
 
 def _bytes(moved: EdgeTraffic, is_spread: bool) -> Iterator[Text]:
