@@ -22,6 +22,7 @@ import pytest
 from openai import OpenAI
 from runs import ROOT, run
 
+from hflow.backends.vllm_engine.memory import STEP_TOKENS
 from hflow.cli import main
 from hflow.errors import ConfigError
 from hflow.launch.served_checkpoint import find_checkpoint
@@ -133,7 +134,8 @@ def test_keys_and_templates_of_a_checkpoint(finished: Path) -> None:
 
 @pytest.mark.slow
 def test_vllm_serves_the_same_model(finished: Path) -> None:
-    """Greedy completions of both engines are equal, and nothing of vLLM outlives the command."""
+    """Greedy completions of both engines are equal, vLLM's follow from a seed, and none of it outlives the
+    command."""
     greedy: Any = {"model": "actor", "temperature": 0, "max_tokens": 12}
     template = f"chat_template={JOINED}"
     with serving(finished, template) as served, served.client() as client:
@@ -145,6 +147,7 @@ def test_vllm_serves_the_same_model(finished: Path) -> None:
         with served.client("secret") as client:
             assert client.completions.create(prompt="17+25=", **greedy).choices[0].text == expected
             assert client.chat.completions.create(messages=ASK, **greedy).choices[0].message.content == talk
+            assert many_prompts(client, 3) == many_prompts(client, 3) != many_prompts(client, 4)
         with served.client("wrong") as client, pytest.raises(openai.AuthenticationError):
             client.completions.create(prompt="1", **greedy)
         (server,) = children(served.process.pid)
@@ -154,6 +157,17 @@ def test_vllm_serves_the_same_model(finished: Path) -> None:
     assert errors.count("starting vllm on") == 1
     assert "error" not in errors
     assert running_in_group(server) == []
+
+
+def many_prompts(client: OpenAI, seed: int) -> list[str]:
+    """Complete prompts that together are longer than vLLM computes in a step; return the texts.
+
+    If it divided a prompt, the seed's generator would have to be turned back, which ends vLLM on a CPU.
+    """
+    length = 100
+    prompts = [f"{i:0{length}}" for i in range(STEP_TOKENS // length + 20)]
+    request: Any = {"model": "actor", "prompt": prompts, "seed": seed, "max_tokens": 8}
+    return [choice.text for choice in client.completions.create(**request).choices]
 
 
 def running_in_group(group: int) -> list[psutil.Process]:

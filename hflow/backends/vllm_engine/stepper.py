@@ -11,7 +11,6 @@ import cloudpickle
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import tokens_input
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -20,16 +19,12 @@ from hflow.backends.common.seeds import request_seed
 from hflow.backends.generation_request import GenerationRequest, new_request, stop_reason
 from hflow.backends.interface import GenerationResult
 from hflow.backends.vllm_engine import rank
-from hflow.backends.vllm_engine.memory import STEP_TOKENS
-from hflow.backends.vllm_engine.messages import DTYPES, AddedRequest, ProcessSettings
+from hflow.backends.vllm_engine.messages import AddedRequest, ProcessSettings
 from hflow.backends.vllm_engine.seeded_weights import SeededWeights
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import BackendError
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.loading import LoadedWeights
-
-_UNUSED_FRACTION = 0.01
-"""`gpu_memory_utilization` where the size of the cache is given."""
 
 Results = list[tuple[int, GenerationResult]]
 
@@ -51,6 +46,8 @@ class Stepper:
         self._decode = None if tokenizer is None else tokenizer.decode
         self._engine = LLMEngine.from_engine_args(_engine_args(settings))
         self._core = self._engine.engine_core
+        self._max_length: int = settings.arguments["max_model_len"]
+        self._num_ranks: int = settings.arguments["tensor_parallel_size"]
         self._vocab_size = self._engine.vllm_config.model_config.get_vocab_size()
         self._tasks = self._engine.get_supported_tasks()
         self._version = 0
@@ -72,7 +69,7 @@ class Stepper:
         for request_id, prompt_ids, params in added:
             name = str(next(self._counter))
             request = new_request(
-                request_id, prompt_ids, params, self._settings.max_length, self._vocab_size, self._decode
+                request_id, prompt_ids, params, self._max_length, self._vocab_size, self._decode
             )
             core_request = self._engine.input_processor.process_inputs(
                 name, tokens_input(request.ids), _sampling_params(request), self._tasks
@@ -151,7 +148,7 @@ class Stepper:
         """Use the weights of the checkpoint, or random weights, as a version."""
         if not self._has_weights and self._settings.settings.path is None:
             seeded = cloudpickle.dumps(SeededWeights(self._settings.settings).incoming())
-            self.load_weights([seeded] * self._settings.tensor, version)
+            self.load_weights([seeded] * self._num_ranks, version)
         self._use(version)
 
     def sleep(self, level: SleepLevel) -> None:
@@ -196,33 +193,13 @@ class Stepper:
 
 
 def _engine_args(settings: ProcessSettings) -> EngineArgs:
-    model, on_cpu = settings.settings, current_platform.is_cpu()
-    memory: dict[str, Any] = {"gpu_memory_utilization": settings.memory_fraction}
-    if settings.cache_bytes is not None:
-        # vLLM does not start where less than the fraction is free, although it does not size the cache by it.
-        memory = {"kv_cache_memory_bytes": settings.cache_bytes, "gpu_memory_utilization": _UNUSED_FRACTION}
     return EngineArgs(
-        model=settings.directory,
-        load_format="auto" if model.path is not None else "dummy",
+        load_format="auto" if settings.settings.path is not None else "dummy",
         skip_tokenizer_init=True,
-        generation_config="vllm",
-        dtype=DTYPES[model.dtype],
-        seed=0,
-        max_model_len=settings.max_length,
-        max_num_seqs=settings.max_running,
-        max_num_batched_tokens=max(STEP_TOKENS, settings.max_running, settings.max_length),
-        # Where vLLM divides a prompt, it turns the request's generator back, which one of a CPU cannot.
-        enable_chunked_prefill=not on_cpu,
-        tensor_parallel_size=settings.tensor,
-        distributed_executor_backend="mp" if settings.tensor > 1 else "uni",
-        enforce_eager=on_cpu,
-        logprobs_mode="processed_logprobs",
         async_scheduling=False,
-        disable_log_stats=True,
         enable_sleep_mode=settings.sleeps,
-        worker_extension_cls=f"{rank.__name__}.{rank.RankExtension.__name__}",
         weight_transfer_config=WeightTransferConfig(backend=rank.TRANSFER_BACKEND),
-        **memory,
+        **settings.arguments,
     )
 
 

@@ -1,6 +1,6 @@
 """The process of `VllmApiServer`: vLLM's server, ended by the process that started it, or with it.
 
-    python -m hflow.backends.vllm_engine.api_server_process FD --model PATH ...
+    python -m hflow.backends.vllm_engine.api_server_main FD --model PATH ...
 
 FD is a socket whose other end the parent holds open for as long as the server shall run.
 """

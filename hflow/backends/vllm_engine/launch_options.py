@@ -1,0 +1,96 @@
+"""What vLLM is started with: environment variables, and the arguments of its engine.
+
+A run's engine and the server that `hflow serve` starts have the same, so that both draw the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hflow.backends.hf_config import read_config
+from hflow.backends.interface import EngineSetup
+from hflow.backends.vllm_engine.memory import MEMORY_BUDGET, STEP_TOKENS, cache_without_plan
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""hflow's name of a dtype -> vLLM's."""
+_RANK_EXTENSION = "hflow.backends.vllm_engine.rank.RankExtension"
+_UNUSED_FRACTION = 0.01
+"""`gpu_memory_utilization` where the size of the cache is given. vLLM does not start where less than the
+fraction is free, although it does not size the cache by it."""
+
+
+def environment(setup: EngineSetup) -> dict[str, str]:
+    """Return the environment variables of a process, which vLLM reads when it is imported."""
+    variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if setup.settings.device == "cuda":
+        # Without a list, the process has the devices of this one.
+        return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(setup.devices)} if setup.devices else {})
+    cores = [",".join(map(str, rank_cores)) for rank_cores in setup.cores]
+    num_threads = len(setup.cores[0]) if setup.cores else torch.get_num_threads()
+    return {
+        **variables,
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # else it depends on whether triton is installed
+        "OMP_NUM_THREADS": str(num_threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores) if setup.tensor > 1 and cores else "nobind",
+    }
+
+
+def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine (fields of its `EngineArgs`).
+
+    Args:
+        setup: the model, and the limits of the engine.
+        directory: with the model's `config.json`, and its weights if it has a path.
+        max_length: maximum tokens of a sequence, prompt included.
+    """
+    on_cpu, max_running = setup.settings.device == "cpu", setup.options["max_running"]
+    return {
+        "model": directory,
+        "dtype": _DTYPES[setup.settings.dtype],
+        "seed": 0,
+        "generation_config": "vllm",
+        "max_model_len": max_length,
+        "max_num_seqs": max_running,
+        "max_num_batched_tokens": max(STEP_TOKENS, max_running, max_length),
+        # Where vLLM divides a prompt, it turns the request's generator back, which one of a CPU cannot.
+        "enable_chunked_prefill": not on_cpu,
+        "tensor_parallel_size": setup.tensor,
+        "distributed_executor_backend": "mp" if setup.tensor > 1 else "uni",
+        "enforce_eager": on_cpu,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": _RANK_EXTENSION,
+        **_memory(setup, max_length),
+    }
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as vLLM's command line takes them."""
+    words = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", str(value)]
+    return words
+
+
+def _memory(setup: EngineSetup, max_length: int) -> dict[str, Any]:
+    """Return the size of the KV cache: the plan's, or one for a CPU, as vLLM does not choose that."""
+    cache = setup.options.get("cache_bytes")
+    if cache is None and setup.settings.device == "cpu":
+        cache = cache_without_plan(
+            read_config(setup.settings),
+            setup.settings.dtype,
+            setup.options["max_running"],
+            max_length,
+            setup.tensor,
+        )
+    if cache is None:
+        return {"gpu_memory_utilization": MEMORY_BUDGET}
+    return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": _UNUSED_FRACTION}
