@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from hflow.data.unknown_tokens import check_known
 from hflow.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -20,7 +21,11 @@ _REPLY = "a-reply-of-the-model"
 
 
 class ChatTemplate:
-    """A tokenizer's Jinja chat template."""
+    """A tokenizer's Jinja chat template.
+
+    What it makes of messages is encoded as raw text is: characters that the vocabulary lacks are a
+    `DataError`.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -67,9 +72,12 @@ class ChatTemplate:
         """
         text = self._render(messages, opening=False)
         if _GENERATION_TAG.search(str(self._tokenizer.chat_template)):
-            return self._encode_with_tags(messages)
+            ids, mask = self._encode_with_tags(messages)
+            check_known(self._tokenizer, text, ids)
+            return ids, mask
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        check_known(self._tokenizer, text, ids)
         mask = [False] * len(ids)
         for start, end in self._assistant_spans(messages, text):
             for t, (first, last) in enumerate(offsets):
@@ -111,4 +119,5 @@ class ChatTemplate:
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        check_known(self._tokenizer, text, ids)
         return ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from hflow.data.chat import ChatTemplate
+from hflow.data.unknown_tokens import check_known
 from hflow.errors import DataError
 from hflow.types import Trajectory
 
@@ -112,7 +112,8 @@ class TextTokenizer:
         """Encode messages with the chat template. Only the assistant's tokens are learned.
 
         Raises:
-            DataError: if there is no chat template, or it rejects the messages.
+            DataError: if there is no chat template, it rejects the messages, or the vocabulary lacks a
+                character.
         """
         ids, mask = self.template().encode_conversation(messages, self.stop_ids)
         replies = [str(m.get("content", "")) for m in messages if m.get("role") == "assistant"]
@@ -145,16 +146,8 @@ class TextTokenizer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         ids: list[int] = self._hf(text, add_special_tokens=False)["input_ids"]
-        if self._hf.unk_token_id is not None and self._hf.unk_token_id in ids:
-            raise DataError(self._unknown_token_message(text))
+        check_known(self._hf, text, ids)
         return tuple(ids)
-
-    def _unknown_token_message(self, text: str) -> str:
-        encoded = self._hf(text, add_special_tokens=False, return_offsets_mapping=True)
-        pieces = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        start, end = next(offsets for i, offsets in pieces if i == self._hf.unk_token_id)
-        where = textwrap.shorten(text, 60)
-        return f"the tokenizer has no token for {text[start:end]!r} (in {where!r}); add it to the alphabet"
 
 
 def _load(settings: TokenizerSettings) -> Any:

@@ -64,6 +64,28 @@ def test_unknown_characters_are_named(text: str) -> None:
         characters().encode(text)
 
 
+@pytest.mark.parametrize("template", [PLAIN, TAGGED])
+def test_unknown_characters_of_messages_and_templates_are_named(template: str) -> None:
+    """As those of a plain prompt, in a whole conversation, a prompt and the text after a turn."""
+    wrong = [*TALK[:3], {"role": "assistant", "content": "4*"}]
+    message = r"no token for '\*' \(in .*\); add it to the alphabet"
+    with pytest.raises(DataError, match=message):
+        characters(template).chat(wrong)
+    with pytest.raises(DataError, match=message):
+        characters(template).template().prompt(wrong)
+    with pytest.raises(DataError, match=message):
+        characters(template).template().continuation([{"role": "user", "content": "2*3"}], 2)
+    with pytest.raises(DataError, match="no token for '#'"):
+        characters("#" + template).template().prompt(TALK)
+
+
+def test_the_token_for_unknown_text_may_also_end_a_turn() -> None:
+    """As in the vocabulary of GPT-2, whose templates name it."""
+    tokenizer = characters(PLAIN)
+    tokenizer.template()._tokenizer.unk_token = "<eos>"
+    assert tokenizer.chat(TALK) == characters(PLAIN).chat(TALK)
+
+
 def test_a_saved_tokenizer_loads_in_transformers(tmp_path: Path) -> None:
     tokenizer = characters(PLAIN)
     tokenizer.save(str(tmp_path))
