@@ -39,6 +39,7 @@ from hflow.planner.backends import (
 from hflow.planner.cluster import device_of
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.layout import Layout
+from hflow.planner.placement.placement_setting import GEN_SUFFIX, replace_layout
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import MetricPair, TwinResult, WeightPair
 from hflow.runtime.execution.metrics_log import read_metrics
@@ -197,10 +198,15 @@ def comparable_config(config: RunConfig, graph: Graph, steps: int, out: str) -> 
         steps: training steps.
         out: directory of results.
     """
+    placement = config.placement
+    for spec in graph.models:
+        if placement is not None and _may_differ(config.models.get(spec.name, ModelConfig())):
+            placement = replace_layout(placement, spec.name + GEN_SUFFIX, _data_only)
     return dataclasses.replace(
         config,
         steps=steps,
         out=out,
+        placement=placement,
         schedule=dataclasses.replace(config.schedule, max_staleness=0, sync_every=1),
         save_every=0,
         models={spec.name: _comparable_model(config, spec.name) for spec in graph.models},
@@ -235,10 +241,20 @@ def describe_changes(graph: Graph, config: RunConfig) -> Iterator[str]:
 def _comparable_model(config: RunConfig, name: str) -> ModelConfig:
     model = config.models.get(name, ModelConfig())
     gen = dataclasses.replace(model.gen, engine=_engine().name)
-    if model.gen.engine not in (None, _engine().name):  # options of the configured engine
-        data_only = None if gen.layout is None else f"d{Layout.parse(gen.layout).world}"
-        gen = dataclasses.replace(gen, layout=data_only, cache_gib=None)
+    if _may_differ(model):  # options of the configured engine
+        layout = None if gen.layout is None else _data_only(gen.layout)
+        gen = dataclasses.replace(gen, layout=layout, cache_gib=None)
     return dataclasses.replace(model, dtype="fp32", gen=gen)
+
+
+def _may_differ(model: ModelConfig) -> bool:
+    """Return whether a model may be configured for another engine than that of the compared runs."""
+    return model.gen.engine != _engine().name
+
+
+def _data_only(layout: str) -> str:
+    """Return the layout on the same number of devices that the engine of the compared runs can have."""
+    return f"d{Layout.parse(layout).world}"
 
 
 def _comparable_nodes(config: RunConfig, graph: Graph, steps: int) -> Mapping[str, Mapping[str, Any]]:

@@ -19,7 +19,7 @@ from hflow.launch.compile import compile_recipe
 from hflow.planner.cluster import device_ranges
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import Plan
-from hflow.planner.placement.placement_setting import apply_placement
+from hflow.planner.placement.placement_setting import apply_placement, replace_layout
 
 ROOT = Path(__file__).parents[2]
 
@@ -265,6 +265,18 @@ def test_unusual_placements_reach_the_planner_unchanged():
 def test_a_placement_in_a_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("placement: actor=0-3:d2t2p1 actor.gen=4-7:d4\n")
     assert load_config(tmp_path / "mine.py").placement == "actor=0-3:d2t2p1 actor.gen=4-7:d4"
+
+
+@pytest.mark.parametrize(
+    ("text", "replaced"),
+    [
+        ("actor=0-1:d2  actor.gen=2-3:d1t2", "actor=0-1:d2 actor.gen=2-3:new d1t2"),
+        ("actor.gen,actor,ref=all:t2 critic=all", "actor,ref=all:t2 actor.gen=all:new t2 critic=all"),
+        ("actor=0:d1 actor.gen=1", "actor=0:d1 actor.gen=1"),
+    ],
+)
+def test_the_layout_of_one_name_is_replaced(text: str, replaced: str):
+    assert replace_layout(text, "actor.gen", lambda layout: f"new {layout}") == replaced
 
 
 MANUAL = (ROOT / "docs" / "placement.md").read_text()

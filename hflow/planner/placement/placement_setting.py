@@ -9,7 +9,7 @@ either equal, so that their replicas form one group and take turns, or disjoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
@@ -94,6 +94,30 @@ def parse_items(text: str, known: Sequence[str]) -> dict[str, PlacementItem]:
                 )
             item_of[name] = item
     return item_of
+
+
+def replace_layout(text: str, name: str, convert: Callable[[str], str]) -> str:
+    """Return a placement in which one name has another layout; unchanged if it gives the name no layout.
+
+    Args:
+        text: items, separated by blanks.
+        name: of a replica, as `actor.gen`.
+        convert: returns the new layout for the old one.
+
+    Raises:
+        PlanError: for text that is not an item.
+    """
+    return " ".join(replaced for item in _items(text) for replaced in _with_layout(item, name, convert))
+
+
+def _with_layout(item: PlacementItem, name: str, convert: Callable[[str], str]) -> Iterator[str]:
+    if name not in item.names or item.layout is None:
+        yield item.text
+        return
+    others = ",".join(other for other in item.names if other != name)
+    if others:
+        yield f"{others}={item.devices}:{item.layout}"
+    yield f"{name}={item.devices}:{convert(item.layout)}"
 
 
 def devices_of(name: str, items: Mapping[str, PlacementItem], cluster: ClusterSpec) -> Devices:
