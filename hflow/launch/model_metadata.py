@@ -51,6 +51,13 @@ def model_shape(config: RunConfig, graph: Graph, spec: Model) -> ModelShape | No
     return shape
 
 
+def model_family(config: RunConfig, graph: Graph, spec: Model) -> str | None:
+    """Return the `model_type` of a model, or None if neither a checkpoint nor the configuration names it."""
+    source = _architecture(config, graph, spec)
+    family = None if source is None else source[1].get("model_type")
+    return family if isinstance(family, str) else None
+
+
 def model_dtype(config: RunConfig, graph: Graph, spec: Model) -> Literal["fp32", "bf16"]:
     """Return the precision of a model: as configured, else that of its `init_from`, else fp32."""
     dtype = config.models.get(spec.name, ModelConfig()).dtype

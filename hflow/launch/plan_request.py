@@ -12,7 +12,7 @@ from hflow.config.hardware import HardwareKind, read_figures, read_hardware
 from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import Graph, NodeSpec
 from hflow.graph.model import Model
-from hflow.launch.model_metadata import model_dtype, model_shape, overruled_architectures
+from hflow.launch.model_metadata import model_dtype, model_family, model_shape, overruled_architectures
 from hflow.planner.backends import ENGINES, engine_kind
 from hflow.planner.calibration import Calibration, check_device
 from hflow.planner.cluster import device_of, parse_cluster
@@ -159,6 +159,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         num_steps=config.steps,
         models={spec.name: _model(config, graph, spec) for spec in graph.models},
         shapes=_shapes(config, graph),
+        families=_families(config, graph),
         groups=config.groups,
         placement=config.placement,
         schedule=config.schedule,
@@ -202,3 +203,9 @@ def _shapes(config: RunConfig, graph: Graph) -> dict[str, ModelShape]:
     """Return the sizes of the models whose architecture is known."""
     shapes = {spec.name: model_shape(config, graph, spec) for spec in graph.models}
     return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def _families(config: RunConfig, graph: Graph) -> dict[str, str]:
+    """Return the `model_type` of the models whose architecture is known."""
+    families = {spec.name: model_family(config, graph, spec) for spec in graph.models}
+    return {name: family for name, family in families.items() if family is not None}

@@ -182,7 +182,9 @@ class ServedModel:
     config: ModelConfig
     cluster: ClusterSpec
     shape: ModelShape | None
-    """None if the planner does not know the model's family."""
+    """None if the planner does not know the model's family or sizes."""
+    family: str | None
+    """The model's `model_type`; None if neither its checkpoint nor its configuration is at hand."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ class PlanRequest:
     model, or `all`."""
     shapes: Mapping[str, ModelShape] = field(default_factory=dict)
     """Model name -> its sizes. Without them the plan has no memory, seconds or weight slices of a model."""
+    families: Mapping[str, str] = field(default_factory=dict)
+    """Model name -> its `model_type`, also of families that the planner does not know; for messages."""
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Device group -> its devices. Empty: each group that models name gets as many devices as its largest
     layout needs, and groups without a layout share the rest."""

@@ -144,7 +144,12 @@ CANNOT_RUN = [
             "models.actor.architecture.model_type=gpt2",
         ),
         "actor@gen: vllm needs to know the tensors of the model, which the planner knows for llama, mistral, "
-        "qwen2, qwen3 only. Set models.actor.gen.engine=embedded.",
+        "qwen2, qwen3, but not for gpt2. Set models.actor.gen.engine=embedded.",
+    ),
+    (
+        (VLLM, "models.actor.path=nowhere", "models.actor.architecture=null"),
+        "actor@gen: vllm needs to know the tensors of the model, but models.actor has neither a checkpoint "
+        "on this machine nor an architecture. Set models.actor.path or models.actor.architecture.",
     ),
     (
         ("nodes.actor_gen.max_tokens=64", "models.actor.gen.max_model_len=64", "workload.prompt=8"),

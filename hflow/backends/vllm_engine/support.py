@@ -22,10 +22,17 @@ def check(served: ServedModel) -> Iterator[str]:
     replica, shape = served.replica, served.shape
     key = f"models.{replica.model}"
     if shape is None:
-        yield (
-            f"{replica.name}: vllm needs to know the tensors of the model, which the planner knows for "
-            f"{', '.join(FAMILIES)} only. Set {key}.gen.engine=embedded."
-        )
+        need = f"{replica.name}: vllm needs to know the tensors of the model"
+        if served.family is None:
+            yield (
+                f"{need}, but {key} has neither a checkpoint on this machine nor an architecture. Set "
+                f"{key}.path or {key}.architecture."
+            )
+        else:
+            yield (
+                f"{need}, which the planner knows for {', '.join(FAMILIES)}, but not for {served.family}. "
+                f"Set {key}.gen.engine=embedded."
+            )
         return
     if shape.head != "lm":
         yield (

@@ -40,8 +40,10 @@ def choose_engines(
 
 def served_model(replica: Replica, request: PlanRequest) -> ServedModel:
     """Return what the engine of a replica has to serve."""
-    shape = request.shapes.get(replica.model)
-    return ServedModel(replica, request.model(replica.model), request.cluster, shape)
+    name = replica.model
+    return ServedModel(
+        replica, request.model(name), request.cluster, request.shapes.get(name), request.families.get(name)
+    )
 
 
 def _choice(replica: Replica, request: PlanRequest) -> EngineChoice:
