@@ -54,7 +54,19 @@ ENGINE_GAP_MAX = declare("{node}/engine_gap.max", "nats", "largest of these diff
 ENGINE_KL = declare(
     "{node}/engine_kl", "nats", "KL(engine ‖ trainer) per token, with the same weights (estimator k3)"
 )
-NUM_ENGINE_TOKENS = declare("{node}/engine_tokens", "tokens", "tokens that these three compare")
+NUM_ENGINE_TOKENS = declare(
+    "{node}/engine_tokens", "tokens", "tokens that these three compare; 0 if all are of older weights"
+)
+BEHAV_GAP = declare(
+    "{node}/behav_gap",
+    "nats",
+    "mean absolute difference of the engine's and the trainer's log-probs, also of tokens that older weights "
+    "drew",
+)
+BEHAV_GAP_MAX = declare("{node}/behav_gap.max", "nats", "largest of these differences")
+BEHAV_KL = declare(
+    "{node}/behav_kl", "nats", "KL(engine ‖ trainer) per token, also of tokens that older weights drew"
+)
 
 SHARDS = "shards"
 """Subdirectory of a saved model that holds its sharded checkpoint (`ModelBackend.save_shards`)."""

@@ -67,6 +67,11 @@ def test_generation_runs_ahead_within_the_staleness_bound(tmp_path: Path, two_pr
     assert rows[-1]["rollout/accepted"] >= 8 * 4
     assert all(0 <= row["rollout/version"] <= row["step"] for row in rows)
     assert all(0 <= row["busy/trainers"] <= 1.01 and row["busy/engines"] >= 0 for row in rows)
+    for row in rows:  # the engine alone where tokens have the trainer's version, else its part of the whole
+        assert 0 < row["actor_train/behav_gap"] <= row["actor_train/behav_gap.max"]
+        assert ("actor_train/engine_gap" in row) == (row["actor_train/engine_tokens"] > 0)
+        assert row.get("actor_train/engine_gap.max", 0) < 1e-4
+    assert rows[0]["actor_train/engine_tokens"] > 0
 
 
 def assert_published_in_order(summary: RunSummary) -> None:

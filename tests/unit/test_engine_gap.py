@@ -21,6 +21,7 @@ STEP = 5
 BATCH = kit.make_batch(kit.LENGTHS)
 MASK = np.asarray(BATCH.columns["loss_mask"].values)
 NAMES = ("engine_gap", "engine_gap.max", "engine_kl", "engine_tokens")
+OF_ALL = ("behav_gap", "behav_gap.max", "behav_kl")
 READS = [kit.read(f"@{field}", Unit.TOKEN, field) for field in ("behav_logprobs", "versions")]
 SFT = kit.call(lambda out: -out.logprobs, "token", READS, reduce="token-mean", epochs=2)
 """A body that does not use what the engine recorded, so that the gap changes nothing else."""
@@ -44,12 +45,17 @@ def measured(
     """Run a train step; return what it measured of the engine, by the last part of the name."""
     shard = TrainShard(tuple(batch.take(part) for part in rows or [list(range(len(batch)))]))
     metrics = kit.model(**changes).train(call, [shard], STEP)
-    return {name: metrics[name] for name in NAMES if name in metrics}
+    return {name: metrics[name] for name in (*NAMES, *OF_ALL) if name in metrics}
 
 
-def expected(gap: np.ndarray) -> dict[str, float]:
-    values = np.abs(gap).mean(), np.abs(gap).max(), (np.exp(gap) - 1 - gap).mean(), len(gap)
-    return dict(zip(NAMES, map(float, values), strict=True))
+def differences(gap: np.ndarray) -> list[float]:
+    return [float(np.abs(gap).mean()), float(np.abs(gap).max()), float((np.exp(gap) - 1 - gap).mean())]
+
+
+def expected(gap: np.ndarray, of_all: np.ndarray | None = None) -> dict[str, float]:
+    """Return what is measured of tokens with the step's version, and of all; None: they are the same."""
+    same = dict(zip(NAMES, [*differences(gap), len(gap)], strict=True))
+    return same | dict(zip(OF_ALL, differences(gap if of_all is None else of_all), strict=True))
 
 
 def random_gap(seed: int = 0) -> np.ndarray:
@@ -70,7 +76,7 @@ def tokens_of(rows: list[int]) -> np.ndarray:
 def test_tokens_of_the_steps_version_are_compared(max_tokens: int):
     gap = random_gap()
     got = measured(SFT, recorded(gap, MIXED), tokens_per_microbatch=max_tokens)
-    assert got == pytest.approx(expected(gap[MASK & (MIXED == STEP)]), rel=1e-4)
+    assert got == pytest.approx(expected(gap[MASK & (MIXED == STEP)], gap[MASK]), rel=1e-4)
 
 
 def test_only_passes_before_the_first_update_are_compared():
@@ -99,12 +105,15 @@ def test_recomputed_log_probs_are_compared_in_every_minibatch():
         epochs=2,
     )
     got = measured(call, recorded(gap, MIXED).with_columns({"prox_logprobs": prox}), MINIBATCHES)
-    assert got == pytest.approx(expected(gap[MASK & (MIXED == STEP)]), rel=1e-4)
+    assert got == pytest.approx(expected(gap[MASK & (MIXED == STEP)], gap[MASK]), rel=1e-4)
 
 
-def test_stale_tokens_have_no_gap():
-    """Absent, not 0."""
-    assert measured(SFT, recorded(random_gap(), np.where(MASK, STEP - 1, -1))) == {}
+def test_a_batch_of_older_tokens_has_no_gap_of_the_engine():
+    """It is absent, not 0, and the count says why."""
+    gap = random_gap()
+    got = measured(SFT, recorded(gap, np.where(MASK, STEP - 1, -1)))
+    assert got.pop("engine_tokens") == 0
+    assert got == pytest.approx(dict(zip(OF_ALL, differences(gap[MASK]), strict=True)), rel=1e-4)
 
 
 def test_a_node_after_another_writer_of_its_model_is_not_compared():

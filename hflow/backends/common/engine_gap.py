@@ -1,10 +1,11 @@
-"""How far the engine's log-probs are from the trainer's for the same tokens and the same weights.
+"""How far the engine's log-probs are from the trainer's for the same tokens.
 
-An engine draws a token from its own distribution and records its log-prob, `behav`. The trainer's kernels
-and dtype give another number, `theta`, for the same weights. The difference biases a policy's gradient, as if
-the tokens were slightly stale, so each train step measures it. Only tokens that were drawn with the version
-of the weights that the trainer's forward pass used are compared: with `prox="recompute"` or `"metrics"` in
-the pass that computed the proximal log-probs, otherwise in the train step's passes before its first update.
+An engine draws a token from its own distribution and records its log-prob, `behav`. The trainer computes
+another number, `theta`, for two reasons: its weights may be newer than those that drew the token, and its
+kernels and dtype differ. Each train step measures both together (`behav_gap`), and the second alone
+(`engine_gap`), on the tokens that were drawn with the version that the weights of the trainer's forward pass
+have. This is the pass before the step's first update; with `prox="recompute"` or `"metrics"`, the one that
+computed the proximal log-probs.
 """
 
 from __future__ import annotations
@@ -16,8 +17,17 @@ from hflow.algo import kl_k3
 from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.common.prox import PROX, UpdateProgress
-from hflow.backends.interface import ENGINE_GAP, ENGINE_GAP_MAX, ENGINE_KL, NodeCall
+from hflow.backends.interface import (
+    BEHAV_GAP,
+    BEHAV_GAP_MAX,
+    BEHAV_KL,
+    ENGINE_GAP,
+    ENGINE_GAP_MAX,
+    ENGINE_KL,
+    NodeCall,
+)
 from hflow.data.batch_arguments import get_column, to_tensor
+from hflow.metrics import Metric
 from hflow.types import Output
 
 BEHAV, VERSIONS = "behav_logprobs", "versions"
@@ -28,23 +38,30 @@ def add_engine_gap(
 ) -> None:
     """Compare the learned tokens of a micro-batch and add the differences to the metrics.
 
-    Nothing is added for nodes that do not read what the engine recorded, nor if no token can be compared.
+    Nothing is added for nodes that do not read what the engine recorded, nor in passes with other weights
+    than those of the step's start.
     """
     if not {BEHAV, VERSIONS} <= {read.field for read in call.reads}:
         return
     columns = packed.batch.columns
-    drawn_now = np.asarray(columns[VERSIONS].values) == progress.step
-    positions = np.flatnonzero(np.asarray(columns["loss_mask"].values) & drawn_now)
+    positions = np.flatnonzero(np.asarray(columns["loss_mask"].values))
     trainer = _trainer_logprobs(call, output, packed, progress) if len(positions) else None
     if trainer is None:
         return
     chosen = to_tensor(positions, trainer.device)
     theta = trainer[chosen].float()
     behav = to_tensor(get_column(packed.batch, BEHAV).values, trainer.device)[chosen].float()
-    gap = (theta - behav).abs()
-    metrics.add_entries(ENGINE_GAP.suffix, gap)
-    metrics.add_entries(ENGINE_GAP_MAX.suffix, gap)
-    metrics.add_entries(ENGINE_KL.suffix, kl_k3(behav, theta))
+    gap, kl = (theta - behav).abs(), kl_k3(behav, theta)
+    _add(metrics, (BEHAV_GAP, BEHAV_GAP_MAX, BEHAV_KL), gap, kl)
+    same_weights = np.flatnonzero(np.asarray(columns[VERSIONS].values)[positions] == progress.step)
+    if len(same_weights):
+        compared = to_tensor(same_weights, trainer.device)
+        _add(metrics, (ENGINE_GAP, ENGINE_GAP_MAX, ENGINE_KL), gap[compared], kl[compared])
+
+
+def _add(metrics: MetricAccumulator, names: tuple[Metric, Metric, Metric], gap: Tensor, kl: Tensor) -> None:
+    for metric, entries in zip(names, (gap, gap, kl), strict=True):
+        metrics.add_entries(metric.suffix, entries)
 
 
 def _trainer_logprobs(

@@ -17,6 +17,7 @@ from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.common.microbatches import Minibatch
 from hflow.backends.common.prox import UpdateProgress
 from hflow.backends.interface import (
+    BEHAV_GAP,
     ENGINE_GAP,
     GRAD_NORM,
     LEARNING_RATE,
@@ -61,7 +62,7 @@ class StepRecord:
         num_compared = float(self.metrics.num_entries(ENGINE_GAP.suffix))
         sums = {LOSS.suffix: float(self.loss), NUM_ENGINE_TOKENS.suffix: num_compared}
         metrics = self.metrics.finish(group, sums)
-        if not metrics[NUM_ENGINE_TOKENS.suffix]:
+        if BEHAV_GAP.suffix not in metrics:  # nothing that an engine recorded was read
             del metrics[NUM_ENGINE_TOKENS.suffix]
         return metrics | {
             LOSS.suffix: metrics[LOSS.suffix] / num_updates,
