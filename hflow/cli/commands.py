@@ -39,7 +39,9 @@ app.command(
         "plan recipes/grpo.py --dot | dot -Tsvg > plan.svg",
         "plan recipes/grpo.py steps=20 --json > lock.json",
         "plan --diff runs/grpo/latest recipes/grpo.py steps=20",
-    )
+        "plan recipes/grpo.py cluster=h100-2x8 --what-if network=ib-xdr 'batch=128 schedule.max_staleness=4'",
+    ),
+    cls=plan_commands.PlanCommand,
 )(plan_commands.plan)
 
 app.command(

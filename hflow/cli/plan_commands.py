@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from hflow import launch
 from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, split_recipe
 from hflow.cli.exit_codes import DIFFERENT
 from hflow.errors import ConfigError
 from hflow.report.diff_text import render_diff
+from hflow.report.figures_text import render_what_if
 from hflow.report.graph_text import plan_dot, plan_mermaid, render_graph
 from hflow.report.plan_text import render_plan
 from hflow.report.simulation_text import render_simulation
@@ -24,12 +26,33 @@ DIFF = (
     "plan file, a run's directory, or a recipe, to which the KEY=VALUEs apply. The exit code is 1 if they "
     "differ."
 )
+WHAT_IF = (
+    "Plan again with each of these changes, and print seconds, memory and cost beside the base. Several "
+    "KEY=VALUEs in one quotation are one change."
+)
 FORMATS: Mapping[str, Callable[[launch.Compiled], str]] = {
     "--json": launch.plan_file_text,
     "--dot": lambda compiled: plan_dot(compiled.plan),
     "--mermaid": lambda compiled: plan_mermaid(compiled.plan),
 }
 """Option -> the function that writes a plan for other programs."""
+
+
+class PlanCommand(TyperCommand):
+    """`hflow plan`: every argument after `--what-if`, up to the next option, is a change."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give each change an option of its own, as click understands them."""
+        spread, is_change = [], False
+        for arg in args:
+            if arg.startswith("-"):
+                is_change = arg == "--what-if"
+                spread += [] if is_change else [arg]
+            else:
+                spread += ["--what-if", arg] if is_change else [arg]
+        if args and args[-1] == "--what-if":
+            raise ConfigError("--what-if needs a change, such as schedule.max_staleness=4")
+        return super().parse_args(ctx, spread)
 
 
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -52,13 +75,29 @@ def plan(
     diff: Annotated[
         tuple[str, str] | None, typer.Option("--diff", metavar="A B", help=DIFF, show_default=False)
     ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", metavar="'KEY=VALUE' ...", help=WHAT_IF, show_default=False),
+    ] = None,
 ) -> None:
     """Plan a recipe on a cluster: devices, order, data transfers, memory and time. Needs no device."""
     chosen = _at_most_one({"--json": json, "--dot": dot, "--mermaid": mermaid})
+    if diff is not None and what_if:
+        raise ConfigError("--diff and --what-if exclude each other; use one of them")
     if diff is not None:
         if html is not None or chosen not in (None, "--json"):
             raise ConfigError(f"--diff prints text or --json; remove {'--html' if html else chosen}")
         _compare_plans(*diff, *split_recipe(recipe, overrides or []), as_json=chosen is not None)
+    elif what_if:
+        if html is not None or chosen not in (None, "--json"):
+            raise ConfigError(f"--what-if prints text or --json; remove {'--html' if html else chosen}")
+        if recipe is None:
+            raise ConfigError("name a recipe, as in `hflow plan recipes/grpo.py --what-if batch=128`")
+        found = launch.what_if(recipe, overrides or [], what_if)
+        if chosen is None:
+            show(render_what_if(found))
+        else:
+            print_text(dumps(found.to_json(), indent=2))
     elif recipe is not None:
         _show_plan(launch.compile_recipe(recipe, overrides or []), chosen, html)
     else:

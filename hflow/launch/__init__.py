@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hflow.launch.compile import Compiled, check, compile_recipe, compose_recipe, plan
 from hflow.launch.ledger_queries import SAMPLE_COLUMNS, count_samples, samples, why
 from hflow.launch.plan_file import compare_plans, compile_plan_file, compose_plan_file, plan_file_text
+from hflow.launch.what_if import what_if
 from hflow.report.summary import RunSummary
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ __all__ = [
     "serve",
     "simulate",
     "twin",
+    "what_if",
     "why",
 ]
 

@@ -71,7 +71,7 @@ def test_commands_and_options_do_not_change():
     }
     assert surface == {
         "check": ["overrides", "recipe"],
-        "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "overrides", "recipe"],
+        "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "--what-if", "overrides", "recipe"],
         "run": ["--cfg", "--live", "--plain", "--plan", "overrides", "recipe"],
         "serve": ["--api-key", "--engine", "--host", "--model", "--port", "overrides", "target"],
         "simulate": ["--json", "--seed", "--steps", "overrides", "recipe"],
@@ -379,3 +379,60 @@ def test_doctor_names_hflows_own_parts():
     assert found["backend", "torch"].ok
     assert found["engine", "embedded"].ok
     assert all(finding.fix for finding in found.values() if not finding.ok)
+
+
+# ---------------------------------------------------------------------------- plan --what-if
+BIG = ("model@models.actor=qwen2.5-7b", "models.actor.path=null", "models.actor.backend=megatron", "batch=64")
+
+
+def test_what_if_prints_each_change_beside_the_base(monkeypatch, capsys):
+    small = ("cluster=h100-1x8", "schedule.max_concurrent=512", *BIG)
+    changes = ("schedule.max_concurrent=16", "models.actor.layout=d1t4p2", "models.actor.layout=d2t2p2")
+    assert hflow(monkeypatch, "plan", "recipes/grpo.py", *small, "--what-if", *changes, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    base = found["base"]
+    assert (base["cluster"], base["num_devices"]) == ("h100-1x8", 8)
+    hours = base["seconds_per_step"] / 3600
+    assert base["dollars_per_step"] == pytest.approx(base["dollars_per_hour"] * hours)
+    assert base["dollars"] == pytest.approx(280 * base["dollars_per_step"])
+    slower, smaller, _ = found["changes"]
+    assert [row["change"] for row in found["changes"]] == list(changes)
+    assert slower["speed_up"] < 1  # fewer samples in flight
+    expected = base["seconds_per_step"] / slower["figures"]["seconds_per_step"]
+    assert slower["speed_up"] == pytest.approx(expected)
+    assert smaller["figures"]["peak_bytes"] < base["peak_bytes"]
+    assert "actor@train" in {change["subject"] for change in smaller["diff"]["changes"]}
+
+    assert hflow(monkeypatch, "plan", "recipes/grpo.py", *small, "--what-if", *changes) == 0
+    out = capsys.readouterr().out
+    assert "as configured" in out
+    assert all(change in out for change in changes)
+
+
+def test_what_if_names_a_change_that_has_no_plan_and_goes_on(monkeypatch, capsys):
+    changes = ("cluster=h100-1x8 models.actor.layout=d8", "network=ib-xdr")
+    base = ("cluster=h100-2x8", "models.actor.layout=d2t4p2")
+    options = ("recipes/grpo.py", *BIG, *base, "workload.prompt=1024", "workload.response_mean=1024")
+    options = (*options, "nodes.actor_gen.max_tokens=1024", "--what-if", *changes)
+    assert hflow(monkeypatch, "plan", *options) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no plan" in out
+    assert f"{changes[0]}: actor_train needs" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--what-if",), "--what-if needs a change, such as schedule.max_staleness=4"),
+        (("--what-if", "faster"), "--what-if 'faster' is not KEY=VALUE"),
+        (("--what-if", "schedul.queue=4"), "unknown key 'schedul'; did you mean 'schedule'?"),
+        (("--what-if", "batch='4"), "No closing quotation; close the quotation"),
+        (("--what-if", "batch=4", "--dot"), "--what-if prints text or --json; remove --dot"),
+        (("--what-if", "batch=4", "--diff", "a", "b"), "--diff and --what-if exclude each other"),
+    ],
+)
+def test_bad_changes_are_refused_in_one_line(options, message, good: str, monkeypatch, capsys):
+    assert hflow(monkeypatch, "plan", good, *options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1

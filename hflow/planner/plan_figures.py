@@ -1,0 +1,55 @@
+"""`PlanFigures`: what a plan costs, in the few numbers by which plans are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hflow.planner.ir import Plan
+
+SECONDS_PER_HOUR = 3600
+SECONDS_PER_DAY = 24 * SECONDS_PER_HOUR
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """Estimated time, memory and cost of a plan. None: the plan has no figures to estimate it from."""
+
+    cluster: str
+    num_devices: int
+    seconds_per_step: float | None
+    samples_per_second: float | None
+    days: float | None
+    """Of the whole run."""
+    peak_bytes: int | None
+    """Of the fullest device, in the phase that needs most."""
+    memory_bytes: int
+    """Memory of a device."""
+    dollars_per_hour: float | None
+    """Of all devices of the cluster."""
+    dollars_per_step: float | None
+    dollars: float | None
+    """Of the whole run."""
+
+
+def plan_figures(plan: Plan) -> PlanFigures:
+    """Return the figures of a plan. Devices are paid for as long as the run takes, idle or not."""
+    forecast, cluster, stream = plan.forecast, plan.cluster, plan.schedule.streams[0]
+    period = forecast.period if forecast is not None else None
+    seconds = period.seconds if period is not None and period.seconds else None
+    num_steps, num_samples = plan.schedule.num_steps, (stream.batch or 0) * stream.group_size
+    price = plan.hardware.device.dollars_per_hour if plan.hardware is not None else None
+    per_hour = None if price is None else price * cluster.num_devices
+    per_step = None if per_hour is None or seconds is None else per_hour * seconds / SECONDS_PER_HOUR
+    peaks = [phase.total for phase in forecast.memory] if forecast is not None else []
+    return PlanFigures(
+        cluster=cluster.name,
+        num_devices=cluster.num_devices,
+        seconds_per_step=seconds,
+        samples_per_second=None if seconds is None else num_samples / seconds,
+        days=None if seconds is None else num_steps * seconds / SECONDS_PER_DAY,
+        peak_bytes=max(peaks, default=None),
+        memory_bytes=cluster.memory_bytes,
+        dollars_per_hour=per_hour,
+        dollars_per_step=per_step,
+        dollars=None if per_step is None else num_steps * per_step,
+    )

@@ -1,0 +1,83 @@
+"""The outputs of `hflow plan --what-if` and `hflow size`: plans beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from hflow.planner.diff import PlanDiff
+from hflow.planner.plan_figures import PlanFigures
+from hflow.report.formatting import TIMES, bytes_text, count_text, seconds_text, share_text
+from hflow.report.plan_text.section import add_row, dim, number, table, text
+
+if TYPE_CHECKING:
+    from hflow.launch.what_if import WhatIf
+
+UNKNOWN = "-"
+MOST_CHANGES = 3
+"""Number of a plan's own changes that are named under a setting."""
+FOLLOWING = ("replica", "group", "engine")
+"""Topics of a plan's decisions that follow from a setting."""
+
+
+def render_what_if(found: WhatIf) -> RenderableType:
+    """Return a row for the plan as it is, and one for each change."""
+    columns = (
+        number("a step"),
+        number("speed"),
+        number("memory"),
+        number("$ a step"),
+        number("$ of the run"),
+    )
+    shown = table(text("change"), *columns)
+    add_row(shown, dim("as configured"), *_cells(found.base, 1.0))
+    refusals = []
+    for row in found.rows:
+        if row.figures is None:
+            add_row(shown, row.change, Text("no plan", style="red"), *[UNKNOWN] * 4)
+            refusals.append(Text.assemble((f"{row.change}: ", "bold"), row.refusal or ""))
+        else:
+            add_row(shown, row.change, *_cells(row.figures, row.speed_up))
+            for line in _following(row.diff):
+                add_row(shown, dim(f"  {line}"), *[""] * 5)
+    notes = dim("speed: samples trained in the same time, compared with the plan as configured")
+    return Group(shown, Text(""), *refusals, notes)
+
+
+def _cells(figures: PlanFigures, speed_up: float | None) -> Iterator[str]:
+    yield duration_text(figures.seconds_per_step)
+    yield UNKNOWN if speed_up is None else f"{speed_up:.2f} {TIMES}"
+    yield memory_text(figures)
+    yield dollars_text(figures.dollars_per_step)
+    yield dollars_text(figures.dollars)
+
+
+def _following(diff: PlanDiff | None) -> Iterator[str]:
+    """Yield what the plan decided otherwise because of a change, in a few lines."""
+    changes = [change for change in diff.decided if change.topic in FOLLOWING] if diff else []
+    for change in changes[:MOST_CHANGES]:
+        yield f"{change.subject}: {change.before or UNKNOWN} -> {change.after or UNKNOWN}"
+    if len(changes) > MOST_CHANGES:
+        yield f"and {len(changes) - MOST_CHANGES} more; see hflow plan --diff"
+
+
+def duration_text(seconds: float | None) -> str:
+    """Return seconds as text."""
+    return UNKNOWN if seconds is None else seconds_text(seconds)
+
+
+def memory_text(figures: PlanFigures) -> str:
+    """Return the memory of the fullest device, and its share of all."""
+    if figures.peak_bytes is None:
+        return UNKNOWN
+    return f"{bytes_text(figures.peak_bytes)} ({share_text(figures.peak_bytes / figures.memory_bytes)})"
+
+
+def dollars_text(dollars: float | None) -> str:
+    """Return an amount as text."""
+    if dollars is None:
+        return UNKNOWN
+    return f"{dollars:.2f}" if dollars < 100 else count_text(dollars)
