@@ -55,6 +55,11 @@ class BackendTraits:
     """What the data axis shards: nothing (every data rank holds its tensor and pipeline shard whole), the
     optimizer state (Megatron's distributed optimizer), or weights, gradients and optimizer state (FSDP2: the
     first axis of each tensor in equal blocks of rows, of which the last ones may be short or empty)."""
+    overlaps_optimizer: bool = False
+    """Whether the collectives of a sharded optimizer state run beside the passes: gradients are scattered
+    during the last backward pass, new weights gathered during the first forward pass. FSDP always does."""
+    overlaps_tensor: bool = False
+    """Whether sums over tensor ranks run beside products (`tp_comm_overlap` of Transformer Engine)."""
     is_model_parallel: bool = False
     """Whether it has a tensor axis. Without one, replicas grow along the data axis only."""
     has_pipeline_axis: bool = False

@@ -27,25 +27,25 @@ NonNegative = Annotated[StrictFloat, Field(ge=0)]
 class MatmulRate:
     """How fast products of matrices are, by their shape.
 
-    A product of `[m, k]` and `[k, n]` takes `2 m k n / (peak * share * s(m) * s(k) * s(n)) + kernel_us`,
-    where `s(x) = x / (x + half_size)`: small sides leave units of a device unused, and every kernel takes a
-    moment.
+    A product of `[m, k]` and `[k, n]` takes `2 m k n / (peak * share * r(m) * s(k) * s(n)) + kernel_us`.
+    `s(x) = x / (x + half_size)`: short sides of the weights leave units of a device unused.
+    `r(m) = min(1, m / tile_rows)`: the units work on tiles. Every kernel takes a moment besides.
     """
 
     share: Positive
     """Fraction of the data sheet's dense FLOP/s in large products. More than 1 where the sheet is a guess, as
     for CPUs."""
     half_size: NonNegative = 0.0
-    """A side of this length halves the rate."""
+    """A side of the weights of this length halves the rate."""
     kernel_us: NonNegative = 0.0
     """Microseconds that each product takes besides."""
+    tile_rows: Positive = 1.0
+    """Rows of the smallest tile of the matrix units: 64 on Hopper (`wgmma.m64n8k16` of NVIDIA's PTX ISA)."""
 
     def rate(self, rows: float, inner: float, columns: float) -> float:
         """Return the fraction of the data sheet's FLOP/s that a product of this shape reaches."""
-        reached = self.share
-        for size in (rows, inner, columns):
-            reached *= size / (size + self.half_size)
-        return reached
+        sides = inner / (inner + self.half_size) * columns / (columns + self.half_size)
+        return self.share * min(1.0, rows / self.tile_rows) * sides
 
     def seconds(self, rows: float, inner: float, columns: float, peak: float) -> float:
         """Return the seconds of one product of `[rows, inner]` and `[inner, columns]`.
@@ -68,6 +68,12 @@ class MemoryRate:
     """In decoding, which reads weights and the KV cache."""
     stream: Positive
     """In long element-wise kernels: optimizer steps, copies, norms and activation functions."""
+    sharpness: Annotated[StrictFloat, Field(ge=1)] | None = None
+    """Exponent p with which a product of few rows takes `(compute^p + memory^p)^(1/p)` in decoding: 1 if
+    arithmetic and reading weights follow one another. None: the longer of both."""
+    passes: NonNegative = 0.0
+    """How often element-wise kernels read or write all of a layer's hidden states and intermediate
+    activations in a forward pass. A backward pass takes twice as many."""
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -86,7 +92,7 @@ class LinkRate:
 
 @dataclass(frozen=True, config=CHECKED)
 class HostTimes:
-    """Time that the host of a backend or engine takes, in microseconds."""
+    """Time that the host of a backend or engine takes, in microseconds, and rates of its own kernels."""
 
     layer_us: NonNegative = 0.0
     """To launch the kernels of one layer in one pass, forward or backward. The host does this ahead of the
@@ -97,6 +103,10 @@ class HostTimes:
     """Per decode step, added: scheduling, preparing inputs, sampling."""
     sequence_us: NonNegative = 0.0
     """Per running sequence of a decode step, added."""
+    attention: Positive | None = None
+    """Fraction of dense bf16 FLOP/s that its own attention kernels reach; None: `Calibration.attention`."""
+    passes: NonNegative | None = None
+    """As `MemoryRate.passes`, where its kernels are fused in another way; None: that of `MemoryRate`."""
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -135,6 +145,9 @@ class Calibration:
     host: FrozenMapping[str, HostTimes]
     """By training backend and generation engine."""
     transfers: TransferRates
+    overlap_cost: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
+    """Seconds that computation loses for each second of collectives that run beside it, as both need the
+    device's units and memory."""
     is_measured: StrictBool = False
     """Whether it was measured on the user's hardware, rather than shipped with hflow."""
     missed: FrozenMapping[str, NonNegative] = Field(default_factory=dict)
@@ -148,6 +161,10 @@ class Calibration:
             for name in names:
                 if name not in getattr(self, part):
                     raise ValueError(f"{part}.{name} is missing; it has no default")
+
+    def matmul_rate(self, dtype: str) -> MatmulRate:
+        """Return the rate of products in a precision; those without a rate of their own have that of bf16."""
+        return self.matmul.get(dtype, self.matmul["bf16"])
 
 
 def check_device(calibration: Calibration, device: str, key: str) -> None:

@@ -9,6 +9,7 @@ from cost_kit import (
     A100,
     LLAMA_7B,
     LLAMA_70B,
+    NO_LOSS,
     SMALL,
     TOY,
     named,
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from hflow.backends.common.chunked import LOGITS_PER_CHUNK
 from hflow.backends.torch_model.fsdp import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
 from hflow.data.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
-from hflow.planner.calibration import HostTimes
+from hflow.planner.calibration import HostTimes, LinkRate, MatmulRate
 from hflow.planner.cost import transfers
 from hflow.planner.cost.collectives import (
     RankPlacement,
@@ -46,6 +47,7 @@ from hflow.planner.cost.flops import (
     work_of,
 )
 from hflow.planner.cost.generation import DecodePhase, continuous_batching, decode_step, generate
+from hflow.planner.cost.kernels import layer_products
 from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, NETWORK, Part, Rates, node_time, roofline
 from hflow.planner.cost.training import (
     LOGITS_AT_ONCE,
@@ -147,9 +149,83 @@ def test_the_planners_traits_of_the_torch_backend_are_right():
 def test_the_slowest_of_three_bounds():
     rates = Rates.of(TOY, "fp32")
     assert (rates.flops, rates.memory) == (1e12, 1e11)
-    assert roofline("x", 2e12, 1e11, rates) == Part("x", 2.0, COMPUTE)
-    assert roofline("x", 1e12, 3e11, rates) == Part("x", 3.0, MEMORY)
-    assert roofline("x", 1e12, 3e11, rates, host_seconds=4.0) == Part("x", 4.0, LATENCY)
+    assert roofline("x", 2.0, 1.0) == Part("x", 2.0, COMPUTE)
+    assert roofline("x", 1.0, 3.0) == Part("x", 3.0, MEMORY)
+    assert roofline("x", 1.0, 3.0, host=4.0) == Part("x", 4.0, LATENCY)
+    # A soft corner: the square root of 3^2 + 4^2, and their sum.
+    assert roofline("x", 3.0, 4.0, sharpness=2.0) == Part("x", 5.0, MEMORY)
+    assert roofline("x", 3.0, 4.0, sharpness=1.0) == Part("x", 7.0, MEMORY)
+    assert roofline("x", 3.0, 4.0, host=6.0, sharpness=2.0) == Part("x", 6.0, LATENCY)
+
+
+def test_small_products_are_slow():
+    rate = MatmulRate(share=0.8, half_size=100.0, kernel_us=2.0, tile_rows=64)
+    # Sides of 300 and 100 of the weights reach 3/4 and 1/2; 32 rows fill half of a tile.
+    assert rate.rate(1000, 300, 100) == pytest.approx(0.8 * 0.75 * 0.5)
+    assert rate.rate(32, 300, 100) == pytest.approx(0.8 * 0.75 * 0.5 / 2)
+    assert rate.seconds(1000, 300, 100, 1e12) == pytest.approx(2 * 1000 * 300 * 100 / 0.3e12 + 2e-6)
+    assert MatmulRate(1.0).rate(1, 1, 1) == 1
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10_000), st.integers(1, 10_000))
+def test_larger_products_are_no_slower_for_each_flop(rows, inner, columns):
+    rate = MatmulRate(share=0.7, half_size=64.0, kernel_us=3.0, tile_rows=64)
+
+    def per_flop(*sizes):
+        return rate.seconds(*sizes, 1e12) / math.prod(sizes)
+
+    one = per_flop(rows, inner, columns)
+    larger = ((2 * rows, inner, columns), (rows, 2 * inner, columns), (rows, inner, 2 * columns))
+    assert all(per_flop(*sizes) <= one * (1 + 1e-12) for sizes in larger)
+
+
+def test_the_products_of_a_layer_have_its_flops():
+    for shape in (LLAMA_7B, LLAMA_70B, SMALL):
+        parts = layer_products(shape, 10, 2)
+        assert sum(2 * m * k * n for m, k, n in parts) == layer_flops(shape, work(10.0)) / 2
+
+
+def test_other_kernels_of_a_layer_by_hand():
+    # 6 passes over 64 hidden and 128 intermediate numbers of 4 bytes for each of 1000 tokens and 4 layers;
+    # the backward pass takes twice the forward pass.
+    memory = replace(NO_LOSS.memory, passes=6.0, stream=0.5)
+    one = side(hardware=replace(TOY, calibration=replace(NO_LOSS, memory=memory)))
+    seconds = 4 * 6 * 1000 * (64 + 128) * 4 / 0.5e11
+    plain = named(forward(side(), work(1000.0)))["forward"]
+    assert named(forward(one, work(1000.0)))["forward"] == pytest.approx(plain + seconds)
+    both = named(train(side(), work(1000.0), 1))["forward and backward"]
+    assert named(train(one, work(1000.0), 1))["forward and backward"] == pytest.approx(both + 3 * seconds)
+
+
+def test_attention_has_a_rate_of_its_own():
+    slow = side(hardware=replace(TOY, calibration=replace(NO_LOSS, attention=0.25)))
+    amount = work_of([1000], 0, 1)
+    matrices, pairs = 2 * 153_856 * 1000, 4 * attention_flops(SMALL, 1000**2 / 2)
+    assert named(forward(slow, amount))["forward"] == pytest.approx(matrices / 1e12 + pairs / 0.25e12)
+    own = replace(slow, host=HostTimes(attention=0.5))
+    assert named(forward(own, amount))["forward"] == pytest.approx(matrices / 1e12 + pairs / 0.5e12)
+
+
+def test_interleaved_stages_have_a_smaller_bubble():
+    assert bubble(4, 8, 3) == 3 / 24
+
+
+def test_collectives_that_run_beside_computation_still_slow_it_down():
+    calibration = replace(NO_LOSS, overlap_cost=0.5)
+    one = side(LLAMA_7B, "d8", replace(TOY, calibration=calibration), dtype="bf16")
+    free = side(LLAMA_7B, "d8", dtype="bf16")
+    costly, hidden = (named(train(each, work(16_000.0), 1))["all-gather"] for each in (one, free))
+    # One of 33 units is seen whole, and half of the others.
+    assert costly == pytest.approx(hidden * (1 + 0.5 * 32))
+
+
+def test_a_distributed_optimizer_that_overlaps_hides_all_but_a_layer():
+    plain = side(LLAMA_7B, "d4", backend="megatron", dtype="bf16")
+    beside = replace(plain, traits=replace(plain.traits, overlaps_optimizer=True))
+    amount = work(100_000.0)
+    whole, seen = (named(train(each, amount, 1)) for each in (plain, beside))
+    for part in ("reduce-scatter", "all-gather"):
+        assert seen[part] == pytest.approx(whole[part] / 33)
 
 
 def test_what_programs_reach_scales_the_data_sheet():
@@ -228,6 +304,23 @@ def test_racks_of_the_ranks():
     assert RankPlacement.of(range(16), cluster, racked) == RankPlacement(4, 4, 2)
     links = [RankPlacement.of(range(num), cluster, racked).slowest_link(racked) for num in (4, 8, 16)]
     assert links == [racked.intra, racked.rack, racked.inter]
+
+
+def test_the_launch_of_a_collective_is_added_once_for_each_level():
+    calibration = replace(NO_LOSS, intra=LinkRate(1.0, 5.0), inter=LinkRate(0.5, 7.0))
+    slow = replace(TOY, calibration=calibration)
+    assert all_reduce(0, RankPlacement(4, 2), slow).latency == pytest.approx((2 * 1 + 5 + 10 + 7) * 1e-6)
+    assert send(1e9, slow.inter, slow).seconds == pytest.approx(2.0 + 17e-6)
+    assert all_reduce(0, RankPlacement(), slow).seconds == 0
+
+
+@given(st.floats(0, 1e9), st.sampled_from([2, 4, 8]), st.floats(0.1, 1000), st.floats(0, 100))
+def test_ranks_across_machines_are_never_faster(size, num, gb_per_s, latency):
+    hardware = replace(TOY, inter=Link("other", gb_per_s, latency + TOY.intra.latency_us))
+    within = all_reduce(size, RankPlacement(num, 1), hardware).seconds
+    for per_machine in (n for n in (1, 2, 4) if n < num):
+        across = all_reduce(size, RankPlacement(per_machine, num // per_machine), hardware).seconds
+        assert across >= within * (1 - 1e-9)
 
 
 def test_one_rank_sends_nothing():

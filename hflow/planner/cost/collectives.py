@@ -76,7 +76,8 @@ def all_gather(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> Li
     time, share = LinkTime(), num_bytes
     for num, link in _levels(ranks, hardware):
         transfer = (num - 1) / num * share * _seconds_per_byte(link, hardware)
-        time += LinkTime(transfer, math.ceil(math.log2(num)) * link.latency_us * 1e-6)
+        launching = hardware.link_rate(link).launch_us if num > 1 else 0.0
+        time += LinkTime(transfer, (math.ceil(math.log2(num)) * link.latency_us + launching) * 1e-6)
         share /= num
     return time
 
@@ -94,7 +95,8 @@ def all_reduce(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> Li
 
 def send(num_bytes: float, link: Link, hardware: Hardware) -> LinkTime:
     """Return the time of one message between two devices."""
-    return LinkTime(num_bytes * _seconds_per_byte(link, hardware), link.latency_us * 1e-6)
+    latency = link.latency_us + hardware.link_rate(link).launch_us
+    return LinkTime(num_bytes * _seconds_per_byte(link, hardware), latency * 1e-6)
 
 
 def axis_ranks(replica: Replica, axis: int, cluster: ClusterSpec, hardware: Hardware) -> RankPlacement:
@@ -114,7 +116,12 @@ def axis_ranks(replica: Replica, axis: int, cluster: ClusterSpec, hardware: Hard
 
 
 def _seconds_per_byte(link: Link, hardware: Hardware) -> float:
-    return 1 / (link.gb_per_s * 1e9 * hardware.link_rate(link).share)
+    """Return the inverse of a link's rate.
+
+    A link between machines is no faster than that within them: devices reach both over the same bus.
+    """
+    rates = [one.gb_per_s * hardware.link_rate(one).share for one in (link, hardware.intra)]
+    return 1 / (1e9 * (rates[0] if link in (hardware.intra, hardware.host) else min(rates)))
 
 
 def _levels(ranks: RankPlacement, hardware: Hardware) -> Iterator[tuple[float, Link]]:

@@ -20,10 +20,10 @@ from hflow.planner.cost.flops import (
     head_parameters,
     kv_entries,
     layer_parameters,
-    stage_flops,
     token_flops,
     work_of,
 )
+from hflow.planner.cost.kernels import attention_rate, pass_seconds, product_rate
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, Part, roofline
 from hflow.planner.workload import Workload, expected_max, sample_lengths
@@ -78,7 +78,7 @@ def generate(replica: ReplicaCosts, workload: Workload, rollout: RolloutRequest)
     most = max((phase.sequences for phase in phases), default=0)
     full = [phase for phase in phases if phase.sequences >= most / 2]
     tail = [phase for phase in phases if phase.sequences < most / 2]
-    return [*_prefill(replica, prompts), *_decode("decode", replica, full), *_decode("tail", replica, tail)]
+    return [*prefill(replica, prompts), *_decode("decode", replica, full), *_decode("tail", replica, tail)]
 
 
 def sequential_tokens(replica: ReplicaCosts, workload: Workload, rollout: RolloutRequest) -> float:
@@ -138,16 +138,16 @@ def _steady_phase(workload: Workload, rollout: RolloutRequest, engines: int, slo
     return DecodePhase(sum(steps) / engines / slots, slots, slots * (workload.prompt + seen))
 
 
-def _prefill(replica: ReplicaCosts, prompts: Work) -> list[Part]:
+def prefill(replica: ReplicaCosts, prompts: Work) -> list[Part]:
     """Return the seconds of prompts, each computed once for its group, with all pipeline stages busy."""
     layout, num = replica.layout, math.ceil(prompts.rows / PREFILL_TOKENS)
-    flops = stage_flops(replica.shape, prompts, layout.pipe, 1, 1) / layout.tensor
+    compute = pass_seconds(replica, prompts, num, 1, 1)
     weights = num * _weight_bytes(replica) / layout.pipe
     message = prompts.rows / num * replica.shape.hidden * replica.itemsize
     link_time = all_reduce(message, replica.tensor, replica.hardware)
     num_reduces = 2 * replica.shape.num_layers / layout.pipe * num if layout.tensor > 1 else 0
     return [
-        roofline("prefill", flops, weights, replica.rates, num * replica.host_seconds),
+        roofline("prefill", compute, weights / replica.rates.memory, num * replica.host_seconds),
         link_time.times(num_reduces).part("prefill collectives"),
     ]
 
@@ -159,13 +159,13 @@ def _decode(name: str, replica: ReplicaCosts, phases: Sequence[DecodePhase]) -> 
     for phase in phases:
         step = decode_step(replica, phase.sequences, phase.context)
         seconds[step.limit] += step.seconds * phase.num_steps
-        link_time += _decode_collectives(replica, phase.sequences).times(phase.num_steps)
+        link_time += decode_collectives(replica, phase.sequences).times(phase.num_steps)
     limit = max(seconds, key=seconds.__getitem__)
     return [Part(name, sum(seconds.values()), limit), link_time.part(f"{name} collectives")]
 
 
 def decode_step(replica: ReplicaCosts, num_sequences: float, context: float) -> Part:
-    """Return the seconds of one token for every running sequence.
+    """Return the seconds of one token for every running sequence: products, attention, and gaps.
 
     With p stages, p parts of the batch are in the pipeline. A stage reads its weights for each of them, so
     stages divide the arithmetic and the cache, but not the reading of weights.
@@ -176,14 +176,27 @@ def decode_step(replica: ReplicaCosts, num_sequences: float, context: float) -> 
         context: tokens that all of them have together.
     """
     t, p = replica.layout.tensor, replica.layout.pipe
-    flops = token_flops(replica.shape, num_sequences, context) / (t * p)
-    cached = kv_entries(replica.shape, t) * replica.itemsize * context / p
-    step = roofline("decode", flops, _weight_bytes(replica) + cached, replica.rates, p * replica.host_seconds)
-    host = (replica.host.step_us + replica.host.sequence_us * num_sequences) * 1e-6
-    return Part(step.name, step.seconds + host, step.limit if step.seconds >= host else LATENCY)
+    matrices = token_flops(replica.shape, num_sequences, 0) / (t * p)
+    pairs = token_flops(replica.shape, num_sequences, context) / (t * p) - matrices
+    cached = kv_entries(replica.shape, t) * replica.weight_bytes * context / p
+    memory = replica.rates.memory
+    products = roofline(
+        "decode",
+        matrices / product_rate(replica, num_sequences / p, is_captured=True),
+        _weight_bytes(replica) / memory,
+        sharpness=replica.hardware.calibration.memory.sharpness,
+    )
+    attention = roofline("attention", pairs / attention_rate(replica), cached / memory)
+    largest = max(products, attention, key=lambda part: part.seconds)
+    device = products.seconds + attention.seconds
+    launching = p * replica.host_seconds
+    host = replica.host.step_us + replica.host.sequence_us * num_sequences
+    added = (host + replica.host.gap_us * replica.shape.num_layers) * 1e-6
+    is_waiting = max(added, launching) > device
+    return Part("decode", max(device, launching) + added, LATENCY if is_waiting else largest.limit)
 
 
-def _decode_collectives(replica: ReplicaCosts, num_sequences: float) -> LinkTime:
+def decode_collectives(replica: ReplicaCosts, num_sequences: float) -> LinkTime:
     """Return the time of a step's collectives: two all-reduces per layer, and sends between stages."""
     t, p = replica.layout.tensor, replica.layout.pipe
     message = num_sequences / p * replica.shape.hidden * replica.itemsize
@@ -198,4 +211,4 @@ def _decode_collectives(replica: ReplicaCosts, num_sequences: float) -> LinkTime
 def _weight_bytes(replica: ReplicaCosts) -> float:
     """Return the bytes of all stages' matrices on a tensor rank. Few rows of the embedding are read."""
     matrices = replica.shape.num_layers * layer_parameters(replica.shape) + head_parameters(replica.shape)
-    return matrices * replica.itemsize / replica.layout.tensor
+    return matrices * replica.weight_bytes / replica.layout.tensor

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hflow.config.schema import ModelConfig
 from hflow.planner.backends import BackendTraits, traits
-from hflow.planner.calibration import HostTimes
+from hflow.planner.calibration import HostTimes, MatmulRate
 from hflow.planner.cost.collectives import RankPlacement, axis_ranks
 from hflow.planner.cost.roofline import Rates
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import ClusterSpec, Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import DTYPE_BYTES, ModelShape
+
+LOW_BYTES = {"fp8": 1.0, "fp4": 0.5}
+"""Bytes of a weight by precision."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,10 @@ class ReplicaCosts:
     """Ranks that hold the same layers and heads."""
     tensor: RankPlacement
     pipe: RankPlacement
+    low_dtype: Literal["fp8", "fp4"] | None = None
+    """Precision of the matrices, where it is lower than the compute dtype."""
+    virtual_stages: int = 1
+    """Pieces of a pipeline stage that take turns (interleaved pipeline)."""
 
     @classmethod
     def of(
@@ -45,14 +53,34 @@ class ReplicaCosts:
         return cls(shape, config, replica.layout, kind, host, hardware, data, tensor, pipe)
 
     @property
+    def dtype(self) -> str:
+        """The precision of its matrices."""
+        return self.low_dtype or self.config.compute_dtype
+
+    @property
     def rates(self) -> Rates:
-        """Attainable rates of one device in the compute dtype."""
-        return Rates.of(self.hardware, self.config.compute_dtype)
+        """Attainable rates of one device, with large matrices."""
+        return Rates.of(self.hardware, self.dtype)
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of one device's data sheet."""
+        return self.hardware.device.tflops[self.dtype] * 1e12
+
+    @property
+    def matmul(self) -> MatmulRate:
+        """What products of matrices reach of that."""
+        return self.hardware.calibration.matmul_rate(self.dtype)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in the compute dtype."""
+        """Bytes of an activation."""
         return DTYPE_BYTES[self.config.compute_dtype]
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight, and of a number in the KV cache."""
+        return LOW_BYTES[self.low_dtype] if self.low_dtype else self.itemsize
 
     @property
     def token_share(self) -> int:

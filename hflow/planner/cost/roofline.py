@@ -22,15 +22,18 @@ class Rates:
     flops: float
     """FLOP/s."""
     memory: float
-    """Bytes of memory per second."""
+    """Bytes of memory per second in decoding."""
+    stream: float
+    """Bytes of memory per second in copies and element-wise kernels."""
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str) -> Rates:
         """Return the figures of the data sheet times what programs reach of them."""
         device, reached = hardware.device, hardware.calibration
         return cls(
-            flops=device.tflops[dtype] * 1e12 * reached.matmul[dtype].share,
+            flops=device.tflops[dtype] * 1e12 * reached.matmul_rate(dtype).share,
             memory=device.memory_gb_per_s * 1e9 * reached.memory.decode,
+            stream=device.memory_gb_per_s * 1e9 * reached.memory.stream,
         )
 
 
@@ -47,19 +50,24 @@ class Part:
         return Part(self.name, self.seconds * factor, self.limit)
 
 
-def roofline(name: str, flops: float, num_bytes: float, rates: Rates, host_seconds: float = 0.0) -> Part:
-    """Return the seconds of work that computes FLOPs, and reads and writes bytes of memory.
+def roofline(
+    name: str, compute: float, memory: float, host: float = 0.0, sharpness: float | None = None
+) -> Part:
+    """Return the seconds of work that computes while it reads and writes memory, and while the host launches.
 
     Args:
         name: of the part.
-        flops: arithmetic.
-        num_bytes: memory traffic.
-        rates: what the device attains.
-        host_seconds: seconds that the host needs to launch the kernels, which it does ahead of the device.
+        compute: seconds of its arithmetic.
+        memory: seconds of its memory traffic.
+        host: seconds that the host needs to launch the kernels, which it does ahead of the device.
+        sharpness: of the corner between arithmetic and memory (`MemoryRate.sharpness`).
     """
-    seconds = {COMPUTE: flops / rates.flops, MEMORY: num_bytes / rates.memory, LATENCY: host_seconds}
+    seconds = {COMPUTE: compute, MEMORY: memory, LATENCY: host}
     limit = max(seconds, key=seconds.__getitem__)
-    return Part(name, seconds[limit], limit)
+    if sharpness is None:
+        return Part(name, seconds[limit], limit)
+    device = (compute**sharpness + memory**sharpness) ** (1 / sharpness)
+    return Part(name, max(device, host), limit)
 
 
 def node_time(node: str, parts: Iterable[Part]) -> NodeTime:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 
 from hflow.planner.cost.collectives import LinkTime, all_gather, all_reduce, reduce_scatter, send
-from hflow.planner.cost.flops import Work, layer_parameters, stage_flops, stage_parameters
+from hflow.planner.cost.flops import Work, layer_parameters, stage_parameters
+from hflow.planner.cost.kernels import pass_seconds
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.roofline import MEMORY, Part, roofline
 from hflow.planner.weights.sharding import stage_layers
@@ -44,9 +45,11 @@ def train(replica: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
     """
     num_passes = 3 if replica.config.activation_checkpointing else 2
     head_passes = 4 if _recomputes_logits(replica, work) else 3
+    passes = _layer_passes("forward and backward", replica, work, num_passes, head_passes)
+    one_microbatch = passes[0].seconds / num_microbatches(replica, work)
     once = [
-        *_layer_passes("forward and backward", replica, work, num_passes, head_passes),
-        *_distributed_optimizer(replica),
+        *passes,
+        *_distributed_optimizer(replica, one_microbatch, num_passes),
         *_optimizer_step(replica),
     ]
     return [part.times(num_updates) for part in once]
@@ -54,7 +57,7 @@ def train(replica: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
 
 def update(replica: ReplicaCosts) -> list[Part]:
     """Return the seconds of updating every weight by that of another model."""
-    return [Part("update", local_weights(replica) * LERP_BYTES / replica.rates.memory, MEMORY)]
+    return [Part("update", local_weights(replica) * LERP_BYTES / replica.rates.stream, MEMORY)]
 
 
 def local_weights(replica: ReplicaCosts) -> float:
@@ -81,10 +84,11 @@ def _layer_passes(
         head_passes: cost of the output matrix in forward passes.
     """
     num, layer_passes = num_microbatches(replica, work), num_passes + (num_passes > 1)
-    flops = stage_flops(replica.shape, work, replica.layout.pipe, layer_passes, head_passes)
-    weights = num * layer_passes * _stage_bytes(replica)
     compute = roofline(
-        name, flops / replica.layout.tensor, weights, replica.rates, num * num_passes * replica.host_seconds
+        name,
+        pass_seconds(replica, work, num, layer_passes, head_passes),
+        num * layer_passes * _stage_bytes(replica) / replica.rates.memory,
+        num * num_passes * replica.host_seconds,
     )
     all_reduces = _tensor_all_reduces(replica, work, num, num_passes)
     stage_transfers = _stage_sends(replica, work, num, num_passes)
@@ -93,17 +97,26 @@ def _layer_passes(
         compute,
         all_reduces.part("tensor all-reduce"),
         stage_transfers.part("between stages"),
-        Part("pipeline bubble", bubble(replica.layout.pipe, num) * busy, compute.limit),
+        Part(
+            "pipeline bubble",
+            bubble(replica.layout.pipe, num, replica.virtual_stages) * busy,
+            compute.limit,
+        ),
         *_fsdp_collectives(replica, num, num_passes, compute.seconds),
     ]
 
 
-def bubble(num_stages: int, num_microbatches: int) -> float:
-    """Return idle time divided by busy time of a 1F1B pipeline: `(p - 1) / m`.
+def bubble(num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
+    """Return idle time divided by busy time of a 1F1B pipeline: `(p - 1) / (v m)`.
 
     Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", 2.2.
+
+    Args:
+        num_stages: ranks of the pipeline.
+        num_microbatches: of one minibatch.
+        virtual_stages: pieces of each stage that take turns.
     """
-    return (num_stages - 1) / num_microbatches
+    return (num_stages - 1) / (num_microbatches * virtual_stages)
 
 
 def _tensor_all_reduces(replica: ReplicaCosts, work: Work, num: int, num_passes: int) -> LinkTime:
@@ -112,7 +125,9 @@ def _tensor_all_reduces(replica: ReplicaCosts, work: Work, num: int, num_passes:
         return LinkTime()
     first, last = stage_layers(replica.shape.num_layers, replica.layout.pipe)[0]
     message = work.rows / num * replica.shape.hidden * replica.itemsize
-    return all_reduce(message, replica.tensor, replica.hardware).times(num * num_passes * 2 * (last - first))
+    visible = replica.hardware.calibration.overlap_cost if replica.traits.overlaps_tensor else 1.0
+    times = visible * num * num_passes * 2 * (last - first)
+    return all_reduce(message, replica.tensor, replica.hardware).times(times)
 
 
 def _stage_sends(replica: ReplicaCosts, work: Work, num: int, num_passes: int) -> LinkTime:
@@ -138,9 +153,7 @@ def _fsdp_collectives(replica: ReplicaCosts, num: int, num_passes: int, compute:
     )
     scatter = reduce_scatter(numel * GRADIENT_BYTES, replica.data, replica.hardware)
     scatter = scatter.times(num * units if num_passes > 1 else 0)
-    total = gather.seconds + scatter.seconds
-    overlapping = (units - 1) / units
-    visible = max(total * (1 - overlapping), total - compute * overlapping) / total
+    visible = _visible(replica, gather.seconds + scatter.seconds, compute)
     return [gather.times(visible).part("all-gather"), scatter.times(visible).part("reduce-scatter")]
 
 
@@ -150,20 +163,42 @@ def _num_units(replica: ReplicaCosts) -> int:
     return 1 + replica.shape.num_layers // replica.layout.pipe if is_unit else 1
 
 
-def _distributed_optimizer(replica: ReplicaCosts) -> list[Part]:
-    """Return the seconds of scattering gradients to optimizer shards, and gathering new weights from them."""
+def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passes: int) -> list[Part]:
+    """Return the seconds of scattering gradients to optimizer shards, and gathering new weights from them.
+
+    A backend that overlaps them hides gradients behind the last backward pass, and weights behind the first
+    forward pass, but for one layer.
+
+    Args:
+        replica: the replica.
+        pass_seconds: of all passes of one micro-batch.
+        num_passes: passes of a micro-batch through a layer.
+    """
     if replica.traits.sharded_over_data != "optimizer" or replica.layout.data == 1:
         return []
     numel = stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor
-    return [
-        reduce_scatter(numel * GRADIENT_BYTES, replica.data, replica.hardware).part("reduce-scatter"),
-        all_gather(numel * replica.itemsize, replica.data, replica.hardware).part("all-gather"),
-    ]
+    scatter = reduce_scatter(numel * GRADIENT_BYTES, replica.data, replica.hardware)
+    gather = all_gather(numel * replica.itemsize, replica.data, replica.hardware)
+    if replica.traits.overlaps_optimizer:
+        first = pass_seconds / (num_passes + 1)
+        scatter = scatter.times(_visible(replica, scatter.seconds, pass_seconds - first))
+        gather = gather.times(_visible(replica, gather.seconds, first))
+    return [scatter.part("reduce-scatter"), gather.part("all-gather")]
+
+
+def _visible(replica: ReplicaCosts, seconds: float, computing: float) -> float:
+    """Return the fraction of collectives that layers of a computation do not hide: at least one layer's.
+
+    What they hide slows them down (`Calibration.overlap_cost`).
+    """
+    others = (_num_units(replica) - 1) / _num_units(replica)
+    visible = max(1 - others, 1 - computing * others / seconds)
+    return visible + replica.hardware.calibration.overlap_cost * (1 - visible)
 
 
 def _optimizer_step(replica: ReplicaCosts) -> list[Part]:
     norm = all_reduce(GRADIENT_BYTES, replica.data, replica.hardware)
-    stepping = local_weights(replica) * ADAMW_BYTES / replica.rates.memory
+    stepping = local_weights(replica) * ADAMW_BYTES / replica.rates.stream
     return [norm.part("gradient norm"), Part("optimizer", stepping, MEMORY)]
 
 

@@ -58,7 +58,7 @@ def load_weights(
         return []
     needed = (route.moved_bytes + route.held_bytes) / replica.layout.world
     num_copies = 2 if route.delta else 1
-    copy = Part("copy", num_copies * 2 * needed / replica.rates.memory, MEMORY)
+    copy = Part("copy", num_copies * 2 * needed / replica.rates.stream, MEMORY)
     return [*_arrival(route, replica, ranks, network, needed), copy]
 
 
@@ -97,9 +97,9 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
     the memory of the host. With `delta` they are compared with those that were sent last.
     """
     sent_bytes = route.moved_bytes / engine.layout.data / source.layout.world
-    parts = [Part("copy", 2 * sent_bytes / source.rates.memory, MEMORY)]
+    parts = [Part("copy", 2 * sent_bytes / source.rates.stream, MEMORY)]
     if route.delta:
-        parts.append(Part("comparison", 2 * sent_bytes / source.rates.memory, MEMORY))
+        parts.append(Part("comparison", 2 * sent_bytes / source.rates.stream, MEMORY))
     if route.transport not in ("collective", "ipc"):
         parts += _over_pcie(sent_bytes, source)
     if route.transport == "disk":

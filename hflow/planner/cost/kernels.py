@@ -1,0 +1,95 @@
+"""Rates of a layer's kernels by shape: products of matrices, attention, and everything else.
+
+A model's FLOPs take longer on small matrices than on large ones (`MatmulRate`), attention reaches another
+rate than products, and norms, activation functions, rotary embeddings and residuals are bound by memory.
+Source of the split: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models",
+and the roofline of each kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hflow.planner.cost.flops import Work, stage_flops
+from hflow.planner.cost.replica_costs import ReplicaCosts
+from hflow.planner.model_shape import ModelShape
+from hflow.planner.weights.sharding import stage_layers
+
+Product = tuple[float, float, float]
+"""Rows, inner size and columns of a product of matrices."""
+
+
+def layer_products(shape: ModelShape, rows: float, num_tensor_ranks: int) -> tuple[Product, ...]:
+    """Return the products of one layer's forward pass on a tensor rank.
+
+    They are queries, keys and values in one; the attention's output; gate and up in one; and down.
+
+    Args:
+        shape: the model.
+        rows: tokens.
+        num_tensor_ranks: ranks that divide heads and the intermediate size.
+    """
+    t = num_tensor_ranks
+    heads = shape.num_heads * shape.head_dim / t
+    keys = max(1, shape.num_kv_heads / t) * shape.head_dim
+    intermediate = shape.intermediate / t
+    return (
+        (rows, shape.hidden, heads + 2 * keys),
+        (rows, heads, shape.hidden),
+        (rows, shape.hidden, 2 * intermediate),
+        (rows, intermediate, shape.hidden),
+    )
+
+
+def product_rate(replica: ReplicaCosts, rows: float, is_captured: bool = False) -> float:
+    """Return the FLOP/s of a layer's products with some rows on one rank.
+
+    Args:
+        replica: the replica.
+        rows: tokens.
+        is_captured: whether a CUDA graph launches them, so that a kernel takes no time besides
+            (`HostTimes.gap_us`).
+    """
+    peak = replica.peak_flops
+    rate = replace(replica.matmul, kernel_us=0.0) if is_captured else replica.matmul
+    products = layer_products(replica.shape, max(rows, 1.0), replica.layout.tensor)
+    flops = sum(2 * rows * inner * columns for rows, inner, columns in products)
+    return flops / sum(rate.seconds(*product, peak) for product in products)
+
+
+def attention_rate(replica: ReplicaCosts) -> float:
+    """Return the FLOP/s of attention kernels on one device, which run in the compute dtype."""
+    reached = replica.host.attention or replica.hardware.calibration.attention
+    return replica.hardware.device.tflops[replica.config.compute_dtype] * 1e12 * reached
+
+
+def elementwise_bytes(replica: ReplicaCosts, rows: float) -> float:
+    """Return the memory traffic of one layer's other kernels in a forward pass on one rank."""
+    width = replica.shape.hidden / replica.token_share + replica.shape.intermediate / replica.layout.tensor
+    passes = replica.host.passes
+    if passes is None:
+        passes = replica.hardware.calibration.memory.passes
+    return passes * rows * width * replica.itemsize
+
+
+def pass_seconds(replica: ReplicaCosts, work: Work, num: int, layer_passes: int, head_passes: int) -> float:
+    """Return the seconds of all kernels of the heaviest stage.
+
+    Args:
+        replica: the replica.
+        work: of a rank.
+        num: micro-batches.
+        layer_passes: as `stage_flops`.
+        head_passes: as `stage_flops`.
+    """
+    shape, layout = replica.shape, replica.layout
+    all_flops = stage_flops(shape, work, layout.pipe, layer_passes, head_passes) / layout.tensor
+    no_pairs = replace(work, squares=0.0)
+    products = stage_flops(shape, no_pairs, layout.pipe, layer_passes, head_passes) / layout.tensor
+    first, last = stage_layers(shape.num_layers, layout.pipe)[0]
+    others = layer_passes * (last - first) * elementwise_bytes(replica, work.rows)
+    return (
+        products / product_rate(replica, work.rows / num)
+        + (all_flops - products) / attention_rate(replica)
+        + others / replica.rates.stream
+    )
