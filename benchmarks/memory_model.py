@@ -44,10 +44,11 @@ from hflow.data.batch import Batch, Column
 from hflow.dsl import bind
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Read
+from hflow.planner.architectures import read_shape
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.memory import memory_phases
-from hflow.planner.model_shape import num_parameters, read_shape
+from hflow.planner.model_shape import num_parameters
 from hflow.planner.request import PlanRequest
 from hflow.types import Unit
 

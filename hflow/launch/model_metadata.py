@@ -15,8 +15,9 @@ from hflow.config import ModelConfig, RunConfig
 from hflow.errors import ConfigError, PlanError
 from hflow.graph.ir import Graph
 from hflow.graph.model import Model
+from hflow.planner.architectures import ONLY_PLANNED, read_shape
 from hflow.planner.backends import BACKENDS, traits
-from hflow.planner.model_shape import ModelShape, read_shape
+from hflow.planner.model_shape import ModelShape
 
 SIZES = (
     "hidden_size",
@@ -126,10 +127,10 @@ def _check_heads(shape: ModelShape) -> None:
 
 
 def _check_family(config: RunConfig, name: str, location: str, architecture: Mapping[str, Any]) -> None:
-    """Check that the backend builds models of this family."""
+    """Check that the backend builds models of this family, or that it is one that is only planned."""
     backend, family = config.models.get(name, ModelConfig()).backend, architecture.get("model_type")
     families = traits(backend).families
-    if families is not None and isinstance(family, str) and family not in families:
+    if families is not None and isinstance(family, str) and family not in (*families, *ONLY_PLANNED):
         raise ConfigError(
             f"{location}: the {backend} backend does not build model_type {family!r} (it builds "
             f"{', '.join(families)}); set models.{name}.backend={_backend_of_any_family()}"

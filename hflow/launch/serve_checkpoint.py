@@ -27,9 +27,9 @@ from hflow.endpoint.requests import CompletionRequest, RequestRefused
 from hflow.endpoint.server import EndpointServer, base_url
 from hflow.errors import ConfigError, DataError, RecipeError, RunError
 from hflow.launch.served_checkpoint import ServedCheckpoint
+from hflow.planner.architectures import read_shape
 from hflow.planner.backends import ENGINES, engine_kind
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import read_shape
 from hflow.types import Trajectory
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine

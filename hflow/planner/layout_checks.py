@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from hflow.errors import PlanError
 from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import ModelShape, TensorSpec, layer_template, other_tensors
+from hflow.planner.model_shape import ModelShape, TensorSpec, kinds_of_layers, other_tensors
 from hflow.planner.request import PlanRequest
 from hflow.planner.weights.sharding import can_split
 
 _SPLIT_TENSORS = {
     "model.layers.{}.self_attn.q_proj.weight": "{} heads",
+    "model.layers.{}.self_attn.q_b_proj.weight": "{} heads",
     "model.layers.{}.self_attn.k_proj.weight": "{} key-value heads",
     "model.layers.{}.mlp.gate_proj.weight": "an intermediate size of {}",
+    "model.layers.{}.mlp.experts.gate_proj.weight": "experts with an intermediate size of {}",
+    "model.layers.{}.mlp.shared_experts.gate_proj.weight": "shared experts with an intermediate size of {}",
     "model.embed_tokens.weight": "a vocabulary of {}",
 }
 """One tensor for each kind of unit that the tensor axis splits, and the text for its units."""
@@ -62,8 +66,9 @@ def _check(replica: Replica, shape: ModelShape, backend: BackendTraits) -> None:
 
 
 def _split_tensors(shape: ModelShape) -> list[tuple[TensorSpec, str]]:
-    specs = {spec.name: spec for spec in (*layer_template(shape), *other_tensors(shape))}
-    return [(specs[name], units) for name, units in _SPLIT_TENSORS.items()]
+    kinds = kinds_of_layers(shape)
+    specs = {spec.name: spec for spec in (*chain.from_iterable(kinds), *other_tensors(shape))}
+    return [(specs[name], units) for name, units in _SPLIT_TENSORS.items() if name in specs]
 
 
 def _nearest_layout(layout: Layout, fits_tensor: Sequence[int], fits_pipe: Sequence[int]) -> Layout:

@@ -1,28 +1,86 @@
 """`ModelShape`: the sizes of a decoder-only transformer, and the list of its tensors.
 
-Names and shapes are those of Hugging Face checkpoints (Llama, Mistral, Qwen2 and Qwen3 families). Plans refer
-to checkpoint tensors only, even if a backend fuses or pads them.
+Names and shapes are those of Hugging Face checkpoints. Plans refer to checkpoint tensors only, even if a
+backend fuses or pads them. The experts of a layer are listed as one stacked tensor `[N, ...]` for each of
+their matrices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from itertools import groupby
 
-from hflow.errors import PlanError
+LEFT_OUT_BY_DEFAULT = {"left_out_by_default": True}
+"""Metadata of a field that the rows of a plan lack where it has its default (`planner/serialise.py`)."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Layers whose MLP is a mixture of experts: a router chooses `per_token` of `num` experts."""
+
+    num: int
+    per_token: int
+    intermediate: int
+    """Rows of one expert's matrices."""
+    shared: int = 0
+    """Rows of the experts that every token passes, all together."""
+    first: int = 0
+    """The first layer with experts; those before it have a dense MLP."""
+    step: int = 1
+    """Every `step`-th layer has experts: those with `(layer + 1) % step == 0`."""
+    has_bias: bool = False
+    """Whether the experts' matrices have biases."""
+    has_router_bias: bool = False
+    """Whether the router adds a number for each expert, such as DeepSeek's balance correction."""
+
+    def are_in(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
+        return layer >= self.first and (layer + 1) % self.step == 0
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values are projected from one small vector per token.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. The cache holds `kv_rank + rope` entries per token.
+    """
+
+    q_rank: int | None
+    """Size of the vector that queries are projected from; None: they are projected from the hidden state."""
+    kv_rank: int
+    nope: int
+    """Part of a query's and key's size without a rotary embedding."""
+    rope: int
+    """Part of it with one, which all heads share in keys."""
+    value: int
+    """Size of a head's value."""
+
+    @property
+    def cached(self) -> int:
+        """Entries that the cache holds for a token, in one layer."""
+        return self.kv_rank + self.rope
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Layers that attend to the last tokens only."""
+
+    tokens: int
+    full_every: int
+    """Layers with `(layer + 1) % full_every == 0` attend to all tokens."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of one model with its head.
 
-    Axes: D hidden, V vocabulary, F intermediate, H heads, K key-value heads, E head size.
+    Axes: D hidden, V vocabulary, F intermediate, H heads, K key-value heads, E head size, N experts.
     """
 
     family: str
-    """`model_type` of the HF config: `llama`, `mistral`, `qwen2`, `qwen3`."""
+    """`model_type` of the HF config, such as `qwen3`."""
     num_layers: int
     hidden: int
     intermediate: int
@@ -39,6 +97,18 @@ class ModelShape:
     has_qk_norm: bool = False
     head: str = "lm"
     """`lm`: an output matrix `[V, D]`; `value` and `score`: a vector `[1, D]` in its place."""
+    experts: Experts | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
+    latent: LatentAttention | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
+    """None: keys and values of all heads. With it, `head_dim` is the size of a query."""
+    window: SlidingWindow | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
+    has_post_norms: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
+    """Whether the outputs of attention and MLP are normalised as well as their inputs (Gemma)."""
+    has_sinks: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
+    """Whether each head has a learned weight for attending to nothing (gpt-oss)."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer's MLP is a mixture of experts."""
+        return self.experts is not None and self.experts.are_in(layer)
 
 
 @dataclass(frozen=True)
@@ -62,6 +132,8 @@ class TensorSpec:
     heads)."""
     may_pad: bool = False
     """Whether a backend may pad the axis to a multiple of its ranks (vocabulary)."""
+    num_experts: int = 1
+    """Number of experts that the first axis stacks; 1: the tensor is not one of experts."""
 
     @property
     def numel(self) -> int:
@@ -72,62 +144,8 @@ class TensorSpec:
         return count
 
 
-_LLAMA: Mapping[str, int | None] = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "vocab_size": 32000,
-}
-_QWEN2 = {**_LLAMA, "intermediate_size": 22016, "num_key_value_heads": 32, "vocab_size": 151936}
-
-FAMILIES: Mapping[str, Mapping[str, int | None]] = {
-    "llama": _LLAMA,
-    "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
-    "qwen2": _QWEN2,
-    "qwen3": {**_QWEN2, "head_dim": 128},
-}
-"""`model_type`s whose checkpoints have the tensors that `tensors` lists, with transformers' defaults for keys
-that a config lacks. None: as many key-value heads as heads; D / H for the head size."""
-
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 """Bytes of one entry by dtype."""
-
-
-def read_shape(config: Mapping[str, Any], head: str = "lm") -> ModelShape | None:
-    """Return the sizes in an HF `config.json`, or None for a family that the planner does not know.
-
-    Args:
-        config: the mapping with `model_type`; missing keys have the family's defaults.
-        head: `lm`, `value` or `score`.
-
-    Raises:
-        PlanError: for a size that is not a whole number of at least 1.
-    """
-    family = config.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        return None
-    sizes = _sizes(family, config)
-    num_heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-    attention_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias", False))
-    return ModelShape(
-        family=family,
-        num_layers=sizes["num_hidden_layers"],
-        hidden=hidden,
-        intermediate=sizes["intermediate_size"],
-        num_heads=num_heads,
-        num_kv_heads=sizes.get("num_key_value_heads", num_heads),
-        head_dim=sizes.get("head_dim", hidden // num_heads),
-        vocab=sizes["vocab_size"],
-        is_tied=head == "lm" and bool(config.get("tie_word_embeddings", False)),
-        has_qkv_bias=family == "qwen2" or attention_bias,
-        has_out_bias=attention_bias,
-        has_mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
-        has_qk_norm=family == "qwen3",
-        head=head,
-    )
 
 
 @lru_cache
@@ -155,9 +173,23 @@ def layer_tensors(shape: ModelShape, layer: int) -> tuple[TensorSpec, ...]:
 
 
 @lru_cache
-def layer_template(shape: ModelShape) -> tuple[TensorSpec, ...]:
-    """Return the tensors of any layer, with `{}` for the layer index in their names."""
-    return tuple(_layer(shape, "{}", 0))
+def layer_template(shape: ModelShape, layer: int = 0) -> tuple[TensorSpec, ...]:
+    """Return the tensors of a layer, with `{}` for its index in their names."""
+    return tuple(replace(spec, layer=0) for spec in _layer(shape, "{}", layer))
+
+
+def equal_layers(shape: ModelShape, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield `[first, last)` of each run of layers with the same tensors, as far as they are in a range."""
+    for _, run in groupby(range(first, last), key=shape.has_experts):
+        layers = list(run)
+        yield layers[0], layers[-1] + 1
+
+
+@lru_cache
+def kinds_of_layers(shape: ModelShape) -> tuple[tuple[TensorSpec, ...], ...]:
+    """Return the different templates of the model's layers."""
+    first_of_kind = {shape.has_experts(layer): layer for layer in reversed(range(shape.num_layers))}
+    return tuple(layer_template(shape, layer) for layer in sorted(first_of_kind.values()))
 
 
 @lru_cache
@@ -166,26 +198,64 @@ def other_tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
     return tensors(replace(shape, num_layers=0))
 
 
+def mlp_rows(shape: ModelShape, layer: int) -> int:
+    """Return the rows of F that one token passes in a layer's MLP, over all experts that compute with it."""
+    experts = shape.experts
+    if experts is None or not experts.are_in(layer):
+        return shape.intermediate
+    return experts.per_token * experts.intermediate + experts.shared
+
+
+def cached_tokens(shape: ModelShape, length: float) -> float:
+    """Return the tokens of a sequence whose keys and values a layer's cache holds, as the mean over layers.
+
+    A layer with a window keeps the last tokens only.
+    """
+    if shape.window is None:
+        return length
+    num_full = shape.num_layers // shape.window.full_every
+    windowed = min(length, shape.window.tokens)
+    return (num_full * length + (shape.num_layers - num_full) * windowed) / shape.num_layers
+
+
 def num_parameters(shape: ModelShape) -> int:
     """Return the number of parameters of the whole model."""
-    in_layer = sum(spec.numel for spec in layer_template(shape))
-    return shape.num_layers * in_layer + sum(spec.numel for spec in other_tensors(shape))
+    layers = sum(
+        (last - first) * sum(spec.numel for spec in layer_template(shape, first))
+        for first, last in equal_layers(shape, 0, shape.num_layers)
+    )
+    return layers + sum(spec.numel for spec in other_tensors(shape))
 
 
-def _sizes(family: str, config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes that are known, by their HF names."""
-    sizes = {key: config.get(key, default) for key, default in FAMILIES[family].items()}
-    for key, size in sizes.items():
-        may_lack = key in ("num_key_value_heads", "head_dim") and size is None
-        if not may_lack and (not isinstance(size, int) or size < 1):
-            raise PlanError(
-                f"architecture {family!r}: {key} is {size!r}; it must be a whole number of at least 1"
-            )
-    return {key: size for key, size in sizes.items() if size is not None}
+def active_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters that compute with one token: of the experts, those chosen for it.
+
+    The output matrix counts, even if it is the embedding. The embedding does not, as a token reads one row.
+    """
+    inactive = sum(
+        (last - first) * spec.numel // spec.num_experts * (spec.num_experts - shape.experts.per_token)
+        for first, last in equal_layers(shape, 0, shape.num_layers)
+        for spec in layer_template(shape, first)
+        if shape.experts is not None and spec.num_experts > 1
+    )
+    embedding = 0 if shape.is_tied else shape.vocab * shape.hidden
+    return num_parameters(shape) - inactive - embedding
 
 
 def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
     prefix = f"model.layers.{index}."
+    yield from _latent_attention(shape, prefix, layer) if shape.latent else _attention(shape, prefix, layer)
+    if shape.has_experts(layer):
+        yield from _expert_mlp(shape, f"{prefix}mlp.", layer)
+    else:
+        yield from _mlp(shape, f"{prefix}mlp.", shape.intermediate, layer)
+    norms = ("input_layernorm", "post_attention_layernorm")
+    post_norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if shape.has_post_norms else ()
+    for name in (*norms, *post_norms):
+        yield TensorSpec(f"{prefix}{name}.weight", (shape.hidden,), layer, "layer")
+
+
+def _attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
     d, e = shape.hidden, shape.head_dim
     heads, kv = shape.num_heads, shape.num_kv_heads
     for name, units, may_repeat in (("q", heads, False), ("k", kv, True), ("v", kv, True)):
@@ -196,19 +266,60 @@ def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{prefix}self_attn.o_proj.weight", (d, heads * e), layer, "layer", 1, heads)
     if shape.has_out_bias:
         yield TensorSpec(f"{prefix}self_attn.o_proj.bias", (d,), layer, "layer")
+    if shape.has_sinks:
+        yield TensorSpec(f"{prefix}self_attn.sinks", (heads,), layer, "layer", 0, heads)
     if shape.has_qk_norm:
         yield TensorSpec(f"{prefix}self_attn.q_norm.weight", (e,), layer, "layer")
         yield TensorSpec(f"{prefix}self_attn.k_norm.weight", (e,), layer, "layer")
-    f = shape.intermediate
+
+
+def _latent_attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
+    """Yield DeepSeek's matrices. Tensor ranks divide those that have heads, and repeat the others."""
+    latent, d, heads = shape.latent, shape.hidden, shape.num_heads
+    assert latent is not None
+    at, queries = f"{prefix}self_attn.", heads * (latent.nope + latent.rope)
+    if latent.q_rank is None:
+        yield TensorSpec(f"{at}q_proj.weight", (queries, d), layer, "layer", 0, heads)
+    else:
+        yield TensorSpec(f"{at}q_a_proj.weight", (latent.q_rank, d), layer, "layer")
+        yield TensorSpec(f"{at}q_a_layernorm.weight", (latent.q_rank,), layer, "layer")
+        yield TensorSpec(f"{at}q_b_proj.weight", (queries, latent.q_rank), layer, "layer", 0, heads)
+    yield TensorSpec(f"{at}kv_a_proj_with_mqa.weight", (latent.cached, d), layer, "layer")
+    yield TensorSpec(f"{at}kv_a_layernorm.weight", (latent.kv_rank,), layer, "layer")
+    keys_and_values = heads * (latent.nope + latent.value)
+    yield TensorSpec(f"{at}kv_b_proj.weight", (keys_and_values, latent.kv_rank), layer, "layer", 0, heads)
+    yield TensorSpec(f"{at}o_proj.weight", (d, heads * latent.value), layer, "layer", 1, heads)
+
+
+def _mlp(shape: ModelShape, prefix: str, intermediate: int, layer: int) -> Iterator[TensorSpec]:
+    d, f = shape.hidden, intermediate
     for name in ("gate", "up"):
-        yield TensorSpec(f"{prefix}mlp.{name}_proj.weight", (f, d), layer, "layer", 0, f)
+        yield TensorSpec(f"{prefix}{name}_proj.weight", (f, d), layer, "layer", 0, f)
         if shape.has_mlp_bias:
-            yield TensorSpec(f"{prefix}mlp.{name}_proj.bias", (f,), layer, "layer", 0, f)
-    yield TensorSpec(f"{prefix}mlp.down_proj.weight", (d, f), layer, "layer", 1, f)
+            yield TensorSpec(f"{prefix}{name}_proj.bias", (f,), layer, "layer", 0, f)
+    yield TensorSpec(f"{prefix}down_proj.weight", (d, f), layer, "layer", 1, f)
     if shape.has_mlp_bias:
-        yield TensorSpec(f"{prefix}mlp.down_proj.bias", (d,), layer, "layer")
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield TensorSpec(f"{prefix}{name}.weight", (d,), layer, "layer")
+        yield TensorSpec(f"{prefix}down_proj.bias", (d,), layer, "layer")
+
+
+def _expert_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
+    """Yield the router, the experts and the shared experts. Tensor ranks divide the rows of every expert."""
+    experts, d = shape.experts, shape.hidden
+    assert experts is not None
+    n, f = experts.num, experts.intermediate
+    yield TensorSpec(f"{prefix}gate.weight", (n, d), layer, "layer")
+    if experts.has_router_bias:
+        yield TensorSpec(f"{prefix}gate.bias", (n,), layer, "layer")
+    for name in ("gate", "up"):
+        at = f"{prefix}experts.{name}_proj."
+        yield TensorSpec(at + "weight", (n, f, d), layer, "layer", 1, f, num_experts=n)
+        if experts.has_bias:
+            yield TensorSpec(at + "bias", (n, f), layer, "layer", 1, f, num_experts=n)
+    yield TensorSpec(f"{prefix}experts.down_proj.weight", (n, d, f), layer, "layer", 2, f, num_experts=n)
+    if experts.has_bias:
+        yield TensorSpec(f"{prefix}experts.down_proj.bias", (n, d), layer, "layer", num_experts=n)
+    if experts.shared:
+        yield from _mlp(shape, f"{prefix}shared_experts.", experts.shared, layer)
 
 
 def _head(shape: ModelShape) -> Iterator[TensorSpec]:

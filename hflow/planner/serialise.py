@@ -59,7 +59,11 @@ def to_plain(value: Any) -> Any:
 
 
 def _field_values(value: DataclassInstance) -> dict[str, Any]:
-    return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {
+        field.name: to_plain(getattr(value, field.name))
+        for field in dataclasses.fields(value)
+        if not (field.metadata.get("left_out_by_default") and getattr(value, field.name) == field.default)
+    }
 
 
 def plan_digest(plan: Plan) -> str:

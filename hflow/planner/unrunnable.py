@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hflow.graph.ir import Level, Node, NodeSpec
+from hflow.planner.architectures import FAMILIES, can_run
 from hflow.planner.backends import (
     BACKENDS,
     engine_kind,
@@ -43,6 +44,7 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             yield from _length_reasons(node.spec, request)
         if node.spec.verb == "generate" and plan.graph.stream(node.stream).parent is not None:
             yield from _derived_stream_reasons(node, plan)
+    yield from _family_reasons(plan)
     for replica in plan.replicas:
         yield from _layout_reasons(replica, workers)
         if replica.role == "gen":
@@ -54,6 +56,16 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             "workers=inproc is one process and cannot use several machines. Set workers=ray, or a cluster of "
             "one machine."
         )
+
+
+def _family_reasons(plan: Plan) -> Iterator[str]:
+    """Yield the models of families that no backend builds yet."""
+    for model, shape in plan.shapes:
+        if not can_run(shape):
+            yield (
+                f"models.{model} is of family {shape.family}, which can be planned but not run yet. Use a "
+                f"model of family {', '.join(FAMILIES)}."
+            )
 
 
 def _layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:

@@ -15,8 +15,8 @@ from hflow.backends.interface import RankPosition
 from hflow.data.batch import Batch
 from hflow.data.shared_prefix import share_prefixes
 from hflow.errors import PlanError
+from hflow.planner.architectures import FAMILIES
 from hflow.planner.backends import BACKENDS, ENGINES, descriptor, training_backend, traits
-from hflow.planner.model_shape import FAMILIES
 
 
 def rows_computed(backend: str, batch: Batch) -> int:

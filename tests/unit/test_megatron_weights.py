@@ -27,9 +27,10 @@ from hflow.backends.megatron.hf_mapping import (
 from hflow.backends.megatron.model_dims import ModelDims, check_split, read_dims
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import BackendError
+from hflow.planner.architectures import read_shape
 from hflow.planner.backends import traits
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import read_shape, tensors
+from hflow.planner.model_shape import tensors
 from hflow.planner.weights.sharding import rank_tensors
 from hflow.types.tensor_slices import Box
 

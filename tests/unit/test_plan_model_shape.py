@@ -14,17 +14,21 @@ from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.backends.torch_model.weight_export import _num_held
 from hflow.errors import PlanError
+from hflow.planner.architectures import FAMILIES, read_shape
 from hflow.planner.backends import traits
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import (
-    FAMILIES,
     TensorSpec,
+    active_parameters,
+    cached_tokens,
+    equal_layers,
+    kinds_of_layers,
     layer_template,
     layer_tensors,
     num_parameters,
-    read_shape,
     tensors,
 )
+from hflow.planner.serialise import to_plain
 from hflow.planner.weights.sharding import is_on_stage, rank_box, rank_tensors, stage_layers, tensor_shards
 from hflow.types.tensor_slices import numel
 
@@ -70,6 +74,101 @@ def test_tensors_are_those_that_transformers_builds(family, changes):
     assert named(read_shape({"model_type": family, **sizes})) == built
     assert named(read_shape(config.to_dict())) == built
     assert num_parameters(read_shape(config.to_dict())) == sum(prod(size) for _, size in built)
+
+
+MIXED = {**SMALL, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 8}
+DEEPSEEK = {
+    **MIXED,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+LLAMA4 = {**MIXED, "num_local_experts": 4, "intermediate_size_mlp": 56, "attention_chunk_size": 16}
+PLANNED_VARIANTS = [
+    ("mixtral", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("qwen3_moe", {**MIXED, "num_experts": 6}),
+    ("qwen3_moe", {**MIXED, "num_experts": 6, "mlp_only_layers": [0], "attention_bias": True}),
+    ("qwen3_moe", {**MIXED, "num_experts": 6, "decoder_sparse_step": 2}),
+    ("glm4_moe", {**DEEPSEEK, "attention_bias": True, "use_qk_norm": True}),
+    ("glm4_moe", {**DEEPSEEK, "use_qk_norm": False}),
+    ("deepseek_v3", {**DEEPSEEK, "head_dim": 4}),
+    ("deepseek_v3", {**DEEPSEEK, "head_dim": 4, "q_lora_rank": None}),
+    ("llama4_text", {**LLAMA4, "interleave_moe_layer_step": 1, "moe_layers": [0, 1, 2]}),
+    ("llama4_text", {**LLAMA4, "interleave_moe_layer_step": 2, "moe_layers": [1]}),
+    ("gpt_oss", {**MIXED, "num_local_experts": 4, "attention_bias": True, "sliding_window": 16}),
+    ("gemma2", {**SMALL, "head_dim": 8, "sliding_window": 16}),
+    ("gemma3_text", {**SMALL, "head_dim": 8, "sliding_window": 16}),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes"), PLANNED_VARIANTS)
+def test_parameters_of_families_that_are_only_planned_are_those_that_transformers_builds(family, sizes):
+    config = AutoConfig.for_model(family, **sizes, pad_token_id=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    corrections = (x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    num_built = sum(x.numel() for x in (*model.parameters(), *corrections))
+    shape = read_shape({"model_type": family, **sizes})
+    assert num_parameters(shape) == num_built
+    assert num_parameters(read_shape(config.to_dict())) == num_built
+    assert sum(spec.numel for spec in tensors(shape)) == num_built
+
+
+def test_a_model_with_a_vision_tower_has_the_sizes_of_its_language_model():
+    text = dict(PLANNED_VARIANTS[-1][1])
+    assert read_shape({"model_type": "gemma3", "text_config": text}) == read_shape(
+        {"model_type": "gemma3_text", **text}
+    )
+    assert read_shape({"model_type": "gemma3"}) is None
+
+
+def test_layers_with_and_without_experts_alternate():
+    shape = read_shape({"model_type": "llama4_text", **LLAMA4, "interleave_moe_layer_step": 2})
+    assert [shape.has_experts(layer) for layer in range(3)] == [False, True, False]
+    assert list(equal_layers(shape, 0, 3)) == [(0, 1), (1, 2), (2, 3)]
+    deepseek = read_shape({"model_type": "deepseek_v3", **DEEPSEEK})
+    assert list(equal_layers(deepseek, 0, 3)) == [(0, 1), (1, 3)]
+    assert [len(kind) for kind in kinds_of_layers(deepseek)] == [12, 17]
+    for layer in range(3):
+        filled = [
+            dataclasses.replace(spec, name=spec.name.format(layer), layer=layer)
+            for spec in layer_template(deepseek, layer)
+        ]
+        assert tuple(filled) == layer_tensors(deepseek, layer)
+
+
+def test_what_one_token_computes_with():
+    # Two of six experts of 3 x 24 x 32 weights are active in each of three layers.
+    shape = read_shape({"model_type": "qwen3_moe", **MIXED, "num_experts": 6})
+    inactive = 3 * 4 * 3 * 24 * 32
+    assert active_parameters(shape) == num_parameters(shape) - inactive - 96 * 32
+
+
+def test_a_window_limits_the_cache():
+    # One of two layers keeps all tokens, the other the last 16.
+    shape = read_shape({"model_type": "gemma2", **SMALL, "num_hidden_layers": 2, "sliding_window": 16})
+    assert [cached_tokens(shape, length) for length in (10, 16, 100)] == [10, 16, 58]
+
+
+def test_fields_of_other_families_do_not_change_the_rows_of_a_plan():
+    rows = to_plain(read_shape({"model_type": "llama", **SMALL}))
+    assert list(rows)[-1] == "head"
+    assert len(rows) == 14
+    mixed = to_plain(read_shape({"model_type": "qwen3_moe", **MIXED, "num_experts": 6}))
+    assert mixed["experts"]["num"] == 6
+
+
+@pytest.mark.parametrize("key", ["num_experts", "moe_intermediate_size", "hidden_size"])
+def test_families_that_are_only_planned_have_no_defaults(key):
+    sizes = {name: size for name, size in {**MIXED, "num_experts": 6}.items() if name != key}
+    with pytest.raises(PlanError, match=f"architecture 'qwen3_moe': {key} is (None|0); it must be a whole"):
+        read_shape({"model_type": "qwen3_moe", **sizes})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

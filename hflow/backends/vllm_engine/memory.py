@@ -16,7 +16,7 @@ from hflow.planner.memory import activations
 from hflow.planner.memory.engine_load import EngineLoad, cache_bytes_per_token
 from hflow.planner.memory.items import Items, item, largest
 from hflow.planner.memory.rank import FP32_BYTES, Rank
-from hflow.planner.model_shape import DTYPE_BYTES
+from hflow.planner.model_shape import DTYPE_BYTES, cached_tokens
 
 MEMORY_BUDGET = 0.9
 """Fraction of a device's memory that everything on it takes at most while the engine generates."""
@@ -141,5 +141,5 @@ def _block_tokens(rank: Rank) -> int:
 
 
 def _num_blocks(rank: Rank, length: float) -> int:
-    """Return the blocks of a sequence."""
-    return int(-(-length // _block_tokens(rank)))
+    """Return the blocks of a sequence. Layers with a window free those that it has left behind."""
+    return int(-(-cached_tokens(rank.shape, length) // _block_tokens(rank)))

@@ -21,11 +21,13 @@ from hflow.planner.cost.flops import (
     kv_entries,
     layer_parameters,
     token_flops,
+    touched_experts,
     work_of,
 )
 from hflow.planner.cost.kernels import attention_rate, pass_seconds, product_rate
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, Part, roofline
+from hflow.planner.model_shape import cached_tokens
 from hflow.planner.workload import Workload, expected_max, sample_lengths
 
 PREFILL_TOKENS = 8192
@@ -142,7 +144,7 @@ def prefill(replica: ReplicaCosts, prompts: Work) -> list[Part]:
     """Return the seconds of prompts, each computed once for its group, with all pipeline stages busy."""
     layout, num = replica.layout, math.ceil(prompts.rows / PREFILL_TOKENS)
     compute = pass_seconds(replica, prompts, num, 1, 1)
-    weights = num * _weight_bytes(replica) / layout.pipe
+    weights = num * _weight_bytes(replica, prompts.rows / num) / layout.pipe
     message = prompts.rows / num * replica.shape.hidden * replica.itemsize
     link_time = all_reduce(message, replica.tensor, replica.hardware)
     num_reduces = 2 * replica.shape.num_layers / layout.pipe * num if layout.tensor > 1 else 0
@@ -178,12 +180,13 @@ def decode_step(replica: ReplicaCosts, num_sequences: float, context: float) -> 
     t, p = replica.layout.tensor, replica.layout.pipe
     matrices = token_flops(replica.shape, num_sequences, 0) / (t * p)
     pairs = token_flops(replica.shape, num_sequences, context) / (t * p) - matrices
-    cached = kv_entries(replica.shape, t) * replica.weight_bytes * context / p
+    tokens = num_sequences * cached_tokens(replica.shape, context / num_sequences)
+    cached = kv_entries(replica.shape, t) * replica.weight_bytes * tokens / p
     memory = replica.rates.memory
     products = roofline(
         "decode",
         matrices / product_rate(replica, num_sequences / p, is_captured=True),
-        _weight_bytes(replica) / memory,
+        _weight_bytes(replica, num_sequences / p) / memory,
         sharpness=replica.hardware.calibration.memory.sharpness,
     )
     attention = roofline("attention", pairs / attention_rate(replica), cached / memory)
@@ -208,7 +211,12 @@ def decode_collectives(replica: ReplicaCosts, num_sequences: float) -> LinkTime:
     return link_time
 
 
-def _weight_bytes(replica: ReplicaCosts) -> float:
-    """Return the bytes of all stages' matrices on a tensor rank. Few rows of the embedding are read."""
-    matrices = replica.shape.num_layers * layer_parameters(replica.shape) + head_parameters(replica.shape)
+def _weight_bytes(replica: ReplicaCosts, num_tokens: float) -> float:
+    """Return the bytes of all stages' matrices on a tensor rank that some tokens need.
+
+    Few rows of the embedding are read. Of the experts those are that any token is routed to.
+    """
+    shape = replica.shape
+    layers = shape.num_layers * layer_parameters(shape, touched_experts(shape, num_tokens))
+    matrices = layers + head_parameters(shape)
     return matrices * replica.weight_bytes / replica.layout.tensor

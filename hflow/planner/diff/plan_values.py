@@ -122,9 +122,7 @@ def _models(rows: Rows) -> Iterator[tuple[str, dict[str, ShownValue]]]:
 
 
 def _shape(sizes: Rows) -> dict[str, ShownValue]:
-    return {"": shown(sizes["family"])} | {
-        key: shown(value) for key, value in sizes.items() if key != "family"
-    }
+    return {"": shown(sizes["family"])} | _flat({k: v for k, v in sizes.items() if k != "family"})
 
 
 def _node(node: Rows) -> dict[str, ShownValue]:

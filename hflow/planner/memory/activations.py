@@ -8,8 +8,11 @@ the rows of F and of heads. They divide the rows of D only with sequence paralle
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from hflow.planner.memory.microbatch import MicroBatch
 from hflow.planner.memory.rank import FP32_BYTES, Rank
+from hflow.planner.model_shape import ModelShape, mlp_rows
 
 SLOTS_PER_TOKEN = 8 / 7
 """Padded slots per token where lengths differ: the sequences of a bucket have 3/4 to 1 of its width, 7/8 on
@@ -21,7 +24,20 @@ LOGITS_PER_CHUNK = 1 << 26
 def kept_by_layer(rank: Rank, batch: MicroBatch) -> int:
     """Return the bytes that autograd keeps of one decoder layer until its backward pass."""
     hidden_rows, split_rows = kept_per_token(rank, pads=batch.pads)
-    return round((hidden_rows / rank.token_share + split_rows / rank.tensor) * batch.tokens)
+    per_token = hidden_rows / rank.token_share + split_rows / rank.tensor + routed_per_token(rank)
+    return round(per_token * batch.tokens)
+
+
+def routed_per_token(rank: Rank) -> float:
+    """Return the bytes per token of the inputs of experts, which autograd keeps, as the mean over layers.
+
+    Each token is copied to every expert that it passes. All tensor ranks have the whole copies.
+    """
+    shape, experts = rank.shape, rank.shape.experts
+    if experts is None:
+        return 0.0
+    num_layers = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
+    return rank.width * shape.hidden * experts.per_token * num_layers / shape.num_layers
 
 
 def kept_per_token(rank: Rank, *, pads: bool) -> tuple[int, float]:
@@ -29,7 +45,7 @@ def kept_per_token(rank: Rank, *, pads: bool) -> tuple[int, float]:
 
     A norm keeps its input, the normalised rows and its output (in bf16 the input as fp32). Attention keeps q,
     k, v, its output and the log of each row's sum. The MLP keeps gate, up, the activated gate and their
-    product.
+    product. Where layers differ, it is their mean.
 
     Args:
         rank: gives the model and dtype.
@@ -44,7 +60,7 @@ def kept_per_token(rank: Rank, *, pads: bool) -> tuple[int, float]:
     if shape.has_qk_norm:
         num_norms = shape.num_heads + shape.num_kv_heads
         attention += num_norms * ((8 if width == FP32_BYTES else 6) * shape.head_dim + FP32_BYTES)
-    return 2 * _kept_by_norm(shape.hidden, width), attention + 4 * width * shape.intermediate
+    return 2 * _kept_by_norm(shape.hidden, width), attention + 4 * width * _mean_mlp_rows(shape)
 
 
 def layer_input(rank: Rank, batch: MicroBatch) -> int:
@@ -66,7 +82,7 @@ def backward_buffers(rank: Rank, batch: MicroBatch) -> int:
     Two more of its rows, the gradient of the residual, and with sequence parallelism the gathered input.
     """
     hidden = rank.shape.hidden * (1 if rank.token_share == 1 else 2)
-    return rank.width * (2 * rank.shape.intermediate // rank.tensor + hidden) * batch.tokens
+    return rank.width * (2 * _most_mlp_rows(rank.shape) // rank.tensor + hidden) * batch.tokens
 
 
 def final_norm_buffers(rank: Rank, batch: MicroBatch) -> int:
@@ -84,7 +100,8 @@ def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool) -> int:
     in_norm = (2 * width + 3 * FP32_BYTES) * shape.hidden
     rows = 3 * heads + 3 * kv if rank.has_varlen_kernel or not pads else 6 * heads + 4 * kv
     in_attention = width * (3 * shape.hidden + rows + 2 * shape.head_dim)
-    in_mlp = width * (3 * shape.intermediate // rank.tensor + 4 * shape.hidden)
+    copies = 0 if shape.experts is None else shape.experts.per_token
+    in_mlp = width * (3 * _most_mlp_rows(shape) // rank.tensor + (4 + copies) * shape.hidden)
     return max(in_norm, in_attention, in_mlp) * tokens
 
 
@@ -106,6 +123,18 @@ def logits(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> int:
 def reordered_output(rank: Rank) -> int:
     """Return the bytes of oneDNN's reordered copy of the output matrix, for bf16 products on a CPU."""
     return rank.width * rank.sizes.output if rank.on_cpu and rank.width < FP32_BYTES else 0
+
+
+@lru_cache
+def _mean_mlp_rows(shape: ModelShape) -> float:
+    """Return the rows of F that a token passes in a layer, as the mean over layers."""
+    return sum(mlp_rows(shape, layer) for layer in range(shape.num_layers)) / shape.num_layers
+
+
+@lru_cache
+def _most_mlp_rows(shape: ModelShape) -> int:
+    """Return the rows of F that a token passes in the layer with most of them."""
+    return max(mlp_rows(shape, layer) for layer in range(shape.num_layers))
 
 
 def _kept_by_norm(size: int, width: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from hflow.planner.backends import training_backend, traits
 from hflow.planner.forecast import PhaseMemory
@@ -19,7 +20,7 @@ from hflow.planner.memory.engine_load import engine_weights
 from hflow.planner.memory.phases import GENERATE, WAKE, memory_phases
 from hflow.planner.memory.rank import Rank
 from hflow.planner.memory.with_layouts import MAX_TENSOR_RANKS, devices_of, with_layouts
-from hflow.planner.model_shape import layer_template, other_tensors
+from hflow.planner.model_shape import kinds_of_layers, other_tensors
 from hflow.planner.request import PlanRequest
 from hflow.planner.weights.sharding import can_split
 
@@ -108,7 +109,7 @@ def _candidates(plan: Plan, replica: Replica) -> Iterator[Layout]:
     """Yield layouts on all devices of a replica's group, each with more shards than the one before."""
     devices = devices_of(plan, replica.group)
     num_devices, shape = len(devices), dict(plan.shapes)[replica.model]
-    specs = (*layer_template(shape), *other_tensors(shape))
+    specs = (*chain.from_iterable(kinds_of_layers(shape)), *other_tensors(shape))
     tensor_sizes = [
         size
         for size in range(1, min(num_devices, MAX_TENSOR_RANKS) + 1)

@@ -54,5 +54,10 @@ def engine_weights(rank: Rank) -> int:
 
 
 def cache_bytes_per_token(rank: Rank) -> int:
-    """Return the bytes of one token's keys and values on one rank."""
+    """Return the bytes of one token's keys and values on one rank, in layers without a window.
+
+    The vectors of latent attention are those of all heads, so every tensor rank holds them.
+    """
+    if rank.shape.latent is not None:
+        return rank.width * rank.sizes.num_layers * rank.shape.latent.cached
     return 2 * rank.width * rank.sizes.num_layers * rank.key_value_size // rank.tensor

@@ -10,7 +10,14 @@ from hflow.config.schema import ModelConfig
 from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import DTYPE_BYTES, ModelShape, TensorSpec, layer_template, other_tensors
+from hflow.planner.model_shape import (
+    DTYPE_BYTES,
+    ModelShape,
+    TensorSpec,
+    equal_layers,
+    layer_template,
+    other_tensors,
+)
 from hflow.planner.weights.sharding import is_on_stage, rank_box, stage_layers
 from hflow.types.tensor_slices import numel
 
@@ -99,9 +106,13 @@ class StageSizes:
     num_layers: int
     """Decoder layers of the stage."""
     layer: int
-    """One decoder layer, not sharded over the data axis."""
+    """The largest decoder layer, not sharded over the data axis."""
     layer_shard: int
-    """The data rank's part of a layer."""
+    """The data rank's part of that layer."""
+    layers: int
+    """All decoder layers, not sharded over the data axis."""
+    layers_shard: int
+    """The data rank's part of all layers."""
     rest: int
     """Embedding, final norm and head, if the stage has them, not sharded over the data axis."""
     rest_shard: int
@@ -114,12 +125,12 @@ class StageSizes:
     @property
     def total(self) -> int:
         """All elements of the stage, not sharded over the data axis."""
-        return self.num_layers * self.layer + self.rest
+        return self.layers + self.rest
 
     @property
     def total_shard(self) -> int:
         """The data rank's part of all elements."""
-        return self.num_layers * self.layer_shard + self.rest_shard
+        return self.layers_shard + self.rest_shard
 
 
 @lru_cache
@@ -136,10 +147,16 @@ def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage:
     output_place = "embedding" if shape.is_tied else "head"
     embedding = [spec for spec in rest if spec.location == "embedding" and stage == 0]
     output = [spec for spec in rest if spec.location == output_place and is_last and shape.head == "lm"]
+    runs = list(equal_layers(shape, first, last))
+    templates = [layer_template(shape, start) for start, _ in runs]
+    whole = [_num_elements(template, traits, unsharded) for template in templates]
+    shards = [_num_elements(template, traits, layout) for template in templates]
     return StageSizes(
         num_layers=last - first,
-        layer=_num_elements(layer_template(shape), traits, unsharded),
-        layer_shard=_num_elements(layer_template(shape), traits, layout),
+        layer=max(whole),
+        layer_shard=max(shards),
+        layers=sum((stop - start) * size for (start, stop), size in zip(runs, whole, strict=True)),
+        layers_shard=sum((stop - start) * size for (start, stop), size in zip(runs, shards, strict=True)),
         rest=_num_elements(rest, traits, unsharded),
         rest_shard=_num_elements(rest, traits, layout),
         embedding=_num_elements(embedding, traits, unsharded),

@@ -93,7 +93,7 @@ def save_checkpoint(rank: Rank) -> Items:
         return bucket + item(MemoryCategory.WEIGHTS, file_bytes, "whole weights")
     # The peak is at one of the last buckets, with all earlier tensors collected. The copy of gloo is freed
     # before a bucket is split into tensors.
-    sizes = _buckets((FP32_BYTES * spec.numel for spec in tensors(rank.shape)), BUCKET_BYTES)
+    sizes = _buckets((FP32_BYTES * size for size in piece_sizes(rank.shape)), BUCKET_BYTES)
     collected = accumulate(sizes)
     peak = max(sum_ + size + 2 * (size // rank.data) for sum_, size in zip(collected, sizes, strict=True))
     weights = item(MemoryCategory.WEIGHTS, model_bytes, "whole weights")
@@ -122,7 +122,7 @@ def _changes(rank: Rank) -> Items:
 def _slice_sizes(rank: Rank) -> list[int]:
     """Return the bytes of this rank's slice of each tensor."""
     num_parts = rank.data if _shards_weights(rank) else rank.tensor
-    return [rank.width * -(-spec.numel // num_parts) for spec in tensors(rank.shape)]
+    return [rank.width * -(-size // num_parts) for size in piece_sizes(rank.shape)]
 
 
 def _gather_bucket(rank: Rank, width: int) -> Items:
@@ -150,13 +150,19 @@ def _shards_weights(rank: Rank) -> bool:
 @lru_cache
 def largest_tensor(shape: ModelShape) -> int:
     """Return the elements of the largest tensor."""
-    return max(spec.numel for spec in tensors(shape))
+    return max(piece_sizes(shape))
+
+
+@lru_cache
+def piece_sizes(shape: ModelShape) -> tuple[int, ...]:
+    """Return the elements of every tensor in the checkpoint's order. Each expert has tensors of its own."""
+    return tuple(spec.numel // spec.num_experts for spec in tensors(shape) for _ in range(spec.num_experts))
 
 
 @lru_cache
 def largest_bucket(shape: ModelShape, width: int, minimum: int = BUCKET_BYTES) -> int:
     """Return the bytes of the largest bucket of tensors in the checkpoint's order."""
-    return max(_buckets((width * spec.numel for spec in tensors(shape)), minimum))
+    return max(_buckets((width * size for size in piece_sizes(shape)), minimum))
 
 
 def _buckets(sizes: Iterable[int], minimum: int) -> list[int]:

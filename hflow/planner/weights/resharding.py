@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from hflow.planner.backends import traits
 from hflow.planner.ir import ClusterSpec, Replica, RouteRow, WeightRoute
-from hflow.planner.model_shape import ModelShape, TensorSpec, layer_template, other_tensors
+from hflow.planner.model_shape import ModelShape, TensorSpec, equal_layers, layer_template, other_tensors
 from hflow.planner.routing import rank_order
 from hflow.planner.weights.sharding import TensorShard, is_on_stage, stage_layers, tensor_shards
 from hflow.types.tensor_slices import Box, numel
@@ -207,7 +207,8 @@ def _tensor_ranges(shape: ModelShape, num_src: int, num_dst: int) -> Iterator[_T
         for d, (dst_first, dst_last) in enumerate(stage_layers(shape.num_layers, num_dst)):
             layers = max(src_first, dst_first), min(src_last, dst_last)
             if layers[0] < layers[1]:
-                yield from (_TensorRange(spec, layers, (s,), (d,)) for spec in layer_template(shape))
+                for run in equal_layers(shape, *layers):
+                    yield from (_TensorRange(spec, run, (s,), (d,)) for spec in layer_template(shape, run[0]))
 
 
 def _stages(spec: TensorSpec, shape: ModelShape, num_stages: int) -> tuple[int, ...]:
