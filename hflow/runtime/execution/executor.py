@@ -283,12 +283,15 @@ class Executor:
 
     async def _close_step(self, step: int) -> None:
         """Report a completed step and free its samples."""
+        counts = (
+            self._state.rollout_counts()
+        )  # now, as the workers' answers may take longer than the next step
         for key in [key for key in self._summaries if key[1] == step]:
             await self._summaries.pop(key)
         await self._batches.close_step(step)
         if step < self._plan.schedule.num_steps:
             self._num_steps_done = step + 1
-            self._observer.on_step(step, self._metrics.finish_step(step, self._state.rollout_counts()))
+            self._observer.on_step(step, self._metrics.finish_step(step, counts))
 
     # Saving
     async def _run_save(self, node: str, step: int) -> None:
