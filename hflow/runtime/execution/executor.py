@@ -283,9 +283,8 @@ class Executor:
 
     async def _close_step(self, step: int) -> None:
         """Report a completed step and free its samples."""
-        counts = (
-            self._state.rollout_counts()
-        )  # now, as the workers' answers may take longer than the next step
+        # Now, as the workers' answers may take longer than the next step.
+        counts = self._state.rollout_counts()
         for key in [key for key in self._summaries if key[1] == step]:
             await self._summaries.pop(key)
         await self._batches.close_step(step)
