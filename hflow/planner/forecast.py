@@ -69,13 +69,26 @@ class NodeTime:
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed of generation sample by sample, chosen such that a batch takes the seconds of its source."""
+    """Speed of generation sample by sample."""
 
     slots: int
     """Responses that are generated at once, over all engines."""
     seconds_per_token: float
     """Seconds per token of one response while all slots are used; the prompt's time is spread over the
     response's tokens."""
+    steps: tuple[tuple[int, float], ...] = ()
+    """Number of responses that run -> seconds per token of each, ascending up to `slots`. Empty: all numbers
+    are equally fast."""
+
+    def speed(self, num_running: float) -> float:
+        """Return how many times faster a response is while fewer than all slots are used.
+
+        Between two numbers the larger one counts, so that the speed changes in few steps.
+        """
+        for num, seconds in self.steps:
+            if num_running <= num:
+                return self.seconds_per_token / seconds
+        return 1.0
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,18 @@ def test_written_streams_have_no_staleness():
     assert run.samples_per_second == pytest.approx(2.0)
 
 
+def test_fewer_samples_run_faster():
+    """Two samples of 2 s and 4 s at full slots; a sample alone is twice as fast. The first ends at 2 s, the
+    other one's remaining 2 s take 1 s."""
+    what = schedule([generated(2, num_groups=1)], [batch("train", "g", writes=("actor",))], num_steps=8)
+    seconds = {"gen": lambda sample: 2.0 + 2.0 * (sample % 2), "train": 5.0}
+    speeds = {"gen": lambda num: 2.0 if num == 1 else 1.0}
+    run = simulate_run(what, seconds, slots={"gen": 2}, speeds=speeds)
+    assert run.timeline.period() == pytest.approx(3 + 5)
+    plain = simulate_run(what, seconds, slots={"gen": 2})
+    assert plain.timeline.period() == pytest.approx(4 + 5)
+
+
 def test_samples_beyond_the_slots_wait_and_begin_with_the_weights_of_their_turn():
     """Two slots for four samples of 2 s: two waves. With eta = 1 the second batch's samples are admitted at
     once, and wait through the sync at 9 s, of whose weights their first tokens are."""

@@ -83,19 +83,29 @@ def generate(replica: ReplicaCosts, workload: Workload, rollout: RolloutRequest)
     return [*prefill(replica, prompts), *_decode("decode", replica, full), *_decode("tail", replica, tail)]
 
 
-def sequential_tokens(replica: ReplicaCosts, workload: Workload, rollout: RolloutRequest) -> float:
-    """Return the steps of the busiest engine for a batch, with the token of each prefill."""
+def seconds_per_token(
+    replica: ReplicaCosts, workload: Workload, rollout: RolloutRequest, num_running: float
+) -> float:
+    """Return the seconds in which each running response gets one token, with its part of the prompts' time.
+
+    Prefill makes the first token, so a response of mean length L takes L - 1 steps.
+
+    Args:
+        replica: the engines.
+        workload: lengths.
+        rollout: the batch.
+        num_running: responses that run, over all engines, which have equally many.
+    """
     engines, slots = rollout.slots(replica)
-    num = rollout.groups * rollout.group_size
-    if rollout.ahead:
-        lengths = sample_lengths(workload, num, rollout.seed)
-        return (sum(lengths) - num * workload.prompt) / engines / slots
-    lengths = _busiest_engine_responses(
-        workload, rollout, math.ceil(rollout.groups / engines) * rollout.group_size
-    )
-    return sum(
-        phase.num_steps for phase in continuous_batching([n + 1 for n in lengths], workload.prompt, slots)
-    )
+    one = _steady_phase(workload, rollout, engines, slots)
+    num = num_running / engines
+    context = num * one.context / one.sequences
+    step = decode_step(replica, num, context).seconds + decode_collectives(replica, num).seconds
+    groups = rollout.groups / engines
+    prompts = work_of([workload.prompt], workload.prompt, 1).share(groups)
+    mean = expected_max(workload, 1)
+    filling = sum(part.seconds for part in prefill(replica, prompts)) / (groups * rollout.group_size)
+    return ((mean - 1) * step + num * filling) / mean
 
 
 def continuous_batching(responses: Iterable[int], prompt: int, slots: int) -> Iterator[DecodePhase]:

@@ -10,7 +10,7 @@ from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Level, NodeSpec
 from hflow.planner.cost.collectives import RankPlacement
 from hflow.planner.cost.flops import Work, work_of
-from hflow.planner.cost.generation import RolloutRequest, generate, sequential_tokens
+from hflow.planner.cost.generation import RolloutRequest, generate, seconds_per_token
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.roofline import COMPUTE, Part
 from hflow.planner.cost.training import forward, train, update
@@ -82,15 +82,16 @@ class Costs:
         return parts
 
     def pace(self) -> Pace | None:
-        """Return the source's seconds per token of its batch. The engines of an episode take turns."""
+        """Return the source's seconds per token. The engines of an episode take turns."""
         replicas, rollout = self._engines(), self._rollout
         if not replicas:
             return None
-        seconds = 0.0
-        for replica in replicas.values():
-            whole = sum(part.seconds for part in generate(replica, self._workload, rollout))
-            seconds += whole / sequential_tokens(replica, self._workload, rollout)
-        return Pace(min(math.prod(rollout.slots(replica)) for replica in replicas.values()), seconds)
+        slots = min(math.prod(rollout.slots(replica)) for replica in replicas.values())
+        steps = tuple(
+            (num, sum(seconds_per_token(r, self._workload, rollout, num) for r in replicas.values()))
+            for num in _running_counts(slots)
+        )
+        return Pace(slots, steps[-1][1], steps)
 
     def node(self, node: ScheduledNode) -> Parts:
         """Return the time of one execution of a node."""
@@ -206,3 +207,11 @@ class Costs:
             return config
         max_running = min(config.gen.max_running, engine.largest_batch)
         return replace(config, gen=replace(config.gen, max_running=max_running))
+
+
+def _running_counts(slots: int) -> list[int]:
+    """Return numbers of running responses up to all slots, each about 1.4 times the one before."""
+    counts = {slots}
+    while min(counts) > 1:
+        counts.add(max(1, math.floor(min(counts) / math.sqrt(2))))
+    return sorted(counts)

@@ -45,11 +45,14 @@ DurationFunction = Callable[[int], float]
 """Sample, group or step -> seconds. It must be deterministic, so that a seed determines the run."""
 Durations = Mapping[str, float | DurationFunction]
 """Node, source, replica or `publish.REPLICA` -> seconds."""
+Speeds = Mapping[str, Callable[[int], float]]
+"""Stream -> how many times faster its samples are generated while a number of them run than while all slots
+are used."""
 
 
 def simulate(schedule: Schedule, durations: Durations, rows: Mapping[str, int] | None = None) -> Timeline:
     """Run a schedule on a virtual clock and return its times. The arguments are those of `simulate_run`."""
-    simulator = _Simulator(schedule, durations, rows or {}, {})
+    simulator = _Simulator(schedule, durations, rows or {}, {}, {})
     return simulator.recorder.timeline(simulator.run())
 
 
@@ -58,6 +61,7 @@ def simulate_run(
     durations: Durations,
     rows: Mapping[str, int] | None = None,
     slots: Mapping[str, int] | None = None,
+    speeds: Speeds | None = None,
 ) -> SimulatedRun:
     """Run a schedule on a virtual clock, and report on its devices and samples.
 
@@ -65,15 +69,16 @@ def simulate_run(
         schedule: the schedule.
         durations: seconds of a node for each sample, group or step (for a model that runs on arriving
             samples, the seconds of samples that run together are added up); of a source for one sample
-            (samples do not slow each other down); of a replica, to load new weights; and of
+            while all slots are used; of a replica, to load new weights; and of
             `publish.REPLICA`, to publish them. What is not named takes no time.
         rows: groups in each side stream's dataset; 1 if not named. The trained stream's dataset is endless.
         slots: samples of a stream that generate at once, while others in flight wait; unlimited if not named.
+        speeds: of streams; in others the samples that run do not change each other's pace.
 
     Raises:
         ValueError: fewer than four steps.
     """
-    simulator = _Simulator(schedule, durations, rows or {}, slots or {})
+    simulator = _Simulator(schedule, durations, rows or {}, slots or {}, speeds or {})
     stream = schedule.streams[0]
     lanes = tuple(dict.fromkeys((*(group for group, _ in schedule.orders), *streaming_groups(schedule))))
     group_of = {replica: group for group, replicas in schedule.shared for replica in replicas}
@@ -103,6 +108,7 @@ class _SampleInFlight:
 
     sample: int
     seconds_left: float
+    """While all slots are used, since the speed last changed."""
     oldest: int = -1
     """Version of the weights that it began with; -1: it has no token yet, or no engine generates it."""
     due: float | None = None
@@ -110,6 +116,7 @@ class _SampleInFlight:
     since: float = 0.0
     """When it began, or continued after an interruption."""
     seconds_done: float = 0.0
+    """While all slots are used."""
 
 
 @dataclass
@@ -122,18 +129,31 @@ class _Source:
     first_group: int = 0
     """The group that has the dataset's first row in this evaluation."""
     next_group: int = 0
+    speed: float = 1.0
+    """Of the samples that run."""
+
+    @property
+    def num_running(self) -> int:
+        """The number of samples that are being generated."""
+        return len(self.in_flight) - len(self.waiting)
 
 
 class _Simulator:
     """A virtual clock, a heap of what is due, and the engines' versions."""
 
     def __init__(
-        self, schedule: Schedule, durations: Durations, rows: Mapping[str, int], slots: Mapping[str, int]
+        self,
+        schedule: Schedule,
+        durations: Durations,
+        rows: Mapping[str, int],
+        slots: Mapping[str, int],
+        speeds: Speeds,
     ) -> None:
         self._state = RunState(schedule)
         self._durations = durations
         self._rows = rows
         self._slots = slots
+        self._speeds = speeds
         self._streams = {stream.name: stream for stream in schedule.streams}
         self._sources = {stream.name: _Source() for stream in schedule.streams}
         self._lanes = {n.name: n.group or n.name for n in schedule.nodes}
@@ -250,12 +270,39 @@ class _Simulator:
         source, slots = self._sources[stream], self._slots.get(stream)
         if not all(replica in self._awake_since for replica in self._streams[stream].replicas):
             return
-        while source.waiting and (slots is None or len(source.in_flight) - len(source.waiting) < slots):
+        while source.waiting and (slots is None or source.num_running < slots):
             sample = source.waiting.pop(next(iter(source.waiting)))
             if sample.oldest < 0:
                 sample.oldest = self._version(stream)
-            sample.since, sample.due = self._now, self._now + sample.seconds_left
-            heapq.heappush(self._heap, (sample.due, next(self._order), sample, stream))
+            sample.since = self._now
+            self._set_due(stream, sample)
+        self._update_speed(stream)
+
+    def _set_due(self, stream: str, sample: _SampleInFlight) -> None:
+        sample.due = self._now + sample.seconds_left / self._sources[stream].speed
+        heapq.heappush(self._heap, (sample.due, next(self._order), sample, stream))
+
+    def _update_speed(self, stream: str) -> None:
+        """Give the samples that run the speed of their number."""
+        source, speed_of = self._sources[stream], self._speeds.get(stream)
+        if speed_of is None or not source.num_running:
+            return
+        speed = speed_of(source.num_running)
+        if speed == source.speed:
+            return
+        running = [sample for number, sample in source.in_flight.items() if number not in source.waiting]
+        for sample in running:
+            self._count_progress(source, sample)
+        source.speed = speed
+        for sample in running:
+            self._set_due(stream, sample)
+
+    def _count_progress(self, source: _Source, sample: _SampleInFlight) -> None:
+        """Take what has been generated at the current speed off the seconds that are left."""
+        assert sample.due is not None
+        left = (sample.due - self._now) * source.speed
+        sample.seconds_done += sample.seconds_left - left
+        sample.seconds_left = left
 
     def _interrupt(self, replica: str) -> None:
         """Interrupt the samples of an engine. They continue when all engines of their stream are awake."""
@@ -275,8 +322,8 @@ class _Simulator:
         """Stop generating a sample, for now or for good."""
         assert sample.due is not None, f"sample {sample.sample} of {stream} is not being generated"
         self.recorder.add_generation(self._streams[stream].replicas, sample.since, self._now)
-        sample.seconds_done += self._now - sample.since
-        sample.seconds_left, sample.due = sample.due - self._now, None
+        self._count_progress(self._sources[stream], sample)
+        sample.due = None
 
     def _finish_sample(self, stream: str, sample: _SampleInFlight) -> SampleDone:
         self._stop(stream, sample)

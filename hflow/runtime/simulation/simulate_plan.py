@@ -92,13 +92,13 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
     nodes: dict[str, float | DurationFunction] = {row.node: row.seconds for row in forecast.times}
     nodes.pop(stream.source, None)
     pace, workload = forecast.pace, dict(forecast.workload)[stream.name]
-    durations, slots, generation = nodes, {}, 0.0
+    durations, slots, speeds, generation = nodes, {}, {}, 0.0
     if pace is not None:
         durations = {**nodes, stream.source: response_seconds(workload, pace.seconds_per_token, seed)}
-        slots = {stream.name: pace.slots}
+        slots, speeds = {stream.name: pace.slots}, {stream.name: pace.speed}
         response = expected_max(workload, 1) * pace.seconds_per_token
         generation = (stream.batch or 0) * stream.group_size * response / pace.slots
-    run = simulate_run(schedule, durations, slots=slots)
+    run = simulate_run(schedule, durations, slots=slots, speeds=speeds)
     training = _training_alone(schedule, forecast)
     return Simulation(
         plan=plan,
