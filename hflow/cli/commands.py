@@ -9,7 +9,14 @@ from rich.console import Console
 from rich.text import Text
 
 from hflow import launch
-from hflow.cli import doctor_command, ledger_commands, plan_commands, run_commands, serve_command
+from hflow.cli import (
+    doctor_command,
+    ledger_commands,
+    plan_commands,
+    run_commands,
+    serve_command,
+    size_command,
+)
 from hflow.cli.exit_codes import INTERRUPTED, USER_ERROR, StoppedByUser
 from hflow.errors import HflowError
 
@@ -59,6 +66,14 @@ app.command(
         "simulate recipes/grpo.py --steps 200 --json",
     )
 )(plan_commands.simulate)
+
+app.command(
+    epilog=_examples(
+        "size recipes/grpo.py cluster=h100-1x8 --seconds 60",
+        "size recipes/grpo.py --on h100 --on h200 --on b200-2x8 --days 3 --cheapest",
+        "size recipes/grpo.py cluster=h100-1x8 --samples 100 --most 256 --html sizes.html",
+    )
+)(size_command.size)
 
 app.command(
     epilog=_examples(

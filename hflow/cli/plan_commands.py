@@ -17,6 +17,7 @@ from hflow.errors import ConfigError
 from hflow.report.diff_text import render_diff
 from hflow.report.figures_text import render_what_if
 from hflow.report.graph_text import plan_dot, plan_mermaid, render_graph
+from hflow.report.page.tables import Table
 from hflow.report.plan_text import render_plan
 from hflow.report.simulation_text import render_simulation
 from hflow.terminal import print_text, show
@@ -138,7 +139,7 @@ def _at_most_one(options: Mapping[str, bool]) -> str | None:
 def _show_plan(compiled: launch.Compiled, chosen: str | None, html: Path | None) -> None:
     """Print a plan in the chosen format, and write its HTML page if requested."""
     if html is not None:
-        _write_page(compiled, html)
+        write_page(compiled, html)
     if chosen is not None:
         print_text(FORMATS[chosen](compiled))
     elif html is not None:
@@ -147,10 +148,15 @@ def _show_plan(compiled: launch.Compiled, chosen: str | None, html: Path | None)
         show(render_plan(compiled.plan))
 
 
-def _write_page(compiled: launch.Compiled, file: Path) -> None:
+def write_page(compiled: launch.Compiled, file: Path, sizes: Table | None = None) -> None:
+    """Write the HTML page of a plan, with the clusters that it was compared with.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
     from hflow.report.page import render_page
 
-    page = render_page(compiled.plan)
+    page = render_page(compiled.plan, sizes)
     try:
         file.write_text(page, encoding="utf-8")
     except OSError as error:

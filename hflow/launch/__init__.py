@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hflow.launch.compile import Compiled, check, compile_recipe, compose_recipe, plan
 from hflow.launch.ledger_queries import SAMPLE_COLUMNS, count_samples, samples, why
 from hflow.launch.plan_file import compare_plans, compile_plan_file, compose_plan_file, plan_file_text
+from hflow.launch.size import Target, size
 from hflow.launch.what_if import what_if
 from hflow.report.summary import RunSummary
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SAMPLE_COLUMNS",
     "Compiled",
+    "Target",
     "check",
     "compare_plans",
     "compile_plan_file",
@@ -38,6 +40,7 @@ __all__ = [
     "samples",
     "serve",
     "simulate",
+    "size",
     "twin",
     "what_if",
     "why",

@@ -11,9 +11,11 @@ from rich.text import Text
 from hflow.planner.diff import PlanDiff
 from hflow.planner.plan_figures import PlanFigures
 from hflow.report.formatting import TIMES, bytes_text, count_text, seconds_text, share_text
+from hflow.report.page.tables import Table
 from hflow.report.plan_text.section import add_row, dim, number, table, text
 
 if TYPE_CHECKING:
+    from hflow.launch.size import SizedCluster, Sizes
     from hflow.launch.what_if import WhatIf
 
 UNKNOWN = "-"
@@ -81,3 +83,51 @@ def dollars_text(dollars: float | None) -> str:
     if dollars is None:
         return UNKNOWN
     return f"{dollars:.2f}" if dollars < 100 else count_text(dollars)
+
+
+SIZE_HEADINGS = ("devices", "a step", "samples/s", "days", "memory", "$ an hour", "$ of the run")
+
+
+def render_sizes(found: Sizes) -> RenderableType:
+    """Return a row for each cluster, and the chosen one."""
+    shown = table(text("cluster"), *map(number, SIZE_HEADINGS))
+    for row in found.rows:
+        style = "bold green" if row is found.chosen else "" if row.reaches else "dim"
+        cells = [Text(cell, style) for cell in size_cells(row)]
+        add_row(shown, Text(row.cluster, style), *cells)
+    return Group(shown, Text(""), *(Text(line) for line in size_lines(found)))
+
+
+def size_cells(row: SizedCluster) -> tuple[str, ...]:
+    """Return the cells of a cluster after its name."""
+    figures = row.figures
+    if figures is None:
+        return (f"{row.num_devices:,}", "no plan", *[UNKNOWN] * 5)
+    return (
+        f"{row.num_devices:,}",
+        duration_text(figures.seconds_per_step),
+        UNKNOWN if figures.samples_per_second is None else count_text(figures.samples_per_second),
+        UNKNOWN if figures.days is None else f"{figures.days:.2f}",
+        memory_text(figures),
+        dollars_text(figures.dollars_per_hour),
+        dollars_text(figures.dollars),
+    )
+
+
+def size_lines(found: Sizes) -> Iterator[str]:
+    """Yield what was chosen and how it is placed, and why clusters have no plan."""
+    if found.chosen is not None:
+        which = "cheapest" if found.is_cheapest else "smallest"
+        yield f"{found.chosen.cluster} is the {which} of these that reaches {found.target}:"
+        yield f"  {found.chosen.placement}"
+    refused = [row for row in found.rows if row.refusal]
+    if refused:
+        names = ", ".join(row.cluster for row in refused)
+        yield f"no plan on {names}; on {refused[-1].cluster}: {refused[-1].refusal}"
+
+
+def size_table(found: Sizes) -> Table:
+    """Return the same as a table of the page."""
+    rows = tuple((row.cluster, *size_cells(row)) for row in found.rows)
+    numbers = tuple(range(1, len(SIZE_HEADINGS) + 1))
+    return Table(" ".join(size_lines(found)), ("cluster", *SIZE_HEADINGS), rows, numbers)

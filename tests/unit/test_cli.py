@@ -9,6 +9,7 @@ import tomllib
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -75,6 +76,18 @@ def test_commands_and_options_do_not_change():
         "run": ["--cfg", "--live", "--plain", "--plan", "overrides", "recipe"],
         "serve": ["--api-key", "--engine", "--host", "--model", "--port", "overrides", "target"],
         "simulate": ["--json", "--seed", "--steps", "overrides", "recipe"],
+        "size": [
+            "--cheapest",
+            "--days",
+            "--html",
+            "--json",
+            "--most",
+            "--on",
+            "--samples",
+            "--seconds",
+            "overrides",
+            "recipe",
+        ],
         "twin": ["--as-configured", "--layout", "--steps", "overrides", "recipe"],
         "doctor": [],
         "samples": ["--count", "--csv", "--json", "--limit", "--where", "run"],
@@ -83,7 +96,7 @@ def test_commands_and_options_do_not_change():
 
 
 @pytest.mark.parametrize(
-    "command", ["check", "plan", "run", "simulate", "twin", "serve", "doctor", "samples", "why"]
+    "command", ["check", "plan", "run", "simulate", "size", "twin", "serve", "doctor", "samples", "why"]
 )
 def test_help_gives_examples(command: str, monkeypatch, capsys):
     assert hflow(monkeypatch, command, "--help") == 0
@@ -436,3 +449,88 @@ def test_bad_changes_are_refused_in_one_line(options, message, good: str, monkey
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+# ---------------------------------------------------------------------------- size
+LONG = ("workload.prompt=256", "workload.response_mean=512", "nodes.actor_gen.max_tokens=1024")
+
+
+def sized(monkeypatch, capsys, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit code of `hflow size` for GRPO of a 7B model, and what it prints as JSON."""
+    settings = (*BIG, *LONG, "schedule.max_concurrent=512")
+    code = hflow(monkeypatch, "size", "recipes/grpo.py", *settings, "--json", *options)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_size_chooses_the_smallest_or_the_cheapest_cluster(monkeypatch, capsys):
+    on = ("--on", "h100-1x8", "--on", "h100-2x8", "--on", "h200-2x8")
+    code, found = sized(monkeypatch, capsys, *on, "--seconds", "1000")
+    assert code == 0
+    rows = {row["cluster"]: row["figures"] for row in found["clusters"]}
+    assert found["chosen"] == "h100-1x8"
+    just_missed = rows["h100-1x8"]["samples_per_second"] * 1.001
+    assert rows["h100-2x8"]["samples_per_second"] > just_missed
+    code, found = sized(monkeypatch, capsys, *on, "--samples", str(just_missed))
+    fitting = {name: rows[name]["dollars"] for name in ("h100-2x8", "h200-2x8")}
+    assert found["chosen"] == min(fitting, key=fitting.__getitem__)  # of equal size, the cheaper one
+
+    code, found = sized(monkeypatch, capsys, *on, "--days", "1000", "--cheapest")
+    assert found["chosen"] == min(rows, key=lambda name: rows[name]["dollars"])
+    for figures in rows.values():
+        assert figures["days"] == pytest.approx(280 * figures["seconds_per_step"] / 86400)
+        assert figures["dollars"] == pytest.approx(24 * figures["days"] * figures["dollars_per_hour"])
+
+
+def test_a_device_stands_for_clusters_that_double(monkeypatch, capsys):
+    code, found = sized(monkeypatch, capsys, "--on", "h100", "--most", "16", "--seconds", "1e-3")
+    assert code == 2
+    assert [row["cluster"] for row in found["clusters"]] == [
+        "h100-1x1",
+        "h100-1x2",
+        "h100-1x4",
+        "h100-1x8",
+        "h100-2x8",
+    ]
+    assert found["clusters"][0]["refusal"].startswith("actor")
+    assert found["chosen"] is None
+    assert "no cluster reaches 0.001 s a step; the fastest, h100-2x8, reaches" in found["problem"]
+
+
+def test_size_writes_the_page_of_the_chosen_plan(tmp_path: Path, monkeypatch, capsys):
+    page = tmp_path / "page.html"
+    options = ("--on", "h100-1x8", "--on", "h100-2x8", "--seconds", "1000", "--html", str(page))
+    sized(monkeypatch, capsys, *options)
+    text = page.read_text()
+    assert '<section id="sizes"' in text
+    assert "h100-1x8 is the smallest of these that reaches 1000 s a step" in text
+    assert text.index('id="sizes"') < text.index('<section id="graph"')
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "set exactly one of --seconds, --samples and --days"),
+        (("--seconds", "3", "--days", "1"), "set exactly one of --seconds, --samples and --days"),
+        (("--seconds", "-3"), "set exactly one of --seconds, --samples and --days to a number above 0"),
+        (("--on", "h101", "--days", "1"), "cluster 'h101' is not understood"),
+        (("--on", "h101-1x8", "--days", "1"), "unknown device 'h101'; did you mean 'h100'?"),
+        (("--on", "h100-1x1", "--days", "1"), "the recipe has no plan on any of 1 clusters; on the last"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(options, message, monkeypatch, capsys):
+    settings = (*BIG, *LONG)
+    assert hflow(monkeypatch, "size", "recipes/grpo.py", *settings, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_device_without_a_price_is_refused_where_cost_decides(tmp_path: Path, monkeypatch, capsys):
+    figures = Path("configs/hardware/devices/h100.yaml").read_text().splitlines()
+    (tmp_path / "hardware" / "devices").mkdir(parents=True)
+    unpriced = [line for line in figures if not line.startswith("dollars_per_hour")]
+    (tmp_path / "hardware" / "devices" / "mine.yaml").write_text("\n".join(unpriced))
+    recipe = tmp_path / "grpo.py"
+    recipe.write_text(Path("recipes/grpo.py").read_text())
+    (tmp_path / "grpo.yaml").write_text(Path("recipes/grpo.yaml").read_text())
+    options = ("--on", "mine-1x8", "--seconds", "1000", "--cheapest")
+    assert hflow(monkeypatch, "size", str(recipe), *BIG, *options) == 2
+    assert "mine has no price; set dollars_per_hour in hardware/devices/mine.yaml" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from hflow.planner.ir import Plan
 from hflow.planner.serialise import to_plain
+from hflow.report.page.tables import Table
 from hflow.report.page.view import PageView, page_view
 
 STYLES = ("base.css", "graph.css", "charts.css", "devices.css", "print.css")
@@ -23,8 +24,13 @@ IN_SCRIPT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 """Characters that could end a script element, as JSON escapes."""
 
 
-def render_page(plan: Plan) -> str:
-    """Return the HTML page of a plan, for `hflow plan --html FILE`."""
+def render_page(plan: Plan, sizes: Table | None = None) -> str:
+    """Return the HTML page of a plan, for `hflow plan --html FILE`.
+
+    Args:
+        plan: what the page shows.
+        sizes: the clusters among which `hflow size` chose the plan's.
+    """
     view = page_view(plan)
     environment = Environment(
         loader=PackageLoader(__name__),
@@ -36,6 +42,7 @@ def render_page(plan: Plan) -> str:
     )
     return environment.get_template("page.html.jinja").render(
         view=view,
+        sizes=sizes,
         style=_joined(STYLES),
         script=_joined(SCRIPTS),
         data=_json(_for_script(view)),
