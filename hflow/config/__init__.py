@@ -3,7 +3,7 @@
 Imports neither torch nor ray.
 """
 
-from hflow.config.compose import load_config, validate_names
+from hflow.config.compose import load_config, load_config_and_keys, validate_names
 from hflow.config.dump import flatten, to_mapping, to_yaml
 from hflow.config.schema import DataConfig, ModelConfig, RunConfig
 
@@ -13,6 +13,7 @@ __all__ = [
     "RunConfig",
     "flatten",
     "load_config",
+    "load_config_and_keys",
     "to_mapping",
     "to_yaml",
     "validate_names",

@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hflow.config.dump import flatten
 from hflow.config.schema import RunConfig
 from hflow.errors import ConfigError, nearest
 from hflow.validation import from_mapping, join, unknown_key
@@ -34,9 +35,21 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: for an unknown key, group or override, or a value that does not fit.
     """
+    return load_config_and_keys(recipe, overrides)[0]
+
+
+def load_config_and_keys(
+    recipe: str | Path, overrides: Sequence[str] = ()
+) -> tuple[RunConfig, frozenset[str]]:
+    """Return the configuration of a recipe, and the dotted keys that its files and the overrides set.
+
+    All other keys have their defaults. A key that is set to null counts as not set. Arguments and errors are
+    those of `load_config`.
+    """
     recipe = Path(recipe).absolute()
     values = _compose(recipe.with_suffix(".yaml"), overrides)
-    return from_mapping(RunConfig, {"name": recipe.stem, **values})
+    keys = frozenset(key for key, value in flatten(values) if value is not None)
+    return from_mapping(RunConfig, {"name": recipe.stem, **values}), keys
 
 
 def validate_names(

@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hflow.config import RunConfig, load_config, to_yaml, validate_names
+from hflow.config import RunConfig, load_config_and_keys, to_yaml, validate_names
 from hflow.dsl import apply_overrides, load_recipe, overridable_keys
 from hflow.errors import ConfigError, nearest
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph
+from hflow.launch.auto_placement import AUTO, free_keys, with_choices
 from hflow.launch.plan_request import plan_request
 from hflow.launch.shown_metrics import check_shown
 from hflow.planner.backends import BACKENDS, ENGINES
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import Plan
+from hflow.planner.search import search
+from hflow.runtime.simulation.simulate_plan import simulated_period
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,20 @@ def compile_recipe(
     Raises:
         HflowError: as `plan`.
     """
-    config, graph, bodies = read_recipe(recipe, overrides, config)
+    is_decided = config is not None
+    config, set_keys, graph, bodies = _read(recipe, overrides, config)
     request = replace(plan_request(config, graph, recipe), engines=engines or {})
+    free = frozenset() if is_decided else free_keys(config, set_keys, graph, request)
+    found = None
+    if free:
+        placement = None if config.placement == AUTO else config.placement
+        found = search(graph, replace(request, placement=placement, free=free), simulate=simulated_period)
+        config = with_choices(config, found.overrides)
+        request = replace(plan_request(config, graph, recipe), engines=request.engines)
     compiled_plan = compile_plan(graph, request)
+    if found is not None and compiled_plan.forecast is not None:
+        forecast = replace(compiled_plan.forecast, candidates=found.candidates)
+        compiled_plan = replace(compiled_plan, forecast=forecast)
     return Compiled(config, graph, bodies, compiled_plan, Path(recipe))
 
 
@@ -95,8 +109,18 @@ def read_recipe(
         RecipeError: for an error in the recipe.
         ConfigError: for an unknown key, or a value that does not fit.
     """
+    config, _, graph, bodies = _read(recipe, overrides, config)
+    return config, graph, bodies
+
+
+def _read(
+    recipe: str | Path, overrides: Sequence[str], config: RunConfig | None
+) -> tuple[RunConfig, frozenset[str], Graph, Mapping[str, Callable[..., Any]]]:
+    """Return what `read_recipe` returns, and the keys that the user has set; none if `config` is given."""
     loaded = load_recipe(recipe)
-    config = config or load_config(recipe, overrides)
+    set_keys: frozenset[str] = frozenset()
+    if config is None:
+        config, set_keys = load_config_and_keys(recipe, overrides)
     spec = loaded.spec()
     validate_names(
         config,
@@ -109,7 +133,7 @@ def read_recipe(
     options = {node.name: dict(node.options) for node in bound.nodes}
     graph = build_graph(bound)
     check_shown(config.report.show, graph)
-    return config, graph, loaded.bodies(options)
+    return config, set_keys, graph, loaded.bodies(options)
 
 
 def _check_backends(config: RunConfig) -> None:

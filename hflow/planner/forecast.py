@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hflow.planner.workload import Workload
 
@@ -174,6 +174,22 @@ class Period:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A plan that the search for a placement compared with others."""
+
+    placement: str
+    """Devices and layouts, as the setting `placement`."""
+    settings: tuple[tuple[str, Any], ...]
+    """Settings that the search changed, by their key in the configuration."""
+    seconds: float
+    """Estimated seconds of a step."""
+    memory_bytes: int
+    """Bytes of the fullest device in the phase that needs most."""
+    why: str
+    """Which replicas share devices, how much slower than the best that is, and what the step waits for."""
+
+
+@dataclass(frozen=True)
 class Forecast:
     """All estimates of one plan."""
 
@@ -187,6 +203,8 @@ class Forecast:
     """What could not be estimated and why, one line each."""
     layouts: tuple[tuple[str, str], ...] = ()
     """Replica whose layout the planner chose -> the reason for the choice."""
+    candidates: tuple[Candidate, ...] = ()
+    """What the search for a placement compared, the chosen plan first; empty if nothing was searched."""
     pace: Pace | None = None
     """Pace of the trained stream; None if it is not generated, or the sizes of its models are unknown."""
 

@@ -42,6 +42,10 @@ class PlanRequest:
     save_every: int = 0
     """Steps between two checkpoints; 0 saves only at the end."""
     seed: int = 0
+    free: frozenset[str] = frozenset()
+    """Keys of the configuration that the user left at their defaults and the planner may set: `placement`,
+    `schedule.max_concurrent`, `models.NAME.tokens_per_microbatch` and so on. Layouts that are None are free
+    in any case."""
     hardware: Hardware | None = None
     """Figures of devices and links; None: no forecast."""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)

@@ -65,9 +65,14 @@ def sample_lengths(workload: Workload, num: int, seed: int) -> list[int]:
     The responses are the `num` quantiles at (i + 1/2) / num, so they have the workload's distribution for any
     `num`. `seed` decides only their order.
     """
+    return list(_sample_lengths(workload, num, seed))
+
+
+@lru_cache(maxsize=8)
+def _sample_lengths(workload: Workload, num: int, seed: int) -> tuple[int, ...]:
     lengths = [workload.prompt + response for response in _quantiles(workload, num)]
     random.Random(f"lengths/{seed}").shuffle(lengths)
-    return lengths
+    return tuple(lengths)
 
 
 @lru_cache(maxsize=8)

@@ -1,8 +1,9 @@
-"""Default layouts: the fewest cuts with which everything fits, and the stated reason."""
+"""Layouts that the user left open: the fastest that fit, and the stated reason."""
 
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ LARGE = (
     "models.actor.tokens_per_microbatch=4096",
 )
 
+HERE = "placement='actor,actor.gen=all'"
+"""Everything on all devices: only layouts are left open."""
+
 
 def plan_of(model: str, cluster: str, *keys: str, backend: str = "megatron") -> Plan:
     chosen = (f"model@models.actor={model}", f"cluster={cluster}", f"models.actor.backend={backend}")
@@ -37,47 +41,45 @@ def why(plan: Plan, role: str = "train") -> dict[str, str]:
     return {name: reason for name, reason in plan.forecast.layouts if name.endswith(role)}
 
 
-def test_data_ranks_alone_where_they_fit() -> None:
-    plan = plan_of("qwen2.5-7b", "h100-1x8")
-    assert (layout_of(plan), why(plan)) == ("d8t1p1", {"actor@train": "data ranks alone fit"})
+def test_data_ranks_alone_where_they_are_fastest() -> None:
+    plan = plan_of("qwen2.5-0.5b", "h100-1x8", HERE)
+    assert (layout_of(plan), why(plan)) == ("d8t1p1", {"actor@train": "data ranks alone are fastest"})
 
 
-def test_the_fewest_tensor_ranks_that_fit() -> None:
-    plan = plan_of("qwen2.5-14b", "h100-1x8")
-    assert layout_of(plan) == "d2t4p1"
+def test_more_tensor_ranks_where_data_ranks_do_not_fit() -> None:
+    plan = plan_of("qwen2.5-14b", "h100-1x8", HERE)
+    assert plan.replica("actor@train").layout.data < 8
     with pytest.raises(PlanError, match=r"wake needs 93\.7 GiB"):
-        plan_of("qwen2.5-14b", "h100-1x8", "models.actor.layout=d4t2", "models.actor.gen.layout=d8")
-    assert why(plan)["actor@train"] == "with fewer cuts wake would need 97.2 GiB of 79.6"
+        plan_of("qwen2.5-14b", "h100-1x8", "placement='actor=all:d4t2 actor.gen=all:d8'")
+    assert re.fullmatch(r"with d\dt\dp\d \w+ would need [\d.]+ GiB of 79\.6", why(plan)["actor@train"])
 
 
-def test_stages_where_tensor_ranks_would_span_machines() -> None:
-    assert layout_of(plan_of("qwen2.5-72b", "h100-4x8", "models.actor.gen.layout=d4t8")) == "d2t8p2"
+def test_no_tensor_ranks_span_machines() -> None:
+    plan = plan_of("qwen2.5-72b", "h100-4x8", HERE)
+    assert max(plan.replica(name).layout.tensor for name in ("actor@train", "actor@gen")) <= 8
 
 
-def test_an_engine_has_the_fewest_tensor_ranks_that_fit() -> None:
+def test_an_engine_has_tensor_ranks_where_its_cache_needs_them() -> None:
     """61 GiB of weights fit beside a small cache, but not beside 16 GiB for one sequence of 65,536 tokens."""
     train, gen = list(range(16)), list(range(16, 24))
     apart = (f"groups={{train:{train},gen:{gen}}}", "models.actor.group=train", "models.actor.gen.group=gen")
-    plan = plan_of("qwen2.5-32b", "h100-3x8", *apart)
-    assert str(plan.replica("actor@gen").layout) == "d8t1p1"
-    assert why(plan, "gen") == {"actor@gen": "data ranks alone fit"}
     plan = plan_of("qwen2.5-32b", "h100-3x8", *apart, "models.actor.gen.max_model_len=65536")
-    assert str(plan.replica("actor@gen").layout) == "d4t2p1"
-    assert why(plan, "gen")["actor@gen"].startswith("with fewer cuts generate would need 8")
+    assert plan.replica("actor@gen").layout.tensor > 1
+    assert "actor@gen" in why(plan, "gen")
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(PlanError, match=r"a group of 32 devices \(actor@train as d1t8p4"):
+    with pytest.raises(PlanError, match=r"no placement fits into memory\. Set cluster=h100-[24]x8 \("):
         plan_of("llama-3.1-70b", "h100-1x8")
 
 
 def test_requested_layouts_are_kept() -> None:
-    plan = plan_of("qwen2.5-7b", "h100-1x8", "models.actor.layout=d2t4")
+    plan = plan_of("qwen2.5-7b", "h100-1x8", "placement='actor=all:d2t4 actor.gen=all'")
     assert (layout_of(plan), why(plan)) == ("d2t4p1", {})
 
 
 def test_a_backend_without_tensor_ranks_has_its_data_axis() -> None:
-    plan = plan_of("qwen2.5-7b", "h100-1x8", backend="torch")
+    plan = plan_of("qwen2.5-7b", "h100-1x8", HERE, backend="torch")
     assert (layout_of(plan), why(plan)) == ("d8t1p1", {})
 
 
@@ -89,5 +91,5 @@ def test_unknown_sizes_are_said() -> None:
 
 def test_the_report_says_why() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(render_plan(plan_of("qwen2.5-14b", "h100-1x8")))
-    assert "actor@train is d2t4p1: with fewer cuts wake would need 97.2 GiB of 79.6." in console.export_text()
+    console.print(render_plan(plan_of("qwen2.5-14b", "h100-1x8", HERE)))
+    assert re.search(r"actor@train is d\dt\dp\d: with d", console.export_text())

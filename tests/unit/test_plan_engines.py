@@ -81,7 +81,9 @@ def test_the_plan_prints_engine_and_reason_everywhere():
 
 
 def test_the_plan_prints_the_largest_batch_of_vllm():
-    compiled = compile_recipe(GRPO, (*H100, VLLM, "models.actor.gen.cache_gib=1"))
+    compiled = compile_recipe(
+        GRPO, (*H100, VLLM, "models.actor.gen.cache_gib=1", "placement='actor,actor.gen=all:d8'")
+    )
     # 28 layers x 2 x 4 heads of 128 in bf16: 56 KiB a token, 1,170 blocks of 16, of which one stays empty.
     # Sequences of 7 + 4 tokens on average take one block each.
     line = "1,169 sequences of mean length, in 1 GiB of KV cache of actor@gen"

@@ -12,10 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hflow.planner.cost.roofline import LATENCY, NETWORK, Part
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import ClusterSpec, Replica
+from hflow.planner.layout import Layout
 from hflow.planner.routing import rank_order
 
 
@@ -36,8 +38,14 @@ class RankPlacement:
     @classmethod
     def of(cls, devices: Sequence[int], cluster: ClusterSpec, hardware: Hardware) -> RankPlacement:
         """Return the placement of devices. Uneven numbers count as the smallest, whose ports carry most."""
+        return cls.counted(devices, cluster, _rack_size(hardware))
+
+    @classmethod
+    def counted(cls, devices: Sequence[int], cluster: ClusterSpec, rack_size: int | None) -> RankPlacement:
+        """Return what `of` returns, given the devices of a rack; None: there are no racks."""
         on = Counter(cluster.node_of(device) for device in devices)
-        return cls(min(on.values()), len(on), len({hardware.rack_of(device) for device in devices}))
+        racks = {device // rack_size for device in devices} if rack_size else {0}
+        return cls(min(on.values()), len(on), len(racks))
 
     def slowest_link(self, hardware: Hardware) -> Link:
         """Return the link of the longest way between two of the ranks."""
@@ -101,18 +109,35 @@ def send(num_bytes: float, link: Link, hardware: Hardware) -> LinkTime:
 
 def axis_ranks(replica: Replica, axis: int, cluster: ClusterSpec, hardware: Hardware) -> RankPlacement:
     """Return the placement of ranks along an axis (0 data, 1 tensor, 2 pipe) where it spans most machines."""
-    layout = replica.layout
+    return _axis_ranks(replica.layout, replica.role, replica.workers, axis, cluster, _rack_size(hardware))
+
+
+@lru_cache(maxsize=4096)
+def _axis_ranks(
+    layout: Layout,
+    role: str,
+    workers: tuple[int, ...],
+    axis: int,
+    cluster: ClusterSpec,
+    rack_size: int | None,
+) -> RankPlacement:
+    """Return the placement of an axis. A search asks for the same ones again and again."""
     size = (layout.data, layout.tensor, layout.pipe)[axis]
     if size == 1:
         return RankPlacement()
     d, t, p = (int(i == axis) for i in range(3))
-    stride = layout.rank(rank_order(replica.role), d, t, p)
+    stride = layout.rank(rank_order(role), d, t, p)
     first_ranks = (rank for rank in range(layout.world) if rank // stride % size == 0)
-    lines = (replica.workers[rank : rank + stride * size : stride] for rank in first_ranks)
+    lines = (workers[rank : rank + stride * size : stride] for rank in first_ranks)
     return max(
-        (RankPlacement.of(line, cluster, hardware) for line in lines),
+        (RankPlacement.counted(line, cluster, rack_size) for line in lines),
         key=lambda r: (r.racks, r.machines, -r.per_machine),
     )
+
+
+def _rack_size(hardware: Hardware) -> int | None:
+    """Return the devices of a rack; None if there are no racks."""
+    return hardware.device.rack.devices if hardware.device.rack else None
 
 
 def _seconds_per_byte(link: Link, hardware: Hardware) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Level, NodeSpec
@@ -23,7 +24,7 @@ from hflow.planner.cost.transfers import (
 )
 from hflow.planner.forecast import EdgeTraffic, Pace
 from hflow.planner.hardware import Hardware, Link
-from hflow.planner.ir import SAVE_PREFIX, Plan, Replica, ScheduledNode, WeightRoute
+from hflow.planner.ir import SAVE_PREFIX, Plan, Replica, Schedule, ScheduledNode, WeightRoute
 from hflow.planner.request import PlanRequest
 from hflow.planner.staleness import certified_lag
 from hflow.planner.workload import Workload, sample_lengths
@@ -121,21 +122,18 @@ class Costs:
         ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware)
         return self._hardware.inter if ranks.racks > 1 else self._hardware.within_rack
 
-    def _share_of_kept_weights(self, name: str) -> float:
-        """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights.
+    def wake_with_kept_weights(self, engine: str) -> Parts:
+        """Return the time in which an engine that kept a copy of its weights takes them back."""
+        replica = self._replica(engine)
+        return None if replica is None else keep_weights(replica)
 
-        An engine that shares its devices drops them where nodes on these devices change them before it wakes
-        (`runtime/state/weight_updates.py`).
-        """
-        schedule, model = self._plan.schedule, self._plan.replica(name).model
-        group = next((group for group, replicas in schedule.shared if name in replicas), None)
+    def _share_of_kept_weights(self, name: str) -> float:
+        """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights."""
+        model = self._plan.replica(name).model
         is_shared = any(route.dst == name and route.how == "shared" for route in self._plan.weights)
-        if group is None or (is_shared and self._request.model(model).compute_dtype == "fp32"):
+        if is_shared and self._request.model(model).compute_dtype == "fp32":
             return 0.0
-        writers = [node for node in schedule.nodes if model in node.writes]
-        if not writers or any(node.group != group for node in writers):
-            return 1.0
-        return 1 - 1 / schedule.settings.sync_every
+        return share_of_kept_weights(self._plan.schedule, name, model)
 
     def _engines(self) -> dict[str, ReplicaCosts] | None:
         """Return the replicas that generate by name; None if the sizes of one are unknown."""
@@ -185,7 +183,9 @@ class Costs:
     def _work(self, replica: ReplicaCosts) -> Work:
         """Return the work of the whole batch on a replica's backend."""
         budget = replica.config.tokens_per_microbatch if replica.traits.shares_prompts else None
-        return work_of(self._lengths, self._workload.prompt, self._stream.group_size, budget)
+        return _batch_work(
+            self._workload, len(self._lengths), self._stream.group_size, self._request.seed, budget
+        )
 
     def _replica(self, name: str) -> ReplicaCosts | None:
         """Return the costs of a replica; None if the sizes of its model are unknown."""
@@ -215,3 +215,24 @@ def _running_counts(slots: int) -> list[int]:
     while min(counts) > 1:
         counts.add(max(1, math.floor(min(counts) / math.sqrt(2))))
     return sorted(counts)
+
+
+@lru_cache
+def _batch_work(workload: Workload, num: int, group_size: int, seed: int, budget: int | None) -> Work:
+    """Return the work of a batch of `num` samples with sampled lengths."""
+    return work_of(sample_lengths(workload, num, seed), workload.prompt, group_size, budget)
+
+
+def share_of_kept_weights(schedule: Schedule, engine: str, model: str) -> float:
+    """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights.
+
+    An engine that shares its devices drops them where nodes on these devices change them before it wakes
+    (`runtime/state/weight_updates.py`).
+    """
+    group = next((group for group, replicas in schedule.shared if engine in replicas), None)
+    if group is None:
+        return 0.0
+    writers = [node for node in schedule.nodes if model in node.writes]
+    if not writers or any(node.group != group for node in writers):
+        return 1.0
+    return 1 - 1 / schedule.settings.sync_every

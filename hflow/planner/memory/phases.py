@@ -61,6 +61,35 @@ def engine_caches(plan: Plan, request: PlanRequest) -> dict[str, tuple[int, int]
     return found
 
 
+def group_phases(context: MemoryContext, group: DeviceGroup) -> list[tuple[str, frozenset[str]]]:
+    """Return each phase of a group's step, and the other replicas that have inferred since they trained."""
+    return list(_phases(context, group))
+
+
+def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Container[str]) -> int:
+    """Return what one rank holds on a device before a phase, without KV caches and the device's runtime.
+
+    Args:
+        context: the plan.
+        rank: one of the ranks on the device.
+        phase: `generate`, `wake` or any other name.
+        inferred: replicas that have inferred since they trained.
+    """
+    items = _resident(context, (rank,), phase, inferred, {rank.replica.name: 0})
+    return items.total() - _runtime(context)
+
+
+def transient_bytes(context: MemoryContext, rank: Rank, phase: str) -> int:
+    """Return what one rank needs at the peak of a phase, beyond what the device holds before it."""
+    return _transient(context, (rank,), phase, {rank.replica.name: 0}).total()
+
+
+def _runtime(context: MemoryContext) -> int:
+    """Return the bytes that the runtime of a device takes."""
+    hardware = context.request.hardware
+    return round(hardware.device.overhead_gib * GIB) if hardware else 0
+
+
 def _group_rows(context: MemoryContext, group: DeviceGroup) -> Iterator[PhaseMemory]:
     phases = list(_phases(context, group))
     generating = next((inferred for phase, inferred in phases if phase == GENERATE), frozenset())
@@ -157,8 +186,7 @@ def _resident(
         inferred: replicas that have inferred since they trained.
         caches: bytes of the KV cache of each engine, which a phase other than `generate` may hold.
     """
-    hardware = context.request.hardware
-    overhead = round(hardware.device.overhead_gib * GIB) if hardware else 0
+    overhead = _runtime(context)
     items = Items()
     for rank in ranks:
         name = rank.replica.name

@@ -69,6 +69,13 @@ def steady_state(num_vertices: int, arcs: Sequence[Arc]) -> SteadyState | None:
     return SteadyState(ratio, tuple(cycle), tuple(starts)) if cycle else None
 
 
+def find_slower_cycle(num_vertices: int, arcs: Sequence[Arc], ratio: float) -> list[Arc]:
+    """Return a cycle with a larger ratio than this, of which there may be others; empty if there is none."""
+    slack = ROUNDING * math.fsum(arc.seconds for arc in arcs)
+    _, positive = _longest_paths(num_vertices, arcs, ratio, slack)
+    return positive if positive and cycle_ratio(positive) > ratio else []
+
+
 def cycle_ratio(cycle: Sequence[Arc]) -> float:
     """Return the seconds on a cycle divided by the steps that it crosses."""
     lag = sum(arc.lag for arc in cycle)

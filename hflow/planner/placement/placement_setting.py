@@ -51,10 +51,7 @@ def apply_placement(graph: Graph, request: PlanRequest) -> PlanRequest:
     if request.placement is None:
         return request
     names = [model + GEN_SUFFIX * (role == "gen") for model, role in replica_roles(graph)]
-    items = parse_items(request.placement, names)
-    _check_no_other_setting_places(request, items)
-    devices = {name: devices_of(name, items, request.cluster) for name in items}
-    _check_sets(items, devices)
+    items, devices = placed_devices(request, names)
     if not any(model in items for model in trained_models(graph)):
         _check_unnamed(items, devices, names, request.cluster)
     group_of = _groups(devices, request.cluster)
@@ -67,6 +64,21 @@ def apply_placement(graph: Graph, request: PlanRequest) -> PlanRequest:
         models={**request.models, **placed},
         warnings=(*request.warnings, *_idle_warnings(devices, request.cluster)),
     )
+
+
+def placed_devices(
+    request: PlanRequest, names: Sequence[str]
+) -> tuple[dict[str, PlacementItem], dict[str, Devices]]:
+    """Return the item and the devices of each name that the placement of a request places.
+
+    Raises:
+        PlanError: for a placement that is invalid, or that contradicts itself or the rest of the request.
+    """
+    items = parse_items(request.placement or "", names)
+    _check_no_other_setting_places(request, items)
+    devices = {name: devices_of(name, items, request.cluster) for name in items}
+    _check_sets(items, devices)
+    return items, devices
 
 
 def parse_items(text: str, known: Sequence[str]) -> dict[str, PlacementItem]:

@@ -176,16 +176,25 @@ def _layout(text: str | None) -> Layout | None:
 
 def _place(replica: UnplacedReplica, group: DeviceGroup) -> Replica:
     layout = replica.layout or Layout(data=len(group.devices))
-    if layout.world > len(group.devices):
-        raise PlanError(
-            f"{replica.name}: layout {layout} needs {layout.world} devices, but group {group.name!r} "
-            f"has {len(group.devices)}; {_layout_advice(layout, len(group.devices))}"
-        )
+    check_size(replica.name, layout, group)
     workers = group.devices[: layout.world]
     heads = tuple(workers[rank] for rank in layout.heads(rank_order(replica.role)))
     return Replica(
         replica.name, replica.model, replica.role, replica.backend, layout, group.name, workers, heads
     )
+
+
+def check_size(replica: str, layout: Layout, group: DeviceGroup) -> None:
+    """Raise if a layout needs more devices than its group has.
+
+    Raises:
+        PlanError: naming the nearest layout that fits.
+    """
+    if layout.world > len(group.devices):
+        raise PlanError(
+            f"{replica}: layout {layout} needs {layout.world} devices, but group {group.name!r} "
+            f"has {len(group.devices)}; {_layout_advice(layout, len(group.devices))}"
+        )
 
 
 def _layout_advice(layout: Layout, num_devices: int) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Graph
 from hflow.planner.backends import engine_kind
 from hflow.planner.graph_queries import written_models
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import Plan, Replica, WeightRoute, batch_replica
-from hflow.planner.model_shape import DTYPE_BYTES
+from hflow.planner.ir import ClusterSpec, Plan, Replica, WeightRoute, batch_replica
+from hflow.planner.model_shape import DTYPE_BYTES, ModelShape
 from hflow.planner.request import PlanRequest
 from hflow.planner.weights.resharding import add_rows
 
@@ -33,12 +33,39 @@ def weight_routes(
     for gen in replicas:
         if gen.role == "gen" and gen.model in written:
             src = batch_replica(replicas, gen.model)
-            route = WeightRoute(gen.model, src.name, gen.name, _how(src, gen))
-            config, shape = request.model(gen.model), request.shapes.get(gen.model)
-            if shape is not None:
-                route = add_rows(route, src, gen, shape, DTYPE_BYTES[config.compute_dtype], request.cluster)
-            routes.append(_with_transport(route, src, gen, config, request))
+            routes.append(weight_route(src, gen, request, add_rows))
     return tuple(routes)
+
+
+class CountBytes(Protocol):
+    """Adds the bytes that move to a route."""
+
+    def __call__(
+        self,
+        route: WeightRoute,
+        src: Replica,
+        dst: Replica,
+        shape: ModelShape,
+        item_bytes: int,
+        cluster: ClusterSpec,
+    ) -> WeightRoute:
+        """Return the route with its bytes; the arguments are those of `add_rows`."""
+
+
+def weight_route(src: Replica, gen: Replica, request: PlanRequest, count: CountBytes) -> WeightRoute:
+    """Return the route from a training replica to a generation replica of its model.
+
+    Args:
+        src: the replica that trains.
+        gen: the replica that generates.
+        request: the sizes of the model, and the settings of its engine.
+        count: adds the bytes that move, and rows if it makes any.
+    """
+    route = WeightRoute(gen.model, src.name, gen.name, _how(src, gen))
+    config, shape = request.model(gen.model), request.shapes.get(gen.model)
+    if shape is not None:
+        route = count(route, src, gen, shape, DTYPE_BYTES[config.compute_dtype], request.cluster)
+    return _with_transport(route, src, gen, config, request)
 
 
 def _how(src: Replica, gen: Replica) -> Literal["shared", "gather", "pull"]:
@@ -73,7 +100,7 @@ def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest
     if cluster.device == "cuda" and not in_one_process:
         if not set(src.workers) & set(gen.workers):
             return "collective", "NCCL broadcasts between devices"
-        if own_process and route.rows and not route.moved_bytes:
+        if own_process and route.held_bytes and not route.moved_bytes:
             return "ipc", "every engine is on the devices that hold its weights"
     if own_process and len(machines) == 1:
         return "shared", "the engines have processes of their own on this machine"

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hflow.errors import PlanError
-from hflow.planner.forecast import Forecast
+from hflow.graph.ir import Level
+from hflow.planner.forecast import Forecast, Pace
 from hflow.planner.ir import Plan, Schedule
 from hflow.planner.period import steady_period
-from hflow.planner.workload import expected_max
+from hflow.planner.workload import Workload, expected_max
 from hflow.runtime.simulation.simulate import DurationFunction, response_seconds, simulate_run
 from hflow.runtime.simulation.simulation_result import SimulatedRun
 
@@ -20,6 +21,11 @@ DEFAULT_STEPS = 64
 """Steps that are simulated by default, unless they are too many samples."""
 DEFAULT_SAMPLES = 100_000
 """About the most samples that are simulated by default. They take a few seconds."""
+
+COMPARED_STEPS = 24
+"""Steps that are simulated to compare two plans."""
+COMPARED_SAMPLES = 3_000
+"""About the most samples that are simulated to compare two plans."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,43 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
         limit=generation + training if schedule.shared else max(generation, training),
         tokens_kept=run.seconds_kept / pace.seconds_per_token if pace else 0.0,
     )
+
+
+def simulated_period(
+    schedule: Schedule, seconds: Mapping[str, float], pace: Pace, workload: Workload
+) -> float:
+    """Return the seconds of a step that the state machine reaches on the virtual clock.
+
+    To compare plans quickly, a large batch is simulated as a smaller one of which each sample stands for
+    several: slots and limits shrink with it.
+
+    Args:
+        schedule: what runs. Evaluations are left out.
+        seconds: of one execution of each node, of new weights of an engine, and of publishing them.
+        pace: of generation.
+        workload: lengths of the samples.
+    """
+    part = replace(trained_part(schedule), num_steps=COMPARED_STEPS)
+    stream, settings = part.streams[0], part.settings
+    batch = stream.batch or 1
+    scale = max(1, min(batch, batch * stream.group_size * COMPARED_STEPS // COMPARED_SAMPLES))
+    queue = None if settings.queue is None else max(batch // scale, settings.queue // scale)
+    settings = replace(
+        settings, max_concurrent=max(stream.group_size, settings.max_concurrent // scale), queue=queue
+    )
+    part = replace(part, streams=(replace(stream, batch=batch // scale),), settings=settings)
+    streaming = {node.name for node in part.nodes if node.level is not Level.BATCH and node.group}
+    durations: dict[str, float | DurationFunction] = {
+        name: value * (scale if name in streaming else 1) for name, value in seconds.items()
+    }
+    durations[stream.source] = response_seconds(workload, pace.seconds_per_token, 0)
+    run = simulate_run(
+        part,
+        durations,
+        slots={stream.name: max(1, pace.slots // scale)},
+        speeds={stream.name: lambda num_running: pace.speed(num_running * scale)},
+    )
+    return run.timeline.period()
 
 
 def trained_part(schedule: Schedule) -> Schedule:

@@ -1,0 +1,44 @@
+"""`check_memory`: refuse plans that need more memory than their devices have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hflow.errors import PlanError
+from hflow.planner.cluster import device_ranges
+from hflow.planner.forecast import PhaseMemory
+from hflow.planner.hardware import GIB
+
+
+def check_memory(phases: Sequence[PhaseMemory], capacity: int, advice: Callable[[], str]) -> None:
+    """Refuse a plan that does not fit.
+
+    Args:
+        phases: what every device holds in every phase.
+        capacity: bytes of a device.
+        advice: returns what to change, as sentences.
+
+    Raises:
+        PlanError: naming the phase that needs most, its largest item, and the advice.
+    """
+    largest = max(phases, key=lambda phase: phase.total, default=None)
+    if largest is None or largest.total <= capacity:
+        return
+    name, size, _ = max((*largest.resident, *largest.transient), key=lambda item: item.num_bytes)
+    raise PlanError(
+        f"{largest.phase} needs {gib(largest.total)} per device but only {gib(capacity)} is available on "
+        f"{_device_range(largest.devices)}. Most of it is for {name} ({gib(size)}). {advice()}"
+    )
+
+
+def gib(num_bytes: int) -> str:
+    """Return bytes as `57.8 GiB`."""
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _device_range(devices: tuple[int, ...]) -> str:
+    """Return `device 3`, `devices 0-7`, or `4 devices from 1 to 7`."""
+    first, last = devices[0], devices[-1]
+    if len(devices) == 1 or last - first == len(devices) - 1:
+        return f"device{'s' if len(devices) > 1 else ''} {device_ranges(devices)}"
+    return f"{len(devices)} devices from {first} to {last}"

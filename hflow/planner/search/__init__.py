@@ -1,0 +1,118 @@
+"""The search for a plan: where replicas run, with which layouts and settings.
+
+`search` is called before `compile_plan`. It costs candidates with the functions that the forecast uses, from
+tables, without making plans (`evaluate`), and explores them (`explore`). What the user has set is never
+changed. Nothing downstream knows that a machine chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from hflow.errors import PlanError
+from hflow.graph.ir import Graph
+from hflow.planner.forecast import Candidate, Pace
+from hflow.planner.ir import Schedule
+from hflow.planner.request import PlanRequest
+from hflow.planner.search.evaluate import Choice, Evaluator
+from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
+from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
+from hflow.planner.search.remedies import nearest_fit
+from hflow.planner.search.result import SearchResult, make_result
+from hflow.planner.search.simplify import simplified
+from hflow.planner.workload import Workload
+
+__all__ = [
+    "PLACEMENT",
+    "Candidate",
+    "Evaluator",
+    "SearchProblem",
+    "SearchResult",
+    "decide_layouts",
+    "free_settings",
+    "nearest_fit",
+    "search",
+]
+
+PeriodFunction = Callable[[Schedule, Mapping[str, float], Pace, Workload], float]
+"""Return the seconds of a step that the state machine reaches, given the schedule, the seconds of its nodes,
+the pace of generation and the lengths of samples."""
+
+
+def search(
+    graph: Graph, request: PlanRequest, *, simulate: PeriodFunction | None = None, budget: int = BUDGET
+) -> SearchResult:
+    """Choose what a request leaves open, for the shortest step.
+
+    Args:
+        graph: a checked graph.
+        request: its `free` says what may be chosen besides layouts.
+        simulate: decides between the best candidates where the analytic period is only an estimate; None: the
+            estimate decides.
+        budget: most candidates to look at. It counts candidates and not seconds, so that equal requests have
+            equal results on every machine.
+
+    Raises:
+        PlanError: if nothing fits; the message names the nearest change that does.
+    """
+    assert request.hardware is not None, "a search needs figures of the hardware"
+    problem = SearchProblem(graph, request, request.hardware)
+    check_known(problem)
+    evaluator = Evaluator(problem)
+    found = explore(evaluator, budget)
+    ranked = found.ranked()
+    if not ranked:
+        raise PlanError(f"no placement fits into memory. {nearest_fit(graph, request)}")
+    seconds = {choice: choice.period for choice in ranked}
+    if simulate is not None and _is_estimate(problem):
+        ranked = ranked[:NUM_IMPROVED]
+        seconds = {choice: _simulated(evaluator, choice, simulate) for choice in ranked}
+        ranked.sort(key=seconds.__getitem__)
+    best = simplified(evaluator, ranked[0])
+    seconds[best] = seconds[ranked[0]]
+    return make_result(evaluator, [best, *ranked[1:]], found.num_tried, seconds)
+
+
+def decide_layouts(graph: Graph, request: PlanRequest) -> tuple[PlanRequest, tuple[tuple[str, str], ...]]:
+    """Return a request with the layouts that the user left open, and the reason for each.
+
+    Where no layout fits, or nothing is known of the hardware, they stay open: `compile_plan` then takes data
+    ranks alone, and refuses what does not fit.
+
+    Raises:
+        PlanError: for a placement, group or layout that is invalid.
+    """
+    if request.hardware is None:
+        return request, ()
+    problem = SearchProblem(graph, request, request.hardware)
+    if all(
+        r.name in problem.layouts or not problem.traits(r.name).is_model_parallel
+        for r in problem.base.replicas
+    ):
+        return request, ()
+    evaluator = Evaluator(problem)
+    ranked = explore(evaluator).ranked()
+    if not ranked:
+        return request, ()
+    result = make_result(evaluator, ranked[:1], 0, {ranked[0]: ranked[0].period})
+    return result.request, result.layouts
+
+
+def free_settings(models: Iterable[str]) -> frozenset[str]:
+    """Return the keys of the configuration that a search may set, besides `placement` and layouts."""
+    names = ("tokens_per_microbatch", "activation_checkpointing", "gen.max_running")
+    return frozenset({"schedule.max_concurrent", *(f"models.{m}.{name}" for m in models for name in names)})
+
+
+def _is_estimate(problem: SearchProblem) -> bool:
+    """Return whether the analytic period is not exact; see `hflow.planner.period`."""
+    settings = problem.base.schedule.settings
+    return settings.max_staleness > 0 or settings.sync_every > 1
+
+
+def _simulated(evaluator: Evaluator, choice: Choice, simulate: PeriodFunction) -> float:
+    pace = evaluator.pace(choice)
+    if pace is None:
+        return choice.period
+    workload = evaluator.table.workloads[evaluator.table.events.stream.name]
+    return simulate(choice.partition.plan.schedule, choice.seconds, pace, workload)

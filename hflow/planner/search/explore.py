@@ -1,0 +1,215 @@
+"""`explore`: the best choice for each way of dividing the replicas into groups.
+
+Every division is tried. For each one, sizes of groups are tried on a grid: all of them on small clusters,
+powers of two and multiples of machines on large ones. Options of a group come from its table. A candidate
+whose lower bound is not below the best of its division is dropped before its period is computed. Then the
+best of each division is improved: devices move between groups in ever smaller steps, and each replica tries
+its other options.
+
+The order of everything is fixed, and the budget counts candidates, not seconds, so a search finds the same on
+every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from hflow.errors import PlanError
+from hflow.planner.placement.replicas import Devices
+from hflow.planner.search.devices import assign_devices, compositions, group_sizes
+from hflow.planner.search.evaluate import Choice, Evaluator, GroupChoice
+from hflow.planner.search.partition import Blocks, Partition, set_partitions
+from hflow.planner.unrunnable import unrunnable_reasons
+
+BUDGET = 200_000
+"""Candidates of one search. PPO with five models on 1,024 devices needs about a tenth of it."""
+NUM_IMPROVED = 6
+"""Divisions whose best choice is improved."""
+MAX_REPLACED = 24
+"""Options of a replica that are tried in the place of its best one."""
+MIN_GAIN = 1e-6
+"""Relative improvement that counts."""
+
+
+@dataclass
+class Exploration:
+    """What a search has found.
+
+    Attributes:
+        evaluator: tables of seconds and memory.
+        best: division -> its best choice.
+        others: further choices that were the best of their division for a while.
+        num_tried: candidates so far.
+        budget: most candidates to try.
+    """
+
+    evaluator: Evaluator
+    budget: int = BUDGET
+    best: dict[Blocks, Choice] = field(default_factory=dict)
+    others: list[Choice] = field(default_factory=list)
+    num_tried: int = 0
+
+    def ranked(self) -> list[Choice]:
+        """Return the best choice of each division, the fastest first."""
+        return sorted(self.best.values(), key=lambda choice: (choice.period, len(choice.groups)))
+
+
+def explore(evaluator: Evaluator, budget: int = BUDGET) -> Exploration:
+    """Return the best choices for a problem; none if nothing fits."""
+    found = Exploration(evaluator, budget)
+    for blocks in divisions(evaluator):
+        _try_sizes(found, evaluator.partition(blocks))
+    for choice in found.ranked()[:NUM_IMPROVED]:
+        _improve(found, choice)
+    return found
+
+
+def divisions(evaluator: Evaluator) -> list[Blocks]:
+    """Return the ways of dividing replicas into groups that a run can execute, the coarsest first.
+
+    Replicas join groups that the user has named, or form groups on the devices that are left. A division is
+    left out if it makes the plan impossible to run for a reason that others avoid.
+    """
+    problem = evaluator.problem
+    anchors = [group.replicas for group in problem.fixed]
+    elements: list[tuple[str, ...]] = [*anchors, *((name,) for name in problem.loose)]
+    position = {r.name: i for i, r in enumerate(problem.base.replicas)}
+    reasons: dict[Blocks, int] = {}
+    for partition in set_partitions([str(i) for i in range(len(elements))]):
+        if any(sum(int(i) < len(anchors) for i in block) > 1 for block in partition):
+            continue
+        num_new = sum(all(int(i) >= len(anchors) for i in block) for block in partition)
+        if num_new > len(problem.free_devices):
+            continue
+        named = (tuple(name for i in block for name in elements[int(i)]) for block in partition)
+        blocks = tuple(
+            sorted((tuple(sorted(b, key=position.__getitem__)) for b in named), key=lambda b: position[b[0]])
+        )
+        try:
+            reasons[blocks] = len(unrunnable_reasons(evaluator.partition(blocks).plan, problem.request))
+        except PlanError:
+            continue
+    fewest = min(reasons.values(), default=0)
+    return [blocks for blocks, num in reasons.items() if num == fewest]
+
+
+def _try_sizes(found: Exploration, partition: Partition) -> None:
+    """Try all sizes of the groups of a division."""
+    evaluator = found.evaluator
+    problem = evaluator.problem
+    fixed = [evaluator.fixed_devices(block) for block in partition.blocks]
+    num_new = sum(devices is None for devices in fixed)
+    free = problem.free_devices
+    for sizes in (
+        compositions(len(free), num_new, group_sizes(len(free), problem.cluster)) if num_new else ((),)
+    ):
+        if found.num_tried >= found.budget:
+            return
+        _try_division(found, partition, sizes)
+
+
+def _try_division(found: Exploration, partition: Partition, sizes: Sequence[int]) -> Choice | None:
+    """Try the best options of each group for some sizes.
+
+    Returns:
+        The choice if it is the best of its division, else None.
+    """
+    devices = _devices(found.evaluator, partition, sizes)
+    if devices is None:
+        return None
+    groups = [
+        found.evaluator.best_group(block, found.evaluator.costed_devices(block, devices[i]))
+        for i, block in enumerate(partition.blocks)
+    ]
+    return _try(found, partition, devices, groups)
+
+
+def _devices(evaluator: Evaluator, partition: Partition, sizes: Sequence[int]) -> tuple[Devices, ...] | None:
+    """Return the devices of each group: those that the user named, or free ones."""
+    fixed = [evaluator.fixed_devices(block) for block in partition.blocks]
+    new = assign_devices(sizes, evaluator.problem.free_devices, evaluator.problem.cluster)
+    if new is None:
+        return None
+    rest = iter(new)
+    return tuple(next(rest) if devices is None else devices for devices in fixed)
+
+
+def _try(
+    found: Exploration,
+    partition: Partition,
+    devices: tuple[Devices, ...],
+    groups: Sequence[GroupChoice | None],
+) -> Choice | None:
+    found.num_tried += 1
+    chosen = [group for group in groups if group is not None]
+    if len(chosen) < len(groups):
+        return None
+    best = found.best.get(partition.blocks)
+    cutoff = math.inf if best is None else best.period * (1 - MIN_GAIN)
+    choice = found.evaluator.choice(partition, devices, chosen, cutoff)
+    if choice is not None:
+        if best is not None:
+            found.others.append(best)
+        found.best[partition.blocks] = choice
+    return choice
+
+
+def _improve(found: Exploration, choice: Choice) -> None:
+    """Change one thing at a time until nothing makes the step shorter."""
+    while found.num_tried < found.budget:
+        better = _moved(found, choice) or _replaced(found, choice)
+        if better is None:
+            return
+        choice = better
+
+
+def _moved(found: Exploration, choice: Choice) -> Choice | None:
+    """Return a better choice with devices moved from one group to another."""
+    evaluator, partition = found.evaluator, choice.partition
+    new = [i for i, block in enumerate(partition.blocks) if evaluator.fixed_devices(block) is None]
+    sizes = [len(choice.devices[i]) for i in new]
+    for step in _steps(evaluator):
+        for giver in range(len(new)):
+            for taker in range(len(new)):
+                if giver != taker and sizes[giver] > step:
+                    changed = list(sizes)
+                    changed[giver] -= step
+                    changed[taker] += step
+                    better = _try_division(found, partition, changed)
+                    if better is not None:
+                        return better
+    return None
+
+
+def _steps(evaluator: Evaluator) -> Iterator[int]:
+    """Yield numbers of devices to move: a grid unit, half of it and so on, down to a machine or a device."""
+    num, cluster = len(evaluator.problem.free_devices), evaluator.problem.cluster
+    sizes = group_sizes(num, cluster) if num else (1,)
+    step = max((b - a for a, b in pairwise(sizes)), default=1)
+    smallest = cluster.devices_per_node if num > 8 * cluster.devices_per_node else 1
+    while step >= smallest:
+        yield step
+        step //= 2
+
+
+def _replaced(found: Exploration, choice: Choice) -> Choice | None:
+    """Return a better choice in which one replica has another option."""
+    evaluator, partition = found.evaluator, choice.partition
+    for i, (block, group) in enumerate(zip(partition.blocks, choice.groups, strict=True)):
+        devices = evaluator.costed_devices(block, choice.devices[i])
+        for axis, name in enumerate(block):
+            for option in evaluator.table.options(name, devices)[:MAX_REPLACED]:
+                if option is group.options[axis]:
+                    continue
+                options = (*group.options[:axis], option, *group.options[axis + 1 :])
+                other = evaluator.group(block, options)
+                if other is None:
+                    continue
+                groups = [*choice.groups[:i], other, *choice.groups[i + 1 :]]
+                better = _try(found, partition, choice.devices, groups)
+                if better is not None:
+                    return better
+    return None

@@ -1,0 +1,333 @@
+"""`OptionTable`: the layouts and settings with which a replica can use devices, and their seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+
+from hflow.config.schema import ModelConfig
+from hflow.planner.backends import engine_kind
+from hflow.planner.cost.nodes import Costs
+from hflow.planner.data.minibatches import heaviest_loads
+from hflow.planner.forecast import EdgeTraffic, Pace
+from hflow.planner.graph_queries import root_stream
+from hflow.planner.ir import EngineChoice, Replica, ScheduledNode
+from hflow.planner.layout import Layout
+from hflow.planner.memory.rank import Rank
+from hflow.planner.model_shape import ModelShape, kinds_of_layers, other_tensors
+from hflow.planner.period.steady_events import SteadyEvents
+from hflow.planner.placement.replicas import Devices
+from hflow.planner.routing import rank_order
+from hflow.planner.search.problem import SearchProblem
+from hflow.planner.stream_workloads import stream_workloads
+from hflow.planner.weights.sharding import can_split
+from hflow.planner.workload import sample_lengths
+
+MAX_TENSOR_RANKS = 8
+"""Most tensor ranks to choose: on more than one machine they would cost more time than they save memory."""
+MAX_STAGES = 16
+"""Most pipeline stages to choose."""
+TOKENS = tuple(1 << i for i in range(16, 5, -1))
+"""Tokens of a micro-batch to choose from where they hold the longest sequence, besides exactly this."""
+MAX_RUNNING = (1024, 512, 256, 128, 64, 32)
+"""Sequences that an engine decodes at once to choose from. More need a larger cache than GPUs have, or make
+every response slow."""
+FEW_RUNNING = (16, 8, 4, 2, 1)
+"""Further choices for an engine whose cache grows as needed, so that fewer sequences make it smaller."""
+
+MIN_DIFFERENCE = 1e-3
+"""Relative difference of seconds below which more memory is not worth it."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaOption:
+    """One way in which a replica can use its devices."""
+
+    replica: Replica
+    """On the first devices of the cluster, or on those that the user named."""
+    config: ModelConfig
+    seconds: Mapping[str, float]
+    """Node or source -> seconds of one execution."""
+    total: float
+    """Seconds of all executions in a step."""
+
+    @property
+    def name(self) -> str:
+        """The replica's name."""
+        return self.replica.name
+
+    @property
+    def layout(self) -> Layout:
+        """The replica's layout."""
+        return self.replica.layout
+
+    @property
+    def cuts(self) -> int:
+        """Parts into which the layout divides the model."""
+        return self.layout.world // self.layout.data
+
+
+class OptionTable:
+    """The options of each replica, computed when they are first asked for."""
+
+    def __init__(self, problem: SearchProblem) -> None:
+        self._problem = problem
+        self._base = replace(problem.base, cluster=problem.cluster)
+        self._tables: dict[tuple[str, Devices], tuple[ReplicaOption, ...]] = {}
+        self._with_cache: dict[tuple[ReplicaOption, int], ReplicaOption] = {}
+        self._waking: dict[ReplicaOption, float] = {}
+        self._imbalance: dict[tuple[str, int], float] = {}
+        self.events = SteadyEvents(problem.base.schedule)
+        self.workloads = dict(stream_workloads(problem.base, problem.request))
+        self.num_costed = 0
+
+    def options(self, name: str, devices: Devices) -> tuple[ReplicaOption, ...]:
+        """Return the options of a replica on some devices: the fastest first, then the fewest cuts."""
+        key = name, devices
+        if key not in self._tables:
+            made = [self._option(replica, config) for replica, config in self._choices(name, devices)]
+            self._tables[key] = tuple(sorted(_without_larger(made), key=_order))
+        return self._tables[key]
+
+    def limited(self, option: ReplicaOption, largest_batch: int | None) -> ReplicaOption:
+        """Return an engine's option with as many sequences at once as its cache holds."""
+        if largest_batch is None or largest_batch >= option.config.gen.max_running:
+            return option
+        key = option, largest_batch
+        if key not in self._with_cache:
+            self._with_cache[key] = self._option(option.replica, option.config, largest_batch)
+        return self._with_cache[key]
+
+    def waking(self, option: ReplicaOption) -> float:
+        """Return the seconds in which an engine that kept its weights takes them back."""
+        if option not in self._waking:
+            costs = self._costs(option.replica, (), option.config)
+            self._waking[option] = _seconds(costs.wake_with_kept_weights(option.name))
+        return self._waking[option]
+
+    def pace(self, chosen: Sequence[tuple[ReplicaOption, int | None]]) -> Pace | None:
+        """Return the pace of the trained stream, given all options and what the caches of engines hold."""
+        request, base = self._problem.request, self._base
+        engines = tuple(
+            EngineChoice(option.name, option.replica.backend, "", None, largest)
+            for option, largest in chosen
+            if option.replica.role == "gen"
+        )
+        configs = {o.replica.model: o.config for o, _ in chosen if o.replica.role == "gen"}
+        request = replace(
+            request,
+            schedule=replace(request.schedule, max_concurrent=self.in_flight),
+            models={**request.models, **configs},
+        )
+        plan = replace(base, replicas=tuple(option.replica for option, _ in chosen), engines=engines)
+        workload = self.workloads[self.events.stream.name]
+        return Costs(plan, request, self._problem.hardware, workload, ()).pace()
+
+    @cached_property
+    def constant_seconds(self) -> Mapping[str, float]:
+        """Node without a model -> its seconds."""
+        costs = self._costs(None, (), None)
+        seconds = {}
+        for node in self._base.schedule.nodes:
+            if node.stream == self.events.stream.name and not self._replica_of(node):
+                seconds[node.name] = _seconds(costs.node(node))
+        return seconds
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(workload.prompt + workload.max_response for workload in self.workloads.values())
+
+    def _choices(self, name: str, devices: Devices) -> Iterator[tuple[Replica, ModelConfig]]:
+        for layout in self._layouts(name, devices):
+            workers = devices[: layout.world]
+            base = self._problem.replica(name)
+            heads = tuple(workers[rank] for rank in layout.heads(rank_order(base.role)))
+            replica = replace(base, layout=layout, workers=workers, heads=heads)
+            for config in self._configs(replica):
+                yield replica, config
+
+    def _layouts(self, name: str, devices: Devices) -> Iterator[Layout]:
+        problem, traits = self._problem, self._problem.traits(name)
+        if name in problem.layouts:
+            if problem.layouts[name].world <= len(devices):
+                yield problem.layouts[name]
+            return
+        num, shape = len(devices), problem.request.shapes.get(problem.replica(name).model)
+        limit = problem.max_data_ranks.get(name, num)
+        if not traits.is_model_parallel or shape is None:
+            yield Layout(min(num, limit))
+            return
+        specs = (*chain.from_iterable(kinds_of_layers(shape)), *other_tensors(shape))
+        for tensor in range(1, min(num, MAX_TENSOR_RANKS) + 1):
+            if not self._in_one_machine(devices, tensor):
+                continue
+            if not all(can_split(spec, traits, tensor) for spec in specs):
+                continue
+            most = min(num // tensor, shape.num_layers, MAX_STAGES) if traits.has_pipeline_axis else 1
+            for pipe in range(1, most + 1):
+                if num % (tensor * pipe) == 0:
+                    yield Layout(min(num // (tensor * pipe), limit), tensor, pipe)
+
+    def _in_one_machine(self, devices: Devices, size: int) -> bool:
+        """Return whether blocks of this many neighbouring devices divide the devices and a machine."""
+        cluster = self._problem.cluster
+        if len(devices) % size:
+            return False
+        firsts = range(0, len(devices), size)
+        return all(cluster.node_of(devices[i]) == cluster.node_of(devices[i + size - 1]) for i in firsts)
+
+    def _configs(self, replica: Replica) -> Iterator[ModelConfig]:
+        """Yield the configurations of a replica's model that differ for it."""
+        problem, prefix = self._problem, f"models.{replica.model}"
+        config = problem.request.model(replica.model)
+        if replica.role == "gen":
+            for number in self._running(replica, config, f"{prefix}.gen.max_running"):
+                yield replace(config, gen=replace(config.gen, max_running=number))
+            return
+        recompute: Sequence[bool] = (config.activation_checkpointing,)
+        if replica.role == "train" and problem.is_free(f"{prefix}.activation_checkpointing"):
+            recompute = (False, True)
+        tokens: Sequence[int] = (config.tokens_per_microbatch,)
+        if problem.is_free(f"{prefix}.tokens_per_microbatch"):
+            tokens = self._tokens(replica)
+        for number in tokens:
+            for recomputes in recompute:
+                yield replace(config, tokens_per_microbatch=number, activation_checkpointing=recomputes)
+
+    def _tokens(self, replica: Replica) -> list[int]:
+        """Return sizes of micro-batches from the longest sequence to a rank's part of the largest batch."""
+        group = self.events.stream.group_size
+        share = -(-self._problem.request.batch * group // replica.layout.data) * self.longest
+        configured = self._problem.request.model(replica.model).tokens_per_microbatch
+        numbers = {number for number in TOKENS if number >= self.longest} | {self.longest}
+        useful = {number for number in numbers if number < 2 * share}
+        return sorted({configured} | (useful or {min(numbers)}))
+
+    def _running(self, replica: Replica, config: ModelConfig, key: str) -> list[int]:
+        if not self._problem.is_free(key):
+            return [config.gen.max_running]
+        group = self.events.stream.group_size
+        at_once = -(-self.in_flight // replica.layout.data // group) * group
+        memory = engine_kind(replica.backend).memory
+        shape = self._problem.request.shapes.get(replica.model)
+        grows = shape is not None and memory.max_sequences(self._rank(replica, shape, config), 1, 1.0) is None
+        numbers = MAX_RUNNING + FEW_RUNNING if grows else MAX_RUNNING
+        useful = {number for number in numbers if number < 2 * at_once}
+        return sorted({config.gen.max_running} | (useful or {numbers[-1]}))
+
+    def _rank(self, replica: Replica, shape: ModelShape, config: ModelConfig) -> Rank:
+        return Rank(replica, shape, config, 0, True, self._problem.cluster.device == "cpu")
+
+    @cached_property
+    def in_flight(self) -> int:
+        """Samples that may be in flight at once: with a free `max_concurrent`, all that staleness allows."""
+        request, stream = self._problem.request, self.events.stream
+        if not self._problem.is_free("schedule.max_concurrent"):
+            return request.schedule.max_concurrent
+        ahead = (1 + request.schedule.max_staleness) * request.schedule.sync_every
+        return max(request.schedule.max_concurrent, int(ahead * request.batch) * stream.group_size)
+
+    def option(self, replica: Replica, config: ModelConfig) -> ReplicaOption:
+        """Return an option with a given configuration."""
+        return self._option(replica, config)
+
+    def _option(
+        self, replica: Replica, config: ModelConfig, largest_batch: int | None = None
+    ) -> ReplicaOption:
+        self.num_costed += 1
+        engines = (EngineChoice(replica.name, replica.backend, "", None, largest_batch),)
+        costs = self._costs(replica, engines, config)
+        seconds: dict[str, float] = {}
+        total = 0.0
+        if replica.role == "gen" and replica.name in self.events.stream.replicas:
+            parts = costs.source()
+            seconds[f"{replica.name} source"] = total = _seconds(parts)
+        for node in self._base.schedule.nodes:
+            if node.stream == self.events.stream.name and self._replica_of(node) == replica.name:
+                seconds[node.name] = _seconds(costs.node(node))
+                if node.after + node.every < self._base.schedule.num_steps or node.every == 1:
+                    total += seconds[node.name] * self.events.num_executions(node) / node.every
+        return ReplicaOption(replica, config, seconds, total)
+
+    def _costs(
+        self, replica: Replica | None, engines: tuple[EngineChoice, ...], config: ModelConfig | None
+    ) -> Costs:
+        """Return the costs of a plan with one replica."""
+        request, base = self._problem.request, self._base
+        stream = self.events.stream
+        request = replace(request, schedule=replace(request.schedule, max_concurrent=self.in_flight))
+        replicas: tuple[Replica, ...] = base.replicas
+        traffic: tuple[EdgeTraffic, ...] = ()
+        if replica is not None and config is not None:
+            names = tuple(name for name in stream.replicas if name == replica.name)
+            stream = replace(stream, replicas=names)
+            replicas = (replica,)
+            request = replace(request, models={**request.models, replica.model: config})
+            traffic = self._traffic(replica)
+        schedule = replace(base.schedule, streams=(stream, *base.schedule.streams[1:]), shared=())
+        plan = replace(base, replicas=replicas, engines=engines, schedule=schedule)
+        return Costs(plan, request, self._problem.hardware, self.workloads[stream.name], traffic)
+
+    def _traffic(self, replica: Replica) -> tuple[EdgeTraffic, ...]:
+        """Return the imbalance of each node of a replica, without the bytes that its inputs move."""
+        rows = []
+        for node in self._base.schedule.nodes:
+            is_here = node.stream == self.events.stream.name and self._replica_of(node) == replica.name
+            if is_here and node.name in self._rules:
+                imbalance = self._imbalance_of(node.name, replica.layout.data)
+                rows.append(EdgeTraffic(node.name, 0, 0, 0, imbalance, (), 0))
+        return tuple(rows)
+
+    @cached_property
+    def _rules(self) -> dict[str, bool]:
+        """Node that splits a batch -> whether it splits it by groups."""
+        return {rule.consumer: rule.by_group for rule in self._base.rules if rule.fields}
+
+    def _imbalance_of(self, node: str, num_ranks: int) -> float:
+        """Return the tokens of the heaviest rank over the mean, for a batch with sampled lengths."""
+        key = node, num_ranks
+        if key not in self._imbalance:
+            request, stream = self._problem.request, self.events.stream
+            lengths = sample_lengths(
+                self.workloads[stream.name], request.batch * stream.group_size, request.seed
+            )
+            cut = dict(self._base.cuts).get(node)
+            size = root_stream(self._problem.graph, self._problem.graph.node(node)).group
+            loads = heaviest_loads(
+                lengths, size, cut, num_ranks, by_group=self._rules[node], seed=request.seed
+            )
+            self._imbalance[key] = sum(loads) * num_ranks / sum(lengths)
+        return self._imbalance[key]
+
+    def _replica_of(self, node: ScheduledNode) -> str:
+        return next(iter(self._base.placement(node.name).replicas), "")
+
+
+def _without_larger(options: Iterable[ReplicaOption]) -> list[ReplicaOption]:
+    """Leave out larger micro-batches that are not faster: they need more memory for nothing."""
+    kept: dict[tuple[Layout, bool, int], list[ReplicaOption]] = {}
+    for option in sorted(options, key=lambda option: option.config.tokens_per_microbatch):
+        key = option.layout, option.config.activation_checkpointing, option.config.gen.max_running
+        smaller = kept.setdefault(key, [])
+        if all(option.total < other.total * (1 - MIN_DIFFERENCE) for other in smaller):
+            smaller.append(option)
+    return [option for same in kept.values() for option in same]
+
+
+def _order(option: ReplicaOption) -> tuple[float, int, int, bool, int]:
+    """Return the order of options: time, then fewer cuts, no recomputation, fewer tokens and sequences."""
+    config = option.config
+    return (
+        option.total,
+        option.cuts,
+        config.gen.max_running,
+        config.activation_checkpointing,
+        config.tokens_per_microbatch,
+    )
+
+
+def _seconds(parts: Sequence[object] | None) -> float:
+    return sum(part.seconds for part in parts or ())  # type: ignore[attr-defined]

@@ -1,0 +1,103 @@
+"""`Partition`: one way of dividing the replicas into groups, and its period for any seconds of its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from hflow.planner.cost.nodes import share_of_kept_weights
+from hflow.planner.ir import PUBLISH_PREFIX, DeviceGroup, Plan
+from hflow.planner.period import timed_graph
+from hflow.planner.period.cycle_ratio import Arc, find_slower_cycle
+from hflow.planner.period.steady_events import SteadyEvents
+
+Blocks = tuple[tuple[str, ...], ...]
+"""Replicas by group."""
+
+
+class Partition:
+    """Replicas in groups, and the order in which everything runs then.
+
+    The period is the slowest cycle of the schedule (`hflow.planner.period`). Each cycle that was ever the
+    slowest is kept: with other seconds it is a lower bound of the period, which is cheap to compute.
+    """
+
+    def __init__(self, plan: Plan, blocks: Blocks) -> None:
+        self.plan = plan
+        self.blocks = blocks
+        self.groups: tuple[DeviceGroup, ...] = plan.groups
+        self._events = SteadyEvents(plan.schedule)
+        graph = timed_graph(self._events, {}, {})
+        self._names = [vertex.name for vertex in graph.vertices]
+        shares = {node.name: self._events.share(node) for node in self._events.nodes}
+        runs = {node.name: self._events.num_executions(node) for node in self._events.sample_nodes}
+        self._factors = [
+            0.0 if not vertex.is_shown else shares.get(vertex.name, 1.0) * runs.get(vertex.name, 1)
+            for vertex in graph.vertices
+        ]
+        self._arcs = graph.arcs
+        self._kept: dict[str, float] = {}
+        self._cycles: dict[tuple[tuple[int, ...], int], None] = {}
+
+    def bound(self, seconds: Mapping[str, float]) -> float:
+        """Return a lower bound of the period."""
+        spent = self._spent(seconds)
+        return max((sum(spent[v] for v in cycle) / lag for cycle, lag in self._cycles), default=0.0)
+
+    def period(self, seconds: Mapping[str, float]) -> tuple[float, tuple[str, ...]]:
+        """Return the seconds of a step, and the nodes of the slowest cycle.
+
+        Args:
+            seconds: as for `steady_period`.
+        """
+        spent = self._spent(seconds)
+        ratio = 0.0
+        slowest: tuple[int, ...] = ()
+        for cycle, lag in self._cycles:
+            value = sum(spent[v] for v in cycle) / lag
+            if value > ratio:
+                ratio, slowest = value, cycle
+        arcs = [Arc(arc.src, arc.dst, spent[arc.src], arc.lag, arc.why) for arc in self._arcs]
+        while slower := find_slower_cycle(len(spent), arcs, ratio):
+            lag = sum(arc.lag for arc in slower)
+            slowest = tuple(arc.src for arc in slower)
+            ratio = sum(spent[v] for v in slowest) / lag
+            self._cycles[slowest, lag] = None
+        return ratio, tuple(dict.fromkeys(self._names[v] for v in slowest if spent[v] > 0))
+
+    def share_of_kept_weights(self, engine: str) -> float:
+        """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights."""
+        if engine not in self._kept:
+            model = self.plan.replica(engine).model
+            self._kept[engine] = share_of_kept_weights(self.plan.schedule, engine, model)
+        return self._kept[engine]
+
+    def lanes(self) -> tuple[str, ...]:
+        """Return what may be idle: groups, and engines on their own devices."""
+        return self._events.lanes()
+
+    def _spent(self, seconds: Mapping[str, float]) -> list[float]:
+        return [
+            seconds.get(name, 0.0) * factor for name, factor in zip(self._names, self._factors, strict=True)
+        ]
+
+
+def set_partitions(names: Sequence[str]) -> Iterator[Blocks]:
+    """Yield every division of some names into non-empty blocks, the coarsest first."""
+    found = sorted(_partitions(list(names)), key=len)
+    yield from found
+
+
+def _partitions(names: list[str]) -> Iterator[Blocks]:
+    if not names:
+        yield ()
+        return
+    first, rest = names[0], names[1:]
+    for blocks in _partitions(rest):
+        yield ((first,), *blocks)
+        for i, block in enumerate(blocks):
+            yield (*blocks[:i], (first, *block), *blocks[i + 1 :])
+
+
+def publish(replica: str) -> str:
+    """Return the name of the event in which an engine's weights are published."""
+    return PUBLISH_PREFIX + replica

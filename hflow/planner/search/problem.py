@@ -1,0 +1,219 @@
+"""`SearchProblem`: what a search may choose, and what the user has fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hflow.config.schema import ModelConfig
+from hflow.errors import PlanError
+from hflow.graph.ir import Graph
+from hflow.planner.backends import BackendTraits, traits
+from hflow.planner.graph_queries import root_stream, written_models
+from hflow.planner.hardware import Hardware
+from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica
+from hflow.planner.layout import Layout
+from hflow.planner.placement.placement_setting import GEN_SUFFIX, placed_devices
+from hflow.planner.placement.replicas import Devices, check_size, replica_roles
+from hflow.planner.request import PlanRequest
+from hflow.planner.structure import plan_structure
+from hflow.planner.unrunnable import unrunnable_reasons
+
+PLACEMENT = "placement"
+"""The key of `PlanRequest.free` with which replicas that the placement does not name are placed freely."""
+MEMORY_MARGIN = 0.05
+"""Share of a device's memory that a chosen plan leaves free: allocators fragment, and estimates err."""
+
+
+@dataclass(frozen=True)
+class FixedGroup:
+    """Devices that the user has named, with the replicas that are there in any case."""
+
+    devices: Devices
+    replicas: tuple[str, ...]
+
+
+class SearchProblem:
+    """The replicas of a graph, and what is known of them before any choice.
+
+    Attributes:
+        graph: a checked graph.
+        request: the request with all that is not free.
+        hardware: figures of the devices.
+        base: the plan with every replica on one device, from which everything is read that does not depend on
+            devices.
+        fixed: groups that the user has named.
+        layouts: replica -> the layout that the user has set.
+        group_names: replicas of a group that was given with a name -> this name.
+        loose: replicas that may be anywhere.
+        free_devices: devices that no group has.
+    """
+
+    def __init__(self, graph: Graph, request: PlanRequest, hardware: Hardware) -> None:
+        self.graph = graph
+        self.hardware = hardware
+        self.layouts: dict[str, Layout] = {}
+        self.group_names: dict[tuple[str, ...], str] = {}
+        names = [f"{model}@{role}" for model, role in replica_roles(graph)]
+        if PLACEMENT in request.free:
+            self.fixed = self._named_groups(graph, request)
+        else:
+            self.fixed, request = self._given_groups(graph, request)
+        self.request = _without_placement(request)
+        for name in names:
+            config = request.model(_model(name))
+            layout = config.gen.layout if name.endswith("@gen") else config.layout
+            if layout is not None:
+                self.layouts[name] = Layout.parse(layout)
+        taken = {name for group in self.fixed for name in group.replicas}
+        used = {device for group in self.fixed for device in group.devices}
+        self.loose = tuple(name for name in names if name not in taken)
+        self.free_devices = tuple(d for d in range(request.cluster.num_devices) if d not in used)
+        self.base = self.structure([names])
+        self.num_reasons = len(unrunnable_reasons(self.base, self.request))
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The devices to plan for."""
+        return self.request.cluster
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes of a device that a plan may use."""
+        return round((1 - MEMORY_MARGIN) * self.cluster.memory_bytes)
+
+    def is_free(self, key: str) -> bool:
+        """Return whether the planner may set a key of the configuration."""
+        return key in self.request.free
+
+    def replica(self, name: str) -> Replica:
+        """Return a replica on one device, with its backend."""
+        return self.base.replica(name)
+
+    def traits(self, name: str) -> BackendTraits:
+        """Return the traits of a replica's backend."""
+        return traits(self.replica(name).backend)
+
+    def config(self, name: str) -> ModelConfig:
+        """Return the configuration of a replica's model."""
+        return self.request.model(self.replica(name).model)
+
+    def structure(self, blocks: Iterable[Iterable[str]]) -> Plan:
+        """Return the plan with a group of one device for each block, and all layouts d1.
+
+        Raises:
+            PlanError: if the graph cannot be planned at all.
+        """
+        blocks = [tuple(block) for block in blocks]
+        groups = {group_name(block): (i,) for i, block in enumerate(blocks)}
+        models: dict[str, ModelConfig] = dict(self.request.models)
+        for block in blocks:
+            for name in block:
+                config = models.get(_model(name), ModelConfig())
+                models[_model(name)] = with_place(config, name, group_name(block), "d1")
+        cluster = replace(self.cluster, num_nodes=1, devices_per_node=len(blocks), cores=())
+        request = replace(self.request, cluster=cluster, groups=groups, models=models)
+        return plan_structure(self.graph, request)[0]
+
+    @cached_property
+    def max_data_ranks(self) -> Mapping[str, int]:
+        """Replica -> the most dp ranks that all of its nodes can split their batch over."""
+        limits: dict[str, int] = {}
+        cuts, batch = dict(self.base.cuts), self.request.batch
+        for rule in self.base.rules:
+            replicas = self.base.placement(rule.consumer).replicas[:1]
+            stream = self.graph.stream(rule.stream)
+            if not replicas or not rule.fields or not stream.trained:
+                continue
+            cut = cuts.get(rule.consumer)
+            group = root_stream(self.graph, self.graph.node(rule.consumer)).group
+            units = batch // (cut.minibatches if cut else 1) * (1 if rule.by_group else group)
+            limits[replicas[0]] = min(limits.get(replicas[0], units), units)
+        return limits
+
+    @cached_property
+    def tied(self) -> tuple[frozenset[str], ...]:
+        """Replicas that need equal layouts on equal devices: engines of one episode, ends of an update."""
+        nodes = [node.name for node in self.graph.nodes if node.spec.verb in ("generate", "update")]
+        sets = {frozenset(self.base.placement(name).replicas) for name in nodes}
+        return tuple(sorted((names for names in sets if len(names) > 1), key=sorted))
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """Models whose weights change in the run."""
+        return written_models(self.graph)
+
+    def _named_groups(self, graph: Graph, request: PlanRequest) -> tuple[FixedGroup, ...]:
+        """Return the groups that the placement names, and keep the layouts in it."""
+        if request.placement is None:
+            return ()
+        placed = {
+            model + GEN_SUFFIX * (role == "gen"): f"{model}@{role}" for model, role in replica_roles(graph)
+        }
+        items, devices = placed_devices(request, list(placed))
+        groups: dict[Devices, list[str]] = {}
+        for name, item in items.items():
+            groups.setdefault(devices[name], []).append(placed[name])
+            if item.layout is not None:
+                layout = self.layouts[placed[name]] = Layout.parse(item.layout)
+                check_size(placed[name], layout, DeviceGroup(name, devices[name]))
+        return tuple(FixedGroup(devices, tuple(names)) for devices, names in groups.items())
+
+    def _given_groups(self, graph: Graph, request: PlanRequest) -> tuple[tuple[FixedGroup, ...], PlanRequest]:
+        """Return the groups of a request whose placement is not free, and the request without `placement`."""
+        plan, request = plan_structure(graph, request)
+        groups = []
+        for group in plan.groups:
+            names = tuple(r.name for r in plan.replicas if r.group == group.name)
+            if names:
+                groups.append(FixedGroup(group.devices, names))
+                self.group_names[names] = group.name
+        return tuple(groups), request
+
+
+def with_place(config: ModelConfig, replica: str, group: str, layout: str) -> ModelConfig:
+    """Return a model's configuration with the group and layout of one of its replicas."""
+    if replica.endswith("@gen"):
+        return replace(config, gen=replace(config.gen, group=group, layout=layout))
+    return replace(config, group=group, layout=layout)
+
+
+def group_name(block: Iterable[str]) -> str:
+    """Return the name of a group of replicas: its first one, as `placement` names it."""
+    return placement_name(next(iter(block)))
+
+
+def placement_name(replica: str) -> str:
+    """Return the name of a replica in a placement: `actor.gen` for `actor@gen`, `actor` for `actor@train`."""
+    model, _, role = replica.partition("@")
+    return model + GEN_SUFFIX * (role == "gen")
+
+
+def _without_placement(request: PlanRequest) -> PlanRequest:
+    """Return the request without devices; layouts that the user has set stay."""
+    models = {
+        name: replace(config, group=None, gen=replace(config.gen, group=None))
+        for name, config in request.models.items()
+    }
+    return replace(request, placement=None, groups={}, models=models)
+
+
+def _model(replica: str) -> str:
+    return replica.partition("@")[0]
+
+
+def check_known(problem: SearchProblem) -> None:
+    """Raise where replicas cannot be placed, as the sizes of a model are unknown.
+
+    Raises:
+        PlanError: naming the model.
+    """
+    unknown = [r.model for r in problem.base.replicas if r.model not in problem.request.shapes]
+    if not problem.is_free(PLACEMENT):
+        return
+    if unknown:
+        raise PlanError(
+            f"placement=auto needs the sizes of {unknown[0]!r}, which are unknown. Set "
+            f"models.{unknown[0]}.path to a checkpoint, or model@models.{unknown[0]} to one of configs/model."
+        )

@@ -1,0 +1,232 @@
+"""`nearest_fit`: what to change so that a plan fits into memory, found by searching with fewer pins.
+
+More and more is left open until something fits: settings that change no result, then layouts, the placement,
+backends, the precision, and last more devices. From the plan that is found, everything is taken back that is
+not needed, so the advice names the fewest changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hflow.errors import PlanError
+from hflow.graph.ir import Graph
+from hflow.planner.backends import ENGINES, engine_kind, model_parallel_backend, traits
+from hflow.planner.ir import ClusterSpec
+from hflow.planner.layout import Layout
+from hflow.planner.memory.capacity import gib
+from hflow.planner.placement.replicas import replica_roles
+from hflow.planner.request import PlanRequest
+from hflow.planner.search.evaluate import Choice, Evaluator
+from hflow.planner.search.explore import explore
+from hflow.planner.search.problem import PLACEMENT, SearchProblem
+from hflow.planner.search.result import placement_of, set_model_key, settings_of
+
+MAX_DEVICES = 1024
+"""Largest cluster to suggest."""
+REMEDY_BUDGET = 100
+"""Candidates of one attempt."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A request with fewer pins."""
+
+    request: PlanRequest
+    changes: tuple[tuple[str, Any], ...] = ()
+    """Settings that were changed on purpose, such as `models.actor.dtype=bf16`."""
+    opened: tuple[str, ...] = ()
+    """Layouts that the user has set and that may change now, by their keys."""
+
+
+def nearest_fit(graph: Graph, request: PlanRequest) -> str:
+    """Return what to change so that a request fits, as sentences.
+
+    Args:
+        graph: a checked graph.
+        request: what does not fit, with its groups and layouts.
+    """
+    for attempt in _attempts(graph, request):
+        found = _search(graph, attempt.request)
+        if found is not None:
+            attempt, found = _fewest_changes(graph, request, attempt, found)
+            return _sentence(request, attempt, *found)
+    return f"Nothing fits on up to {MAX_DEVICES} devices of this kind. Use larger devices or a smaller model."
+
+
+def _attempts(graph: Graph, request: PlanRequest) -> Iterator[Attempt]:
+    models = [model for model, _ in replica_roles(graph)]
+    settings = frozenset(
+        f"models.{model}.{name}"
+        for model in models
+        for name in ("tokens_per_microbatch", "activation_checkpointing", "gen.max_running")
+    )
+    same_place = Attempt(replace(request, free=(request.free | settings)))
+    keys = tuple(_layout_keys(request))
+    yield same_place
+    yield _opened(same_place, keys)
+    anywhere = Attempt(_anywhere(same_place.request))
+    yield anywhere
+    backends = tuple(_other_backends(graph, request))
+    yield _changed(anywhere, backends)
+    dtypes = tuple(_narrower_dtypes(request, models))
+    if dtypes:
+        yield _changed(anywhere, dtypes)
+        yield _changed(anywhere, (*backends, *dtypes))
+    for cluster in _larger(request.cluster):
+        yield Attempt(replace(anywhere.request, cluster=cluster))
+        yield _changed(Attempt(replace(anywhere.request, cluster=cluster)), backends)
+
+
+def _search(graph: Graph, request: PlanRequest) -> tuple[Evaluator, Choice] | None:
+    """Return the best plan of a request, or None if none fits."""
+    assert request.hardware is not None
+    try:
+        evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
+        ranked = explore(evaluator, REMEDY_BUDGET).ranked()
+    except PlanError:
+        return None
+    return (evaluator, ranked[0]) if ranked else None
+
+
+def _fewest_changes(
+    graph: Graph, request: PlanRequest, attempt: Attempt, found: tuple[Evaluator, Choice]
+) -> tuple[Attempt, tuple[Evaluator, Choice]]:
+    """Take back what is not needed: what was changed on purpose, opened layouts, then free settings."""
+    for key, _ in attempt.changes:
+        other = replace(
+            attempt,
+            request=_with_key(attempt.request, key, _value(request, key)),
+            changes=tuple(change for change in attempt.changes if change[0] != key),
+        )
+        if (kept := _search(graph, other.request)) is not None:
+            attempt, found = other, kept
+    for key in attempt.opened:
+        other = replace(
+            attempt,
+            request=_with_key(attempt.request, key, _value(request, key)),
+            opened=tuple(name for name in attempt.opened if name != key),
+        )
+        if (kept := _search(graph, other.request)) is not None:
+            attempt, found = other, kept
+    order = ("gen.max_running", "activation_checkpointing", "tokens_per_microbatch")
+    settings = sorted(attempt.request.free - request.free - {PLACEMENT})
+    one_by_one = [{key} for name in order for key in settings if key.endswith(name)]
+    for keys in ([set(settings)] if settings else []) + (
+        one_by_one if PLACEMENT not in attempt.request.free else []
+    ):
+        other = replace(attempt, request=replace(attempt.request, free=attempt.request.free - keys))
+        if other.request != attempt.request and (kept := _search(graph, other.request)) is not None:
+            attempt, found = other, kept
+    return attempt, found
+
+
+def _sentence(request: PlanRequest, attempt: Attempt, evaluator: Evaluator, choice: Choice) -> str:
+    """Return the changes of an attempt, with the memory that is needed then."""
+    chosen = settings_of(evaluator, choice)
+    settings = {
+        **dict(attempt.changes),
+        **{key: value for key, value in chosen.items() if key not in request.free},
+    }
+    for option in choice.options:
+        key = f"models.{option.replica.model}.{'gen.' if option.replica.role == 'gen' else ''}layout"
+        before = evaluator.problem.layouts.get(option.name)
+        is_opened = before is None and key in attempt.opened
+        if is_opened and option.layout != Layout.parse(_value(request, key)):
+            settings[key] = str(option.layout)
+    texts = [
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()
+    ]
+    if PLACEMENT in attempt.request.free - request.free:
+        texts.insert(0, f"placement='{placement_of(choice)}'")
+    if attempt.request.cluster != request.cluster:
+        texts.insert(0, f"cluster={attempt.request.cluster.name}")
+    needed = max(group.fit.total for group in choice.groups)
+    return f"Set {' '.join(texts)} ({gib(needed)})."
+
+
+def _opened(attempt: Attempt, keys: tuple[str, ...]) -> Attempt:
+    """Return the attempt with layouts left open that the user has set."""
+    request = attempt.request
+    for key in keys:
+        request = _with_key(request, key, None)
+    return replace(attempt, request=request, opened=keys)
+
+
+def _changed(attempt: Attempt, changes: tuple[tuple[str, Any], ...]) -> Attempt:
+    """Return the attempt with some settings changed."""
+    request = attempt.request
+    for key, value in changes:
+        request = _with_key(request, key, value)
+    return replace(attempt, request=request, changes=(*attempt.changes, *changes))
+
+
+def _anywhere(request: PlanRequest) -> PlanRequest:
+    """Return the request without devices and layouts."""
+    models = {
+        name: replace(config, group=None, layout=None, gen=replace(config.gen, group=None, layout=None))
+        for name, config in request.models.items()
+    }
+    return replace(request, placement=None, groups={}, models=models, free=request.free | {PLACEMENT})
+
+
+def _layout_keys(request: PlanRequest) -> Iterator[str]:
+    for name, config in request.models.items():
+        if config.layout is not None:
+            yield f"models.{name}.layout"
+        if config.gen.layout is not None:
+            yield f"models.{name}.gen.layout"
+
+
+def _other_backends(graph: Graph, request: PlanRequest) -> Iterator[tuple[str, Any]]:
+    """Yield backends and engines with a tensor axis for replicas whose backend has none."""
+    for model, role in replica_roles(graph):
+        config = request.model(model)
+        if role == "gen":
+            engine = next((name for name in ENGINES if traits(name).is_model_parallel), None)
+            usable = request.cluster.device in engine_kind(engine).preferred_on if engine else False
+            if engine is not None and usable and config.gen.engine != engine:
+                yield f"models.{model}.gen.engine", engine
+        elif not traits(config.backend).is_model_parallel:
+            yield f"models.{model}.backend", model_parallel_backend()
+
+
+def _narrower_dtypes(request: PlanRequest, models: list[str]) -> Iterator[tuple[str, Any]]:
+    for model in dict.fromkeys(models):
+        if request.model(model).compute_dtype == "fp32":
+            yield f"models.{model}.dtype", "bf16"
+
+
+def _larger(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
+    """Yield clusters of two, four ... times the devices: larger machines up to eight devices, then more."""
+    device = cluster.name.rpartition("-")[0]
+    machines, per_machine = cluster.num_nodes, cluster.devices_per_node
+    while machines * per_machine * 2 <= MAX_DEVICES:
+        machines, per_machine = (
+            (machines, per_machine * 2) if per_machine < 8 else (machines * 2, per_machine)
+        )
+        yield replace(
+            cluster,
+            name=f"{device}-{machines}x{per_machine}",
+            num_nodes=machines,
+            devices_per_node=per_machine,
+            cores=(),
+        )
+
+
+def _with_key(request: PlanRequest, key: str, value: Any) -> PlanRequest:
+    """Return the request with a key `models.NAME.KEY` set."""
+    model, _, name = key.removeprefix("models.").partition(".")
+    return replace(
+        request, models={**request.models, model: set_model_key(request.model(model), name, value)}
+    )
+
+
+def _value(request: PlanRequest, key: str) -> Any:
+    model, _, name = key.removeprefix("models.").partition(".")
+    config: Any = request.model(model)
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config

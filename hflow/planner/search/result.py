@@ -1,0 +1,149 @@
+"""`SearchResult`: the chosen plan as settings, and the candidates that it was compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hflow.config.schema import ModelConfig
+from hflow.planner.cluster import device_ranges
+from hflow.planner.forecast import Candidate
+from hflow.planner.request import PlanRequest
+from hflow.planner.search.evaluate import Choice, Evaluator
+from hflow.planner.search.problem import PLACEMENT, placement_name
+from hflow.planner.search.reasons import layout_reasons, reason
+
+NUM_CANDIDATES = 10
+MODEL_SETTINGS = ("tokens_per_microbatch", "activation_checkpointing")
+"""Settings of the replica that trains or infers; a generation replica has `gen.max_running`."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search chose."""
+
+    request: PlanRequest
+    """The request with every choice made: nothing in it is free."""
+    overrides: Mapping[str, Any]
+    """The choices as keys of the configuration."""
+    candidates: tuple[Candidate, ...]
+    """The best plans that were compared, the chosen one first. Their seconds leave out what inputs move."""
+    layouts: tuple[tuple[str, str], ...]
+    """Replica whose layout was chosen -> the reason."""
+    num_tried: int
+    """Candidates that were looked at."""
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds of a step."""
+        return self.candidates[0].seconds
+
+
+def make_result(
+    evaluator: Evaluator, choices: Sequence[Choice], num_tried: int, seconds: Mapping[Choice, float]
+) -> SearchResult:
+    """Return the result of a search.
+
+    Args:
+        evaluator: made the choices.
+        choices: the best ones, the fastest first.
+        num_tried: candidates that were looked at.
+        seconds: of a step with each choice.
+    """
+    best = choices[0]
+    rows = tuple(
+        Candidate(
+            placement=placement_of(choice),
+            settings=tuple(sorted(settings_of(evaluator, choice).items())),
+            seconds=seconds[choice],
+            memory_bytes=max(group.fit.total for group in choice.groups),
+            why=reason(evaluator, choice, best, seconds),
+        )
+        for choice in choices[:NUM_CANDIDATES]
+    )
+    overrides = settings_of(evaluator, best)
+    request = with_settings(evaluator.problem.request, overrides)
+    if evaluator.problem.is_free(PLACEMENT):
+        overrides = {PLACEMENT: placement_of(best), **overrides}
+        request = replace(request, placement=placement_of(best), models=_without_layouts(request.models))
+    else:
+        request = _with_layouts(evaluator, request, best)
+    layouts = tuple(layout_reasons(evaluator, best))
+    return SearchResult(replace(request, free=frozenset()), overrides, rows, layouts, num_tried)
+
+
+def placement_of(choice: Choice) -> str:
+    """Return a choice as the setting `placement`."""
+    items = []
+    for group, devices in zip(choice.groups, choice.devices, strict=True):
+        layouts: dict[str, list[str]] = {}
+        for option in group.options:
+            layouts.setdefault(str(option.layout), []).append(placement_name(option.name))
+        for layout, names in layouts.items():
+            items.append(f"{','.join(names)}={device_ranges(devices)}:{layout}")
+    return " ".join(items)
+
+
+def settings_of(evaluator: Evaluator, choice: Choice) -> dict[str, Any]:
+    """Return the settings that a choice changes, by their key in the configuration."""
+    problem = evaluator.problem
+    chosen: dict[str, Any] = {}
+    for option in choice.options:
+        model, before = option.replica.model, problem.config(option.name)
+        if option.replica.role == "gen":
+            if option.config.gen.max_running != before.gen.max_running:
+                chosen[f"models.{model}.gen.max_running"] = option.config.gen.max_running
+            continue
+        for name in MODEL_SETTINGS:
+            if getattr(option.config, name) != getattr(before, name):
+                chosen[f"models.{model}.{name}"] = getattr(option.config, name)
+    if evaluator.table.in_flight != problem.request.schedule.max_concurrent:
+        chosen["schedule.max_concurrent"] = evaluator.table.in_flight
+    return chosen
+
+
+def with_settings(request: PlanRequest, settings: Mapping[str, Any]) -> PlanRequest:
+    """Return a request with settings of models and of the schedule."""
+    for key, value in settings.items():
+        part, _, rest = key.partition(".")
+        if part == "schedule":
+            request = replace(request, schedule=replace(request.schedule, **{rest: value}))
+        elif part == "models":
+            model, _, name = rest.partition(".")
+            config = set_model_key(request.model(model), name, value)
+            request = replace(request, models={**request.models, model: config})
+    return request
+
+
+def set_model_key(config: ModelConfig, name: str, value: Any) -> ModelConfig:
+    """Return a model's configuration with one key changed, such as `gen.max_running`."""
+    if name.startswith("gen."):
+        return replace(config, gen=replace(config.gen, **{name.removeprefix("gen."): value}))
+    return replace(config, **{name: value})
+
+
+def _without_layouts(models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
+    """Return the models without layouts, which are in the placement."""
+    return {
+        name: replace(config, layout=None, gen=replace(config.gen, layout=None))
+        for name, config in models.items()
+    }
+
+
+def _with_layouts(evaluator: Evaluator, request: PlanRequest, choice: Choice) -> PlanRequest:
+    """Return the request with the groups that were given and the layouts that were chosen."""
+    models = dict(request.models)
+    groups = {}
+    for block, group, devices in zip(choice.partition.blocks, choice.groups, choice.devices, strict=True):
+        name = evaluator.problem.group_names[block]
+        groups[name] = devices
+        for option in group.options:
+            config = models.get(option.replica.model, ModelConfig())
+            layout = str(option.layout)
+            if option.replica.role == "gen":
+                config = replace(config, gen=replace(config.gen, group=name, layout=layout))
+            else:
+                config = replace(config, group=name, layout=layout)
+            models[option.replica.model] = config
+    return replace(request, models=models, groups=groups)
