@@ -17,6 +17,7 @@ from hflow.launch.plan_request import plan_request
 from hflow.launch.shown_metrics import check_shown
 from hflow.planner.backends import BACKENDS, ENGINES
 from hflow.planner.compile import compile_plan
+from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
 from hflow.planner.search import search
 from hflow.runtime.simulation.simulate_plan import simulated_period
@@ -66,6 +67,7 @@ def compile_recipe(
     overrides: Sequence[str] = (),
     config: RunConfig | None = None,
     engines: Mapping[str, str] | None = None,
+    candidates: tuple[Candidate, ...] = (),
 ) -> Compiled:
     """Compile a recipe without torch and ray.
 
@@ -74,6 +76,7 @@ def compile_recipe(
         overrides: configuration as `key=value`.
         config: a whole configuration, used instead of the recipe's YAML file and overrides.
         engines: model -> the engine that a plan file names, for models whose configuration names none.
+        candidates: placements that a plan file was compared with.
 
     Raises:
         HflowError: as `plan`.
@@ -82,15 +85,15 @@ def compile_recipe(
     config, set_keys, graph, bodies = _read(recipe, overrides, config)
     request = replace(plan_request(config, graph, recipe), engines=engines or {})
     free = frozenset() if is_decided else free_keys(config, set_keys, graph, request)
-    found = None
     if free:
         placement = None if config.placement == AUTO else config.placement
         found = search(graph, replace(request, placement=placement, free=free), simulate=simulated_period)
+        candidates = found.candidates
         config = with_choices(config, found.overrides)
         request = replace(plan_request(config, graph, recipe), engines=request.engines)
     compiled_plan = compile_plan(graph, request)
-    if found is not None and compiled_plan.forecast is not None:
-        forecast = replace(compiled_plan.forecast, candidates=found.candidates)
+    if compiled_plan.forecast is not None:
+        forecast = replace(compiled_plan.forecast, candidates=candidates)
         compiled_plan = replace(compiled_plan, forecast=forecast)
     return Compiled(config, graph, bodies, compiled_plan, Path(recipe))
 

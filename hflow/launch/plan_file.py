@@ -18,6 +18,7 @@ from hflow.config import RunConfig, load_config, to_mapping, to_yaml
 from hflow.errors import ConfigError, PlanError, RecipeError
 from hflow.launch.compile import Compiled, compile_recipe
 from hflow.planner.diff import PlanDiff, and_more, diff_plans
+from hflow.planner.forecast import Candidate
 from hflow.planner.serialise import to_json
 from hflow.validation import from_mapping
 
@@ -44,6 +45,15 @@ class PlanFile:
         """The engine of each model that generates."""
         replicas = self.rows["replicas"]
         return {row["model"]: row["backend"] for row in replicas if row["role"] == "gen"}
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The placements that the plan was compared with when it was searched for."""
+        rows = (self.rows["forecast"] or {}).get("candidates", ())
+        return tuple(
+            Candidate(**{**row, "settings": tuple((key, value) for key, value in row["settings"])})
+            for row in rows
+        )
 
     def configuration(self, overrides: Sequence[str] = ()) -> RunConfig:
         """Return the stored configuration with overrides.
@@ -117,7 +127,9 @@ def compile_plan_file(
     file = read_plan_file(path)
     recipe_file, config = _recipe_file(file, recipe), file.configuration(overrides)
     try:
-        compiled = compile_recipe(recipe_file, config=config, engines=file.engines)
+        compiled = compile_recipe(
+            recipe_file, config=config, engines=file.engines, candidates=file.candidates
+        )
     except (ConfigError, PlanError, RecipeError) as error:
         raise PlanError(f"{file.path} is out of date: {error}") from error
     diff = diff_plans(file.rows, to_json(compiled.plan))

@@ -43,6 +43,8 @@ class RoutingTable:
 class Tables:
     """All tables."""
 
+    placements: Table | None
+    """What the search for a placement compared."""
     replicas: Table
     times: tuple[TimeRow, ...]
     moves: Table | None
@@ -54,6 +56,7 @@ class Tables:
 def tables(plan: Plan) -> Tables:
     """Return the tables of a plan."""
     return Tables(
+        placements=_placements(plan),
         replicas=_replicas(plan),
         times=tuple(_times(plan)),
         moves=_moves(plan),
@@ -61,6 +64,23 @@ def tables(plan: Plan) -> Tables:
         slices=tuple(route_listing(plan, route) for route in plan.weights if route.rows),
         routing=RoutingTable(tuple(r.key for r in plan.routing), tuple(r.worker for r in plan.routing)),
     )
+
+
+def _placements(plan: Plan) -> Table | None:
+    """Return the candidates of the search, the chosen one first."""
+    candidates = plan.forecast.candidates if plan.forecast is not None else ()
+    rows = tuple(
+        (
+            seconds_text(row.seconds),
+            bytes_text(row.memory_bytes),
+            row.why,
+            row.placement,
+            " ".join(f"{key}={str(value).lower()}" for key, value in row.settings),
+        )
+        for row in candidates
+    )
+    columns = ("step", "fullest device", "why", "placement", "settings")
+    return Table("Placements that were compared", columns, rows, right=(0, 1)) if rows else None
 
 
 def _replicas(plan: Plan) -> Table:

@@ -15,6 +15,7 @@ from hflow.report.plan_text.devices import devices_section, replicas_section, tu
 from hflow.report.plan_text.graph import graph_section
 from hflow.report.plan_text.header import header
 from hflow.report.plan_text.memory import memory_section
+from hflow.report.plan_text.placements import placements_section
 from hflow.report.plan_text.samples import samples_section
 from hflow.report.plan_text.section import WIDEST, Section, dim, shown
 from hflow.report.plan_text.time import period_section, times_section
@@ -52,6 +53,8 @@ class PlanReport:
     def _parts(self, width: int) -> Iterator[RenderableType]:
         yield header(self._plan)
         sections = [make(self._plan, width) for make in SECTIONS]
+        if self._plan.forecast is not None and self._plan.forecast.candidates:
+            sections.insert(0, placements_section(self._plan, width))
         for absent, same in groupby(sections, key=lambda section: section.absent):
             if absent:
                 yield Text()

@@ -1,0 +1,174 @@
+"""The search for a placement: optimal on small clusters, never worse than what people write, pins kept."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from search_kit import LENGTHS, RECIPES, exhaustive, problem
+
+from hflow.errors import PlanError
+from hflow.launch import compile as launch_compile
+from hflow.launch.compile import compile_recipe
+from hflow.launch.plan_file import compile_plan_file, plan_file_text
+from hflow.planner.compile import compile_plan
+from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
+from hflow.planner.layout import Layout
+from hflow.planner.model_shape import ModelShape
+from hflow.planner.routing import rank_order
+from hflow.planner.search import search
+from hflow.planner.search.devices import assign_devices, compositions, group_sizes
+from hflow.planner.search.partition import set_partitions
+from hflow.planner.search.problem import MEMORY_MARGIN
+from hflow.planner.search.route_bytes import with_bytes
+from hflow.planner.weights.resharding import add_rows
+from hflow.report.page import render_page
+from hflow.report.plan_text import render_plan
+
+PPO_ON_8 = (
+    "cluster=h100-1x8",
+    "model@models.actor=qwen2.5-1.5b",
+    "models.actor.path=null",
+    "models.actor.dtype=bf16",
+    "models.actor.gen.engine=vllm",
+    "models.actor.backend=megatron",
+    *LENGTHS,
+)
+HAND = {
+    "all colocated": "actor,critic,ref,actor.gen=all",
+    "pairs": "actor,ref,actor.gen=0-3 critic=4-7",
+    "split": "actor,critic,ref=0-3 actor.gen=4-7",
+    "apart": "actor=0-1 critic=2-3 ref=4 actor.gen=5-7",
+}
+"""Placements of four models as people write them."""
+LARGE = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 32000, is_tied=False)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "model", "overrides"),
+    [
+        ("grpo", "h100-1x4", "qwen2.5-7b", ()),
+        ("grpo", "h100-2x2", "qwen2.5-1.5b", ("schedule.max_staleness=1",)),
+        ("ppo", "h100-1x4", "qwen2.5-1.5b", ("batch=64",)),
+        ("ppo", "h100-1x4", "qwen2.5-7b", ("batch=64",)),
+        ("ppo_async", "h100-1x4", "qwen2.5-1.5b", ("batch=64",)),
+    ],
+)
+def test_the_search_is_within_one_percent_of_trying_everything(
+    recipe: str, cluster: str, model: str, overrides: tuple[str, ...]
+) -> None:
+    graph, request = problem(recipe, cluster, model, *overrides, tunes=False)
+    best = exhaustive(graph, request)
+    if best == float("inf"):
+        with pytest.raises(PlanError, match="no placement fits"):
+            search(graph, request)
+    else:
+        assert search(graph, request).seconds <= 1.01 * best
+
+
+@pytest.mark.parametrize("overrides", [(), ("schedule.max_staleness=1",), ("batch=64",)])
+def test_the_search_is_never_worse_than_what_people_write(overrides: tuple[str, ...]) -> None:
+    graph, request = problem("ppo", "h100-1x8", "qwen2.5-1.5b", *overrides)
+    found = search(graph, request)
+    for placement in HAND.values():
+        by_hand = search(graph, replace(request, placement=placement))
+        assert found.seconds <= by_hand.seconds * (1 + 1e-6)
+
+
+def test_equal_requests_have_equal_results() -> None:
+    graph, request = problem("ppo", "h100-1x8", "qwen2.5-1.5b")
+    assert search(graph, request).candidates == search(graph, request).candidates
+
+
+def test_the_seconds_are_those_of_the_plan_and_its_memory_has_a_margin() -> None:
+    graph, request = problem("ppo", "h100-2x8", "qwen2.5-7b")
+    found = search(graph, request)
+    plan = compile_plan(graph, found.request)
+    assert plan.forecast is not None
+    assert plan.forecast.period is not None
+    assert plan.forecast.period.seconds == pytest.approx(found.seconds, rel=0.03)
+    largest = max(phase.total for phase in plan.forecast.memory)
+    assert largest <= (1 - MEMORY_MARGIN) * plan.cluster.memory_bytes
+
+
+def test_what_the_user_has_set_is_kept() -> None:
+    pins = ("placement='actor.gen=4-7'", "models.actor.tokens_per_microbatch=4096")
+    compiled = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, *pins))
+    assert compiled.plan.replica("actor@gen").workers[-1] == 7
+    assert min(compiled.plan.replica("actor@gen").workers) >= 4
+    assert compiled.config.models["actor"].tokens_per_microbatch == 4096
+    layout = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, "models.critic.layout=d2"))
+    assert str(layout.plan.replica("critic@train").layout) == "d2t1p1"
+
+
+def test_groups_and_complete_placements_are_not_searched() -> None:
+    hand = "placement='actor,critic,ref,actor.gen=all'"
+    plan = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, hand)).plan
+    assert plan.forecast is not None
+    assert (len(plan.groups), plan.forecast.candidates) == (1, ())
+    on_cpus = compile_recipe(RECIPES / "ppo.py", ("cluster=cpu-1x2",))
+    assert on_cpus.config.placement is None
+
+
+def test_a_plan_file_is_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(RECIPES.parent)
+    compiled = compile_recipe("recipes/ppo.py", PPO_ON_8)
+    file = tmp_path / "plan.json"
+    file.write_text(plan_file_text(compiled))
+    monkeypatch.setattr(launch_compile, "search", pytest.fail)
+    again = compile_plan_file(file)
+    assert again.plan.digest == compiled.plan.digest
+    assert again.plan.forecast is not None
+    assert again.plan.forecast == compiled.plan.forecast
+    assert len(again.plan.forecast.candidates) == 10
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render_plan(again.plan))
+    text, best = console.export_text(), again.plan.forecast.candidates[0]
+    assert "Placements" in text
+    assert "all colocated: +" in text
+    assert best.placement.split()[0] in text
+    assert "Placements that were compared" in render_page(again.plan)
+
+
+def test_set_partitions_are_complete() -> None:
+    assert [len(set(set_partitions("abcdef"[:n]))) for n in range(1, 6)] == [1, 2, 5, 15, 52]  # Bell numbers
+
+
+def test_compositions_and_devices() -> None:
+    assert compositions(4, 2, (1, 2, 3, 4)) == ((1, 3), (2, 2), (3, 1))
+    cluster = ClusterSpec("x", "cuda", 2, 8, 80 << 30)
+    assert assign_devices((4, 12), range(16), cluster) == ((12, 13, 14, 15), tuple(range(12)))
+    assert assign_devices((6, 6, 4), range(16), cluster) is None  # four devices would be on two machines
+    assert group_sizes(16, cluster) == tuple(range(1, 17))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(
+    ("backend", "src", "dst"),
+    [
+        ("torch", "d8", "d4t2"),
+        ("megatron", "d2t4", "d4t2"),
+        ("megatron", "d4t2p2", "d4t4"),
+        ("torch", "d64", "d8t8"),
+    ],
+)
+def test_estimated_bytes_of_new_weights_are_those_of_the_rows(
+    backend: str, src: str, dst: str, offset: int
+) -> None:
+    cluster = ClusterSpec("x", "cuda", 16, 8, 80 << 30)
+    ends = [_replica(src, "train", backend, 0), _replica(dst, "gen", "vllm", 64 * offset)]
+    route = WeightRoute("m", "m@train", "m@gen", "pull")
+    exact = add_rows(route, ends[0], ends[1], LARGE, 2, cluster)
+    estimated = with_bytes(route, ends[0], ends[1], LARGE, 2, cluster)
+    for name in ("moved_bytes", "held_bytes", "node_bytes"):
+        assert getattr(estimated, name) == pytest.approx(getattr(exact, name), rel=0.01, abs=1e6)
+
+
+def _replica(text: str, role: str, backend: str, first: int) -> Replica:
+    layout = Layout.parse(text)
+    workers = tuple(range(first, first + layout.world))
+    heads = tuple(workers[rank] for rank in layout.heads(rank_order(role)))
+    return Replica(f"m@{role}", "m", role, backend, layout, "g", workers, heads)  # type: ignore[arg-type]
