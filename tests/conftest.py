@@ -1,9 +1,17 @@
-"""Settings of all tests, and which tests run where."""
+"""Settings of all tests, which tests run where, and worker processes that tests share."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from runs import SharedProcesses
+
+    from hflow.workers.ray.ray_actors import RayActors
 
 settings.register_profile("hflow", deadline=None)  # a busy machine is not a failure
 settings.load_profile("hflow")
@@ -33,3 +41,33 @@ def _without_installed_engines() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hflow.launch.plan_request.engine_problems", lambda device: problems)
         yield
+
+
+@pytest.fixture(scope="session")
+def shared_processes() -> Iterator[SharedProcesses]:
+    from runs import SharedProcesses
+
+    shared = SharedProcesses()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def two_processes(shared_processes: SharedProcesses) -> RayActors:
+    return shared_processes.take(2)
+
+
+@pytest.fixture
+def four_processes(shared_processes: SharedProcesses) -> RayActors:
+    return shared_processes.take(4)
+
+
+@pytest.fixture
+def eight_processes(shared_processes: SharedProcesses) -> RayActors:
+    return shared_processes.take(8)
+
+
+@pytest.fixture(scope="module")
+def no_ray(shared_processes: SharedProcesses) -> None:
+    """Ray does not run in this process, so that a test of the module can start it."""
+    shared_processes.close()

@@ -7,11 +7,15 @@ has fewer key-value heads than tensor ranks.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import string
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -31,7 +35,13 @@ from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, RunError
 from hflow.planner.backends import engine_kind
 from hflow.types.sleep_level import SleepLevel
+from hflow.weights.buckets import pack_buckets
+from hflow.weights.channels import make_channel
+from hflow.weights.channels.interface import ChannelSettings
+from hflow.weights.checksum import weights_checksum
+from hflow.weights.delta import DeltaSender
 from hflow.weights.incoming import IncomingWeights
+from hflow.weights.outgoing import whole_slices
 from hflow.workers.generation.engine_driver import EngineDriver
 
 MAX_RUNNING, MAX_LENGTH = 6, 2000
@@ -163,9 +173,14 @@ def build(name: str, architecture: str, tensor: int) -> GenerationEngine:
 
 ENGINES = {
     f"{name}-t{tensor}-{architecture}": (name, architecture, tensor)
-    for name, tensor in (("embedded", 1), ("vllm", 1), ("vllm", 2))
-    for architecture in ARCHITECTURES
+    for name, architecture, tensor in (
+        ("embedded", "tied", 1),
+        ("embedded", "untied", 1),
+        ("vllm", "tied", 1),
+        ("vllm", "untied", 2),
+    )
 }
+"""vLLM with tied embeddings on two tensor ranks is in a process of its own: see `OWNER`."""
 
 
 @pytest.fixture(scope="module", params=ENGINES.values(), ids=ENGINES)
@@ -310,6 +325,36 @@ def test_new_weights_drop_cached_prompts(subject: Subject) -> None:
             assert_logprobs(result, module, PROMPTS[3])
 
 
+def test_only_what_has_changed_arrives(subject: Subject) -> None:
+    """The whole weights first, then the changes of a few entries, through shared memory."""
+    settings, module = ChannelSettings("shared", "trainer", ""), copy.deepcopy(subject.load(3))
+    channel, sender, weights = make_channel(settings), DeltaSender("trainer"), dict(module.named_parameters())
+    receivers = tuple(range(subject.tensor))
+    num_bytes = []
+    for changes in range(3):
+        if changes:
+            for name, weight in weights.items():
+                if weight.ndim == 1 or "embed" in name:
+                    weight.view(-1)[changes::50] += 0.5
+        subject.version += 1
+        sender.start(subject.version)
+        buckets = pack_buckets((piece, x.detach()) for piece, x in whole_slices(weights.items()))
+        handles = [channel.send(receivers, sender.encode(receivers, bucket)) for bucket in buckets]
+        incoming = [IncomingWeights(settings, receiver, streams=[handles]) for receiver in receivers]
+        loaded = subject.engine.load_weights(incoming, subject.version)
+        channel.free(handles)
+        sender.loaded()
+        num_bytes.append(loaded.num_bytes)
+        assert set(loaded.checksums) == {weights_checksum(weights)}
+        results = subject.generate(PROMPTS, SamplingParams(max_tokens=5, seed=changes))
+        for prompt, result in zip(PROMPTS, results, strict=True):
+            assert_logprobs(result, module, prompt)
+    channel.close()
+    for whole, *changed in zip(*num_bytes, strict=True):
+        assert whole == sum(weight.nbytes for weight in weights.values())
+        assert all(0 < size < whole / 10 for size in changed)
+
+
 def test_an_interrupted_request_continues_as_if_it_had_not_been(subject: Subject) -> None:
     """Where tokens do not depend on the position alone, as in vLLM, at temperature 0 only."""
     subject.load(3)
@@ -399,4 +444,39 @@ def test_a_killed_engine_ends_its_requests(subject: Subject) -> None:
     with pytest.raises(RunError, match=DEATHS[subject.tensor]):
         asyncio.run(asyncio.wait_for(main(), 60))
     driver.close()
+    assert not directory.exists()
+
+
+OWNER = """
+import test_engine_conformance as suite
+engine = suite.build("vllm", "tied", 2)
+subject = suite.Subject("vllm", "tied", 2, engine)
+suite.test_logprobs_are_those_of_the_sampling_distribution(subject)
+print(engine._process.directory, flush=True)
+input()
+"""
+"""A process with an engine, of the combination that is not in `ENGINES`."""
+
+
+def test_an_engine_ends_when_its_owner_is_killed() -> None:
+    """With its ranks and its files."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    directory = Path(owner.stdout.readline().strip())
+    try:
+        processes = psutil.Process(owner.pid).children(recursive=True)
+        assert len(processes) >= 3
+        assert directory.is_dir()
+    finally:
+        owner.kill()
+        owner.communicate()
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert alive == []
     assert not directory.exists()

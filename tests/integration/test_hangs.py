@@ -24,6 +24,7 @@ from hflow.errors import RunError
 from hflow.launch.compile import compile_recipe
 from hflow.launch.worker_setup import make_setup
 from hflow.workers.interface import NodeTask, WorkerSetup
+from hflow.workers.ray import ray_actors, ray_workers
 from hflow.workers.ray.ray_workers import RayWorkers
 
 pytestmark = pytest.mark.ray
@@ -36,7 +37,16 @@ AtWork = Callable[[RayWorkers], None]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def _short_waits() -> Iterator[None]:
+    """For workers that will not answer: when they are closed, and when they are sampled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_actors, "CLOSE_SECONDS", 2.0)
+        patch.setattr(ray_workers, "PROBE_SECONDS", 4.0)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(no_ray: None) -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
@@ -60,28 +70,29 @@ async def encoded(workers: RayWorkers) -> None:
         await kit.collect(workers, worker, 2)
 
 
-def run(node: str, at_work: AtWork | None = None) -> list[Any]:
-    """Run a node on two new workers and close them, within `SECONDS`."""
+def failure(node: str, at_work: AtWork | None = None) -> str:
+    """Run a node on two new workers and close them, within `SECONDS`; return the message of its error.
+
+    With `at_work`, the node first runs to its end, and then again, while `at_work` is called.
+    """
     workers = RayWorkers()
 
-    async def work() -> list[Any]:
+    async def work() -> None:
         async with asyncio.timeout(SECONDS):
             try:
                 await workers.start(setup_of())
                 await encoded(workers)
+                if at_work is not None:
+                    assert [result.node for result in await workers.run(tasks(node))] == [node, node]
                 running = asyncio.ensure_future(workers.run(tasks(node)))
                 if at_work is not None:
                     await asyncio.to_thread(at_work, workers)
-                return await running
+                await running
             finally:
                 await workers.close()
 
-    return asyncio.run(work())
-
-
-def failure(node: str, at_work: AtWork | None = None) -> str:
     with pytest.raises(RunError) as error:
-        run(node, at_work)
+        asyncio.run(work())
     return str(error.value)
 
 
@@ -108,7 +119,8 @@ def test_a_sleeping_rank_is_named_with_its_line() -> None:
     assert "worker 0 waits for it in all_reduce" in message
 
 
-def test_a_stopped_process_is_named() -> None:
+def test_a_long_node_keeps_running_and_a_stopped_process_is_named() -> None:
+    """Both are silent for longer than the timeout of collectives."""
     stopped: list[int] = []
 
     def stop(workers: RayWorkers) -> None:
@@ -156,10 +168,6 @@ def test_a_waiter_that_is_ended_does_not_hide_the_missing_rank(tmp_path: Path) -
     assert message.startswith("running node 'patient', step 0: worker 1 (rank 1 of actor@train) did not join")
     assert f"in {place('patient', 'time.sleep', recipe)}" in message
     assert "worker 0 waits for it in barrier" in message
-
-
-def test_a_long_node_keeps_running() -> None:
-    assert [result.node for result in run("slow")] == ["slow", "slow"]
 
 
 def late_model(settings: Any, position: Any) -> Any:

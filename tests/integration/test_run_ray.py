@@ -7,18 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 from runs import ROOT, largest_difference, run, steps_of, weights_of
+
+from hflow.workers.ray.ray_actors import RayActors
 
 pytestmark = pytest.mark.ray
 
 SFT = ["steps=6", "batch=32", "data.heldout.limit=40", "nodes.eval_gen.every=3"]
 
 
-def test_two_ray_workers_compute_what_one_process_does(tmp_path: Path) -> None:
+def test_two_ray_workers_compute_what_one_process_does(no_ray: None, tmp_path: Path) -> None:
     """The CPU twin: data parallel over gloo and Ray, against one process and one shard."""
     apart = run("recipes/sft.py", tmp_path / "ray", *SFT)
     alone = run("recipes/sft.py", tmp_path / "one", *SFT, "workers=inproc", "cluster=cpu-1x1")
@@ -27,19 +29,21 @@ def test_two_ray_workers_compute_what_one_process_does(tmp_path: Path) -> None:
     assert largest_difference(weights_of(apart), weights_of(alone)) < 1e-5
 
 
-def test_trainer_and_engine_on_devices_of_their_own(tmp_path: Path) -> None:
+def test_trainer_and_engine_on_devices_of_their_own(tmp_path: Path, two_processes: RayActors) -> None:
     """Weights go through the object store; the result is that of sharing the devices."""
     apart = ["models.actor.group=train", "models.actor.gen.group=gen"]
     apart += ["models.actor.layout=d1", "models.actor.gen.layout=d1"]
     grpo = ["steps=2", "batch=4", "data.heldout.limit=20", "models.actor.path=null"]
-    separate = run("recipes/grpo.py", tmp_path / "apart", *grpo, *apart)
+    separate = run("recipes/grpo.py", tmp_path / "apart", *grpo, *apart, processes=two_processes)
     shared = run("recipes/grpo.py", tmp_path / "shared", *grpo, "workers=inproc", "cluster=cpu-1x1")
     assert separate.values == pytest.approx(shared.values, abs=1e-5)
     assert largest_difference(weights_of(separate), weights_of(shared)) < 1e-5
 
 
 def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hflow", "run", "recipes/sft.py", f"out={tmp_path}", "steps=100000"]
+    """Answers are being drawn by vLLM. The checkpoint is saved, and no process is left."""
+    options = ["models.actor.path=null", "models.actor.gen.engine=vllm", "batch=4", "steps=100000"]
+    command = [sys.executable, "-m", "hflow", "run", "recipes/grpo_async.py", f"out={tmp_path}", *options]
     child = subprocess.Popen(
         [*command, "nodes.eval_gen.after=1000000"],
         cwd=ROOT,
@@ -50,27 +54,19 @@ def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
     )
     assert child.stdout is not None
     for line in child.stdout:
-        if "step 10/" in line:
+        if "step 3/" in line:
             break
+    processes = psutil.Process(child.pid).children(recursive=True)
+    assert any("hflow.backends.vllm_engine.process" in process.cmdline() for process in processes)
     os.killpg(child.pid, signal.SIGINT)
     rest = child.stdout.read()
     assert child.wait(120) == 130, rest
-    (summary,) = tmp_path.glob("sft/2*/summary.json")
+    (summary,) = tmp_path.glob("grpo_async/2*/summary.json")
     steps = json.loads(summary.read_text())["steps"]
     assert json.loads(summary.read_text())["reason"] == "stopped"
     assert "Traceback" not in rest
     saved = summary.parent / "checkpoints" / "latest"
     assert saved.resolve().name == f"step-{steps}"
     assert (saved / "actor" / "model.safetensors").exists()
-    _wait_until_gone(child.pid)
-
-
-def _wait_until_gone(group: int) -> None:
-    """Every process of the run's session ends."""
-    for _ in range(100):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    raise AssertionError("processes of the run are left")
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import ROOT, module, run, worker_processes
+from runs import ROOT, module, run
 
 from hflow.errors import ConfigError, PlanError
 from hflow.launch.twin_run import TwinReport, run_twin
@@ -27,7 +27,6 @@ from hflow.workers.ray.ray_actors import RayActors
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-NUM_WORKERS = 8
 SMALL = ["batch=8", "schedule.max_concurrent=64"]
 LEARNERS = {"reward_model": ["rm"], "self_play": ["alice", "bob"]}
 """Models that start from the checkpoint; in other recipes the actor does."""
@@ -38,10 +37,9 @@ OWN_ROWS = ("sft", "tool_sft", "dpo", "reward_model", "self_play")
 PPO = ["models.critic.optim.warmup_steps=0", "batch=32"]
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[RayActors]:
-    with worker_processes(NUM_WORKERS) as made:
-        yield made
+@pytest.fixture
+def processes(eight_processes: RayActors) -> RayActors:
+    return eight_processes
 
 
 def taught(out: Path, seed: int) -> Path:

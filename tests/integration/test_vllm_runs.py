@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sqlite3
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import ray
 from runs import run, steps_of
 
 from hflow.backends.interface import ENGINE_GAP_MAX
-from hflow.report.summary import RunSummary
+from hflow.errors import RunError
 from hflow.runtime.ledger import audit
 from hflow.workers.ray.ray_actors import RayActors
 
@@ -21,47 +27,31 @@ GRPO = ["models.actor.gen.engine=vllm", "models.actor.path=null", "nodes.eval_ge
 GRPO += ["models.actor.optim.warmup_steps=0", "models.actor.optim.lr=1e-3"]
 GRPO += ["models.actor.optim.weight_decay=50"]
 """Each step makes all weights 5 % smaller."""
-LONG = ["batch=2", "steps=8", "models.actor.architecture.vocab_size=512", "nodes.actor_gen.max_tokens=240"]
+LONG = [*GRPO, "batch=2", "models.actor.architecture.vocab_size=512", "nodes.actor_gen.max_tokens=240"]
 LONG += ["models.actor.architecture.max_position_embeddings=256", "models.actor.gen.max_model_len=256"]
 """Random weights end one answer in 512 tokens, so requests run at every sync."""
 
 
-def rows_of(summary: RunSummary, query: str) -> Sequence[tuple[Any, ...]]:
-    database = sqlite3.connect(summary.directory / "ledger.sqlite")
+def rows_of(directory: Path, query: str) -> Sequence[tuple[Any, ...]]:
+    database = sqlite3.connect(directory / "ledger.sqlite")
     try:
         return database.execute(query).fetchall()
     finally:
         database.close()
 
 
-def assert_versions(summary: RunSummary, num_steps: int) -> None:
-    """Every step is done, and the engine held other weights in each version that it loaded."""
-    assert (summary.reason, summary.steps) == ("done", num_steps)
-    assert audit(summary.directory / "ledger.sqlite") == []
-    digests = dict(rows_of(summary, "SELECT version, digest FROM commits ORDER BY seq"))
+def assert_versions(directory: Path) -> None:
+    """The engine held other weights in each version that it loaded."""
+    assert audit(directory / "ledger.sqlite") == []
+    digests = dict(rows_of(directory, "SELECT version, digest FROM commits ORDER BY seq"))
     assert len(set(digests.values())) == len(digests) > 1
     assert list(digests) == sorted(digests)
 
 
-def test_two_tensor_ranks_on_the_trainers_devices(tmp_path: Path, two_processes: RayActors) -> None:
-    """The engine's log-probs are the trainer's in every step, so it holds the weights that were trained."""
-    options = [*GRPO, "batch=4", "steps=3", "models.actor.layout=d2", "models.actor.gen.layout=t2"]
-    summary = run("recipes/grpo.py", tmp_path, *options, processes=two_processes)
-    assert_versions(summary, 3)
-    for row in steps_of(summary):
-        assert 0 < row[f"actor_train/{ENGINE_GAP_MAX.suffix}"] < 1e-4
-
-
-@pytest.mark.parametrize("transport", ["collective", "shared", "disk", "store"])
-def test_a_sync_in_the_middle_of_answers(transport: str, tmp_path: Path, two_processes: RayActors) -> None:
-    """Interrupted answers keep their tokens and continue with the new weights; they are trained."""
-    options = [*GRPO, *LONG, f"models.actor.gen.transport={transport}"]
-    summary = run("recipes/grpo_async.py", tmp_path, *options, processes=two_processes)
-    assert_versions(summary, 8)
-    for row in steps_of(summary):  # tokens of other weights, which are 5 % apart, are not compared
-        assert row.get(f"actor_train/{ENGINE_GAP_MAX.suffix}", 0) < 1e-4
+def assert_continued(directory: Path) -> None:
+    """Interrupted answers kept their tokens and continued with the new weights; they were trained."""
     mixed = rows_of(
-        summary,
+        directory,
         """
         SELECT samples.id, samples.tokens, sum(segments.tokens) FROM samples
         JOIN segments ON segments.sample = samples.id
@@ -71,3 +61,61 @@ def test_a_sync_in_the_middle_of_answers(transport: str, tmp_path: Path, two_pro
     )
     assert mixed
     assert all(tokens == kept for _, tokens, kept in mixed)
+
+
+def test_two_tensor_ranks_on_the_trainers_devices(tmp_path: Path, two_processes: RayActors) -> None:
+    """The engine's log-probs are the trainer's in every step, so it holds the weights that were trained."""
+    options = [*GRPO, "batch=4", "steps=3", "models.actor.layout=d2", "models.actor.gen.layout=t2"]
+    summary = run("recipes/grpo.py", tmp_path, *options, processes=two_processes)
+    assert (summary.reason, summary.steps) == ("done", 3)
+    assert_versions(summary.directory)
+    for row in steps_of(summary):
+        assert 0 < row[f"actor_train/{ENGINE_GAP_MAX.suffix}"] < 1e-4
+
+
+@pytest.mark.parametrize("transport", ["collective", "shared", "disk"])
+def test_a_sync_in_the_middle_of_answers(transport: str, tmp_path: Path, two_processes: RayActors) -> None:
+    options = [*LONG, "steps=8", f"models.actor.gen.transport={transport}"]
+    summary = run("recipes/grpo_async.py", tmp_path, *options, processes=two_processes)
+    assert (summary.reason, summary.steps) == ("done", 8)
+    assert_versions(summary.directory)
+    assert_continued(summary.directory)
+    for row in steps_of(summary):  # tokens of other weights, which are 5 % apart, are not compared
+        assert row.get(f"actor_train/{ENGINE_GAP_MAX.suffix}", 0) < 1e-4
+
+
+def test_a_killed_engine_ends_its_run(tmp_path: Path, two_processes: RayActors) -> None:
+    """With one line, and nothing of vLLM is left. Until then its weights came through the object store."""
+    options = [*LONG, "steps=100000", "models.actor.gen.transport=store"]
+    killed: list[psutil.Process] = []
+
+    def kill() -> None:
+        """Wait for some steps, then kill the engine."""
+        while not any(path.read_text().count("\n") >= 8 for path in tmp_path.rglob("metrics.jsonl")):
+            time.sleep(0.1)
+        (engine,) = engines(two_processes)
+        killed.extend([engine, *engine.children(recursive=True)])
+        engine.kill()
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    with pytest.raises(RunError) as error:
+        run("recipes/grpo_async.py", tmp_path, *options, processes=two_processes)
+    thread.join()
+    assert re.fullmatch(
+        r"the generation engine stopped: the vLLM engine of 'actor' \(process \d+\) was killed by SIGKILL; "
+        r"start the run again from its last checkpoint",
+        str(error.value),
+    )
+    _, alive = psutil.wait_procs(killed, timeout=30)
+    assert alive == engines(two_processes) == []
+    (directory,) = tmp_path.glob("grpo_async/2*")
+    assert_versions(directory)
+    assert_continued(directory)
+
+
+def engines(processes: RayActors) -> list[psutil.Process]:
+    """The processes of vLLM's engines below the workers."""
+    workers = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in processes.actors(2)])
+    children = [child for worker in workers for child in psutil.Process(worker).children()]
+    return [child for child in children if "hflow.backends.vllm_engine.process" in child.cmdline()]

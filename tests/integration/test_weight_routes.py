@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 import worker_kit as kit
 from safetensors.torch import load_file
@@ -20,6 +18,7 @@ from safetensors.torch import load_file
 from hflow.data.batch import Batch, Column
 from hflow.types import Unit
 from hflow.workers.interface import NodeTask, ShardInput, WeightsLoaded
+from hflow.workers.ray.ray_actors import RayActors
 from hflow.workers.ray.ray_workers import RayWorkers
 
 pytestmark = pytest.mark.ray
@@ -38,15 +37,6 @@ ROADS = [
     ("megatron t2", "shared"),
     ("megatron t2", "disk"),
 ]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """A Ray cluster that the workers find and leave running."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
 
 
 def go(work: Awaitable[None]) -> None:
@@ -93,7 +83,9 @@ async def engine_weights(workers: RayWorkers, worker: int) -> dict[str, torch.Te
 
 
 @pytest.mark.parametrize(("name", "transport"), ROADS)
-def test_engines_pull_the_trained_weights(cluster: None, name: str, transport: str, tmp_path: Path) -> None:
+def test_engines_pull_the_trained_weights(
+    four_processes: RayActors, name: str, transport: str, tmp_path: Path
+) -> None:
     heads = HEADS[name]
     setup = kit.setup_of(*APART, *PLACES, *LAYOUTS[name], f"models.actor.gen.transport={transport}")
     setup = replace(setup, weights_directory=str(tmp_path / "weights"))
@@ -102,7 +94,7 @@ def test_engines_pull_the_trained_weights(cluster: None, name: str, transport: s
     assert (setup.plan.replica(route.src).heads, setup.plan.replica(route.dst).workers) == (heads, (2, 3))
 
     async def work() -> None:
-        workers = RayWorkers()
+        workers = RayWorkers(four_processes)
         try:
             await workers.start(setup)
             assert (await workers.wake("actor@gen", 0)).num_bytes == route.moved_bytes

@@ -33,7 +33,9 @@ def _receive(connection: Connection) -> None:
     """Answer each `IncomingWeights` with its tensors, or with the text of an error."""
     while (incoming := connection.recv()) is not None:
         try:
-            connection.send({arrived.name: arrived.tensor.float().numpy().copy() for arrived in incoming})
+            connection.send(
+                {arrived.name: arrived.tensor.float().cpu().numpy().copy() for arrived in incoming}
+            )
         except RunError as error:
             connection.send(str(error))
 
@@ -62,10 +64,12 @@ class Receivers:
         for process in self.processes:
             process.start()
 
-    def start(self, settings: ChannelSettings, streams: Sequence[Sequence[Sequence[Any]]]) -> None:
+    def start(
+        self, settings: ChannelSettings, streams: Sequence[Sequence[Sequence[Any]]], device: str = "cpu"
+    ) -> None:
         """Let each process receive its streams, as workers 1, 2 and so on."""
         for worker, (end, handles) in enumerate(zip(self._ends, streams, strict=True), start=1):
-            end.send(IncomingWeights(settings, worker, streams=handles))
+            end.send(IncomingWeights(settings, worker, device, handles))
 
     def answers(self) -> list[Any]:
         """What each process received."""

@@ -10,18 +10,16 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+PRELOADED = ["megatron_twin_ranks"]
+"""The modules of this folder that import what ranks need: torch, transformers and megatron."""
 
-def start(function: Callable[..., None], args: tuple[Any, ...], num_ranks: int, preload: str) -> None:
+
+def start(function: Callable[..., None], args: tuple[Any, ...], num_ranks: int) -> None:
     """Run `function(rank, *args)` in `num_ranks` processes; return when all have succeeded.
 
-    Args:
-        function: of a module that is cheap to import.
-        args: what follows the rank.
-        num_ranks: how many processes.
-        preload: the module that the ranks need, of this folder. The server that forks them is this
-            process's only one: the first module asked for is the one that it has.
+    The server that forks them is this process's only one.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload([preload])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
     try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +24,8 @@ TINY = [
     "models.actor.path=null",
     "nodes.actor_gen.max_tokens=4",
 ]
+FEWEST_PROCESSES = 4
+"""Enough for all tests but the CPU twins."""
 
 
 def run(recipe: str | Path, out: Path, *overrides: str, processes: RayActors | None = None) -> RunSummary:
@@ -34,16 +34,32 @@ def run(recipe: str | Path, out: Path, *overrides: str, processes: RayActors | N
     return run_compiled(compiled, False, RunEnvironment(processes=processes))
 
 
-@contextmanager
-def worker_processes(num_workers: int) -> Iterator[RayActors]:
-    """Worker processes for several runs: to start them is most of what a small run takes."""
-    cluster = compile_recipe(ROOT / "recipes/sft.py", [f"cluster=cpu-1x{num_workers}"]).plan.cluster
-    made = RayActors(cluster)
-    made.start()
-    try:
-        yield made
-    finally:
-        asyncio.run(made.close())
+class SharedProcesses:
+    """Worker processes that tests share: to start them is most of what a small run takes.
+
+    While they exist, no test can start Ray itself.
+    """
+
+    def __init__(self) -> None:
+        self._processes: RayActors | None = None
+        self._num = 0
+
+    def take(self, num_workers: int) -> RayActors:
+        """Return at least this many processes, those that exist if they are enough."""
+        if self._num < num_workers:
+            self.close()
+            self._num = max(num_workers, FEWEST_PROCESSES)
+            cluster = compile_recipe(ROOT / "recipes/sft.py", [f"cluster=cpu-1x{self._num}"]).plan.cluster
+            self._processes = RayActors(cluster)
+            self._processes.start()
+        assert self._processes is not None
+        return self._processes
+
+    def close(self) -> None:
+        """End the processes, and Ray."""
+        if self._processes is not None:
+            asyncio.run(self._processes.close())
+        self._processes, self._num = None, 0
 
 
 def steps_of(summary: RunSummary) -> list[dict[str, Any]]:

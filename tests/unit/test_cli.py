@@ -320,7 +320,7 @@ def test_control_c_prints_one_line_and_exits_130(tmp_path: Path):
 
 
 @pytest.mark.ray
-def test_doctor_accepts_this_environment(monkeypatch, capsys):
+def test_doctor_accepts_this_environment(no_ray, monkeypatch, capsys):
     assert hflow(monkeypatch, "doctor") == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     fit = {(row[0], row[1]) for row in rows if row[2:3] == ["ok"]}

@@ -15,7 +15,7 @@ from hflow.planner.ir import Schedule
 from hflow.runtime.ledger import audit, rewind
 
 SEEDS = st.integers(0, 2**16)
-FEW = settings(max_examples=100, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=50, suppress_health_check=list(HealthCheck))
 ROWS = {"eval0": 3, "eval1": 5}
 
 

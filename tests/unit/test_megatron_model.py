@@ -21,7 +21,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
     for case in kit.CASES.values():
         kit.write_checkpoint(case, path)
-    ranks.start(kit.run, (str(path),), 4, preload="megatron_ranks")
+    ranks.start(kit.run, (str(path),), 4)
     return path
 
 

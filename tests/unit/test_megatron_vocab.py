@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import vocab_ranks as ranks
+from ranks import start
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     path = tmp_path_factory.mktemp("vocab")
-    mp.spawn(ranks.run, (str(path),), nprocs=2)
+    start(ranks.run, (str(path),), 2)
     return [torch.load(Path(path) / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 

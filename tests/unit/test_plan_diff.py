@@ -414,7 +414,7 @@ def altered(values: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
 PLANS = [rows(graph()) for graph in (grpo, ppo, agent, ema)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.sampled_from(PLANS), st.data())
 def test_every_change_is_reported(plan: dict[str, Any], data: st.DataObject):
     path = data.draw(st.sampled_from(leaves(decisive_rows(plan))))

@@ -84,13 +84,13 @@ def check(timed: Timed) -> None:
     assert all(row.lag >= 0 for row in found.cycle)
 
 
-@settings(max_examples=300, **SLOW)
+@settings(max_examples=120, **SLOW)
 @given(timed_schedules("written"))
 def test_the_period_of_batch_nodes_is_that_of_the_run(timed: Timed):
     check(timed)
 
 
-@settings(max_examples=200, **SLOW)
+@settings(max_examples=100, **SLOW)
 @given(timed_schedules("actor", "game", "teacher"))
 def test_the_period_of_synchronous_generation_is_that_of_the_run(timed: Timed):
     check(timed)

@@ -394,7 +394,7 @@ def least(case, source, target):
 
 
 @given(cases())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_replaying_a_route_gives_every_rank_its_direct_cut_with_the_least_bytes(case):
     route = route_of(case.src, case.dst, case.shape, 2, case.machines)
     source, target = memories(case.shape, case.src), memories(case.shape, case.dst)
@@ -411,7 +411,7 @@ def test_replaying_a_route_gives_every_rank_its_direct_cut_with_the_least_bytes(
 
 
 @given(cases())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_worker_sets_are_distinct_and_in_use(case):
     route = route_of(case.src, case.dst, case.shape, 1, case.machines)
     assert len(set(route.worker_sets)) == len(route.worker_sets)

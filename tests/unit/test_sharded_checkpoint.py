@@ -31,7 +31,7 @@ from hflow.backends.megatron.shards import boxes_of_range  # noqa: E402
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shards")
     kit.model().save(str(path / "checkpoint"))
-    ranks.start(cases.exchange, (str(path),), 4, preload="shard_ranks")
+    ranks.start(cases.exchange, (str(path),), 4)
     return path
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch_kit as kit
 import torch_ranks
+from ranks import start
 from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(torch_ranks.run, (str(path),), nprocs=2)
+    start(torch_ranks.run, (str(path),), 2)
     return path
 
 

@@ -20,7 +20,7 @@ def sleeps(out: Output) -> PerToken:
 
 
 @infer(actor, returns="late")
-def slow(out: Output, *, seconds: float = 12.0) -> PerToken:
+def slow(out: Output, *, seconds: float = 9.0) -> PerToken:
     time.sleep(seconds)
     return together(out.logprobs)
 
