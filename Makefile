@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
+# A process of tests a core, the longest files first (tests/conftest.py).
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: env test lint unit browser demo gpu-check clean
 
@@ -24,10 +26,10 @@ lint: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests of Ray have the machine to themselves; the others share it, a process a core.
+# Tests that start Ray come last, as each has several processes.
 unit: env browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not ray"
-	$(BIN)/python -m pytest -m ray
+	$(PYTEST) -m "not ray"
+	$(PYTEST) -m ray
 
 # The test of the plan's page opens it in a browser.
 browser:

@@ -75,9 +75,9 @@ def test_two_tensor_ranks_on_the_trainers_devices(tmp_path: Path, two_processes:
 
 @pytest.mark.parametrize("transport", ["collective", "shared", "disk"])
 def test_a_sync_in_the_middle_of_answers(transport: str, tmp_path: Path, two_processes: RayActors) -> None:
-    options = [*LONG, "steps=8", f"models.actor.gen.transport={transport}"]
+    options = [*LONG, "steps=5", f"models.actor.gen.transport={transport}"]
     summary = run("recipes/grpo_async.py", tmp_path, *options, processes=two_processes)
-    assert (summary.reason, summary.steps) == ("done", 8)
+    assert (summary.reason, summary.steps) == ("done", 5)
     assert_versions(summary.directory)
     assert_continued(summary.directory)
     for row in steps_of(summary):  # tokens of other weights, which are 5 % apart, are not compared
@@ -91,7 +91,7 @@ def test_a_killed_engine_ends_its_run(tmp_path: Path, two_processes: RayActors) 
 
     def kill() -> None:
         """Wait for some steps, then kill the engine."""
-        while not any(path.read_text().count("\n") >= 8 for path in tmp_path.rglob("metrics.jsonl")):
+        while not any(path.read_text().count("\n") >= 4 for path in tmp_path.rglob("metrics.jsonl")):
             time.sleep(0.1)
         (engine,) = engines(two_processes)
         killed.extend([engine, *engine.children(recursive=True)])
@@ -103,8 +103,8 @@ def test_a_killed_engine_ends_its_run(tmp_path: Path, two_processes: RayActors) 
         run("recipes/grpo_async.py", tmp_path, *options, processes=two_processes)
     thread.join()
     assert re.fullmatch(
-        r"the generation engine stopped: the vLLM engine of 'actor' \(process \d+\) was killed by SIGKILL; "
-        r"start the run again from its last checkpoint",
+        r"(the generation engine stopped: )?the vLLM engine of 'actor' \(process \d+\) was killed by "
+        r"SIGKILL; start the run again from its last checkpoint",
         str(error.value),
     )
     _, alive = psutil.wait_procs(killed, timeout=30)

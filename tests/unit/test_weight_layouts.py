@@ -41,7 +41,7 @@ TRAINERS = [
     ("megatron", "t4"),
 ]
 ENGINES = [("vllm", "d1"), ("vllm", "d2"), ("vllm", "t2"), ("vllm", "d2t2"), ("embedded", "d2")]
-NUM_DEVICES = 8
+NUM_DEVICES = 10
 
 
 @dataclass
@@ -92,7 +92,7 @@ def publishers(plan: Plan, shards: dict[int, Any], directory: str) -> dict[int, 
     }
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     shape=st.sampled_from([SHAPE, TIED]),
     trainer=st.sampled_from(TRAINERS),
