@@ -24,6 +24,7 @@ import yaml
 from hflow.config.compose import config_dir
 from hflow.config.schema import GenConfig, ModelConfig
 from hflow.launch.plan_request import device_calibration, known_devices, known_links
+from hflow.planner.architectures import read_shape
 from hflow.planner.backends import traits
 from hflow.planner.calibration import HostTimes
 from hflow.planner.cost.collectives import RankPlacement
@@ -39,7 +40,7 @@ from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.training import forward, train
 from hflow.planner.hardware import GIB, Hardware
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import ModelShape, read_shape
+from hflow.planner.model_shape import ModelShape
 from hflow.planner.workload import Workload
 
 HERE = Path(__file__).parent
@@ -138,6 +139,7 @@ def costs(
         data=_spread(d, t, per_machine),
         tensor=_spread(t, 1, per_machine),
         pipe=_spread(p, t * d, per_machine),
+        expert_data=_spread(d, t, per_machine),
     )
 
 

@@ -1,48 +1,62 @@
 """`Layout`: the sizes of a replica's parallel axes, and the coordinates of each rank.
 
 Ranks have one of two orders: training puts pipeline stages outermost, generation puts data shards outermost.
-Tensor ranks are innermost in both, so that they share a machine.
+Tensor ranks are innermost in both, so that they share a machine, and context ranks are next to them.
 """
 
 from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hflow.errors import PlanError
 
-_PATTERN = re.compile(r"(?:d(\d+))?(?:t(\d+))?(?:p(\d+))?")
+_PATTERN = re.compile(r"(?:d(\d+))?(?:t(\d+))?(?:p(\d+))?(?:c(\d+))?(?:e(\d+))?")
+
+Coords = tuple[int, int, int, int]
+"""Data, tensor, pipeline and context index of a rank."""
 
 
 class RankOrder(enum.StrEnum):
     """Order of a layout's axes in its ranks, outermost first."""
 
     TRAIN = "train"
-    """[pipe, data, tensor]: `rank = p * (D * T) + d * T + t`."""
+    """[pipe, data, context, tensor]: `rank = ((p * D + d) * C + c) * T + t`."""
     GENERATE = "generate"
-    """[data, pipe, tensor]: `rank = d * (P * T) + p * T + t`."""
+    """[data, pipe, context, tensor]: `rank = ((d * P + p) * C + c) * T + t`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the data (D), tensor (T) and pipeline (P) axes of one replica.
+    """Sizes of the data (D), tensor (T), pipeline (P), context (C) and expert (E) axes of one replica.
 
-    `str(layout)` always names all three axes (`d2t1p1`), so that a layout has one spelling in plans and
-    digests; `parse` accepts shorter ones.
+    Context ranks divide the tokens of each sequence. The expert axis has no ranks of its own: it divides the
+    experts of a layer over E neighbours among the D * C ranks of a stage that have the same tensor index.
+
+    `str(layout)` always names the first three axes (`d2t1p1`), and others where they are larger than 1, so
+    that a layout has one spelling in plans and digests; `parse` accepts shorter ones.
     """
 
     data: int = 1
     tensor: int = 1
     pipe: int = 1
+    context: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.data, self.tensor, self.pipe) < 1:
+        if min(self.data, self.tensor, self.pipe, self.context, self.expert) < 1:
             raise PlanError(f"layout {self} has an axis of size 0; sizes must be at least 1, as in d1t1p1")
+        if self.data * self.context % self.expert:
+            raise PlanError(
+                f"layout {self} divides experts over {self.expert} of {self.data * self.context} data and "
+                f"context ranks, which is not a whole number of times; e must divide d times c"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Parse `d2t2p1`. Axes are in the order d, t, p; a missing one has size 1.
+        """Parse `d2t2p1`. Axes are in the order d, t, p, c, e; a missing one has size 1.
 
         Raises:
             PlanError: for text that is not a layout.
@@ -50,43 +64,89 @@ class Layout:
         match = _PATTERN.fullmatch(text)
         if not text or match is None:
             raise PlanError(
-                f"layout {text!r} is not understood; write data, tensor and pipeline sizes "
-                "in that order, as in d2t2p1 or d4"
+                f"layout {text!r} is not understood; write data, tensor, pipeline, context and expert sizes "
+                "in that order, as in d2t2p1, d4 or d8t2e8"
             )
         return cls(*(int(size) if size is not None else 1 for size in match.groups()))
 
     def __str__(self) -> str:
-        return f"d{self.data}t{self.tensor}p{self.pipe}"
+        others = (("c", self.context), ("e", self.expert))
+        named = "".join(f"{axis}{size}" for axis, size in others if size != 1)
+        return f"d{self.data}t{self.tensor}p{self.pipe}{named}"
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.data * self.tensor * self.pipe
+        return self.stage_size * self.pipe
 
-    def __contains__(self, coords: tuple[int, int, int]) -> bool:
-        """Return whether (data, tensor, pipe) coordinates exist in this layout."""
-        sizes = (self.data, self.tensor, self.pipe)
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks of a pipeline stage."""
+        return self.num_copies * self.tensor
+
+    @property
+    def num_copies(self) -> int:
+        """Number of ranks that compute with the same tensor shard of a stage, on different tokens.
+
+        The data axis of FSDP or of a sharded optimizer divides weights, or their state, over all of them.
+        """
+        return self.data * self.context
+
+    @property
+    def num_expert_copies(self) -> int:
+        """Number of those ranks that compute with the same experts."""
+        return self.num_copies // self.expert
+
+    def __contains__(self, coords: Coords) -> bool:
+        """Return whether coordinates exist in this layout."""
+        sizes = (self.data, self.tensor, self.pipe, self.context)
         return all(0 <= i < size for i, size in zip(coords, sizes, strict=True))
 
-    def rank(self, order: RankOrder, d: int, t: int, p: int) -> int:
-        """Return the rank at data index `d`, tensor index `t`, stage `p`."""
-        assert (d, t, p) in self, f"({d}, {t}, {p}) is outside {self}"
-        if order is RankOrder.TRAIN:
-            return p * (self.data * self.tensor) + d * self.tensor + t
-        return d * (self.pipe * self.tensor) + p * self.tensor + t
+    def rank(self, order: RankOrder, d: int, t: int, p: int, c: int = 0) -> int:
+        """Return the rank at data index `d`, tensor index `t`, stage `p`, context index `c`."""
+        assert (d, t, p, c) in self, f"{(d, t, p, c)} is outside {self}"
+        outer = p * self.data + d if order is RankOrder.TRAIN else d * self.pipe + p
+        return (outer * self.context + c) * self.tensor + t
 
-    def coords(self, order: RankOrder, rank: int) -> tuple[int, int, int]:
-        """Return the (data, tensor, pipe) coordinates of a rank; the inverse of `rank`."""
+    def coords(self, order: RankOrder, rank: int) -> Coords:
+        """Return the coordinates of a rank; the inverse of `rank`."""
         assert 0 <= rank < self.world, f"rank {rank} is outside {self}"
         outer, t = divmod(rank, self.tensor)
+        outer, c = divmod(outer, self.context)
         if order is RankOrder.TRAIN:
             p, d = divmod(outer, self.data)
         else:
             d, p = divmod(outer, self.pipe)
-        return d, t, p
+        return d, t, p, c
+
+    def stage_coords(self, stage: int) -> Iterator[Coords]:
+        """Yield the coordinates of a stage's ranks, in the order of their ranks."""
+        for index in range(self.stage_size):
+            outer, t = divmod(index, self.tensor)
+            d, c = divmod(outer, self.context)
+            yield d, t, stage, c
+
+    def copy_stride(self, order: RankOrder) -> int:
+        """Return by how much ranks with neighbouring copy indices differ.
+
+        Generation has no context axis.
+        """
+        return self.tensor if order is RankOrder.TRAIN else self.pipe * self.tensor
+
+    def pipe_stride(self, order: RankOrder) -> int:
+        """Return by how much ranks of neighbouring stages differ."""
+        return self.stage_size if order is RankOrder.TRAIN else self.context * self.tensor
+
+    def copy_index(self, d: int, c: int) -> int:
+        """Return the index of a rank among those with the same tensor shard of a stage."""
+        return d * self.context + c
+
+    def expert_index(self, d: int, c: int) -> int:
+        """Return which part of each layer's experts a rank has."""
+        return self.copy_index(d, c) % self.expert
 
     def head(self, order: RankOrder, d: int) -> int:
-        """Return the dp-head of data index `d`: tensor rank 0 of the last stage.
+        """Return the dp-head of data index `d`: tensor rank 0 and context rank 0 of the last stage.
 
         It receives the shard's inputs and returns its outputs.
         """

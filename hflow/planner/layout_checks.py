@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from hflow.errors import PlanError
@@ -35,9 +37,38 @@ def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
         PlanError: naming the replica, the axis, sizes that fit and the nearest layout that works.
     """
     for replica in replicas:
+        if replica.role == "gen" and replica.layout.context > 1:
+            raise PlanError(
+                f"{replica.name}: layout {replica.layout} has a context axis, but generation does not divide "
+                f"sequences; {_with_data(replace(replica.layout, context=1, expert=1), replica)}"
+            )
         shape = request.shapes.get(replica.model)
         if shape is not None:
             _check(replica, shape, traits(replica.backend))
+            _check_experts(replica, shape)
+
+
+def _with_data(layout: Layout, replica: Replica) -> str:
+    """Return the layout with as many data ranks as the replica has devices for, and its expert axis."""
+    data = replica.layout.world // (layout.tensor * layout.pipe)
+    return f"{replace(layout, data=data, expert=math.gcd(data, replica.layout.expert))} fits"
+
+
+def _check_experts(replica: Replica, shape: ModelShape) -> None:
+    layout = replica.layout
+    if layout.expert == 1:
+        return
+    if shape.experts is None:
+        raise PlanError(
+            f"{replica.name}: layout {layout} has an expert axis, but a model of family {shape.family} has "
+            f"no experts; {replace(layout, expert=1)} fits"
+        )
+    if shape.experts.num % layout.expert:
+        fitting = math.gcd(layout.expert, shape.experts.num)
+        raise PlanError(
+            f"{replica.name}: {shape.experts.num} experts cannot be split over {layout.expert} expert ranks; "
+            f"{fitting} fits: {replace(layout, expert=fitting)}"
+        )
 
 
 def _check(replica: Replica, shape: ModelShape, backend: BackendTraits) -> None:
@@ -53,7 +84,7 @@ def _check(replica: Replica, shape: ModelShape, backend: BackendTraits) -> None:
     best = _nearest_layout(layout, fits_tensor, fits_pipe)
     for spec, units in split_tensors:
         if not can_split(spec, backend, layout.tensor):
-            max_size = layout.data * layout.tensor
+            max_size = layout.stage_size
             fitting = _fitting([size for size in fits_tensor if size <= max_size], layout.tensor, best.tensor)
             raise PlanError(
                 f"{replica.name}: {units.format(spec.split_units)} cannot be split over {layout.tensor} "
@@ -73,10 +104,11 @@ def _split_tensors(shape: ModelShape) -> list[tuple[TensorSpec, str]]:
 
 def _nearest_layout(layout: Layout, fits_tensor: Sequence[int], fits_pipe: Sequence[int]) -> Layout:
     """Return the nearest layout on as many devices: the pipeline axis changes least, then the tensor axis."""
-    world = layout.world
+    world = layout.world // layout.context
     pairs = [(t, p) for t in fits_tensor for p in fits_pipe if world % (t * p) == 0]
     t, p = min(pairs, key=lambda pair: (abs(pair[1] - layout.pipe), abs(pair[0] - layout.tensor), pair))
-    return Layout(world // (t * p), t, p)
+    data = world // (t * p)
+    return replace(layout, data=data, tensor=t, pipe=p, expert=math.gcd(layout.expert, data * layout.context))
 
 
 def _fitting(sizes: Sequence[int], wanted: int, chosen: int) -> str:

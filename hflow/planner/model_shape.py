@@ -198,12 +198,23 @@ def other_tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
     return tensors(replace(shape, num_layers=0))
 
 
+def expert_layers(shape: ModelShape, first: int, last: int) -> int:
+    """Return how many of the layers `[first, last)` have experts."""
+    return sum(shape.has_experts(layer) for layer in range(first, last))
+
+
 def mlp_rows(shape: ModelShape, layer: int) -> int:
     """Return the rows of F that one token passes in a layer's MLP, over all experts that compute with it."""
     experts = shape.experts
     if experts is None or not experts.are_in(layer):
         return shape.intermediate
     return experts.per_token * experts.intermediate + experts.shared
+
+
+@lru_cache
+def mean_mlp_rows(shape: ModelShape) -> float:
+    """Return the rows of F that a token passes in a layer, as the mean over layers."""
+    return sum(mlp_rows(shape, layer) for layer in range(shape.num_layers)) / shape.num_layers
 
 
 def cached_tokens(shape: ModelShape, length: float) -> float:

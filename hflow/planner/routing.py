@@ -12,9 +12,10 @@ from hflow.planner.ir import Replica, RoutingRow
 from hflow.planner.layout import RankOrder
 
 
-def shard_key(model: str, dp: int, tp: int, pp: int) -> str:
-    """Return the key of one shard of a replica."""
-    return f"({model}, {dp}, {tp}, {pp})"
+def shard_key(model: str, dp: int, tp: int, pp: int, cp: int | None = None) -> str:
+    """Return the key of one shard of a replica. Only layouts with a context axis name its index."""
+    context = "" if cp is None else f", {cp}"
+    return f"({model}, {dp}, {tp}, {pp}{context})"
 
 
 def data_key(i: int) -> str:
@@ -43,8 +44,9 @@ def shard_rows(replica: Replica) -> list[RoutingRow]:
     order = rank_order(replica.role)
     rows = []
     for rank, worker in enumerate(replica.workers):
-        dp, tp, pp = replica.layout.coords(order, rank)
-        rows.append(RoutingRow(shard_key(replica.name, dp, tp, pp), worker))
+        dp, tp, pp, cp = replica.layout.coords(order, rank)
+        context = cp if replica.layout.context > 1 else None
+        rows.append(RoutingRow(shard_key(replica.name, dp, tp, pp, context), worker))
     return rows
 
 

@@ -71,6 +71,12 @@ def _family_reasons(plan: Plan) -> Iterator[str]:
 def _layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:
     """Yield a reason where the backend cannot run the replica's layout."""
     layout = replica.layout
+    for axis, size, what in (("c", layout.context, "context"), ("e", layout.expert, "expert")):
+        if size > 1:
+            yield (
+                f"{replica.name} has layout {layout}, but {replica.backend} cannot run {what} parallelism "
+                f"yet. Remove {axis}{size} from the layout."
+            )
     if traits(replica.backend).is_model_parallel:
         if layout.pipe > 1 and not traits(replica.backend).has_pipeline_axis:
             yield (
@@ -84,7 +90,7 @@ def _layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:
                 f"{replica.name} has layout {layout}, for which {replica.backend} needs a process for each "
                 f"rank. Set workers=ray, or models.{replica.model}.layout=d1."
             )
-    elif layout.world > layout.data:
+    elif layout.world > layout.num_copies:
         setting = (
             f"gen.layout=d{layout.world}" if replica.role == "gen" else f"backend={model_parallel_backend()}"
         )

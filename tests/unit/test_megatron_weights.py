@@ -86,7 +86,7 @@ def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout):
     dims, shape, grid = dims_of(architecture, head), read_shape(architecture, head), Layout.parse(layout)
     for t in range(grid.tensor):
         for p in range(grid.pipe):
-            planned = {spec.name: box for spec, box in rank_tensors(shape, MEGATRON, grid, (0, t, p))}
+            planned = {spec.name: box for spec, box in rank_tensors(shape, MEGATRON, grid, (0, t, p, 0))}
             assert boxes(dims, ShardPosition(t, grid.tensor, p, grid.pipe)) == planned
 
 

@@ -36,7 +36,7 @@ def test_sequence_parallel_needs_a_backend_with_tensor_ranks():
 
 
 def test_a_malformed_layout_is_refused():
-    refused(grpo(), "d2t2p1 or d4", models=actor(layout="two"))
+    refused(grpo(), "d2t2p1, d4 or d8t2e8", models=actor(layout="two"))
 
 
 def test_an_unknown_model_or_group_is_refused():

@@ -1,11 +1,23 @@
-"""Costs of experts, latent attention and sliding windows, with answers worked out by hand."""
+"""Costs and memory of experts, latent attention, windows, context and expert ranks, worked out by hand."""
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
+import plan_graphs as graphs
 import pytest
-from cost_kit import SMALL, side
+import yaml
+from cost_kit import SMALL, TOY, side
+from hypothesis import given
+from hypothesis import strategies as st
+from model_configs import model_config
 
+from hflow.config.compose import config_dir
+from hflow.errors import PlanError
+from hflow.launch.compile import compile_recipe
+from hflow.planner.architectures import read_shape
+from hflow.planner.cost.collectives import RankPlacement, all_gather, all_to_all, axis_ranks
+from hflow.planner.cost.exchanges import context_exchange, expert_exchange, over_copies
 from hflow.planner.cost.flops import (
     Work,
     attention_flops,
@@ -21,7 +33,16 @@ from hflow.planner.cost.flops import (
 )
 from hflow.planner.cost.generation import decode_step
 from hflow.planner.cost.roofline import MEMORY, Part
-from hflow.planner.model_shape import Experts, LatentAttention, ModelShape, SlidingWindow
+from hflow.planner.cost.training import forward, local_weights
+from hflow.planner.ir import Replica
+from hflow.planner.layout import Layout
+from hflow.planner.layout_checks import check_layouts
+from hflow.planner.memory.engine_load import cache_bytes_per_token
+from hflow.planner.memory.microbatch import MicroBatch
+from hflow.planner.memory.rank import Rank
+from hflow.planner.model_shape import Experts, LatentAttention, ModelShape, SlidingWindow, num_parameters
+from hflow.planner.request import PlanRequest
+from hflow.planner.routing import rank_order
 
 MIXED = ModelShape(
     "qwen3_moe", 4, 64, 128, 4, 2, 16, 100, is_tied=False, experts=Experts(8, 2, 32, shared=16, first=1)
@@ -87,3 +108,188 @@ def test_a_window_limits_attention():
     assert causal_pairs(windowed, Work(2, 2, 200, 200, 0, 20_000)) == (2 * 10_000 + 2 * 1_900) / 4
     assert causal_pairs(windowed, Work(2, 2, 12, 12, 0, 72)) == 36
     assert causal_pairs(SMALL, Work(2, 2, 200, 200, 0, 20_000)) == 10_000
+
+
+# ------------------------------------------------------------------------- context and expert ranks
+def test_an_all_to_all():
+    # Of 1 GB, each of 4 ranks keeps a quarter and sends the rest over 10 GB/s.
+    wire = all_to_all(1e9, RankPlacement(4, 1), TOY)
+    assert (wire.transfer, wire.latency) == pytest.approx((0.075, 2e-6))
+    # With 4 ranks on each of 2 machines, 3/8 stay on the machine, and half goes to the other one over 1 GB/s.
+    assert all_to_all(1e9, RankPlacement(4, 2), TOY).transfer == pytest.approx(0.0375 + 0.5)
+    assert all_to_all(1e9, RankPlacement(), TOY).seconds == 0
+
+
+def test_tokens_go_to_their_experts_and_back():
+    # 100 tokens for 2 experts each: 200 rows of 64 numbers of fp32; 3 of 4 go elsewhere, in 3 layers, twice.
+    wire = expert_exchange(side(MIXED, "d4e4", backend="megatron"), 100)
+    assert wire.transfer == pytest.approx(6 * 200 * 64 * 4 * 3 / 4 / 1e10)
+    assert wire.latency == pytest.approx(6 * 2e-6)
+    assert expert_exchange(side(MIXED, "d4", backend="megatron"), 100).seconds == 0
+    assert expert_exchange(side(SMALL, "d4", backend="megatron"), 100).seconds == 0
+
+
+def test_keys_and_values_pass_every_context_rank():
+    # A rank has 50 of 200 tokens. Keys and values of the others: 3/4 of 200 x 2 x 2 x 16 numbers of fp32. Two
+    # passes with gradient move them three times, in four layers.
+    replica = side(SMALL, "c4", backend="megatron")
+    wire = context_exchange(replica, Work(1, 1, 50, 50, 0, 10_000), 1, 2)
+    assert wire.transfer == pytest.approx(3 * 4 * 3 / 4 * 200 * 64 * 4 / 1e10)
+    without = side(SMALL, "d4", backend="megatron")
+    assert context_exchange(without, Work(1, 1, 50, 50, 0, 10_000), 1, 2).seconds == 0
+
+
+def test_ranks_of_experts():
+    replica = side(MIXED, "d4t2c2e4", backend="megatron", per_machine=4)
+    assert (replica.data.num, replica.context.num, replica.expert.num, replica.expert_data.num) == (
+        8,
+        2,
+        4,
+        2,
+    )
+    # Context ranks and their tensor ranks are on one machine of four, four expert ranks on two.
+    assert (replica.context.machines, replica.expert.machines, replica.expert_data.machines) == (1, 2, 2)
+
+
+def test_weights_with_expert_ranks():
+    rest = layers_parameters(MIXED, 0, 4, 0) + 2 * 6_400
+    experts = 3 * 8 * 6_144
+    whole, divided = (side(MIXED, layout, backend="megatron") for layout in ("d4", "d4e4"))
+    assert (whole.stage_weights, divided.stage_weights) == (rest + experts, rest + experts / 4)
+    assert local_weights(whole) == local_weights(divided) == (rest + experts) / 4
+    # The rest is reduced over four ranks, the experts of a rank over none.
+    wire = over_copies(all_gather, divided, 4)
+    assert wire == all_gather(4 * rest, divided.data, TOY)
+    wire = over_copies(all_gather, side(MIXED, "d4e2", backend="megatron"), 4)
+    assert wire.transfer == pytest.approx((rest * 3 / 4 + experts / 2 / 2) * 4 / 1e10)
+
+
+def test_decoding_with_expert_ranks_reads_what_the_tokens_of_all_touch():
+    # Each of two engines decodes one token. A rank has half of the experts, of which both tokens touch 1.75.
+    one = decode_step(side(MIXED, "d2e2", backend="vllm"), 1, 0)
+    read = 4 * (layers_parameters(MIXED, 0, 4, 1.75) + 6_400)
+    assert one.seconds == pytest.approx(read / 1e11)
+
+
+def test_context_ranks_divide_a_step():
+    # Twice the ranks take half of the arithmetic of the same samples.
+    whole = forward(side(SMALL, "d1", backend="megatron"), Work(1, 1, 4096, 4096, 0, 4096**2))
+    half = forward(side(SMALL, "c2", backend="megatron"), Work(1, 1, 4096, 4096, 0, 4096**2).share(0.5))
+    assert half[0].seconds == pytest.approx(whole[0].seconds / 2)
+    assert [part.name for part in half if part.seconds] == ["forward", "keys and values"]
+
+
+def rank_of(layout, shape=MIXED, role="train", backend="megatron", stage=0, **asked):
+    replica = Replica("m", "m", role, backend, Layout.parse(layout), "all", (), ())
+    return Rank(replica, shape, model_config(**asked), stage, True, False)
+
+
+def test_memory_with_expert_ranks():
+    others = num_parameters(MIXED) - 3 * 8 * 6_144
+    sizes = rank_of("d4e4").sizes
+    assert (sizes.total, sizes.experts) == (others + 3 * 2 * 6_144, 3 * 2 * 6_144)
+    assert sizes.layer == 12_288 + 2 * 64 + 24_576  # the one without experts is larger than a part of others
+    # Four ranks divide the optimizer state of the rest; a rank's experts are its own.
+    assert rank_of("d4e4").optimizer_share(12) == 12 * others // 4 + 12 * 3 * 2 * 6_144
+    assert rank_of("d4e2").optimizer_share(12) == 12 * others // 4 + 12 * 3 * 4 * 6_144 // 2
+    assert rank_of("d2c2e4").optimizer_share(12) == rank_of("d4e4").optimizer_share(12)
+
+
+def test_memory_of_layers_of_two_kinds():
+    sizes = rank_of("p2", stage=0).sizes
+    dense, mixed = 12_288 + 128 + 24_576, 12_288 + 128 + 512 + 3_072 + 8 * 6_144
+    assert (sizes.layers, sizes.layer, sizes.num_layers) == (dense + mixed, mixed, 2)
+    assert rank_of("p2", stage=1).sizes.layers == 2 * mixed
+
+
+def test_caches_of_latent_attention_are_whole_on_every_tensor_rank():
+    ranks = [rank_of(layout, DEEPSEEK_V3, "gen", "vllm", dtype="bf16") for layout in ("t1", "t8")]
+    assert [cache_bytes_per_token(rank) for rank in ranks] == [70_272, 70_272]
+
+
+def test_a_microbatch_is_divided_over_context_ranks():
+    assert MicroBatch(1001, 500, 3, True).divided(4) == MicroBatch(251, 125, 3, True)
+
+
+@given(st.data())
+def test_ranks_of_an_axis_are_those_whose_other_coordinates_are_equal(data):
+    """Against groups made from coordinates, on machines of three devices."""
+    d, t, p, c = (data.draw(st.integers(1, 3)) for _ in range(4))
+    role = data.draw(st.sampled_from(("train", "gen")))
+    c = 1 if role == "gen" else c
+    expert = data.draw(st.sampled_from([size for size in range(1, d * c + 1) if d * c % size == 0]))
+    layout = Layout(d, t, p, c, expert)
+    order, cluster = rank_order(role), replace(graphs.cluster_of("cpu-1x3"), num_nodes=99)
+    replica = Replica("m", "m", role, "megatron", layout, "all", tuple(range(layout.world)), ())
+    fixed = {
+        "data": lambda d, t, p, c: (t, p),
+        "tensor": lambda d, t, p, c: (d, p, c),
+        "pipe": lambda d, t, p, c: (d, t, c),
+        "context": lambda d, t, p, c: (d, t, p),
+        "expert": lambda d, t, p, c: (t, p, layout.copy_index(d, c) // expert),
+        "expert data": lambda d, t, p, c: (t, p, layout.expert_index(d, c)),
+    }
+    for axis, others in fixed.items():
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(layout.world):
+            groups.setdefault(others(*layout.coords(order, rank)), []).append(rank)
+        placements = {RankPlacement.of(ranks, cluster, TOY) for ranks in groups.values()}
+        found = axis_ranks(replica, axis, cluster, TOY)
+        assert found in placements
+        assert found.machines == max(placement.machines for placement in placements)
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"), [("qwen3-235b-a22b", 470), ("deepseek-v3", 1342), ("gpt-oss-120b", 234)]
+)
+def test_the_ranks_of_one_copy_hold_the_published_weights(name, gigabytes):
+    """In bf16: experts are once on all ranks, and the rest on the tensor ranks of both stages."""
+    file = config_dir() / "model" / f"{name}.yaml"
+    shape = read_shape(yaml.safe_load(file.read_text())["architecture"])
+    total = 0.0
+    for stage in range(2):
+        sizes = rank_of("d8t4p2e8", shape, "gen", "vllm", stage, dtype="bf16").sizes
+        total += 2 * (4 * 8 * sizes.experts + 4 * (sizes.total - sizes.experts))
+    assert total / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("replica", "message"),
+    [
+        (
+            ("d4e4", "train", SMALL),
+            "m@train: layout d4t1p1e4 has an expert axis, but a model of family llama has no experts; "
+            "d4t1p1 fits",
+        ),
+        (
+            ("d3e3", "train", MIXED),
+            "m@train: 8 experts cannot be split over 3 expert ranks; 1 fits: d3t1p1",
+        ),
+        (
+            ("d2c2", "gen", SMALL),
+            "m@gen: layout d2t1p1c2 has a context axis, but generation does not divide sequences; "
+            "d4t1p1 fits",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be(replica, message):
+    layout, role, shape = replica
+    kind = "megatron" if role == "train" else "vllm"
+    wrong = Replica(f"m@{role}", "m", role, kind, Layout.parse(layout), "all", (), ())
+    request = PlanRequest(graphs.cluster_of("cpu-1x4"), 8, 1, {}, {"m": shape})
+    with pytest.raises(PlanError) as refusal:
+        check_layouts([wrong], request)
+    assert str(refusal.value) == message
+
+
+def test_plans_with_context_and_expert_ranks_are_not_run():
+    keys = ["model@models.actor=qwen3-30b-a3b", "models.actor.path=null", "models.actor.backend=megatron"]
+    keys += ["cluster=h100-4x8", "models.actor.gen.engine=vllm", "models.actor.layout=d4t4c2e8"]
+    plan = compile_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py", keys).plan
+    assert "actor@train has layout d4t4p1c2e8" in plan.unrunnable[1]
+    reasons = [reason for reason in plan.unrunnable if "parallelism yet" in reason]
+    assert [reason.rpartition(". ")[2] for reason in reasons[:2]] == [
+        "Remove c2 from the layout.",
+        "Remove e8 from the layout.",
+    ]
+    assert plan.replica("actor@train").heads == (0, 8, 16, 24)

@@ -1,5 +1,7 @@
 """Layouts, rank orders, heads, routing and clusters: the known answers of the contract."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,16 @@ from hflow.planner.layout import Layout, RankOrder, even_blocks
 from hflow.planner.routing import data_key, routing_table, shard_key
 
 sizes = st.integers(1, 5)
-layouts = st.builds(Layout, sizes, sizes, sizes)
+
+
+@st.composite
+def any_layout(draw):
+    data, tensor, pipe, context = (draw(sizes) for _ in range(4))
+    fitting = [size for size in range(1, data * context + 1) if data * context % size == 0]
+    return Layout(data, tensor, pipe, context, draw(st.sampled_from(fitting)))
+
+
+layouts = any_layout()
 
 
 def replica(model: str, layout: str) -> Replica:
@@ -38,13 +49,15 @@ def table(*replicas: Replica) -> dict[str, int]:
         ("t4", Layout(1, 4, 1)),
         ("d8p2", Layout(8, 1, 2)),
         ("d16t4p2", Layout(16, 4, 2)),
+        ("d4t2c2e8", Layout(4, 2, 1, 2, 8)),
+        ("d4e2", Layout(4, expert=2)),
     ],
 )
 def test_parse(text, layout):
     assert Layout.parse(text) == layout
 
 
-@pytest.mark.parametrize("text", ["", "t2d2", "p2t1", "d", "d2x3", "2", "d2 t2", "D2"])
+@pytest.mark.parametrize("text", ["", "e2c2", "t2d2", "p2t1", "d", "d2x3", "2", "d2 t2", "D2"])
 def test_parse_refuses_with_an_example(text):
     with pytest.raises(PlanError, match="d2t2p1"):
         Layout.parse(text)
@@ -55,8 +68,15 @@ def test_an_axis_of_size_zero_is_refused():
         Layout.parse("d0t2")
 
 
-def test_str_names_all_axes():
+def test_experts_need_ranks():
+    with pytest.raises(PlanError, match="layout d2t4p1e4 divides experts over 4 of 2 data and context ranks"):
+        Layout.parse("d2t4e4")
+
+
+def test_str_names_three_axes_and_others_in_use():
     assert str(Layout.parse("d2")) == "d2t1p1"
+    assert str(Layout.parse("d2t1p1c1e1")) == "d2t1p1"
+    assert str(Layout.parse("d2c3e6")) == "d2t1p1c3e6"
 
 
 @given(layouts)
@@ -73,12 +93,25 @@ def test_ranks_and_coordinates_are_inverse(layout, order):
 
 @given(layouts)
 def test_rank_formulas(layout):
-    D, T, P = layout.data, layout.tensor, layout.pipe
-    for d in range(D):
-        for t in range(T):
-            for p in range(P):
-                assert layout.rank(RankOrder.TRAIN, d, t, p) == p * (D * T) + d * T + t
-                assert layout.rank(RankOrder.GENERATE, d, t, p) == d * (P * T) + p * T + t
+    D, T, P, C = layout.data, layout.tensor, layout.pipe, layout.context
+    for d, t, p, c in product(range(D), range(T), range(P), range(C)):
+        assert layout.rank(RankOrder.TRAIN, d, t, p, c) == p * (D * C * T) + d * (C * T) + c * T + t
+        assert layout.rank(RankOrder.GENERATE, d, t, p, c) == d * (P * C * T) + p * (C * T) + c * T + t
+    train = [layout.coords(RankOrder.TRAIN, rank) for rank in range(layout.world)]
+    assert train == [at for stage in range(P) for at in layout.stage_coords(stage)]
+
+
+@given(layouts)
+def test_each_copy_of_the_experts_is_on_neighbours(layout):
+    parts = [layout.expert_index(d, c) for d, t, _, c in layout.stage_coords(0) if t == 0]
+    assert parts == list(range(layout.expert)) * layout.num_expert_copies
+    assert len(parts) == layout.num_copies
+
+
+@given(layouts, st.sampled_from(RankOrder))
+def test_heads_are_the_first_context_and_tensor_rank_of_the_last_stage(layout, order):
+    coords = [layout.coords(order, head) for head in layout.heads(order)]
+    assert coords == [(d, 0, layout.pipe - 1, 0) for d in range(layout.data)]
 
 
 @pytest.mark.parametrize(("text", "heads"), [("d2", (0, 1)), ("d2t2", (0, 2)), ("d2t2p2", (4, 6))])
@@ -101,6 +134,13 @@ def test_routing_of_model_shards_and_workers():
     assert routes[shard_key("actor@train", dp=1, tp=0, pp=1)] == 6
     assert routes[shard_key("actor@train", dp=0, tp=1, pp=0)] == 1
     assert all(routes[str(worker)] == worker for worker in range(8))
+
+
+def test_routing_with_a_context_axis_names_its_index():
+    routes = table(replica("actor", "d2t2c2"))
+    assert routes[shard_key("actor@train", dp=1, tp=0, pp=0, cp=1)] == 6
+    assert shard_key("actor@train", 1, 0, 0, 1) == "(actor@train, 1, 0, 0, 1)"
+    assert (routes[data_key(0)], routes[data_key(1)]) == (0, 4)
 
 
 def test_actor_and_critic_share_workers():

@@ -236,8 +236,7 @@ def test_sizes_that_are_none_are_refused(key, value, shown):
 def boxes(spec, backend, layout):
     """The box of every place of a stage, data outermost."""
     parsed = Layout.parse(layout)
-    places = [(d, t, 0) for d in range(parsed.data) for t in range(parsed.tensor)]
-    return [rank_box(spec, traits(backend), parsed, place) for place in places]
+    return [rank_box(spec, traits(backend), parsed, place) for place in parsed.stage_coords(0)]
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 12))
@@ -311,6 +310,8 @@ def test_the_last_stage_holds_a_tied_embedding_too():
     assert [is_on_stage(embedding, tied, stage, 3) for stage in range(3)] == [True, False, True]
     apart = dataclasses.replace(tied, is_tied=False)
     assert [is_on_stage(embedding, apart, stage, 3) for stage in range(3)] == [True, False, False]
-    names = [spec.name for spec, _ in rank_tensors(tied, traits("embedded"), Layout.parse("p3"), (0, 0, 2))]
+    names = [
+        spec.name for spec, _ in rank_tensors(tied, traits("embedded"), Layout.parse("p3"), (0, 0, 2, 0))
+    ]
     assert names[0] == "model.embed_tokens.weight"
     assert names[-1] == "model.norm.weight"

@@ -1,5 +1,6 @@
 """Weight routes, replayed on numpy arrays: what arrives is what a direct cut of the full tensors gives."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from hflow.planner.backends import BACKENDS, ENGINES, traits
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import ClusterSpec, Replica, RouteRow, WeightRoute
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import ModelShape, tensors
+from hflow.planner.model_shape import Experts, ModelShape, tensors
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
 from hflow.planner.weights.resharding import BoxOverlap, add_rows, box_overlaps, senders
@@ -229,16 +230,36 @@ def divisors(number):
 
 
 @st.composite
+def layouts_of(draw, num_layers):
+    """A layout of at most 16 ranks, on some of which a layer's experts are divided."""
+    t, p = draw(st.sampled_from((1, 2, 4))), draw(st.integers(1, min(num_layers, 4)))
+    c = draw(st.integers(1, min(3, 16 // (t * p))))
+    d = draw(st.integers(1, 16 // (t * p * c)))
+    return Layout(d, t, p, c, draw(st.sampled_from(divisors(d * c))))
+
+
+@st.composite
+def expert_layers(draw, layouts, most):
+    """Experts that both layouts divide, in some layers."""
+    num = math.lcm(*(layout.expert for layout in layouts))
+    return Experts(
+        num=num * draw(st.integers(1, 2)),
+        per_token=1,
+        intermediate=most * draw(st.integers(1, 2)),
+        shared=most * draw(st.integers(0, 1)),
+        first=draw(st.integers(0, 2)),
+        step=draw(st.integers(1, 2)),
+        has_bias=draw(st.booleans()),
+        has_router_bias=draw(st.booleans()),
+    )
+
+
+@st.composite
 def cases(draw):
     """Two replicas of a small model on up to 16 of 32 workers, and how many of these share a machine."""
     backends = [draw(st.sampled_from(sorted((*BACKENDS, *ENGINES)))) for _ in range(2)]
     num_layers = draw(st.integers(1, 5))
-    layouts = [
-        Layout(draw(st.integers(1, 16 // (t * p))), t, p)
-        for t, p in [
-            (draw(st.sampled_from((1, 2, 4))), draw(st.integers(1, min(num_layers, 4)))) for _ in range(2)
-        ]
-    ]
+    layouts = [draw(layouts_of(num_layers)) for _ in range(2)]
     most = max(layout.tensor for layout in layouts)
     num_heads = most * draw(st.integers(1, 2))
     fits = [k for k in divisors(num_heads) if all(k % n.tensor == 0 or n.tensor % k == 0 for n in layouts)]
@@ -261,6 +282,8 @@ def cases(draw):
         has_out_bias=draw(st.booleans()),
         has_mlp_bias=bias,
         has_qk_norm=draw(st.booleans()),
+        experts=draw(st.none() | expert_layers(layouts, most)),
+        has_post_norms=draw(st.booleans()),
     )
     first = draw(st.sampled_from((0, 8, 16)))
     devices = draw(st.permutations(range(16))), draw(st.permutations(range(first, first + 16)))
@@ -278,7 +301,7 @@ def full_tensors(shape):
 
 def direct_cut(shape, end, coords):
     """What a rank holds, cut out of the full tensors the way that its backend does it."""
-    (d, t, p), layout = coords, end.layout
+    (d, t, p, c), layout = coords, end.layout
     layers = np.array_split(np.arange(shape.num_layers), layout.pipe)[p]
     is_first, is_last = p == 0, p == layout.pipe - 1
     cut = {}
@@ -286,10 +309,15 @@ def direct_cut(shape, end, coords):
         kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         if not is_on(name, layers, is_first, is_last, shape.is_tied):
             continue
-        part = over_tensor_ranks(whole, kind, name.endswith("bias"), shape, end, t)
+        axis = 1 if ".experts." in name else 0
+        part = over_tensor_ranks(whole, kind, name.endswith("bias"), shape, end, t, axis)
+        copy, num_copies = d * layout.context + c, layout.data * layout.context
+        if ".experts." in name:
+            part = np.split(part, layout.expert)[copy % layout.expert]
+            copy, num_copies = copy // layout.expert, num_copies // layout.expert
         if end.backend == "torch":
-            block = -(-len(part) // layout.data)
-            part = part[d * block : (d + 1) * block]
+            block = -(-len(part) // num_copies)
+            part = part[copy * block : (copy + 1) * block]
         if part.size:
             cut[name] = part
     return cut
@@ -304,16 +332,16 @@ def is_on(name, layers, is_first, is_last, is_tied):
     return is_last
 
 
-def over_tensor_ranks(whole, kind, is_bias, shape, end, t):
+def over_tensor_ranks(whole, kind, is_bias, shape, end, t, axis):
     num_ranks = end.layout.tensor
     if kind in ("q_proj", "gate_proj", "up_proj"):
-        return np.split(whole, num_ranks)[t]
+        return np.split(whole, num_ranks, axis=axis)[t]
     if kind in ("k_proj", "v_proj"):
         heads = np.split(whole, shape.num_kv_heads)
         copies = max(1, num_ranks // shape.num_kv_heads)
         return np.concatenate(np.array_split(np.repeat(heads, copies, axis=0), num_ranks)[t])
     if kind in ("o_proj", "down_proj") and not is_bias:
-        return np.split(whole, num_ranks, axis=1)[t]
+        return np.split(whole, num_ranks, axis=axis + 1)[t]
     if kind in ("embed_tokens", "lm_head"):
         multiple = {"megatron": 128 * num_ranks, "vllm": 64}.get(end.backend, 1)
         padding = np.full((-len(whole) % multiple, whole.shape[1]), NOTHING)

@@ -26,7 +26,7 @@ def model_state(rank: Rank) -> Items:
     if rank.replica.role != "train":
         return weights
     num_copies = ADAM_MOMENTS + (1 if rank.width < FP32_BYTES else 0)
-    optimizer = -(-num_copies * FP32_BYTES * num_weights // rank.data)
+    optimizer = rank.optimizer_share(num_copies * FP32_BYTES)
     gradients = item(MemoryCategory.GRADIENTS, FP32_BYTES * num_weights)
     return weights + gradients + item(MemoryCategory.OPTIMIZER, optimizer)
 
@@ -59,7 +59,7 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     yield in_layers + item(MemoryCategory.ACTIVATIONS, recomputed) + buffers
     largest_gradient = rank.width * max(rank.sizes.embedding, rank.sizes.output)
     yield in_layers + item(MemoryCategory.GRADIENTS, largest_gradient)
-    step = FP32_BYTES * -(-rank.sizes.total // rank.data)
+    step = FP32_BYTES * rank.optimizer_share(1)
     yield item(MemoryCategory.OPTIMIZER, step, "optimizer buffers")
 
 

@@ -42,13 +42,13 @@ def infer_step(rank: Rank, batch: MicroBatch) -> Items:
 
 def kept_after_infer(rank: Rank) -> Items:
     """Return the weights that stay gathered: FSDP2 reshards the root in a backward pass only."""
-    if rank.data == 1:
+    if rank.num_copies == 1:
         return Items()
     return _gathered_weights(rank.width * _Units.of(rank).root)
 
 
 def _step(rank: Rank, batch: MicroBatch) -> _SingleRankStep | _ShardedStep:
-    return _ShardedStep(rank, batch) if rank.data > 1 else _SingleRankStep(rank, batch)
+    return _ShardedStep(rank, batch) if rank.num_copies > 1 else _SingleRankStep(rank, batch)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class _ShardedStep(_Step):
 
     def _scattered(self, num_elements: int) -> Items:
         """Return a unit's gradients while they are reduced and scattered in fp32: sent, copied, received."""
-        num_bytes = FP32_BYTES * (num_elements + -(-num_elements // self.rank.data))
+        num_bytes = FP32_BYTES * (num_elements + -(-num_elements // self.rank.num_copies))
         scattered = item(MemoryCategory.GRADIENTS, num_bytes, "gradients being scattered")
         return scattered + _collective_buffers(self.num_copies * FP32_BYTES * num_elements)
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from hflow.planner.cost.roofline import LATENCY, NETWORK, Part
 from hflow.planner.hardware import Hardware, Link
@@ -101,14 +102,33 @@ def all_reduce(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> Li
     return LinkTime(2 * once.transfer, once.latency)
 
 
+def all_to_all(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> LinkTime:
+    """Return the time in which every rank sends an equal part of `num_bytes` to each rank.
+
+    A rank keeps its own part, and exchanges with ranks at each level one after the other.
+    """
+    time, near = LinkTime(), 1.0
+    for num, link in _levels(ranks, hardware):
+        share = near * (num - 1) / ranks.num
+        latency = math.ceil(math.log2(num)) * link.latency_us * 1e-6
+        time += LinkTime(send(num_bytes * share, link, hardware).transfer, latency)
+        near *= num
+    return time
+
+
 def send(num_bytes: float, link: Link, hardware: Hardware) -> LinkTime:
     """Return the time of one message between two devices."""
     latency = link.latency_us + hardware.link_rate(link).launch_us
     return LinkTime(num_bytes * _seconds_per_byte(link, hardware), latency * 1e-6)
 
 
-def axis_ranks(replica: Replica, axis: int, cluster: ClusterSpec, hardware: Hardware) -> RankPlacement:
-    """Return the placement of ranks along an axis (0 data, 1 tensor, 2 pipe) where it spans most machines."""
+Axis = Literal["data", "tensor", "pipe", "context", "expert", "expert data"]
+"""A set of ranks that exchange: `data` has all that reduce the gradients of one shard, over data and context
+ranks; `expert data` those that reduce the gradients of the same experts."""
+
+
+def axis_ranks(replica: Replica, axis: Axis, cluster: ClusterSpec, hardware: Hardware) -> RankPlacement:
+    """Return the placement of ranks along an axis where it spans most machines."""
     return _axis_ranks(replica.layout, replica.role, replica.workers, axis, cluster, _rack_size(hardware))
 
 
@@ -117,16 +137,22 @@ def _axis_ranks(
     layout: Layout,
     role: str,
     workers: tuple[int, ...],
-    axis: int,
+    axis: Axis,
     cluster: ClusterSpec,
     rack_size: int | None,
 ) -> RankPlacement:
     """Return the placement of an axis. A search asks for the same ones again and again."""
-    size = (layout.data, layout.tensor, layout.pipe)[axis]
+    copies = layout.copy_stride(rank_order(role))
+    size, stride = {
+        "data": (layout.num_copies, copies),
+        "tensor": (layout.tensor, 1),
+        "pipe": (layout.pipe, layout.pipe_stride(rank_order(role))),
+        "context": (layout.context, layout.tensor),
+        "expert": (layout.expert, copies),
+        "expert data": (layout.num_expert_copies, copies * layout.expert),
+    }[axis]
     if size == 1:
         return RankPlacement()
-    d, t, p = (int(i == axis) for i in range(3))
-    stride = layout.rank(rank_order(role), d, t, p)
     first_ranks = (rank for rank in range(layout.world) if rank // stride % size == 0)
     lines = (workers[rank : rank + stride * size : stride] for rank in first_ranks)
     return max(

@@ -193,13 +193,15 @@ def stage_flops(shape: ModelShape, work: Work, num_stages: int, layer_passes: in
     return max(stages)
 
 
-def stage_parameters(shape: ModelShape, num_stages: int) -> float:
+def stage_parameters(shape: ModelShape, num_stages: int, num_experts: float | None = None) -> float:
     """Return the weights of the largest stage: the first has the embedding, the last the head.
 
-    A tied output matrix is the embedding, of which the last of several stages has a copy.
+    A tied output matrix is the embedding, of which the last of several stages has a copy. `num_experts` is
+    that of `mlp_parameters`.
     """
     counts = [
-        layers_parameters(shape, first, last) for first, last in stage_layers(shape.num_layers, num_stages)
+        layers_parameters(shape, first, last, num_experts)
+        for first, last in stage_layers(shape.num_layers, num_stages)
     ]
     counts[0] += shape.vocab * shape.hidden
     if num_stages > 1 or not shape.is_tied:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hflow.planner.cost.collectives import LinkTime, all_reduce, send
+from hflow.planner.cost.exchanges import expert_exchange
 from hflow.planner.cost.flops import (
     Work,
     head_parameters,
@@ -160,7 +161,9 @@ def prefill(replica: ReplicaCosts, prompts: Work) -> list[Part]:
     num_reduces = 2 * replica.shape.num_layers / layout.pipe * num if layout.tensor > 1 else 0
     return [
         roofline("prefill", compute, weights / replica.rates.memory, num * replica.host_seconds),
-        link_time.times(num_reduces).part("prefill collectives"),
+        (link_time.times(num_reduces) + expert_exchange(replica, prompts.rows / num).times(num)).part(
+            "prefill collectives"
+        ),
     ]
 
 
@@ -218,15 +221,18 @@ def decode_collectives(replica: ReplicaCosts, num_sequences: float) -> LinkTime:
         link_time += all_reduce(message, replica.tensor, replica.hardware).times(2 * replica.shape.num_layers)
     if p > 1:
         link_time += send(message / t, replica.stage_link, replica.hardware).times(p)
-    return link_time
+    return link_time + expert_exchange(replica, num_sequences / p).times(p)
 
 
 def _weight_bytes(replica: ReplicaCosts, num_tokens: float) -> float:
     """Return the bytes of all stages' matrices on a tensor rank that some tokens need.
 
-    Few rows of the embedding are read. Of the experts those are that any token is routed to.
+    Few rows of the embedding are read. Of the experts those are that any token is routed to: where ranks
+    divide them, of the tokens of all of these.
     """
     shape = replica.shape
-    layers = shape.num_layers * layer_parameters(shape, touched_experts(shape, num_tokens))
+    ranks = replica.layout.expert
+    touched = touched_experts(shape, num_tokens * ranks)
+    layers = shape.num_layers * layer_parameters(shape, None if touched is None else touched / ranks)
     matrices = layers + head_parameters(shape)
     return matrices * replica.weight_bytes / replica.layout.tensor

@@ -10,35 +10,42 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hflow.planner.cost.flops import Work, stage_flops
+from hflow.planner.cost.flops import Work, stage_flops, touched_experts
 from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.model_shape import ModelShape
+from hflow.planner.model_shape import ModelShape, mean_mlp_rows
 from hflow.planner.weights.sharding import stage_layers
 
 Product = tuple[float, float, float]
 """Rows, inner size and columns of a product of matrices."""
 
 
-def layer_products(shape: ModelShape, rows: float, num_tensor_ranks: int) -> tuple[Product, ...]:
+def layer_products(
+    shape: ModelShape, rows: float, num_tensor_ranks: int, num_expert_ranks: int = 1
+) -> tuple[Product, ...]:
     """Return the products of one layer's forward pass on a tensor rank.
 
-    They are queries, keys and values in one; the attention's output; gate and up in one; and down.
+    They are queries, keys and values in one; the attention's output; gate and up in one; and down. Experts
+    are computed in one kernel, as matrices with the columns of all that are touched, on the rows of each.
 
     Args:
         shape: the model.
         rows: tokens.
         num_tensor_ranks: ranks that divide heads and the intermediate size.
+        num_expert_ranks: ranks that divide the experts.
     """
     t = num_tensor_ranks
     heads = shape.num_heads * shape.head_dim / t
     keys = max(1, shape.num_kv_heads / t) * shape.head_dim
-    intermediate = shape.intermediate / t
-    return (
-        (rows, shape.hidden, heads + 2 * keys),
-        (rows, heads, shape.hidden),
-        (rows, shape.hidden, 2 * intermediate),
-        (rows, intermediate, shape.hidden),
-    )
+    attention = (rows, shape.hidden, heads + 2 * keys), (rows, heads, shape.hidden)
+    experts, touched = shape.experts, touched_experts(shape, rows * num_expert_ranks)
+    intermediate = shape.intermediate if experts is None else experts.shared
+    mlp = (rows, shape.hidden, 2 * intermediate / t), (rows, intermediate / t, shape.hidden)
+    if experts is None or touched is None:
+        return *attention, *mlp
+    num = touched / num_expert_ranks
+    rows_of_each, f = rows * experts.per_token / num, experts.intermediate / t
+    routed = (rows_of_each, shape.hidden, 2 * f * num), (rows_of_each, f, shape.hidden * num)
+    return *attention, *(mlp if intermediate else ()), *routed
 
 
 def product_rate(replica: ReplicaCosts, rows: float, is_captured: bool = False) -> float:
@@ -52,7 +59,7 @@ def product_rate(replica: ReplicaCosts, rows: float, is_captured: bool = False) 
     """
     peak = replica.peak_flops
     rate = replace(replica.matmul, kernel_us=0.0) if is_captured else replica.matmul
-    products = layer_products(replica.shape, max(rows, 1.0), replica.layout.tensor)
+    products = layer_products(replica.shape, max(rows, 1.0), replica.layout.tensor, replica.layout.expert)
     flops = sum(2 * rows * inner * columns for rows, inner, columns in products)
     return flops / sum(rate.seconds(*product, peak) for product in products)
 
@@ -65,7 +72,8 @@ def attention_rate(replica: ReplicaCosts) -> float:
 
 def elementwise_bytes(replica: ReplicaCosts, rows: float) -> float:
     """Return the memory traffic of one layer's other kernels in a forward pass on one rank."""
-    width = replica.shape.hidden / replica.token_share + replica.shape.intermediate / replica.layout.tensor
+    shape = replica.shape
+    width = shape.hidden / replica.token_share + mean_mlp_rows(shape) / replica.layout.tensor
     passes = replica.host.passes
     if passes is None:
         passes = replica.hardware.calibration.memory.passes

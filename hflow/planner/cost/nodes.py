@@ -157,8 +157,8 @@ class Costs:
             return update(replica)
         work = self._work(replica)
         if node.level is not Level.BATCH:
-            return forward(replica, work.share(1 / self._num_firings(node) / replica.layout.data))
-        heaviest = (1.0 if edge is None else edge.imbalance) / replica.layout.data
+            return forward(replica, work.share(1 / self._num_firings(node) / replica.layout.num_copies))
+        heaviest = (1.0 if edge is None else edge.imbalance) / replica.layout.num_copies
         if spec.verb == "infer":
             return forward(replica, work.share(heaviest))
         cut = self._cuts[node.name]

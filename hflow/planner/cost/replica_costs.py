@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hflow.config.schema import ModelConfig
 from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.calibration import HostTimes, MatmulRate
-from hflow.planner.cost.collectives import RankPlacement, axis_ranks
+from hflow.planner.cost.collectives import Axis, RankPlacement, axis_ranks
+from hflow.planner.cost.flops import stage_parameters
 from hflow.planner.cost.roofline import Rates
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import ClusterSpec, Replica
@@ -30,9 +31,15 @@ class ReplicaCosts:
     host: HostTimes
     hardware: Hardware
     data: RankPlacement
-    """Ranks that hold the same layers and heads."""
+    """Ranks that hold the same layers and heads, on data and context axes."""
     tensor: RankPlacement
     pipe: RankPlacement
+    context: RankPlacement = field(default_factory=RankPlacement)
+    """Ranks that divide the tokens of a sequence."""
+    expert: RankPlacement = field(default_factory=RankPlacement)
+    """Ranks that divide the experts of a layer."""
+    expert_data: RankPlacement = field(default_factory=RankPlacement)
+    """Ranks that hold the same experts."""
     low_dtype: Literal["fp8", "fp4"] | None = None
     """Precision of the matrices, where it is lower than the compute dtype."""
     virtual_stages: int = 1
@@ -48,9 +55,26 @@ class ReplicaCosts:
         cluster: ClusterSpec,
     ) -> ReplicaCosts:
         """Return the costs of a replica of the plan."""
-        data, tensor, pipe = (axis_ranks(replica, axis, cluster, hardware) for axis in range(3))
+
+        def ranks(axis: Axis) -> RankPlacement:
+            return axis_ranks(replica, axis, cluster, hardware)
+
+        data = ranks("data")
         kind, host = traits(replica.backend), hardware.calibration.host[replica.backend]
-        return cls(shape, config, replica.layout, kind, host, hardware, data, tensor, pipe)
+        return cls(
+            shape,
+            config,
+            replica.layout,
+            kind,
+            host,
+            hardware,
+            data=data,
+            tensor=ranks("tensor"),
+            pipe=ranks("pipe"),
+            context=ranks("context"),
+            expert=ranks("expert"),
+            expert_data=data if replica.layout.expert == 1 else ranks("expert data"),
+        )
 
     @property
     def dtype(self) -> str:
@@ -81,6 +105,13 @@ class ReplicaCosts:
     def weight_bytes(self) -> float:
         """Bytes of a weight, and of a number in the KV cache."""
         return LOW_BYTES[self.low_dtype] if self.low_dtype else self.itemsize
+
+    @property
+    def stage_weights(self) -> float:
+        """Number of weights that a rank of the largest stage holds, or would without sharding over data."""
+        experts = self.shape.experts
+        num_experts = None if experts is None else experts.num / self.layout.expert
+        return stage_parameters(self.shape, self.layout.pipe, num_experts) / self.layout.tensor
 
     @property
     def token_share(self) -> int:

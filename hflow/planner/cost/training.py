@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 from hflow.planner.cost.collectives import LinkTime, all_gather, all_reduce, reduce_scatter, send
+from hflow.planner.cost.exchanges import context_exchange, expert_exchange, over_copies
 from hflow.planner.cost.flops import Work, layer_parameters, stage_parameters
 from hflow.planner.cost.kernels import pass_seconds
 from hflow.planner.cost.replica_costs import ReplicaCosts
@@ -62,12 +63,14 @@ def update(replica: ReplicaCosts) -> list[Part]:
 
 def local_weights(replica: ReplicaCosts) -> float:
     """Return the number of weights whose optimizer state a rank holds."""
-    return stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor / replica.layout.data
+    layout = replica.layout
+    return stage_parameters(replica.shape, layout.pipe) / layout.tensor / layout.num_copies
 
 
 def num_microbatches(replica: ReplicaCosts, work: Work) -> int:
-    """Return the number of micro-batches of a rank."""
-    return max(1, math.ceil(work.tokens / replica.config.tokens_per_microbatch))
+    """Return the number of micro-batches of a rank, whose tokens its context ranks divide."""
+    tokens = work.tokens * replica.layout.context
+    return max(1, math.ceil(tokens / replica.config.tokens_per_microbatch))
 
 
 def _layer_passes(
@@ -92,11 +95,16 @@ def _layer_passes(
     )
     all_reduces = _tensor_all_reduces(replica, work, num, num_passes)
     stage_transfers = _stage_sends(replica, work, num, num_passes)
-    busy = compute.seconds + all_reduces.seconds + stage_transfers.seconds
+    keys = context_exchange(replica, work, num, num_passes)
+    tokens = expert_exchange(replica, work.rows / num).times(num * num_passes)
+    exchanged = keys.seconds + tokens.seconds
+    busy = compute.seconds + all_reduces.seconds + stage_transfers.seconds + exchanged
     return [
         compute,
         all_reduces.part("tensor all-reduce"),
         stage_transfers.part("between stages"),
+        keys.part("keys and values"),
+        tokens.part("tokens to experts"),
         Part(
             "pipeline bubble",
             bubble(replica.layout.pipe, num, replica.virtual_stages) * busy,
@@ -144,10 +152,10 @@ def _fsdp_collectives(replica: ReplicaCosts, num: int, num_passes: int, compute:
     Weights are gathered in the forward and in the backward pass, where recomputation uses them too. Gradients
     are scattered in the backward pass.
     """
-    if replica.traits.sharded_over_data != "everything" or replica.layout.data == 1:
+    if replica.traits.sharded_over_data != "everything" or replica.layout.num_copies == 1:
         return []
     units = _num_units(replica)
-    numel = stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor / units
+    numel = replica.stage_weights / units
     gather = all_gather(numel * replica.itemsize, replica.data, replica.hardware).times(
         num * units * min(num_passes, 2)
     )
@@ -174,11 +182,10 @@ def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passe
         pass_seconds: of all passes of one micro-batch.
         num_passes: passes of a micro-batch through a layer.
     """
-    if replica.traits.sharded_over_data != "optimizer" or replica.layout.data == 1:
+    if replica.traits.sharded_over_data != "optimizer" or replica.layout.num_copies == 1:
         return []
-    numel = stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor
-    scatter = reduce_scatter(numel * GRADIENT_BYTES, replica.data, replica.hardware)
-    gather = all_gather(numel * replica.itemsize, replica.data, replica.hardware)
+    scatter = over_copies(reduce_scatter, replica, GRADIENT_BYTES)
+    gather = over_copies(all_gather, replica, replica.itemsize)
     if replica.traits.overlaps_optimizer:
         first = pass_seconds / (num_passes + 1)
         scatter = scatter.times(_visible(replica, scatter.seconds, pass_seconds - first))
@@ -211,4 +218,4 @@ def _recomputes_logits(replica: ReplicaCosts, work: Work) -> bool:
 
 def _stage_bytes(replica: ReplicaCosts) -> float:
     """Return the bytes of weights that one pass reads on a rank."""
-    return stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor * replica.itemsize
+    return replica.stage_weights * replica.itemsize

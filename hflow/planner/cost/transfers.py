@@ -109,7 +109,7 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
 
 def keep_weights(engine: ReplicaCosts) -> list[Part]:
     """Return the seconds in which a sleeping engine's weights are copied to the host's memory, and back."""
-    numel = stage_parameters(engine.shape, engine.layout.pipe) / engine.layout.tensor
+    numel = engine.stage_weights
     return [replace(part, name="sleep") for part in _over_pcie(2 * numel * engine.itemsize, engine)]
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from hflow.planner.memory.microbatch import MicroBatch
 from hflow.planner.memory.rank import FP32_BYTES, Rank
-from hflow.planner.model_shape import ModelShape, mlp_rows
+from hflow.planner.model_shape import ModelShape, expert_layers, mean_mlp_rows, mlp_rows
 
 SLOTS_PER_TOKEN = 8 / 7
 """Padded slots per token where lengths differ: the sequences of a bucket have 3/4 to 1 of its width, 7/8 on
@@ -36,7 +36,7 @@ def routed_per_token(rank: Rank) -> float:
     shape, experts = rank.shape, rank.shape.experts
     if experts is None:
         return 0.0
-    num_layers = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
+    num_layers = expert_layers(shape, 0, shape.num_layers)
     return rank.width * shape.hidden * experts.per_token * num_layers / shape.num_layers
 
 
@@ -60,7 +60,7 @@ def kept_per_token(rank: Rank, *, pads: bool) -> tuple[int, float]:
     if shape.has_qk_norm:
         num_norms = shape.num_heads + shape.num_kv_heads
         attention += num_norms * ((8 if width == FP32_BYTES else 6) * shape.head_dim + FP32_BYTES)
-    return 2 * _kept_by_norm(shape.hidden, width), attention + 4 * width * _mean_mlp_rows(shape)
+    return 2 * _kept_by_norm(shape.hidden, width), attention + 4 * width * mean_mlp_rows(shape)
 
 
 def layer_input(rank: Rank, batch: MicroBatch) -> int:
@@ -123,12 +123,6 @@ def logits(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> int:
 def reordered_output(rank: Rank) -> int:
     """Return the bytes of oneDNN's reordered copy of the output matrix, for bf16 products on a CPU."""
     return rank.width * rank.sizes.output if rank.on_cpu and rank.width < FP32_BYTES else 0
-
-
-@lru_cache
-def _mean_mlp_rows(shape: ModelShape) -> float:
-    """Return the rows of F that a token passes in a layer, as the mean over layers."""
-    return sum(mlp_rows(shape, layer) for layer in range(shape.num_layers)) / shape.num_layers
 
 
 @lru_cache

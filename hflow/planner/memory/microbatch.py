@@ -6,7 +6,7 @@ allows. A prompt that a group shares counts for every sample, as the group may b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Node
@@ -29,6 +29,11 @@ class MicroBatch:
     """Micro-batches of a minibatch."""
     pads: bool
     """Whether its sequences may have different lengths."""
+
+    def divided(self, num_ranks: int) -> MicroBatch:
+        """Return the part of one of several context ranks, which divide the tokens of every sequence."""
+        tokens, num_learned = -(-self.tokens // num_ranks), -(-self.num_learned // num_ranks)
+        return replace(self, tokens=tokens, num_learned=num_learned)
 
 
 def largest_microbatch(

@@ -265,5 +265,6 @@ def _node(context: MemoryContext, rank: Rank, name: str) -> Items:
     node = context.plan.graph.node(name)
     workload = context.workloads[root_stream(context.plan.graph, node).name]
     batch = largest_microbatch(context.plan, node, workload, rank.config, rank.data)
+    batch = batch.divided(rank.replica.layout.context)
     memory = training_backend(rank.replica.backend).memory
     return memory.train_step(rank, batch) if verb == "train" else memory.infer_step(rank, batch)

@@ -63,6 +63,23 @@ class Rank:
         return self.replica.layout.data
 
     @property
+    def num_copies(self) -> int:
+        """Number of ranks over which the data axis may divide weights, or their optimizer state."""
+        return self.replica.layout.num_copies
+
+    def optimizer_share(self, per_element: int) -> int:
+        """Return the rank's part of something that the data axis divides while it does not divide weights.
+
+        Args:
+            per_element: bytes of it for each element of the rank's weights.
+        """
+        layout, experts = self.replica.layout, self.sizes.experts
+        others = self.sizes.total - experts
+        return -(-per_element * others // layout.num_copies) + -(
+            -per_element * experts // layout.num_expert_copies
+        )
+
+    @property
     def tensor(self) -> int:
         """Size of the tensor axis."""
         return self.replica.layout.tensor
@@ -113,6 +130,8 @@ class StageSizes:
     """All decoder layers, not sharded over the data axis."""
     layers_shard: int
     """The data rank's part of all layers."""
+    experts: int
+    """The experts in all layers, not sharded over the data axis, which counts them in `layers` too."""
     rest: int
     """Embedding, final norm and head, if the stage has them, not sharded over the data axis."""
     rest_shard: int
@@ -142,14 +161,18 @@ def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage:
     """
     first, last = stage_layers(shape.num_layers, layout.pipe)[stage]
     rest = [spec for spec in other_tensors(shape) if is_on_stage(spec, shape, stage, layout.pipe)]
-    unsharded = replace(layout, data=1)
+    whole_traits = replace(traits, sharded_over_data="nothing")
     is_last = stage == layout.pipe - 1
     output_place = "embedding" if shape.is_tied else "head"
     embedding = [spec for spec in rest if spec.location == "embedding" and stage == 0]
     output = [spec for spec in rest if spec.location == output_place and is_last and shape.head == "lm"]
     runs = list(equal_layers(shape, first, last))
     templates = [layer_template(shape, start) for start, _ in runs]
-    whole = [_num_elements(template, traits, unsharded) for template in templates]
+    whole = [_num_elements(template, whole_traits, layout) for template in templates]
+    experts = [
+        _num_elements([spec for spec in template if spec.num_experts > 1], whole_traits, layout)
+        for template in templates
+    ]
     shards = [_num_elements(template, traits, layout) for template in templates]
     return StageSizes(
         num_layers=last - first,
@@ -157,13 +180,14 @@ def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage:
         layer_shard=max(shards),
         layers=sum((stop - start) * size for (start, stop), size in zip(runs, whole, strict=True)),
         layers_shard=sum((stop - start) * size for (start, stop), size in zip(runs, shards, strict=True)),
-        rest=_num_elements(rest, traits, unsharded),
+        experts=sum((stop - start) * size for (start, stop), size in zip(runs, experts, strict=True)),
+        rest=_num_elements(rest, whole_traits, layout),
         rest_shard=_num_elements(rest, traits, layout),
-        embedding=_num_elements(embedding, traits, unsharded),
-        output=_num_elements(output, traits, unsharded),
+        embedding=_num_elements(embedding, whole_traits, layout),
+        output=_num_elements(output, whole_traits, layout),
     )
 
 
 def _num_elements(specs: Iterable[TensorSpec], traits: BackendTraits, layout: Layout) -> int:
-    boxes = (rank_box(spec, traits, layout, (0, 0, 0)) for spec in specs)
+    boxes = (rank_box(spec, traits, layout, (0, 0, 0, 0)) for spec in specs)
     return sum(numel(box) for box in boxes if box is not None)

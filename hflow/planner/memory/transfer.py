@@ -95,7 +95,9 @@ def save_checkpoint(rank: Rank) -> Items:
     # before a bucket is split into tensors.
     sizes = _buckets((FP32_BYTES * size for size in piece_sizes(rank.shape)), BUCKET_BYTES)
     collected = accumulate(sizes)
-    peak = max(sum_ + size + 2 * (size // rank.data) for sum_, size in zip(collected, sizes, strict=True))
+    peak = max(
+        sum_ + size + 2 * (size // rank.num_copies) for sum_, size in zip(collected, sizes, strict=True)
+    )
     weights = item(MemoryCategory.WEIGHTS, model_bytes, "whole weights")
     return weights + item(MemoryCategory.BUFFERS, peak - model_bytes, "buckets")
 
@@ -121,7 +123,7 @@ def _changes(rank: Rank) -> Items:
 
 def _slice_sizes(rank: Rank) -> list[int]:
     """Return the bytes of this rank's slice of each tensor."""
-    num_parts = rank.data if _shards_weights(rank) else rank.tensor
+    num_parts = rank.num_copies if _shards_weights(rank) else rank.tensor
     return [rank.width * -(-size // num_parts) for size in piece_sizes(rank.shape)]
 
 
@@ -134,7 +136,7 @@ def _gather_bucket(rank: Rank, width: int) -> Items:
     if rank.replica.layout.world == 1:
         num_bytes = width * largest_tensor(rank.shape) if casts else 0
     else:
-        num_parts = rank.data if _shards_weights(rank) else rank.tensor
+        num_parts = rank.num_copies if _shards_weights(rank) else rank.tensor
         minimum = BUCKET_BYTES * (1 if _shards_weights(rank) else num_parts)
         bucket = largest_bucket(rank.shape, width, minimum)
         copy = bucket if rank.on_cpu else width * largest_tensor(rank.shape)

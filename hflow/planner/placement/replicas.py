@@ -7,8 +7,9 @@ whose replicas take turns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
 
@@ -199,7 +200,9 @@ def check_size(replica: str, layout: Layout, group: DeviceGroup) -> None:
 
 def _layout_advice(layout: Layout, num_devices: int) -> str:
     """Name the nearest layout that fits, with a smaller data axis, or the number of devices needed."""
-    data = num_devices // (layout.tensor * layout.pipe)
-    if data:
-        return f"{Layout(data, layout.tensor, layout.pipe)} fits"
-    return f"give it at least {layout.tensor * layout.pipe} devices, or reduce its t or p"
+    shards = layout.world // layout.data
+    if data := num_devices // shards:
+        expert = math.gcd(layout.expert, data * layout.context)
+        return f"{replace(layout, data=data, expert=expert)} fits"
+    axes = "t, p or c" if layout.context > 1 else "t or p"
+    return f"give it at least {shards} devices, or reduce its {axes}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -169,7 +170,10 @@ class OptionTable:
             most = min(num // tensor, shape.num_layers, MAX_STAGES) if traits.has_pipeline_axis else 1
             for pipe in range(1, most + 1):
                 if num % (tensor * pipe) == 0:
-                    yield Layout(min(num // (tensor * pipe), limit), tensor, pipe)
+                    data = min(num // (tensor * pipe), limit)
+                    num_experts = 1 if shape.experts is None else shape.experts.num
+                    for expert in sorted({1, math.gcd(data, num_experts)}):
+                        yield Layout(data, tensor, pipe, expert=expert)
 
     def _in_one_machine(self, devices: Devices, size: int) -> bool:
         """Return whether blocks of this many neighbouring devices divide the devices and a machine."""

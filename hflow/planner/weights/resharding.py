@@ -233,12 +233,9 @@ class _RouteEnd:
         self._layout = replica.layout
         self._traits = traits(replica.backend)
         self._sets = sets
-        stage_size, order = self._layout.data * self._layout.tensor, rank_order(replica.role)
+        order = rank_order(replica.role)
         self._workers = [
-            [
-                replica.workers[self._layout.rank(order, *divmod(stage_rank, self._layout.tensor), stage)]
-                for stage_rank in range(stage_size)
-            ]
+            [replica.workers[self._layout.rank(order, *at)] for at in self._layout.stage_coords(stage)]
             for stage in range(self._layout.pipe)
         ]
         """Stage -> stage rank -> worker."""

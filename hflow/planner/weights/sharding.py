@@ -1,8 +1,8 @@
 """Which part of each checkpoint tensor a rank holds, as boxes in the tensor's own index space.
 
 A box has `[start, stop)` for each axis. Pipeline stages hold whole layers. The tensor axis splits
-`TensorSpec.split_axis` in whole units. FSDP splits the rest over the data axis, by rows. Padding is not part
-of the checkpoint, so no box contains it.
+`TensorSpec.split_axis` in whole units, and the expert axis the experts of a layer. FSDP splits the rest over
+the data and context axes, by rows. Padding is not part of the checkpoint, so no box contains it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from hflow.errors import PlanError
 from hflow.planner.backends import BackendTraits
-from hflow.planner.layout import Layout, even_blocks
+from hflow.planner.layout import Coords, Layout, even_blocks
 from hflow.planner.model_shape import ModelShape, TensorSpec, tensors
 from hflow.types.tensor_slices import Box, numel, whole_box
 
@@ -24,7 +24,7 @@ class TensorShard:
 
     box: Box
     stage_ranks: tuple[int, ...]
-    """`d * T + t` of each holder, ascending."""
+    """`(d * C + c) * T + t` of each holder, ascending."""
 
 
 @lru_cache
@@ -44,14 +44,14 @@ def is_on_stage(spec: TensorSpec, shape: ModelShape, stage: int, num_stages: int
 
 
 def rank_tensors(
-    shape: ModelShape, traits: BackendTraits, layout: Layout, coords: tuple[int, int, int]
+    shape: ModelShape, traits: BackendTraits, layout: Layout, coords: Coords
 ) -> Iterator[tuple[TensorSpec, Box]]:
-    """Yield every tensor that the rank at (data, tensor, pipe) coordinates holds, with its box.
+    """Yield every tensor that the rank at some coordinates holds, with its box.
 
     Raises:
         PlanError: if the tensor axis does not divide a tensor that it splits.
     """
-    _, _, p = coords
+    p = coords[2]
     for spec in tensors(shape):
         if is_on_stage(spec, shape, p, layout.pipe):
             box = rank_box(spec, traits, layout, coords)
@@ -65,27 +65,30 @@ def tensor_shards(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> tu
     Raises:
         PlanError: if the tensor axis does not divide the tensor.
     """
-    _check_split(spec, traits, layout.tensor)
+    _check_split(spec, traits, layout)
     return _tensor_shards(replace(spec, name="", layer=None, location=""), traits, layout)
 
 
-def rank_box(
-    spec: TensorSpec, traits: BackendTraits, layout: Layout, coords: tuple[int, int, int]
-) -> Box | None:
+def rank_box(spec: TensorSpec, traits: BackendTraits, layout: Layout, coords: Coords) -> Box | None:
     """Return the part of a tensor that a rank of its stage holds, or None if it is empty.
 
     Raises:
         PlanError: if the tensor axis does not divide the tensor.
     """
-    _check_split(spec, traits, layout.tensor)
-    d, t, _ = coords
+    _check_split(spec, traits, layout)
+    d, t, _, c = coords
     box = whole_box(spec.shape)
     if layout.tensor > 1 and spec.split_axis is not None:
         box = _with_range(box, spec.split_axis, _tensor_range(spec, traits, layout.tensor, t))
-    if traits.sharded_over_data == "everything" and layout.data > 1:
+    num_copies, index = layout.num_copies, layout.copy_index(d, c)
+    if layout.expert > 1 and spec.num_experts > 1:
+        num, part = spec.num_experts // layout.expert, layout.expert_index(d, c)
+        box = _with_range(box, 0, (part * num, (part + 1) * num))
+        num_copies, index = layout.num_expert_copies, index // layout.expert
+    if traits.sharded_over_data == "everything" and num_copies > 1:
         start, stop = box[0]
-        block = -(-(stop - start) // layout.data)
-        box = _with_range(box, 0, (min(stop, start + d * block), min(stop, start + (d + 1) * block)))
+        block = -(-(stop - start) // num_copies)
+        box = _with_range(box, 0, (min(stop, start + index * block), min(stop, start + (index + 1) * block)))
     return box if numel(box) else None
 
 
@@ -107,11 +110,16 @@ def can_split(spec: TensorSpec, traits: BackendTraits, num_ranks: int) -> bool:
     return num_units % num_ranks == 0
 
 
-def _check_split(spec: TensorSpec, traits: BackendTraits, num_ranks: int) -> None:
-    if not can_split(spec, traits, num_ranks):
+def _check_split(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> None:
+    if not can_split(spec, traits, layout.tensor):
         raise PlanError(
-            f"{spec.name} has {spec.split_units} units, which cannot be split over {num_ranks} tensor ranks; "
-            "choose a tensor size that divides them"
+            f"{spec.name} has {spec.split_units} units, which cannot be split over {layout.tensor} tensor "
+            "ranks; choose a tensor size that divides them"
+        )
+    if spec.num_experts > 1 and spec.num_experts % layout.expert:
+        raise PlanError(
+            f"{spec.name} has {spec.num_experts} experts, which cannot be split over {layout.expert} expert "
+            "ranks; choose an expert size that divides them"
         )
 
 
@@ -131,15 +139,15 @@ def _tensor_range(spec: TensorSpec, traits: BackendTraits, num_ranks: int, rank:
 @lru_cache(maxsize=256)
 def _tensor_shards(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> tuple[TensorShard, ...]:
     stage_ranks: dict[Box, list[int]] = {}
-    is_over_data = traits.sharded_over_data == "everything"
+    num_kinds = layout.num_copies if traits.sharded_over_data == "everything" else layout.expert
     boxes = {
-        (d, t): rank_box(spec, traits, layout, (d, t, 0))
-        for d in range(layout.data if is_over_data else 1)
+        (copy, t): rank_box(spec, traits, layout, (copy // layout.context, t, 0, copy % layout.context))
+        for copy in range(num_kinds)
         for t in range(layout.tensor)
     }
-    for stage_rank in range(layout.data * layout.tensor):
-        d, t = divmod(stage_rank, layout.tensor)
-        box = boxes[d if is_over_data else 0, t]
+    for stage_rank in range(layout.stage_size):
+        copy, t = divmod(stage_rank, layout.tensor)
+        box = boxes[copy % num_kinds, t]
         if box is not None:
             stage_ranks.setdefault(box, []).append(stage_rank)
     return tuple(TensorShard(box, tuple(ranks)) for box, ranks in stage_ranks.items())

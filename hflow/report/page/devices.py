@@ -55,7 +55,7 @@ class ReplicaView:
     colour: int
     size: str
     workers: tuple[int, ...]
-    coords: tuple[tuple[int, int, int], ...]
+    coords: tuple[tuple[int, int, int, int], ...]
     """rank -> (data, tensor, pipe)."""
     heads: tuple[int, ...]
 

@@ -24,6 +24,9 @@ REPLICAS_NOTE = (
     "A replica is one copy of a model. Its layout cuts it: d ways over data, t ways inside tensors, p ways "
     "into pipeline stages. A dp-head takes in the samples of its data rank and gives out the results."
 )
+OTHER_AXES_NOTE = (
+    "c ranks divide the tokens of each sequence, and e of the data and c ranks the experts of each layer."
+)
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -46,7 +49,10 @@ def replicas_section(plan: Plan, width: int) -> Section:
             range_text(replica.workers),
             range_text(replica.heads),
         )
-    return Section("Replicas", REPLICAS_NOTE, (shown, *_chosen(plan)))
+    layouts = [replica.layout for replica in plan.replicas]
+    others = max(layout.context for layout in layouts) > 1 or max(layout.expert for layout in layouts) > 1
+    note = f"{REPLICAS_NOTE} {OTHER_AXES_NOTE}" if others else REPLICAS_NOTE
+    return Section("Replicas", note, (shown, *_chosen(plan)))
 
 
 def _chosen(plan: Plan) -> list[Text]:
@@ -163,9 +169,9 @@ def _parts_of(plan: Plan) -> PartsOf:
     return parts_of
 
 
-def _cut(layout: Layout, coords: tuple[int, int, int]) -> Coords:
-    sizes = (layout.data, layout.tensor, layout.pipe)
-    return tuple((axis, i) for axis, i, size in zip("dtp", coords, sizes, strict=True) if size > 1)
+def _cut(layout: Layout, coords: tuple[int, ...]) -> Coords:
+    sizes = (layout.data, layout.tensor, layout.pipe, layout.context)
+    return tuple((axis, i) for axis, i, size in zip("dtpc", coords, sizes, strict=True) if size > 1)
 
 
 def _per_line(num_devices: int, room: int, cell: int) -> int:

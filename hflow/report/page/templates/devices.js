@@ -52,8 +52,9 @@ function pairs(route, only) {
 }
 
 function coordsText(replica, rank) {
-  const [d, t, p] = replica.coords[rank];
-  return `d${d} t${t} p${p}`;
+  const [d, t, p, c] = replica.coords[rank];
+  const hasContext = replica.coords.some((coords) => coords[3]);
+  return `d${d} t${t} p${p}` + (hasContext ? ` c${c}` : "");
 }
 
 function clearGrid() {

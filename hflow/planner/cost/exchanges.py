@@ -1,0 +1,74 @@
+"""Seconds of what context and expert parallelism exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hflow.planner.cost.collectives import LinkTime, RankPlacement, all_gather, all_to_all
+from hflow.planner.cost.flops import Work, stage_parameters
+from hflow.planner.cost.replica_costs import ReplicaCosts
+from hflow.planner.hardware import Hardware
+from hflow.planner.model_shape import expert_layers
+from hflow.planner.weights.sharding import stage_layers
+
+
+def context_exchange(replica: ReplicaCosts, work: Work, num: int, num_passes: int) -> LinkTime:
+    """Return the time of passing keys and values around the ranks that divide each sequence.
+
+    A forward pass moves those of the whole sequence past every rank, as an all-gather does. A backward pass
+    moves them again, and their gradients back. Source: Liu, Zaharia and Abbeel 2023, "Ring attention with
+    blockwise transformers for near-infinite context". What attention hides of it is not subtracted.
+
+    Args:
+        replica: the replica.
+        work: one rank's samples.
+        num: micro-batches.
+        num_passes: passes of a micro-batch through a layer.
+    """
+    shape, layout = replica.shape, replica.layout
+    if layout.context == 1:
+        return LinkTime()
+    first, last = stage_layers(shape.num_layers, layout.pipe)[0]
+    entries = 2 * max(shape.num_kv_heads, layout.tensor) * shape.head_dim / layout.tensor
+    sequence = work.rows / num * layout.context * entries * replica.itemsize
+    moves = num_passes + (num_passes > 1)
+    return all_gather(sequence, replica.context, replica.hardware).times(num * moves * (last - first))
+
+
+def expert_exchange(replica: ReplicaCosts, num_tokens: float) -> LinkTime:
+    """Return the time of sending tokens to the ranks of their experts and back, in one pass of a stage.
+
+    Each token is sent once for every expert that it passes, in two all-to-alls per layer with experts. A
+    backward pass sends gradients on the same ways. Sources: Lepikhin et al. 2020, "GShard", section 3.2;
+    Megatron-LM's `MoEAlltoAllTokenDispatcher`.
+
+    Args:
+        replica: the replica.
+        num_tokens: tokens of one rank, before tensor ranks divide them.
+    """
+    shape, layout = replica.shape, replica.layout
+    if shape.experts is None or layout.expert == 1:
+        return LinkTime()
+    num_layers = max(expert_layers(shape, *layers) for layers in stage_layers(shape.num_layers, layout.pipe))
+    copies = num_tokens / replica.token_share * shape.experts.per_token
+    sent = copies * shape.hidden * replica.itemsize
+    return all_to_all(sent, replica.expert, replica.hardware).times(2 * num_layers)
+
+
+Collective = Callable[[float, RankPlacement, Hardware], LinkTime]
+
+
+def over_copies(collective: Collective, replica: ReplicaCosts, width: float) -> LinkTime:
+    """Return the time of a collective on all weights of a rank, over the ranks that have the same ones.
+
+    Args:
+        collective: such as `all_gather`.
+        replica: the replica.
+        width: bytes for each weight.
+    """
+    layout, hardware = replica.layout, replica.hardware
+    others = stage_parameters(replica.shape, layout.pipe, 0) / layout.tensor
+    time = collective(others * width, replica.data, hardware)
+    if replica.stage_weights > others:
+        time += collective((replica.stage_weights - others) * width, replica.expert_data, hardware)
+    return time
