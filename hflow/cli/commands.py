@@ -13,6 +13,7 @@ from hflow.cli import (
     doctor_command,
     ledger_commands,
     plan_commands,
+    profile_command,
     run_commands,
     serve_command,
     size_command,
@@ -110,6 +111,9 @@ app.command(
         "serve /models/Qwen2.5-0.5B --engine vllm --host 0.0.0.0 --api-key KEY",
     )
 )(serve_command.serve)
+
+
+app.command(epilog=_examples("profile", "profile --device h100 --out here.yaml"))(profile_command.profile)
 
 
 app.command(epilog=_examples("doctor"))(doctor_command.doctor)

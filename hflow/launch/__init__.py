@@ -18,6 +18,7 @@ from hflow.launch.what_if import what_if
 from hflow.report.summary import RunSummary
 
 if TYPE_CHECKING:
+    from hflow.launch.profiling.calibrate import HardwareProfile
     from hflow.launch.serve_checkpoint import ServedEndpoint
     from hflow.launch.twin_run import TwinReport
     from hflow.runtime.simulation.simulate_plan import Simulation
@@ -35,6 +36,7 @@ __all__ = [
     "count_samples",
     "plan",
     "plan_file_text",
+    "profile",
     "run",
     "run_plan",
     "samples",
@@ -121,6 +123,26 @@ def serve(
 
     checkpoint = find_checkpoint(target, overrides, model)
     return run_server(checkpoint, ServeOptions(host, port, api_key, engine), report_progress, on_ready)
+
+
+def profile(
+    device: str | None = None,
+    file: Path | None = None,
+    report_progress: Callable[[str], None] = lambda line: None,
+) -> HardwareProfile:
+    """Measure the hardware at hand, and write what programs reach on it as a calibration file.
+
+    Args:
+        device: its name in the hardware files; None: the first CUDA device, or else `cpu`.
+        file: where to write; None: `DEVICE.yaml` in the working directory.
+        report_progress: called with a line for each part.
+
+    Raises:
+        ConfigError: for an unknown device, CUDA that is not there, or a file that cannot be written.
+    """
+    from hflow.launch.profiling.calibrate import measure_hardware
+
+    return measure_hardware(device, file, report_progress)
 
 
 def simulate(

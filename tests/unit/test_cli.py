@@ -73,6 +73,7 @@ def test_commands_and_options_do_not_change():
     assert surface == {
         "check": ["overrides", "recipe"],
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "--what-if", "overrides", "recipe"],
+        "profile": ["--device", "--out"],
         "run": ["--cfg", "--live", "--plain", "--plan", "overrides", "recipe"],
         "serve": ["--api-key", "--engine", "--host", "--model", "--port", "overrides", "target"],
         "simulate": ["--json", "--seed", "--steps", "overrides", "recipe"],
@@ -96,7 +97,8 @@ def test_commands_and_options_do_not_change():
 
 
 @pytest.mark.parametrize(
-    "command", ["check", "plan", "run", "simulate", "size", "twin", "serve", "doctor", "samples", "why"]
+    "command",
+    ["check", "plan", "profile", "run", "simulate", "size", "twin", "serve", "doctor", "samples", "why"],
 )
 def test_help_gives_examples(command: str, monkeypatch, capsys):
     assert hflow(monkeypatch, command, "--help") == 0

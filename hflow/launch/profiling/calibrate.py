@@ -1,0 +1,225 @@
+"""`measure_hardware`: a calibration of the device at hand, and the file that holds it."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hflow.config import RunConfig
+from hflow.config.schema import GenConfig, ModelConfig
+from hflow.errors import ConfigError
+from hflow.launch.plan_request import cluster_hardware, known_devices
+from hflow.launch.profiling import measure
+from hflow.launch.profiling.fit import (
+    CollectiveTime,
+    DecodeTime,
+    ProductTime,
+    fit_host,
+    fit_link,
+    fit_matmul,
+    held_out_error,
+    host_seconds,
+    link_seconds,
+)
+from hflow.planner.architectures import read_shape
+from hflow.planner.backends import traits
+from hflow.planner.calibration import Calibration, HostTimes, LinkRate
+from hflow.planner.cost.collectives import RankPlacement
+from hflow.planner.cost.generation import decode_step
+from hflow.planner.cost.replica_costs import ReplicaCosts
+from hflow.planner.hardware import Hardware
+from hflow.planner.layout import Layout
+
+ENGINE = "embedded"
+"""The engine whose decode steps are measured."""
+NEVER_MEASURED = ("inter", "passes", "training hosts", "vllm", "time per tensor")
+"""Parts that one machine, or a few small kernels, cannot show."""
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """A calibration, and the file that it was written to."""
+
+    calibration: Calibration
+    file: Path
+
+
+def measure_hardware(
+    device: str | None,
+    file: Path | None = None,
+    report_progress: Callable[[str], None] = lambda line: None,
+) -> HardwareProfile:
+    """Measure the device at hand and write a calibration for `calibration=FILE`.
+
+    Args:
+        device: its name in the hardware files; None: `cpu`, or what CUDA calls its first device.
+        file: where to write it; None: `DEVICE.yaml` in the working directory.
+        report_progress: called with a line for each part.
+
+    Raises:
+        ConfigError: for an unknown device, CUDA that is not there, or a file that cannot be written.
+    """
+    name = device or _device_at_hand()
+    file = file or Path(f"{name}.yaml")
+    hardware = _hardware(name)
+    kind = hardware.device.type
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"{name} cannot be measured: torch finds no CUDA device; set --device cpu")
+    _check_writable(file)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        calibration = _calibration(hardware, report_progress, file.stem)
+    finally:
+        torch.set_num_threads(threads)
+    _write(calibration, file)
+    return HardwareProfile(calibration, file)
+
+
+def _device_at_hand() -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    called = torch.cuda.get_device_name(0).lower().replace(" ", "-")
+    names = [name for name in known_devices(Path("recipe.py")) if name.split("-")[0] in called]
+    if not names:
+        raise ConfigError(f"no hardware file is for {called!r}; name one with --device, or write one")
+    return max(names, key=lambda name: (name in called, -len(name)))
+
+
+def _hardware(name: str) -> Hardware:
+    """Return the figures of a machine with as many of these devices as are at hand, at least two."""
+    devices = known_devices(Path("recipe.py"))
+    is_cuda = name in devices and devices[name].type == "cuda"
+    num = max(2, torch.cuda.device_count()) if is_cuda else 2
+    return cluster_hardware(RunConfig(name="profile", cluster=f"{name}-1x{num}"), Path("recipe.py"))[1]
+
+
+def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -> Calibration:
+    device, shipped = hardware.device, hardware.calibration
+    kind, dtypes = device.type, ("fp32", "bf16")
+    missed: dict[str, float] = {}
+    unmeasured = list(NEVER_MEASURED)
+
+    report("matrix products")
+    matmul = dict(shipped.matmul)
+    for dtype in dtypes:
+        rows, peak = measure.products(kind, dtype), device.tflops[dtype] * 1e12
+        matmul[dtype] = fit_matmul(rows, peak)
+        missed[f"matmul {dtype}"] = held_out_error(rows, partial(_product, peak=peak))
+
+    report("memory, attention and disk")
+    dtype = "bf16" if kind == "cuda" else "fp32"
+    bandwidth = device.memory_gb_per_s * 1e9
+    memory = replace(
+        shipped.memory,
+        decode=measure.vector_rate(kind, dtype) / bandwidth,
+        stream=measure.copy_rate(kind) / bandwidth,
+    )
+    attention = measure.attention_flops(kind, dtype) / (device.tflops[dtype] * 1e12)
+    host_copy = LinkRate(share=measure.host_copy_rate(kind) / (hardware.host.gb_per_s * 1e9))
+    copy_gb_per_s = measure.copy_rate("cpu") / 2e9
+    transfers = replace(
+        shipped.transfers, store_gb_per_s=copy_gb_per_s, disk_gb_per_s=measure.disk_rate() / 1e9
+    )
+
+    report("collectives")
+    num_ranks = torch.cuda.device_count() if kind == "cuda" else 2
+    intra = shipped.intra
+    if num_ranks > 1:
+        sizes = measure.collectives(kind, num_ranks)
+        intra = fit_link(sizes, hardware.intra)
+        missed["collectives"] = held_out_error(sizes, partial(_link, hardware=hardware))
+    else:
+        unmeasured.append("intra")
+
+    report("decode steps")
+    found = replace(
+        shipped,
+        name=name,
+        devices=(device.name,),
+        source=f"hflow profile on {platform.machine()}, {datetime.date.today().isoformat()}",
+        matmul=matmul,
+        attention=attention,
+        memory=memory,
+        intra=intra,
+        host_copy=host_copy,
+        transfers=transfers,
+        is_measured=True,
+    )
+    steps = _decode_times(replace(hardware, calibration=found), dtype)
+    host = dict(shipped.host) | {ENGINE: fit_host(steps)}
+    missed["decode"] = held_out_error(steps, _decode)
+    return replace(found, host=host, missed=missed, unmeasured=tuple(unmeasured))
+
+
+def _product(seen: Sequence[ProductTime], peak: float) -> Callable[[ProductTime], float]:
+    rate = fit_matmul(seen, peak)
+    return lambda row: rate.seconds(row.rows, row.inner, row.columns, peak)
+
+
+def _link(seen: Sequence[CollectiveTime], hardware: Hardware) -> Callable[[CollectiveTime], float]:
+    rate = fit_link(seen, hardware.intra)
+    return lambda row: link_seconds(row, rate, hardware.intra)
+
+
+def _decode(seen: Sequence[DecodeTime]) -> Callable[[DecodeTime], float]:
+    host = fit_host(seen)
+    return lambda row: host_seconds(row, host)
+
+
+def _decode_times(hardware: Hardware, dtype: str) -> list[DecodeTime]:
+    """Return measured decode steps with the seconds of their kernels by the cost model."""
+    rows = []
+    for num_layers, sequences, context, seconds in measure.decode_steps(hardware.device.type, dtype):
+        one, shape = RankPlacement(), read_shape(measure.architecture(num_layers))
+        assert shape is not None
+        costs = ReplicaCosts(
+            shape=shape,
+            config=ModelConfig(dtype="bf16" if dtype == "bf16" else "fp32", gen=GenConfig(engine=ENGINE)),
+            layout=Layout(),
+            traits=traits(ENGINE),
+            host=HostTimes(),
+            hardware=hardware,
+            data=one,
+            tensor=one,
+            pipe=one,
+        )
+        kernels = decode_step(costs, sequences, context).seconds
+        rows.append(DecodeTime(num_layers, sequences, context, seconds, kernels))
+    return rows
+
+
+def _check_writable(file: Path) -> None:
+    """Find a path that cannot be written before minutes of measuring."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    except OSError as error:
+        raise ConfigError(f"cannot write the calibration {str(file)!r}: {error.strerror or error}") from error
+
+
+def _write(calibration: Calibration, file: Path) -> None:
+    """Write a calibration as YAML."""
+    import yaml
+
+    values: dict[str, Any] = asdict(calibration)
+    del values["name"]
+    text = yaml.safe_dump(_plain(values), sort_keys=False, width=110)
+    heading = f"# Measured by hflow profile; use it with calibration={file}"
+    file.write_text(f"{heading}\n{text}", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers with five digits, and plain lists and dictionaries."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
