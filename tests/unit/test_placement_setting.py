@@ -292,7 +292,7 @@ assert COMMANDS, "the manual has no examples"
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_example_of_the_manual_can_be_planned(command: str, monkeypatch):
     monkeypatch.chdir(ROOT)
-    recipe, *overrides = shlex.split(command)
+    recipe, *overrides = shlex.split(command, comments=True)
     made = compile_recipe(recipe, overrides).plan
     assert made.replicas
 

@@ -34,7 +34,8 @@ from hflow.planner.cost.flops import (
 from hflow.planner.cost.generation import decode_step
 from hflow.planner.cost.roofline import MEMORY, Part
 from hflow.planner.cost.training import forward, local_weights
-from hflow.planner.ir import Replica
+from hflow.planner.cost.transfers import publish_weights
+from hflow.planner.ir import Replica, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.layout_checks import check_layouts
 from hflow.planner.memory.engine_load import cache_bytes_per_token
@@ -162,6 +163,17 @@ def test_weights_with_expert_ranks():
     assert wire == all_gather(4 * rest, divided.data, TOY)
     wire = over_copies(all_gather, side(MIXED, "d4e2", backend="megatron"), 4)
     assert wire.transfer == pytest.approx((rest * 3 / 4 + experts / 2 / 2) * 4 / 1e10)
+
+
+def test_experts_are_sent_to_fewer_ranks_than_other_weights():
+    rest, experts = layers_parameters(MIXED, 0, 4, 0) + 2 * 6_400, 3 * 8 * 6_144
+    assert side(MIXED, "d4", backend="vllm").mean_copies == 4
+    one = side(MIXED, "d4e4", backend="vllm")
+    assert one.mean_copies == pytest.approx((4 * rest + experts) / (rest + experts))
+    # Four source ranks pack a quarter of a version each: 4 bytes a weight, read and written.
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 4 * (4 * rest + experts), 0, 0, "collective")
+    (copy,) = publish_weights(route, side(MIXED, "d4", backend="megatron"), one)
+    assert copy.seconds == pytest.approx(2 * (rest + experts) / 1e11)
 
 
 def test_decoding_with_expert_ranks_reads_what_the_tokens_of_all_touch():

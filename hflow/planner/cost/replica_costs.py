@@ -114,6 +114,12 @@ class ReplicaCosts:
         return stage_parameters(self.shape, self.layout.pipe, num_experts) / self.layout.tensor
 
     @property
+    def mean_copies(self) -> float:
+        """Number of ranks that hold a weight, as the mean over weights, without sharding over data."""
+        whole = stage_parameters(self.shape, self.layout.pipe) / self.layout.tensor
+        return self.layout.num_copies * self.stage_weights / whole
+
+    @property
     def token_share(self) -> int:
         """Number of ranks that divide the tokens between the matrices (sequence parallelism)."""
         on_cpu = self.hardware.device.type == "cpu"

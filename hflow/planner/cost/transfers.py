@@ -96,7 +96,7 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
     Slices are packed on the device, where `collective` and `ipc` leave them. Other transports copy them into
     the memory of the host. With `delta` they are compared with those that were sent last.
     """
-    sent_bytes = route.moved_bytes / engine.layout.data / source.layout.world
+    sent_bytes = route.moved_bytes / engine.mean_copies / source.layout.world
     parts = [Part("copy", 2 * sent_bytes / source.rates.stream, MEMORY)]
     if route.delta:
         parts.append(Part("comparison", 2 * sent_bytes / source.rates.stream, MEMORY))
