@@ -10,7 +10,7 @@ from hflow.planner.ir import Plan
 from hflow.planner.memory import check_memory, engine_caches
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import routing_table
-from hflow.planner.search import decide_layouts, nearest_fit
+from hflow.planner.search import decide_layouts, nearest_fit, throttles
 from hflow.planner.serialise import plan_digest
 from hflow.planner.structure import plan_structure
 from hflow.planner.unrunnable import unrunnable_reasons
@@ -35,6 +35,8 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
     estimates = build_forecast(plan, request)
     if estimates is not None:
         estimates = dataclasses.replace(estimates, layouts=reasons)
+        if plan.cluster.device == "cuda":
+            estimates = dataclasses.replace(estimates, limits=throttles(graph, request, estimates))
         check_memory(estimates.memory, plan.cluster.memory_bytes, lambda: nearest_fit(graph, request))
     plan = dataclasses.replace(plan, hardware=request.hardware, forecast=estimates)
     return dataclasses.replace(plan, digest=plan_digest(plan))

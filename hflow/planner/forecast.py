@@ -205,6 +205,8 @@ class Forecast:
     """Replica whose layout the planner chose -> the reason for the choice."""
     candidates: tuple[Candidate, ...] = ()
     """What the search for a placement compared, the chosen plan first; empty if nothing was searched."""
+    limits: tuple[str, ...] = ()
+    """Settings that make a step longer than necessary, with the gain of another value, one sentence each."""
     pace: Pace | None = None
     """Pace of the trained stream; None if it is not generated, or the sizes of its models are unknown."""
 

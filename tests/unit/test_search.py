@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,6 +132,19 @@ def test_a_plan_file_is_not_searched_again(tmp_path: Path, monkeypatch: pytest.M
     assert "all colocated: +" in text
     assert best.placement.split()[0] in text
     assert "Placements that were compared" in render_page(again.plan)
+
+
+def test_settings_that_hold_a_plan_back_are_named() -> None:
+    apart = "placement='actor,critic,ref=0-3:d4 actor.gen=4-7:d4'"
+    plan = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, apart, "schedule.max_concurrent=16")).plan
+    assert plan.forecast is not None
+    first, *others = plan.forecast.limits
+    assert re.fullmatch(
+        r"schedule\.max_concurrent=16 limits how many samples are generated at once\. With "
+        r"schedule\.max_concurrent=512 a step takes \d+ % less\.",
+        first,
+    )
+    assert any("schedule.max_staleness=0 leaves " in line for line in others)
 
 
 def test_set_partitions_are_complete() -> None:

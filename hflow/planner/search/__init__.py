@@ -16,6 +16,7 @@ from hflow.planner.ir import Schedule
 from hflow.planner.request import PlanRequest
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
+from hflow.planner.search.limits import throttles
 from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
 from hflow.planner.search.remedies import nearest_fit
 from hflow.planner.search.result import SearchResult, make_result
@@ -32,6 +33,7 @@ __all__ = [
     "free_settings",
     "nearest_fit",
     "search",
+    "throttles",
 ]
 
 PeriodFunction = Callable[[Schedule, Mapping[str, float], Pace, Workload], float]

@@ -189,7 +189,7 @@ def _steps(evaluator: Evaluator) -> Iterator[int]:
     num, cluster = len(evaluator.problem.free_devices), evaluator.problem.cluster
     sizes = group_sizes(num, cluster) if num else (1,)
     step = max((b - a for a, b in pairwise(sizes)), default=1)
-    smallest = cluster.devices_per_node if num > 8 * cluster.devices_per_node else 1
+    smallest = max(cluster.devices_per_node, step // 4) if num > 8 * cluster.devices_per_node else 1
     while step >= smallest:
         yield step
         step //= 2

@@ -30,6 +30,9 @@ MAX_TENSOR_RANKS = 8
 """Most tensor ranks to choose: on more than one machine they would cost more time than they save memory."""
 MAX_STAGES = 16
 """Most pipeline stages to choose."""
+MANY_DEVICES = 32
+"""Beyond this many devices there are fewer choices of stages and micro-batches."""
+MAIN_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 TOKENS = tuple(1 << i for i in range(16, 5, -1))
 """Tokens of a micro-batch to choose from where they hold the longest sequence, besides exactly this."""
 MAX_RUNNING = (1024, 512, 256, 128, 64, 32)
@@ -168,7 +171,8 @@ class OptionTable:
             if not all(can_split(spec, traits, tensor) for spec in specs):
                 continue
             most = min(num // tensor, shape.num_layers, MAX_STAGES) if traits.has_pipeline_axis else 1
-            for pipe in range(1, most + 1):
+            stages = MAIN_STAGES if self._is_large else range(1, MAX_STAGES + 1)
+            for pipe in (number for number in stages if number <= most):
                 if num % (tensor * pipe) == 0:
                     data = min(num // (tensor * pipe), limit)
                     num_experts = 1 if shape.experts is None else shape.experts.num
@@ -208,7 +212,14 @@ class OptionTable:
         configured = self._problem.request.model(replica.model).tokens_per_microbatch
         numbers = {number for number in TOKENS if number >= self.longest} | {self.longest}
         useful = {number for number in numbers if number < 2 * share}
+        if self._is_large:
+            useful = set(sorted(useful)[::2])
         return sorted({configured} | (useful or {min(numbers)}))
+
+    @cached_property
+    def _is_large(self) -> bool:
+        """Return whether there are so many devices that every other choice is enough."""
+        return self._problem.cluster.num_devices > MANY_DEVICES
 
     def _running(self, replica: Replica, config: ModelConfig, key: str) -> list[int]:
         if not self._problem.is_free(key):

@@ -62,6 +62,8 @@ class PlanReport:
             else:
                 for section in same:
                     yield from shown(section)
+        for limit in self._plan.forecast.limits if self._plan.forecast is not None else ():
+            yield Text(f"\nlimit: {limit}", style="yellow")
         for reason in self._plan.unrunnable:
             yield Text(f"\ncannot run: {reason}", style="bold red")
         for warning in self._plan.warnings:
