@@ -27,7 +27,7 @@ from hflow.launch.plan_request import device_calibration, known_devices, known_l
 from hflow.planner.architectures import read_shape
 from hflow.planner.backends import traits
 from hflow.planner.calibration import HostTimes
-from hflow.planner.cost.collectives import RankPlacement
+from hflow.planner.cost.collectives import RankPlacement, send
 from hflow.planner.cost.flops import Work, kv_entries, stage_parameters, work_of
 from hflow.planner.cost.generation import (
     RolloutRequest,
@@ -38,7 +38,9 @@ from hflow.planner.cost.generation import (
 )
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.training import forward, train
+from hflow.planner.cost.transfers import load_weights
 from hflow.planner.hardware import GIB, Hardware
+from hflow.planner.ir import RouteRow, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.workload import Workload
@@ -66,7 +68,10 @@ pads packed sequences, computes logits in fp32, and swaps the reference model in
 FAST_HOST = HostTimes(gap_us=27, step_us=600, sequence_us=3.3, passes=0.75)
 """The host of SGLang and TensorRT-LLM, fitted to the fitted rows of both."""
 NAMES = {"llama-3.3-70b": "llama-3.1-70b", "llama-3-70b": "llama-3.1-70b", "llama-3-8b": "llama-3.1-8b"}
-LLAMA_405B = ModelShape("llama", 126, 16384, 53248, 128, 8, 128, 128256, is_tied=False)
+LARGE = {
+    "llama-3.1-405b": ModelShape("llama", 126, 16384, 53248, 128, 8, 128, 128256, is_tied=False),
+    "gpt3-175b": ModelShape("llama", 96, 12288, 8 * 12288 // 3, 96, 96, 128, 51200, is_tied=True),
+}
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,8 @@ def model(name: str) -> ModelShape:
         layers, hidden, heads = MPT[name]
         size = hidden // heads
         return ModelShape("llama", layers, hidden, 8 * hidden // 3, heads, heads, size, 50368, is_tied=True)
-    if name == "llama-3.1-405b":
-        return LLAMA_405B
+    if name in LARGE:
+        return LARGE[name]
     file = config_dir() / "model" / f"{NAMES.get(name, name)}.yaml"
     shape = read_shape(yaml.safe_load(file.read_text())["architecture"])
     assert shape is not None
@@ -177,7 +182,15 @@ def llm_foundry() -> Iterator[Comparison]:
 
 
 def megatron_bridge() -> Iterator[Comparison]:
-    for row in rows("megatron_bridge"):
+    yield from _megatron("Megatron-Bridge", "megatron_bridge")
+
+
+def nemo_framework() -> Iterator[Comparison]:
+    yield from _megatron("NeMo Framework", "nemo_framework")
+
+
+def _megatron(source: str, file: str) -> Iterator[Comparison]:
+    for row in rows(file):
         t, p, c, gpus = (int(row[key]) for key in ("tensor", "pipe", "context", "gpus"))
         d = gpus // (t * p * c)
         backend = "torch" if int(row["fsdp"]) > 1 else "megatron"
@@ -195,7 +208,7 @@ def megatron_bridge() -> Iterator[Comparison]:
         work = whole_sequences(int(row["sequence"]), sequences).share(1 / c)
         measured = work.tokens / (t * p) / float(row["tokens_per_second_per_gpu"])
         name = f"{row['model']} {gpus}x{row['device']} t{t}p{p}c{c}"
-        yield compare("Megatron-Bridge", "training", name, measured, seconds(train(one, work, 1)), row)
+        yield compare(source, "training", name, measured, seconds(train(one, work, 1)), row)
 
 
 def whole_sequences(length: int, num: float) -> Work:
@@ -316,6 +329,38 @@ def cut_workload(mean: float, longest: int) -> Workload:
     return Workload(PROMPT, round(low, 1), DEVIATION, longest)
 
 
+# Weights
+def weight_sync() -> Iterator[Comparison]:
+    for row in rows("weight_sync"):
+        receivers = int(row["generate_gpus"])
+        machines = -(-receivers // 8)
+        engine = costs("qwen3-8b", hardware(row["device"]), Layout(receivers), "vllm")
+        num_bytes, tensors = 1e9 * float(row["gigabytes"]), int(row["tensors"])
+        # Every engine GPU receives everything: to keep it, or as a broadcast of which it keeps its part.
+        is_apart = row["path"] == "collective"
+        crossing = 1.0 if is_apart else (machines - 1) / machines
+        route = WeightRoute(
+            "m",
+            "m@train",
+            "m@gen",
+            "pull",
+            rows=(RouteRow("tensor", (0, tensors), (), 0, 0),),
+            moved_bytes=round(num_bytes * receivers),
+            node_bytes=round(num_bytes * receivers * crossing),
+            transport="collective",
+        )
+        ranks, inter = _spread(receivers, 1, 8), engine.hardware.inter
+        if is_apart:
+            # One rank broadcasts apart from its receivers, so that its own port carries everything.
+            ranks = RankPlacement(1, receivers)
+        parts = load_weights(route, engine, ranks, inter, 1 if is_apart else receivers)
+        if not is_apart:
+            shard = num_bytes / receivers
+            parts.append(send(shard, engine.hardware.host, engine.hardware).part("PCIe"))
+        name = f"{row['source']} {row['model']} to {receivers}x{row['device']}"
+        yield compare(row["source"], "weight sync", name, float(row["seconds"]), seconds(parts), row)
+
+
 def compare(source: str, topic: str, name: str, measured: float, predicted: float, row: Row) -> Comparison:
     """Return the comparison of a row."""
     return Comparison(source, topic, name, measured, predicted, row["split"] == "held out")
@@ -324,9 +369,11 @@ def compare(source: str, topic: str, name: str, measured: float, predicted: floa
 SOURCES: tuple[Callable[[], Iterator[Comparison]], ...] = (
     llm_foundry,
     megatron_bridge,
+    nemo_framework,
     tensorrt_llm,
     qwen3_speed,
     nemo_rl,
+    weight_sync,
 )
 
 

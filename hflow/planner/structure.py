@@ -68,7 +68,7 @@ def plan_structure(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanReques
         shapes=tuple(sorted(request.shapes.items())),
         settings=tuple(sorted({**request.settings, "seed": request.seed}.items())),
         staleness_bound=staleness_bound(schedule),
-        warnings=(*graph.warnings, *request.warnings, *plan_warnings(replicas, group_sizes)),
+        warnings=(*graph.warnings, *request.warnings, *plan_warnings(replicas, group_sizes, request.cluster)),
         engines=placed.engines,
     )
     return plan, request

@@ -11,8 +11,9 @@ from hflow.config.schema import ScheduleConfig
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import model_parallel_backend, traits
+from hflow.planner.cost.collectives import axis_lines
 from hflow.planner.graph_queries import root_stream, root_streams
-from hflow.planner.ir import BatchCut, EdgeRule, Replica
+from hflow.planner.ir import BatchCut, ClusterSpec, EdgeRule, Replica
 from hflow.planner.request import PlanRequest
 
 MINIMUMS = {
@@ -128,7 +129,9 @@ def check_splits(
             )
 
 
-def plan_warnings(replicas: Iterable[Replica], group_sizes: Mapping[str, int]) -> list[str]:
+def plan_warnings(
+    replicas: Iterable[Replica], group_sizes: Mapping[str, int], cluster: ClusterSpec
+) -> list[str]:
     """Return warnings about settings that are allowed, but probably not intended."""
     warnings = []
     for replica in replicas:
@@ -137,5 +140,12 @@ def plan_warnings(replicas: Iterable[Replica], group_sizes: Mapping[str, int]) -
             warnings.append(
                 f"{replica.name} uses {replica.layout.world} of the {group_sizes[replica.group]} devices "
                 f"of group {replica.group!r}; the other {idle} are idle during its turn"
+            )
+        ranks = axis_lines(replica.layout, replica.role, replica.workers, "tensor")
+        machines = max((len({cluster.node_of(worker) for worker in line}) for line in ranks), default=1)
+        if machines > 1:
+            warnings.append(
+                f"{replica.name}: tensor ranks of {replica.layout} are on {machines} machines, and every "
+                f"layer waits for the network; use at most t{cluster.devices_per_node}, within one machine"
             )
     return warnings

@@ -112,6 +112,13 @@ def test_a_layout_smaller_than_its_devices_is_warned_of():
     )
 
 
+def test_tensor_ranks_on_several_machines_are_warned_of():
+    made = plan("actor=0-7:d1t8 critic=0-7:d8", graph=rlhf(), cluster="cpu-2x4")
+    (warning,) = made.warnings
+    assert warning.startswith("actor@train: tensor ranks of d1t8p1 are on 2 machines, and every layer waits")
+    assert plan("actor=0-7:d2t4 critic=0-7:d8", graph=rlhf(), cluster="cpu-2x4").warnings == ()
+
+
 def test_models_left_out_follow_the_first_placed_trained_model():
     made = plan("critic=4-7")
     assert {group for group, _, _ in placed(made).values()} == {"critic"}

@@ -60,15 +60,17 @@ from hflow.planner.cost.training import (
     update,
 )
 from hflow.planner.cost.transfers import (
+    crossing_bytes,
     keep_weights,
     load_weights,
+    num_tensors,
     publish_weights,
     redistribute,
     save_checkpoint,
 )
 from hflow.planner.forecast import EdgeTraffic
 from hflow.planner.hardware import Link, Rack
-from hflow.planner.ir import Replica, WeightRoute
+from hflow.planner.ir import Replica, RouteRow, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import num_parameters
 from hflow.planner.routing import rank_order
@@ -579,14 +581,17 @@ def test_new_weights_by_hand():
     # the two on a machine need the same slices, and fetch them once.
     need = 1_280_000_000
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), need * 7 // 2, need * 2, need // 2)
-    weights, copy = load_weights(route, side(layout="d4", per_machine=2), RankPlacement(2, 2), TOY.inter)
+    weights, copy, tensors = load_weights(
+        route, side(layout="d4", per_machine=2), RankPlacement(2, 2), TOY.inter, 4
+    )
     between = need // 4
     within = need * 7 // 8 - between
     num_buckets = math.ceil(need / 2**26)
     assert num_buckets == 20
     assert weights.seconds == pytest.approx(within / 1e10 + between / 1e9 + 20 * 11e-6)
     assert copy == Part("copy", 2 * need / 1e11, MEMORY)
-    assert load_weights(replace(route, how="shared"), side(), RankPlacement(), TOY.inter) == []
+    assert tensors.seconds == 0
+    assert load_weights(replace(route, how="shared"), side(), RankPlacement(), TOY.inter, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -596,7 +601,11 @@ def test_new_weights_by_hand():
         ("collective", {"weights": 2**30 / 1e10 + 16e-6}, {"copy": 2**31 / 1e11}),
         ("ipc", {}, {"copy": 2**31 / 1e11}),
         ("shared", {"PCIe": 2**30 / 20e9}, {"copy": 2**31 / 1e11, "PCIe": 2**30 / 20e9}),
-        ("store", {"weights": 16e-6, "PCIe": 2**30 / 20e9}, {"copy": 2**31 / 1e11, "PCIe": 2**30 / 20e9}),
+        (
+            "store",
+            {"weights": 16e-6, "PCIe": 2**30 / 20e9},
+            {"copy": 2**31 / 1e11, "PCIe": 2**30 / 20e9, "object store": 2**30 / 5e9},
+        ),
         (
             "disk",
             {"disk": 2**30 / 1e9, "PCIe": 2**30 / 20e9},
@@ -607,14 +616,36 @@ def test_new_weights_by_hand():
 def test_new_weights_over_each_transport_of_a_gpu(transport, arrival, published):
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**30, 0, 0, transport)
     one, copy = side(), {"copy": 2**31 / 1e11}
-    assert named(load_weights(route, one, RankPlacement(), TOY.inter)) == pytest.approx(arrival | copy)
+    assert named(load_weights(route, one, RankPlacement(), TOY.inter, 1)) == pytest.approx(arrival | copy)
     assert named(publish_weights(route, one, one)) == pytest.approx(published)
+
+
+def test_the_busiest_port_is_a_senders_if_few_send():
+    # Eight receivers on four machines need 1 GB each, two on a machine the same: 0.5 GB through each port.
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 0, 8 * 10**9, 0, "store")
+    assert crossing_bytes(route, 8, 2, 4, sources=8) == 0.5e9
+    # One sender serves each machine from the object store, and broadcasts once.
+    assert crossing_bytes(route, 8, 2, 4, sources=1) == 4e9
+    assert crossing_bytes(replace(route, transport="collective"), 8, 2, 4, sources=1) == 1e9
+
+
+def test_each_tensor_takes_a_moment():
+    rows = (
+        RouteRow("layers.{}.q", (0, 4), ((0, 1),), 0, 0),
+        RouteRow("layers.{}.q", (0, 4), ((1, 2),), 0, 0),
+        RouteRow("embedding", None, ((0, 1),), 0, 0),
+    )
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), rows, 0, 0, 0, "ipc")
+    assert num_tensors(route) == 5
+    calibration = replace(NO_LOSS, transfers=replace(NO_LOSS.transfers, tensor_us=100.0))
+    one = side(hardware=replace(TOY, calibration=calibration))
+    assert named(load_weights(route, one, RankPlacement(), TOY.inter, 1)) == {"tensors": pytest.approx(5e-4)}
 
 
 def test_transports_through_memory_take_no_road_on_a_cpu():
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**30, 0, 0, "shared")
     one = side(hardware=replace(TOY, device=replace(TOY.device, type="cpu")))
-    assert named(load_weights(route, one, RankPlacement(), TOY.inter)) == {"copy": 2**31 / 1e11}
+    assert named(load_weights(route, one, RankPlacement(), TOY.inter, 1)) == {"copy": 2**31 / 1e11}
     assert named(publish_weights(route, one, one)) == {"copy": 2**31 / 1e11}
 
 
@@ -622,7 +653,7 @@ def test_changes_take_a_comparison_and_a_copy():
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**30, 0, 0, "ipc", delta=True)
     one, once = side(), 2**31 / 1e11
     assert named(publish_weights(route, one, one)) == pytest.approx({"copy": once, "comparison": once})
-    assert named(load_weights(route, one, RankPlacement(), TOY.inter)) == pytest.approx({"copy": 2 * once})
+    assert named(load_weights(route, one, RankPlacement(), TOY.inter, 1)) == pytest.approx({"copy": 2 * once})
 
 
 def test_kept_weights_go_to_the_host_and_back():

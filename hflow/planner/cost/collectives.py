@@ -142,6 +142,15 @@ def _axis_ranks(
     rack_size: int | None,
 ) -> RankPlacement:
     """Return the placement of an axis. A search asks for the same ones again and again."""
+    return max(
+        (RankPlacement.counted(line, cluster, rack_size) for line in axis_lines(layout, role, workers, axis)),
+        key=lambda r: (r.racks, r.machines, -r.per_machine),
+        default=RankPlacement(),
+    )
+
+
+def axis_lines(layout: Layout, role: str, workers: Sequence[int], axis: Axis) -> Iterator[Sequence[int]]:
+    """Yield the workers of each line of ranks along an axis; none for size 1."""
     copies = layout.copy_stride(rank_order(role))
     size, stride = {
         "data": (layout.num_copies, copies),
@@ -152,13 +161,10 @@ def _axis_ranks(
         "expert data": (layout.num_expert_copies, copies * layout.expert),
     }[axis]
     if size == 1:
-        return RankPlacement()
-    first_ranks = (rank for rank in range(layout.world) if rank // stride % size == 0)
-    lines = (workers[rank : rank + stride * size : stride] for rank in first_ranks)
-    return max(
-        (RankPlacement.counted(line, cluster, rack_size) for line in lines),
-        key=lambda r: (r.racks, r.machines, -r.per_machine),
-    )
+        return
+    for rank in range(layout.world):
+        if rank // stride % size == 0:
+            yield workers[rank : rank + stride * size : stride]
 
 
 def _rack_size(hardware: Hardware) -> int | None:

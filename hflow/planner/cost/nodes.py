@@ -110,7 +110,7 @@ class Costs:
             return None
         senders, workers = self._plan.replica(route.src).workers, self._plan.replica(route.dst).workers
         ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware)
-        return load_weights(route, replica, ranks, self._network((*senders, *workers)))
+        return load_weights(route, replica, ranks, self._network((*senders, *workers)), len(senders))
 
     def publish_weights(self, route: WeightRoute) -> Parts:
         """Return the time in which the trainer publishes new weights of an engine."""

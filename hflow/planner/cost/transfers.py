@@ -9,7 +9,7 @@ from dataclasses import replace
 from hflow.planner.cost.collectives import LinkTime, RankPlacement, all_gather, send
 from hflow.planner.cost.flops import stage_parameters
 from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.roofline import MEMORY, Part
+from hflow.planner.cost.roofline import LATENCY, MEMORY, Part
 from hflow.planner.forecast import EdgeTraffic
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import WeightRoute
@@ -41,7 +41,7 @@ def redistribute(edge: EdgeTraffic, network: Link, hardware: Hardware) -> Part:
 
 
 def load_weights(
-    route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement, network: Link
+    route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement, network: Link, num_sources: int
 ) -> list[Part]:
     """Return the seconds in which all engines of a replica load new weights at once.
 
@@ -53,17 +53,50 @@ def load_weights(
         replica: the replica that loads the weights.
         ranks: how its workers are placed.
         network: the link over which weights cross machines.
+        num_sources: ranks that send.
     """
     if route.how == "shared":
         return []
     needed = (route.moved_bytes + route.held_bytes) / replica.layout.world
     num_copies = 2 if route.delta else 1
     copy = Part("copy", num_copies * 2 * needed / replica.rates.stream, MEMORY)
-    return [*_arrival(route, replica, ranks, network, needed), copy]
+    calls = num_tensors(route) * replica.hardware.calibration.transfers.tensor_us * 1e-6
+    arrival = _arrival(route, replica, ranks, network, needed, num_sources)
+    return [*arrival, copy, Part("tensors", calls, LATENCY)]
+
+
+def num_tensors(route: WeightRoute) -> int:
+    """Return the number of a route's tensors, each of which costs a moment of its own."""
+    distinct = {(row.tensor, row.layers) for row in route.rows}
+    return sum(layers[1] - layers[0] if layers else 1 for _, layers in distinct)
+
+
+def crossing_bytes(route: WeightRoute, num_receivers: int, copies: int, machines: int, sources: int) -> float:
+    """Return the bytes that the busiest port between machines carries, of a receiver or a sender.
+
+    Receivers on a machine share what they need. A sender of the object store serves each machine by itself;
+    a broadcast passes through the receivers, so that it is sent once (Thakur et al. 2005, "Optimization of
+    collective communication operations in MPICH", 3.2: a pipelined ring).
+
+    Args:
+        route: gives the bytes and the transport.
+        num_receivers: ranks that receive.
+        copies: receivers on a machine that need the same slices.
+        machines: with receivers.
+        sources: ranks that send.
+    """
+    received = route.node_bytes / num_receivers / copies
+    sent = route.node_bytes / copies / sources
+    return max(received, sent if route.transport == "store" else sent / machines)
 
 
 def _arrival(
-    route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement, network: Link, needed: float
+    route: WeightRoute,
+    replica: ReplicaCosts,
+    ranks: RankPlacement,
+    network: Link,
+    needed: float,
+    num_sources: int,
 ) -> Iterator[Part]:
     """Yield the seconds until the weights of an engine's rank are on its device.
 
@@ -71,7 +104,8 @@ def _arrival(
     """
     hardware, num = replica.hardware, replica.layout.world
     copies = max(1, ranks.per_machine // (replica.layout.tensor * replica.layout.pipe))
-    between = route.node_bytes / num / copies
+    received = route.node_bytes / num / copies
+    between = crossing_bytes(route, num, copies, ranks.machines, num_sources)
     num_buckets = math.ceil(needed / BUCKET_BYTES)
     if route.transport == "disk":
         yield _on_disk("disk", needed, replica)
@@ -84,7 +118,7 @@ def _arrival(
     elif route.transport == "shared":
         yield from _over_pcie(needed, replica)
     elif route.transport != "ipc":
-        link_time = send(route.moved_bytes / num - between, hardware.intra, hardware)
+        link_time = send(route.moved_bytes / num - received, hardware.intra, hardware)
         if between:
             link_time += send(between, network, hardware)
         yield LinkTime(link_time.transfer, link_time.latency * num_buckets).part("weights")
@@ -94,7 +128,8 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
     """Return the seconds of publishing what one training rank sends, once for all engines that need it.
 
     Slices are packed on the device, where `collective` and `ipc` leave them. Other transports copy them into
-    the memory of the host. With `delta` they are compared with those that were sent last.
+    the memory of the host, and `store` from there into Ray's object store. With `delta` they are compared
+    with those that were sent last.
     """
     sent_bytes = route.moved_bytes / engine.mean_copies / source.layout.world
     parts = [Part("copy", 2 * sent_bytes / source.rates.stream, MEMORY)]
@@ -102,6 +137,9 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
         parts.append(Part("comparison", 2 * sent_bytes / source.rates.stream, MEMORY))
     if route.transport not in ("collective", "ipc"):
         parts += _over_pcie(sent_bytes, source)
+    if route.transport == "store":
+        rate = source.hardware.calibration.transfers.store_gb_per_s * 1e9
+        parts.append(Part("object store", sent_bytes / rate, MEMORY))
     if route.transport == "disk":
         parts.append(_on_disk("disk", sent_bytes, source))
     return parts

@@ -12,7 +12,7 @@ from hflow.planner.cluster import used_links
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, Plan
 from hflow.planner.staleness import splits_batch
-from hflow.planner.workload import Workload
+from hflow.planner.workload import Workload, expected_max
 from hflow.report.formatting import count_text, share_text
 from hflow.report.plan_text.section import NO_FIGURES, Section
 
@@ -54,7 +54,7 @@ def leaves_waiting_out(plan: Plan) -> bool:
 
 def lengths_text(lengths: Workload) -> str:
     """Return the lengths of prompts and responses, and where the numbers come from."""
-    mean, most = count_text(lengths.response_mean), count_text(lengths.max_response)
+    mean, most = count_text(expected_max(lengths, 1)), count_text(lengths.max_response)
     tokens = f"prompts of {count_text(lengths.prompt)} tokens, responses of {mean} on average"
     spread = f"(deviation {share_text(lengths.response_cv)}), at most {most}"
     origin = (
