@@ -18,26 +18,17 @@ from typing import Any
 import harness
 
 HERE = Path(__file__).resolve().parents[1]
-CASES: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
-    "grpo-7b": ("grpo", "qwen2.5-7b", 1, ()),
-    "ppo-7b": ("ppo", "qwen2.5-7b", 4, ()),
-    "grpo-72b": (
-        "grpo",
-        "qwen2.5-72b",
-        1,
-        (
-            "models.actor.tokens_per_microbatch=4096",
-            "models.actor.layout=d{half}t8p2",
-            "models.actor.gen.layout=d{whole}t8",
-        ),
-    ),
+CASES: dict[str, tuple[str, str, int, str]] = {
+    "grpo-7b": ("grpo", "qwen2.5-7b", 1, "actor,actor.gen=0-{last}"),
+    "ppo-7b": ("ppo", "qwen2.5-7b", 4, "actor,critic,ref,actor.gen=0-{last}"),
+    "grpo-72b": ("grpo", "qwen2.5-72b", 1, "actor=0-{last}:d{half}t8p2 actor.gen=actor:d{whole}t8"),
 }
-"""Case -> recipe, model, prompts of a batch for each device, and more settings."""
+"""Case -> recipe, model, prompts of a batch for each device, and placement, so that nothing is searched."""
 
 
 def command(case: str, num_devices: int) -> list[str]:
-    """Return the command line of a case. In its settings, `{whole}` is the number of machines."""
-    recipe, model, prompts, more = CASES[case]
+    """Return the command line of a case. In its placement, `{whole}` is the number of machines."""
+    recipe, model, prompts, placement = CASES[case]
     models = ("actor", "critic", "ref") if recipe == "ppo" else ("actor",)
     settings = [
         f"model@models.actor={model}",
@@ -49,7 +40,8 @@ def command(case: str, num_devices: int) -> list[str]:
         "workload.prompt=512",
         "workload.response_mean=1024",
         "nodes.actor_gen.max_tokens=1536",
-        *(setting.format(whole=num_devices // 8, half=num_devices // 16) for setting in more),
+        "models.actor.tokens_per_microbatch=4096",
+        "placement=" + placement.format(last=num_devices - 1, whole=num_devices // 8, half=num_devices // 16),
     ]
     return [sys.executable, "-m", "hflow", "plan", f"recipes/{recipe}.py", *settings]
 

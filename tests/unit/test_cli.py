@@ -425,14 +425,15 @@ def test_what_if_prints_each_change_beside_the_base(monkeypatch, capsys):
 
 
 def test_what_if_names_a_change_that_has_no_plan_and_goes_on(monkeypatch, capsys):
-    changes = ("cluster=h100-1x8 models.actor.layout=d8", "network=ib-xdr")
+    changes = ("cluster=h100-1x1", "network=ib-xdr")
     base = ("cluster=h100-2x8", "models.actor.layout=d2t4p2")
     options = ("recipes/grpo.py", *BIG, *base, "workload.prompt=1024", "workload.response_mean=1024")
     options = (*options, "nodes.actor_gen.max_tokens=1024", "--what-if", *changes)
     assert hflow(monkeypatch, "plan", *options) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "no plan" in out
-    assert f"{changes[0]}: actor_train needs" in out
+    assert f"{changes[0]}: " in out
+    assert "needs" in out.partition(f"{changes[0]}: ")[2]
 
 
 @pytest.mark.parametrize(
