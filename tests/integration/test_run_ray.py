@@ -54,10 +54,10 @@ def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
     )
     assert child.stdout is not None
     for line in child.stdout:
-        if "step 3/" in line:
+        if "step 1/" in line:
             break
     processes = psutil.Process(child.pid).children(recursive=True)
-    assert any("hflow.backends.vllm_engine.process" in process.cmdline() for process in processes)
+    assert any("vllm_engine" in word for process in processes for word in process.cmdline())
     os.killpg(child.pid, signal.SIGINT)
     rest = child.stdout.read()
     assert child.wait(120) == 130, rest
