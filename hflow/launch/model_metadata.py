@@ -16,7 +16,7 @@ from hflow.errors import ConfigError, PlanError
 from hflow.graph.ir import Graph
 from hflow.graph.model import Model
 from hflow.planner.architectures import ONLY_PLANNED, read_shape
-from hflow.planner.backends import BACKENDS, traits
+from hflow.planner.backends import backend_of_any_family, traits
 from hflow.planner.model_shape import ModelShape
 
 SIZES = (
@@ -133,12 +133,8 @@ def _check_family(config: RunConfig, name: str, location: str, architecture: Map
     if families is not None and isinstance(family, str) and family not in (*families, *ONLY_PLANNED):
         raise ConfigError(
             f"{location}: the {backend} backend does not build model_type {family!r} (it builds "
-            f"{', '.join(families)}); set models.{name}.backend={_backend_of_any_family()}"
+            f"{', '.join(families)}); set models.{name}.backend={backend_of_any_family()}"
         )
-
-
-def _backend_of_any_family() -> str:
-    return next(name for name in BACKENDS if traits(name).families is None)
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

@@ -1,7 +1,8 @@
 """Reads a `ModelShape` from a Hugging Face `config.json`.
 
-`FAMILIES` can be planned and run. `PLANNED_FAMILIES` can be planned: parameters, caches and FLOPs are those
-of the model, but no backend maps its tensors yet.
+The tensors of `FAMILIES` are known one by one, so every backend and engine can divide them. Of
+`PLANNED_FAMILIES` parameters, caches and FLOPs are known: their plans are whole, but they run only where a
+backend takes any model of transformers, without dividing tensors.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
 
 
 def can_run(shape: ModelShape) -> bool:
-    """Return whether backends can build models of this family, beyond planning them."""
+    """Return whether the tensors of this family are known, so that every backend and engine runs it."""
     return shape.family in FAMILIES
 
 
@@ -227,11 +228,11 @@ PLANNED_FAMILIES: Mapping[str, Callable[[str, Config], ModelShape]] = {
     "gemma2": _gemma,
     "gemma3_text": _gemma,
 }
-"""`model_type`s that can be planned but not run yet -> the function that reads their sizes."""
+"""`model_type`s whose tensors are not known one by one -> the function that reads their sizes."""
 
 
 ONLY_PLANNED = (*PLANNED_FAMILIES, *_WITH_TEXT_CONFIG)
-"""`model_type`s that can be planned but not run yet, with those of models that have other parts."""
+"""These `model_type`s, with those of models that have other parts."""
 
 
 def _sizes(family: str, config: Config, defaults: Mapping[str, int | None]) -> dict[str, int]:

@@ -288,6 +288,11 @@ def model_parallel_backend() -> str:
     return next(name for name in BACKENDS if traits(name).is_model_parallel)
 
 
+def backend_of_any_family() -> str:
+    """Return the name of the first training backend that builds every language model of transformers."""
+    return next(name for name in BACKENDS if traits(name).families is None)
+
+
 def _module(registry: Mapping[str, str], what: str, name: str) -> str:
     if name not in registry:
         raise PlanError(f"unknown {what} {name!r}{nearest(name, registry)} (known: {', '.join(registry)})")

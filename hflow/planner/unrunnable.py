@@ -12,6 +12,7 @@ from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.planner.architectures import FAMILIES, can_run
 from hflow.planner.backends import (
     BACKENDS,
+    backend_of_any_family,
     engine_kind,
     model_parallel_backend,
     training_backend,
@@ -59,12 +60,17 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
 
 
 def _family_reasons(plan: Plan) -> Iterator[str]:
-    """Yield the models of families that no backend builds yet."""
-    for model, shape in plan.shapes:
-        if not can_run(shape):
+    """Yield the replicas whose backend does not build the family of their model yet."""
+    shapes = dict(plan.shapes)
+    for replica in plan.replicas:
+        shape = shapes.get(replica.model)
+        if replica.role == "gen" or shape is None or can_run(shape):
+            continue
+        if traits(replica.backend).families is not None:
             yield (
-                f"models.{model} is of family {shape.family}, which can be planned but not run yet. Use a "
-                f"model of family {', '.join(FAMILIES)}."
+                f"models.{replica.model} is of family {shape.family}, which can be planned with "
+                f"{replica.backend} but not run yet. Set models.{replica.model}.backend="
+                f"{backend_of_any_family()}, or use a model of family {', '.join(FAMILIES)}."
             )
 
 

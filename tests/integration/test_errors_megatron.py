@@ -120,9 +120,9 @@ def test_a_vocabulary_is_padded_and_key_value_heads_repeat(hflow: Cli, layout: s
 
 
 def test_a_family_that_megatron_does_not_build(hflow: Cli, tmp_path: Path) -> None:
-    change_config(tmp_path / "model", model_type="gemma2")
+    change_config(tmp_path / "model", model_type="phi3")
     line = error_of(hflow("plan", "models.actor.backend=megatron"))
-    assert "the megatron backend does not build model_type 'gemma2' (it builds llama, mistral, qwen2" in line
+    assert "the megatron backend does not build model_type 'phi3' (it builds llama, mistral, qwen2" in line
 
 
 def test_a_setting_of_another_backend(hflow: Cli) -> None:

@@ -364,9 +364,21 @@ def test_a_model_that_is_only_planned_has_the_published_numbers_of_parameters(na
 def test_a_model_that_is_only_planned_is_not_run():
     large = ["model@models.actor=qwen3-30b-a3b", "models.actor.path=null", "models.actor.backend=megatron"]
     compiled = compile_recipe(GRPO, [*large, "cluster=h100-4x8", "models.actor.gen.engine=vllm"])
-    message = "models.actor is of family qwen3_moe, which can be planned but not run yet. Use a model"
+    message = "models.actor is of family qwen3_moe, which can be planned with megatron but not run yet. Set "
     with pytest.raises(NotYetError, match=message):
         refuse_unrunnable(compiled)
+
+
+def test_a_model_with_unknown_tensors_runs_where_nothing_divides_them():
+    experts = [f"models.actor.architecture.{key}" for key in ("num_local_experts=4", "num_experts_per_tok=2")]
+    mixtral = ["models.actor.path=null", "models.actor.architecture.model_type=mixtral", *experts]
+    plan = compile_recipe(GRPO, [*mixtral, "cluster=cpu-1x2"]).plan
+    assert plan.unrunnable == ()
+    (route,) = plan.weights
+    assert route.rows == ()
+    assert route.moved_bytes > 0
+    with_vllm = compile_recipe(GRPO, [*mixtral, "models.actor.gen.engine=vllm"]).plan
+    assert any("vllm needs to know the tensors of the model" in reason for reason in with_vllm.unrunnable)
 
 
 def test_a_model_by_name_is_one_that_transformers_builds():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from hflow.backends.vllm_engine.memory import smallest_cache
-from hflow.planner.architectures import FAMILIES
+from hflow.planner.architectures import FAMILIES, can_run
 from hflow.planner.backends import ServedModel
 from hflow.planner.hardware import GIB
 from hflow.planner.layout import RankOrder
@@ -22,7 +22,7 @@ def check(served: ServedModel) -> Iterator[str]:
     """Yield why vLLM cannot serve a model, each with what to set instead."""
     replica, shape = served.replica, served.shape
     key = f"models.{replica.model}"
-    if shape is None:
+    if shape is None or not can_run(shape):
         need = f"{replica.name}: vllm needs to know the tensors of the model"
         if served.family is None:
             yield (

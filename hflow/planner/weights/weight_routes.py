@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Graph
+from hflow.planner.architectures import can_run
 from hflow.planner.backends import engine_kind
 from hflow.planner.graph_queries import written_models
 from hflow.planner.hardware import GIB
@@ -25,8 +26,8 @@ def weight_routes(
 ) -> tuple[WeightRoute, ...]:
     """Return one route for every generation replica whose model changes during the run.
 
-    Weights that do not change are loaded once by each replica, without a route. Routes of models with known
-    sizes have rows; entries move in the dtype that engines hold.
+    Weights that do not change are loaded once by each replica, without a route. Routes of models whose
+    tensors are known have rows; entries move in the dtype that engines hold.
     """
     written = written_models(graph)
     routes = []
@@ -65,6 +66,8 @@ def weight_route(src: Replica, gen: Replica, request: PlanRequest, count: CountB
     config, shape = request.model(gen.model), request.shapes.get(gen.model)
     if shape is not None:
         route = count(route, src, gen, shape, DTYPE_BYTES[config.compute_dtype], request.cluster)
+        if not can_run(shape):
+            route = replace(route, rows=(), worker_sets=())
     return _with_transport(route, src, gen, config, request)
 
 
