@@ -27,9 +27,11 @@ GRPO = ["models.actor.gen.engine=vllm", "models.actor.path=null", "nodes.eval_ge
 GRPO += ["models.actor.optim.warmup_steps=0", "models.actor.optim.lr=1e-3"]
 GRPO += ["models.actor.optim.weight_decay=50"]
 """Each step makes all weights 5 % smaller."""
-LONG = [*GRPO, "batch=2", "models.actor.architecture.vocab_size=512", "nodes.actor_gen.max_tokens=240"]
-LONG += ["models.actor.architecture.max_position_embeddings=256", "models.actor.gen.max_model_len=256"]
-"""Random weights end one answer in 512 tokens, so requests run at every sync."""
+LONG = [*GRPO, "batch=2", "models.actor.architecture.vocab_size=512", "nodes.actor_gen.max_tokens=120"]
+LONG += ["models.actor.architecture.max_position_embeddings=128", "models.actor.gen.max_model_len=128"]
+LONG += ["models.actor.gen.max_running=4"]
+"""Few and long answers at once: random weights end one in 512 tokens, and a batch takes the engine longer
+than the trainer. So answers wait and run at every sync."""
 
 
 def rows_of(directory: Path, query: str) -> Sequence[tuple[Any, ...]]:
