@@ -10,7 +10,7 @@ from hflow.errors import DataError
 
 
 def check_known(tokenizer: Any, text: str, ids: Sequence[int]) -> None:
-    """Check that no id stands for characters that the tokenizer lacks.
+    """Check that no id replaces characters that the tokenizer lacks.
 
     The token for unknown text may have another use, such as the end of a text. Where the text names it, it is
     allowed.

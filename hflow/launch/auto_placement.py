@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from hflow.config import RunConfig
-from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Graph
 from hflow.planner.placement.placement_setting import GEN_SUFFIX, parse_items
 from hflow.planner.placement.replicas import replica_roles
 from hflow.planner.request import PlanRequest
-from hflow.planner.search import PLACEMENT, free_settings
+from hflow.planner.search import PLACEMENT, free_settings, with_settings, without_places
 
 AUTO = "auto"
 """The value of `placement` with which the planner places every replica."""
@@ -57,31 +56,9 @@ def with_choices(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
         overrides: keys of the configuration and their values. If the placement is among them, it has all
             groups and layouts.
     """
-    models: dict[str, ModelConfig] = dict(config.models)
     if PLACEMENT in overrides:
-        models = {
-            name: replace(model, group=None, layout=None, gen=replace(model.gen, group=None, layout=None))
-            for name, model in models.items()
-        }
-    schedule: dict[str, Any] = {}
-    for key, value in overrides.items():
-        part, _, rest = key.partition(".")
-        if part == "schedule":
-            schedule[rest] = value
-        elif part == "models":
-            name, _, setting = rest.partition(".")
-            model = models.get(name, ModelConfig())
-            if setting.startswith("gen."):
-                model = replace(model, gen=replace(model.gen, **{setting.removeprefix("gen."): value}))
-            else:
-                model = replace(model, **{setting: value})
-            models[name] = model
-    return replace(
-        config,
-        placement=overrides.get(PLACEMENT, config.placement),
-        models=models,
-        schedule=replace(config.schedule, **schedule),
-    )
+        config = replace(without_places(config), placement=overrides[PLACEMENT])
+    return with_settings(config, overrides)
 
 
 def _names_groups(config: RunConfig) -> bool:

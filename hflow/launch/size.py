@@ -18,7 +18,7 @@ from hflow.planner.ir import Plan
 from hflow.planner.plan_figures import PlanFigures, plan_figures
 
 PER_MACHINE = 8
-"""Devices of a machine in the clusters that a device's name stands for."""
+"""Devices of a machine in the clusters that a device's name means."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ def size(
         recipe: path of the recipe's Python file.
         overrides: configuration as `key=value`; it names no cluster.
         target: what the cluster must reach.
-        on: clusters, such as `h100-4x8`, and devices, such as `h100`, which stand for 1, 2, 4, ... devices;
+        on: clusters, such as `h100-4x8`, and devices, such as `h100`, which mean 1, 2, 4, ... devices;
             empty: the device of the configured cluster.
-        most: devices of the largest cluster that a device's name stands for.
+        most: devices of the largest cluster that a device's name means.
         cheapest: choose by cost; every device must have a price.
 
     Raises:

@@ -127,8 +127,8 @@ class EdgeTraffic:
     busiest_bytes: int = 0
     """Bytes that the busiest worker sends or receives, whichever is more."""
     scale: int = 1
-    """For how many machines each machine of the estimate stands: it left out the others, with their part of
-    the batch, and multiplied the bytes. 1: nothing was left out."""
+    """Number of machines that each machine of the estimate represents: it left out the others, with their
+    part of the batch, and multiplied the bytes. 1: nothing was left out."""
 
 
 @dataclass(frozen=True)

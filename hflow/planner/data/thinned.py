@@ -1,4 +1,4 @@
-"""`thinned`: one machine in several, with its part of the batch, stands for a large cluster.
+"""`thinned`: one machine in several, with its part of the batch, represents a large cluster.
 
 The estimate of a step's traffic costs a little time for every sample. On thousands of machines it would take
 longer than all other planning, though all machines are alike.
@@ -28,7 +28,7 @@ class Thinned:
     request: PlanRequest
     """With the chosen machines' part of the batch and of the samples in flight."""
     scale: int
-    """For how many machines one stands; 1: nothing is left out."""
+    """Number of machines that one represents; 1: nothing is left out."""
     factors: dict[str, float]
     """Node -> by how much to multiply the bytes of one of its dp-heads, where that is not 1."""
     source_factor: float = 1
@@ -65,7 +65,7 @@ def thinned(plan: Plan, request: PlanRequest) -> Thinned:
 
 
 def _scale(num_samples: int, num_machines: int) -> int:
-    """Return for how many machines one stands: if possible a divisor, so that dp-heads keep their load."""
+    """Return how many machines one represents: if possible a divisor, so that dp-heads keep their load."""
     most = min(num_samples // MIN_SAMPLES, num_machines // MIN_MACHINES)
     divisors = [scale for scale in range(most // 4 + 1, most + 1) if num_machines % scale == 0]
     return max(1, divisors[-1] if divisors else most)

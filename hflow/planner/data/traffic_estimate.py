@@ -2,7 +2,7 @@
 
 A batch with sampled lengths goes through the code of the run itself: `GroupPlacer` chooses the worker of each
 group, `shards` and `redistribute` plan what each node's inputs move, and `DataLocations` records who holds
-what. Only the engines are simulated. On a large cluster one machine in several stands for all (`thinned`).
+what. Only the engines are simulated. On a large cluster one machine in several represents all (`thinned`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
 from hflow.planner.search.limits import throttles
 from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
 from hflow.planner.search.remedies import nearest_fit
-from hflow.planner.search.result import SearchResult, make_result
+from hflow.planner.search.result import SearchResult, make_result, with_settings, without_places
 from hflow.planner.search.simplify import simplified
 from hflow.planner.workload import Workload
 
@@ -34,6 +34,8 @@ __all__ = [
     "nearest_fit",
     "search",
     "throttles",
+    "with_settings",
+    "without_places",
 ]
 
 PeriodFunction = Callable[[Schedule, Mapping[str, float], Pace, Workload], float]

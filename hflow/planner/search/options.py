@@ -91,7 +91,7 @@ class OptionTable:
         """Return the options of a replica on some devices: the fastest first, then the fewest cuts."""
         key = name, devices
         if key not in self._tables:
-            made = [self._option(replica, config) for replica, config in self._choices(name, devices)]
+            made = [self.option(replica, config) for replica, config in self._choices(name, devices)]
             self._tables[key] = tuple(sorted(_without_larger(made), key=_order))
         return self._tables[key]
 
@@ -101,7 +101,7 @@ class OptionTable:
             return option
         key = option, largest_batch
         if key not in self._with_cache:
-            self._with_cache[key] = self._option(option.replica, option.config, largest_batch)
+            self._with_cache[key] = self.option(option.replica, option.config, largest_batch)
         return self._with_cache[key]
 
     def waking(self, option: ReplicaOption) -> float:
@@ -245,13 +245,10 @@ class OptionTable:
         ahead = (1 + request.schedule.max_staleness) * request.schedule.sync_every
         return max(request.schedule.max_concurrent, int(ahead * request.batch) * stream.group_size)
 
-    def option(self, replica: Replica, config: ModelConfig) -> ReplicaOption:
-        """Return an option with a given configuration."""
-        return self._option(replica, config)
-
-    def _option(
+    def option(
         self, replica: Replica, config: ModelConfig, largest_batch: int | None = None
     ) -> ReplicaOption:
+        """Return an option with a given configuration, and what the cache of an engine holds."""
         self.num_costed += 1
         engines = (EngineChoice(replica.name, replica.backend, "", None, largest_batch),)
         costs = self._costs(replica, engines, config)

@@ -22,7 +22,7 @@ from hflow.planner.request import PlanRequest
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import explore
 from hflow.planner.search.problem import PLACEMENT, SearchProblem
-from hflow.planner.search.result import placement_of, set_model_key, settings_of
+from hflow.planner.search.result import placement_of, settings_of, with_settings, without_places
 
 MAX_DEVICES = 1024
 """Largest cluster to suggest."""
@@ -98,7 +98,7 @@ def _fewest_changes(
     for key, _ in attempt.changes:
         other = replace(
             attempt,
-            request=_with_key(attempt.request, key, _value(request, key)),
+            request=with_settings(attempt.request, {key: _value(request, key)}),
             changes=tuple(change for change in attempt.changes if change[0] != key),
         )
         if (kept := _search(graph, other.request)) is not None:
@@ -106,7 +106,7 @@ def _fewest_changes(
     for key in attempt.opened:
         other = replace(
             attempt,
-            request=_with_key(attempt.request, key, _value(request, key)),
+            request=with_settings(attempt.request, {key: _value(request, key)}),
             opened=tuple(name for name in attempt.opened if name != key),
         )
         if (kept := _search(graph, other.request)) is not None:
@@ -149,27 +149,20 @@ def _sentence(request: PlanRequest, attempt: Attempt, evaluator: Evaluator, choi
 
 def _opened(attempt: Attempt, keys: tuple[str, ...]) -> Attempt:
     """Return the attempt with layouts left open that the user has set."""
-    request = attempt.request
-    for key in keys:
-        request = _with_key(request, key, None)
+    request = with_settings(attempt.request, dict.fromkeys(keys))
     return replace(attempt, request=request, opened=keys)
 
 
 def _changed(attempt: Attempt, changes: tuple[tuple[str, Any], ...]) -> Attempt:
     """Return the attempt with some settings changed."""
-    request = attempt.request
-    for key, value in changes:
-        request = _with_key(request, key, value)
+    request = with_settings(attempt.request, dict(changes))
     return replace(attempt, request=request, changes=(*attempt.changes, *changes))
 
 
 def _anywhere(request: PlanRequest) -> PlanRequest:
     """Return the request without devices and layouts."""
-    models = {
-        name: replace(config, group=None, layout=None, gen=replace(config.gen, group=None, layout=None))
-        for name, config in request.models.items()
-    }
-    return replace(request, placement=None, groups={}, models=models, free=request.free | {PLACEMENT})
+    request = without_places(request)
+    return replace(request, placement=None, groups={}, free=request.free | {PLACEMENT})
 
 
 def _layout_keys(request: PlanRequest) -> Iterator[str]:
@@ -214,14 +207,6 @@ def _larger(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
             devices_per_node=per_machine,
             cores=(),
         )
-
-
-def _with_key(request: PlanRequest, key: str, value: Any) -> PlanRequest:
-    """Return the request with a key `models.NAME.KEY` set."""
-    model, _, name = key.removeprefix("models.").partition(".")
-    return replace(
-        request, models={**request.models, model: set_model_key(request.model(model), name, value)}
-    )
 
 
 def _value(request: PlanRequest, key: str) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from hflow.config.schema import ModelConfig
+from hflow.config.schema import ModelConfig, RunConfig
 from hflow.planner.cluster import device_ranges
 from hflow.planner.forecast import Candidate
 from hflow.planner.request import PlanRequest
@@ -17,6 +17,8 @@ from hflow.planner.search.reasons import layout_reasons, reason
 NUM_CANDIDATES = 10
 MODEL_SETTINGS = ("tokens_per_microbatch", "activation_checkpointing")
 """Settings of the replica that trains or infers; a generation replica has `gen.max_running`."""
+
+Configured = TypeVar("Configured", PlanRequest, RunConfig)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def make_result(
     request = with_settings(evaluator.problem.request, overrides)
     if evaluator.problem.is_free(PLACEMENT):
         overrides = {PLACEMENT: placement_of(best), **overrides}
-        request = replace(request, placement=placement_of(best), models=_without_layouts(request.models))
+        request = replace(without_places(request), placement=placement_of(best))
     else:
         request = _with_layouts(evaluator, request, best)
     layouts = tuple(layout_reasons(evaluator, best))
@@ -103,32 +105,33 @@ def settings_of(evaluator: Evaluator, choice: Choice) -> dict[str, Any]:
     return chosen
 
 
-def with_settings(request: PlanRequest, settings: Mapping[str, Any]) -> PlanRequest:
-    """Return a request with settings of models and of the schedule."""
+def with_settings(target: Configured, settings: Mapping[str, Any]) -> Configured:
+    """Return a request or a configuration with settings of models and of the schedule; others are ignored."""
+    models, schedule = dict(target.models), target.schedule
     for key, value in settings.items():
         part, _, rest = key.partition(".")
         if part == "schedule":
-            request = replace(request, schedule=replace(request.schedule, **{rest: value}))
+            schedule = replace(schedule, **{rest: value})
         elif part == "models":
             model, _, name = rest.partition(".")
-            config = set_model_key(request.model(model), name, value)
-            request = replace(request, models={**request.models, model: config})
-    return request
+            models[model] = _set_model_key(models.get(model, ModelConfig()), name, value)
+    return replace(target, models=models, schedule=schedule)
 
 
-def set_model_key(config: ModelConfig, name: str, value: Any) -> ModelConfig:
+def without_places(target: Configured) -> Configured:
+    """Return a request or a configuration whose models have no groups and layouts of their own."""
+    models = {
+        name: replace(config, group=None, layout=None, gen=replace(config.gen, group=None, layout=None))
+        for name, config in target.models.items()
+    }
+    return replace(target, models=models)
+
+
+def _set_model_key(config: ModelConfig, name: str, value: Any) -> ModelConfig:
     """Return a model's configuration with one key changed, such as `gen.max_running`."""
     if name.startswith("gen."):
         return replace(config, gen=replace(config.gen, **{name.removeprefix("gen."): value}))
     return replace(config, **{name: value})
-
-
-def _without_layouts(models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
-    """Return the models without layouts, which are in the placement."""
-    return {
-        name: replace(config, layout=None, gen=replace(config.gen, layout=None))
-        for name, config in models.items()
-    }
 
 
 def _with_layouts(evaluator: Evaluator, request: PlanRequest, choice: Choice) -> PlanRequest:

@@ -123,7 +123,7 @@ def simulated_period(
 ) -> float:
     """Return the seconds of a step that the state machine reaches on the virtual clock.
 
-    To compare plans quickly, a large batch is simulated as a smaller one of which each sample stands for
+    To compare plans quickly, a large batch is simulated as a smaller one of which each sample represents
     several: slots and limits shrink with it.
 
     Args:
