@@ -221,8 +221,9 @@ class RunConfig:
     device_memory_gib: StrictFloat | None = Field(default=None, ge=0)
     """Memory of one device that the plan may use; null: all of it."""
     placement: str | None = None
-    """Devices and layouts in short form, as in `actor=0-3:d2t2p1 actor.gen=4-7:d4`; null: `groups`, and the
-    `group` and `layout` of each model."""
+    """Devices and layouts in short form, as in `actor=0-3:d2t2p1 actor.gen=4-7:d4`; the planner places other
+    replicas. `auto`: it places all of them, and keeps `groups`, and the `group` and `layout` of models. null:
+    these decide, and on accelerators where no model names a group it is `auto`."""
     groups: FrozenMapping[str, tuple[StrictInt, ...]] = Field(default_factory=FrozenDict)
     """Devices of device groups that models name, as in `groups.gen=[4,5,6,7]`; empty: the plan decides."""
     models: FrozenMapping[str, ModelConfig] = Field(default_factory=FrozenDict)

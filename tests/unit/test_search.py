@@ -105,6 +105,44 @@ def test_what_the_user_has_set_is_kept() -> None:
     assert str(layout.plan.replica("critic@train").layout) == "d2t1p1"
 
 
+def test_models_of_a_named_group_share_devices_and_groups_stay_apart() -> None:
+    names = ("placement=auto", "models.critic.group=b", "models.actor.gen.group=b")
+    plan = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, *names, "models.actor.group=a")).plan
+    assert plan.replica("critic@train").group == plan.replica("actor@gen").group
+    assert plan.replica("critic@train").group != plan.replica("actor@train").group
+    devices = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, *names, "groups.b=[0,1,2]"))
+    b = next(group for group in devices.plan.groups if group.devices == (0, 1, 2))
+    assert b.name == devices.plan.replica("critic@train").group == devices.plan.replica("actor@gen").group
+    assert not devices.config.groups  # all of them are in the placement
+    assert devices.plan.forecast is not None
+    assert len(devices.plan.forecast.candidates) > 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (("groups.a=[0]",), r"groups\.a has devices, but no model is in it; set models\.actor\.group=a, or "),
+        (
+            ("models.actor.group=a", "groups.a=[8]"),
+            "'a' names device 8, but cluster h100-1x8 has devices 0 to 7",
+        ),
+        (
+            ("models.actor.layout=d16",),
+            "layout d16t1p1 needs 16 devices, but group 'actor' has 8; d8t1p1 fits",
+        ),
+        (
+            ("models.actor.layout=t3",),
+            r"2 key-value heads cannot be split over 3 tensor ranks; 2 and 1 fit: d3t",
+        ),
+    ],
+)
+def test_pins_that_contradict_the_cluster_or_the_model_are_refused(
+    keys: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, "placement=auto", *keys))
+
+
 def test_groups_and_complete_placements_are_not_searched() -> None:
     hand = "placement='actor,critic,ref,actor.gen=all'"
     plan = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, hand)).plan

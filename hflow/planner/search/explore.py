@@ -81,7 +81,8 @@ def divisions(evaluator: Evaluator) -> list[Blocks]:
     for partition in set_partitions([str(i) for i in range(len(elements))]):
         if any(sum(int(i) < len(anchors) for i in block) > 1 for block in partition):
             continue
-        num_new = sum(all(int(i) >= len(anchors) for i in block) for block in partition)
+        placed = {i for i, group in enumerate(problem.fixed) if group.devices is not None}
+        num_new = sum(placed.isdisjoint(map(int, block)) for block in partition)
         if num_new > len(problem.free_devices):
             continue
         named = (tuple(name for i in block for name in elements[int(i)]) for block in partition)

@@ -14,8 +14,9 @@ from hflow.planner.graph_queries import root_stream, written_models
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica
 from hflow.planner.layout import Layout
+from hflow.planner.layout_checks import check_layouts
 from hflow.planner.placement.placement_setting import GEN_SUFFIX, placed_devices
-from hflow.planner.placement.replicas import Devices, check_size, replica_roles
+from hflow.planner.placement.replicas import Devices, check_size, device_groups, replica_roles
 from hflow.planner.request import PlanRequest
 from hflow.planner.structure import plan_structure
 from hflow.planner.unrunnable import unrunnable_reasons
@@ -28,9 +29,10 @@ MEMORY_MARGIN = 0.05
 
 @dataclass(frozen=True)
 class FixedGroup:
-    """Devices that the user has named, with the replicas that are there in any case."""
+    """Replicas that share devices in any case."""
 
-    devices: Devices
+    devices: Devices | None
+    """That the user has named; None: the search chooses them."""
     replicas: tuple[str, ...]
 
 
@@ -43,7 +45,7 @@ class SearchProblem:
         hardware: figures of the devices.
         base: the plan with every replica on one device, from which everything is read that does not depend on
             devices.
-        fixed: groups that the user has named.
+        fixed: groups that the user has named. No two of them share devices.
         layouts: replica -> the layout that the user has set.
         group_names: replicas of a group that was given with a name -> this name.
         loose: replicas that may be anywhere.
@@ -56,8 +58,10 @@ class SearchProblem:
         self.layouts: dict[str, Layout] = {}
         self.group_names: dict[tuple[str, ...], str] = {}
         names = [f"{model}@{role}" for model, role in replica_roles(graph)]
-        if PLACEMENT in request.free:
-            self.fixed = self._named_groups(graph, request)
+        if PLACEMENT in request.free and request.placement is not None:
+            self.fixed = self._placed_groups(graph, request)
+        elif PLACEMENT in request.free:
+            self.fixed = _configured_groups(graph, request)
         else:
             self.fixed, request = self._given_groups(graph, request)
         self.request = _without_placement(request)
@@ -67,10 +71,11 @@ class SearchProblem:
             if layout is not None:
                 self.layouts[name] = Layout.parse(layout)
         taken = {name for group in self.fixed for name in group.replicas}
-        used = {device for group in self.fixed for device in group.devices}
+        used = {device for group in self.fixed for device in group.devices or ()}
         self.loose = tuple(name for name in names if name not in taken)
         self.free_devices = tuple(d for d in range(request.cluster.num_devices) if d not in used)
         self.base = self.structure([names])
+        self._check_layouts()
         self.num_reasons = len(unrunnable_reasons(self.base, self.request))
 
     @property
@@ -144,10 +149,20 @@ class SearchProblem:
         """Models whose weights change in the run."""
         return written_models(self.graph)
 
-    def _named_groups(self, graph: Graph, request: PlanRequest) -> tuple[FixedGroup, ...]:
+    def _check_layouts(self) -> None:
+        """Raise where a layout that the user has set needs too many devices, or cannot divide its model."""
+        for name, layout in self.layouts.items():
+            own = next((group.devices for group in self.fixed if name in group.replicas), None)
+            anywhere = (self.free_devices, *(group.devices or () for group in self.fixed))
+            devices = max(anywhere, key=len) if own is None else own
+            check_size(name, layout, DeviceGroup(placement_name(name), devices))
+        check_layouts(
+            [replace(self.replica(name), layout=layout) for name, layout in self.layouts.items()],
+            self.request,
+        )
+
+    def _placed_groups(self, graph: Graph, request: PlanRequest) -> tuple[FixedGroup, ...]:
         """Return the groups that the placement names, and keep the layouts in it."""
-        if request.placement is None:
-            return ()
         placed = {
             model + GEN_SUFFIX * (role == "gen"): f"{model}@{role}" for model, role in replica_roles(graph)
         }
@@ -170,6 +185,38 @@ class SearchProblem:
                 groups.append(FixedGroup(group.devices, names))
                 self.group_names[names] = group.name
         return tuple(groups), request
+
+
+def _configured_groups(graph: Graph, request: PlanRequest) -> tuple[FixedGroup, ...]:
+    """Return the groups that models name, with their devices where the request has any.
+
+    Raises:
+        PlanError: for groups that contradict each other, the cluster or the models.
+    """
+    named: dict[str, list[str]] = {}
+    roles = replica_roles(graph)
+    for model, role in roles:
+        config = request.model(model)
+        group = config.group
+        if role == "gen" and (config.gen.group is not None or len([m for m, _ in roles if m == model]) > 1):
+            group = config.gen.group
+        if group is not None:
+            named.setdefault(group, []).append(f"{model}@{role}")
+    if not request.groups:
+        if len(named) > request.cluster.num_devices:
+            raise PlanError(
+                f"models name {len(named)} device groups ({', '.join(named)}), but cluster "
+                f"{request.cluster.name} has {request.cluster.num_devices} devices; name fewer groups"
+            )
+        return tuple(FixedGroup(None, tuple(names)) for names in named.values())
+    for group in request.groups:
+        if group not in named:
+            raise PlanError(
+                f"groups.{group} has devices, but no model is in it; set models.{roles[0][0]}.group={group}, "
+                "or remove it"
+            )
+    groups = device_groups(request.cluster, request.groups, dict.fromkeys(named))
+    return tuple(FixedGroup(groups[name].devices, tuple(names)) for name, names in named.items())
 
 
 def with_place(config: ModelConfig, replica: str, group: str, layout: str) -> ModelConfig:

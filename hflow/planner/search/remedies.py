@@ -162,7 +162,7 @@ def _changed(attempt: Attempt, changes: tuple[tuple[str, Any], ...]) -> Attempt:
 def _anywhere(request: PlanRequest) -> PlanRequest:
     """Return the request without devices and layouts."""
     request = without_places(request)
-    return replace(request, placement=None, groups={}, free=request.free | {PLACEMENT})
+    return replace(request, placement=None, free=request.free | {PLACEMENT})
 
 
 def _layout_keys(request: PlanRequest) -> Iterator[str]:

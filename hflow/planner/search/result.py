@@ -119,12 +119,12 @@ def with_settings(target: Configured, settings: Mapping[str, Any]) -> Configured
 
 
 def without_places(target: Configured) -> Configured:
-    """Return a request or a configuration whose models have no groups and layouts of their own."""
+    """Return a request or a configuration without device groups, and without layouts of models."""
     models = {
         name: replace(config, group=None, layout=None, gen=replace(config.gen, group=None, layout=None))
         for name, config in target.models.items()
     }
-    return replace(target, models=models)
+    return replace(target, models=models, groups={})
 
 
 def _set_model_key(config: ModelConfig, name: str, value: Any) -> ModelConfig:
