@@ -20,7 +20,7 @@ from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.routing import rank_order
-from hflow.planner.search import search
+from hflow.planner.search import PLACEMENT, search, with_settings
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes
 from hflow.planner.search.partition import set_partitions
 from hflow.planner.search.problem import MEMORY_MARGIN
@@ -141,6 +141,42 @@ def test_pins_that_contradict_the_cluster_or_the_model_are_refused(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, "placement=auto", *keys))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "message"),
+    [
+        (
+            "h100-1x4",
+            {"placement": "actor=0-2:d3t1"},
+            r"with actor=0-2:d3t1 in placement\. Without it, placement='.*actor=0-2:d1t1p3.*' fits \(",
+        ),
+        (
+            "h100-1x4",
+            {"models.actor.layout": "d3t1p1", "models.actor.gen.layout": "d1t1p1"},
+            r"with models\.actor\.layout=d3t1p1\. Without it, models\.actor\.layout=\S+ fits \(",
+        ),
+        (
+            "h100-1x4",
+            {"models.actor.tokens_per_microbatch": 1_000_000},
+            r"with models\.actor\.tokens_per_microbatch=1000000\. Without it, "
+            r"models\.actor\.tokens_per_microbatch=\d+ fits \(",
+        ),
+        (
+            "h100-1x1",
+            {"models.actor.layout": "d1t1p1"},
+            r"memory\. Set cluster=h100-1x4 and remove models\.actor\.layout=d1t1p1 \(",
+        ),
+    ],
+)
+def test_a_pin_that_makes_a_plan_impossible_is_named(
+    cluster: str, pins: dict[str, object], message: str
+) -> None:
+    graph, request = problem("grpo", cluster, "qwen2.5-7b")
+    request = with_settings(request, pins)
+    request = replace(request, placement=pins.get("placement"), free=request.free - set(pins) | {PLACEMENT})
+    with pytest.raises(PlanError, match=message):
+        search(graph, request)
 
 
 def test_groups_and_complete_placements_are_not_searched() -> None:

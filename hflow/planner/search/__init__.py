@@ -18,7 +18,7 @@ from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
 from hflow.planner.search.limits import throttles
 from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
-from hflow.planner.search.remedies import nearest_fit
+from hflow.planner.search.remedies import nearest_fit, no_fit
 from hflow.planner.search.result import SearchResult, make_result, with_settings, without_places
 from hflow.planner.search.simplify import simplified
 from hflow.planner.workload import Workload
@@ -66,7 +66,7 @@ def search(
     found = explore(evaluator, budget)
     ranked = found.ranked()
     if not ranked:
-        raise PlanError(f"no placement fits into memory. {nearest_fit(graph, request)}")
+        raise PlanError(no_fit(graph, request))
     seconds = {choice: choice.period for choice in ranked}
     if simulate is not None and _is_estimate(problem):
         ranked = ranked[:NUM_IMPROVED]

@@ -21,7 +21,7 @@ def reason(evaluator: Evaluator, choice: Choice, best: Choice, seconds: Mapping[
     if not seconds[best]:
         return division(choice)
     slower = seconds[choice] / seconds[best] - 1
-    return f"{division(choice)}: {slower:+.0%}, {waits}".replace("%", " %")
+    return f"{division(choice)}: " + f"{slower:+.0%}".replace("%", " %") + f", {waits}"
 
 
 def division(choice: Choice) -> str:
@@ -47,7 +47,9 @@ def waiting(evaluator: Evaluator, choice: Choice) -> str:
         return "generation never waits"
     if len(others) == 1:
         return f"{_words(longest)} never waits"
-    return f"{_words(longest)} takes {large[longest] / choice.period:.0%} of the step" if longest else "idle"
+    if not longest:
+        return "idle"
+    return f"{_words(longest)} takes {large[longest] / choice.period:.0%} of the step".replace("%", " %")
 
 
 def layout_reasons(evaluator: Evaluator, choice: Choice) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`nearest_fit`: what to change so that a plan fits into memory, found by searching with fewer pins.
+"""`no_fit` and `nearest_fit`: what to change so that a plan fits into memory, found by searching.
 
 More and more is left open until something fits: settings that change no result, then layouts, the placement,
 backends, the precision, and last more devices. From the plan that is found, everything is taken back that is
@@ -7,7 +7,7 @@ not needed, so the advice names the fewest changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +21,21 @@ from hflow.planner.placement.replicas import replica_roles
 from hflow.planner.request import PlanRequest
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import explore
+from hflow.planner.search.pins import MEMORY_SETTINGS, Pin, layout_keys, pins_of, value_of
 from hflow.planner.search.problem import PLACEMENT, SearchProblem
 from hflow.planner.search.result import placement_of, settings_of, with_settings, without_places
 
 MAX_DEVICES = 1024
 """Largest cluster to suggest."""
+NOTHING_FITS = (
+    f"Nothing fits on up to {MAX_DEVICES} devices of this kind. Use larger devices or a smaller model."
+)
 REMEDY_BUDGET = 100
 """Candidates of one attempt."""
+
+
+Found = tuple[Evaluator, Choice]
+"""The best plan of an attempt, and what costed it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,43 @@ class Attempt:
     """Layouts that the user has set and that may change now, by their keys."""
 
 
+def no_fit(graph: Graph, request: PlanRequest) -> str:
+    """Return why a search has found no plan, and what to change.
+
+    Of what the user has set, only what makes a plan impossible is named: with the rest, something fits.
+
+    Args:
+        graph: a checked graph.
+        request: one whose placement is free, for which nothing fits.
+    """
+    request, pins = pins_of(graph, request)
+    attempts = _anywhere_attempts(graph, _released(request, pins))
+    if not pins:
+        next(attempts)  # nothing fits there
+    fitting = _first_fit(graph, attempts)
+    if fitting is None:
+        return f"no placement fits into memory. {NOTHING_FITS}"
+    attempt, found = _fewest_changes(graph, request, *fitting)
+    causes = list(pins)
+    changed = replace(with_settings(request, dict(attempt.changes)), cluster=attempt.request.cluster)
+    for pin in pins:
+        others = [other for other in causes if other is not pin]
+        if (kept := _search(graph, _released(changed, others))) is not None:
+            causes, found = others, kept
+    names, needed = " and ".join(dict.fromkeys(pin.text for pin in causes)), gib(_needed(found[1]))
+    changes = list(_as_written(dict(attempt.changes)))
+    if attempt.request.cluster != request.cluster:
+        changes.insert(0, f"cluster={attempt.request.cluster.name}")
+    if changes:
+        removed = f" and remove {names}" if names else ""
+        return f"no placement fits into memory. Set {' '.join(changes)}{removed} ({needed})."
+    them = "it" if len(causes) == 1 else "them"
+    return (
+        f"no placement fits into memory with {names}. Without {them}, {_replacement(causes, *found)} fits "
+        f"({needed})."
+    )
+
+
 def nearest_fit(graph: Graph, request: PlanRequest) -> str:
     """Return what to change so that a request fits, as sentences.
 
@@ -48,39 +93,48 @@ def nearest_fit(graph: Graph, request: PlanRequest) -> str:
         graph: a checked graph.
         request: what does not fit, with its groups and layouts.
     """
-    for attempt in _attempts(graph, request):
-        found = _search(graph, attempt.request)
-        if found is not None:
-            attempt, found = _fewest_changes(graph, request, attempt, found)
-            return _sentence(request, attempt, *found)
-    return f"Nothing fits on up to {MAX_DEVICES} devices of this kind. Use larger devices or a smaller model."
+    fitting = _first_fit(graph, _attempts(graph, request))
+    if fitting is None:
+        return NOTHING_FITS
+    attempt, found = _fewest_changes(graph, request, *fitting)
+    attempt, found = _fewest_opened(graph, request, attempt, found)
+    return _sentence(request, attempt, *found)
+
+
+def _first_fit(graph: Graph, attempts: Iterable[Attempt]) -> tuple[Attempt, Found] | None:
+    """Return the first attempt that fits, with its best plan."""
+    for attempt in attempts:
+        if (found := _search(graph, attempt.request)) is not None:
+            return attempt, found
+    return None
 
 
 def _attempts(graph: Graph, request: PlanRequest) -> Iterator[Attempt]:
     models = [model for model, _ in replica_roles(graph)]
-    settings = frozenset(
-        f"models.{model}.{name}"
-        for model in models
-        for name in ("tokens_per_microbatch", "activation_checkpointing", "gen.max_running")
-    )
+    settings = frozenset(f"models.{model}.{name}" for model in models for name in MEMORY_SETTINGS)
     same_place = Attempt(replace(request, free=(request.free | settings)))
-    keys = tuple(_layout_keys(request))
     yield same_place
-    yield _opened(same_place, keys)
-    anywhere = Attempt(_anywhere(same_place.request))
+    yield _opened(same_place, layout_keys(request))
+    yield from _anywhere_attempts(graph, _anywhere(same_place.request))
+
+
+def _anywhere_attempts(graph: Graph, request: PlanRequest) -> Iterator[Attempt]:
+    """Yield a request whose placement is free, then others with more changes."""
+    anywhere = Attempt(request)
     yield anywhere
     backends = tuple(_other_backends(graph, request))
-    yield _changed(anywhere, backends)
-    dtypes = tuple(_narrower_dtypes(request, models))
-    if dtypes:
-        yield _changed(anywhere, dtypes)
-        yield _changed(anywhere, (*backends, *dtypes))
+    dtypes = tuple(_narrower_dtypes(request, [model for model, _ in replica_roles(graph)]))
+    for changes in dict.fromkeys((backends, dtypes, (*backends, *dtypes))):
+        if changes:
+            yield _changed(anywhere, changes)
     for cluster in _larger(request.cluster):
-        yield Attempt(replace(anywhere.request, cluster=cluster))
-        yield _changed(Attempt(replace(anywhere.request, cluster=cluster)), backends)
+        larger = Attempt(replace(request, cluster=cluster))
+        yield larger
+        if backends:
+            yield _changed(larger, backends)
 
 
-def _search(graph: Graph, request: PlanRequest) -> tuple[Evaluator, Choice] | None:
+def _search(graph: Graph, request: PlanRequest) -> Found | None:
     """Return the best plan of a request, or None if none fits."""
     assert request.hardware is not None
     try:
@@ -92,28 +146,34 @@ def _search(graph: Graph, request: PlanRequest) -> tuple[Evaluator, Choice] | No
 
 
 def _fewest_changes(
-    graph: Graph, request: PlanRequest, attempt: Attempt, found: tuple[Evaluator, Choice]
-) -> tuple[Attempt, tuple[Evaluator, Choice]]:
-    """Take back what is not needed: what was changed on purpose, opened layouts, then free settings."""
+    graph: Graph, request: PlanRequest, attempt: Attempt, found: Found
+) -> tuple[Attempt, Found]:
+    """Take back those changes without which a plan fits as well."""
     for key, _ in attempt.changes:
         other = replace(
             attempt,
-            request=with_settings(attempt.request, {key: _value(request, key)}),
+            request=with_settings(attempt.request, {key: value_of(request, key)}),
             changes=tuple(change for change in attempt.changes if change[0] != key),
         )
         if (kept := _search(graph, other.request)) is not None:
             attempt, found = other, kept
+    return attempt, found
+
+
+def _fewest_opened(
+    graph: Graph, request: PlanRequest, attempt: Attempt, found: Found
+) -> tuple[Attempt, Found]:
+    """Take back opened layouts and free settings that are not needed."""
     for key in attempt.opened:
         other = replace(
             attempt,
-            request=with_settings(attempt.request, {key: _value(request, key)}),
+            request=with_settings(attempt.request, {key: value_of(request, key)}),
             opened=tuple(name for name in attempt.opened if name != key),
         )
         if (kept := _search(graph, other.request)) is not None:
             attempt, found = other, kept
-    order = ("gen.max_running", "activation_checkpointing", "tokens_per_microbatch")
     settings = sorted(attempt.request.free - request.free - {PLACEMENT})
-    one_by_one = [{key} for name in order for key in settings if key.endswith(name)]
+    one_by_one = [{key} for name in MEMORY_SETTINGS for key in settings if key.endswith(name)]
     for keys in ([set(settings)] if settings else []) + (
         one_by_one if PLACEMENT not in attempt.request.free else []
     ):
@@ -134,17 +194,42 @@ def _sentence(request: PlanRequest, attempt: Attempt, evaluator: Evaluator, choi
         key = f"models.{option.replica.model}.{'gen.' if option.replica.role == 'gen' else ''}layout"
         before = evaluator.problem.layouts.get(option.name)
         is_opened = before is None and key in attempt.opened
-        if is_opened and option.layout != Layout.parse(_value(request, key)):
+        if is_opened and option.layout != Layout.parse(value_of(request, key)):
             settings[key] = str(option.layout)
-    texts = [
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()
-    ]
+    texts = list(_as_written(settings))
     if PLACEMENT in attempt.request.free - request.free:
         texts.insert(0, f"placement='{placement_of(choice)}'")
     if attempt.request.cluster != request.cluster:
         texts.insert(0, f"cluster={attempt.request.cluster.name}")
-    needed = max(group.fit.total for group in choice.groups)
-    return f"Set {' '.join(texts)} ({gib(needed)})."
+    return f"Set {' '.join(texts)} ({gib(_needed(choice))})."
+
+
+def _released(request: PlanRequest, pins: Sequence[Pin]) -> PlanRequest:
+    for pin in pins:
+        request = pin.release(request)
+    return request
+
+
+def _replacement(pins: Sequence[Pin], evaluator: Evaluator, choice: Choice) -> str:
+    """Return what a choice has in the place of pins."""
+    if any(pin.kind == "placement" for pin in pins):
+        return f"placement='{placement_of(choice)}'"
+    chosen = settings_of(evaluator, choice)
+    for option in choice.options:
+        chosen[f"models.{option.replica.model}.{'gen.' * (option.replica.role == 'gen')}layout"] = (
+            option.layout
+        )
+    return " ".join(_as_written({pin.key: chosen[pin.key] for pin in pins if pin.key in chosen}))
+
+
+def _needed(choice: Choice) -> int:
+    """Return the bytes that the fullest device of a choice needs."""
+    return max(group.fit.total for group in choice.groups)
+
+
+def _as_written(settings: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in settings.items():
+        yield f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _opened(attempt: Attempt, keys: tuple[str, ...]) -> Attempt:
@@ -163,14 +248,6 @@ def _anywhere(request: PlanRequest) -> PlanRequest:
     """Return the request without devices and layouts."""
     request = without_places(request)
     return replace(request, placement=None, free=request.free | {PLACEMENT})
-
-
-def _layout_keys(request: PlanRequest) -> Iterator[str]:
-    for name, config in request.models.items():
-        if config.layout is not None:
-            yield f"models.{name}.layout"
-        if config.gen.layout is not None:
-            yield f"models.{name}.gen.layout"
 
 
 def _other_backends(graph: Graph, request: PlanRequest) -> Iterator[tuple[str, Any]]:
@@ -207,11 +284,3 @@ def _larger(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
             devices_per_node=per_machine,
             cores=(),
         )
-
-
-def _value(request: PlanRequest, key: str) -> Any:
-    model, _, name = key.removeprefix("models.").partition(".")
-    config: Any = request.model(model)
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
