@@ -7,7 +7,7 @@ import dataclasses
 from hflow.graph.ir import Graph
 from hflow.planner.build_forecast import build_forecast
 from hflow.planner.ir import Plan
-from hflow.planner.memory import check_memory, engine_caches
+from hflow.planner.memory import check_memory, engine_caches, margin_warnings
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import routing_table
 from hflow.planner.search import decide_layouts, nearest_fit, throttles
@@ -37,7 +37,12 @@ def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
         estimates = dataclasses.replace(estimates, layouts=reasons)
         if plan.cluster.device == "cuda":
             estimates = dataclasses.replace(estimates, limits=throttles(graph, request, estimates))
-        check_memory(estimates.memory, plan.cluster.memory_bytes, lambda: nearest_fit(graph, request))
+        capacity = plan.cluster.memory_bytes
+        check_memory(estimates.memory, capacity, lambda: nearest_fit(graph, request))
+        tight = margin_warnings(
+            estimates.memory, capacity, lambda: nearest_fit(graph, request, may_grow=False)
+        )
+        plan = dataclasses.replace(plan, warnings=(*plan.warnings, *tight))
     plan = dataclasses.replace(plan, hardware=request.hardware, forecast=estimates)
     return dataclasses.replace(plan, digest=plan_digest(plan))
 

@@ -30,6 +30,7 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.ir import WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.memory import (
+    MEMORY_MARGIN,
     activations,
     check_memory,
     engine_caches,
@@ -42,7 +43,6 @@ from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import stage_sizes
 from hflow.planner.model_shape import num_parameters
 from hflow.planner.search import nearest_fit
-from hflow.planner.search.problem import MEMORY_MARGIN
 from hflow.planner.workload import Workload
 from hflow.weights import buckets as worker_weights
 
@@ -675,6 +675,24 @@ def test_a_model_whose_engine_fits_nowhere_is_refused():
     message = refused(10 * 10**9, shape=LLAMA_7B, dtype="bf16", **smallest)
     assert "models.actor.gen.engine=vllm" in message
     assert "Nothing fits on up to 1024 devices" in refused(2**30, shape=LLAMA_7B, dtype="bf16", **smallest)
+
+
+def test_a_plan_with_little_to_spare_is_warned_about():
+    peak = peak_of()
+    shapes, models = dict.fromkeys(("actor", "ref"), SMALL), {}
+    for name in shapes:
+        models[name] = model_config(gen_layout="d1", max_running=8, max_model_len=400)
+    numbers = {"shapes": shapes, "workload": WorkloadConfig(300, 50, 0.6), "max_concurrent": 8}
+    wanted = replace(graphs.request("h100-1x2", models=models, **numbers), hardware=H100)
+    plans = [
+        compile_plan(
+            graphs.grpo(), replace(wanted, cluster=replace(wanted.cluster, memory_bytes=math.ceil(peak * f)))
+        )
+        for f in (1.04, 1.06)
+    ]
+    (warning,) = set(plans[0].warnings) - set(plans[1].warnings)
+    assert re.match(r"actor_train needs \d.* GiB of the \d.* GiB on devices 0-1, which leaves 0\.\d", warning)
+    assert ". Set models.actor." in warning
 
 
 def test_a_plan_that_fits_is_not_refused():

@@ -18,12 +18,12 @@ from hflow.launch.plan_file import compile_plan_file, plan_file_text
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
 from hflow.planner.layout import Layout
+from hflow.planner.memory import MEMORY_MARGIN
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.routing import rank_order
 from hflow.planner.search import PLACEMENT, search, with_settings
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes
 from hflow.planner.search.partition import set_partitions
-from hflow.planner.search.problem import MEMORY_MARGIN
 from hflow.planner.search.route_bytes import with_bytes
 from hflow.planner.weights.resharding import add_rows
 from hflow.report.page import render_page

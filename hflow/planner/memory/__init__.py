@@ -5,12 +5,14 @@ backends (`hflow/backends/*/memory.py`); what these share is here: `rank`, `micr
 `engine_load`, `transfer`. `hflow.planner.search` looks for a plan that fits.
 """
 
-from hflow.planner.memory.capacity import check_memory
+from hflow.planner.memory.capacity import MEMORY_MARGIN, check_memory, margin_warnings
 from hflow.planner.memory.phases import engine_caches, memory_phases, unknown_models
 
 __all__ = [
+    "MEMORY_MARGIN",
     "check_memory",
     "engine_caches",
+    "margin_warnings",
     "memory_phases",
     "unknown_models",
 ]

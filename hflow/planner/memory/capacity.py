@@ -1,4 +1,4 @@
-"""`check_memory`: refuse plans that need more memory than their devices have."""
+"""`check_memory` refuses plans that do not fit into memory, `margin_warnings` names those that barely do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from hflow.errors import PlanError
 from hflow.planner.cluster import device_ranges
 from hflow.planner.forecast import PhaseMemory
 from hflow.planner.hardware import GIB
+
+MEMORY_MARGIN = 0.05
+"""Share of a device's memory that a plan should leave free: allocators fragment, and estimates err."""
 
 
 def check_memory(phases: Sequence[PhaseMemory], capacity: int, advice: Callable[[], str]) -> None:
@@ -21,7 +24,7 @@ def check_memory(phases: Sequence[PhaseMemory], capacity: int, advice: Callable[
     Raises:
         PlanError: naming the phase that needs most, its largest item, and the advice.
     """
-    largest = max(phases, key=lambda phase: phase.total, default=None)
+    largest = _largest(phases)
     if largest is None or largest.total <= capacity:
         return
     name, size, _ = max((*largest.resident, *largest.transient), key=lambda item: item.num_bytes)
@@ -29,6 +32,24 @@ def check_memory(phases: Sequence[PhaseMemory], capacity: int, advice: Callable[
         f"{largest.phase} needs {gib(largest.total)} per device but only {gib(capacity)} is available on "
         f"{_device_range(largest.devices)}. Most of it is for {name} ({gib(size)}). {advice()}"
     )
+
+
+def margin_warnings(
+    phases: Sequence[PhaseMemory], capacity: int, advice: Callable[[], str]
+) -> tuple[str, ...]:
+    """Return a warning if a plan fits, but leaves less than the margin free; the arguments are the same."""
+    largest = _largest(phases)
+    if largest is None or largest.total <= (1 - MEMORY_MARGIN) * capacity:
+        return ()
+    return (
+        f"{largest.phase} needs {gib(largest.total)} of the {gib(capacity)} on "
+        f"{_device_range(largest.devices)}, which leaves {gib(capacity - largest.total)} for what estimates "
+        f"miss. {advice()}",
+    )
+
+
+def _largest(phases: Sequence[PhaseMemory]) -> PhaseMemory | None:
+    return max(phases, key=lambda phase: phase.total, default=None)
 
 
 def gib(num_bytes: int) -> str:

@@ -77,8 +77,9 @@ def _changes(
 def _period(graph: Graph, request: PlanRequest) -> float | None:
     """Return the seconds of a step of a request in which nothing is free, or None if it does not fit."""
     assert request.hardware is not None
+    fixed = replace(request, free=frozenset())
     try:
-        evaluator = Evaluator(SearchProblem(graph, replace(request, free=frozenset()), request.hardware))
+        evaluator = Evaluator(SearchProblem(graph, fixed, request.hardware, margin=0.0))
         ranked = explore(evaluator, budget=1).ranked()
     except PlanError:
         return None

@@ -15,6 +15,7 @@ from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica
 from hflow.planner.layout import Layout
 from hflow.planner.layout_checks import check_layouts
+from hflow.planner.memory import MEMORY_MARGIN
 from hflow.planner.placement.placement_setting import GEN_SUFFIX, placed_devices
 from hflow.planner.placement.replicas import Devices, check_size, device_groups, replica_roles
 from hflow.planner.request import PlanRequest
@@ -23,8 +24,6 @@ from hflow.planner.unrunnable import unrunnable_reasons
 
 PLACEMENT = "placement"
 """The key of `PlanRequest.free` with which replicas that the placement does not name are placed freely."""
-MEMORY_MARGIN = 0.05
-"""Share of a device's memory that a chosen plan leaves free: allocators fragment, and estimates err."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class SearchProblem:
         graph: a checked graph.
         request: the request with all that is not free.
         hardware: figures of the devices.
+        margin: share of a device's memory that a plan leaves free.
         base: the plan with every replica on one device, from which everything is read that does not depend on
             devices.
         fixed: groups that the user has named. No two of them share devices.
@@ -52,9 +52,12 @@ class SearchProblem:
         free_devices: devices that no group has.
     """
 
-    def __init__(self, graph: Graph, request: PlanRequest, hardware: Hardware) -> None:
+    def __init__(
+        self, graph: Graph, request: PlanRequest, hardware: Hardware, margin: float = MEMORY_MARGIN
+    ) -> None:
         self.graph = graph
         self.hardware = hardware
+        self.margin = margin
         self.layouts: dict[str, Layout] = {}
         self.group_names: dict[tuple[str, ...], str] = {}
         names = [f"{model}@{role}" for model, role in replica_roles(graph)]
@@ -86,7 +89,7 @@ class SearchProblem:
     @property
     def memory_limit(self) -> int:
         """Bytes of a device that a plan may use."""
-        return round((1 - MEMORY_MARGIN) * self.cluster.memory_bytes)
+        return round((1 - self.margin) * self.cluster.memory_bytes)
 
     def is_free(self, key: str) -> bool:
         """Return whether the planner may set a key of the configuration."""

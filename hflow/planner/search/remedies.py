@@ -86,16 +86,20 @@ def no_fit(graph: Graph, request: PlanRequest) -> str:
     )
 
 
-def nearest_fit(graph: Graph, request: PlanRequest) -> str:
-    """Return what to change so that a request fits, as sentences.
+def nearest_fit(graph: Graph, request: PlanRequest, *, may_grow: bool = True) -> str:
+    """Return what to change so that a request fits and leaves the margin free, as sentences.
 
     Args:
         graph: a checked graph.
         request: what does not fit, with its groups and layouts.
+        may_grow: try larger clusters too, which takes longest.
     """
-    fitting = _first_fit(graph, _attempts(graph, request))
+    attempts = _attempts(graph, request)
+    if not may_grow:
+        attempts = (attempt for attempt in attempts if attempt.request.cluster == request.cluster)
+    fitting = _first_fit(graph, attempts)
     if fitting is None:
-        return NOTHING_FITS
+        return NOTHING_FITS if may_grow else "Use more or larger devices."
     attempt, found = _fewest_changes(graph, request, *fitting)
     attempt, found = _fewest_opened(graph, request, attempt, found)
     return _sentence(request, attempt, *found)
