@@ -3,6 +3,9 @@
 The standard contexts either fork this process (with its threads, torch and CUDA) or run the main script
 again in every child, which imports ray in a Ray actor, and runs a script without a `__main__` guard twice.
 Children of this context import only what their task needs, and start in milliseconds.
+
+Each child is the leader of a session. What it starts ends with it, and everything ends with this process
+(`hflow.workers.process_guard`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
 from typing import Any
 
-_PRELOADED = ["hflow.workers.bodies.pool_child"]
+from hflow.workers.process_guard import run_in_session
+
+_PRELOADED = ["hflow.workers.forkserver_guard", "hflow.workers.bodies.pool_child"]
+"""What the server imports when it starts, in this order."""
 
 _server = forkserver.ForkServer()
 _server.set_forkserver_preload(_PRELOADED)
@@ -49,6 +55,11 @@ def _close(*descriptors: int) -> None:
 
 class CleanProcess(ForkServerProcess):
     """A process started by the clean server."""
+
+    def run(self) -> None:
+        """Run the target in a session of its own."""
+        run_in_session()
+        super().run()
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:

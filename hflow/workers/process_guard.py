@@ -1,0 +1,153 @@
+"""Guards a server process that forks: whatever its children start ends with them, and all ends with its owner.
+
+A body may start processes of its own, which nothing ends if the body is killed, or if its worker is. So a
+server that forks the processes of bodies or tools calls `guard_server` first, which puts two small processes
+above it:
+
+    worker ── anchor ── guard ── server ── process of a body ── what the body started
+
+The guard is a subreaper: a process below it that loses its parent becomes its child. It kills such a process
+unless its session is that of a living process (`run_in_session`), and kills everything when the anchor ends,
+which is when the worker ends in any way. The anchor is the process that the worker started. Without it,
+Ray, which kills the children of a worker that it ends, would kill the guard before what it guards.
+
+This module imports only what a guard needs, as a guard keeps it in memory. Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+POLL_SECONDS = 0.25
+"""Time between two looks of a guard. A process outlives its parent by at most this much, and its worker by
+twice as much."""
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_server_pid: int | None = None
+"""Id of the guarded server, in the server and in the processes that it forks."""
+
+
+def guard_server() -> None:
+    """Start a guard above this process. Returns in a child of the guard, which is the server from now on.
+
+    Call it before the process has threads. SIGINT and SIGTERM are ignored from now on: a terminal or a job
+    scheduler sends them to all processes at once, and the worker decides what ends.
+    """
+    global _server_pid
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    owner, anchor = os.getppid(), os.getpid()
+    guard = os.fork()
+    if guard:
+        _stay_while(owner, guard)
+    os.setsid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    guard, server = os.getpid(), os.fork()
+    if server:
+        _guard(anchor, server)
+    _server_pid = os.getpid()
+    _die_with(guard)
+
+
+def run_in_session() -> None:
+    """Make this process, forked by a guarded server, the leader of a session that ends with it."""
+    os.setsid()
+    if _server_pid is None:
+        os.write(2, b"hflow: the fork server cannot import hflow, so what bodies start is not ended with them\n")
+    else:
+        _die_with(_server_pid)
+
+
+def children() -> list[int]:
+    """Return the ids of this process's children, those that became its children included."""
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")
+    if listed.exists():
+        return [int(pid) for pid in listed.read_text().split()]
+    found = []  # the kernel was built without the list
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(stat.parent.name))
+    return found
+
+
+def reap() -> set[int]:
+    """Remove this process's children that have ended, and return their ids."""
+    ended = set()
+    with suppress(ChildProcessError):
+        while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+            ended.add(pid)
+    return ended
+
+
+def kill_orphans(known: Collection[int]) -> None:
+    """Kill children that are not `known` and whose session has no other, living leader."""
+    for pid in children():
+        if pid not in known:
+            with suppress(ProcessLookupError):
+                session = os.getsid(pid)
+                if session == pid or not _is_alive(session):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def kill_children() -> None:
+    """Kill all children and, as they become children, all their descendants."""
+    while pids := children():
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap()
+        time.sleep(0.005)
+
+
+def _stay_while(owner: int, guard: int) -> None:
+    """Stay as long as the owner and the guard live, then end. Does not return."""
+    _close_files()
+    while os.getppid() == owner and guard not in reap():
+        time.sleep(POLL_SECONDS)
+    os._exit(0)
+
+
+def _guard(anchor: int, server: int) -> None:
+    """Kill orphans as long as the anchor and the server live, then everything. Does not return."""
+    _close_files()
+    while os.getppid() == anchor and server not in reap():
+        kill_orphans({server})
+        time.sleep(POLL_SECONDS)
+    kill_children()
+    os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _close_files() -> None:
+    """Close all files except the standard ones, so that no other process waits for their end."""
+    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")

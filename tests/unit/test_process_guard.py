@@ -1,0 +1,97 @@
+"""What bodies start ends with them, however they, their worker or their fork server end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_pool import Bench
+
+LEAVES = 'import os, time; os.fork(); open(os.environ["MARKS"] + f"/{os.getpid()}", "w"); time.sleep(600)'
+
+
+def start_others(marks: str, how: str, x: int) -> int:
+    """Start six processes: three children and a child of each, one pair in a session of its own."""
+    environment = {**os.environ, "MARKS": marks}
+    for own_session in (False, True):
+        command = [sys.executable, "-c", LEAVES]
+        subprocess.Popen(command, env=environment, start_new_session=own_session)
+    subprocess.run(f"{sys.executable} -c '{LEAVES}' &", shell=True, env=environment, check=True)
+    while len(os.listdir(marks)) < 6:
+        time.sleep(0.01)
+    if how == "exits":
+        os._exit(3)
+    while how == "hangs":
+        time.sleep(1)
+    return os.getpid()
+
+
+def started(marks: Path) -> list[int]:
+    return [int(path.name) for path in marks.iterdir()]
+
+
+def wait_for_end(pids: list[int]) -> None:
+    assert len(pids) >= 6
+    deadline = time.monotonic() + 30
+    while alive := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, [psutil.Process(pid) for pid in alive]
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("exits", "its process died (exit code 3)"), ("hangs", "took longer than its timeout of 1 s")],
+)
+def test_what_a_body_started_ends_with_its_process(tmp_path: Path, how: str, message: str) -> None:
+    bench = Bench(start_others, 1, timeout=1.0)
+    try:
+        ended = bench.run({0: {"marks": str(tmp_path), "how": how, "x": 0}})
+        assert ended[0].message == message
+        wait_for_end(started(tmp_path))
+    finally:
+        bench.pool.close()
+
+
+def test_what_a_body_started_lives_until_the_pool_is_closed(tmp_path: Path) -> None:
+    bench = Bench(start_others, 1)
+    try:
+        bench.run({0: {"marks": str(tmp_path), "how": "returns", "x": 0}})
+        pids = started(tmp_path)
+        bench.run({1: {"marks": str(tmp_path), "how": "returns", "x": 0}})
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    finally:
+        bench.pool.close()
+    wait_for_end(started(tmp_path))
+
+
+WORKER = """
+import os, sys, time
+from test_pool import Bench
+from test_process_guard import start_others
+bench = Bench(start_others, 1)
+bench.pool.submit("body", {0: {"marks": sys.argv[1], "how": "hangs", "x": 0}})
+time.sleep(600)
+"""
+
+
+def test_nothing_outlives_a_killed_worker(tmp_path: Path) -> None:
+    """The worker is killed, and so are its direct children, as Ray does."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(tmp_path)], env={**os.environ, "PYTHONPATH": path}
+    )
+    while len(started(tmp_path)) < 6:
+        assert worker.poll() is None
+        time.sleep(0.02)
+    direct = [process.pid for process in psutil.Process(worker.pid).children()]
+    below = [process.pid for process in psutil.Process(worker.pid).children(recursive=True)]
+    for pid in (*direct, worker.pid):
+        os.kill(pid, signal.SIGKILL)
+    worker.wait()
+    wait_for_end([*below, *started(tmp_path)])
