@@ -37,6 +37,8 @@ OPTIONAL_PARTS = (
 )
 
 RAY_PROBE = """
+import os
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # listens on loopback addresses only
 import ray
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 assert ray.get(ray.remote(lambda: 1).remote(), timeout=30) == 1

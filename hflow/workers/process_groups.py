@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
 
 from hflow.planner.ir import Replica
+from hflow.rendezvous import listen_where, open_store
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class ProcessGroups:
             timeout: seconds after which a collective with a missing rank fails.
         """
         limit = datetime.timedelta(seconds=timeout)
+        listen_where(rank.address.rpartition(":")[0])
         if device == "cuda":
             torch.cuda.set_device(0)
         if dist.is_initialized():
@@ -72,12 +74,10 @@ _open_stores: dict[str, TCPStore] = {}
 def open_rendezvous(host: str) -> str:
     """Open a rendezvous for the workers of a run; returns its `host:port`.
 
-    The port is taken at once. A port that is only looked up may be in use by the time it is needed.
-
     Args:
         host: this machine's address, as the other workers know it.
     """
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = open_store(host)
     address = f"{host}:{store.port}"
     _open_stores[address] = store
     return address

@@ -1,4 +1,4 @@
-"""Guards a server process that forks: whatever its children start ends with them, and all ends with its owner.
+"""Guards a server that forks processes: what they start ends with them, and all ends with its owner.
 
 A body may start processes of its own, which nothing ends if the body is killed, or if its worker is. So a
 server that forks the processes of bodies or tools calls `guard_server` first, which puts two small processes
@@ -61,7 +61,7 @@ def run_in_session() -> None:
     """Make this process, forked by a guarded server, the leader of a session that ends with it."""
     os.setsid()
     if _server_pid is None:
-        os.write(2, b"hflow: the fork server cannot import hflow, so what bodies start is not ended with them\n")
+        os.write(2, b"hflow: the fork server cannot import hflow, so nothing ends what bodies start\n")
     else:
         _die_with(_server_pid)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
@@ -38,6 +39,20 @@ def test_trainer_and_engine_on_devices_of_their_own(tmp_path: Path, two_processe
     shared = run("recipes/grpo.py", tmp_path / "shared", *grpo, "workers=inproc", "cluster=cpu-1x1")
     assert separate.values == pytest.approx(shared.values, abs=1e-5)
     assert largest_difference(weights_of(separate), weights_of(shared)) < 1e-5
+    addresses = listening_addresses()
+    assert len(addresses) >= 4  # Ray's daemons and the workers
+    assert {address.is_loopback for address in addresses} == {True}
+
+
+def listening_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Return what this process, its workers and its Ray listen on."""
+    found = []
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        for connection in process.net_connections("inet"):
+            address = ipaddress.ip_address(connection.laddr.ip)
+            if connection.status == psutil.CONN_LISTEN:
+                found.append(getattr(address, "ipv4_mapped", None) or address)
+    return found
 
 
 def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:

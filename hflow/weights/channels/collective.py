@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
+from hflow.rendezvous import listen_where, open_store
 from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
 
@@ -64,6 +65,7 @@ class CollectiveChannel(WeightChannel):
 
     def __init__(self, settings: ChannelSettings) -> None:
         super().__init__(settings)
+        listen_where(settings.host)
         self._timeout = datetime.timedelta(seconds=settings.timeout)
         self._server: TCPStore | None = None
         """Of the sender; opened with the first bucket."""
@@ -80,9 +82,7 @@ class CollectiveChannel(WeightChannel):
             RunError: when an earlier broadcast has failed.
         """
         if self._server is None:
-            self._server = TCPStore(
-                self._settings.host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
-            )
+            self._server = open_store(self._settings.host, self._timeout)
         if receivers not in self._streams:
             address = f"{self._settings.host}:{self._server.port}"
             self._streams[receivers] = _Stream(address, receivers, self._timeout)

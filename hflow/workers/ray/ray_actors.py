@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -152,9 +154,25 @@ def _start_ray(cluster: ClusterSpec) -> None:
     if cluster.num_nodes > 1:
         ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         return
-    ray.init(
-        num_cpus=max(cluster.num_devices, os.cpu_count() or 1),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    with _loopback_only():
+        ray.init(
+            num_cpus=max(cluster.num_devices, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Let a Ray that starts now listen on 127.0.0.1, as it does by default on macOS and Windows.
+
+    On Linux it listens on all interfaces: it replaces a `_node_ip_address` of 127.0.0.1 by the machine's
+    address, and the variable that turns this off is read when ray is imported.
+    """
+    may_span_machines = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = may_span_machines

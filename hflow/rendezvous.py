@@ -1,0 +1,52 @@
+"""Rendezvous of process groups that listen on one address, and not on all of the machine's."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import socket
+
+from torch._C._distributed_c10d import TCPStore
+
+_DEFAULT_TIMEOUT = datetime.timedelta(minutes=5)
+
+
+def open_store(host: str, timeout: datetime.timedelta = _DEFAULT_TIMEOUT) -> TCPStore:
+    """Open a store on a free port of one address. A `TCPStore` that opens its own port listens on all.
+
+    The port is taken at once. A port that is only looked up may be in use by the time it is needed.
+
+    Args:
+        host: this machine's address, as the other processes know it.
+        timeout: how long a client may wait for a key.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def listen_where(host: str) -> None:
+    """Let gloo and NCCL listen on the loopback interface if this machine's address is a loopback address.
+
+    Otherwise they choose an interface by the machine's name, which other machines may reach. Variables that
+    the user has set are kept.
+    """
+    if _is_loopback(host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
