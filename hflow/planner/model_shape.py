@@ -106,6 +106,10 @@ class ModelShape:
     has_sinks: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
     """Whether each head has a learned weight for attending to nothing (gpt-oss)."""
 
+    def __hash__(self) -> int:
+        """Return a hash of what usually differs, as shapes are keys of many caches."""
+        return hash((self.family, self.num_layers, self.hidden, self.intermediate, self.vocab, self.head))
+
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer's MLP is a mixture of experts."""
         return self.experts is not None and self.experts.are_in(layer)
@@ -178,11 +182,11 @@ def layer_template(shape: ModelShape, layer: int = 0) -> tuple[TensorSpec, ...]:
     return tuple(replace(spec, layer=0) for spec in _layer(shape, "{}", layer))
 
 
-def equal_layers(shape: ModelShape, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield `[first, last)` of each run of layers with the same tensors, as far as they are in a range."""
-    for _, run in groupby(range(first, last), key=shape.has_experts):
-        layers = list(run)
-        yield layers[0], layers[-1] + 1
+@lru_cache
+def equal_layers(shape: ModelShape, first: int, last: int) -> tuple[tuple[int, int], ...]:
+    """Return `[first, last)` of each run of layers with the same tensors, as far as they are in a range."""
+    runs = [list(run) for _, run in groupby(range(first, last), key=shape.has_experts)]
+    return tuple((layers[0], layers[-1] + 1) for layers in runs)
 
 
 @lru_cache
@@ -198,6 +202,7 @@ def other_tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
     return tensors(replace(shape, num_layers=0))
 
 
+@lru_cache
 def expert_layers(shape: ModelShape, first: int, last: int) -> int:
     """Return how many of the layers `[first, last)` have experts."""
     return sum(shape.has_experts(layer) for layer in range(first, last))
@@ -229,6 +234,7 @@ def cached_tokens(shape: ModelShape, length: float) -> float:
     return (num_full * length + (shape.num_layers - num_full) * windowed) / shape.num_layers
 
 
+@lru_cache
 def num_parameters(shape: ModelShape) -> int:
     """Return the number of parameters of the whole model."""
     layers = sum(

@@ -44,9 +44,9 @@ class RankPlacement:
     @classmethod
     def counted(cls, devices: Sequence[int], cluster: ClusterSpec, rack_size: int | None) -> RankPlacement:
         """Return what `of` returns, given the devices of a rack; None: there are no racks."""
-        on = Counter(cluster.node_of(device) for device in devices)
-        racks = {device // rack_size for device in devices} if rack_size else {0}
-        return cls(min(on.values()), len(on), len(racks))
+        on = Counter([device // cluster.devices_per_node for device in devices])
+        num_racks = len({device // rack_size for device in devices}) if rack_size else 1
+        return cls(min(on.values()), len(on), num_racks)
 
     def slowest_link(self, hardware: Hardware) -> Link:
         """Return the link of the longest way between two of the ranks."""
@@ -82,13 +82,12 @@ class LinkTime:
 
 def all_gather(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> LinkTime:
     """Return the time of an all-gather after which every rank holds `num_bytes`."""
-    time, share = LinkTime(), num_bytes
+    transfer, latency, share = 0.0, 0.0, num_bytes
     for num, link in _levels(ranks, hardware):
-        transfer = (num - 1) / num * share * _seconds_per_byte(link, hardware)
-        launching = hardware.link_rate(link).launch_us if num > 1 else 0.0
-        time += LinkTime(transfer, (math.ceil(math.log2(num)) * link.latency_us + launching) * 1e-6)
+        transfer += (num - 1) / num * share * _seconds_per_byte(link, hardware)
+        latency += math.ceil(math.log2(num)) * link.latency_us + hardware.link_rate(link).launch_us
         share /= num
-    return time
+    return LinkTime(transfer, latency * 1e-6)
 
 
 def reduce_scatter(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> LinkTime:
@@ -142,8 +141,13 @@ def _axis_ranks(
     rack_size: int | None,
 ) -> RankPlacement:
     """Return the placement of an axis. A search asks for the same ones again and again."""
+    lines = axis_lines(layout, role, workers, axis)
+    if workers == tuple(range(workers[0], workers[0] + len(workers))):
+        # Lines that begin at the same place of a machine, or of a rack, are placed alike.
+        alike = {line[0] % (rack_size or cluster.devices_per_node): line for line in lines}
+        lines = iter(alike.values())
     return max(
-        (RankPlacement.counted(line, cluster, rack_size) for line in axis_lines(layout, role, workers, axis)),
+        (RankPlacement.counted(line, cluster, rack_size) for line in lines),
         key=lambda r: (r.racks, r.machines, -r.per_machine),
         default=RankPlacement(),
     )
@@ -177,12 +181,17 @@ def _seconds_per_byte(link: Link, hardware: Hardware) -> float:
 
     A link between machines is no faster than that within them: devices reach both over the same bus.
     """
-    rates = [one.gb_per_s * hardware.link_rate(one).share for one in (link, hardware.intra)]
-    return 1 / (1e9 * (rates[0] if link in (hardware.intra, hardware.host) else min(rates)))
+    rate = link.gb_per_s * hardware.link_rate(link).share
+    if link not in (hardware.intra, hardware.host):
+        rate = min(rate, hardware.intra.gb_per_s * hardware.calibration.intra.share)
+    return 1 / (1e9 * rate)
 
 
 def _levels(ranks: RankPlacement, hardware: Hardware) -> Iterator[tuple[float, Link]]:
-    """Yield how many ranks, machines and racks exchange at each level, over which link."""
-    yield ranks.per_machine, hardware.intra
-    yield ranks.machines / ranks.racks, hardware.within_rack
-    yield ranks.racks, hardware.inter
+    """Yield how many ranks, machines and racks exchange, where they are several, and over which link."""
+    if ranks.per_machine > 1:
+        yield ranks.per_machine, hardware.intra
+    if ranks.machines > ranks.racks:
+        yield ranks.machines / ranks.racks, hardware.within_rack
+    if ranks.racks > 1:
+        yield ranks.racks, hardware.inter

@@ -85,7 +85,7 @@ def mlp_parameters(shape: ModelShape, layer: int, num_experts: float | None = No
     return shape.hidden * (3 * (num * experts.intermediate + experts.shared) + experts.num)
 
 
-@lru_cache
+@lru_cache(maxsize=4096)
 def layers_parameters(shape: ModelShape, first: int, last: int, num_experts: float | None = None) -> float:
     """Return the elements of the matrices of layers `[first, last)`; `num_experts` as `mlp_parameters`."""
     mlps = sum(
@@ -185,14 +185,13 @@ def stage_flops(shape: ModelShape, work: Work, num_stages: int, layer_passes: in
         layer_passes: cost of the layers in forward passes; 3 with the backward pass.
         head_passes: the same for the output matrix.
     """
-    stages = [
-        (last - first) * layer_flops(shape, work) * layer_passes
-        for first, last in stage_layers(shape.num_layers, num_stages)
-    ]
+    per_layer = layer_flops(shape, work) * layer_passes
+    stages = [(last - first) * per_layer for first, last in stage_layers(shape.num_layers, num_stages)]
     stages[-1] += head_flops(shape, work) * head_passes
     return max(stages)
 
 
+@lru_cache(maxsize=1024)
 def stage_parameters(shape: ModelShape, num_stages: int, num_experts: float | None = None) -> float:
     """Return the weights of the largest stage: the first has the embedding, the last the head.
 

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from hflow.planner.cost.collectives import LinkTime, all_reduce, send
@@ -71,12 +72,12 @@ def generate(replica: ReplicaCosts, workload: Workload, rollout: RolloutRequest)
     """
     engines, slots = rollout.slots(replica)
     groups: float = math.ceil(rollout.groups / engines)
+    phases: Sequence[DecodePhase]
     if rollout.ahead:
         groups = rollout.groups / engines
-        phases = [_steady_phase(workload, rollout, engines, slots)]
+        phases = (_steady_phase(workload, rollout, engines, slots),)
     else:
-        lengths = _busiest_engine_responses(workload, rollout, int(groups) * rollout.group_size)
-        phases = list(continuous_batching(lengths, workload.prompt, slots))
+        phases = _busiest_engine_phases(workload, rollout, int(groups) * rollout.group_size, slots)
     prompts = work_of([workload.prompt], workload.prompt, 1).share(groups)
     most = max((phase.sequences for phase in phases), default=0)
     full = [phase for phase in phases if phase.sequences >= most / 2]
@@ -135,12 +136,15 @@ def continuous_batching(responses: Iterable[int], prompt: int, slots: int) -> It
             context -= heapq.heappop(running)[1]
 
 
-def _busiest_engine_responses(workload: Workload, rollout: RolloutRequest, num: int) -> list[int]:
-    """Return response lengths on the busiest engine, one of which is the longest of the whole batch."""
+@lru_cache
+def _busiest_engine_phases(
+    workload: Workload, rollout: RolloutRequest, num: int, slots: int
+) -> tuple[DecodePhase, ...]:
+    """Return the phases of the busiest engine with `num` responses, one of which is the batch's longest."""
     lengths = [total - workload.prompt for total in sample_lengths(workload, num, rollout.seed)]
     longest = expected_max(workload, rollout.groups * rollout.group_size)
     lengths[lengths.index(max(lengths))] = max(max(lengths), round(longest))
-    return lengths
+    return tuple(continuous_batching(lengths, workload.prompt, slots))
 
 
 def _steady_phase(workload: Workload, rollout: RolloutRequest, engines: int, slots: int) -> DecodePhase:
@@ -170,11 +174,14 @@ def prefill(replica: ReplicaCosts, prompts: Work) -> list[Part]:
 def _decode(name: str, replica: ReplicaCosts, phases: Sequence[DecodePhase]) -> list[Part]:
     """Return the seconds of decoding, with the limit of most of them."""
     seconds = {COMPUTE: 0.0, MEMORY: 0.0, LATENCY: 0.0}
-    link_time = LinkTime()
+    step_of = DecodeStep(replica)
     for phase in phases:
-        step = decode_step(replica, phase.sequences, phase.context)
+        step = step_of(phase.sequences, phase.context)
         seconds[step.limit] += step.seconds * phase.num_steps
-        link_time += decode_collectives(replica, phase.sequences).times(phase.num_steps)
+    num_steps = sum(phase.num_steps for phase in phases)
+    # The time of collectives is linear in the sequences, so that their mean is enough.
+    sequences = sum(phase.sequences * phase.num_steps for phase in phases) / num_steps if num_steps else 0.0
+    link_time = decode_collectives(replica, sequences).times(num_steps)
     limit = max(seconds, key=seconds.__getitem__)
     return [Part(name, sum(seconds.values()), limit), link_time.part(f"{name} collectives")]
 
@@ -190,26 +197,41 @@ def decode_step(replica: ReplicaCosts, num_sequences: float, context: float) -> 
         num_sequences: how many run.
         context: tokens that all of them have together.
     """
-    t, p = replica.layout.tensor, replica.layout.pipe
-    matrices = token_flops(replica.shape, num_sequences, 0) / (t * p)
-    pairs = token_flops(replica.shape, num_sequences, context) / (t * p) - matrices
-    tokens = num_sequences * cached_tokens(replica.shape, context / num_sequences)
-    cached = kv_entries(replica.shape, t) * replica.weight_bytes * tokens / p
-    memory = replica.rates.memory
-    products = roofline(
-        "decode",
-        matrices / product_rate(replica, num_sequences / p, is_captured=True),
-        _weight_bytes(replica, num_sequences / p) / memory,
-        sharpness=replica.hardware.calibration.memory.sharpness,
-    )
-    attention = roofline("attention", pairs / attention_rate(replica), cached / memory)
-    largest = max(products, attention, key=lambda part: part.seconds)
-    device = products.seconds + attention.seconds
-    launching = p * replica.host_seconds
-    host = replica.host.step_us + replica.host.sequence_us * num_sequences
-    added = (host + replica.host.gap_us * replica.shape.num_layers) * 1e-6
-    is_waiting = max(added, launching) > device
-    return Part("decode", max(device, launching) + added, LATENCY if is_waiting else largest.limit)
+    return DecodeStep(replica)(num_sequences, context)
+
+
+class DecodeStep:
+    """The seconds of `decode_step` for one replica.
+
+    A batch has hundreds of different steps, so what does not depend on the sequences is computed once.
+    """
+
+    def __init__(self, replica: ReplicaCosts) -> None:
+        shape, (t, p) = replica.shape, (replica.layout.tensor, replica.layout.pipe)
+        self._replica = replica
+        self._flops = token_flops(shape, 1, 0) / (t * p)
+        self._pair_seconds = (token_flops(shape, 1, 1) / (t * p) - self._flops) / attention_rate(replica)
+        self._cache_seconds = kv_entries(shape, t) * replica.weight_bytes / p / replica.rates.memory
+        self._weight_bytes = None if shape.experts else _weight_bytes(replica, 1)
+        self._sharpness = replica.hardware.calibration.memory.sharpness
+        self._launching = p * replica.host_seconds
+
+    def __call__(self, num_sequences: float, context: float) -> Part:
+        """Return the seconds of a step; the arguments are those of `decode_step`."""
+        replica, host = self._replica, self._replica.host
+        rows = num_sequences / replica.layout.pipe
+        weights = _weight_bytes(replica, rows) if self._weight_bytes is None else self._weight_bytes
+        tokens = num_sequences * cached_tokens(replica.shape, context / num_sequences)
+        compute = self._flops * num_sequences / product_rate(replica, rows, is_captured=True)
+        products = roofline("decode", compute, weights / replica.rates.memory, sharpness=self._sharpness)
+        attention = roofline("attention", self._pair_seconds * tokens, self._cache_seconds * tokens)
+        largest = products if products.seconds >= attention.seconds else attention
+        device = products.seconds + attention.seconds
+        added = host.step_us + host.sequence_us * num_sequences + host.gap_us * replica.shape.num_layers
+        added *= 1e-6
+        is_waiting = max(added, self._launching) > device
+        limit = LATENCY if is_waiting else largest.limit
+        return Part("decode", max(device, self._launching) + added, limit)
 
 
 def decode_collectives(replica: ReplicaCosts, num_sequences: float) -> LinkTime:

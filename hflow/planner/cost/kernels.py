@@ -58,7 +58,7 @@ def product_rate(replica: ReplicaCosts, rows: float, is_captured: bool = False) 
             (`HostTimes.gap_us`).
     """
     peak = replica.peak_flops
-    rate = replace(replica.matmul, kernel_us=0.0) if is_captured else replica.matmul
+    rate = replica.captured_matmul if is_captured else replica.matmul
     products = layer_products(replica.shape, max(rows, 1.0), replica.layout.tensor, replica.layout.expert)
     flops = sum(2 * rows * inner * columns for rows, inner, columns in products)
     return flops / sum(rate.seconds(*product, peak) for product in products)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Level, NodeSpec
@@ -54,7 +55,6 @@ class Costs:
         self._shapes = dict(plan.shapes)
         num = request.batch * self._stream.group_size
         self._lengths = sample_lengths(workload, num, request.seed)
-        self._longest_link = self._network(range(plan.cluster.num_devices))
         self._replicas: dict[str, ReplicaCosts | None] = {}
         self._rollout = RolloutRequest(
             groups=request.batch,
@@ -63,6 +63,17 @@ class Costs:
             ahead=certified_lag(request.schedule.max_staleness, request.schedule.sync_every),
             seed=request.seed,
         )
+
+    def with_config(self, name: str, config: ModelConfig) -> Costs:
+        """Return the costs of the same plan with another configuration of one replica's model.
+
+        Args:
+            name: of the replica. Its model's dtype stays.
+            config: with as many running sequences as the cache of an engine holds.
+        """
+        replica, other = self._replica(name), copy(self)
+        other._replicas = {name: replica and replace(replica, config=config)}
+        return other
 
     def source(self) -> Parts:
         """Return the time of one whole batch. The engines of an episode take turns.
@@ -119,8 +130,12 @@ class Costs:
 
     def _network(self, workers: Sequence[int]) -> Link:
         """Return the link over which workers on different machines exchange."""
-        ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware)
-        return self._hardware.inter if ranks.racks > 1 else self._hardware.within_rack
+        racks = {self._hardware.rack_of(worker) for worker in workers}
+        return self._hardware.inter if len(racks) > 1 else self._hardware.within_rack
+
+    @cached_property
+    def _longest_link(self) -> Link:
+        return self._network((0, self._plan.cluster.num_devices - 1))
 
     def wake_with_kept_weights(self, engine: str) -> Parts:
         """Return the time in which an engine that kept a copy of its weights takes them back."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from hflow.config.schema import ModelConfig
@@ -81,32 +82,37 @@ class ReplicaCosts:
         """The precision of its matrices."""
         return self.low_dtype or self.config.compute_dtype
 
-    @property
+    @cached_property
     def rates(self) -> Rates:
         """Attainable rates of one device, with large matrices."""
         return Rates.of(self.hardware, self.dtype)
 
-    @property
+    @cached_property
     def peak_flops(self) -> float:
         """FLOP/s of one device's data sheet."""
         return self.hardware.device.tflops[self.dtype] * 1e12
 
-    @property
+    @cached_property
     def matmul(self) -> MatmulRate:
         """What products of matrices reach of that."""
         return self.hardware.calibration.matmul_rate(self.dtype)
 
-    @property
+    @cached_property
+    def captured_matmul(self) -> MatmulRate:
+        """The same if a CUDA graph launches them, so that a kernel takes no time besides."""
+        return replace(self.matmul, kernel_us=0.0)
+
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of an activation."""
         return DTYPE_BYTES[self.config.compute_dtype]
 
-    @property
+    @cached_property
     def weight_bytes(self) -> float:
         """Bytes of a weight, and of a number in the KV cache."""
         return LOW_BYTES[self.low_dtype] if self.low_dtype else self.itemsize
 
-    @property
+    @cached_property
     def stage_weights(self) -> float:
         """Number of weights that a rank of the largest stage holds, or would without sharding over data."""
         experts = self.shape.experts
@@ -119,7 +125,7 @@ class ReplicaCosts:
         whole = stage_parameters(self.shape, self.layout.pipe) / self.layout.tensor
         return self.layout.num_copies * self.stage_weights / whole
 
-    @property
+    @cached_property
     def token_share(self) -> int:
         """Number of ranks that divide the tokens between the matrices (sequence parallelism)."""
         on_cpu = self.hardware.device.type == "cpu"
@@ -130,7 +136,7 @@ class ReplicaCosts:
         """The link between two pipeline stages."""
         return self.pipe.slowest_link(self.hardware)
 
-    @property
+    @cached_property
     def host_seconds(self) -> float:
         """Seconds that the host needs to launch one pass through the layers of a stage."""
         return self.host.layer_us * 1e-6 * self.shape.num_layers / self.layout.pipe

@@ -62,10 +62,10 @@ def roofline(
         host: seconds that the host needs to launch the kernels, which it does ahead of the device.
         sharpness: of the corner between arithmetic and memory (`MemoryRate.sharpness`).
     """
-    seconds = {COMPUTE: compute, MEMORY: memory, LATENCY: host}
-    limit = max(seconds, key=seconds.__getitem__)
+    longest = max(compute, memory, host)
+    limit = COMPUTE if longest == compute else MEMORY if longest == memory else LATENCY
     if sharpness is None:
-        return Part(name, seconds[limit], limit)
+        return Part(name, longest, limit)
     device = (compute**sharpness + memory**sharpness) ** (1 / sharpness)
     return Part(name, max(device, host), limit)
 

@@ -166,7 +166,7 @@ def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage:
     output_place = "embedding" if shape.is_tied else "head"
     embedding = [spec for spec in rest if spec.location == "embedding" and stage == 0]
     output = [spec for spec in rest if spec.location == output_place and is_last and shape.head == "lm"]
-    runs = list(equal_layers(shape, first, last))
+    runs = equal_layers(shape, first, last)
     templates = [layer_template(shape, start) for start, _ in runs]
     whole = [_num_elements(template, whole_traits, layout) for template in templates]
     experts = [

@@ -109,22 +109,26 @@ def _slice_buckets(rank: Rank) -> Items:
     """
     copies = rank.width < FP32_BYTES or not _shards_weights(rank)
     if rank.on_cpu:
-        num_bytes = (2 if copies else 1) * max(_buckets(_slice_sizes(rank), BUCKET_BYTES))
+        num_bytes = (2 if copies else 1) * _largest_slice_bucket(rank)
     else:
-        num_bytes = max(_slice_sizes(rank)) if copies else 0
+        num_bytes = rank.width * -(-largest_tensor(rank.shape) // _num_slices(rank)) if copies else 0
     return item(MemoryCategory.BUFFERS, num_bytes, "buckets")
 
 
 def _changes(rank: Rank) -> Items:
     """Return what it takes to find the changes of a bucket."""
-    num_entries = max(_buckets(_slice_sizes(rank), BUCKET_BYTES)) // rank.width
+    num_entries = _largest_slice_bucket(rank) // rank.width
     return item(MemoryCategory.BUFFERS, COMPARE_BYTES * num_entries, "changes")
 
 
-def _slice_sizes(rank: Rank) -> list[int]:
-    """Return the bytes of this rank's slice of each tensor."""
-    num_parts = rank.num_copies if _shards_weights(rank) else rank.tensor
-    return [rank.width * -(-size // num_parts) for size in piece_sizes(rank.shape)]
+def _largest_slice_bucket(rank: Rank) -> int:
+    """Return the bytes of the largest bucket of this rank's slices."""
+    return largest_bucket(rank.shape, rank.width, num_parts=_num_slices(rank))
+
+
+def _num_slices(rank: Rank) -> int:
+    """Return the number of parts into which ranks divide each tensor."""
+    return rank.num_copies if _shards_weights(rank) else rank.tensor
 
 
 def _gather_bucket(rank: Rank, width: int) -> Items:
@@ -136,7 +140,7 @@ def _gather_bucket(rank: Rank, width: int) -> Items:
     if rank.replica.layout.world == 1:
         num_bytes = width * largest_tensor(rank.shape) if casts else 0
     else:
-        num_parts = rank.num_copies if _shards_weights(rank) else rank.tensor
+        num_parts = _num_slices(rank)
         minimum = BUCKET_BYTES * (1 if _shards_weights(rank) else num_parts)
         bucket = largest_bucket(rank.shape, width, minimum)
         copy = bucket if rank.on_cpu else width * largest_tensor(rank.shape)
@@ -162,9 +166,16 @@ def piece_sizes(shape: ModelShape) -> tuple[int, ...]:
 
 
 @lru_cache
-def largest_bucket(shape: ModelShape, width: int, minimum: int = BUCKET_BYTES) -> int:
-    """Return the bytes of the largest bucket of tensors in the checkpoint's order."""
-    return max(_buckets((width * size for size in piece_sizes(shape)), minimum))
+def largest_bucket(shape: ModelShape, width: int, minimum: int = BUCKET_BYTES, num_parts: int = 1) -> int:
+    """Return the bytes of the largest bucket of tensors in the checkpoint's order.
+
+    Args:
+        shape: the model.
+        width: bytes of a number.
+        minimum: bytes at which a bucket is closed.
+        num_parts: equal parts of each tensor, of which the bucket has one.
+    """
+    return max(_buckets((width * -(-size // num_parts) for size in piece_sizes(shape)), minimum))
 
 
 def _buckets(sizes: Iterable[int], minimum: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from hflow.planner.ir import ClusterSpec
@@ -62,7 +62,7 @@ def assign_devices(
     Returns:
         The devices of each group, or None if the groups cannot be placed like this.
     """
-    gaps = [list(run) for run in _by_machine(devices, cluster)]
+    gaps = [list(run) for run in _by_machine(tuple(devices), cluster)]
     given: dict[int, Devices] = {}
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         taken = _take(sizes[index], gaps, cluster.devices_per_node)
@@ -81,23 +81,25 @@ def _take(size: int, gaps: list[list[int]], per_machine: int) -> Devices | None:
         taken, gap[:] = gap[:size], gap[size:]
         return tuple(taken)
     for first in range(len(gaps)):
+        if len(gaps[first]) < per_machine:
+            continue
         found: list[int] = []
-        for gap in gaps[first:]:
-            if len(gap) != per_machine and len(found) + len(gap) < size:
+        for last in range(first, len(gaps)):
+            gap = gaps[last]
+            if len(gap) < per_machine and len(found) + len(gap) < size:
                 break
             found += gap
             if len(found) >= size:
-                break
-        if len(found) >= size and len(gaps[first]) == per_machine:
-            taken_set = set(found[:size])
-            for gap in gaps:
-                gap[:] = [device for device in gap if device not in taken_set]
-            return tuple(found[:size])
+                for used in gaps[first:last]:
+                    used.clear()
+                gap[:] = found[size:]
+                return tuple(found[:size])
     return None
 
 
-def _by_machine(devices: Sequence[int], cluster: ClusterSpec) -> Iterator[list[int]]:
+@lru_cache(maxsize=8)
+def _by_machine(devices: Devices, cluster: ClusterSpec) -> tuple[Devices, ...]:
     machines: dict[int, list[int]] = {}
     for device in devices:
         machines.setdefault(cluster.node_of(device), []).append(device)
-    yield from machines.values()
+    return tuple(tuple(run) for run in machines.values())

@@ -86,7 +86,7 @@ class Evaluator:
             rest = tuple(r.name for r in self.problem.base.replicas if r.name not in block)
             plan = self.problem.structure([block, rest] if rest else [block])
             group = next(group for group in plan.groups if group.name == group_name(block))
-            self._phases[block] = group_phases(MemoryContext(plan, self.problem.request), group)
+            self._phases[block] = tuple(group_phases(MemoryContext(plan, self.problem.request), group))
         return self._phases[block]
 
     def apart(self, block: Sequence[str]) -> frozenset[str]:

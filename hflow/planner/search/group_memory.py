@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from hflow.planner.backends import engine_kind
@@ -37,7 +38,7 @@ class Fit:
 NODE = "node"
 """Any phase in which engines sleep."""
 
-Phases = Sequence[tuple[str, frozenset[str]]]
+Phases = tuple[tuple[str, frozenset[str]], ...]
 """The phases of a group's step, each with the replicas that have inferred since they trained."""
 
 
@@ -53,6 +54,18 @@ class _Profile:
     """Of a generation replica: its fullest rank, its load, and the bytes of a decode step."""
 
 
+@dataclass(frozen=True)
+class _PhaseBytes:
+    """The same for the phases of one group."""
+
+    phases: tuple[int, ...]
+    """In each phase, without caches and the steps of engines."""
+    generating: int
+    """While engines generate; 0 in a group without engines."""
+    smallest: tuple[int, ...]
+    """In each phase, with the step and the smallest cache of an engine; without phases these alone."""
+
+
 class GroupMemory:
     """The memory of groups of replicas for any of their options."""
 
@@ -61,6 +74,8 @@ class GroupMemory:
         self._table = table
         self._plan = problem.base
         self._profiles: dict[tuple[ReplicaOption, bool], _Profile] = {}
+        self._phase_bytes: dict[tuple[Phases, ReplicaOption, bool], _PhaseBytes] = {}
+        self._contexts: dict[tuple[str, bool, bool], MemoryContext] = {}
         self.runtime = round(problem.hardware.device.overhead_gib * GIB)
         self._held_by_layout: dict[Hashable, dict[tuple[str, bool], int]] = {}
         self._nodes_of: dict[str, list[str]] = {}
@@ -74,23 +89,7 @@ class GroupMemory:
         An option is of no use beside one that is at least as fast and as small everywhere. More sequences
         at once may not fit beside other replicas, so a different `max_running` counts as a different size.
         """
-        profile = self._profile(option, option.replica.model in apart)
-        rows: list[int] = []
-        for phase, inferred in phases:
-            key = option.name in inferred
-            running = profile.running.get((phase, key))
-            kind = phase if phase in (GENERATE, WAKE) else NODE
-            rows.append(profile.held[kind, key] if running is None else running)
-        if profile.engine is not None:
-            rank, load, step = profile.engine
-            smallest = engine_kind(rank.replica.backend).memory.cache_bytes(rank, load, 0, 0)
-            rows = [
-                row + (step + smallest if phase == GENERATE else 0)
-                for row, (phase, _) in zip(rows, phases, strict=True)
-            ]
-            if not phases:
-                rows = [step + smallest]
-        return tuple(rows)
+        return self._bytes_in(phases, option, option.replica.model in apart).smallest
 
     def fit(self, phases: Phases, options: Sequence[ReplicaOption], apart: Container[str]) -> Fit:
         """Return the memory of a device with one option of each replica of a group.
@@ -100,44 +99,64 @@ class GroupMemory:
             options: one for each replica.
             apart: models whose engines are in another group than their trainer.
         """
-        profiles = [self._profile(option, option.replica.model in apart) for option in options]
+        rows = [self._bytes_in(phases, option, option.replica.model in apart) for option in options]
         capacity, on_cpu = self._problem.cluster.memory_bytes, self._problem.cluster.device == "cpu"
-        used, caches, batches = self.runtime, 0, {}
-        for option, profile in zip(options, profiles, strict=True):
-            used += profile.held[GENERATE, self._was_inferred(phases, option)]
-        for option, profile in zip(options, profiles, strict=True):
-            if profile.engine is None:
+        used, caches, batches = self.runtime + sum(row.generating for row in rows), 0, {}
+        for option in options:
+            engine = self._profile(option, option.replica.model in apart).engine
+            if engine is None:
                 continue
-            rank, load, step = profile.engine
+            rank, load, step = engine
             memory = engine_kind(rank.replica.backend).memory
             used += step
             cache = memory.cache_bytes(rank, load, capacity, used)
             used, caches = used + cache, caches + cache
-            batch = memory.max_sequences(rank, cache, self._mean_length(option.name))
+            batch = memory.max_sequences(rank, cache, self._mean_lengths[option.name])
             if batch is not None:
                 batches[option.name] = batch
         largest, fullest = self.runtime, ""
-        for phase, inferred in phases:
-            total = used
-            if phase != GENERATE:
-                total = self.runtime + (caches if on_cpu else 0)
-                kind = phase if phase == WAKE else NODE
-                for option, profile in zip(options, profiles, strict=True):
-                    key = option.name in inferred
-                    running = profile.running.get((phase, key))
-                    total += profile.held[kind, key] if running is None else running
+        base = self.runtime + (caches if on_cpu else 0)
+        sums = [sum(column) for column in zip(*(row.phases for row in rows), strict=True)]
+        for (phase, _), num_bytes in zip(phases, sums, strict=True):
+            total = used if phase == GENERATE else base + num_bytes
             if total > largest:
                 largest, fullest = total, phase
         return Fit(largest, fullest, batches)
 
-    def _was_inferred(self, phases: Phases, option: ReplicaOption) -> bool:
-        return any(option.name in inferred for phase, inferred in phases if phase == GENERATE)
+    def _bytes_in(self, phases: Phases, option: ReplicaOption, is_apart: bool) -> _PhaseBytes:
+        key = phases, option, is_apart
+        if key not in self._phase_bytes:
+            self._phase_bytes[key] = self._sum_phases(phases, option, is_apart)
+        return self._phase_bytes[key]
 
-    def _mean_length(self, replica: str) -> float:
-        """Return the mean tokens of a sequence of the stream that an engine generates first."""
-        streams = [s for s in self._plan.schedule.streams if replica in s.replicas]
-        lengths: Workload = self._table.workloads[streams[0].name]
-        return lengths.prompt + expected_max(lengths, 1)
+    def _sum_phases(self, phases: Phases, option: ReplicaOption, is_apart: bool) -> _PhaseBytes:
+        profile = self._profile(option, is_apart)
+        rows: list[int] = []
+        generating = added = 0
+        if profile.engine is not None:
+            rank, load, step = profile.engine
+            added = step + engine_kind(rank.replica.backend).memory.cache_bytes(rank, load, 0, 0)
+        for phase, inferred in phases:
+            key = option.name in inferred
+            running = profile.running.get((phase, key))
+            kind = phase if phase in (GENERATE, WAKE) else NODE
+            rows.append(profile.held[kind, key] if running is None else running)
+            if phase == GENERATE:
+                generating = rows[-1]
+        smallest = [
+            row + (added if phase == GENERATE else 0) for row, (phase, _) in zip(rows, phases, strict=True)
+        ]
+        return _PhaseBytes(tuple(rows), generating, tuple(smallest or [added]))
+
+    @cached_property
+    def _mean_lengths(self) -> Mapping[str, float]:
+        """Engine -> mean tokens of a sequence of the stream that it generates first."""
+        means: dict[str, float] = {}
+        for stream in self._plan.schedule.streams:
+            lengths: Workload = self._table.workloads[stream.name]
+            for replica in stream.replicas:
+                means.setdefault(replica, lengths.prompt + expected_max(lengths, 1))
+        return means
 
     def _profile(self, option: ReplicaOption, is_apart: bool) -> _Profile:
         key = option, is_apart
@@ -169,15 +188,14 @@ class GroupMemory:
         return _Profile(held, running, engine)
 
     def _context(self, option: ReplicaOption, is_apart: bool) -> MemoryContext:
-        request = self._problem.request
-        request = replace(
-            request,
-            models={**request.models, option.replica.model: option.config},
-            schedule=replace(request.schedule, max_concurrent=self._table.in_flight),
-        )
-        schedule = replace(self._plan.schedule, settings=request.schedule)
-        plan = replace(self._plan, weights=self._routes(option, is_apart), schedule=schedule)
-        return MemoryContext(plan, request)
+        """Return what the memory of a rank depends on besides the rank itself."""
+        key = option.name, is_apart, option.layout.world == 1
+        if key not in self._contexts:
+            settings = replace(self._problem.request.schedule, max_concurrent=self._table.in_flight)
+            schedule = replace(self._plan.schedule, settings=settings)
+            plan = replace(self._plan, weights=self._routes(option, is_apart), schedule=schedule)
+            self._contexts[key] = MemoryContext(plan, self._problem.request)
+        return self._contexts[key]
 
     def _ranks(self, option: ReplicaOption) -> list[Rank]:
         """Return the ranks among which the fullest is: those of the first and the last stage."""
@@ -193,7 +211,7 @@ class GroupMemory:
 
         No size of micro-batches plays a role in this, so options that differ in nothing else share it.
         """
-        key = (option.name, option.layout, option.config.gen, rank.stage, is_apart)
+        key = (option.name, option.layout, option.config.gen.max_running, rank.stage, is_apart)
         if key not in self._held_by_layout:
             held = {}
             for kind in (GENERATE, WAKE, NODE):

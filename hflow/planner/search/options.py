@@ -14,7 +14,7 @@ from hflow.planner.cost.nodes import Costs
 from hflow.planner.data.minibatches import heaviest_loads
 from hflow.planner.forecast import EdgeTraffic, Pace
 from hflow.planner.graph_queries import root_stream
-from hflow.planner.ir import EngineChoice, Replica, ScheduledNode
+from hflow.planner.ir import EngineChoice, Plan, Replica, ScheduledNode
 from hflow.planner.layout import Layout
 from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import ModelShape, kinds_of_layers, other_tensors
@@ -82,10 +82,10 @@ class OptionTable:
         self._tables: dict[tuple[str, Devices], tuple[ReplicaOption, ...]] = {}
         self._with_cache: dict[tuple[ReplicaOption, int], ReplicaOption] = {}
         self._waking: dict[ReplicaOption, float] = {}
+        self._costs: dict[Replica, Costs] = {}
         self._imbalance: dict[tuple[str, int], float] = {}
         self.events = SteadyEvents(problem.base.schedule)
         self.workloads = dict(stream_workloads(problem.base, problem.request))
-        self.num_costed = 0
 
     def options(self, name: str, devices: Devices) -> tuple[ReplicaOption, ...]:
         """Return the options of a replica on some devices: the fastest first, then the fewest cuts."""
@@ -107,7 +107,7 @@ class OptionTable:
     def waking(self, option: ReplicaOption) -> float:
         """Return the seconds in which an engine that kept its weights takes them back."""
         if option not in self._waking:
-            costs = self._costs(option.replica, (), option.config)
+            costs = self._costs_of(option.replica)
             self._waking[option] = _seconds(costs.wake_with_kept_weights(option.name))
         return self._waking[option]
 
@@ -132,12 +132,8 @@ class OptionTable:
     @cached_property
     def constant_seconds(self) -> Mapping[str, float]:
         """Node without a model -> its seconds."""
-        costs = self._costs(None, (), None)
-        seconds = {}
-        for node in self._base.schedule.nodes:
-            if node.stream == self.events.stream.name and not self._replica_of(node):
-                seconds[node.name] = _seconds(costs.node(node))
-        return seconds
+        costs = self._make_costs(self._base)
+        return {node.name: _seconds(costs.node(node)) for node in self._nodes_of.get("", ())}
 
     @cached_property
     def longest(self) -> int:
@@ -249,46 +245,44 @@ class OptionTable:
         self, replica: Replica, config: ModelConfig, largest_batch: int | None = None
     ) -> ReplicaOption:
         """Return an option with a given configuration, and what the cache of an engine holds."""
-        self.num_costed += 1
-        engines = (EngineChoice(replica.name, replica.backend, "", None, largest_batch),)
-        costs = self._costs(replica, engines, config)
+        limited = config
+        if largest_batch is not None and largest_batch < config.gen.max_running:
+            limited = replace(config, gen=replace(config.gen, max_running=largest_batch))
+        costs = self._costs_of(replica).with_config(replica.name, limited)
         seconds: dict[str, float] = {}
         total = 0.0
         if replica.role == "gen" and replica.name in self.events.stream.replicas:
             parts = costs.source()
             seconds[f"{replica.name} source"] = total = _seconds(parts)
-        for node in self._base.schedule.nodes:
-            if node.stream == self.events.stream.name and self._replica_of(node) == replica.name:
-                seconds[node.name] = _seconds(costs.node(node))
-                if node.after + node.every < self._base.schedule.num_steps or node.every == 1:
-                    total += seconds[node.name] * self.events.num_executions(node) / node.every
+        for node in self._nodes_of.get(replica.name, ()):
+            seconds[node.name] = _seconds(costs.node(node))
+            if node.after + node.every < self._base.schedule.num_steps or node.every == 1:
+                total += seconds[node.name] * self.events.num_executions(node) / node.every
         return ReplicaOption(replica, config, seconds, total)
 
-    def _costs(
-        self, replica: Replica | None, engines: tuple[EngineChoice, ...], config: ModelConfig | None
-    ) -> Costs:
-        """Return the costs of a plan with one replica."""
-        request, base = self._problem.request, self._base
-        stream = self.events.stream
+    def _costs_of(self, replica: Replica) -> Costs:
+        """Return the costs of a plan with one replica and the configured model."""
+        if replica not in self._costs:
+            stream = self.events.stream
+            stream = replace(stream, replicas=tuple(n for n in stream.replicas if n == replica.name))
+            schedule = replace(
+                self._base.schedule, streams=(stream, *self._base.schedule.streams[1:]), shared=()
+            )
+            plan = replace(self._base, replicas=(replica,), schedule=schedule)
+            self._costs[replica] = self._make_costs(plan, self._traffic(replica))
+        return self._costs[replica]
+
+    def _make_costs(self, plan: Plan, traffic: tuple[EdgeTraffic, ...] = ()) -> Costs:
+        request = self._problem.request
         request = replace(request, schedule=replace(request.schedule, max_concurrent=self.in_flight))
-        replicas: tuple[Replica, ...] = base.replicas
-        traffic: tuple[EdgeTraffic, ...] = ()
-        if replica is not None and config is not None:
-            names = tuple(name for name in stream.replicas if name == replica.name)
-            stream = replace(stream, replicas=names)
-            replicas = (replica,)
-            request = replace(request, models={**request.models, replica.model: config})
-            traffic = self._traffic(replica)
-        schedule = replace(base.schedule, streams=(stream, *base.schedule.streams[1:]), shared=())
-        plan = replace(base, replicas=replicas, engines=engines, schedule=schedule)
-        return Costs(plan, request, self._problem.hardware, self.workloads[stream.name], traffic)
+        workload = self.workloads[self.events.stream.name]
+        return Costs(replace(plan, engines=()), request, self._problem.hardware, workload, traffic)
 
     def _traffic(self, replica: Replica) -> tuple[EdgeTraffic, ...]:
         """Return the imbalance of each node of a replica, without the bytes that its inputs move."""
         rows = []
-        for node in self._base.schedule.nodes:
-            is_here = node.stream == self.events.stream.name and self._replica_of(node) == replica.name
-            if is_here and node.name in self._rules:
+        for node in self._nodes_of.get(replica.name, ()):
+            if node.name in self._rules:
                 imbalance = self._imbalance_of(node.name, replica.layout.data)
                 rows.append(EdgeTraffic(node.name, 0, 0, 0, imbalance, (), 0))
         return tuple(rows)
@@ -314,8 +308,15 @@ class OptionTable:
             self._imbalance[key] = sum(loads) * num_ranks / sum(lengths)
         return self._imbalance[key]
 
-    def _replica_of(self, node: ScheduledNode) -> str:
-        return next(iter(self._base.placement(node.name).replicas), "")
+    @cached_property
+    def _nodes_of(self) -> Mapping[str, Sequence[ScheduledNode]]:
+        """Replica -> the nodes of the trained stream that run on it; those without a model are under ""."""
+        nodes: dict[str, list[ScheduledNode]] = {}
+        for node in self._base.schedule.nodes:
+            if node.stream == self.events.stream.name:
+                replica = next(iter(self._base.placement(node.name).replicas), "")
+                nodes.setdefault(replica, []).append(node)
+        return nodes
 
 
 def _without_larger(options: Iterable[ReplicaOption]) -> list[ReplicaOption]:
