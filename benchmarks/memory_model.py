@@ -41,7 +41,7 @@ from hflow.backends.interface import (
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import GenConfig, ModelConfig, OptimConfig, ScheduleConfig, WorkloadConfig
 from hflow.data.batch import Batch, Column
-from hflow.dsl import bind
+from hflow.dsl import apply_overrides
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Read
 from hflow.planner.architectures import read_shape
@@ -176,7 +176,7 @@ def predicted(case: Case) -> dict[str, int]:
         schedule=ScheduleConfig(max_concurrent=case.sequences * case.dp),
         workload=WorkloadConfig(case.tokens // 4, case.tokens * 3 / 4, 0.6 if case.varied else 0.0),
     )
-    plan = compile_plan(build_graph(bind(RECIPE.spec(), {})), request)
+    plan = compile_plan(build_graph(apply_overrides(RECIPE.spec(), {})), request)
     rows = [row for row in memory_phases(plan, request) if row.phase == NODES[case.phase]]
     items = []
     for row in rows:

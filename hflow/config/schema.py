@@ -218,6 +218,9 @@ class RunConfig:
     """The link between machines, such as `ib-ndr`; null: the device's usual one."""
     calibration: str | None = None
     """File of what programs reach on these devices, as `hflow profile` writes it; null: shipped figures."""
+    calibrate: str | None = None
+    """A run whose measured seconds correct the figures, and whose lengths hold where `workload` leaves them
+    open: its directory, or NAME for the latest run in `runs/NAME`; null: none."""
     device_memory_gib: StrictFloat | None = Field(default=None, ge=0)
     """Memory of one device that the plan may use; null: all of it."""
     placement: str | None = None

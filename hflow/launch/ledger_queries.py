@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hflow.config import RunConfig
-from hflow.errors import ConfigError, nearest
-from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.launch.find_run import find_run
 from hflow.runtime.ledger.query import QueryResult, count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.runtime.ledger.schema import COLUMNS
@@ -48,13 +46,4 @@ def count_samples(run: str, where: str | None = None) -> int:
 
 
 def _ledger(run: str) -> Path:
-    out = Path(RunConfig.out)
-    for path in (Path(run), Path(run) / "latest", out / run / "latest"):
-        ledger = RunDirectory(path).ledger
-        if ledger.is_file():
-            return ledger
-    names = [path.name for path in out.iterdir()] if out.is_dir() else []
-    raise ConfigError(
-        f"there is no run {run!r} with a ledger; give a run's directory, such as {out}/NAME/latest, or NAME "
-        f"for the latest run in {out}/NAME{nearest(run, names)}"
-    )
+    return find_run(run, "ledger.sqlite").ledger

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hflow.config import ModelConfig, RunConfig, flatten
 from hflow.config.hardware import HardwareKind, read_figures, read_hardware
+from hflow.config.schema import WorkloadConfig
 from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import Graph, NodeSpec
 from hflow.graph.model import Model
@@ -21,6 +22,9 @@ from hflow.planner.ir import ClusterSpec
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.request import PlanRequest
 from hflow.validation import from_mapping
+
+if TYPE_CHECKING:
+    from hflow.launch.profiling.from_run import LearnedFromRun
 
 T = TypeVar("T", Device, Link, Calibration)
 
@@ -43,8 +47,9 @@ def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec
     """Return the cluster of a configuration, and the figures of its devices and links.
 
     Raises:
-        ConfigError: for an unknown link, or a hardware file that is not right.
-        PlanError: for an unknown device.
+        ConfigError: for an unknown link, a hardware file that is not right, or a run that `calibrate` cannot
+            learn from.
+        PlanError: for an unknown device, or figures of other devices.
     """
     devices, links = known_devices(recipe), known_links(recipe)
     cluster = parse_cluster(config.cluster, devices)
@@ -64,9 +69,20 @@ def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec
     if device.rack is not None:
         rack = _link(f"hardware.devices.{device.name}.rack.link", device.rack.link, links)
         _check_racks(cluster, device.rack.devices)
-    return cluster, Hardware(
-        device, intra, inter, host, device_calibration(device, recipe, config.calibration), rack
-    )
+    if config.calibrate is None:
+        calibration = device_calibration(device, recipe, config.calibration)
+    elif config.calibration is None:
+        calibration = _learned(config.calibrate, device.name).calibration
+    else:
+        raise ConfigError("calibration and calibrate are both set; remove one of them")
+    return cluster, Hardware(device, intra, inter, host, calibration, rack)
+
+
+def _learned(run: str, device: str) -> LearnedFromRun:
+    """Return what a run measured. Reading it compiles its plan, with this module."""
+    from hflow.launch.profiling.from_run import learn_from_run
+
+    return learn_from_run(run, device)
 
 
 def device_calibration(device: Device, recipe: str | Path, file: str | None = None) -> Calibration:
@@ -166,10 +182,22 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         save_every=config.save_every,
         seed=config.seed,
         hardware=hardware,
-        workload=config.workload,
+        workload=_workload(config, hardware.device.name),
         settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
         engine_problems=engine_problems(cluster.device),
         warnings=(*overruled_architectures(config), *_untrained_warnings(config, graph)),
+    )
+
+
+def _workload(config: RunConfig, device: str) -> WorkloadConfig:
+    """Return the lengths of samples; those of the run of `calibrate` where none are configured."""
+    if config.calibrate is None:
+        return config.workload
+    found, asked = _learned(config.calibrate, device).workload, config.workload
+    return WorkloadConfig(
+        prompt=asked.prompt or found.prompt,
+        response_mean=asked.response_mean or found.response_mean,
+        response_cv=found.response_cv if asked.response_cv is None else asked.response_cv,
     )
 
 

@@ -1,8 +1,8 @@
 """`Calibration`: what programs reach beyond data sheets, and what host, disks and copies take.
 
 Every empirical number of the cost model is here, in one file format. hflow ships figures by generation of
-devices (`configs/hardware/calibrations`), fitted to published measurements (`benchmarks/cost_model`). A file
-that was measured on the hardware at hand replaces them: `calibration=FILE`.
+devices (`configs/hardware/calibrations`), fitted to published measurements (`benchmarks/cost_model`). Figures
+that were measured on the hardware at hand replace them: `calibration=FILE`, or `calibrate=RUN`.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class HostTimes:
     """Time that the host of a backend or engine takes, in microseconds, and rates of its own kernels."""
 
     layer_us: NonNegative = 0.0
-    """To launch the kernels of one layer in one pass, forward or backward. The host does this ahead of the
-    device, so it is a minimum and is not added. 0 with CUDA graphs."""
+    """To launch the kernels of one layer in one pass, forward or backward. The host of a GPU does this ahead
+    of it, so that it is a minimum and is not added; on a CPU it is added. 0 with CUDA graphs."""
     gap_us: NonNegative = 0.0
     """Per layer of a decode step, added: gaps between kernels that a CUDA graph leaves."""
     step_us: NonNegative = 0.0
@@ -148,6 +148,9 @@ class Calibration:
     overlap_cost: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
     """Seconds that computation loses for each second of collectives that run beside it, as both need the
     device's units and memory."""
+    node_us: NonNegative = 0.0
+    """Microseconds of each execution of a batch node besides its work: messages to its workers and back, and
+    what the controller does in between."""
     is_measured: StrictBool = False
     """Whether it was measured on the user's hardware, rather than shipped with hflow."""
     missed: FrozenMapping[str, NonNegative] = Field(default_factory=dict)

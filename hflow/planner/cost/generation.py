@@ -164,7 +164,13 @@ def prefill(replica: ReplicaCosts, prompts: Work) -> list[Part]:
     link_time = all_reduce(message, replica.tensor, replica.hardware)
     num_reduces = 2 * replica.shape.num_layers / layout.pipe * num if layout.tensor > 1 else 0
     return [
-        roofline("prefill", compute, weights / replica.rates.memory, num * replica.host_seconds),
+        roofline(
+            "prefill",
+            compute,
+            weights / replica.rates.memory,
+            num * replica.host_seconds,
+            is_ahead=replica.launches_ahead,
+        ),
         (link_time.times(num_reduces) + expert_exchange(replica, prompts.rows / num).times(num)).part(
             "prefill collectives"
         ),
@@ -231,7 +237,8 @@ class DecodeStep:
         added *= 1e-6
         is_waiting = max(added, self._launching) > device
         limit = LATENCY if is_waiting else largest.limit
-        return Part("decode", max(device, self._launching) + added, limit)
+        seconds = max(device, self._launching) if replica.launches_ahead else device + self._launching
+        return Part("decode", seconds + added, limit)
 
 
 def decode_collectives(replica: ReplicaCosts, num_sequences: float) -> LinkTime:

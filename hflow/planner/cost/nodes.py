@@ -14,7 +14,7 @@ from hflow.planner.cost.collectives import RankPlacement
 from hflow.planner.cost.flops import Work, work_of
 from hflow.planner.cost.generation import RolloutRequest, generate, seconds_per_token
 from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.roofline import COMPUTE, Part
+from hflow.planner.cost.roofline import COMPUTE, LATENCY, Part
 from hflow.planner.cost.training import forward, train, update
 from hflow.planner.cost.transfers import (
     keep_weights,
@@ -112,7 +112,13 @@ class Costs:
         if node.level is not Level.BATCH:
             moving = [replace(part, seconds=part.seconds / self._num_firings(node)) for part in moving]
         body = self._body(node, edge)
-        return None if body is None else [*moving, *body]
+        return None if body is None else [*self._messages(node), *moving, *body]
+
+    def _messages(self, node: ScheduledNode) -> list[Part]:
+        """Return the time between controller and workers of a batch node."""
+        is_batch = node.level is Level.BATCH
+        seconds = self._hardware.calibration.node_us * 1e-6 if is_batch else 0.0
+        return [Part("messages", seconds, LATENCY)]
 
     def weights(self, route: WeightRoute) -> Parts:
         """Return the time in which an engine loads new weights."""

@@ -136,6 +136,11 @@ class ReplicaCosts:
         """The link between two pipeline stages."""
         return self.pipe.slowest_link(self.hardware)
 
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether the host launches kernels while the device computes; a CPU device is its own host."""
+        return self.hardware.device.type != "cpu"
+
     @cached_property
     def host_seconds(self) -> float:
         """Seconds that the host needs to launch one pass through the layers of a stage."""

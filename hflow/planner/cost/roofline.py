@@ -51,7 +51,12 @@ class Part:
 
 
 def roofline(
-    name: str, compute: float, memory: float, host: float = 0.0, sharpness: float | None = None
+    name: str,
+    compute: float,
+    memory: float,
+    host: float = 0.0,
+    sharpness: float | None = None,
+    is_ahead: bool = True,
 ) -> Part:
     """Return the seconds of work that computes while it reads and writes memory, and while the host launches.
 
@@ -59,15 +64,15 @@ def roofline(
         name: of the part.
         compute: seconds of its arithmetic.
         memory: seconds of its memory traffic.
-        host: seconds that the host needs to launch the kernels, which it does ahead of the device.
+        host: seconds that the host needs to launch the kernels.
         sharpness: of the corner between arithmetic and memory (`MemoryRate.sharpness`).
+        is_ahead: whether the host launches ahead of the device. A CPU is both, so that its times add up.
     """
-    longest = max(compute, memory, host)
+    longest, device = max(compute, memory, host), max(compute, memory)
     limit = COMPUTE if longest == compute else MEMORY if longest == memory else LATENCY
-    if sharpness is None:
-        return Part(name, longest, limit)
-    device = (compute**sharpness + memory**sharpness) ** (1 / sharpness)
-    return Part(name, max(device, host), limit)
+    if sharpness is not None:
+        device = (compute**sharpness + memory**sharpness) ** (1 / sharpness)
+    return Part(name, max(device, host) if is_ahead else device + host, limit)
 
 
 def node_time(node: str, parts: Iterable[Part]) -> NodeTime:

@@ -92,6 +92,7 @@ def _layer_passes(
         pass_seconds(replica, work, num, layer_passes, head_passes),
         num * layer_passes * _stage_bytes(replica) / replica.rates.memory,
         num * num_passes * replica.host_seconds,
+        is_ahead=replica.launches_ahead,
     )
     all_reduces = _tensor_all_reduces(replica, work, num, num_passes)
     stage_transfers = _stage_sends(replica, work, num, num_passes)
