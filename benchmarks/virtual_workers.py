@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from hflow.durable_files import FileChecksum
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import PUBLISH_PREFIX, Plan
 from hflow.runtime.simulation.simulate import Durations, seconds_of
@@ -305,6 +306,10 @@ class VirtualWorkers(Workers):
 
     async def save(self, model: str, directory: str) -> None:
         """Nothing is written."""
+
+    async def finish_save(self, model: str, directory: str) -> dict[str, FileChecksum]:
+        """There are no files."""
+        return {}
 
     async def close(self) -> None:
         """Stop the clock."""

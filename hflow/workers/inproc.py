@@ -31,13 +31,14 @@ T = TypeVar("T")
 
 
 class InprocWorkers(Workers):
-    """Runs blocking work on threads: one for the device, in the order of the calls, and one per poll.
+    """Runs blocking work on threads: for the device, in the order of the calls, for disks, and per poll.
 
     Each engine that weights are published for has a thread of its own, as it would have a device.
     """
 
     def __init__(self) -> None:
         self._device = ThreadPoolExecutor(1, "hflow-device")
+        self._disk = ThreadPoolExecutor(1, "hflow-disk")
         self._separate_engines: dict[str, ThreadPoolExecutor] = {}
         self._published: dict[str, tuple[BucketHandles, PublishReport]] = {}
         """Engine replica -> weights that it has not loaded yet."""
@@ -93,7 +94,7 @@ class InprocWorkers(Workers):
         if self._started:
             self._started = False
             await asyncio.to_thread(self._worker.close)
-            for executor in (self._threads, *self._separate_engines.values()):
+            for executor in (self._threads, self._disk, *self._separate_engines.values()):
                 executor.shutdown()
         self._device.shutdown()
 
@@ -101,7 +102,8 @@ class InprocWorkers(Workers):
         receive = getattr(self._worker, method)
         if MESSAGES[method].is_quick:
             return receive(*arguments)
-        return await _on(self._threads, lambda: receive(*arguments))
+        executor = self._disk if MESSAGES[method].lane == "disk" else self._threads
+        return await _on(executor, lambda: receive(*arguments))
 
     async def _call_replica(self, replica: Replica, method: str, *arguments: Any) -> None:
         receive = getattr(self._worker, method)

@@ -7,10 +7,12 @@ workers' stores and move from worker to worker. All messages are frozen rows of 
 from __future__ import annotations
 
 import abc
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from hflow.durable_files import FileChecksum
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import Plan, Replica
 from hflow.types.sleep_level import SleepLevel
@@ -114,13 +116,78 @@ class Workers(abc.ABC):
         return sums
 
     async def save(self, model: str, directory: str) -> None:
-        """Write a model in HF layout with its tokenizer."""
-        replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
-        await self._call_replica(replica, "save", model, directory)
+        """Begin to save a model in HF layout, with its tokenizer and the optimizer's state.
+
+        Returns when workers have a copy, which they write in the background while training continues. If they
+        still write an earlier copy of the model, they finish that first.
+        """
+        await self._call_replica(self._trained_replica(model), "save", model, directory)
+
+    async def finish_save(self, model: str, directory: str) -> dict[str, FileChecksum]:
+        """Wait until a model is on disk, and return its files by their path in the directory.
+
+        Raises:
+            RunError: when a worker cannot write; the directory is then incomplete.
+        """
+        workers = self._trained_replica(model).workers
+        finishing = (self._call(worker, "finish_save", model, directory) for worker in workers)
+        return {
+            path: checksum for files in await asyncio.gather(*finishing) for path, checksum in files.items()
+        }
+
+    async def save_samples(
+        self,
+        worker: int,
+        directory: str,
+        samples: Mapping[str, Sequence[int]],
+        unfinished: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Begin to save samples that are in no batch yet, in files of `directory` named `worker-W`.
+
+        Returns when the worker knows what to write. It writes in the background.
+
+        Args:
+            worker: that holds the samples.
+            directory: of all workers' samples.
+            samples: root stream -> samples of which the fields in the worker's store are saved, those of
+                derived streams included.
+            unfinished: source -> samples of which the journals are saved, if their episodes run on the
+                worker.
+        """
+        await self._call(worker, "save_samples", worker, directory, samples, unfinished)
+
+    async def finish_samples(self, worker: int, directory: str) -> SavedSamples:
+        """Wait until what `save_samples` began to save in a directory is on disk.
+
+        Raises:
+            RunError: when the worker cannot write.
+        """
+        saved: SavedSamples = await self._call(worker, "finish_samples", worker, directory)
+        return saved
+
+    async def restore_samples(
+        self, worker: int, directory: str, files: Mapping[str, Mapping[str, Sequence[int]]]
+    ) -> None:
+        """Put saved samples into a worker's store.
+
+        Args:
+            worker: that will hold them; it need not be the one that saved them.
+            directory: of `save_samples`.
+            files: name of a file, such as `worker-0` -> root stream -> samples to read from it. A sample of
+                which several workers held fields is read from several files.
+
+        Raises:
+            RunError: when a file cannot be read, or lacks one of the samples.
+        """
+        await self._call(worker, "restore_samples", directory, files)
 
     @abc.abstractmethod
     async def close(self) -> None:
         """Stop everything; safe to call twice."""
+
+    def _trained_replica(self, model: str) -> Replica:
+        """Return the replica that has a model's optimizer."""
+        return next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
 
     async def _call(self, worker: int, method: str, *arguments: Any) -> Any:
         """Send a message to one worker and return its answer."""
@@ -188,6 +255,8 @@ class WorkerSetup:
     """Seconds after which a collective with a missing rank fails."""
     endpoint_host: str = "127.0.0.1"
     """The address that endpoints of episodes listen on."""
+    node_states: Mapping[str, str] = field(default_factory=dict)
+    """Node -> JSON of its `State`, with which it continues (`NodeResult.state`)."""
 
 
 # What the controller sends
@@ -203,7 +272,18 @@ class GroupOrder:
     """Row of the stream's dataset; the worker reads it."""
     samples: tuple[int, ...]
     journals: Any = None
-    """For samples that continue what another worker began: sample -> journal, or a reference to that."""
+    """For samples that continue what another worker began: sample -> journal, or a reference to that. After a
+    run was resumed, `SavedJournals`."""
+
+
+@dataclass(frozen=True)
+class SavedJournals:
+    """Where the journals of a group's unfinished samples are; one that has none begins from its row."""
+
+    directory: str
+    """Of `Workers.save_samples`."""
+    files: Mapping[int, str]
+    """Sample -> name of the file, such as `worker-0`."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +362,8 @@ class NodeResult:
     """Index of the worker that ran it."""
     values: tuple[float, ...] = ()
     """The reported field of each of `samples`; empty if the node reports none."""
+    state: str | None = None
+    """JSON of the node's `State` after the call; None if the node has none."""
 
 
 @dataclass(frozen=True)
@@ -341,6 +423,28 @@ class Failed:
 
 
 WorkerEvent = SampleReady | ComputeReady | Failed
+
+
+@dataclass(frozen=True)
+class NotSaved:
+    """A sample, or the journal of one, that a checkpoint cannot hold."""
+
+    source: str
+    """The node that makes the sample."""
+    sample: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SavedSamples:
+    """What a worker has saved of the samples that are in no batch yet."""
+
+    files: Mapping[str, FileChecksum] = field(default_factory=dict)
+    """By their name in the directory; empty if there was nothing to save."""
+    not_saved: tuple[NotSaved, ...] = ()
+    """Samples of which nothing is saved, as one of their values is not JSON. They must be made again."""
+    without_journal: tuple[NotSaved, ...] = ()
+    """Unfinished samples whose journal is not JSON. They begin again from their row."""
 
 
 @dataclass(frozen=True)

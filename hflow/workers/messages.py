@@ -11,13 +11,13 @@ from typing import Any
 
 from hflow.workers.interface import NodeTask
 
-LANES = {"device": 1, "poll": 1, "data": 2, "export": 1, "probe": 1}
+LANES = {"device": 1, "poll": 1, "data": 2, "export": 1, "probe": 1, "disk": 1}
 """Lane -> number of messages that it runs at once.
 
 `device` runs messages in the order in which the controller sent them. So all ranks issue their collectives in
 the same order, and a node finds what was sent before it. `poll` blocks until something happens. `export`
-serves other workers and never waits. `probe` answers while the device is busy. Everything else is short and
-uses `data`.
+serves other workers and never waits. `probe` answers while the device is busy. `disk` waits for what is
+written in the background. Everything else is short and uses `data`.
 """
 
 
@@ -58,6 +58,10 @@ MESSAGES: Mapping[str, Message] = {
     "release": Message("data", is_quick=True),
     "summarize": Message("data"),
     "save": Message("device", lambda model, _: f"saving model {model!r}"),
+    "finish_save": Message("disk"),
+    "save_samples": Message("data"),
+    "finish_samples": Message("disk"),
+    "restore_samples": Message("data"),
     "close": Message("data"),
 }
 """Method of the worker process -> how it runs."""

@@ -10,7 +10,10 @@ run                   batch nodes
 export, receive       the store
 release, summarize    the store
 publish, wake, sleep  weights out of a training replica, engines
-save                  a model and its tokenizer
+save, finish_save     a model and its tokenizer; the background writer
+save_samples,         the store and the event loop of episodes; the background writer
+finish_samples
+restore_samples       the store
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from hflow.backends.interface import SHARDS, EngineSetup, ModelBackend, RankPosition
 from hflow.data.tokenizer import TextTokenizer
+from hflow.durable_files import FileChecksum
 from hflow.errors import HflowError, RunError
 from hflow.planner.ir import ClusterSpec, Replica
 from hflow.planner.routing import tensor_ranks
@@ -33,6 +38,7 @@ from hflow.weights.publisher import (
     WorkerRoutes,
     channel_settings,
 )
+from hflow.workers.background_writer import BackgroundWriter
 from hflow.workers.bodies.batch_node_runner import BatchNodeRunner, merge_tasks
 from hflow.workers.bodies.compute_runner import ComputeRunner
 from hflow.workers.bodies.encode_runner import EncodeRunner
@@ -40,12 +46,15 @@ from hflow.workers.error_location import error_with_location
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.engine_manager import EngineManager
 from hflow.workers.generation.episode_loop import EpisodeLoop
+from hflow.workers.generation.journal import Journal
 from hflow.workers.interface import (
     ComputeOrder,
     GroupOrder,
     NodeProgram,
     NodeResult,
     NodeTask,
+    SavedJournals,
+    SavedSamples,
     Span,
     WorkerReport,
     WorkerSetup,
@@ -54,6 +63,7 @@ from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import ProcessGroups, ProcessRank
 from hflow.workers.process_setup import bind_cores, bound_cores, num_cores
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
+from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest, pack, unpack
 
@@ -90,6 +100,9 @@ class Worker:
         pause = pause_seconds(setup.plan.cluster.num_devices)
         self._mailboxes = {index: Mailbox(index, pause) for index in hosted}
         self._store = SampleStore()
+        self._writer = BackgroundWriter()
+        self._sample_files: dict[tuple[str, str], SampleFiles] = {}
+        """Name and directory -> samples that are being written there under this name."""
         self._rows = DatasetReader(self._plan, setup.datasets)
         self._build_generation(*self._build_models(rank))
         routes = WorkerRoutes(self._plan, hosted, self._backends)
@@ -150,7 +163,7 @@ class Worker:
         programs = {name: p for name, p in self._programs("compute").items() if p.level != "batch"}
         self._computes = ComputeRunner(programs, self._store, setup.pool_processes, self._fail)
         self._batch_nodes = BatchNodeRunner(
-            self._plan, setup.programs, self._store, self._backends, self._computes
+            self._plan, setup.programs, self._store, self._backends, self._computes, setup.node_states
         )
 
     def _programs(self, verb: str) -> dict[str, NodeProgram]:
@@ -167,8 +180,7 @@ class Worker:
             row = self._rows.row(order.stream, order.row)
             by_verb[self._verb(self._plan.graph.stream(order.stream).source)].append((order, row))
         self._encoder.open_groups(by_verb["encode"], sink)
-        journals = {s: journal for order in orders for s, journal in (order.journals or {}).items()}
-        self._episodes.open_groups(by_verb["generate"], sink, journals)
+        self._episodes.open_groups(by_verb["generate"], sink, self._journals_of(orders))
 
     def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
         """Stop groups of unfinished samples; returns orders by which other workers continue them."""
@@ -226,6 +238,48 @@ class Worker:
         """Return sum and count of each numeric field of a root stream's samples."""
         return self._store.summarize(self._family(stream), samples)
 
+    def finish_save(self, model: str, directory: str) -> Mapping[str, FileChecksum]:
+        """Wait until a model's files are on disk, and return them by their path in the directory."""
+        return self._writer.finish(model, directory)
+
+    def save_samples(
+        self,
+        worker: int,
+        directory: str,
+        samples: Mapping[str, Sequence[int]],
+        unfinished: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Begin to write samples of root streams, and journals of unfinished episodes, by their source."""
+        stored = {
+            self._plan.graph.stream(stream).source: {
+                member: self._store.stored(member, ids) for member in self._family(stream)
+            }
+            for stream, ids in samples.items()
+        }
+        journals = {
+            node: self._episodes.journals(node, ids)
+            for node, ids in unfinished.items()
+            if self._verb(node) == "generate"
+        }
+        name = f"worker-{worker}"
+        files = self._sample_files[name, directory] = SampleFiles(Path(directory), name, stored, journals)
+        self._writer.start(name, directory, files.write)
+
+    def finish_samples(self, worker: int, directory: str) -> SavedSamples:
+        """Wait until what `save_samples` began to write to a directory is on disk."""
+        name = f"worker-{worker}"
+        files = self._sample_files.pop((name, directory))
+        checksums = self._writer.finish(name, directory)
+        return SavedSamples(checksums, tuple(files.not_saved), tuple(files.without_journal))
+
+    def restore_samples(self, directory: str, files: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+        """Put samples of root streams into the store, from files that any worker wrote."""
+        for name, samples in files.items():
+            reader = SampleFilesReader(Path(directory), name)
+            for stream, ids in samples.items():
+                for member, stored in reader.samples(self._family(stream), ids).items():
+                    self._store.put_stored(member, stored)
+
     # Messages to the device, one at a time
 
     def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
@@ -246,7 +300,16 @@ class Worker:
             raise RunError(f"{self._describe(merged)}: {error_with_location(error, body)}") from error
         span = Span(merged.node, "device", start, time.time(), {"step": merged.step})
         return [
-            NodeResult(task.node, task.step, task.samples, metrics, span, worker, self._values(task))
+            NodeResult(
+                task.node,
+                task.step,
+                task.samples,
+                metrics,
+                span,
+                worker,
+                self._values(task),
+                self._batch_nodes.state_text(task.node),
+            )
             for worker, task in tasks.items()
         ]
 
@@ -280,6 +343,7 @@ class Worker:
 
     def save(self, model: str, directory: str) -> None:
         """Write a model in HF layout, with its tokenizer and the optimizer's state."""
+        self._writer.wait(model)
         replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
         backend, settings = self._backends[replica.name], self._setup.models[model]
         backend.save(directory)
@@ -287,6 +351,7 @@ class Worker:
             backend.save_shards(f"{directory}/{SHARDS}")
         if replica.workers[0] in self._hosted and model in self._setup.tokenizers:
             TextTokenizer(self._setup.tokenizers[model]).save(directory)
+        self._writer.start(model, directory, list)
 
     def close(self) -> None:
         """End threads and processes. Safe to call twice."""
@@ -297,6 +362,24 @@ class Worker:
         self._episodes.close()
         self._engines.close()
         self._publisher.close()
+        self._writer.close()
+
+    def _journals_of(self, orders: Sequence[GroupOrder]) -> dict[int, Journal]:
+        """Return the journals with which samples of these groups continue."""
+        readers: dict[tuple[str, str], SampleFilesReader] = {}
+        journals: dict[int, Journal] = {}
+        for order in orders:
+            if not isinstance(order.journals, SavedJournals):
+                journals |= order.journals or {}
+                continue
+            directory, source = order.journals.directory, self._plan.graph.stream(order.stream).source
+            for sample, name in order.journals.files.items():
+                if (directory, name) not in readers:
+                    readers[directory, name] = SampleFilesReader(Path(directory), name)
+                journal = readers[directory, name].journal(source, sample)
+                if journal is not None:
+                    journals[sample] = journal
+        return journals
 
     def _family(self, stream: str) -> list[str]:
         """Return a root stream, the streams of the same source, and all streams that derive from them."""

@@ -102,6 +102,7 @@ def test_engines_pull_the_trained_weights(
             for step in range(2):
                 await train(workers, heads, step)
             await workers.save("actor", str(tmp_path))
+            await workers.finish_save("actor", str(tmp_path))
             loaded = await workers.wake("actor@gen", 1)
             assert loaded.num_bytes == route.moved_bytes
             assert loaded.sent_checksums == loaded.engine_checksums == (loaded.engine_checksums[0],) * 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ import worker_kit as kit
 
 from hflow.types import Engine, EpisodeState, Trajectory
 from hflow.types.sleep_level import SleepLevel
-from hflow.workers.generation.journal import Journal
+from hflow.workers.generation.journal import Journal, JournalEntry
 from hflow.workers.inproc import InprocWorkers
-from hflow.workers.interface import Failed, GroupOrder, SampleReady, WorkerSetup
+from hflow.workers.interface import Failed, GroupOrder, SampleReady, SavedJournals, WorkerSetup
 
 GEN = "actor_gen"
 FIELDS = ("input_ids", "loss_mask", "behav_logprobs", "versions", "completion")
@@ -72,29 +73,44 @@ async def finished(workers: InprocWorkers, journals: dict[int, Journal]) -> tupl
     return read(workers), workers._worker._engines._drivers["actor@gen"].stats.num_tokens
 
 
-async def left(workers: InprocWorkers) -> str:
-    """Return the journals of episodes that all wait for the oracle, as text."""
+async def left(workers: InprocWorkers) -> None:
+    """Leave episodes that all wait for the oracle."""
     await started(workers, {})
     episodes = workers._worker._episodes
     while episodes.state_counts()[EpisodeState.PROCESSING_TOOLS] < 4:
         await asyncio.sleep(0.01)
     await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
-    journals = episodes.journals()
-    assert {node for node, _ in journals} == {GEN}
-    return json.dumps({sample: journal.to_json() for (_, sample), journal in journals.items()})
 
 
-def test_moving_an_episode_does_not_change_its_samples(
-    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+def test_an_episode_that_continues_from_a_file_makes_the_same_sample(
+    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     expected, num_expected = kit.with_workers(setup, lambda workers: finished(workers, {}))
     monkeypatch.setitem(globals(), "_open", False)
-    text = kit.with_workers(setup, left)
+    num_journaled = 0
+
+    async def save(workers: InprocWorkers) -> None:
+        nonlocal num_journaled
+        await left(workers)
+        journals = workers._worker._episodes.journals(GEN, range(5))
+        assert journals.keys() == set(range(4))
+        num_journaled = sum(len(journal.entries[0].outcome.ids) for journal in journals.values())
+        await workers.save_samples(0, str(tmp_path), {}, {GEN: range(5), "view": (0,)})
+        saved = await workers.finish_samples(0, str(tmp_path))
+        assert saved.files.keys() == {"worker-0.json", "worker-0.safetensors"}
+
+    async def resume(workers: InprocWorkers) -> tuple[list[list[Any]], int]:
+        given = SavedJournals(str(tmp_path), dict.fromkeys(range(4), "worker-0"))
+        groups = [dataclasses.replace(order, journals=given) for order in kit.group_orders(GEN, range(2))]
+        await workers.open_groups(0, groups)
+        await workers.wake("actor@gen", 0)
+        await kit.collect(workers, 0, 4)
+        return read(workers), workers._worker._engines._drivers["actor@gen"].stats.num_tokens
+
+    kit.with_workers(setup, save)
     monkeypatch.setitem(globals(), "_open", True)
-    journals = {int(sample): Journal.from_json(rows) for sample, rows in json.loads(text).items()}
-    num_journaled = sum(len(journal.entries[0].outcome.ids) for journal in journals.values())
     _consulted.clear()
-    fields, num_drawn = kit.with_workers(setup, lambda workers: finished(workers, journals))
+    fields, num_drawn = kit.with_workers(setup, resume)
     assert fields == expected
     assert num_drawn == num_expected - num_journaled
     assert len(_consulted) == 4  # the oracle's answer was not recorded, so it is called again
@@ -130,7 +146,7 @@ def test_detached_groups_continue_on_another_worker(
 
 def test_a_journal_of_another_body_refuses_its_sample(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> list[Any]:
-        await started(workers, {1: Journal.from_json([{"kind": "time", "model": "actor", "request": {}}])})
+        await started(workers, {1: Journal((JournalEntry("time", "actor", {}),))})
         return await kit.collect(workers, 0, 4)
 
     events = kit.with_workers(setup, work)

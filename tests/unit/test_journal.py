@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import episode_kit
@@ -36,6 +37,7 @@ from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine
 from hflow.workers.generation.journal import Journal, JournalEntry
 from hflow.workers.generation.recorded_effects import RecordedEffects
+from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 
 one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)
 plain = pytest.fixture(episode_kit.plain_tokenizer, scope="module")
@@ -80,8 +82,14 @@ def play(
 
 
 def moved(journal: Journal) -> Journal:
-    """Return the journal as another worker reads it."""
-    return Journal.from_json(json.loads(json.dumps(journal.to_json())))
+    """Return the journal as a worker reads it from a checkpoint; an empty one is not written."""
+    if not journal.entries:
+        return journal
+    with TemporaryDirectory() as directory:
+        assert SampleFiles(Path(directory), "worker-0", {}, {"gen": {4: journal}}).write()
+        read = SampleFilesReader(Path(directory), "worker-0").journal("gen", 4)
+    assert read is not None
+    return read
 
 
 def test_a_complete_journal_is_replayed_without_any_effect(driver: Heard, plain: TextTokenizer) -> None:
@@ -256,7 +264,7 @@ def test_an_episode_is_interrupted_in_every_state(plain: TextTokenizer) -> None:
         assert {s: n for s, n in state_counts.items() if n} == {state: 1}
         driver.interrupt()
         driver.sleep(SleepLevel.KEEP_WEIGHTS)
-        json.dumps(effects.journal.to_json())
+        moved(effects.journal)
         assert effects.status.state is state
         driver.wake_weights()
         driver.wake_cache()

@@ -18,14 +18,15 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_a_saved_state_is_loaded(memory):
-    states = NodeStates()
+    states = NodeStates({})
     states.save("controller", State(memory))
     assert states.load("controller") == memory
     assert states.load("another") == {}
+    assert NodeStates({"controller": states.text("controller")}).load("controller") == memory
 
 
 def test_changes_that_are_not_saved_are_lost():
-    states = NodeStates()
+    states = NodeStates({})
     states.save("controller", State(beta=0.5, seen=[1]))
     state = states.load("controller")
     state["beta"] = 7.0
@@ -35,7 +36,7 @@ def test_changes_that_are_not_saved_are_lost():
 
 @pytest.mark.parametrize("value", [torch.ones(1), float("nan"), float("inf"), {1, 2}, object()])
 def test_a_state_that_is_not_json_is_refused(value):
-    states = NodeStates()
+    states = NodeStates({})
     with pytest.raises(
         RunError, match=r"node 'controller': its state cannot be saved as JSON.* such as float\(tensor\)"
     ):

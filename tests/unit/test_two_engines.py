@@ -81,7 +81,7 @@ def test_timeouts_run_while_both_engines_are_awake(setup: WorkerSetup) -> None:
             *((workers.sleep, "alice@gen"), (workers.wake, "alice@gen")),
         ):
             await act(replica, 0 if act == workers.wake else SleepLevel.KEEP_WEIGHTS)  # type: ignore[operator]
-            episodes.journals()  # comes back when the episodes' loop has done what it was told
+            episodes.journals("game", ())  # comes back when the episodes' loop has done what it was told
             seen.append(episodes._runners["game"].clock._is_running)
         return seen
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import worker_kit as kit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worker_kit import read, with_workers
 
+from hflow.durable_files import file_checksum
 from hflow.errors import RunError
 from hflow.planner.data.redistribute import Move
 from hflow.types import State
 from hflow.types.sleep_level import SleepLevel
 from hflow.workers.inproc import InprocWorkers
-from hflow.workers.interface import ComputeReady, Failed, SampleReady, Workers, WorkerSetup
+from hflow.workers.interface import ComputeReady, Failed, SampleReady, SavedSamples, Workers, WorkerSetup
 
 GEN = "actor_gen"
 
@@ -255,8 +258,17 @@ def test_the_state_of_a_node_is_kept_between_calls(setup: WorkerSetup) -> None:
         for calls in (1, 2):
             (result,) = await workers.run({0: kit.task("advantage", samples, step=calls)})
             assert result.metrics == {"calls": calls}
+            assert json.loads(result.state) == {"calls": calls}
+        (result,) = await workers.run({0: kit.task("recheck", samples)})
+        assert result.state is None
 
     with_workers(changed, work)
+
+    async def resumed(workers: InprocWorkers) -> None:
+        (result,) = await workers.run({0: kit.task("advantage", await prepare(workers), step=3)})
+        assert result.metrics == {"calls": 3}
+
+    with_workers(dataclasses.replace(changed, node_states={"advantage": '{"calls": 2}'}), resumed)
 
 
 def test_released_samples_are_reported_and_freed(setup: WorkerSetup) -> None:
@@ -291,11 +303,46 @@ def test_orders_sent_with_one_for_a_released_sample_are_run(setup: WorkerSetup) 
 def test_a_saved_model_loads(setup: WorkerSetup, tmp_path: Path) -> None:
     async def work(workers: InprocWorkers) -> None:
         await workers.save("actor", str(tmp_path))
+        await workers.finish_save("actor", str(tmp_path))
 
     with_workers(setup, work)
     loader: Any = AutoTokenizer
     assert loader.from_pretrained(tmp_path).decode([5])
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.hidden_size == 32
+
+
+def test_saved_samples_are_read_by_another_worker(setup: WorkerSetup, tmp_path: Path) -> None:
+    """Samples with the fields of all nodes and of a derived stream, of which some are read."""
+    fields = {
+        GEN: ("input_ids", "behav_logprobs", "messages", "reward", "hint", "group"),
+        "view": ("input_ids",),
+    }
+    directory, held = str(tmp_path), (1, 6, 3)
+
+    def values(workers: InprocWorkers) -> list[Any]:
+        return [read(workers, stream, field, held) for stream, names in fields.items() for field in names]
+
+    async def save(workers: InprocWorkers) -> list[Any]:
+        await prepare(workers)
+        await workers.save_samples(1, directory, {GEN: range(1, 9)}, {GEN: (3, 9)})
+        saved = await workers.finish_samples(1, directory)
+        assert (saved.not_saved, saved.without_journal) == ((), ())
+        assert saved.files == {p.name: file_checksum(p) for p in tmp_path.iterdir()}
+        await workers.save_samples(0, directory, {}, {})
+        assert await workers.finish_samples(0, directory) == SavedSamples()
+        return values(workers)
+
+    async def restore(workers: InprocWorkers) -> list[Any]:
+        await workers.restore_samples(0, directory, {"worker-1": {GEN: held}})
+        with pytest.raises(RunError, match=r"worker-1.json cannot be read: .*it lacks sample 0 of actor_gen"):
+            await workers.restore_samples(0, directory, {"worker-1": {GEN: (0,)}})
+        restored = values(workers)
+        await workers.release(0, held, GEN, None)
+        assert workers._worker._store.num_values() == 0
+        return restored
+
+    saved = with_workers(setup, save)
+    assert with_workers(setup, restore) == saved
 
 
 def test_nothing_moves_within_one_process(setup: WorkerSetup) -> None:

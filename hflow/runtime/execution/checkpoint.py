@@ -47,6 +47,11 @@ class Checkpoints:
         self.last = step
         return final
 
+    def drop(self, step: int) -> None:
+        """Remove what was saved of a checkpoint that cannot be completed."""
+        self._saved.pop(step, None)
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+
     def _partial(self, step: int) -> Path:
         return self._directory / f".step-{step}"
 

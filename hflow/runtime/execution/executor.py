@@ -294,12 +294,25 @@ class Executor:
 
     # Saving
     async def _run_save(self, node: str, step: int) -> None:
-        await self.save(node.removeprefix(SAVE_PREFIX), step + 1)
+        model = node.removeprefix(SAVE_PREFIX)
+        directory = str(self._checkpoints.begin(step + 1, model))
+        await self._workers.save(model, directory)
         self._enqueue(ev.NodeDone(node, step))
+        await self._finish_save(model, step + 1, directory)
 
     async def save(self, model: str, steps: int) -> None:
         """Save a model as it is after `steps` completed steps."""
-        await self._workers.save(model, str(self._checkpoints.begin(steps, model)))
+        directory = str(self._checkpoints.begin(steps, model))
+        await self._workers.save(model, directory)
+        await self._finish_save(model, steps, directory)
+
+    async def _finish_save(self, model: str, steps: int, directory: str) -> None:
+        """Wait until a model is on disk, while the run continues."""
+        try:
+            await self._workers.finish_save(model, directory)
+        except Exception:
+            self._checkpoints.drop(steps)
+            raise
         self._checkpoints.done(steps, model)
 
 

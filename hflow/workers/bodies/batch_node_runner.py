@@ -32,6 +32,7 @@ class BatchNodeRunner:
         store: the worker's samples.
         backends: replica -> its shard on this worker.
         computes: runs per-sample and per-group bodies that are scheduled on a batch.
+        states: node -> JSON of the `State` with which it continues.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class BatchNodeRunner:
         store: SampleStore,
         backends: Mapping[str, ModelBackend],
         computes: ComputeRunner,
+        states: Mapping[str, str],
     ) -> None:
         self._plan = plan
         self._programs = programs
         self._store = store
         self._backends = backends
         self._computes = computes
-        self._states = NodeStates()
+        self._states = NodeStates(states)
         self._run_by_verb: Mapping[str, Callable[[NodeProgram, NodeTask], Metrics]] = {
             "infer": self._infer,
             "train": self._train,
@@ -61,6 +63,10 @@ class BatchNodeRunner:
         if program.verb not in self._run_by_verb:
             raise NotYetError(f"{program.verb!r} nodes cannot run on a batch yet")
         return self._run_by_verb[program.verb](program, task)
+
+    def state_text(self, node: str) -> str | None:
+        """Return the JSON of a node's `State`; None if the node has none, or has not run yet."""
+        return self._states.text(node)
 
     def _infer(self, program: NodeProgram, task: NodeTask) -> Metrics:
         shards = [self._gather(program, _samples(shard)) for shard in task.shards]
@@ -167,10 +173,17 @@ class NodeStates:
     """The `State` of every node on this worker, stored as JSON between two calls of the node.
 
     A body works on a copy, so what a failed call wrote is lost.
+
+    Args:
+        texts: node -> JSON of its state in the run that is continued.
     """
 
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = dict(texts)
+
+    def text(self, node: str) -> str | None:
+        """Return the JSON of a node's state; None before its first call."""
+        return self._texts.get(node)
 
     def load(self, node: str) -> State:
         """Return a copy of a node's state; empty before its first call."""

@@ -114,14 +114,15 @@ class EpisodeLoop:
         """Let the timeouts of the episodes that use an engine run, or pause them."""
         self._loop.call_soon_threadsafe(self._set_awake, replica, awake)
 
-    def journals(self) -> dict[EpisodeId, Journal]:
-        """Return the journals of all unfinished episodes, by node and sample.
+    def journals(self, node: str, samples: Sequence[int]) -> dict[int, Journal]:
+        """Return the journals of those samples whose episodes are unfinished here.
 
-        Completions have the tokens of their last interruption, so interrupt the engines first.
+        Completions have the tokens of their last interruption. Of an episode that has not begun, it is the
+        journal with which it will.
         """
 
-        async def collect() -> dict[EpisodeId, Journal]:
-            return {episode: effects.journal for episode, effects in self._effects.items()}
+        async def collect() -> dict[int, Journal]:
+            return self._journals_of(node, [sample for sample in samples if (node, sample) in self._starts])
 
         return asyncio.run_coroutine_threadsafe(collect(), self._loop).result()
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.backends.interface import SamplingParams
 from hflow.errors import EpisodeError
 
 _REPLAY_RULE = "A journal can only be replayed by the body that wrote it."
@@ -28,15 +28,6 @@ class Journal:
     """The effects of one episode so far."""
 
     entries: tuple[JournalEntry, ...] = ()
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return the journal as plain values, which `from_json` reads on any worker."""
-        return [entry.to_json() for entry in self.entries]
-
-    @classmethod
-    def from_json(cls, rows: Sequence[Mapping[str, Any]]) -> Journal:
-        """Read what `to_json` returned."""
-        return cls(tuple(map(JournalEntry.from_json, rows)))
 
 
 @dataclass(frozen=True)
@@ -53,22 +44,6 @@ class JournalEntry:
     """For a completion a `GenerationResult`; for a call its result and whether it failed; else a number."""
     is_done: bool = True
     """False where the episode stopped during the effect; a completion may have some tokens then."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as plain values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> JournalEntry:
-        """Read what `to_json` returned."""
-        entry = cls(**row)
-        if entry.kind != "complete" or entry.outcome is None:
-            return entry
-        result = entry.outcome
-        ids, logprobs, versions = (tuple(result[name]) for name in ("ids", "logprobs", "versions"))
-        return dataclasses.replace(
-            entry, outcome=GenerationResult(ids, logprobs, versions, result["stop_reason"])
-        )
 
 
 class JournalRecorder:

@@ -73,9 +73,11 @@ class WorkerProcess:
         return self._probe.snapshot()
 
     def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
-        """Start groups; journals are fetched from the object store."""
+        """Start groups; journals that another worker has left are fetched from the object store."""
         fetched = [
-            order if order.journals is None else dataclasses.replace(order, journals=ray.get(order.journals))
+            dataclasses.replace(order, journals=ray.get(order.journals))
+            if isinstance(order.journals, ray.ObjectRef)
+            else order
             for order in orders
         ]
         self._worker.open_groups(worker, fetched)

@@ -61,6 +61,14 @@ class FieldColumn:
         """Set a Python value: a scalar, text or JSON, for TOKEN a sequence of numbers."""
         self._cells[sample] = (None, value)
 
+    def put_cells(self, cells: Mapping[int, Cell]) -> None:
+        """Set the cells of samples."""
+        self._cells.update(cells)
+
+    def held_cells(self, samples: Iterable[int]) -> dict[int, Cell]:
+        """Return the cells of those samples that the column has; later changes do not affect them."""
+        return {sample: self._cells[sample] for sample in samples if sample in self._cells}
+
     def drop(self, samples: Iterable[int]) -> None:
         """Forget these samples. Packed values are freed with their last row."""
         for sample in samples:

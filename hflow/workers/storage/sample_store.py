@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -19,11 +20,21 @@ from hflow.data.batch import Batch
 from hflow.data.unpack_returns import metric_value
 from hflow.graph.ir import TRAJECTORY_FIELDS
 from hflow.types import Trajectory, Unit
-from hflow.workers.storage.field_column import FieldColumn, PackedValues
+from hflow.workers.storage.field_column import Cell, FieldColumn, PackedValues
 
 _ATTRIBUTES = tuple(name for name in TRAJECTORY_FIELDS if name not in ("messages", "group"))
 """Fields that are stored as the trajectory's attribute of the same name."""
 _attributes_of = attrgetter(*_ATTRIBUTES)
+
+
+@dataclass(frozen=True)
+class StoredStream:
+    """What a store holds of some samples of a stream. Its values are the store's own."""
+
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Sample -> its number of tokens and its group."""
+    fields: dict[str, tuple[Unit, dict[int, Cell]]] = field(default_factory=dict)
+    """Field -> its unit, and where the values of the samples that have it are."""
 
 
 class SampleStore:
@@ -122,7 +133,25 @@ class SampleStore:
         assert column.unit is unit, f"{stream}/{field} is {column.unit}, not {unit}"
         return column
 
+    def put_stored(self, stream: str, stored: StoredStream) -> None:
+        """Store what `stored` returned, of this or another store."""
+        with self._lock:
+            self._shapes.setdefault(stream, {}).update(stored.shapes)
+            for name, (unit, cells) in stored.fields.items():
+                self._get_or_create(stream, name, unit).put_cells(cells)
+
     # Reading
+
+    def stored(self, stream: str, samples: Sequence[int]) -> StoredStream:
+        """Return everything that is held of those samples of a stream that are held. Nothing is packed."""
+        with self._lock:
+            shapes = self._shapes.get(stream, {})
+            fields = {
+                name: (column.unit, cells)
+                for name, column in self._columns.get(stream, {}).items()
+                if (cells := column.held_cells(samples))
+            }
+            return StoredStream({s: shapes[s] for s in samples if s in shapes}, fields)
 
     def gather(self, stream: str, fields: Iterable[str], samples: Sequence[int]) -> Batch:
         """Pack fields of samples, in this order, as a batch of `stream`.
