@@ -64,6 +64,6 @@ def _compile_rows(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanRequest
     plan = dataclasses.replace(
         plan,
         routing=routing_table(plan.replicas, heads, range(request.cluster.num_devices)),
-        weights=weight_routes(graph, plan.replicas, request),
+        weights=weight_routes(graph, plan.groups, plan.replicas, request),
     )
     return dataclasses.replace(plan, unrunnable=unrunnable_reasons(plan, request)), request

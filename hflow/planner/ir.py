@@ -186,6 +186,9 @@ class WeightRoute:
     """The part of `moved_bytes` that crosses machines."""
     held_bytes: int = 0
     """Bytes of the destination that its workers already hold."""
+    saved_bytes: int = 0
+    """How much larger `moved_bytes` were if the destination's ranks were in the order of its devices; 0 if
+    they are."""
     transport: str = ""
     """Of a `pull` route: a name of `GenConfig.transport` other than `auto`."""
     why: str = ""

@@ -93,6 +93,14 @@ class Layout:
         return self.data * self.context
 
     @property
+    def num_shards(self) -> int:
+        """Number of different parts of a model that the ranks of engines hold.
+
+        Generation ranks with equal numbers modulo this hold the same part.
+        """
+        return self.expert * self.pipe * self.tensor
+
+    @property
     def num_expert_copies(self) -> int:
         """Number of those ranks that compute with the same experts."""
         return self.num_copies // self.expert

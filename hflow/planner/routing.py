@@ -7,6 +7,7 @@ the worker's own index. Several keys may stand for one worker.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from hflow.planner.ir import Replica, RoutingRow
 from hflow.planner.layout import RankOrder
@@ -31,6 +32,12 @@ def worker_key(worker: int) -> str:
 def rank_order(role: str) -> RankOrder:
     """Return the rank order of a replica with this role: only generation has its own order."""
     return RankOrder.GENERATE if role == "gen" else RankOrder.TRAIN
+
+
+def on_workers(replica: Replica, workers: tuple[int, ...]) -> Replica:
+    """Return a replica whose ranks run on these workers."""
+    heads = tuple(workers[rank] for rank in replica.layout.heads(rank_order(replica.role)))
+    return replace(replica, workers=workers, heads=heads)
 
 
 def tensor_ranks(engine: Replica, head: int) -> tuple[int, ...]:

@@ -30,7 +30,8 @@ class ProcessGroups:
     """Joined once per run. A process that serves another run leaves the groups then, else when it ends.
 
     Every process creates the same groups in the same order, as torch.distributed requires. Replicas on the
-    same workers share a group, because the plan lets them take turns.
+    same workers share a group, because the plan lets them take turns. Engines need none: the ranks of one are
+    in processes of its own, where they are several.
     """
 
     def __init__(self, rank: ProcessRank, replicas: Sequence[Replica], device: str, timeout: float) -> None:
@@ -38,7 +39,7 @@ class ProcessGroups:
 
         Args:
             rank: of this process.
-            replicas: the plan's; each with several workers gets a group.
+            replicas: the plan's; each that trains or infers on several workers gets a group.
             device: `cpu` (gloo) or `cuda` (NCCL).
             timeout: seconds after which a collective with a missing rank fails.
         """
@@ -57,13 +58,15 @@ class ProcessGroups:
         )
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         for replica in replicas:
+            if replica.role == "gen":
+                continue
             ranks = replica.workers
             assert list(ranks) == sorted(set(ranks)), f"ranks of {replica.name} are not in device order"
             if len(ranks) > 1 and ranks not in self._groups:
                 self._groups[ranks] = dist.new_group(list(ranks), timeout=limit)
 
     def group(self, replica: Replica) -> ProcessGroup | None:
-        """Return the group over a replica's workers; None for a single worker."""
+        """Return the group over the workers of a replica that trains or infers; None for a single worker."""
         return self._groups.get(replica.workers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sqlite3
@@ -65,11 +66,17 @@ def assert_continued(directory: Path) -> None:
     assert all(tokens == kept for _, tokens, kept in mixed)
 
 
-def test_two_tensor_ranks_on_the_trainers_devices(tmp_path: Path, two_processes: RayActors) -> None:
-    """The engine's log-probs are the trainer's in every step, so it holds the weights that were trained."""
-    options = [*GRPO, "batch=4", "steps=3", "models.actor.layout=d2", "models.actor.gen.layout=t2"]
-    summary = run("recipes/grpo.py", tmp_path, *options, processes=two_processes)
+def test_two_tensor_ranks_on_the_trainers_devices(tmp_path: Path, four_processes: RayActors) -> None:
+    """The engines' log-probs are the trainer's in every step, so they hold the weights that were trained.
+
+    Their ranks are on the devices that hold the most of what they need, so they are no neighbours.
+    """
+    options = [*GRPO, "batch=4", "steps=3", "cluster=cpu-1x4", "models.actor.layout=d4"]
+    options += ["models.actor.gen.layout=d2t2"]
+    summary = run("recipes/grpo.py", tmp_path, *options, processes=four_processes)
     assert (summary.reason, summary.steps) == ("done", 3)
+    engines = json.loads((summary.directory / "plan.json").read_text())["plan"]["replicas"][1]
+    assert (engines["name"], engines["workers"]) == ("actor@gen", [0, 2, 1, 3])
     assert_versions(summary.directory)
     for row in steps_of(summary):
         assert 0 < row[f"actor_train/{ENGINE_GAP_MAX.suffix}"] < 1e-4

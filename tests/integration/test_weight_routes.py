@@ -16,8 +16,10 @@ import worker_kit as kit
 from safetensors.torch import load_file
 
 from hflow.data.batch import Batch, Column
+from hflow.planner import placement
+from hflow.planner.routing import on_workers
 from hflow.types import Unit
-from hflow.workers.interface import NodeTask, ShardInput, WeightsLoaded
+from hflow.workers.interface import NodeTask, ShardInput, WeightsLoaded, WorkerSetup
 from hflow.workers.ray.ray_actors import RayActors
 from hflow.workers.ray.ray_workers import RayWorkers
 
@@ -122,3 +124,42 @@ def test_engines_pull_the_trained_weights(
         assert route.moved_bytes == 2 * size * item // 4
 
     go(work())
+
+
+def test_engines_in_another_order_of_devices_draw_the_same(
+    four_processes: RayActors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each engine holds the same weights, and draws the same tokens of the same samples, on any device."""
+
+    async def work(setup: WorkerSetup, drawn: dict[int, tuple[Any, ...]], sums: list[int]) -> None:
+        workers = RayWorkers(four_processes)
+        fields = ("actor_gen/input_ids", "actor_gen/behav_logprobs")
+        try:
+            await workers.start(setup)
+            loaded = await workers.wake("actor@gen", 0)
+            sums += loaded.engine_checksums
+            for d, head in enumerate(setup.plan.replica("actor@gen").heads):
+                samples = range(2 * d, 2 * d + 2)
+                await workers.open_groups(head, kit.group_orders(GEN, range(d, d + 1)))
+                await kit.collect(workers, head, 2)
+                (parcel,) = await workers._actors[head].export.remote([(tuple(samples), fields)])
+                columns = parcel[GEN].columns
+                drawn[d] = tuple(columns[name].values.tolist() for name in ("input_ids", "behav_logprobs"))
+        finally:
+            await workers.close()
+
+    found: list[tuple[dict[int, tuple[Any, ...]], list[int]]] = []
+    for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+        monkeypatch.setattr(
+            placement,
+            "order_engine_ranks",
+            lambda graph, replicas, request, order=order: tuple(
+                on_workers(replica, order) if replica.role == "gen" else replica for replica in replicas
+            ),
+        )
+        setup = kit.setup_of("cluster=cpu-1x4")
+        assert setup.plan.replica("actor@gen").heads == order
+        found.append(({}, []))
+        go(work(setup, *found[-1]))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == len(found[0][1]) == 4

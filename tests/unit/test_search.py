@@ -20,12 +20,13 @@ from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.memory import MEMORY_MARGIN
 from hflow.planner.model_shape import ModelShape
-from hflow.planner.routing import rank_order
+from hflow.planner.placement.engine_ranks import best_workers
+from hflow.planner.routing import on_workers
 from hflow.planner.search import PLACEMENT, search, with_settings
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes
 from hflow.planner.search.partition import set_partitions
 from hflow.planner.search.route_bytes import with_bytes
-from hflow.planner.weights.resharding import add_rows
+from hflow.planner.weights.resharding import add_rows, held_bytes
 from hflow.report.page import render_page
 from hflow.report.plan_text import render_plan
 
@@ -239,7 +240,11 @@ def test_compositions_and_devices() -> None:
     [
         ("torch", "d8", "d4t2"),
         ("megatron", "d2t4", "d4t2"),
+        ("megatron", "d8", "t8"),
+        ("megatron", "d4t2", "d2t4"),
+        ("megatron", "t8", "d2t4"),
         ("megatron", "d4t2p2", "d4t4"),
+        ("torch", "d16", "d4t4"),
         ("torch", "d64", "d8t8"),
     ],
 )
@@ -247,16 +252,18 @@ def test_estimated_bytes_of_new_weights_are_those_of_the_rows(
     backend: str, src: str, dst: str, offset: int
 ) -> None:
     cluster = ClusterSpec("x", "cuda", 16, 8, 80 << 30)
-    ends = [_replica(src, "train", backend, 0), _replica(dst, "gen", "vllm", 64 * offset)]
+    trainer, engine = _replica(src, "train", backend, 0), _replica(dst, "gen", "vllm", 64 * offset)
+    held = dict.fromkeys(engine.workers, [0] * engine.layout.num_shards)
+    held |= held_bytes(trainer, engine, LARGE, 2, cluster)
+    workers, _ = best_workers(engine, held, cluster)
     route = WeightRoute("m", "m@train", "m@gen", "pull")
-    exact = add_rows(route, ends[0], ends[1], LARGE, 2, cluster)
-    estimated = with_bytes(route, ends[0], ends[1], LARGE, 2, cluster)
+    exact = add_rows(route, trainer, on_workers(engine, workers), LARGE, 2, cluster)
+    estimated = with_bytes(route, trainer, engine, LARGE, 2, cluster)
     for name in ("moved_bytes", "held_bytes", "node_bytes"):
         assert getattr(estimated, name) == pytest.approx(getattr(exact, name), rel=0.01, abs=1e6)
 
 
 def _replica(text: str, role: str, backend: str, first: int) -> Replica:
     layout = Layout.parse(text)
-    workers = tuple(range(first, first + layout.world))
-    heads = tuple(workers[rank] for rank in layout.heads(rank_order(role)))
-    return Replica(f"m@{role}", "m", role, backend, layout, "g", workers, heads)  # type: ignore[arg-type]
+    replica = Replica(f"m@{role}", "m", role, backend, layout, "g", (), ())  # type: ignore[arg-type]
+    return on_workers(replica, tuple(range(first, first + layout.world)))

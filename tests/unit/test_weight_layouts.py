@@ -11,7 +11,7 @@ from typing import Any
 import plan_graphs as graphs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from model_configs import model_config
 from test_weight_loading import Rank
@@ -40,7 +40,14 @@ TRAINERS = [
     ("megatron", "d2p3"),
     ("megatron", "t4"),
 ]
-ENGINES = [("vllm", "d1"), ("vllm", "d2"), ("vllm", "t2"), ("vllm", "d2t2"), ("embedded", "d2")]
+ENGINES = [
+    ("vllm", "d1"),
+    ("vllm", "d2"),
+    ("vllm", "t2"),
+    ("vllm", "d2t2"),
+    ("vllm", "t4"),
+    ("embedded", "d2"),
+]
 NUM_DEVICES = 10
 
 
@@ -92,6 +99,11 @@ def publishers(plan: Plan, shards: dict[int, Any], directory: str) -> dict[int, 
     }
 
 
+IN_BF16 = {"is_apart": False, "transport": "disk", "delta": False, "dtype": "bf16"}
+
+
+@example(shape=SHAPE, trainer=("megatron", "t4"), engine=("vllm", "d2t2"), order=(0, 2, 1, 3), **IN_BF16)
+@example(shape=SHAPE, trainer=("megatron", "d2t2"), engine=("vllm", "t4"), order=(0, 2, 1, 3), **IN_BF16)
 @settings(max_examples=30)
 @given(
     shape=st.sampled_from([SHAPE, TIED]),
@@ -101,6 +113,7 @@ def publishers(plan: Plan, shards: dict[int, Any], directory: str) -> dict[int, 
     transport=st.sampled_from(["shared", "disk"]),
     delta=st.booleans(),
     dtype=st.sampled_from(["fp32", "bf16"]),
+    order=st.none(),
 )
 def test_every_rank_of_an_engine_holds_what_was_trained(
     shape: ModelShape,
@@ -110,13 +123,18 @@ def test_every_rank_of_an_engine_holds_what_was_trained(
     transport: str,
     delta: bool,
     dtype: str,
+    order: tuple[int, ...] | None,
 ) -> None:
-    """Three versions, of which the last differs from the one before in a few entries."""
+    """Three versions, of which the last differs from the one before in a few entries.
+
+    `order` has the devices of the engines' ranks, if it is known.
+    """
     apart = {"group": "a", "gen_group": "b"} if is_apart or engine[0] == "embedded" else {}
     plan = compiled(shape, trainer, engine, transport=transport, delta=delta, dtype=dtype, **apart)
     (route,) = plan.weights
     assert (route.how, route.transport, route.delta) == ("pull", transport, delta)
     src, dst = plan.replica(route.src), plan.replica(route.dst)
+    assert order in (None, dst.workers)
     sent_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
     values = {spec.name: torch.empty(spec.shape) for spec in tensors(shape)}
     shards = {w: Shard(values, boxes, sent_dtype) for w, boxes in boxes_of(shape, src).items()}

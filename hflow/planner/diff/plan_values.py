@@ -292,6 +292,7 @@ def _route(route: Rows) -> dict[str, ShownValue]:
         "moved": ShownValue(route["moved_bytes"], size(route["moved_bytes"])),
         "across machines": ShownValue(route["node_bytes"], size(route["node_bytes"])),
         "held already": ShownValue(route["held_bytes"], size(route["held_bytes"])),
+        "saved by the order of ranks": ShownValue(route["saved_bytes"], size(route["saved_bytes"])),
         "rows": ShownValue([route["rows"], route["worker_sets"]], f"{len(route['rows'])} rows"),
     }
 

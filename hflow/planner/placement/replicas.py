@@ -20,7 +20,7 @@ from hflow.planner.ir import ClusterSpec, DeviceGroup, Replica
 from hflow.planner.layout import Layout, even_blocks
 from hflow.planner.placement.engines import UNDECIDED
 from hflow.planner.request import PlanRequest
-from hflow.planner.routing import rank_order
+from hflow.planner.routing import on_workers
 
 Role = Literal["train", "infer", "gen"]
 Devices = tuple[int, ...]
@@ -178,11 +178,8 @@ def _layout(text: str | None) -> Layout | None:
 def _place(replica: UnplacedReplica, group: DeviceGroup) -> Replica:
     layout = replica.layout or Layout(data=len(group.devices))
     check_size(replica.name, layout, group)
-    workers = group.devices[: layout.world]
-    heads = tuple(workers[rank] for rank in layout.heads(rank_order(replica.role)))
-    return Replica(
-        replica.name, replica.model, replica.role, replica.backend, layout, group.name, workers, heads
-    )
+    placed = Replica(replica.name, replica.model, replica.role, replica.backend, layout, group.name, (), ())
+    return on_workers(placed, group.devices[: layout.world])
 
 
 def check_size(replica: str, layout: Layout, group: DeviceGroup) -> None:

@@ -17,7 +17,7 @@ from hflow.planner.ir import Replica
 from hflow.planner.memory.context import MemoryContext
 from hflow.planner.memory.phases import group_phases
 from hflow.planner.placement.replicas import Devices
-from hflow.planner.routing import rank_order
+from hflow.planner.routing import on_workers
 from hflow.planner.search.group_memory import Fit, GroupMemory, Phases
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.partition import Blocks, Partition, publish
@@ -277,6 +277,4 @@ class Evaluator:
 def _moved_behind(replica: Replica, other: Replica) -> Replica:
     """Return a replica on the devices that follow those of another."""
     first = other.workers[-1] + 1
-    workers = tuple(range(first, first + replica.layout.world))
-    heads = tuple(workers[rank] for rank in replica.layout.heads(rank_order(replica.role)))
-    return replace(replica, workers=workers, heads=heads)
+    return on_workers(replica, tuple(range(first, first + replica.layout.world)))

@@ -20,7 +20,7 @@ from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import ModelShape, kinds_of_layers, other_tensors
 from hflow.planner.period.steady_events import SteadyEvents
 from hflow.planner.placement.replicas import Devices
-from hflow.planner.routing import rank_order
+from hflow.planner.routing import on_workers
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.stream_workloads import stream_workloads
 from hflow.planner.weights.sharding import can_split
@@ -144,8 +144,7 @@ class OptionTable:
         for layout in self._layouts(name, devices):
             workers = devices[: layout.world]
             base = self._problem.replica(name)
-            heads = tuple(workers[rank] for rank in layout.heads(rank_order(base.role)))
-            replica = replace(base, layout=layout, workers=workers, heads=heads)
+            replica = on_workers(replace(base, layout=layout), workers)
             for config in self._configs(replica):
                 yield replica, config
 

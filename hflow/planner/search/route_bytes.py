@@ -1,30 +1,35 @@
 """The bytes that new weights move, without the rows of their route.
 
-`add_rows` counts them exactly, slice by slice. A search compares thousands of pairs of layouts, so it takes
-the means over all ranks: norms count as if they were sharded, and tensor ranks as if all tensors were cut
-along the same axis.
+`add_rows` counts them exactly, slice by slice, and `order_engine_ranks` chooses the devices of an engine's
+ranks by these bytes. A search compares thousands of pairs of layouts, so it does the same with the shares of
+an average tensor. Norms count as if they were sharded.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
 from hflow.planner.backends import traits
 from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
-from hflow.planner.model_shape import ModelShape, num_parameters
+from hflow.planner.model_shape import ModelShape, num_parameters, tensors
+from hflow.planner.placement.engine_ranks import MIN_SAVING, best_order
 
 
 def with_bytes(
     route: WeightRoute, src: Replica, dst: Replica, shape: ModelShape, item_bytes: int, cluster: ClusterSpec
 ) -> WeightRoute:
-    """Return a route with the bytes that it moves, estimated; the arguments are those of `add_rows`."""
+    """Return a route with the bytes that it moves, estimated, with the engine's ranks in the best order.
+
+    The arguments are those of `add_rows`.
+    """
     model = item_bytes * num_parameters(shape)
     needed = model * dst.layout.data
     held = local = 0.0
     if src.workers == dst.workers:
-        held = dst.layout.world * model * _common_share(src, dst)
+        held = model * _held_models(src, dst, shape, cluster)
     per_machine, machines = cluster.devices_per_node, {cluster.node_of(w) for w in src.workers}
     if machines & {cluster.node_of(w) for w in dst.workers}:
         local = needed * _machine_share(src, min(per_machine, src.layout.world))
@@ -36,23 +41,74 @@ def with_bytes(
     )
 
 
-def _common_share(src: Replica, dst: Replica) -> float:
-    """Return the share of the model that a worker holds and needs, on average over the workers."""
-    layout = src.layout
-    if traits(src.backend).sharded_over_data == "everything":
-        return 1 / layout.world / dst.layout.tensor / dst.layout.pipe
-    return _overlap(layout.tensor, dst.layout.tensor) / layout.pipe / dst.layout.pipe
+def _held_models(src: Replica, dst: Replica, shape: ModelShape, cluster: ClusterSpec) -> float:
+    """Return how much workers hold of what they need, all together, in copies of the model."""
+    num_shards, stages = dst.layout.tensor, src.layout.pipe * dst.layout.pipe
+    machines = tuple(Counter(map(cluster.node_of, dst.workers)).values())
+    if traits(src.backend).sharded_over_data != "everything":
+        return _held_tensors(src.layout.tensor, num_shards, machines) / stages
+    by_rows = _split_by_rows(shape)
+    rows = _held_tensors(src.layout.world, num_shards, machines)
+    return (by_rows * rows + (1 - by_rows) / num_shards) / dst.layout.pipe
+
+
+@lru_cache(maxsize=4096)
+def _held_tensors(num_parts: int, num_shards: int, machines: tuple[int, ...]) -> float:
+    """Return how much workers hold of what they need, all together, in copies of one tensor.
+
+    Worker `w` holds part `w % num_parts` of the tensor, and rank `r` needs shard `r % num_shards`.
+
+    Args:
+        num_parts: equal parts of the trainer.
+        num_shards: equal shards of an engine.
+        machines: workers on each machine.
+    """
+    unit = math.lcm(num_parts, num_shards)
+    first = in_order = best = 0
+    for size in machines:
+        before, after = _held_on_machine(num_parts, num_shards, first % unit, size)
+        in_order, best, first = in_order + before, best + after, first + size
+    needed = unit * first // num_shards
+    return (best if best - in_order > MIN_SAVING * needed else in_order) / unit
+
+
+@lru_cache(maxsize=4096)
+def _held_on_machine(num_parts: int, num_shards: int, first: int, num: int) -> tuple[int, int]:
+    """Return what the workers of one machine hold of what they need.
+
+    Args:
+        num_parts: as `_held_tensors`.
+        num_shards: as `_held_tensors`.
+        first: index of the first worker.
+        num: number of workers.
+
+    Returns:
+        Entries with ranks in the order of devices, and in the best order, of a tensor with
+        `lcm(num_parts, num_shards)` entries.
+    """
+    unit = math.lcm(num_parts, num_shards)
+    part, shard = unit // num_parts, unit // num_shards
+    starts = [worker % num_parts * part for worker in range(first, first + num)]
+    held = tuple(
+        tuple(max(0, min(start + part, (s + 1) * shard) - max(start, s * shard)) for s in range(num_shards))
+        for start in starts
+    )
+    shards = tuple(rank % num_shards for rank in range(first, first + num))
+    before, after = (
+        sum(held[device][s] for device, s in zip(order, shards, strict=True))
+        for order in (range(num), best_order(held, shards))
+    )
+    return before, after
 
 
 @lru_cache
-def _overlap(src: int, dst: int) -> float:
-    """Return the mean overlap of a worker's two tensor shards, of its index modulo either size."""
-    num = math.lcm(src, dst)
-    total = 0
-    for worker in range(num):
-        a, b = worker % src, worker % dst
-        total += max(0, min((a + 1) * dst, (b + 1) * src) - max(a * dst, b * src))
-    return total / num / (src * dst)
+def _split_by_rows(shape: ModelShape) -> float:
+    """Return the share of a model's entries in tensors that tensor parallelism splits along the first axis.
+
+    Backends that shard everything split all tensors along this axis.
+    """
+    rows = sum(spec.numel for spec in tensors(shape) if spec.split_axis == 0)
+    return rows / num_parameters(shape)
 
 
 def _machine_share(src: Replica, per_machine: int) -> float:

@@ -61,6 +61,33 @@ def add_rows(
     )
 
 
+def held_bytes(
+    src: Replica, dst: Replica, shape: ModelShape, item_bytes: int, cluster: ClusterSpec
+) -> dict[int, list[int]]:
+    """Return how much each worker of the source holds of what each rank of an engine needs.
+
+    The arguments are those of `add_rows`. It does not matter where the ranks of the destination are. Those
+    with equal numbers modulo the shards of the model need the same, so they count as one.
+
+    Returns:
+        Worker -> rank modulo the number of shards -> bytes.
+
+    Raises:
+        PlanError: if the tensor axis of a layout does not divide a tensor that it splits.
+    """
+    num_shards = dst.layout.num_shards
+    needs = replace(dst, workers=tuple(rank % num_shards for rank in range(dst.layout.world)))
+    route = add_rows(WeightRoute(dst.model, src.name, dst.name, "pull"), src, needs, shape, 1, cluster)
+    held = {worker: [0] * num_shards for worker in src.workers}
+    for row in route.rows:
+        num_layers = 1 if row.layers is None else row.layers[1] - row.layers[0]
+        num_bytes = item_bytes * num_layers * numel(row.box)
+        for worker in route.worker_sets[row.holders]:
+            for shard in route.worker_sets[row.receivers]:
+                held[worker][shard] += num_bytes
+    return held
+
+
 def senders(route: WeightRoute, index: int, cluster: ClusterSpec, layer: int = 0) -> dict[int, int]:
     """Return, for each receiver of row `index`, the worker from which it takes the slice of one layer.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -12,9 +12,10 @@ from hflow.planner.architectures import can_run
 from hflow.planner.backends import engine_kind
 from hflow.planner.graph_queries import written_models
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import ClusterSpec, Plan, Replica, WeightRoute, batch_replica
+from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica, WeightRoute, batch_replica
 from hflow.planner.model_shape import DTYPE_BYTES, ModelShape
 from hflow.planner.request import PlanRequest
+from hflow.planner.routing import on_workers
 from hflow.planner.weights.resharding import add_rows
 
 STORE_FRACTION = 0.3
@@ -22,19 +23,24 @@ STORE_FRACTION = 0.3
 
 
 def weight_routes(
-    graph: Graph, replicas: tuple[Replica, ...], request: PlanRequest
+    graph: Graph, groups: Iterable[DeviceGroup], replicas: tuple[Replica, ...], request: PlanRequest
 ) -> tuple[WeightRoute, ...]:
     """Return one route for every generation replica whose model changes during the run.
 
     Weights that do not change are loaded once by each replica, without a route. Routes of models whose
     tensors are known have rows; entries move in the dtype that engines hold.
     """
-    written = written_models(graph)
+    written, devices = written_models(graph), {group.name: group.devices for group in groups}
     routes = []
     for gen in replicas:
         if gen.role == "gen" and gen.model in written:
             src = batch_replica(replicas, gen.model)
-            routes.append(weight_route(src, gen, request, add_rows))
+            route = weight_route(src, gen, request, add_rows)
+            in_order = on_workers(gen, devices[gen.group][: gen.layout.world])
+            if gen.workers != in_order.workers:
+                more_bytes = weight_route(src, in_order, request, add_rows).moved_bytes
+                route = replace(route, saved_bytes=more_bytes - route.moved_bytes)
+            routes.append(route)
     return tuple(routes)
 
 

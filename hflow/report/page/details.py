@@ -9,7 +9,16 @@ from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import EdgeKind, Node, Read
 from hflow.planner.forecast import EdgeTraffic, NodeTime, StepTraffic
 from hflow.planner.ir import Plan, RouteRow, WeightRoute
-from hflow.report.formatting import DASH, TIMES, bytes_text, count_text, plural, range_text, seconds_text
+from hflow.report.formatting import (
+    DASH,
+    TIMES,
+    bytes_text,
+    count_text,
+    plural,
+    range_text,
+    rank_order_text,
+    seconds_text,
+)
 from hflow.report.page.cards import VERBS, known_verb
 from hflow.report.page.edges import SAMPLES, Arrow
 from hflow.report.page.routes import data_id, weights_id
@@ -197,6 +206,8 @@ def route_facts(route: WeightRoute) -> Facts:
             ("across machines", bytes_text(route.node_bytes)),
             ("already in place", bytes_text(route.held_bytes)),
         ]
+    if route.saved_bytes:
+        facts.append(("order", rank_order_text(route.moved_bytes, route.saved_bytes)))
     return tuple(facts)
 
 

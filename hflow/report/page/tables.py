@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.planner.ir import Plan, Replica
+from hflow.planner.ir import Plan, Replica, WeightRoute
 from hflow.planner.model_shape import num_parameters
-from hflow.report.formatting import TIMES, bytes_text, parameters_text, range_text, seconds_text
+from hflow.report.formatting import (
+    TIMES,
+    bytes_text,
+    parameters_text,
+    range_text,
+    rank_order_text,
+    seconds_text,
+)
 from hflow.report.page.details import Listing, TimeShare, route_listing, time_parts
 
 
@@ -126,6 +133,13 @@ def _moves(plan: Plan) -> Table | None:
     )
 
 
+def _how(route: WeightRoute) -> str:
+    how = f"{route.how} by {route.transport}" if route.transport else route.how
+    if not route.saved_bytes:
+        return how
+    return f"{how}; {rank_order_text(route.moved_bytes, route.saved_bytes)}"
+
+
 def _weights(plan: Plan) -> Table | None:
     if not plan.weights:
         return None
@@ -136,7 +150,7 @@ def _weights(plan: Plan) -> Table | None:
             (
                 route.src,
                 route.dst,
-                f"{route.how} by {route.transport}" if route.transport else route.how,
+                _how(route),
                 bytes_text(route.moved_bytes) if _is_known(plan, route.model) else "unknown",
                 bytes_text(route.node_bytes) if _is_known(plan, route.model) else "unknown",
                 bytes_text(route.held_bytes) if _is_known(plan, route.model) else "unknown",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from rich.text import Text
 
 from hflow.planner.ir import Plan, Replica, WeightRoute
-from hflow.report.formatting import bytes_text, range_text
+from hflow.report.formatting import bytes_text, range_text, rank_order_text
 from hflow.report.plan_text.section import Section, add_row, dim, lines, number, table, text
 
 NOTE = (
     "How new weights reach another copy of the model. shared: both use the same memory; gather: assembled "
     "bucket by bucket on the same devices; pull: copied out slice by slice, then fetched by other devices. "
-    "The bytes moved are the fewest possible: what a device already holds is never sent."
+    "The bytes moved are the fewest possible: what a device already holds stays in place."
 )
 
 
@@ -30,11 +30,13 @@ def weights_section(plan: Plan, width: int) -> Section:
     return Section("Weights", NOTE, (shown,))
 
 
-def _way(route: WeightRoute) -> str | Text:
-    if not route.transport:
-        return route.how
-    notes = [dim(f"by {route.transport}: {route.why}")]
-    return lines((Text(route.how), *notes, *([dim("only changes")] if route.delta else [])))
+def _way(route: WeightRoute) -> Text:
+    notes = [dim(f"by {route.transport}: {route.why}")] if route.transport else []
+    if route.delta:
+        notes.append(dim("only changes"))
+    if route.saved_bytes:
+        notes.append(dim(rank_order_text(route.moved_bytes, route.saved_bytes)))
+    return lines((Text(route.how), *notes))
 
 
 def _end(replica: Replica) -> Text:
