@@ -100,7 +100,8 @@ def plan(
         else:
             print_text(dumps(found.to_json(), indent=2))
     elif recipe is not None:
-        _show_plan(launch.compile_recipe(recipe, overrides or []), chosen, html)
+        compiled = launch.compile_recipe(recipe, overrides or [], with_limits=chosen in (None, "--json"))
+        _show_plan(compiled, chosen, html)
     else:
         raise ConfigError("name a recipe, as in `hflow plan recipes/grpo.py`, or two plans with --diff A B")
 

@@ -68,6 +68,8 @@ def compile_recipe(
     config: RunConfig | None = None,
     engines: Mapping[str, str] | None = None,
     candidates: tuple[Candidate, ...] = (),
+    *,
+    with_limits: bool = False,
 ) -> Compiled:
     """Compile a recipe without torch and ray.
 
@@ -77,6 +79,7 @@ def compile_recipe(
         config: a whole configuration, used instead of the recipe's YAML file and overrides.
         engines: model -> the engine that a plan file names, for models whose configuration names none.
         candidates: placements that a plan file was compared with.
+        with_limits: also find the settings that make a step longer than necessary.
 
     Raises:
         HflowError: as `plan`.
@@ -91,7 +94,7 @@ def compile_recipe(
         candidates = found.candidates
         config = with_choices(config, found.overrides)
         request = replace(plan_request(config, graph, recipe), engines=request.engines)
-    compiled_plan = compile_plan(graph, request)
+    compiled_plan = compile_plan(graph, request, with_limits=with_limits)
     if compiled_plan.forecast is not None:
         forecast = replace(compiled_plan.forecast, candidates=candidates)
         compiled_plan = replace(compiled_plan, forecast=forecast)

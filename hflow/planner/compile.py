@@ -17,25 +17,28 @@ from hflow.planner.unrunnable import unrunnable_reasons
 from hflow.planner.weights.weight_routes import weight_routes
 
 
-def compile_plan(graph: Graph, request: PlanRequest) -> Plan:
+def compile_plan(graph: Graph, request: PlanRequest, *, with_limits: bool = False) -> Plan:
     """Decide where every node runs, in which order, and by which rules its data moves.
 
     Args:
         graph: a checked graph.
         request: the cluster, where each model runs, and the settings of the run.
+        with_limits: also find the settings that make a step longer than necessary (`Forecast.limits`).
 
     Raises:
         PlanError: if settings, layouts or groups do not fit together, or the estimated memory exceeds that of
             the devices. The message names a change that fits.
         NotYetError: if the graph trains on two streams.
     """
-    request, reasons = decide_layouts(graph, request)
-    plan, request = _compile_rows(graph, request)
-    plan = _with_caches(plan, request)
+    structure, request = plan_structure(graph, request)
+    decided, reasons = decide_layouts(graph, request, structure)
+    if decided is not request:
+        structure, request = plan_structure(graph, decided)
+    plan = _with_caches(_with_rows(structure, request), request)
     estimates = build_forecast(plan, request)
     if estimates is not None:
         estimates = dataclasses.replace(estimates, layouts=reasons)
-        if plan.cluster.device == "cuda":
+        if with_limits and plan.cluster.device == "cuda":
             estimates = dataclasses.replace(estimates, limits=throttles(graph, request, estimates))
         capacity = plan.cluster.memory_bytes
         check_memory(estimates.memory, capacity, lambda: nearest_fit(graph, request))
@@ -57,13 +60,12 @@ def _with_caches(plan: Plan, request: PlanRequest) -> Plan:
     return dataclasses.replace(plan, engines=tuple(engines))
 
 
-def _compile_rows(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanRequest]:
-    """Return the plan without its forecast, and the request with its placement resolved."""
-    plan, request = plan_structure(graph, request)
+def _with_rows(plan: Plan, request: PlanRequest) -> Plan:
+    """Return the plan with its routing table, weight routes, and what cannot run."""
     heads = plan.placement(plan.schedule.streams[0].source).heads
     plan = dataclasses.replace(
         plan,
         routing=routing_table(plan.replicas, heads, range(request.cluster.num_devices)),
-        weights=weight_routes(graph, plan.groups, plan.replicas, request),
+        weights=weight_routes(plan.graph, plan.groups, plan.replicas, request),
     )
-    return dataclasses.replace(plan, unrunnable=unrunnable_reasons(plan, request)), request
+    return dataclasses.replace(plan, unrunnable=unrunnable_reasons(plan, request))

@@ -206,7 +206,8 @@ class Forecast:
     candidates: tuple[Candidate, ...] = ()
     """What the search for a placement compared, the chosen plan first; empty if nothing was searched."""
     limits: tuple[str, ...] = ()
-    """Settings that make a step longer than necessary, with the gain of another value, one sentence each."""
+    """Settings that make a step longer than necessary, with the gain of another value, one sentence each.
+    Empty unless `compile_plan` is called with `with_limits`."""
     pace: Pace | None = None
     """Pace of the trained stream; None if it is not generated, or the sizes of its models are unknown."""
 

@@ -211,7 +211,8 @@ def test_a_plan_file_is_not_searched_again(tmp_path: Path, monkeypatch: pytest.M
 
 def test_settings_that_hold_a_plan_back_are_named() -> None:
     apart = "placement='actor,critic,ref=0-3:d4 actor.gen=4-7:d4'"
-    plan = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, apart, "schedule.max_concurrent=16")).plan
+    limited = (*PPO_ON_8, apart, "schedule.max_concurrent=16")
+    plan = compile_recipe(RECIPES / "ppo.py", limited, with_limits=True).plan
     assert plan.forecast is not None
     first, *others = plan.forecast.limits
     assert re.fullmatch(

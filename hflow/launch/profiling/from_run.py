@@ -36,7 +36,6 @@ from hflow.planner.cost import node_times
 from hflow.planner.data.traffic_estimate import estimate_traffic
 from hflow.planner.ir import Plan
 from hflow.planner.period import steady_period
-from hflow.planner.search import decide_layouts
 from hflow.planner.stream_workloads import stream_workloads
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.validation import from_mapping
@@ -121,7 +120,6 @@ def _planned(file: PlanFile, directory: RunDirectory) -> tuple[Plan, RunTimes, P
     base = file.configuration()
     config, graph, _ = read_recipe(file.recipe, config=replace(base, calibration=None, calibrate=None))
     request = replace(plan_request(config, graph, file.recipe), engines=file.engines)
-    request, _ = decide_layouts(graph, request)
     plan = compile_plan(graph, request)
     times = read_run_times(directory, plan)
     request = replace(request, workload=times.workload)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
+from hflow.planner.backends import traits
 from hflow.planner.forecast import Candidate, Pace
-from hflow.planner.ir import Schedule
+from hflow.planner.ir import Plan, Replica, Schedule
 from hflow.planner.request import PlanRequest
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
@@ -77,24 +78,22 @@ def search(
     return make_result(evaluator, [best, *ranked[1:]], found.num_tried, seconds)
 
 
-def decide_layouts(graph: Graph, request: PlanRequest) -> tuple[PlanRequest, tuple[tuple[str, str], ...]]:
+def decide_layouts(
+    graph: Graph, request: PlanRequest, structure: Plan
+) -> tuple[PlanRequest, tuple[tuple[str, str], ...]]:
     """Return a request with the layouts that the user left open, and the reason for each.
 
     Where no layout fits, or nothing is known of the hardware, they stay open: `compile_plan` then takes data
-    ranks alone, and refuses what does not fit.
+    ranks alone, and refuses what does not fit. The same request is returned where nothing is decided.
 
-    Raises:
-        PlanError: for a placement, group or layout that is invalid.
+    Args:
+        graph: a checked graph.
+        request: with its placement resolved.
+        structure: the plan of the request, with data ranks alone where layouts are open.
     """
-    if request.hardware is None:
+    if request.hardware is None or not any(_is_open(replica, request) for replica in structure.replicas):
         return request, ()
-    problem = SearchProblem(graph, request, request.hardware)
-    if all(
-        r.name in problem.layouts or not problem.traits(r.name).is_model_parallel
-        for r in problem.base.replicas
-    ):
-        return request, ()
-    evaluator = Evaluator(problem)
+    evaluator = Evaluator(SearchProblem(graph, request, request.hardware, structure=structure))
     ranked = explore(evaluator).ranked()
     if not ranked:
         return request, ()
@@ -106,6 +105,13 @@ def free_settings(models: Iterable[str]) -> frozenset[str]:
     """Return the keys of the configuration that a search may set, besides `placement` and layouts."""
     names = ("tokens_per_microbatch", "activation_checkpointing", "gen.max_running")
     return frozenset({"schedule.max_concurrent", *(f"models.{m}.{name}" for m in models for name in names)})
+
+
+def _is_open(replica: Replica, request: PlanRequest) -> bool:
+    """Return whether a replica's layout may be chosen."""
+    config = request.model(replica.model)
+    layout = config.gen.layout if replica.role == "gen" else config.layout
+    return layout is None and traits(replica.backend).is_model_parallel
 
 
 def _is_estimate(problem: SearchProblem) -> bool:

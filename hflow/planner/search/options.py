@@ -9,13 +9,15 @@ from functools import cached_property
 from itertools import chain
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.backends import engine_kind
+from hflow.planner.backends import engine_kind, training_backend
 from hflow.planner.cost.nodes import Costs
 from hflow.planner.data.minibatches import heaviest_loads
 from hflow.planner.forecast import EdgeTraffic, Pace
 from hflow.planner.graph_queries import root_stream
+from hflow.planner.hardware import GIB
 from hflow.planner.ir import EngineChoice, Plan, Replica, ScheduledNode
 from hflow.planner.layout import Layout
+from hflow.planner.memory.engine_load import engine_weights
 from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import ModelShape, kinds_of_layers, other_tensors
 from hflow.planner.period.steady_events import SteadyEvents
@@ -79,7 +81,8 @@ class OptionTable:
     def __init__(self, problem: SearchProblem) -> None:
         self._problem = problem
         self._base = replace(problem.base, cluster=problem.cluster)
-        self._tables: dict[tuple[str, Devices], tuple[ReplicaOption, ...]] = {}
+        self._tables: dict[tuple[str, Devices, bool], tuple[ReplicaOption, ...]] = {}
+        self._changed: dict[tuple[str, int, bool], ModelConfig] = {}
         self._with_cache: dict[tuple[ReplicaOption, int], ReplicaOption] = {}
         self._waking: dict[ReplicaOption, float] = {}
         self._costs: dict[Replica, Costs] = {}
@@ -87,11 +90,20 @@ class OptionTable:
         self.events = SteadyEvents(problem.base.schedule)
         self.workloads = dict(stream_workloads(problem.base, problem.request))
 
-    def options(self, name: str, devices: Devices) -> tuple[ReplicaOption, ...]:
-        """Return the options of a replica on some devices: the fastest first, then the fewest cuts."""
-        key = name, devices
+    def options(
+        self, name: str, devices: Devices, *, with_too_large: bool = False
+    ) -> tuple[ReplicaOption, ...]:
+        """Return the options of a replica on some devices: the fastest first, then the fewest cuts.
+
+        Args:
+            name: of the replica.
+            devices: those of its group.
+            with_too_large: also options of which the weights and the optimizer state alone do not fit.
+        """
+        key = name, devices, with_too_large
         if key not in self._tables:
-            made = [self.option(replica, config) for replica, config in self._choices(name, devices)]
+            choices = self._choices(name, devices)
+            made = [self.option(r, config) for r, config in choices if with_too_large or self._has_room(r)]
             self._tables[key] = tuple(sorted(_without_larger(made), key=_order))
         return self._tables[key]
 
@@ -188,7 +200,7 @@ class OptionTable:
         config = problem.request.model(replica.model)
         if replica.role == "gen":
             for number in self._running(replica, config, f"{prefix}.gen.max_running"):
-                yield replace(config, gen=replace(config.gen, max_running=number))
+                yield self._with_running(replica.model, number)
             return
         recompute: Sequence[bool] = (config.activation_checkpointing,)
         if replica.role == "train" and problem.is_free(f"{prefix}.activation_checkpointing"):
@@ -198,7 +210,42 @@ class OptionTable:
             tokens = self._tokens(replica)
         for number in tokens:
             for recomputes in recompute:
-                yield replace(config, tokens_per_microbatch=number, activation_checkpointing=recomputes)
+                yield self._with_tokens(replica.model, number, recomputes)
+
+    def _with_running(self, model: str, number: int) -> ModelConfig:
+        """Return a model's configuration with `gen.max_running`."""
+        key = f"{model} gen", number, False
+        if key not in self._changed:
+            config = self._problem.request.model(model)
+            self._changed[key] = replace(config, gen=replace(config.gen, max_running=number))
+        return self._changed[key]
+
+    def _with_tokens(self, model: str, number: int, recomputes: bool) -> ModelConfig:
+        """Return a model's configuration with `tokens_per_microbatch` and `activation_checkpointing`."""
+        key = model, number, recomputes
+        if key not in self._changed:
+            self._changed[key] = replace(
+                self._problem.request.model(model),
+                tokens_per_microbatch=number,
+                activation_checkpointing=recomputes,
+            )
+        return self._changed[key]
+
+    def _has_room(self, replica: Replica) -> bool:
+        """Return whether a device holds a replica's weights and optimizer state."""
+        shape, config = self._problem.request.shapes.get(replica.model), self._problem.config(replica.name)
+        if shape is None:
+            return True
+        overhead, kept = round(self._problem.hardware.device.overhead_gib * GIB), 0
+        for stage in {0, replica.layout.pipe - 1}:
+            rank = self._rank(replica, shape, config, stage)
+            if replica.role != "gen":
+                kept = training_backend(replica.backend).memory.model_state(rank).total()
+            elif engine_kind(replica.backend).has_own_process:  # others may use the weights of their trainer
+                kept = engine_weights(rank)
+            if overhead + kept > self._problem.memory_limit:
+                return False
+        return True
 
     def _tokens(self, replica: Replica) -> list[int]:
         """Return sizes of micro-batches from the longest sequence to a rank's part of the largest batch."""
@@ -228,8 +275,8 @@ class OptionTable:
         useful = {number for number in numbers if number < 2 * at_once}
         return sorted({config.gen.max_running} | (useful or {numbers[-1]}))
 
-    def _rank(self, replica: Replica, shape: ModelShape, config: ModelConfig) -> Rank:
-        return Rank(replica, shape, config, 0, True, self._problem.cluster.device == "cpu")
+    def _rank(self, replica: Replica, shape: ModelShape, config: ModelConfig, stage: int = 0) -> Rank:
+        return Rank(replica, shape, config, stage, stage == 0, self._problem.cluster.device == "cpu")
 
     @cached_property
     def in_flight(self) -> int:
@@ -246,7 +293,7 @@ class OptionTable:
         """Return an option with a given configuration, and what the cache of an engine holds."""
         limited = config
         if largest_batch is not None and largest_batch < config.gen.max_running:
-            limited = replace(config, gen=replace(config.gen, max_running=largest_batch))
+            limited = self._with_running(replica.model, largest_batch)
         costs = self._costs_of(replica).with_config(replica.name, limited)
         seconds: dict[str, float] = {}
         total = 0.0

@@ -53,8 +53,14 @@ class SearchProblem:
     """
 
     def __init__(
-        self, graph: Graph, request: PlanRequest, hardware: Hardware, margin: float = MEMORY_MARGIN
+        self,
+        graph: Graph,
+        request: PlanRequest,
+        hardware: Hardware,
+        margin: float = MEMORY_MARGIN,
+        structure: Plan | None = None,
     ) -> None:
+        """Read a request; `structure` is its plan where its placement is given and the plan is known."""
         self.graph = graph
         self.hardware = hardware
         self.margin = margin
@@ -66,7 +72,9 @@ class SearchProblem:
         elif PLACEMENT in request.free:
             self.fixed = _configured_groups(graph, request)
         else:
-            self.fixed, request = self._given_groups(graph, request)
+            if structure is None:
+                structure, request = plan_structure(graph, request)
+            self.fixed = self._given_groups(structure)
         self.request = _without_placement(request)
         for name in names:
             config = request.model(_model(name))
@@ -178,16 +186,15 @@ class SearchProblem:
                 check_size(placed[name], layout, DeviceGroup(name, devices[name]))
         return tuple(FixedGroup(devices, tuple(names)) for devices, names in groups.items())
 
-    def _given_groups(self, graph: Graph, request: PlanRequest) -> tuple[tuple[FixedGroup, ...], PlanRequest]:
-        """Return the groups of a request whose placement is not free, and the request without `placement`."""
-        plan, request = plan_structure(graph, request)
+    def _given_groups(self, plan: Plan) -> tuple[FixedGroup, ...]:
+        """Return the groups of a request whose placement is not free."""
         groups = []
         for group in plan.groups:
             names = tuple(r.name for r in plan.replicas if r.group == group.name)
             if names:
                 groups.append(FixedGroup(group.devices, names))
                 self.group_names[names] = group.name
-        return tuple(groups), request
+        return tuple(groups)
 
 
 def _configured_groups(graph: Graph, request: PlanRequest) -> tuple[FixedGroup, ...]:

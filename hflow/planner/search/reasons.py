@@ -62,7 +62,8 @@ def layout_reasons(evaluator: Evaluator, choice: Choice) -> Iterator[tuple[str, 
             if option.replica.model not in problem.request.shapes:
                 yield option.name, "data ranks alone, as its sizes are unknown"
                 continue
-            table = evaluator.table.options(option.name, evaluator.costed(choice, block))
+            devices = evaluator.costed(choice, block)
+            table = evaluator.table.options(option.name, devices, with_too_large=True)
             simpler = [other for other in table if other.cuts < option.cuts]
             if not simpler:
                 faster = any(other.cuts > option.cuts for other in table)
