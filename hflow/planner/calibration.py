@@ -103,6 +103,9 @@ class HostTimes:
     """Per decode step, added: scheduling, preparing inputs, sampling."""
     sequence_us: NonNegative = 0.0
     """Per running sequence of a decode step, added."""
+    expert_us: NonNegative = 0.0
+    """Per layer with experts in one pass or decode step, added: the device waits while the host reads how
+    many tokens each expert has, and launches the kernels that sort and compute them."""
     attention: Positive | None = None
     """Fraction of dense bf16 FLOP/s that its own attention kernels reach; None: `Calibration.attention`."""
     passes: NonNegative | None = None
@@ -145,6 +148,9 @@ class Calibration:
     host: FrozenMapping[str, HostTimes]
     """By training backend and generation engine."""
     transfers: TransferRates
+    exchange: LinkRate | None = None
+    """Between machines, where every device sends to many others at once, as tokens are sent to experts: all
+    ports are in use. None: as `inter`."""
     overlap_cost: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
     """Seconds that computation loses for each second of collectives that run beside it, as both need the
     device's units and memory."""

@@ -110,6 +110,12 @@ class Hardware:
             return self.calibration.intra
         return self.calibration.host_copy if link == self.host else self.calibration.inter
 
+    def exchange_rate(self, link: Link) -> LinkRate:
+        """Return what programs reach on a link where every rank sends to many others at once."""
+        return (
+            self.calibration.exchange or self.link_rate(link) if link == self.inter else self.link_rate(link)
+        )
+
     @property
     def within_rack(self) -> Link:
         """The link between neighbouring machines."""

@@ -222,6 +222,14 @@ def mean_mlp_rows(shape: ModelShape) -> float:
     return sum(mlp_rows(shape, layer) for layer in range(shape.num_layers)) / shape.num_layers
 
 
+@lru_cache
+def mean_active_experts(shape: ModelShape) -> float:
+    """Return the routed experts that a token passes in a layer, as the mean over layers."""
+    if shape.experts is None:
+        return 0.0
+    return shape.experts.per_token * expert_layers(shape, 0, shape.num_layers) / shape.num_layers
+
+
 def cached_tokens(shape: ModelShape, length: float) -> float:
     """Return the tokens of a sequence whose keys and values a layer's cache holds, as the mean over layers.
 

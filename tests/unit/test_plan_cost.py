@@ -266,9 +266,9 @@ def test_stages_share_the_cache_but_each_part_of_a_batch_reads_all_weights():
 
 # ----------------------------------------------------------------------------------- collectives
 def test_a_ring_on_one_machine():
-    # 2 x 3/4 of 1 GB over 10 GB/s, and two doublings of 1 us.
+    # 2 x 3/4 of 1 GB over 10 GB/s, and two doublings of 1 us, down and up.
     wire = all_reduce(1e9, RankPlacement(4, 1), TOY)
-    assert (wire.transfer, wire.latency) == pytest.approx((0.15, 2e-6))
+    assert (wire.transfer, wire.latency) == pytest.approx((0.15, 4e-6))
     assert all_gather(1e9, RankPlacement(4, 1), TOY).transfer == pytest.approx(0.075)
 
 
@@ -276,7 +276,7 @@ def test_a_ring_over_machines():
     # Within: 2 x 3/4 of 1 GB over 10 GB/s. Between: each of four ports carries 2 x 1/2 of a quarter over
     # 1 GB/s. One rank a machine has nothing within.
     wire = all_reduce(1e9, RankPlacement(4, 2), TOY)
-    assert (wire.transfer, wire.latency) == pytest.approx((0.15 + 0.25, 12e-6))
+    assert (wire.transfer, wire.latency) == pytest.approx((0.15 + 0.25, 24e-6))
     assert all_reduce(1e9, RankPlacement(1, 8), TOY).transfer == pytest.approx(2 * 7 / 8)
 
 
@@ -311,7 +311,7 @@ def test_racks_of_the_ranks():
 def test_the_launch_of_a_collective_is_added_once_for_each_level():
     calibration = replace(NO_LOSS, intra=LinkRate(1.0, 5.0), inter=LinkRate(0.5, 7.0))
     slow = replace(TOY, calibration=calibration)
-    assert all_reduce(0, RankPlacement(4, 2), slow).latency == pytest.approx((2 * 1 + 5 + 10 + 7) * 1e-6)
+    assert all_reduce(0, RankPlacement(4, 2), slow).latency == pytest.approx((2 * 2 + 5 + 2 * 10 + 7) * 1e-6)
     assert send(1e9, slow.inter, slow).seconds == pytest.approx(2.0 + 17e-6)
     assert all_reduce(0, RankPlacement(), slow).seconds == 0
 
@@ -409,7 +409,7 @@ def test_small_layers_are_gathered_at_once_and_seen_whole():
     gather = 0.5 * 4 * 160_256 / 1e10 + 1e-6
     assert parts["all-gather"] == pytest.approx(2 * gather)
     assert parts["reduce-scatter"] == pytest.approx(gather)
-    assert parts["gradient norm"] == pytest.approx(1e-6, rel=1e-2)
+    assert parts["gradient norm"] == pytest.approx(2e-6, rel=1e-2)
     assert parts["optimizer"] == pytest.approx(40 * 160_256 / 2 / 1e11)
     assert named(forward(side(layout="d2"), work(1000.0)))["all-gather"] == pytest.approx(gather)
 
@@ -442,7 +442,7 @@ def test_tensor_ranks_share_the_work_and_sum_hidden_states():
     parts = named(train(one, work(1000.0), 1))
     assert parts["forward and backward"] == pytest.approx(3 * 2 * 153_856 * 1000 / 2 / 1e12)
     message = 500 * 64 * 4
-    assert parts["tensor all-reduce"] == pytest.approx(2 * 4 * 4 * (message / 1e10 + 1e-6))
+    assert parts["tensor all-reduce"] == pytest.approx(2 * 4 * 4 * (message / 1e10 + 2e-6))
     recomputing = replace(one, config=replace(one.config, activation_checkpointing=True))
     assert named(train(recomputing, work(1000.0), 1))["tensor all-reduce"] == pytest.approx(
         1.5 * parts["tensor all-reduce"]
@@ -549,9 +549,9 @@ def test_tensor_ranks_sum_hidden_states_in_every_step():
     # Nine steps of one sequence: 2 all-reduces in 4 layers of 64 x 4 bytes on two ranks.
     one = side(layout="t2", backend="vllm")
     parts = named(generate(one, Workload(10, 10.0, 0.0, 10), rollout(1)))
-    assert parts["decode collectives"] == pytest.approx(9 * 8 * (256 / 1e10 + 1e-6))
+    assert parts["decode collectives"] == pytest.approx(9 * 8 * (256 / 1e10 + 2e-6))
     # The prompt's are of 10 tokens.
-    assert parts["prefill collectives"] == pytest.approx(8 * (2560 / 1e10 + 1e-6))
+    assert parts["prefill collectives"] == pytest.approx(8 * (2560 / 1e10 + 2e-6))
 
 
 def test_host_time_between_steps_is_added():

@@ -7,7 +7,7 @@ from pathlib import Path
 import plan_graphs as graphs
 import pytest
 import yaml
-from cost_kit import SMALL, TOY, side
+from cost_kit import NO_LOSS, SMALL, TOY, named, side
 from hypothesis import given
 from hypothesis import strategies as st
 from model_configs import model_config
@@ -16,7 +16,8 @@ from hflow.config.compose import config_dir
 from hflow.errors import PlanError
 from hflow.launch.compile import compile_recipe
 from hflow.planner.architectures import read_shape
-from hflow.planner.cost.collectives import RankPlacement, all_gather, all_to_all, axis_ranks
+from hflow.planner.calibration import HostTimes, LinkRate
+from hflow.planner.cost.collectives import RankPlacement, all_gather, axis_ranks, dispatch
 from hflow.planner.cost.exchanges import context_exchange, expert_exchange, over_copies
 from hflow.planner.cost.flops import (
     Work,
@@ -112,19 +113,39 @@ def test_a_window_limits_attention():
 
 
 # ------------------------------------------------------------------------- context and expert ranks
-def test_an_all_to_all():
-    # Of 1 GB, each of 4 ranks keeps a quarter and sends the rest over 10 GB/s.
-    wire = all_to_all(1e9, RankPlacement(4, 1), TOY)
+def test_tokens_are_dispatched_once_to_each_rank():
+    # One copy of 1 GB: each of 4 ranks keeps a quarter and sends the rest over 10 GB/s.
+    wire = dispatch(1e9, 1, RankPlacement(4, 1), TOY)
     assert (wire.transfer, wire.latency) == pytest.approx((0.075, 2e-6))
-    # With 4 ranks on each of 2 machines, 3/8 stay on the machine, and half goes to the other one over 1 GB/s.
-    assert all_to_all(1e9, RankPlacement(4, 2), TOY).transfer == pytest.approx(0.0375 + 0.5)
-    assert all_to_all(1e9, RankPlacement(), TOY).seconds == 0
+    # Two copies reach 4 (1 - (3/4)^2) = 1.75 of 4 ranks.
+    assert dispatch(1e9, 2, RankPlacement(4, 1), TOY).transfer == pytest.approx(1.75 * 0.075)
+    # With 4 ranks on each of 2 machines they reach 1.875 of 8 ranks, and 1.5 machines, over 1 GB/s.
+    assert dispatch(1e9, 2, RankPlacement(4, 2), TOY).transfer == pytest.approx(1.875 * 0.075 + 1.5 * 0.5)
+    assert dispatch(1e9, 2, RankPlacement(), TOY).seconds == 0
+
+
+def test_many_ranks_at_once_use_every_port():
+    slow = replace(TOY, calibration=replace(NO_LOSS, inter=LinkRate(0.25)))
+    two = RankPlacement(1, 2)
+    assert dispatch(1e9, 1, two, slow).transfer == pytest.approx(0.5 / 0.25)
+    faster = replace(slow, calibration=replace(slow.calibration, exchange=LinkRate(0.5)))
+    assert dispatch(1e9, 1, two, faster).transfer == pytest.approx(0.5 / 0.5)
+    assert all_gather(1e9, two, faster).transfer == all_gather(1e9, two, slow).transfer
+
+
+def test_the_device_waits_for_the_host_in_layers_with_experts():
+    # 3 of 4 layers have experts, in two micro-batches of a forward pass.
+    replica = side(MIXED, "d4e4", backend="megatron", host=HostTimes(expert_us=100), tokens_per_microbatch=64)
+    work = Work(1, 2, 128, 128, 128, 8192)
+    assert named(forward(replica, work))["experts' host"] == pytest.approx(2 * 3 * 100e-6)
+    assert "experts' host" not in named(forward(side(MIXED, "d4e4", backend="megatron"), work))
 
 
 def test_tokens_go_to_their_experts_and_back():
-    # 100 tokens for 2 experts each: 200 rows of 64 numbers of fp32; 3 of 4 go elsewhere, in 3 layers, twice.
+    # 100 tokens of 64 numbers of fp32 for 2 experts each, on 1.75 of 4 ranks; 3 of 4 are elsewhere, in 3
+    # layers, twice.
     wire = expert_exchange(side(MIXED, "d4e4", backend="megatron"), 100)
-    assert wire.transfer == pytest.approx(6 * 200 * 64 * 4 * 3 / 4 / 1e10)
+    assert wire.transfer == pytest.approx(6 * 175 * 64 * 4 * 3 / 4 / 1e10)
     assert wire.latency == pytest.approx(6 * 2e-6)
     assert expert_exchange(side(MIXED, "d4", backend="megatron"), 100).seconds == 0
     assert expert_exchange(side(SMALL, "d4", backend="megatron"), 100).seconds == 0

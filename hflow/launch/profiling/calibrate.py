@@ -154,7 +154,8 @@ def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -
         is_measured=True,
     )
     steps = _decode_times(replace(hardware, calibration=found), dtype)
-    host = dict(shipped.host) | {ENGINE: fit_host(steps)}
+    fitted = replace(fit_host(steps), expert_us=shipped.host[ENGINE].expert_us)
+    host = dict(shipped.host) | {ENGINE: fitted}
     missed["decode"] = held_out_error(steps, _decode)
     return replace(found, host=host, missed=missed, unmeasured=tuple(unmeasured))
 

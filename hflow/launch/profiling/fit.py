@@ -135,7 +135,8 @@ def host_seconds(row: DecodeTime, host: HostTimes) -> float:
 
 
 def _tree_latency(ranks: int, link: Link) -> float:
-    return math.ceil(math.log2(ranks)) * link.latency_us * 1e-6
+    """Return the latency of an all-reduce, which goes up and down a tree."""
+    return 2 * math.ceil(math.log2(ranks)) * link.latency_us * 1e-6
 
 
 def _positive_least_squares(matrix: np.ndarray, target: np.ndarray) -> list[float]:

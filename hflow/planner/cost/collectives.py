@@ -3,7 +3,8 @@
 Bandwidth terms are those of ring algorithms, which are optimal (Patarasuk and Yuan 2009). Ranks on several
 machines exchange within each machine first, so that every rank's own port carries an equal share between
 machines, as NCCL's rings over several ports do. Racks are a third level of the same kind. The latency term is
-that of a tree: the link's latency once for each doubling of the ranks.
+that of a tree: the link's latency once for each doubling of the ranks, and twice in an all-reduce, which goes
+up and down the tree.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from hflow.planner.calibration import LinkRate
 from hflow.planner.cost.roofline import LATENCY, NETWORK, Part
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import ClusterSpec, Replica
@@ -84,8 +86,9 @@ def all_gather(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> Li
     """Return the time of an all-gather after which every rank holds `num_bytes`."""
     transfer, latency, share = 0.0, 0.0, num_bytes
     for num, link in _levels(ranks, hardware):
-        transfer += (num - 1) / num * share * _seconds_per_byte(link, hardware)
-        latency += math.ceil(math.log2(num)) * link.latency_us + hardware.link_rate(link).launch_us
+        rate = hardware.link_rate(link)
+        transfer += (num - 1) / num * share * _seconds_per_byte(link, hardware, rate)
+        latency += math.ceil(math.log2(num)) * link.latency_us + rate.launch_us
         share /= num
     return LinkTime(transfer, latency * 1e-6)
 
@@ -96,29 +99,40 @@ def reduce_scatter(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -
 
 
 def all_reduce(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> LinkTime:
-    """Return the time of an all-reduce: `2 (n - 1) / n` of `num_bytes` cross each link."""
+    """Return the time of an all-reduce: a reduce-scatter and an all-gather, launched as one."""
     once = all_gather(num_bytes, ranks, hardware)
-    return LinkTime(2 * once.transfer, once.latency)
+    launching = sum(hardware.link_rate(link).launch_us for _, link in _levels(ranks, hardware))
+    return LinkTime(2 * once.transfer, 2 * once.latency - launching * 1e-6)
 
 
-def all_to_all(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> LinkTime:
-    """Return the time in which every rank sends an equal part of `num_bytes` to each rank.
+def dispatch(num_bytes: float, copies: float, ranks: RankPlacement, hardware: Hardware) -> LinkTime:
+    """Return the time in which every rank sends each of its tokens to ranks that are chosen at random.
 
-    A rank keeps its own part, and exchanges with ranks at each level one after the other.
+    A token crosses to a machine once, and to a rank of it once, even if it is for several of its experts. It
+    reaches `u (1 - (1 - 1 / u)^copies)` of u machines, and of u ranks in the same way. Source: DeepEP's
+    kernels for dispatch and combine (github.com/deepseek-ai/DeepEP).
+
+    Args:
+        num_bytes: of one rank's tokens, each counted once.
+        copies: experts that each token is for.
+        ranks: that have the experts.
+        hardware: devices and links.
     """
-    time, near = LinkTime(), 1.0
+    time, units = LinkTime(), float(ranks.num)
     for num, link in _levels(ranks, hardware):
-        share = near * (num - 1) / ranks.num
+        reached = units * (1 - (1 - 1 / units) ** copies)
+        crossing = num_bytes * reached * (num - 1) / num
         latency = math.ceil(math.log2(num)) * link.latency_us * 1e-6
-        time += LinkTime(send(num_bytes * share, link, hardware).transfer, latency)
-        near *= num
+        time += LinkTime(crossing * _seconds_per_byte(link, hardware, hardware.exchange_rate(link)), latency)
+        units /= num
     return time
 
 
 def send(num_bytes: float, link: Link, hardware: Hardware) -> LinkTime:
     """Return the time of one message between two devices."""
-    latency = link.latency_us + hardware.link_rate(link).launch_us
-    return LinkTime(num_bytes * _seconds_per_byte(link, hardware), latency * 1e-6)
+    rate = hardware.link_rate(link)
+    latency = link.latency_us + rate.launch_us
+    return LinkTime(num_bytes * _seconds_per_byte(link, hardware, rate), latency * 1e-6)
 
 
 Axis = Literal["data", "tensor", "pipe", "context", "expert", "expert data"]
@@ -176,15 +190,15 @@ def _rack_size(hardware: Hardware) -> int | None:
     return hardware.device.rack.devices if hardware.device.rack else None
 
 
-def _seconds_per_byte(link: Link, hardware: Hardware) -> float:
-    """Return the inverse of a link's rate.
+def _seconds_per_byte(link: Link, hardware: Hardware, rate: LinkRate) -> float:
+    """Return the inverse of the rate that programs reach on a link.
 
     A link between machines is no faster than that within them: devices reach both over the same bus.
     """
-    rate = link.gb_per_s * hardware.link_rate(link).share
+    reached = link.gb_per_s * rate.share
     if link not in (hardware.intra, hardware.host):
-        rate = min(rate, hardware.intra.gb_per_s * hardware.calibration.intra.share)
-    return 1 / (1e9 * rate)
+        reached = min(reached, hardware.intra.gb_per_s * hardware.link_rate(hardware.intra).share)
+    return 1 / (1e9 * reached)
 
 
 def _levels(ranks: RankPlacement, hardware: Hardware) -> Iterator[tuple[float, Link]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hflow.planner.cost.collectives import LinkTime, RankPlacement, all_gather, all_to_all
+from hflow.planner.cost.collectives import LinkTime, RankPlacement, all_gather, dispatch
 from hflow.planner.cost.flops import Work, stage_parameters
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.hardware import Hardware
@@ -38,9 +38,9 @@ def context_exchange(replica: ReplicaCosts, work: Work, num: int, num_passes: in
 def expert_exchange(replica: ReplicaCosts, num_tokens: float) -> LinkTime:
     """Return the time of sending tokens to the ranks of their experts and back, in one pass of a stage.
 
-    Each token is sent once for every expert that it passes, in two all-to-alls per layer with experts. A
-    backward pass sends gradients on the same ways. Sources: Lepikhin et al. 2020, "GShard", section 3.2;
-    Megatron-LM's `MoEAlltoAllTokenDispatcher`.
+    Tokens are dispatched to the ranks of their experts, and their results return on the same ways, in every
+    layer with experts. A backward pass sends gradients likewise. Source: Lepikhin et al. 2020, "GShard",
+    section 3.2.
 
     Args:
         replica: the replica.
@@ -50,9 +50,9 @@ def expert_exchange(replica: ReplicaCosts, num_tokens: float) -> LinkTime:
     if shape.experts is None or layout.expert == 1:
         return LinkTime()
     num_layers = max(expert_layers(shape, *layers) for layers in stage_layers(shape.num_layers, layout.pipe))
-    copies = num_tokens / replica.token_share * shape.experts.per_token
-    sent = copies * shape.hidden * replica.itemsize
-    return all_to_all(sent, replica.expert, replica.hardware).times(2 * num_layers)
+    num_bytes = num_tokens / replica.token_share * shape.hidden * replica.itemsize
+    one_way = dispatch(num_bytes, shape.experts.per_token, replica.expert, replica.hardware)
+    return one_way.times(2 * num_layers)
 
 
 Collective = Callable[[float, RankPlacement, Hardware], LinkTime]

@@ -171,6 +171,7 @@ def prefill(replica: ReplicaCosts, prompts: Work) -> list[Part]:
             num * replica.host_seconds,
             is_ahead=replica.launches_ahead,
         ),
+        Part("experts' host", num * replica.expert_seconds, LATENCY),
         (link_time.times(num_reduces) + expert_exchange(replica, prompts.rows / num).times(num)).part(
             "prefill collectives"
         ),
@@ -234,7 +235,7 @@ class DecodeStep:
         largest = products if products.seconds >= attention.seconds else attention
         device = products.seconds + attention.seconds
         added = host.step_us + host.sequence_us * num_sequences + host.gap_us * replica.shape.num_layers
-        added *= 1e-6
+        added = added * 1e-6 + replica.layout.pipe * replica.expert_seconds
         is_waiting = max(added, self._launching) > device
         limit = LATENCY if is_waiting else largest.limit
         seconds = max(device, self._launching) if replica.launches_ahead else device + self._launching

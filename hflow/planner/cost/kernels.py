@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hflow.planner.cost.flops import Work, stage_flops, touched_experts
 from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.model_shape import ModelShape, mean_mlp_rows
+from hflow.planner.model_shape import ModelShape, mean_active_experts, mean_mlp_rows
 from hflow.planner.weights.sharding import stage_layers
 
 Product = tuple[float, float, float]
@@ -71,9 +71,13 @@ def attention_rate(replica: ReplicaCosts) -> float:
 
 
 def elementwise_bytes(replica: ReplicaCosts, rows: float) -> float:
-    """Return the memory traffic of one layer's other kernels in a forward pass on one rank."""
+    """Return the memory traffic of one layer's other kernels in a forward pass on one rank.
+
+    Each expert of a token has a copy of its hidden state, which is sorted by expert and back.
+    """
     shape = replica.shape
-    width = shape.hidden / replica.token_share + mean_mlp_rows(shape) / replica.layout.tensor
+    copies = 1 + mean_active_experts(shape)
+    width = copies * shape.hidden / replica.token_share + mean_mlp_rows(shape) / replica.layout.tensor
     passes = replica.host.passes
     if passes is None:
         passes = replica.hardware.calibration.memory.passes

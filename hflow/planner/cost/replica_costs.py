@@ -15,7 +15,7 @@ from hflow.planner.cost.roofline import Rates
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import ClusterSpec, Replica
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import DTYPE_BYTES, ModelShape
+from hflow.planner.model_shape import DTYPE_BYTES, ModelShape, expert_layers
 
 LOW_BYTES = {"fp8": 1.0, "fp4": 0.5}
 """Bytes of a weight by precision."""
@@ -145,3 +145,9 @@ class ReplicaCosts:
     def host_seconds(self) -> float:
         """Seconds that the host needs to launch one pass through the layers of a stage."""
         return self.host.layer_us * 1e-6 * self.shape.num_layers / self.layout.pipe
+
+    @property
+    def expert_seconds(self) -> float:
+        """Seconds in one pass through a stage in which the device waits for the host because of experts."""
+        num_layers = expert_layers(self.shape, 0, self.shape.num_layers)
+        return self.host.expert_us * 1e-6 * num_layers / self.layout.pipe

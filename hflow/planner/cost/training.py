@@ -15,7 +15,7 @@ from hflow.planner.cost.exchanges import context_exchange, expert_exchange, over
 from hflow.planner.cost.flops import Work, layer_parameters, stage_parameters
 from hflow.planner.cost.kernels import pass_seconds
 from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.roofline import MEMORY, Part, roofline
+from hflow.planner.cost.roofline import LATENCY, MEMORY, Part, roofline
 from hflow.planner.weights.sharding import stage_layers
 
 GRADIENT_BYTES = 4
@@ -98,7 +98,8 @@ def _layer_passes(
     stage_transfers = _stage_sends(replica, work, num, num_passes)
     keys = context_exchange(replica, work, num, num_passes)
     tokens = expert_exchange(replica, work.rows / num).times(num * num_passes)
-    exchanged = keys.seconds + tokens.seconds
+    waiting = Part("experts' host", num * num_passes * replica.expert_seconds, LATENCY)
+    exchanged = keys.seconds + tokens.seconds + waiting.seconds
     busy = compute.seconds + all_reduces.seconds + stage_transfers.seconds + exchanged
     return [
         compute,
@@ -106,6 +107,7 @@ def _layer_passes(
         stage_transfers.part("between stages"),
         keys.part("keys and values"),
         tokens.part("tokens to experts"),
+        waiting,
         Part(
             "pipeline bubble",
             bubble(replica.layout.pipe, num, replica.virtual_stages) * busy,

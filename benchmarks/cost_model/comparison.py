@@ -1,0 +1,146 @@
+"""Measurements beside predictions, and what every source needs: rows of a table, models, and replicas."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from hflow.config.compose import config_dir
+from hflow.config.schema import ModelConfig
+from hflow.launch.plan_request import device_calibration, known_devices, known_links
+from hflow.planner.architectures import read_shape
+from hflow.planner.backends import traits
+from hflow.planner.calibration import HostTimes
+from hflow.planner.cost.collectives import RankPlacement
+from hflow.planner.cost.flops import Work, work_of
+from hflow.planner.cost.replica_costs import ReplicaCosts
+from hflow.planner.cost.roofline import Part
+from hflow.planner.hardware import Hardware
+from hflow.planner.layout import Layout
+from hflow.planner.model_shape import ModelShape
+
+HERE = Path(__file__).parent
+Row = Mapping[str, str]
+
+MPT = {  # layers, hidden, heads: scripts/train/yamls/pretrain of LLM Foundry; its counts of parameters agree
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+FAST_HOST = HostTimes(gap_us=27, step_us=600, sequence_us=3.3, passes=0.75)
+"""The host of SGLang and TensorRT-LLM, fitted to the fitted rows of both."""
+NAMES = {"llama-3.3-70b": "llama-3.1-70b", "llama-3-70b": "llama-3.1-70b", "llama-3-8b": "llama-3.1-8b"}
+OTHERS = {
+    "llama-3.1-405b": ModelShape("llama", 126, 16384, 53248, 128, 8, 128, 128256, is_tied=False),
+    "gpt3-175b": ModelShape("llama", 96, 12288, 8 * 12288 // 3, 96, 96, 128, 51200, is_tied=True),
+}
+MACHINE = {"gb200": 64}
+"""Devices that NVLink connects, where they are not 8: Megatron's runs use 64 of a rack's 72."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One measurement beside what the cost model says."""
+
+    source: str
+    topic: str
+    name: str
+    measured: float
+    predicted: float
+    is_held_out: bool
+
+    @property
+    def error(self) -> float:
+        """Return the relative error."""
+        return abs(self.predicted / self.measured - 1)
+
+
+def compare(source: str, topic: str, name: str, measured: float, predicted: float, row: Row) -> Comparison:
+    """Return the comparison of a row."""
+    return Comparison(source, topic, name, measured, predicted, row["split"] == "held out")
+
+
+def rows(name: str) -> Iterator[Row]:
+    """Yield the rows of a source, without its comments."""
+    lines = (HERE / "data" / f"{name}.csv").read_text().splitlines()
+    yield from csv.DictReader(line for line in lines if not line.startswith("#"))
+
+
+@cache
+def hardware(device: str, network: str | None = None) -> Hardware:
+    """Return the figures of a device with its shipped calibration."""
+    links, known = known_links(__file__), known_devices(__file__)[device]
+    inter = links[network or known.network]
+    calibration = device_calibration(known, __file__)
+    return Hardware(known, links[known.link], inter, links[known.host_link], calibration)
+
+
+@cache
+def model(name: str) -> ModelShape:
+    """Return the sizes of a model. MPT's MLP has two matrices, so the same work in three is narrower."""
+    if name in MPT:
+        layers, hidden, heads = MPT[name]
+        size = hidden // heads
+        return ModelShape("llama", layers, hidden, 8 * hidden // 3, heads, heads, size, 50368, is_tied=True)
+    if name in OTHERS:
+        return OTHERS[name]
+    file = config_dir() / "model" / f"{NAMES.get(name, name)}.yaml"
+    shape = read_shape(yaml.safe_load(file.read_text())["architecture"])
+    assert shape is not None
+    return shape
+
+
+def costs(
+    name: str,
+    hardware: Hardware,
+    layout: Layout,
+    backend: str,
+    is_overlapping: bool = False,
+    **settings: object,
+) -> ReplicaCosts:
+    """Return a replica on neighbouring devices; tensor ranks are innermost, then context, data, stages."""
+    t, d, p, c, e = layout.tensor, layout.data, layout.pipe, layout.context, layout.expert
+    kind = replace(traits(backend), overlaps_optimizer=is_overlapping, overlaps_tensor=is_overlapping)
+    config = ModelConfig(dtype="bf16", **settings)  # type: ignore[arg-type]
+    per_machine = MACHINE.get(hardware.device.name, 8)
+    return ReplicaCosts(
+        model(name),
+        config,
+        layout,
+        kind,
+        hardware.calibration.host[backend],
+        hardware,
+        data=spread(d * c, t, per_machine),
+        tensor=spread(t, 1, per_machine),
+        pipe=spread(p, t * d * c, per_machine),
+        context=spread(c, t, per_machine),
+        expert=spread(e, t, per_machine),
+        expert_data=spread(d * c // e, t * e, per_machine),
+    )
+
+
+def spread(num: int, stride: int, per_machine: int = 8) -> RankPlacement:
+    """Return the placement of ranks that are `stride` devices apart."""
+    within = max(1, min(num, per_machine // stride))
+    return RankPlacement(within, num // within)
+
+
+def seconds(parts: list[Part]) -> float:
+    """Return the sum of the parts."""
+    return sum(part.seconds for part in parts)
+
+
+def whole_sequences(length: int, num: float) -> Work:
+    """Return the work of sequences whose tokens are all learned from."""
+    return work_of([length], 0, 1).share(num)
