@@ -37,8 +37,9 @@ def test_the_rate_of_products_is_found_from_their_seconds():
 
 def test_the_rate_of_a_link_is_found_from_all_reduces():
     link, true = Link("near", gb_per_s=10.0, latency_us=5.0), LinkRate(share=0.5, launch_us=20.0)
-    # An all-reduce of 1 MB on 2 ranks moves 1 MB at 5 GB/s: 200 us, and 20 us, and the link's latency of 5.
-    one = CollectiveTime(1_000_000, 2, 225e-6)
+    # An all-reduce of 1 MB on 2 ranks moves 1 MB at 5 GB/s: 200 us, and 20 us, and the link's latency of 5
+    # up and down.
+    one = CollectiveTime(1_000_000, 2, 230e-6)
     assert link_seconds(one, true, link) == pytest.approx(one.seconds)
     rows = [CollectiveTime(n, r, 0.0) for n in (4096, 65536, 1_000_000, 16_000_000) for r in (2, 4)]
     rows = [CollectiveTime(r.num_bytes, r.ranks, link_seconds(r, true, link)) for r in rows]
