@@ -186,15 +186,15 @@ class WeightRoute:
     """The part of `moved_bytes` that crosses machines."""
     held_bytes: int = 0
     """Bytes of the destination that its workers already hold."""
-    saved_bytes: int = 0
-    """How much larger `moved_bytes` were if the destination's ranks were in the order of its devices; 0 if
-    they are."""
     transport: str = ""
     """Of a `pull` route: a name of `GenConfig.transport` other than `auto`."""
     why: str = ""
     """The reason for the transport."""
     delta: bool = False
     """Of a `pull` route: whether only what has changed since the last version is sent."""
+    saved_bytes: int = 0
+    """How much larger `moved_bytes` were if the destination's ranks were in the order of its devices; 0 if
+    they are."""
 
 
 def batch_replica(replicas: Iterable[Replica], model: str) -> Replica:
