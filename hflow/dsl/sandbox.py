@@ -1,8 +1,9 @@
-"""`@sandbox`: run a tool in its own process, without network access."""
+"""`@sandbox`: run the calls of a tool in processes that can do no harm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hflow.dsl.options import Option
@@ -15,28 +16,52 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _OPTIONS = {
     "timeout": Option("float", 10.0, minimum=0.001),
     "memory_mb": Option("int", 512, minimum=16),
+    "processes": Option("bool", False),
+    "readable": Option("tuple[str, ...]", ()),
+    "without_landlock": Option("bool", False),
 }
 
 
-def sandbox(*, timeout: float = 10.0, memory_mb: int = 512) -> Callable[[Function], Function]:
-    """Decorate a tool so that `engine.call` runs it in a limited process.
+def sandbox(
+    *,
+    timeout: float = 10.0,
+    memory_mb: int = 512,
+    processes: bool = False,
+    readable: Sequence[str] = (),
+    without_landlock: bool = False,
+) -> Callable[[Function], Function]:
+    """Decorate a tool so that `engine.call` runs each call in a confined process.
 
-    The function itself is returned unchanged; a direct call runs it in the caller's process.
+    The function itself is returned unchanged; a direct call runs it in the caller's process. A call has no
+    network and no environment variables. It reads Python, installed packages and system libraries, and
+    writes to a directory of its own, which is its working directory and is removed after it.
 
     Args:
         timeout: seconds that one call may take.
-        memory_mb: address space in MiB that one call may use.
+        memory_mb: address space in MiB that each process of a call may use, and the size of a file.
+        processes: whether a call may start processes.
+        readable: further files and directories that a call may read.
+        without_landlock: whether calls may run on a kernel without Landlock, where they can read and write
+            all files of the user. Otherwise such a kernel is an error.
 
     Raises:
-        RecipeError: if a limit is not a number or out of bounds.
+        RecipeError: if a limit has a wrong type or is out of bounds.
     """
     where = caller_location()
+    given = {
+        "timeout": timeout,
+        "memory_mb": memory_mb,
+        "processes": processes,
+        "readable": readable,
+        "without_landlock": without_landlock,
+    }
     limits = {}
-    for name, value in (("timeout", timeout), ("memory_mb", memory_mb)):
+    for name, value in given.items():
         try:
             limits[name] = _OPTIONS[name].check(value)
         except ValueError as error:
             raise recipe_error(where, "sandbox", f"{name} is {error}") from error
+    limits["readable"] = tuple(map(os.path.abspath, limits["readable"]))
 
     def decorate(function: Function) -> Function:
         setattr(function, ATTRIBUTE, Sandbox(**limits))

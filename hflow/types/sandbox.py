@@ -11,12 +11,19 @@ ATTRIBUTE = "__hflow_sandbox__"
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Limits of the process in which a tool runs. The process has no network access."""
+    """Limits of a call. It runs in a process of its own, without network and environment variables."""
 
     timeout: float
     """Seconds that one call may take."""
     memory_mb: int
-    """Address space in MiB that a call may use beyond what the process has when the function is loaded."""
+    """Address space in MiB that a process of the call may use beyond what it has when it starts. A file may
+    have the same size."""
+    processes: bool = False
+    """Whether a call may start processes. They end with it."""
+    readable: tuple[str, ...] = ()
+    """Absolute paths that a call may read, besides Python, installed packages and system libraries."""
+    without_landlock: bool = False
+    """Whether a call may run where the kernel cannot protect files."""
 
 
 def sandbox_of(function: Callable[..., Any]) -> Sandbox | None:

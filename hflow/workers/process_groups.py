@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
 
 from hflow.planner.ir import Replica
-from hflow.rendezvous import listen_where, open_store
+from hflow.weights.rendezvous import listen_where, open_store
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
-from hflow.rendezvous import listen_where, open_store
 from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
+from hflow.weights.rendezvous import listen_where, open_store
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.0005, 0.05
 """Seconds between two looks at whether the receivers wait for a bucket, at first and at last."""

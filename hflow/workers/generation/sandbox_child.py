@@ -1,4 +1,8 @@
-"""What runs inside the process of a sandboxed tool: gives up network and memory, and calls the tool.
+"""The server of a sandboxed tool: it loads the tool once, and forks a confined process for every call.
+
+A call cannot see another one or change what later calls find, as its process begins as a copy of the server
+and ends with the call. The server trusts no call: a call's process writes its reply to the socket of the
+call, which the worker reads as JSON, and nothing that it writes is unpickled.
 
 This module must import neither torch nor ray, so that the process starts quickly and stays small.
 """
@@ -6,92 +10,202 @@ This module must import neither torch nor ray, so that the process starts quickl
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
+import json
 import os
 import pickle
-import resource
+import select
+import shutil
+import signal
 import socket
+import struct
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from hflow.types.sandbox import Sandbox
 from hflow.workers.error_location import error_line
+from hflow.workers.generation.confinement import confine, missing_protection
+from hflow.workers.process_guard import POLL_SECONDS, guard_server, kill_orphans, reap, run_in_session
 
-MIB = 2**20
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_PROCESS_EVENTS = ("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen")
-"""Audit events of new processes, which could use a network."""
-
-
-class _SandboxState:
-    """State of this process."""
-
-    tool: Callable[..., Any]
+STARTED = b"\0"
+"""The first byte of an answer: the call's process is confined, and its time begins. Any other answer is a
+text that says why it is not."""
+LENGTH = struct.Struct("=Q")
+"""The length of the first message to a server, a pickled `ServerSetup`. Each further byte brings the socket
+of a call."""
 
 
-def confine(pickled_tool: bytes, memory_mb: int) -> None:
-    """Load the tool, then give up network and memory; called once in every process."""
-    _SandboxState.tool = cloudpickle.loads(pickled_tool)
-    cut_network()
-    limit_memory(memory_mb)
+@dataclass(frozen=True)
+class ServerSetup:
+    """What a server needs."""
+
+    pickled_tool: bytes
+    limits: Sandbox
+    num_calls: int
+    """Most calls at the same time."""
+    temporary: str
+    """Where the directories of calls are made."""
 
 
-def cut_network() -> None:
-    """Leave this process without network, for good.
+@dataclass
+class _Call:
+    """A call that was received. Its process is started when there is room."""
 
-    On Linux the process gets a network namespace of its own, which holds nothing. Where the kernel or the
-    container does not allow this, an audit hook of the interpreter refuses sockets and new processes. The
-    hook stops Python code, but not native code that tries to get around it.
-    """
-    if not _enter_empty_namespace():
-        sys.addaudithook(refuse_network)
+    connection: socket.socket
+    scratch: Path | None = None
 
 
-def _enter_empty_namespace() -> bool:
-    """Move to a new network namespace: as root or, where users may, in a user namespace."""
-    if sys.platform != "linux":
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    return any(libc.unshare(flags) == 0 for flags in (_CLONE_NEWNET, _CLONE_NEWUSER | _CLONE_NEWNET))
+def main() -> None:
+    """Serve the socket whose file descriptor is the first argument, until it is closed. Does not return."""
+    guard_server()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    (length,) = LENGTH.unpack(_read_exactly(control, LENGTH.size))
+    setup: ServerSetup = pickle.loads(_read_exactly(control, length))
+    _Server(control, setup).serve()
+    os._exit(0)  # the guard ends what runs
 
 
-def refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse audit events of the network and of new processes.
+class _Server:
+    def __init__(self, control: socket.socket, setup: ServerSetup) -> None:
+        self._control = control
+        self._setup = setup
+        self._tool = _load(setup.pickled_tool)
+        self._waiting: deque[_Call] = deque()
+        self._running: dict[int, _Call] = {}
+        """By process id."""
+        self._wakeup, writer = os.pipe()
+        self._writer = writer
+        for end in (self._wakeup, writer):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
-    Raises:
-        PermissionError: for a socket that is not local to this machine, and for a new process.
-    """
-    if event == "socket.__new__" and arguments[1] in (socket.AF_UNIX, -1):
-        return
-    if event.startswith("socket.") or event in _PROCESS_EVENTS:
-        raise PermissionError(f"a sandboxed function has no network ({event})")
+    def serve(self) -> None:
+        """Start and end calls until the worker closes the control socket."""
+        while True:
+            hung_up = self._wait()
+            if self._control.fileno() in hung_up:
+                return
+            for pid, call in self._running.items():
+                if call.connection.fileno() in hung_up:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            self._waiting = deque(call for call in self._waiting if call.connection.fileno() not in hung_up)
+            for pid in reap() & self._running.keys():
+                self._end(pid)
+            kill_orphans(self._running)
+            while self._waiting and len(self._running) < self._setup.num_calls:
+                self._start(self._waiting.popleft())
+
+    def _wait(self) -> set[int]:
+        """Wait until something happens; receive calls, and return the sockets that the worker has closed."""
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._wakeup, select.POLLIN)
+        for call in (*self._running.values(), *self._waiting):
+            poll.register(call.connection, 0)  # reports the end of the connection only
+        hung_up = set()
+        for file, _ in poll.poll(POLL_SECONDS * 1000):
+            if file == self._wakeup:
+                with suppress(BlockingIOError):
+                    os.read(self._wakeup, 65536)
+            elif file == self._control.fileno():
+                message, files, _, _ = socket.recv_fds(self._control, 1, 1)
+                if not message:
+                    hung_up.add(file)
+                self._waiting.extend(_Call(socket.socket(fileno=one)) for one in files)
+            else:
+                hung_up.add(file)
+        return hung_up
+
+    def _start(self, call: _Call) -> None:
+        call.scratch = Path(tempfile.mkdtemp(prefix="hflow-sandbox-", dir=self._setup.temporary))
+        pid = os.fork()
+        if pid:
+            self._running[pid] = call
+            return
+        try:
+            self._become(call.connection.detach(), str(call.scratch))
+        finally:
+            os._exit(0)
+
+    def _become(self, connection: int, scratch: str) -> None:
+        """Run a call in this process, which was forked for it."""
+        run_in_session()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(connection, 3)
+        os.closerange(4, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+        os.chdir(scratch)
+        os.environ |= {"HOME": scratch, "TMPDIR": scratch}
+        tempfile.tempdir = None
+        limits = self._setup.limits
+        has_landlock = missing_protection() is None
+        try:
+            confine(limits.memory_mb, scratch, limits.readable, limits.processes, landlock=has_landlock)
+        except OSError as error:
+            os.write(3, f"the sandbox of a tool cannot be closed: {error_line(error)}".encode())
+            return
+        os.write(3, STARTED)
+        with os.fdopen(3, "rb", closefd=False) as request:
+            arguments = json.load(request)
+        reply = _run(self._tool, arguments)
+        with os.fdopen(3, "wb") as answer:
+            answer.write(reply)
+
+    def _end(self, pid: int) -> None:
+        call = self._running.pop(pid)
+        call.connection.close()
+        if call.scratch is not None:
+            kill_orphans(self._running)
+            shutil.rmtree(call.scratch, ignore_errors=True)
 
 
-def limit_memory(memory_mb: int) -> None:
-    """Limit the address space to its present size plus `memory_mb` MiB. Linux only."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        used = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        limit = used + memory_mb * MIB
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def run_tool(arguments: Mapping[str, Any]) -> bytes:
-    """Call the tool.
-
-    Returns:
-        Pickled: whether it failed, and its result or the error in one line.
-    """
+def _load(pickled_tool: bytes) -> Callable[..., Any]:
+    """Return the tool or, if its module cannot be imported, a function that raises this at every call."""
     try:
-        return pickle.dumps((False, _call_tool(arguments)), pickle.HIGHEST_PROTOCOL)
+        tool: Callable[..., Any] = cloudpickle.loads(pickled_tool)
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+        message = f"the tool's module cannot be loaded in its sandbox: {error_line(error)}"
+
+        def tool(**_: Any) -> Any:
+            raise RuntimeError(message)
+
+    return tool
+
+
+def _run(tool: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
+    """Call the tool, and return the reply."""
+    try:
+        result = tool(**arguments)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a tool may raise anything
-        return pickle.dumps((True, error_line(error)), pickle.HIGHEST_PROTOCOL)
+        return _reply("failed", error_line(error))
+    try:
+        return _reply("result", result)
+    except (TypeError, ValueError, RecursionError) as error:
+        return _reply("no JSON", str(error))
 
 
-def _call_tool(arguments: Mapping[str, Any]) -> Any:
-    result = _SandboxState.tool(**arguments)
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+def _reply(kind: str, value: Any) -> bytes:
+    return json.dumps([kind, value]).encode()
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            os._exit(0)  # the worker has gone
+        data += part
+    return bytes(data)

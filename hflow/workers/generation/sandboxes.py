@@ -1,28 +1,43 @@
-"""`Sandboxes`: runs tools in processes of their own, which are killed when their time is up.
+"""`Sandboxes`: runs calls of tools in confined processes, which are killed when their time is up.
 
 These are not the processes of the pool of bodies. The pool may run a body twice, to find which job of a chunk
-is slow, while a tool is called once and never again. And a process that gave up its network cannot run
-a body that needs one.
+is slow, while a tool is called once and never again. And a confined process cannot run a body that needs
+a network.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import pickle
+import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
-from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-
+from hflow.errors import RunError
 from hflow.types.sandbox import Sandbox
 from hflow.workers.bodies.pool_child import timeout_message
-from hflow.workers.bodies.pool_lanes import stop_processes
-from hflow.workers.forkserver import CleanContext
-from hflow.workers.generation.sandbox_child import confine, run_tool
+from hflow.workers.generation.confinement import check_machine, missing_protection
+from hflow.workers.generation.sandbox_child import LENGTH, STARTED, ServerSetup
 from hflow.workers.pickling import pickle_with_bodies
 
 Tool = Callable[..., Any]
+
+START_SECONDS = 120.0
+"""Longest wait for the server of a tool to import the tool's module."""
+LONGEST_REPLY = 64 * 2**20
+"""Most bytes of a reply, which is JSON."""
+
+_MAIN = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from hflow.workers.generation.sandbox_child import main; main()"
+)
+_ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+"""All environment variables of a server. Those of this process may hold secrets."""
 
 
 class ToolFailed(Exception):
@@ -30,7 +45,7 @@ class ToolFailed(Exception):
 
 
 class Sandboxes:
-    """Processes for each tool, started when the tool is first called.
+    """A server for each tool, started when the tool is first called.
 
     Args:
         num_processes: most calls of one tool that run at the same time.
@@ -38,44 +53,132 @@ class Sandboxes:
 
     def __init__(self, num_processes: int) -> None:
         self._num_processes = num_processes
-        self._pools: dict[Tool, ProcessPool] = {}
+        self._servers: dict[Tool, _ToolServer] = {}
 
     async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool and return its result. Cancelling the awaiting task kills the process.
+        """Call a tool and return its result. Cancelling the awaiting task kills the processes of the call.
+
+        Args:
+            tool: the function.
+            limits: its limits.
+            arguments: JSON values.
 
         Raises:
             ToolFailed: when it raised, died or took too long.
-            RunError: when it cannot be sent to another process.
+            TypeError: when it returned what JSON cannot hold.
+            RunError: when it cannot be sent to another process, or the kernel cannot confine it.
         """
-        pool = self._pool(tool, limits)
-        call = pool.schedule(run_tool, args=(arguments,), timeout=limits.timeout)
-        try:
-            answer = await asyncio.wrap_future(call)
-        except TimeoutError:
-            raise ToolFailed(timeout_message(limits.timeout)) from None
-        except (ProcessExpired, BrokenProcessPool):
-            raise ToolFailed("its process died") from None
-        has_failed, result = pickle.loads(answer)
-        if has_failed:
-            raise ToolFailed(result)
-        return result
+        kind, value = _parse_reply(await self._call(tool, limits, json.dumps(arguments).encode()))
+        if kind == "no JSON":
+            name = getattr(tool, "__name__", "a tool")
+            raise TypeError(
+                f"what {name} returned cannot be recorded in the episode's journal: {value}. Use text, "
+                "numbers, and lists and dicts of them."
+            )
+        if kind != "result":
+            raise ToolFailed(str(value))
+        return value
 
     def close(self) -> None:
-        """Kill what runs and end the processes."""
-        for pool in self._pools.values():
-            stop_processes(pool)
-        self._pools.clear()
+        """Kill what runs and end the servers."""
+        for server in self._servers.values():
+            server.close()
+        self._servers.clear()
 
-    def _pool(self, tool: Tool, limits: Sandbox) -> ProcessPool:
-        pool = self._pools.get(tool)
-        if pool is not None and not pool.active:  # all its processes died while they were idle
-            stop_processes(pool)
-            pool = None
-        if pool is None:
-            pool = self._pools[tool] = ProcessPool(
-                self._num_processes,
-                initializer=confine,
-                initargs=(pickle_with_bodies(tool, [tool]), limits.memory_mb),
-                context=CleanContext(),
+    async def _call(self, tool: Tool, limits: Sandbox, request: bytes) -> bytes:
+        """Send a request to a new process and return its reply."""
+        connection = self._connect(tool, limits)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        try:
+            writer.write(request)
+            writer.write_eof()
+            async with asyncio.timeout(START_SECONDS):
+                first = await reader.read(1)
+            if first and first != STARTED:
+                raise RunError((first + await reader.read()).decode())
+            async with asyncio.timeout(limits.timeout):
+                reply = bytearray()
+                while part := await reader.read(2**16):
+                    reply += part
+                    if len(reply) > LONGEST_REPLY:
+                        raise ToolFailed(f"returned more than {LONGEST_REPLY >> 20} MiB")
+                return bytes(reply)
+        except TimeoutError:
+            raise ToolFailed(timeout_message(limits.timeout)) from None
+        except OSError:
+            raise ToolFailed("its process died") from None
+        finally:
+            writer.close()  # the server kills the processes of the call, unless it has ended
+
+    def _connect(self, tool: Tool, limits: Sandbox) -> socket.socket:
+        """Return a connection to a new process of a tool."""
+        server = self._servers.get(tool)
+        if server is None or server.has_ended:
+            if server is not None:
+                server.close()
+            server = self._servers[tool] = _ToolServer(tool, limits, self._num_processes)
+        return server.connect()
+
+
+class _ToolServer:
+    """The server of one tool."""
+
+    def __init__(self, tool: Tool, limits: Sandbox, num_calls: int) -> None:
+        check_machine()
+        missing = missing_protection()
+        if missing is not None and not limits.without_landlock:
+            raise RunError(
+                f"the sandbox of {getattr(tool, '__name__', tool)} cannot be closed: {missing}. Use another "
+                "machine or, if the tool may read and write your files, @sandbox(without_landlock=True)"
             )
-        return pool
+        pickled = pickle_with_bodies(tool, [tool])
+        setup = pickle.dumps(ServerSetup(pickled, limits, num_calls, tempfile.gettempdir()))
+        self._control, theirs = socket.socketpair()
+        path = json.dumps([os.path.abspath(part) for part in sys.path])
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _MAIN, str(theirs.fileno()), path],
+                env=_ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._control.sendall(LENGTH.pack(len(setup)) + setup)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server has ended."""
+        return self._process.poll() is not None
+
+    def connect(self) -> socket.socket:
+        """Return a connection to a new process of the server; closed if the server has just ended."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"c"], [theirs.fileno()])
+            except OSError:
+                self._process.kill()
+        ours.setblocking(False)
+        return ours
+
+    def close(self) -> None:
+        """End the server and what it runs."""
+        self._control.close()
+        self._process.kill()  # its guard ends the rest
+        self._process.wait()
+
+
+def _parse_reply(reply: bytes) -> tuple[str, Any]:
+    """Return the kind and the value of a reply, which model-written code may have forged.
+
+    Raises:
+        ToolFailed: when it is empty or no reply.
+    """
+    if not reply:
+        raise ToolFailed("its process died")
+    try:
+        kind, value = json.loads(reply)
+    except (ValueError, TypeError, RecursionError):
+        raise ToolFailed("its process wrote no valid reply") from None
+    return str(kind), value
