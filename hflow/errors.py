@@ -9,9 +9,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from hflow.secret_text import mask_secrets
+
 
 class HflowError(Exception):
-    """Base class of errors that a user can fix. The command line prints them in one line."""
+    """Base class of errors that a user can fix. The command line prints them in one line, without secrets."""
+
+    def __str__(self) -> str:
+        """Return the message, with secrets masked."""
+        return mask_secrets(super().__str__())
 
 
 class RecipeError(HflowError, ValueError):

@@ -47,7 +47,13 @@ def serve(
     ] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", metavar="KEY", help="Key that requests need.", show_default="none"),
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            envvar="HFLOW_API_KEY",
+            help="Key that requests need. Other users of the machine see arguments, but not variables.",
+            show_default="none",
+        ),
     ] = None,
 ) -> None:
     """Serve a checkpoint with OpenAI's API, until Ctrl-C."""

@@ -18,6 +18,7 @@ from typing import Any
 from hflow.config.dump import flatten
 from hflow.config.schema import RunConfig
 from hflow.errors import ConfigError, nearest
+from hflow.secret_text import secret_in
 from hflow.validation import from_mapping, join, unknown_key
 
 _BARE_PLACEMENT = re.compile(r"(\+{0,2}placement)=(?!null$)([^'\"].*)", re.DOTALL)
@@ -48,6 +49,7 @@ def load_config_and_keys(
     """
     recipe = Path(recipe).absolute()
     values = _compose(recipe.with_suffix(".yaml"), overrides)
+    _refuse_secrets(values)
     keys = frozenset(key for key, value in flatten(values) if value is not None)
     return from_mapping(RunConfig, {"name": recipe.stem, **values}), keys
 
@@ -101,6 +103,21 @@ def _compose(primary: Path, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(error_text(error, primary.name)) from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def _refuse_secrets(values: Mapping[str, Any]) -> None:
+    """Refuse values that must not be written to plans and run directories.
+
+    Raises:
+        ConfigError: for the first one, without its value.
+    """
+    for key, value in flatten(values):
+        reason = secret_in(key, value)
+        if reason is not None:
+            raise ConfigError(
+                f"{key} {reason}, and the configuration is written to the plan and the run directory. Read "
+                "the secret where it is used, as os.environ[...] in the body, and pass the variable's name"
+            )
 
 
 def _searchpath(directory: Path) -> str:

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
 from hflow.data.unknown_tokens import check_known
 from hflow.errors import DataError
 
@@ -113,7 +111,7 @@ class ChatTemplate:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opening
             )
-        except (TemplateError, ValueError) as error:
+        except Exception as error:  # a template may raise anything
             raise DataError(f"the chat template rejects the messages: {error}") from error
         return text
 

@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from hflow.secret_text import mask_secrets
+
 
 def error_with_location(error: BaseException, body: Callable[..., Any]) -> str:
     """Return `ValueError: message (file:line)`, with the innermost line of the body's own file.
@@ -18,8 +20,8 @@ def error_with_location(error: BaseException, body: Callable[..., Any]) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """Return `ValueError: message`, in one line."""
-    text = str(error).strip().replace("\n", " ")
+    """Return `ValueError: message`, in one line, with secrets masked."""
+    text = mask_secrets(str(error).strip().replace("\n", " "))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

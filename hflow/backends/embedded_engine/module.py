@@ -52,7 +52,12 @@ def _new_module(settings: ModelSettings) -> Any:
     dtype, config = _DTYPES[settings.dtype], read_config(settings)
     if settings.path is not None:
         module: Any = AutoModelForCausalLM.from_pretrained(
-            settings.path, config=config, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
+            settings.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            use_safetensors=True,  # other formats are pickles
         )
     else:
         with torch.random.fork_rng():

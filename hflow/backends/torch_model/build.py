@@ -93,6 +93,7 @@ def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str) -> PreTrai
             dtype=torch.float32,
             attn_implementation=PACKED,
             local_files_only=True,
+            use_safetensors=True,  # other formats are pickles
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )

@@ -6,6 +6,7 @@ same code runs on a CPU, where a device is one core and collectives use gloo, an
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -112,8 +113,8 @@ def collectives(device: str, ranks: int) -> list[CollectiveTime]:
     """Return the seconds of all-reduces by size, on processes of this machine."""
     with tempfile.TemporaryDirectory() as directory:
         spawn(_all_reduce, args=(ranks, device, directory), nprocs=ranks)
-        times = torch.load(Path(directory) / "times.pt", weights_only=True)
-    return [CollectiveTime(int(num_bytes), ranks, float(seconds)) for num_bytes, seconds in times]
+        times = json.loads((Path(directory) / "times.json").read_text())
+    return [CollectiveTime(num_bytes, ranks, seconds) for num_bytes, seconds in times]
 
 
 def _all_reduce(rank: int, ranks: int, device: str, directory: str) -> None:
@@ -137,7 +138,7 @@ def _all_reduce(rank: int, ranks: int, device: str, directory: str) -> None:
             each.append(time.perf_counter() - start)
         times.append((num_bytes, min(each[1:])))
     if rank == 0:
-        torch.save(times, Path(directory) / "times.pt")
+        (Path(directory) / "times.json").write_text(json.dumps(times))
     dist.destroy_process_group()
 
 
