@@ -93,7 +93,8 @@ def compile_recipe(
         found = search(graph, replace(request, placement=placement, free=free), simulate=simulated_period)
         candidates = found.candidates
         config = with_choices(config, found.overrides)
-        request = replace(plan_request(config, graph, recipe), engines=request.engines)
+        chosen = plan_request(config, graph, recipe)
+        request = replace(chosen, engines=request.engines, warnings=(*chosen.warnings, *found.warnings))
     compiled_plan = compile_plan(graph, request, with_limits=with_limits)
     if compiled_plan.forecast is not None:
         forecast = replace(compiled_plan.forecast, candidates=candidates)

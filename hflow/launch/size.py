@@ -69,6 +69,8 @@ class SizedCluster:
     """Devices and layouts of the plan, as one `NAME=DEVICES:LAYOUT` for each replica."""
     refusal: str | None = None
     """Why there is no plan."""
+    can_run: bool = True
+    """Whether `run` accepts the plan."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def size(
 ) -> Sizes:
     """Plan a recipe on clusters of several sizes, and choose the smallest or cheapest that is fast enough.
 
-    The smallest has the fewest devices; of equals, the one whose whole run costs least is chosen.
+    The smallest has the fewest devices; of equals, the one whose whole run costs least is chosen. A
+    cluster on which the plan can run comes before all on which it cannot.
 
     Args:
         recipe: path of the recipe's Python file.
@@ -181,7 +184,8 @@ def _sized(
     if figures.seconds_per_step is None:
         missing = plan.forecast.missing if plan.forecast else ()
         return SizedCluster(cluster, num_devices, figures, False, refusal="; ".join(missing))
-    return SizedCluster(cluster, num_devices, figures, target.is_reached(figures), _placement(plan))
+    reaches, can_run = target.is_reached(figures), not plan.unrunnable
+    return SizedCluster(cluster, num_devices, figures, reaches, _placement(plan), can_run=can_run)
 
 
 def _placement(plan: Plan) -> str:
@@ -195,7 +199,8 @@ def _order(row: SizedCluster, cheapest: bool) -> tuple[float, ...]:
     assert row.figures is not None
     dollars = math.inf if row.figures.dollars is None else row.figures.dollars
     seconds = row.figures.seconds_per_step or math.inf
-    return (dollars, row.num_devices, seconds) if cheapest else (row.num_devices, dollars, seconds)
+    order = (dollars, row.num_devices, seconds) if cheapest else (row.num_devices, dollars, seconds)
+    return (not row.can_run, *order)
 
 
 def _problem(target: Target, rows: Sequence[SizedCluster]) -> str:

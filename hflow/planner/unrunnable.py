@@ -47,7 +47,7 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             yield from _derived_stream_reasons(node, plan)
     yield from _family_reasons(plan)
     for replica in plan.replicas:
-        yield from _layout_reasons(replica, workers)
+        yield from layout_reasons(replica, workers)
         if replica.role == "gen":
             kind = engine_kind(replica.backend)
             yield from kind.check(served_model(replica, request))
@@ -74,8 +74,13 @@ def _family_reasons(plan: Plan) -> Iterator[str]:
             )
 
 
-def _layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:
-    """Yield a reason where the backend cannot run the replica's layout."""
+def layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:
+    """Yield a reason where the backend cannot run a replica's layout.
+
+    Args:
+        replica: one of a plan.
+        workers: the setting `workers`.
+    """
     layout = replica.layout
     for axis, size, what in (("c", layout.context, "context"), ("e", layout.expert, "expert")):
         if size > 1:

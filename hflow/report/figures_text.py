@@ -120,6 +120,9 @@ def size_lines(found: Sizes) -> Iterator[str]:
         which = "cheapest" if found.is_cheapest else "smallest"
         yield f"{found.chosen.cluster} is the {which} of these that reaches {found.target}:"
         yield f"  {found.chosen.placement}"
+    unrunnable = [row.cluster for row in found.rows if row.reaches and not row.can_run]
+    if unrunnable:
+        yield f"plans that reach it but cannot run yet: {', '.join(unrunnable)}"
     refused = [row for row in found.rows if row.refusal]
     if refused:
         names = ", ".join(row.cluster for row in refused)

@@ -22,8 +22,9 @@ from hflow.planner.memory import MEMORY_MARGIN
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.placement.engine_ranks import best_workers
 from hflow.planner.routing import on_workers
-from hflow.planner.search import PLACEMENT, search, with_settings
+from hflow.planner.search import PLACEMENT, SearchProblem, remedies, search, with_settings
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes
+from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.partition import set_partitions
 from hflow.planner.search.route_bytes import with_bytes
 from hflow.planner.weights.resharding import add_rows, held_bytes
@@ -221,6 +222,55 @@ def test_settings_that_hold_a_plan_back_are_named() -> None:
         first,
     )
     assert any("schedule.max_staleness=0 leaves " in line for line in others)
+
+
+def layouts_of(name: str, num: int, model: str, *overrides: str, all_of_them: bool = False) -> list[Layout]:
+    graph, request = problem("grpo", "h100-1x8", model, *overrides)
+    assert request.hardware is not None
+    asked = SearchProblem(graph, request, request.hardware, allows_planned_only=all_of_them)
+    return layouts_for(asked, name, tuple(range(num)), is_large=False)
+
+
+def test_a_replica_may_leave_a_few_devices_of_its_group_unused() -> None:
+    found = [str(layout) for layout in layouts_of("actor@train", 5, "qwen2.5-7b")]
+    assert {"d5t1p1", "d1t1p5", "d2t2p1", "d1t4p1"} <= set(found)
+    assert {layout.world for layout in layouts_of("actor@gen", 7, "qwen2.5-7b")} == {6, 7}
+    assert {layout.world for layout in layouts_of("actor@train", 8, "qwen2.5-7b")} == {8}
+
+
+def test_layouts_that_cannot_run_are_only_tried_if_they_may_be() -> None:
+    assert all(layout.context == 1 for layout in layouts_of("actor@train", 4, "qwen2.5-7b"))
+    planned = layouts_of("actor@train", 4, "qwen2.5-7b", all_of_them=True)
+    assert {layout.context for layout in planned} == {1, 2, 4}
+    assert all(layout.world == 4 for layout in planned)
+    # A sequence of 32,768 tokens needs 1.75 GiB on one rank, and half of it on each of two.
+    small = ("models.actor.gen.cache_gib=1.0", "models.actor.gen.max_model_len=32768")
+    assert {layout.tensor for layout in layouts_of("actor@gen", 8, "qwen2.5-7b", *small)} == {2, 4}
+
+
+def test_expert_ranks_divide_experts_and_are_tried_within_a_machine() -> None:
+    found = layouts_of("actor@train", 8, "qwen3-30b-a3b")
+    assert {layout.expert for layout in found if layout.data == 8} == {1, 2, 4, 8}
+    assert all(layout.expert * layout.tensor <= 8 for layout in found)
+    assert {layout.expert for layout in layouts_of("actor@train", 6, "qwen3-30b-a3b")} == {1, 2}
+
+
+def test_sequences_are_divided_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remedies, "MAX_DEVICES", 2)
+    long = (
+        "nodes.actor_gen.max_tokens=400000",
+        "models.actor.gen.max_model_len=400512",
+        "workload.response_mean=50000",
+        "models.actor.gen.max_running=32",
+        "models.actor.activation_checkpointing=true",
+        "models.actor.tokens_per_microbatch=400512",
+        "models.actor.sequence_parallel=false",
+    )
+    graph, request = problem("grpo", "h100-1x2", "qwen2.5-1.5b", *long, tunes=False)
+    found = search(graph, request)
+    assert "actor=0-1:d1t1p1c2" in found.candidates[0].placement
+    assert found.warnings[0].startswith("no placement that can run fits into memory. ")
+    assert any("cannot run context" in why for why in compile_plan(graph, found.request).unrunnable)
 
 
 def test_set_partitions_are_complete() -> None:

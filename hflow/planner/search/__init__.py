@@ -8,6 +8,7 @@ changed. Nothing downstream knows that a machine chose.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
@@ -49,6 +50,8 @@ def search(
 ) -> SearchResult:
     """Choose what a request leaves open, for the shortest step.
 
+    Layouts that can be planned but not run yet are chosen only if nothing else fits.
+
     Args:
         graph: a checked graph.
         request: its `free` says what may be chosen besides layouts.
@@ -65,9 +68,17 @@ def search(
     check_known(problem)
     evaluator = Evaluator(problem)
     found = explore(evaluator, budget)
+    warnings: tuple[str, ...] = ()
+    if not found.best:
+        refusal = no_fit(graph, request)
+        problem = SearchProblem(graph, request, request.hardware, allows_planned_only=True)
+        evaluator = Evaluator(problem)
+        if refusal.is_too_large:
+            found = explore(evaluator, budget)
+        if not found.best:
+            raise PlanError(f"no placement fits into memory{refusal.text}")
+        warnings = (f"no placement that can run fits into memory{refusal.text}",)
     ranked = found.ranked()
-    if not ranked:
-        raise PlanError(no_fit(graph, request))
     seconds = {choice: choice.period for choice in ranked}
     if simulate is not None and _is_estimate(problem):
         ranked = ranked[:NUM_IMPROVED]
@@ -75,7 +86,8 @@ def search(
         ranked.sort(key=seconds.__getitem__)
     best = simplified(evaluator, ranked[0])
     seconds[best] = seconds[ranked[0]]
-    return make_result(evaluator, [best, *ranked[1:]], found.num_tried, seconds)
+    result = make_result(evaluator, [best, *ranked[1:]], found.num_tried, seconds)
+    return replace(result, warnings=warnings)
 
 
 def decide_layouts(

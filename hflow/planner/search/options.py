@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 from hflow.config.schema import ModelConfig
 from hflow.planner.backends import engine_kind, training_backend
@@ -19,22 +17,17 @@ from hflow.planner.ir import EngineChoice, Plan, Replica, ScheduledNode
 from hflow.planner.layout import Layout
 from hflow.planner.memory.engine_load import engine_weights
 from hflow.planner.memory.rank import Rank
-from hflow.planner.model_shape import ModelShape, kinds_of_layers, other_tensors
+from hflow.planner.model_shape import ModelShape
 from hflow.planner.period.steady_events import SteadyEvents
 from hflow.planner.placement.replicas import Devices
 from hflow.planner.routing import on_workers
+from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.stream_workloads import stream_workloads
-from hflow.planner.weights.sharding import can_split
 from hflow.planner.workload import sample_lengths
 
-MAX_TENSOR_RANKS = 8
-"""Most tensor ranks to choose: on more than one machine they would cost more time than they save memory."""
-MAX_STAGES = 16
-"""Most pipeline stages to choose."""
 MANY_DEVICES = 32
 """Beyond this many devices there are fewer choices of stages and micro-batches."""
-MAIN_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 TOKENS = tuple(1 << i for i in range(16, 5, -1))
 """Tokens of a micro-batch to choose from where they hold the longest sequence, besides exactly this."""
 MAX_RUNNING = (1024, 512, 256, 128, 64, 32)
@@ -153,46 +146,12 @@ class OptionTable:
         return max(workload.prompt + workload.max_response for workload in self.workloads.values())
 
     def _choices(self, name: str, devices: Devices) -> Iterator[tuple[Replica, ModelConfig]]:
-        for layout in self._layouts(name, devices):
+        for layout in layouts_for(self._problem, name, devices, is_large=self._is_large):
             workers = devices[: layout.world]
             base = self._problem.replica(name)
             replica = on_workers(replace(base, layout=layout), workers)
             for config in self._configs(replica):
                 yield replica, config
-
-    def _layouts(self, name: str, devices: Devices) -> Iterator[Layout]:
-        problem, traits = self._problem, self._problem.traits(name)
-        if name in problem.layouts:
-            if problem.layouts[name].world <= len(devices):
-                yield problem.layouts[name]
-            return
-        num, shape = len(devices), problem.request.shapes.get(problem.replica(name).model)
-        limit = problem.max_data_ranks.get(name, num)
-        if not traits.is_model_parallel or shape is None:
-            yield Layout(min(num, limit))
-            return
-        specs = (*chain.from_iterable(kinds_of_layers(shape)), *other_tensors(shape))
-        for tensor in range(1, min(num, MAX_TENSOR_RANKS) + 1):
-            if not self._in_one_machine(devices, tensor):
-                continue
-            if not all(can_split(spec, traits, tensor) for spec in specs):
-                continue
-            most = min(num // tensor, shape.num_layers, MAX_STAGES) if traits.has_pipeline_axis else 1
-            stages = MAIN_STAGES if self._is_large else range(1, MAX_STAGES + 1)
-            for pipe in (number for number in stages if number <= most):
-                if num % (tensor * pipe) == 0:
-                    data = min(num // (tensor * pipe), limit)
-                    num_experts = 1 if shape.experts is None else shape.experts.num
-                    for expert in sorted({1, math.gcd(data, num_experts)}):
-                        yield Layout(data, tensor, pipe, expert=expert)
-
-    def _in_one_machine(self, devices: Devices, size: int) -> bool:
-        """Return whether blocks of this many neighbouring devices divide the devices and a machine."""
-        cluster = self._problem.cluster
-        if len(devices) % size:
-            return False
-        firsts = range(0, len(devices), size)
-        return all(cluster.node_of(devices[i]) == cluster.node_of(devices[i + size - 1]) for i in firsts)
 
     def _configs(self, replica: Replica) -> Iterator[ModelConfig]:
         """Yield the configurations of a replica's model that differ for it."""

@@ -20,7 +20,6 @@ from hflow.planner.placement.placement_setting import GEN_SUFFIX, placed_devices
 from hflow.planner.placement.replicas import Devices, check_size, device_groups, replica_roles
 from hflow.planner.request import PlanRequest
 from hflow.planner.structure import plan_structure
-from hflow.planner.unrunnable import unrunnable_reasons
 
 PLACEMENT = "placement"
 """The key of `PlanRequest.free` with which replicas that the placement does not name are placed freely."""
@@ -43,6 +42,7 @@ class SearchProblem:
         request: the request with all that is not free.
         hardware: figures of the devices.
         margin: share of a device's memory that a plan leaves free.
+        allows_planned_only: whether layouts may be chosen that can be planned but not run yet.
         base: the plan with every replica on one device, from which everything is read that does not depend on
             devices.
         fixed: groups that the user has named. No two of them share devices.
@@ -57,13 +57,16 @@ class SearchProblem:
         graph: Graph,
         request: PlanRequest,
         hardware: Hardware,
+        *,
         margin: float = MEMORY_MARGIN,
         structure: Plan | None = None,
+        allows_planned_only: bool = False,
     ) -> None:
         """Read a request; `structure` is its plan where its placement is given and the plan is known."""
         self.graph = graph
         self.hardware = hardware
         self.margin = margin
+        self.allows_planned_only = allows_planned_only
         self.layouts: dict[str, Layout] = {}
         self.group_names: dict[tuple[str, ...], str] = {}
         names = [f"{model}@{role}" for model, role in replica_roles(graph)]
@@ -87,7 +90,6 @@ class SearchProblem:
         self.free_devices = tuple(d for d in range(request.cluster.num_devices) if d not in used)
         self.base = self.structure([names])
         self._check_layouts()
-        self.num_reasons = len(unrunnable_reasons(self.base, self.request))
 
     @property
     def cluster(self) -> ClusterSpec:

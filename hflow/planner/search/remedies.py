@@ -49,7 +49,17 @@ class Attempt:
     """Layouts that the user has set and that may change now, by their keys."""
 
 
-def no_fit(graph: Graph, request: PlanRequest) -> str:
+@dataclass(frozen=True)
+class NoFit:
+    """Why nothing fits, and what to change."""
+
+    text: str
+    """It continues "no placement fits into memory"."""
+    is_too_large: bool
+    """Whether the recipe needs more or larger devices, whatever else is changed."""
+
+
+def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
     """Return why a search has found no plan, and what to change.
 
     Of what the user has set, only what makes a plan impossible is named: with the rest, something fits.
@@ -64,7 +74,7 @@ def no_fit(graph: Graph, request: PlanRequest) -> str:
         next(attempts)  # nothing fits there
     fitting = _first_fit(graph, attempts)
     if fitting is None:
-        return f"no placement fits into memory. {NOTHING_FITS}"
+        return NoFit(f". {NOTHING_FITS}", is_too_large=True)
     attempt, found = _fewest_changes(graph, request, *fitting)
     causes = list(pins)
     changed = replace(with_settings(request, dict(attempt.changes)), cluster=attempt.request.cluster)
@@ -74,16 +84,15 @@ def no_fit(graph: Graph, request: PlanRequest) -> str:
             causes, found = others, kept
     names, needed = " and ".join(dict.fromkeys(pin.text for pin in causes)), gib(_needed(found[1]))
     changes = list(_as_written(dict(attempt.changes)))
-    if attempt.request.cluster != request.cluster:
+    is_too_large = attempt.request.cluster != request.cluster
+    if is_too_large:
         changes.insert(0, f"cluster={attempt.request.cluster.name}")
     if changes:
         removed = f" and remove {names}" if names else ""
-        return f"no placement fits into memory. Set {' '.join(changes)}{removed} ({needed})."
+        return NoFit(f". Set {' '.join(changes)}{removed} ({needed}).", is_too_large)
     them = "it" if len(causes) == 1 else "them"
-    return (
-        f"no placement fits into memory with {names}. Without {them}, {_replacement(causes, *found)} fits "
-        f"({needed})."
-    )
+    text = f" with {names}. Without {them}, {_replacement(causes, *found)} fits ({needed})."
+    return NoFit(text, is_too_large=False)
 
 
 def nearest_fit(graph: Graph, request: PlanRequest, *, may_grow: bool = True) -> str:

@@ -35,6 +35,8 @@ class SearchResult:
     """Replica whose layout was chosen -> the reason."""
     num_tried: int
     """Candidates that were looked at."""
+    warnings: tuple[str, ...] = ()
+    """What the plan should warn about."""
 
     @property
     def seconds(self) -> float:

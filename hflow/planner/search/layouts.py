@@ -1,0 +1,114 @@
+"""`layouts_for`: the layouts with which a replica can use some devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+
+from hflow.planner.architectures import can_run
+from hflow.planner.backends import engine_kind
+from hflow.planner.ir import ClusterSpec
+from hflow.planner.layout import Layout
+from hflow.planner.model_shape import kinds_of_layers, other_tensors
+from hflow.planner.placement.engines import served_model
+from hflow.planner.placement.replicas import Devices
+from hflow.planner.search.devices import EVERY_SIZE
+from hflow.planner.search.problem import SearchProblem
+from hflow.planner.unrunnable import layout_reasons
+from hflow.planner.weights.sharding import can_split
+
+MAX_TENSOR_RANKS = 8
+"""Most tensor ranks to choose: on more than one machine they would cost more time than they save memory."""
+MAX_STAGES = 16
+"""Most pipeline stages to choose."""
+MAIN_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of stages to choose from on many devices."""
+MOST_IDLE = 0.25
+"""On few devices a replica may leave a smaller share than this unused; on many, other sizes of groups do."""
+
+
+def layouts_for(problem: SearchProblem, name: str, devices: Devices, *, is_large: bool) -> list[Layout]:
+    """Return the layouts of a replica on some devices, of which it may leave a few unused.
+
+    Layouts that `run` refuses are left out if others are not refused, unless the problem allows them.
+
+    Args:
+        problem: says what is set.
+        name: of the replica.
+        devices: of its group.
+        is_large: whether every other choice is enough.
+    """
+    if name in problem.layouts:
+        return [layout for layout in (problem.layouts[name],) if layout.world <= len(devices)]
+    layouts = list(dict.fromkeys(_layouts(problem, name, devices, is_large)))
+    if problem.allows_planned_only:
+        return layouts
+    reasons = {layout: _num_reasons(problem, name, layout, devices) for layout in layouts}
+    return [layout for layout in layouts if reasons[layout] == min(reasons.values())]
+
+
+def _layouts(problem: SearchProblem, name: str, devices: Devices, is_large: bool) -> Iterator[Layout]:
+    model, role = problem.replica(name).model, problem.replica(name).role
+    shape = problem.request.shapes.get(model)
+    limit, per_machine = problem.max_data_ranks.get(name, len(devices)), problem.cluster.devices_per_node
+    experts = shape.experts if shape is not None and problem.traits(name).is_model_parallel else None
+    num_experts = 1 if experts is None else experts.num
+    for tensor, pipe in _cuts(problem, name, devices, is_large):
+        copies = len(devices) // (tensor * pipe)
+        near = max(1, per_machine // tensor)
+        contexts = [1]
+        if problem.allows_planned_only and role != "gen" and shape is not None:
+            contexts += [size for size in (2, 4, 8) if size <= near and copies % size == 0]
+        for context in contexts:
+            data = min(copies // context, limit)
+            largest = math.gcd(data * context, num_experts)
+            inside = [size for size in range(1, near + 1) if largest % size == 0]
+            for expert in sorted({1, largest, *(inside[-1:] if is_large else inside)}):
+                yield Layout(data, tensor, pipe, context, expert)
+
+
+def _cuts(problem: SearchProblem, name: str, devices: Devices, is_large: bool) -> Iterator[tuple[int, int]]:
+    """Yield the tensor ranks and stages into which a model can be cut."""
+    num, backend = len(devices), problem.traits(name)
+    shape = problem.request.shapes.get(problem.replica(name).model)
+    if not backend.is_model_parallel or shape is None:
+        yield 1, 1
+        return
+    specs = (*chain.from_iterable(kinds_of_layers(shape)), *other_tensors(shape))
+    for tensor in range(1, min(num, MAX_TENSOR_RANKS) + 1):
+        if not all(can_split(spec, backend, tensor) for spec in specs):
+            continue
+        most = min(num // tensor, shape.num_layers, MAX_STAGES) if backend.has_pipeline_axis else 1
+        stages = MAIN_STAGES if is_large else range(1, MAX_STAGES + 1)
+        for pipe in (number for number in stages if number <= most):
+            used = num - num % (tensor * pipe)
+            may_idle = num <= EVERY_SIZE and num - used < MOST_IDLE * num and pipe in MAIN_STAGES
+            if used < num and not may_idle:
+                continue
+            if _in_one_machine(problem.cluster, devices[:used], tensor):
+                yield tensor, pipe
+
+
+def _in_one_machine(cluster: ClusterSpec, devices: Devices, size: int) -> bool:
+    """Return whether each block of this many neighbouring devices is on one machine."""
+    firsts = range(0, len(devices), size)
+    return all(cluster.node_of(devices[i]) == cluster.node_of(devices[i + size - 1]) for i in firsts)
+
+
+def _num_reasons(problem: SearchProblem, name: str, layout: Layout, devices: Devices) -> int:
+    """Return for how many reasons a run would refuse a layout.
+
+    Expert ranks do not count, as no backend that has them runs models with experts yet.
+    """
+    replica, request = problem.replica(name), problem.request
+    shape = request.shapes.get(replica.model)
+    if shape is not None and not can_run(shape):
+        layout = replace(layout, expert=1)
+    num = len(list(layout_reasons(replace(replica, layout=layout), request.settings.get("workers"))))
+    if replica.role == "gen":
+        one = replace(layout, data=1, expert=1)
+        copy = replace(replica, layout=one, workers=devices[: one.world])
+        num += len(list(engine_kind(replica.backend).check(served_model(copy, request))))
+    return num
