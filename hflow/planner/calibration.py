@@ -109,7 +109,8 @@ class HostTimes:
     attention: Positive | None = None
     """Fraction of dense bf16 FLOP/s that its own attention kernels reach; None: `Calibration.attention`."""
     passes: NonNegative | None = None
-    """As `MemoryRate.passes`, where its kernels are fused in another way; None: that of `MemoryRate`."""
+    """As `MemoryRate.passes`, where its kernels are fused in another way; None: that of `MemoryRate`, and 0
+    in decoding, where few tokens are computed."""
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -1,5 +1,6 @@
 """`hflow profile`: figures from made-up times, and a whole calibration of this machine's CPU in small."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,20 +8,24 @@ import pytest
 from hflow.config import RunConfig
 from hflow.errors import ConfigError, PlanError
 from hflow.launch.plan_request import cluster_hardware
-from hflow.launch.profiling import measure
+from hflow.launch.profiling import calibrate, measure
 from hflow.launch.profiling.calibrate import measure_hardware
 from hflow.launch.profiling.fit import (
     CollectiveTime,
-    DecodeTime,
     ProductTime,
-    fit_host,
+    StepTime,
+    cold_seconds,
+    decode_seconds,
+    fit_decode,
     fit_link,
     fit_matmul,
+    fit_memory,
+    fit_training,
     held_out_error,
-    host_seconds,
     link_seconds,
+    training_seconds,
 )
-from hflow.planner.calibration import HostTimes, LinkRate, MatmulRate
+from hflow.planner.calibration import HostTimes, LinkRate, MatmulRate, MemoryRate
 from hflow.planner.hardware import Link
 
 RECIPE = Path("recipes/grpo.py")
@@ -48,21 +53,51 @@ def test_the_rate_of_a_link_is_found_from_all_reduces():
     assert held_out_error(rows, lambda seen: lambda row: link_seconds(row, fit_link(seen, link), link)) < 1e-6
 
 
-def test_times_of_the_host_are_found_from_decode_steps_and_are_never_negative():
-    true = HostTimes(gap_us=100.0, step_us=300.0, sequence_us=5.0)
-    rows = [DecodeTime(layers, n, n * 64, 0.0, 1e-4 * n) for layers in (2, 6) for n in (1, 8, 64)]
-    timed = [
-        DecodeTime(r.num_layers, r.sequences, r.context, host_seconds(r, true), r.kernel_seconds)
-        for r in rows
+def test_an_all_gather_moves_half_the_bytes_of_an_all_reduce():
+    assert CollectiveTime(1000, 4, 1.0).moved_bytes == 1500
+    assert CollectiveTime(1000, 4, 1.0, is_all_reduce=False).moved_bytes == 750
+
+
+def test_the_rate_at_which_weights_are_read_is_found_from_products_with_few_rows():
+    rate, peak, sheet = MatmulRate(share=0.5, kernel_us=9.0), 1e11, 1e10
+    # A row of 1000 x 1000 weights: 2e6 FLOPs at 5e10 take 40 us, 4 MB at 8e9 bytes/s take 500 us.
+    one = ProductTime(1, 1000, 1000, 0.0)
+    assert cold_seconds(one, rate, MemoryRate(0.8, 1.0, 1.0), peak, sheet, 4) == pytest.approx(540e-6)
+    assert cold_seconds(one, rate, MemoryRate(0.8, 1.0), peak, sheet, 4) == pytest.approx(500e-6)
+    for true in (MemoryRate(0.8, 1.0, 1.0), MemoryRate(0.3, 1.0, 4.0)):
+        shapes = [(m, k, n) for m in (1, 8, 32, 128) for k, n in ((128, 512), (512, 512), (2048, 256))]
+        seconds = [cold_seconds(ProductTime(*s, 0.0), rate, true, peak, sheet, 4) for s in shapes]
+        rows = [ProductTime(*shape, took) for shape, took in zip(shapes, seconds, strict=True)]
+        share, sharpness = fit_memory(rows, rate, peak, sheet, 4)
+        assert (share, sharpness) == (pytest.approx(true.decode, rel=0.02), true.sharpness)
+
+
+def test_times_of_an_engine_are_found_from_decode_steps_and_are_never_negative():
+    true = HostTimes(gap_us=100.0, step_us=300.0, sequence_us=5.0, passes=4.0)
+    empty = [
+        StepTime(0.0, 1e-4 * n, 1e-6 * n * width * layers, layers, n)
+        for layers, width in ((2, 1), (6, 2), (3, 4))
+        for n in (1, 8, 64)
     ]
-    found = fit_host(timed)
+    # 6 layers of 64 sequences: 6,400 us of kernels, 4 x 768 us, 6 x 100 us, 300 us and 64 x 5 us.
+    assert decode_seconds(empty[5], true) == pytest.approx((6400 + 3072 + 600 + 300 + 320) * 1e-6)
+    found = fit_decode([replace(row, seconds=decode_seconds(row, true)) for row in empty])
     assert (found.gap_us, found.step_us) == (pytest.approx(100.0), pytest.approx(300.0))
-    assert found.sequence_us == pytest.approx(5.0)
-    faster = [
-        DecodeTime(r.num_layers, r.sequences, r.context, 0.9 * r.kernel_seconds, r.kernel_seconds)
-        for r in rows
-    ]
-    assert fit_host(faster) == HostTimes()
+    assert (found.sequence_us, found.passes) == (pytest.approx(5.0), pytest.approx(4.0))
+    faster = [replace(row, seconds=0.9 * row.kernel_seconds) for row in empty]
+    assert fit_decode(faster) == HostTimes(passes=0.0)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_times_of_a_backend_are_found_from_its_calls(is_ahead: bool):
+    true = HostTimes(layer_us=800.0, passes=20.0)
+    empty = [StepTime(0.0, 2e-4 * n, 1e-5 * n, layers, n) for layers in (2, 6) for n in (1, 4, 16, 64, 256)]
+    # Two layers and four samples: 800 us of kernels, 20 x 40 us, and 2 x 800 us on the host.
+    assert training_seconds(empty[1], true, is_ahead) == pytest.approx(1600e-6 if is_ahead else 3200e-6)
+    found = fit_training(
+        [replace(row, seconds=training_seconds(row, true, is_ahead)) for row in empty], is_ahead
+    )
+    assert (found.layer_us, found.passes) == (pytest.approx(800, rel=0.03), pytest.approx(20, rel=0.03))
 
 
 def test_every_third_time_is_held_out():
@@ -77,15 +112,21 @@ def test_every_third_time_is_held_out():
 
 def test_a_profile_of_this_cpu_is_a_calibration_that_plans_can_name(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(measure, "SECONDS_EACH", 0.0)
+    monkeypatch.setattr(calibrate, "BACKENDS", ("torch",))
     monkeypatch.setattr(measure, "ROWS", (16, 64))
     monkeypatch.setattr(measure, "SIDES", ((32, 64), (64, 64)))
-    monkeypatch.setattr(measure, "LAYERS", (1, 2))
+    monkeypatch.setattr(measure, "COLD_BYTES", {"cpu": 65536})
+    monkeypatch.setattr(measure, "COLLECTIVE_BYTES", (4096, 65536))
+    monkeypatch.setattr(measure, "MODELS", (measure.SmallModel(64, 128, 1), measure.SmallModel(128, 128, 2)))
     monkeypatch.setattr(measure, "SEQUENCES", (1, 4))
     monkeypatch.setattr(measure, "LENGTHS", (8,))
+    monkeypatch.setattr(measure, "BATCHES", ((1, 8), (2, 8)))
     lines = []
     found = measure_hardware("cpu", tmp_path / "here.yaml", lines.append)
-    assert lines == ["matrix products", "memory, attention and disk", "collectives", "decode steps"]
-    assert set(found.calibration.missed) == {"matmul fp32", "matmul bf16", "collectives", "decode"}
+    parts = ["matrix products", "memory, attention and disk", "collectives", "decode steps"]
+    assert lines == [*parts, "training with torch"]
+    missed = {"matmul fp32", "matmul bf16", "weights from memory", "collectives", "decode", "torch"}
+    assert set(found.calibration.missed) == missed
     assert "inter" in found.calibration.unmeasured
 
     file = str(found.file)

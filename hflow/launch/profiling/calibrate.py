@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,27 +19,35 @@ from hflow.launch.plan_request import cluster_hardware, known_devices
 from hflow.launch.profiling import measure
 from hflow.launch.profiling.fit import (
     CollectiveTime,
-    DecodeTime,
     ProductTime,
-    fit_host,
+    StepTime,
+    cold_seconds,
+    decode_seconds,
+    fit_decode,
     fit_link,
     fit_matmul,
+    fit_memory,
+    fit_training,
     held_out_error,
-    host_seconds,
     link_seconds,
+    training_seconds,
 )
 from hflow.planner.architectures import read_shape
-from hflow.planner.backends import traits
-from hflow.planner.calibration import Calibration, HostTimes, LinkRate
+from hflow.planner.backends import BACKENDS, traits
+from hflow.planner.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate
 from hflow.planner.cost.collectives import RankPlacement
+from hflow.planner.cost.flops import work_of
 from hflow.planner.cost.generation import decode_step
+from hflow.planner.cost.kernels import elementwise_bytes
 from hflow.planner.cost.replica_costs import ReplicaCosts
+from hflow.planner.cost.training import forward, train
 from hflow.planner.hardware import Hardware
 from hflow.planner.layout import Layout
+from hflow.planner.model_shape import DTYPE_BYTES
 
 ENGINE = "embedded"
 """The engine whose decode steps are measured."""
-NEVER_MEASURED = ("inter", "passes", "training hosts", "vllm", "time per tensor")
+NEVER_MEASURED = ("inter", "vllm", "time per tensor", "messages")
 """Parts that one machine, or a few small kernels, cannot show."""
 
 
@@ -109,19 +117,18 @@ def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -
 
     report("matrix products")
     matmul = dict(shipped.matmul)
-    for dtype in dtypes:
-        rows, peak = measure.products(kind, dtype), device.tflops[dtype] * 1e12
-        matmul[dtype] = fit_matmul(rows, peak)
-        missed[f"matmul {dtype}"] = held_out_error(rows, partial(_product, peak=peak))
+    for precision in dtypes:
+        rows, peak = measure.products(kind, precision), device.tflops[precision] * 1e12
+        matmul[precision] = fit_matmul(rows, peak)
+        missed[f"matmul {precision}"] = held_out_error(rows, partial(_product, peak=peak))
 
     report("memory, attention and disk")
-    dtype = "bf16" if kind == "cuda" else "fp32"
+    dtype: Literal["bf16", "fp32"] = "bf16" if kind == "cuda" else "fp32"
     bandwidth = device.memory_gb_per_s * 1e9
-    memory = replace(
-        shipped.memory,
-        decode=measure.vector_rate(kind, dtype) / bandwidth,
-        stream=measure.copy_rate(kind) / bandwidth,
-    )
+    cold = measure.cold_products(kind, dtype)
+    reading = _Reading(matmul[dtype], device.tflops[dtype] * 1e12, bandwidth, DTYPE_BYTES[dtype])
+    memory = replace(reading.fit(cold), stream=measure.copy_rate(kind) / bandwidth)
+    missed["weights from memory"] = held_out_error(cold, reading.predict)
     attention = measure.attention_flops(kind, dtype) / (device.tflops[dtype] * 1e12)
     host_copy = LinkRate(share=measure.host_copy_rate(kind) / (hardware.host.gb_per_s * 1e9))
     copy_gb_per_s = measure.copy_rate("cpu") / 2e9
@@ -153,11 +160,36 @@ def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -
         transfers=transfers,
         is_measured=True,
     )
-    steps = _decode_times(replace(hardware, calibration=found), dtype)
-    fitted = replace(fit_host(steps), expert_us=shipped.host[ENGINE].expert_us)
-    host = dict(shipped.host) | {ENGINE: fitted}
+    host = dict(shipped.host)
+    figures = replace(hardware, calibration=found)
+    steps = _decode_times(figures, dtype)
+    host[ENGINE] = replace(fit_decode(steps), expert_us=shipped.host[ENGINE].expert_us)
     missed["decode"] = held_out_error(steps, _decode)
+    is_ahead = kind != "cpu"
+    for backend in BACKENDS:
+        report(f"training with {backend}")
+        calls = _training_times(backend, figures, dtype)
+        host[backend] = replace(fit_training(calls, is_ahead), expert_us=shipped.host[backend].expert_us)
+        missed[backend] = held_out_error(calls, partial(_training, is_ahead=is_ahead))
     return replace(found, host=host, missed=missed, unmeasured=tuple(unmeasured))
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Predicts products whose weights come from memory."""
+
+    rate: MatmulRate
+    peak: float
+    bytes_per_s: float
+    itemsize: int
+
+    def fit(self, rows: Sequence[ProductTime]) -> MemoryRate:
+        share, sharpness = fit_memory(rows, self.rate, self.peak, self.bytes_per_s, self.itemsize)
+        return MemoryRate(share, 1.0, sharpness)
+
+    def predict(self, seen: Sequence[ProductTime]) -> Callable[[ProductTime], float]:
+        memory = self.fit(seen)
+        return lambda row: cold_seconds(row, self.rate, memory, self.peak, self.bytes_per_s, self.itemsize)
 
 
 def _product(seen: Sequence[ProductTime], peak: float) -> Callable[[ProductTime], float]:
@@ -170,31 +202,65 @@ def _link(seen: Sequence[CollectiveTime], hardware: Hardware) -> Callable[[Colle
     return lambda row: link_seconds(row, rate, hardware.intra)
 
 
-def _decode(seen: Sequence[DecodeTime]) -> Callable[[DecodeTime], float]:
-    host = fit_host(seen)
-    return lambda row: host_seconds(row, host)
+def _decode(seen: Sequence[StepTime]) -> Callable[[StepTime], float]:
+    host = fit_decode(seen)
+    return lambda row: decode_seconds(row, host)
 
 
-def _decode_times(hardware: Hardware, dtype: str) -> list[DecodeTime]:
+def _training(seen: Sequence[StepTime], is_ahead: bool) -> Callable[[StepTime], float]:
+    host = fit_training(seen, is_ahead)
+    return lambda row: training_seconds(row, host, is_ahead)
+
+
+def _decode_times(hardware: Hardware, dtype: Literal["fp32", "bf16"]) -> list[StepTime]:
     """Return measured decode steps with the seconds of their kernels by the cost model."""
     rows = []
-    for num_layers, sequences, context, seconds in measure.decode_steps(hardware.device.type, dtype):
-        one, shape = RankPlacement(), read_shape(measure.architecture(num_layers))
-        assert shape is not None
-        costs = ReplicaCosts(
-            shape=shape,
-            config=ModelConfig(dtype="bf16" if dtype == "bf16" else "fp32", gen=GenConfig(engine=ENGINE)),
-            layout=Layout(),
-            traits=traits(ENGINE),
-            host=HostTimes(),
-            hardware=hardware,
-            data=one,
-            tensor=one,
-            pipe=one,
-        )
+    for model, sequences, context, seconds in measure.decode_steps(hardware.device.type, dtype):
+        costs, num_layers = _costs(ENGINE, model, hardware, dtype), model.num_layers
         kernels = decode_step(costs, sequences, context).seconds
-        rows.append(DecodeTime(num_layers, sequences, context, seconds, kernels))
+        others = num_layers * _pass_seconds(costs, sequences)
+        rows.append(StepTime(seconds, kernels, others, num_layers, sequences))
     return rows
+
+
+def _training_times(backend: str, hardware: Hardware, dtype: Literal["fp32", "bf16"]) -> list[StepTime]:
+    """Return measured calls of a backend with the seconds of their kernels by the cost model."""
+    rows = []
+    timed = measure.training_steps(backend, hardware.device.type, dtype)
+    for model, sequences, tokens, trains, seconds in timed:
+        costs = _costs(backend, model, hardware, dtype)
+        work = work_of([tokens] * sequences, tokens // 4, 1)
+        parts = train(costs, work, 1) if trains else forward(costs, work)
+        # A backward pass costs as much as two forward passes, and launches its kernels once.
+        others = model.num_layers * (3 if trains else 1) * _pass_seconds(costs, work.rows)
+        num_layers = model.num_layers * (2 if trains else 1)
+        rows.append(StepTime(seconds, sum(part.seconds for part in parts), others, num_layers, sequences))
+    return rows
+
+
+def _costs(
+    backend: str, model: measure.SmallModel, hardware: Hardware, dtype: Literal["fp32", "bf16"]
+) -> ReplicaCosts:
+    """Return the costs of a model whose host and element-wise kernels take no time."""
+    one, shape = RankPlacement(), read_shape(model.architecture)
+    assert shape is not None
+    return ReplicaCosts(
+        shape=shape,
+        config=ModelConfig(dtype=dtype, gen=GenConfig(engine=ENGINE)),
+        layout=Layout(),
+        traits=traits(backend),
+        host=HostTimes(passes=0.0),
+        hardware=hardware,
+        data=one,
+        tensor=one,
+        pipe=one,
+    )
+
+
+def _pass_seconds(costs: ReplicaCosts, rows: float) -> float:
+    """Return the seconds in which a layer's element-wise kernels read or write everything once."""
+    once = replace(costs, host=HostTimes(passes=1.0))
+    return elementwise_bytes(once, rows) / costs.rates.stream
 
 
 def _check_writable(file: Path) -> None:

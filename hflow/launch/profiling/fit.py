@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeVar
 
 import numpy as np
 
-from hflow.planner.calibration import HostTimes, LinkRate, MatmulRate
+from hflow.planner.calibration import HostTimes, LinkRate, MatmulRate, MemoryRate
+from hflow.planner.cost.roofline import roofline
 from hflow.planner.hardware import Link
 
 HALF_SIZES = (0.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 TILE_ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 KERNEL_US = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+SHARPNESSES = (1.0, 1.5, 2.0, 4.0, 8.0)
+LAYER_US = np.geomspace(5.0, 5000.0, 150)
+PASSES = np.linspace(0.0, 60.0, 121)
 
 
 @dataclass(frozen=True)
@@ -33,26 +37,36 @@ class ProductTime:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Seconds of an all-reduce of some bytes on each of some ranks of one machine."""
+    """Seconds of a collective on some ranks of one machine."""
 
     num_bytes: int
+    """Of the whole tensor: before an all-reduce or a reduce-scatter, or after an all-gather."""
     ranks: int
     seconds: float
+    is_all_reduce: bool = True
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that a ring moves over each link: an all-reduce is a reduce-scatter and an all-gather."""
+        once = (self.ranks - 1) / self.ranks * self.num_bytes
+        return 2 * once if self.is_all_reduce else once
 
 
 @dataclass(frozen=True)
-class DecodeTime:
-    """Seconds of a decode step of an engine, and those of its kernels alone as the cost model has them."""
+class StepTime:
+    """Seconds of a decode step of an engine, or of a call of a backend, with the cost model's parts."""
 
-    num_layers: int
-    sequences: int
-    context: int
-    """Tokens of all sequences together."""
     seconds: float
     kernel_seconds: float
+    """Products, attention and optimizer."""
+    pass_seconds: float
+    """Element-wise kernels, if they read or write everything once (`passes` is 1)."""
+    num_layers: int
+    """Layers of all passes together: forward, and backward."""
+    sequences: int
 
 
-Timed = TypeVar("Timed", ProductTime, CollectiveTime, DecodeTime)
+Timed = TypeVar("Timed", ProductTime, CollectiveTime, StepTime)
 
 
 def held_out_error(
@@ -95,18 +109,17 @@ def fit_matmul(rows: Sequence[ProductTime], peak: float) -> MatmulRate:
 
 
 def fit_link(rows: Sequence[CollectiveTime], link: Link) -> LinkRate:
-    """Return share and launch time of a line through the seconds of all-reduces.
+    """Return share and launch time of a line through the seconds of collectives (Patarasuk and Yuan 2009).
 
-    A ring all-reduce moves `2 (n - 1) / n` of its bytes over each link (Patarasuk and Yuan 2009). Large and
-    small messages count equally: errors are relative.
+    Large and small messages count equally: errors are relative.
 
     Args:
         rows: measurements on the ranks of one machine.
         link: between them.
     """
-    moved = np.array([2 * (row.ranks - 1) / row.ranks * row.num_bytes for row in rows])
+    moved = np.array([row.moved_bytes for row in rows])
     seconds = np.array([row.seconds for row in rows])
-    latency = np.array([_tree_latency(row.ranks, link) for row in rows])
+    latency = np.array([_latency(row, link) for row in rows])
     slope, launch = _positive_least_squares(
         np.stack([moved, np.ones_like(moved)], axis=1) / seconds[:, None], (seconds - latency) / seconds
     )
@@ -114,29 +127,94 @@ def fit_link(rows: Sequence[CollectiveTime], link: Link) -> LinkRate:
 
 
 def link_seconds(row: CollectiveTime, rate: LinkRate, link: Link) -> float:
-    """Return the seconds of an all-reduce, as the cost model has them."""
-    moved = 2 * (row.ranks - 1) / row.ranks * row.num_bytes
-    return moved / (link.gb_per_s * 1e9 * rate.share) + rate.launch_us * 1e-6 + _tree_latency(row.ranks, link)
+    """Return the seconds of a collective, as the cost model has them."""
+    return row.moved_bytes / (link.gb_per_s * 1e9 * rate.share) + rate.launch_us * 1e-6 + _latency(row, link)
 
 
-def fit_host(rows: Sequence[DecodeTime]) -> HostTimes:
-    """Return what a decode step takes besides its kernels: per layer, per step and per sequence."""
+def fit_memory(
+    rows: Sequence[ProductTime], rate: MatmulRate, peak: float, bytes_per_s: float, itemsize: int
+) -> tuple[float, float]:
+    """Return the share of the memory bandwidth in which weights are read, and the sharpness of the corner.
+
+    Args:
+        rows: products whose weights come from memory.
+        rate: that of products whose weights do not.
+        peak: FLOP/s of the data sheet.
+        bytes_per_s: memory bandwidth of the data sheet.
+        itemsize: bytes of a weight.
+    """
     seconds = np.array([row.seconds for row in rows])
-    columns = [[row.num_layers, 1.0, row.sequences] for row in rows]
+    best, best_error = (1.0, 1.0), math.inf
+    for share, sharpness in product(np.geomspace(0.05, 4.0, 200), SHARPNESSES):
+        memory = MemoryRate(float(share), 1.0, sharpness)
+        predicted = [cold_seconds(row, rate, memory, peak, bytes_per_s, itemsize) for row in rows]
+        error = float(np.mean(np.log(np.array(predicted) / seconds) ** 2))
+        if error < best_error:
+            best_error, best = error, (float(share), sharpness)
+    return best
+
+
+def cold_seconds(
+    row: ProductTime, rate: MatmulRate, memory: MemoryRate, peak: float, bytes_per_s: float, itemsize: int
+) -> float:
+    """Return the seconds of a product whose weights come from memory, as the cost model of decoding has it.
+
+    Each kernel takes no time of its own there (`HostTimes.gap_us`).
+    """
+    computing = replace(rate, kernel_us=0.0).seconds(row.rows, row.inner, row.columns, peak)
+    reading = row.inner * row.columns * itemsize / (bytes_per_s * memory.decode)
+    return roofline("product", computing, reading, sharpness=memory.sharpness).seconds
+
+
+def fit_decode(rows: Sequence[StepTime]) -> HostTimes:
+    """Return what a decode step takes besides its products: per layer, step, sequence and element."""
+    seconds = np.array([row.seconds for row in rows])
+    columns = [[row.num_layers, 1.0, row.sequences, row.pass_seconds] for row in rows]
     besides = seconds - np.array([row.kernel_seconds for row in rows])
-    layer, step, sequence = _positive_least_squares(np.array(columns) / seconds[:, None], besides / seconds)
-    return HostTimes(gap_us=layer * 1e6, step_us=step * 1e6, sequence_us=sequence * 1e6)
+    layer, step, sequence, passes = _positive_least_squares(
+        np.array(columns) / seconds[:, None], besides / seconds
+    )
+    return HostTimes(gap_us=layer * 1e6, step_us=step * 1e6, sequence_us=sequence * 1e6, passes=passes)
 
 
-def host_seconds(row: DecodeTime, host: HostTimes) -> float:
+def decode_seconds(row: StepTime, host: HostTimes) -> float:
     """Return the seconds of a decode step, as the cost model has them."""
     besides = host.gap_us * row.num_layers + host.step_us + host.sequence_us * row.sequences
-    return row.kernel_seconds + besides * 1e-6
+    return row.kernel_seconds + (host.passes or 0.0) * row.pass_seconds + besides * 1e-6
 
 
-def _tree_latency(ranks: int, link: Link) -> float:
-    """Return the latency of an all-reduce, which goes up and down a tree."""
-    return 2 * math.ceil(math.log2(ranks)) * link.latency_us * 1e-6
+def fit_training(rows: Sequence[StepTime], is_ahead: bool) -> HostTimes:
+    """Return what a backend's calls take besides products: per layer and pass, and per element.
+
+    Args:
+        rows: calls that train or infer.
+        is_ahead: whether the host launches ahead of the device.
+    """
+    seconds, kernels, ones, layers = (
+        np.array([getattr(row, name) for row in rows], float)
+        for name in ("seconds", "kernel_seconds", "pass_seconds", "num_layers")
+    )
+    best, best_error = HostTimes(), math.inf
+    for layer, passes in product(LAYER_US, PASSES):
+        device, host = kernels + passes * ones, layers * layer * 1e-6
+        predicted = np.maximum(device, host) if is_ahead else device + host
+        error = float(np.mean(np.log(predicted / seconds) ** 2))
+        if error < best_error:
+            best_error, best = error, HostTimes(layer_us=float(layer), passes=float(passes))
+    return best
+
+
+def training_seconds(row: StepTime, host: HostTimes, is_ahead: bool) -> float:
+    """Return the seconds of a backend's call, as the cost model has them."""
+    device = row.kernel_seconds + (host.passes or 0.0) * row.pass_seconds
+    launching = host.layer_us * row.num_layers * 1e-6
+    return max(device, launching) if is_ahead else device + launching
+
+
+def _latency(row: CollectiveTime, link: Link) -> float:
+    """Return the latency of a tree, which an all-reduce goes up and down."""
+    passes = 2 if row.is_all_reduce else 1
+    return passes * math.ceil(math.log2(row.ranks)) * link.latency_us * 1e-6
 
 
 def _positive_least_squares(matrix: np.ndarray, target: np.ndarray) -> list[float]:

@@ -9,31 +9,42 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import ModelSettings, SamplingParams
+from hflow.backends.interface import ModelSettings, NodeCall, RankPosition, SamplingParams, TrainShard
+from hflow.data.batch import Batch, Column
 from hflow.launch.profiling.fit import CollectiveTime, ProductTime
+from hflow.planner.backends import factories
+from hflow.types import Output, Unit
 
 SECONDS_EACH = 0.15
 """Time in which one measurement is repeated."""
 MIB = 2**20
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ROWS = (16, 64, 256, 512)
+ROWS = (64, 256, 1024)
 SIDES = ((128, 512), (512, 512), (512, 1536), (1024, 1024), (1536, 512))
 CUDA_ROWS = (64, 512, 4096, 16384)
 CUDA_SIDES = ((512, 2048), (2048, 2048), (4096, 1024), (4096, 4096), (4096, 12288))
 COLLECTIVE_BYTES = (4 * 1024, 64 * 1024, 256 * 1024, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 VOCABULARY = 256
-LAYERS, SEQUENCES, LENGTHS = (2, 6), (1, 8, 32, 96), (32, 160)
+COLD_ROWS = (1, 8, 32)
+COLD_BYTES = {"cpu": 128 * MIB, "cuda": 512 * MIB}
+"""More than caches hold."""
+SEQUENCES, LENGTHS = (1, 8, 32, 128), (32, 128)
+BATCHES = ((1, 16), (8, 16), (32, 32), (64, 32))
+"""Sequences and tokens of each."""
 WARM_STEPS, TIMED_STEPS = 3, 12
 
 
@@ -58,12 +69,12 @@ def repeated(work: Callable[[], object], device: str) -> float:
 
 def products(device: str, dtype: str) -> list[ProductTime]:
     """Return the seconds of products of matrices, by their shape."""
-    rows, sides = (CUDA_ROWS, CUDA_SIDES) if device == "cuda" else (ROWS, SIDES)
+    num_rows, sides = (CUDA_ROWS, CUDA_SIDES) if device == "cuda" else (ROWS, SIDES)
     found = []
-    for m, (k, n) in product(rows, sides):
-        left = torch.randn(m, k, device=device).to(TORCH_DTYPES[dtype])
-        right = torch.randn(k, n, device=device).to(TORCH_DTYPES[dtype])
-        found.append(ProductTime(m, k, n, repeated(partial(torch.matmul, left, right), device)))
+    for m, (k, n) in product(num_rows, sides):
+        rows = torch.randn(m, k, device=device).to(TORCH_DTYPES[dtype])
+        weights = torch.randn(n, k, device=device).to(TORCH_DTYPES[dtype])
+        found.append(ProductTime(m, k, n, repeated(partial(linear, rows, weights), device)))
     return found
 
 
@@ -72,8 +83,7 @@ def attention_flops(device: str, dtype: str) -> float:
     heads, tokens, size = 8, 2048 if device == "cuda" else 512, 64
     shape = (1, heads, tokens, size)
     q, k, v = (torch.randn(shape, device=device).to(TORCH_DTYPES[dtype]) for _ in range(3))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    seconds = repeated(lambda: attend(q, k, v, is_causal=True), device)
+    seconds = repeated(lambda: scaled_dot_product_attention(q, k, v, is_causal=True), device)
     return 4 * heads * size * tokens * (tokens + 1) / 2 / seconds
 
 
@@ -84,12 +94,24 @@ def copy_rate(device: str) -> float:
     return 2 * source.numel() / repeated(lambda: target.copy_(source), device)
 
 
-def vector_rate(device: str, dtype: str) -> float:
-    """Return the bytes of weights per second that a product with one row reads, as decoding does."""
-    side = 8192 if device == "cuda" else 4096
-    matrix = torch.zeros(side, side, device=device, dtype=TORCH_DTYPES[dtype])
-    vector = torch.zeros(side, device=device, dtype=TORCH_DTYPES[dtype])
-    return matrix.numel() * matrix.element_size() / repeated(lambda: matrix @ vector, device)
+def cold_products(device: str, dtype: str) -> list[ProductTime]:
+    """Return the seconds of products with few rows, whose weights come from memory, as in decoding."""
+    sides = CUDA_SIDES if device == "cuda" else SIDES
+    found = []
+    for k, n in sides:
+        weights = torch.randn(n, k, device=device).to(TORCH_DTYPES[dtype])
+        num = max(2, COLD_BYTES[device] // (weights.numel() * weights.element_size()))
+        copies = [weights.clone() for _ in range(num)]
+        for m in COLD_ROWS:
+            rows = torch.randn(m, k, device=device).to(TORCH_DTYPES[dtype])
+            seconds = repeated(partial(_each_product, rows, copies), device) / num
+            found.append(ProductTime(m, k, n, seconds))
+    return found
+
+
+def _each_product(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    for matrix in weights:
+        linear(rows, matrix)
 
 
 def host_copy_rate(device: str) -> float:
@@ -110,15 +132,15 @@ def disk_rate() -> float:
 
 
 def collectives(device: str, ranks: int) -> list[CollectiveTime]:
-    """Return the seconds of all-reduces by size, on processes of this machine."""
+    """Return the seconds of collectives by size, on processes of this machine."""
     with tempfile.TemporaryDirectory() as directory:
-        spawn(_all_reduce, args=(ranks, device, directory), nprocs=ranks)
+        spawn(_time_collectives, args=(ranks, device, directory), nprocs=ranks)
         times = json.loads((Path(directory) / "times.json").read_text())
-    return [CollectiveTime(num_bytes, ranks, seconds) for num_bytes, seconds in times]
+    return [CollectiveTime(size, ranks, seconds, is_all_reduce) for size, seconds, is_all_reduce in times]
 
 
-def _all_reduce(rank: int, ranks: int, device: str, directory: str) -> None:
-    """Time all-reduces on one rank; rank 0 writes what it measured."""
+def _time_collectives(rank: int, ranks: int, device: str, directory: str) -> None:
+    """Time collectives on one rank; rank 0 writes what it measured."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -126,33 +148,51 @@ def _all_reduce(rank: int, ranks: int, device: str, directory: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
     times = []
     for num_bytes in COLLECTIVE_BYTES:
-        tensor = torch.zeros(num_bytes // 4, device=device)
-        num = max(3, min(50, 16 * MIB // num_bytes))
-        each = []
-        for _ in range(num + 1):
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_reduce(tensor)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            each.append(time.perf_counter() - start)
-        times.append((num_bytes, min(each[1:])))
+        num_elements = num_bytes // 4 // ranks
+        whole, part = (torch.zeros(n, device=device) for n in (num_elements * ranks, num_elements))
+        for work in (
+            partial(dist.all_reduce, whole),
+            partial(dist.all_gather_into_tensor, whole, part),
+            partial(dist.reduce_scatter_tensor, part, whole),
+        ):
+            num = max(3, min(50, 16 * MIB // num_bytes))
+            seconds = min([_collective_seconds(work, device) for _ in range(num + 1)][1:])
+            times.append((num_bytes, seconds, work.func is dist.all_reduce))
     if rank == 0:
         (Path(directory) / "times.json").write_text(json.dumps(times))
     dist.destroy_process_group()
 
 
-def architecture(num_layers: int) -> dict[str, Any]:
-    """Return the small model that engines decode with."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": num_layers}
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768}
-    return {"model_type": "qwen2", **sizes, **heads, "max_position_embeddings": 512}
+def _collective_seconds(work: Callable[[], object], device: str) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
-def decode_steps(device: str, dtype: str) -> Iterator[tuple[int, int, int, float]]:
-    """Yield (layers, sequences, tokens of all sequences, seconds) of decode steps of the embedded engine."""
-    for num_layers, num_sequences, prompt in product(LAYERS, SEQUENCES, LENGTHS):
-        settings = ModelSettings("actor", architecture=architecture(num_layers), device=device, dtype=dtype)
+@dataclass(frozen=True)
+class SmallModel:
+    """A model that backends train and engines decode with."""
+
+    hidden: int
+    intermediate: int
+    num_layers: int
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """Its Hugging Face config."""
+        heads = {"num_attention_heads": self.hidden // 32, "num_key_value_heads": self.hidden // 64}
+        sizes = {"hidden_size": self.hidden, "intermediate_size": self.intermediate}
+        more = {"num_hidden_layers": self.num_layers, "max_position_embeddings": 512}
+        return {"model_type": "qwen2", "vocab_size": VOCABULARY, **sizes, **heads, **more}
+
+
+def decode_steps(device: str, dtype: str) -> Iterator[tuple[SmallModel, int, int, float]]:
+    """Yield (model, sequences, tokens of all sequences, seconds) of decode steps of the embedded engine."""
+    for model, num_sequences, prompt in product(MODELS, SEQUENCES, LENGTHS):
+        settings = ModelSettings("actor", architecture=model.architecture, device=device, dtype=dtype)
         engine = EmbeddedEngine(settings, {"max_running": num_sequences, "max_model_len": 512})
         num_steps = WARM_STEPS + TIMED_STEPS
         for i in range(num_sequences):
@@ -165,4 +205,51 @@ def decode_steps(device: str, dtype: str) -> Iterator[tuple[int, int, int, float
             if step >= WARM_STEPS:
                 times.append(time.perf_counter() - start)
         context = num_sequences * (prompt + WARM_STEPS + TIMED_STEPS // 2)
-        yield num_layers, num_sequences, context, min(times)
+        yield model, num_sequences, context, min(times)
+
+
+def training_steps(
+    backend: str, device: str, dtype: Literal["fp32", "bf16"]
+) -> Iterator[tuple[SmallModel, int, int, bool, float]]:
+    """Yield (model, sequences, tokens of each, whether it trains, seconds) of a backend's node."""
+    for model in MODELS:
+        settings = ModelSettings(
+            "actor", trainable=True, architecture=model.architecture, device=device, dtype=dtype
+        )
+        built = factories()[backend](settings, RankPosition())
+        for num_sequences, num_tokens in BATCHES:
+            batch = _batch(num_sequences, num_tokens)
+            yield (
+                *(model, num_sequences, num_tokens, False),
+                repeated(partial(built.infer, INFER, [batch]), device),
+            )
+            shard = TrainShard((batch,))
+            yield (
+                *(model, num_sequences, num_tokens, True),
+                repeated(partial(built.train, TRAIN, [shard], 0), device),
+            )
+
+
+MODELS = (SmallModel(128, 512, 2), SmallModel(256, 768, 6), SmallModel(512, 1536, 3))
+
+
+def _logprobs(out: Output) -> torch.Tensor:
+    return out.logprobs
+
+
+def _loss(out: Output) -> torch.Tensor:
+    return -out.logprobs
+
+
+OUTPUT = (("out", "output"),)
+INFER = NodeCall("infer", _logprobs, (), OUTPUT, (("logprobs", "token"),), False, {}, {})
+TRAIN = NodeCall("train", _loss, (), OUTPUT, (("loss", "token"),), False, {}, {"reduce": "token-mean"})
+
+
+def _batch(num_sequences: int, num_tokens: int) -> Batch:
+    """Return sequences of equal length, the first quarter of which is a prompt."""
+    ids = np.arange(num_sequences * num_tokens) % VOCABULARY
+    is_learned = np.tile(np.arange(num_tokens) >= num_tokens // 4, num_sequences)
+    columns = {"input_ids": Column(Unit.TOKEN, ids), "loss_mask": Column(Unit.TOKEN, is_learned)}
+    numbers = np.arange(num_sequences)
+    return Batch(numbers, numbers, np.full(num_sequences, num_tokens), columns)

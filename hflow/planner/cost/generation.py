@@ -26,7 +26,7 @@ from hflow.planner.cost.flops import (
     touched_experts,
     work_of,
 )
-from hflow.planner.cost.kernels import attention_rate, pass_seconds, product_rate
+from hflow.planner.cost.kernels import attention_rate, elementwise_bytes, pass_seconds, product_rate
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, Part, roofline
 from hflow.planner.model_shape import cached_tokens
@@ -222,6 +222,9 @@ class DecodeStep:
         self._weight_bytes = None if shape.experts else _weight_bytes(replica, 1)
         self._sharpness = replica.hardware.calibration.memory.sharpness
         self._launching = p * replica.host_seconds
+        has_passes = replica.host.passes is not None
+        others = shape.num_layers * elementwise_bytes(replica, 1) / p if has_passes else 0.0
+        self._other_seconds = others / replica.rates.stream
 
     def __call__(self, num_sequences: float, context: float) -> Part:
         """Return the seconds of a step; the arguments are those of `decode_step`."""
@@ -233,7 +236,7 @@ class DecodeStep:
         products = roofline("decode", compute, weights / replica.rates.memory, sharpness=self._sharpness)
         attention = roofline("attention", self._pair_seconds * tokens, self._cache_seconds * tokens)
         largest = products if products.seconds >= attention.seconds else attention
-        device = products.seconds + attention.seconds
+        device = products.seconds + attention.seconds + self._other_seconds * num_sequences
         added = host.step_us + host.sequence_us * num_sequences + host.gap_us * replica.shape.num_layers
         added = added * 1e-6 + replica.layout.pipe * replica.expert_seconds
         is_waiting = max(added, self._launching) > device

@@ -1,9 +1,9 @@
 """Seconds of forward and backward passes and of the optimizer, on the rank with most work.
 
 FSDP is assumed to gather the next layer and scatter the gradients of the last one while a layer computes.
-Only the first layer's collectives and what takes longer than the computation cost time. Nothing else
-overlaps: all-reduces of tensor ranks, activations between stages, and Megatron's exchange of gradients and
-weights come on top.
+Only the first layer's collectives and what takes longer than the computation cost time, but on a CPU, which
+hides nothing. Nothing else overlaps: all-reduces of tensor ranks, activations between stages, and Megatron's
+exchange of gradients and weights come on top.
 """
 
 from __future__ import annotations
@@ -199,8 +199,11 @@ def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passe
 def _visible(replica: ReplicaCosts, seconds: float, computing: float) -> float:
     """Return the fraction of collectives that layers of a computation do not hide: at least one layer's.
 
-    What they hide slows them down (`Calibration.overlap_cost`).
+    What they hide slows them down (`Calibration.overlap_cost`). On a CPU, the core that computes also
+    exchanges, so nothing is hidden.
     """
+    if not replica.launches_ahead:
+        return 1.0
     others = (_num_units(replica) - 1) / _num_units(replica)
     visible = max(1 - others, 1 - computing * others / seconds)
     return visible + replica.hardware.calibration.overlap_cost * (1 - visible)
