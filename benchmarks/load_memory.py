@@ -125,10 +125,10 @@ def measure(rank: int, directory: Path, dtype: str) -> None:
     position = RankPosition(dist.group.WORLD, *LAYOUT)
     MegatronModel(ModelSettings("tiny", architecture=TINY, dtype=dtype), position).save(
         str(directory / "tiny")
-    )
+    )()
     settings = ModelSettings("actor", path=str(directory / "checkpoint"), dtype=dtype)
     model, load = peaks(lambda: MegatronModel(settings, position))
-    _, saved = peaks(lambda: model.save(str(directory / "saved")))
+    _, saved = peaks(lambda: model.save(str(directory / "saved"))())
     dist.barrier()
     dist.destroy_process_group()
     print(json.dumps({"rank": rank, "load": load, "save": saved}), flush=True)

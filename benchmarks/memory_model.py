@@ -263,7 +263,7 @@ def work_of(case: Case, architecture: dict[str, Any], position: RankPosition, ra
     directory = tempfile.TemporaryDirectory()
 
     def save() -> None:
-        model.save(directory.name)
+        model.save(directory.name)()
 
     save()
     return save

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from hflow.data.batch import Batch
     from hflow.data.tokenizer import TextTokenizer
+    from hflow.durable_files import WriteFiles
     from hflow.graph.ir import Read
     from hflow.types.tensor_slices import Block
     from hflow.weights.incoming import IncomingWeights
@@ -254,21 +255,22 @@ class ModelBackend(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def save(self, directory: str) -> None:
-        """Write the model in HF layout (`config.json`, safetensors in fp32). A collective.
+    def save(self, directory: str) -> WriteFiles:
+        """Copy the model, and return the function that writes it in HF layout. A collective.
 
-        Called when a checkpoint is due. Rank 0 writes; the directory is made if necessary.
+        Called when a checkpoint is due. The function writes this rank's part of `config.json` and safetensors
+        in fp32, and may run while the model is trained further.
         """
 
     @abc.abstractmethod
-    def save_shards(self, directory: str) -> None:
-        """Write fp32 weights and the optimizer's state, each rank its own part. A collective.
+    def save_shards(self, directory: str) -> WriteFiles:
+        """Copy fp32 weights and the optimizer's state; return the function that writes them. A collective.
 
-        Called after `save`, for a trainable model. The directory appears when all of it is on disk, and
-        replaces an older one.
+        Called after `save`, for a trainable model. Each rank copies and writes its own part; the checkpoint
+        is complete when all ranks have. It is written over an older one.
 
         Raises:
-            BackendError: if the ranks do not share a file system.
+            BackendError: if this rank does not see the directory in which the shards' directory is.
         """
 
     @abc.abstractmethod

@@ -140,9 +140,10 @@ class TextTokenizer:
             )
         return self.chat_template
 
-    def save(self, directory: str) -> None:
-        """Write the tokenizer for `AutoTokenizer.from_pretrained`."""
-        self._hf.save_pretrained(directory)
+    def save(self, directory: str) -> list[Path]:
+        """Write the tokenizer for `AutoTokenizer.from_pretrained`, and return its files."""
+        names = self._hf.save_pretrained(directory)
+        return [path for path in map(Path, names) if path.is_file()]  # it names files that it did not need
 
     def _encode(self, text: str) -> tuple[int, ...]:
         ids: list[int] = self._hf(text, add_special_tokens=False)["input_ids"]

@@ -342,16 +342,16 @@ class Worker:
         self._engines.sleep(replica, level)
 
     def save(self, model: str, directory: str) -> None:
-        """Write a model in HF layout, with its tokenizer and the optimizer's state."""
+        """Copy a model and the optimizer's state, and begin to write them, with the model's tokenizer."""
         self._writer.wait(model)
         replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
         backend, settings = self._backends[replica.name], self._setup.models[model]
-        backend.save(directory)
+        writes = [backend.save(directory)]
         if settings.trainable and settings.save_optimizer:
-            backend.save_shards(f"{directory}/{SHARDS}")
+            writes.append(backend.save_shards(f"{directory}/{SHARDS}"))
         if replica.workers[0] in self._hosted and model in self._setup.tokenizers:
-            TextTokenizer(self._setup.tokenizers[model]).save(directory)
-        self._writer.start(model, directory, list)
+            writes.append(lambda: TextTokenizer(self._setup.tokenizers[model]).save(directory))
+        self._writer.start(model, directory, lambda: [path for write in writes for path in write()])
 
     def close(self) -> None:
         """End threads and processes. Safe to call twice."""

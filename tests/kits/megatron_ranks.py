@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 from hflow.backends.megatron import weight_export as weights  # noqa: E402
-from hflow.backends.megatron.hf_export import save_stage  # noqa: E402
+from hflow.backends.megatron.hf_export import copy_stage  # noqa: E402
 from hflow.backends.megatron.model import Stage, build_stage  # noqa: E402
 from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
 from hflow.backends.megatron.weight_export import held_blocks, named_weights  # noqa: E402
@@ -73,7 +73,7 @@ def compute(case: kit.Case, group: Any, path: Path) -> None:
         "weights": [(n, x.clone()) for n, x in named_weights(stage)],
         "blocks": [(block.tensor, block.box, block.values.clone()) for block in held_blocks(stage)],
     }
-    save_stage(stage, path / "saved" / case.name, file_bytes=20_000)
+    copy_stage(stage, path / "saved" / case.name, file_bytes=20_000)()
     if stage.parallel.is_head:
         torch.save(outputs, path / f"{case.name}.outputs.pt")
     torch.save(results, path / f"{case.name}.{group.rank()}.pt")

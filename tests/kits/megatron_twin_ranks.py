@@ -76,7 +76,7 @@ def train_twin(twin: twins.Twin, group: Any, path: Path) -> None:
     weights = {name: tensor.clone() for name, tensor in backend.weights()}
     torch.save((metrics, weights), path / f"{twin.name}.{group.rank()}.pt")
     if twin.dtype == "bf16":
-        backend.save(str(path / f"{twin.name} saved"))
+        backend.save(str(path / f"{twin.name} saved"))()
 
 
 def train_on_nan(group: Any, path: Path) -> None:
@@ -103,7 +103,7 @@ def refusal(act: Callable[[], object]) -> str:
 def start_in_bf16(group: Any, path: Path) -> None:
     """Save a bf16 model before any step."""
     twin = twins.Twin("sft", data=2, settings=twins.BF16)
-    model(twin, path, group).save(str(path / "untouched"))
+    model(twin, path, group).save(str(path / "untouched"))()
 
 
 def train_alone(path: Path) -> None:

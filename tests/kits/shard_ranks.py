@@ -52,9 +52,9 @@ def train(backend: ModelBackend, side: cases.Side, groups: twin_ranks.Groups, st
 def write(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> None:
     backend = build(side, groups, path)
     train(backend, side, groups, twins.STEPS[: cases.NUM_WRITTEN])
-    backend.save_shards(str(path / cases.written(side)))
+    backend.save_shards(str(path / cases.written(side)))()
     if side.twin.dtype == "bf16":
-        backend.save(str(path / f"{cases.written(side)} as HF"))
+        backend.save(str(path / f"{cases.written(side)} as HF"))()
 
 
 def read(writer: cases.Side, reader: cases.Side, groups: twin_ranks.Groups, path: Path) -> None:
@@ -63,7 +63,7 @@ def read(writer: cases.Side, reader: cases.Side, groups: twin_ranks.Groups, path
     backend.load_shards(str(path / cases.written(writer)))
     name = cases.read(writer, reader)
     if reader.twin.dtype == "bf16":
-        backend.save(str(path / f"{name} as HF"))
+        backend.save(str(path / f"{name} as HF"))()
         return
     metrics = train(backend, reader, groups, twins.STEPS[cases.NUM_WRITTEN : cases.NUM_WRITTEN + 1])
     weights = {key: tensor.clone() for key, tensor in backend.weights()}

@@ -37,14 +37,14 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
         backend = kit.model(2, group, tokens_per_microbatch=13, **changes)
         call = kit.VALUE if changes.get("head") == "value" else kit.CALLS["token-mean"]
         results[name] = (backend.train(call, shard, 5), kit.weights(backend))
-        backend.save(str(directory / name))
+        backend.save(str(directory / name))()
     results["infer"] = infer(rank, group, batch)
     backend = kit.model(2, group)
     backend.infer(kit.LOGPROBS, [batch])  # leaves weights whole on every rank
     held = [(block.tensor, block.box, block.values.clone()) for block in backend.blocks()]
     results["blocks"] = everywhere(held, group), kit.weights(backend)
     if rank == 1:
-        kit.model().save(str(directory / "on the second rank alone"))
+        kit.model().save(str(directory / "on the second rank alone"))()
     return results
 
 

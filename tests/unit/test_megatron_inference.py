@@ -21,7 +21,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("infer")
     # The checkpoint is a critic's and a reward model's as well.
     for head in ("value", "score", "lm"):
-        kit.model(head=head).save(str(path / "checkpoint"))
+        kit.model(head=head).save(str(path / "checkpoint"))()
     ranks.start(twins.infer, (str(path),), 4)
     return path
 

@@ -20,7 +20,7 @@ BF16 = [name for name, twin in twins.TWINS.items() if twin.dtype == "bf16"]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("twins")
-    kit.model().save(str(path / "checkpoint"))
+    kit.model().save(str(path / "checkpoint"))()
     ranks.start(twins.train, (str(path),), 4)
     return path
 

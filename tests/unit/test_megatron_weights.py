@@ -37,7 +37,7 @@ from hflow.types.tensor_slices import Box
 prepare("cpu")
 
 from hflow.backends.megatron.checkpoint_reader import load_parameters  # noqa: E402
-from hflow.backends.megatron.hf_export import save_stage  # noqa: E402
+from hflow.backends.megatron.hf_export import copy_stage  # noqa: E402
 from hflow.backends.megatron.model import Stage, build_stage  # noqa: E402
 from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
 from hflow.backends.megatron.weight_export import named_weights  # noqa: E402
@@ -194,7 +194,7 @@ def test_one_file_or_many(tmp_path, shard, file_bytes):
     wanted = {name: x.detach() for name, x in kit.model(CASE)[0].named_parameters()}
     assert read.keys() == wanted.keys()
     assert all(torch.equal(read[name], wanted[name]) for name in wanted)
-    save_stage(alone(kit.settings(CASE, tmp_path)), tmp_path / "again", file_bytes=file_bytes)
+    copy_stage(alone(kit.settings(CASE, tmp_path)), tmp_path / "again", file_bytes=file_bytes)()
     assert (tmp_path / "again" / "model.safetensors").exists() is (file_bytes == 1 << 30)
     again = weights(alone(kit.settings(CASE, tmp_path, path=str(tmp_path / "again"))))
     assert all(torch.equal(again[name], wanted[name]) for name in wanted)
@@ -207,11 +207,11 @@ def test_both_backends_draw_and_save_the_same_weights(tmp_path, head):
     wanted = dict(TorchModel(drawn, RankPosition()).weights())
     ours = alone(drawn)
     assert_equal(weights(ours), wanted)
-    save_stage(ours, tmp_path / "ours")
+    copy_stage(ours, tmp_path / "ours")()
     saved = ModelSettings("actor", path=str(tmp_path / "ours"), head=head)
     theirs = TorchModel(saved, RankPosition())
     assert_equal(dict(theirs.weights()), wanted)
-    theirs.save(str(tmp_path / "theirs"))
+    theirs.save(str(tmp_path / "theirs"))()
     assert_equal(weights(alone(ModelSettings("actor", path=str(tmp_path / "theirs"), head=head))), wanted)
 
 

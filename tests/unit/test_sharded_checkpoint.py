@@ -30,7 +30,7 @@ from hflow.backends.megatron.shards import boxes_of_range  # noqa: E402
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shards")
-    kit.model().save(str(path / "checkpoint"))
+    kit.model().save(str(path / "checkpoint"))()
     ranks.start(cases.exchange, (str(path),), 4)
     return path
 
@@ -102,7 +102,7 @@ def test_a_range_is_split_into_boxes(rows, width, data):
 def written(tmp_path: Path) -> Path:
     backend = kit.model()
     backend.train(kit.CALLS["token-mean"], kit.whole(kit.make_batch(kit.LENGTHS)), 0)
-    backend.save_shards(str(tmp_path / "shards"))
+    backend.save_shards(str(tmp_path / "shards"))()
     return tmp_path / "shards"
 
 
@@ -165,7 +165,7 @@ def test_a_frozen_model_takes_the_weights(written):
 
 
 def test_before_the_first_step_there_are_weights_only(tmp_path):
-    kit.model(seed=8).save_shards(str(tmp_path / "shards"))
+    kit.model(seed=8).save_shards(str(tmp_path / "shards"))()
     backend = kit.model()
     backend.load_shards(str(tmp_path / "shards"))
     call, shards = kit.CALLS["token-mean"], kit.whole(kit.make_batch(kit.LENGTHS))
@@ -173,5 +173,5 @@ def test_before_the_first_step_there_are_weights_only(tmp_path):
 
 
 def test_a_later_checkpoint_replaces_the_earlier(written):
-    kit.model(seed=8).save_shards(str(written))
+    kit.model(seed=8).save_shards(str(written))()
     assert json.loads((written / INDEX).read_text())["num_steps"] == 0

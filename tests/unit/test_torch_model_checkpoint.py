@@ -19,7 +19,7 @@ BATCH = kit.make_batch([5, 9, 3])
 @pytest.mark.parametrize("architecture", [kit.ARCHITECTURE, UNTIED])
 def test_a_saved_language_model_loads_again(tmp_path, architecture):
     backend = kit.model(architecture=architecture)
-    backend.save(str(tmp_path))
+    backend.save(str(tmp_path))()
     again = kit.model(architecture=None, path=str(tmp_path))
     names = [name for name, _ in backend.weights()]
     assert ("lm_head.weight" in names) is (architecture is UNTIED)
@@ -38,7 +38,7 @@ def test_a_saved_scalar_model_loads_again(tmp_path, kind, architecture):
         kit.VALUE if kind == "value" else kit.call(lambda out: out.scores, "sequence", [], reduce="seq-mean")
     )
     backend.train(call, kit.whole(kit.make_batch(kit.LENGTHS)), 0)
-    backend.save(str(tmp_path))
+    backend.save(str(tmp_path))()
     again = kit.model(head=kind, architecture=None, path=str(tmp_path), trainable=False)
     wanted = kit.weights(backend)
     assert f"{kind}_head.bias" in wanted
@@ -49,7 +49,7 @@ def test_a_saved_scalar_model_loads_again(tmp_path, kind, architecture):
 
 def test_a_critic_starts_from_a_language_model(tmp_path):
     actor = kit.model(architecture=UNTIED)
-    actor.save(str(tmp_path))
+    actor.save(str(tmp_path))()
     critic = kit.model(head="value", architecture=None, path=str(tmp_path))
     for name, tensor in kit.weights(critic).items():
         if name.startswith("model."):
@@ -62,7 +62,7 @@ def test_a_critic_starts_from_a_language_model(tmp_path):
 
 def test_bf16_keeps_its_fp32_weights(tmp_path):
     backend = kit.model(dtype="bf16")
-    backend.save(str(tmp_path))
+    backend.save(str(tmp_path))()
     saved = load_file(tmp_path / "model.safetensors")
     for name, tensor in kit.weights(kit.model()).items():
         assert torch.equal(saved[name], tensor)
@@ -78,7 +78,7 @@ def test_the_same_seed_makes_the_same_weights():
 
 
 def checkpoint(tmp_path: Path) -> Path:
-    kit.model(architecture=UNTIED).save(str(tmp_path))
+    kit.model(architecture=UNTIED).save(str(tmp_path))()
     return tmp_path
 
 

@@ -1,19 +1,17 @@
 """Sharded checkpoints: fp32 weights and Adam's moments, stored as boxes of the model's HF tensors.
 
-Every rank writes the boxes that it holds; where several ranks hold a box, one of them writes it. An index,
-written last, says which file has which box, so the directory is either complete or absent. Boxes refer to
-whole HF tensors. Any layout and backend can therefore read what another has written, and each rank reads only
-what overlaps its own boxes.
+Every rank copies the boxes that it holds to host memory, and writes them while training continues; where
+several ranks hold a box, one of them writes it. An index says which file has which box. Boxes refer to whole
+HF tensors. Any layout and backend can therefore read what another has written, and each rank reads only what
+overlaps its own boxes.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,8 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from hflow.backends.common.checks import check_tensors
+from hflow.backends.common.host_copy import host_copy
+from hflow.durable_files import WriteFiles
 from hflow.errors import BackendError
 from hflow.types.tensor_slices import Box, intersect, numel, slices_within
 
@@ -51,6 +51,12 @@ _IGNORED_KEYS = (
 """Keys of an HF config that do not change what the model computes."""
 
 
+BoxRow = tuple[str, tuple[int, ...], Box]
+"""HF name and shape of a whole tensor, and a box of it."""
+BoxesOfFiles = dict[str, list[BoxRow]]
+"""Name of a file -> the boxes in it."""
+
+
 @dataclass(frozen=True)
 class BlockState:
     """A box of an HF tensor and its training state on this rank."""
@@ -61,7 +67,12 @@ class BlockState:
     """Shape of the whole tensor."""
     box: Box
     values: Mapping[str, Tensor]
-    """Kind -> fp32 tensor of the box's shape, a view of the model's or the optimizer's storage."""
+    """Kind -> fp32 tensor of the box's shape, a view of the model's or the optimizer's storage, or a copy."""
+
+    @property
+    def row(self) -> BoxRow:
+        """The tensor, its shape and the box."""
+        return self.tensor, self.shape, self.box
 
 
 @dataclass(frozen=True)
@@ -85,38 +96,43 @@ class CheckpointInfo:
         return KINDS if self.num_steps else (WEIGHT,)
 
 
-def write_shards(
+def copy_shards(
     directory: Path, states: Iterable[BlockState], info: CheckpointInfo, group: ProcessGroup | None
-) -> None:
-    """Write a checkpoint; a collective over the replica's ranks.
+) -> WriteFiles:
+    """Copy this rank's part of a checkpoint, and return the function that writes it; a collective.
 
     Args:
-        directory: on a file system that all ranks share. An older checkpoint there is replaced.
+        directory: of the checkpoint, in a directory that all ranks share.
         states: the boxes that this rank writes; no other rank writes them.
         info: the same on all ranks.
         group: the replica's ranks; None for one.
 
     Raises:
-        BackendError: if this rank does not share rank 0's file system.
+        BackendError: if this rank does not see the directory in which it will be.
     """
     rank = 0 if group is None else group.rank()
-    unfinished = directory.with_name(f".{directory.name}-unfinished")
-    if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    _barrier(group)
-    if not unfinished.is_dir():
+    if not directory.parent.is_dir():
         raise BackendError(
-            f"rank {rank} does not see {unfinished}, which rank 0 made, but every rank writes part of the "
-            "optimizer's state; set out to a directory that all machines share, or save_optimizer=false for "
-            "the model"
+            f"rank {rank} does not see {directory.parent}, but every rank writes part of the optimizer's "
+            "state; set out to a directory that all machines share, or save_optimizer=false for the model"
         )
-    for number, file_states in enumerate(_split_into_files(states, info.kinds)):
-        _write_file(unfinished / f"rank-{rank:05d}-{number:03d}.safetensors", file_states, info.kinds)
-    _barrier(group)
-    if rank == 0:
-        _publish(unfinished, directory, info)
-    _barrier(group)
+    files = {
+        f"rank-{rank:05d}-{number:03d}.safetensors": [_copy(state, info.kinds) for state in file_states]
+        for number, file_states in enumerate(_split_into_files(states, info.kinds))
+    }
+    boxes = _gather({name: [state.row for state in held] for name, held in files.items()}, group)
+
+    def write() -> list[Path]:
+        directory.mkdir(exist_ok=True)
+        paths = [directory / name for name in files]
+        while files:  # a file's copy is freed when it is written
+            name = next(iter(files))
+            _write_file(directory / name, files.pop(name))
+        if boxes is not None:
+            paths.append(_write_index(directory, boxes, info))
+        return paths
+
+    return write
 
 
 @contextmanager
@@ -200,9 +216,17 @@ def entry_name(tensor: str, box: Box, kind: str) -> str:
     return f"{tensor}[{spans}].{kind}"
 
 
-def _barrier(group: ProcessGroup | None) -> None:
-    if group is not None:
-        dist.barrier(group)
+def _copy(state: BlockState, kinds: tuple[str, ...]) -> BlockState:
+    return replace(state, values={kind: host_copy(state.values[kind]) for kind in kinds})
+
+
+def _gather(boxes: BoxesOfFiles, group: ProcessGroup | None) -> BoxesOfFiles | None:
+    """Return the files of all ranks on rank 0, and None on the others; a collective."""
+    if group is None:
+        return boxes
+    by_rank: list[BoxesOfFiles] | None = [{}] * group.size() if group.rank() == 0 else None
+    dist.gather_object(boxes, by_rank, group=group, group_dst=0)
+    return None if by_rank is None else {name: rows for files in by_rank for name, rows in files.items()}
 
 
 def _split_into_files(states: Iterable[BlockState], kinds: tuple[str, ...]) -> Iterator[list[BlockState]]:
@@ -219,43 +243,27 @@ def _split_into_files(states: Iterable[BlockState], kinds: tuple[str, ...]) -> I
         yield file_states
 
 
-def _write_file(path: Path, states: list[BlockState], kinds: tuple[str, ...]) -> None:
+def _write_file(path: Path, states: list[BlockState]) -> None:
     tensors = {
-        entry_name(state.tensor, state.box, kind): state.values[kind].detach().cpu().contiguous()
+        entry_name(state.tensor, state.box, kind): values
         for state in states
-        for kind in kinds
+        for kind, values in state.values.items()
     }
-    rows = [(state.tensor, state.shape, state.box) for state in states]
-    save_file(tensors, path, metadata={"boxes": json.dumps(rows)})
-    _sync(path)
+    save_file(tensors, path)
 
 
-def _publish(unfinished: Path, directory: Path, info: CheckpointInfo) -> None:
-    """Write the index of all files, then rename the directory."""
+def _write_index(directory: Path, boxes: BoxesOfFiles, info: CheckpointInfo) -> Path:
+    """Write which file has which box, and return the path."""
     tensors: dict[str, Any] = {}
-    for path in sorted(unfinished.glob("rank-*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            rows = json.loads(file.metadata()["boxes"])
+    for name, rows in boxes.items():
         for tensor, shape, box in rows:
             entry = tensors.setdefault(tensor, {"shape": shape, "boxes": []})
-            entry["boxes"].append([box, path.name])
+            entry["boxes"].append([box, name])
     model = {"head": info.head, "config": info.config, "num_steps": info.num_steps}
     index = {"format": FORMAT, **model, "tensors": tensors}
-    (unfinished / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    _sync(unfinished / INDEX)
-    _sync(unfinished)
-    shutil.rmtree(directory, ignore_errors=True)
-    unfinished.rename(directory)
-    _sync(directory.parent)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's content, or a directory's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    path = directory / INDEX
+    path.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def _read_index(directory: Path) -> dict[str, Any]:

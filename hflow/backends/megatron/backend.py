@@ -11,16 +11,17 @@ from torch import Tensor
 from hflow.backends.common.checks import check_sequences, check_temperature
 from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
-from hflow.backends.megatron.hf_export import save_stage
+from hflow.backends.megatron.hf_export import copy_stage
 from hflow.backends.megatron.master_weights import gather_master_weights
 from hflow.backends.megatron.model import build_stage
 from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.parallel_state import ParallelState
 from hflow.backends.megatron.runner import MegatronRunner
 from hflow.backends.megatron.schedule import PipelineSchedule
-from hflow.backends.megatron.shards import load_stage_shards, save_stage_shards
+from hflow.backends.megatron.shards import copy_stage_shards, load_stage_shards
 from hflow.backends.megatron.weight_export import held_blocks, named_weights
 from hflow.data.batch import Batch
+from hflow.durable_files import WriteFiles
 from hflow.errors import BackendError
 from hflow.types.tensor_slices import Block
 
@@ -85,16 +86,16 @@ class MegatronModel(ModelBackend):
         """Yield the blocks of each parameter of this rank, copies included; not a collective."""
         return held_blocks(self._stage)
 
-    def save(self, directory: str) -> None:
-        """Write the fp32 weights in HF layout (`config.json`, safetensors); a collective."""
+    def save(self, directory: str) -> WriteFiles:
+        """Copy some files of fp32 weights to each rank, and return the function that writes them."""
         values = None
         if self._optimizer is not None and self._stage.dtype != torch.float32:
             values = gather_master_weights(self._stage, self._optimizer.master_weights)
-        save_stage(self._stage, Path(directory), values)
+        return copy_stage(self._stage, Path(directory), values)
 
-    def save_shards(self, directory: str) -> None:
-        """Write the weights and moments that this rank updates; a collective."""
-        save_stage_shards(self._stage, self._optimizer, Path(directory))
+    def save_shards(self, directory: str) -> WriteFiles:
+        """Copy the weights and moments that this rank updates, and return the function that writes them."""
+        return copy_stage_shards(self._stage, self._optimizer, Path(directory))
 
     def load_shards(self, directory: str) -> None:
         """Load this rank's part of weights and moments that any backend wrote in any layout."""

@@ -1,4 +1,4 @@
-"""Writes a model in HF layout tensor by tensor, so that no rank holds the whole model."""
+"""Saves a model in HF layout. Ranks take turns in writing files, so that none holds the whole model."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import copy
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import CONFIG_NAME
 
+from hflow.backends.common.host_copy import host_copy
 from hflow.backends.megatron.checkpoint_reader import INDEX, SINGLE
 from hflow.backends.megatron.hf_mapping import backbone_shapes
 from hflow.backends.megatron.model import Stage
-from hflow.backends.megatron.weight_export import Named, named_weights
-from hflow.backends.torch_model.heads import save_head
+from hflow.backends.megatron.weight_export import named_weights
+from hflow.backends.torch_model.heads import head_file, save_head
 from hflow.backends.torch_model.weight_export import scalar_prefix
+from hflow.durable_files import WriteFiles
 
 FILE_BYTES = 2 << 30
 """Maximum size of a file, unless a single tensor is larger."""
@@ -29,15 +31,16 @@ _MODELS: Any = AutoModelForCausalLM
 _DTYPE = torch.float32
 
 
-def save_stage(
+def copy_stage(
     stage: Stage,
     directory: Path,
     values: Mapping[str, Tensor] | None = None,
     file_bytes: int = FILE_BYTES,
-) -> None:
-    """Write the weights in fp32, as the torch backend does; a collective in which rank 0 writes.
+) -> WriteFiles:
+    """Copy some files of the fp32 weights, and return the function that writes them; a collective.
 
-    A scalar head has a separate file beside its backbone.
+    The files are those of the torch backend. All ranks take turns, so each holds its share of the model. A
+    scalar head has a separate file beside its backbone.
 
     Args:
         stage: this rank's.
@@ -45,64 +48,52 @@ def save_stage(
         values: as in `named_weights`.
         file_bytes: maximum size of a file, unless a single tensor is larger.
     """
-    if stage.parallel.d == 0:
-        is_writer = stage.parallel.group.rank() == 0
-        weights = named_weights(stage, _DTYPE, values, is_receiver=is_writer)
-        if is_writer:
-            directory.mkdir(parents=True, exist_ok=True)
-            _write_weights(stage, directory, weights, file_bytes)
-            _saved_config(stage.hf_config).save_pretrained(directory)
-        else:
-            assert not list(weights)
-    dist.barrier(stage.parallel.group)
-
-
-def write_fp32(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, Tensor]]
-) -> None:
-    """Write fp32 tensors to a safetensors file one at a time; the library's writer needs all of them at once.
-
-    The format: the header's length (8 bytes, little-endian), a JSON header with each tensor's offsets in the
-    data section, and the data section without gaps.
-
-    Args:
-        path: of the file.
-        shapes: name -> shape of exactly the tensors that follow.
-        tensors: in any order. Each is released before the next is requested.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    missing = set(shapes)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        data_start = file.tell()
-        for name, tensor in tensors:
-            assert tuple(tensor.shape) == shapes[name], f"{name} has an unexpected shape"
-            file.seek(data_start + header[name]["data_offsets"][0])
-            file.write(tensor.float().cpu().contiguous().numpy().data)
-            missing.remove(name)
-    assert not missing, f"{path} lacks {sorted(missing)}"
-
-
-def _write_weights(stage: Stage, directory: Path, weights: Iterable[Named], file_bytes: int) -> None:
     shapes = backbone_shapes(stage.dims)
     num_bytes = {name: math.prod(shape) * _DTYPE.itemsize for name, shape in shapes.items()}
-    files = _assign_files(num_bytes, file_bytes)
-    for file, named in groupby(weights, key=lambda pair: files.get(pair[0])):
-        if file is None:
-            prefix = scalar_prefix(stage.head)
-            save_head(directory, stage.head, {n.removeprefix(prefix): x.cpu().contiguous() for n, x in named})
+    file_of = _assign_files(num_bytes, file_bytes)
+    writers = {name: number % stage.parallel.group.size() for number, name in enumerate(_unique(file_of))}
+    prefix = scalar_prefix(stage.head)
+    copies: dict[str, dict[str, Tensor]] = {}
+    head: dict[str, Tensor] = {}
+    receiver_of = {name: writers[file] for name, file in file_of.items()}
+    for name, tensor in named_weights(stage, _DTYPE, values, lambda name: receiver_of.get(name, 0)):
+        if name in file_of:
+            copies.setdefault(file_of[name], {})[name] = host_copy(tensor)
         else:
-            file_shapes = {name: shape for name, shape in shapes.items() if files[name] == file}
-            write_fp32(directory / file, file_shapes, named)
-    if len(set(files.values())) > 1:
-        index = {"metadata": {"total_size": sum(num_bytes.values())}, "weight_map": files}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            head[name.removeprefix(prefix)] = host_copy(tensor)
+
+    def write() -> list[Path]:
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = [directory / name for name in copies]
+        while copies:  # a file's copy is freed when it is written
+            name = next(iter(copies))
+            save_file(copies.pop(name), directory / name, metadata={"format": "pt"})
+        if head:
+            save_head(directory, stage.head, head)
+            paths.append(head_file(directory, stage.head))
+        return [*paths, *_write_descriptions(stage, directory, num_bytes, file_of)]
+
+    return write
+
+
+def _write_descriptions(
+    stage: Stage, directory: Path, num_bytes: Mapping[str, int], file_of: Mapping[str, str]
+) -> list[Path]:
+    """Write the config, and the index if there are several files, on rank 0. Return their paths."""
+    if stage.parallel.group.rank() != 0:
+        return []
+    _saved_config(stage.hf_config).save_pretrained(directory)
+    paths = [directory / CONFIG_NAME]
+    if len(_unique(file_of)) > 1:
+        index = {"metadata": {"total_size": sum(num_bytes.values())}, "weight_map": file_of}
+        paths.append(directory / INDEX)
+        paths[-1].write_text(json.dumps(index, indent=2) + "\n")
+    return paths
+
+
+def _unique(file_of: Mapping[str, str]) -> list[str]:
+    """Return the names of the files in order."""
+    return list(dict.fromkeys(file_of.values()))
 
 
 def _assign_files(num_bytes: Mapping[str, int], file_bytes: int) -> dict[str, str]:

@@ -65,6 +65,17 @@ class ParallelState:
         return ShardPosition(self.t, self.tensor, self.p, self.pipe)
 
     @property
+    def rank(self) -> int:
+        """The number of this rank in the replica."""
+        return self.group.rank()
+
+    @property
+    def ranks_of_data_index(self) -> list[int]:
+        """The ranks with the same data index as this one."""
+        stages = range(self.pipe)
+        return [(p * self.data + self.d) * self.tensor + t for p in stages for t in range(self.tensor)]
+
+    @property
     def is_first_stage(self) -> bool:
         """Whether this stage receives token ids."""
         return self.p == 0

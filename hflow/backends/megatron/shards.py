@@ -18,21 +18,22 @@ from hflow.backends.common.sharded_checkpoint import (
     WEIGHT,
     BlockState,
     CheckpointInfo,
+    copy_shards,
     open_shards,
-    write_shards,
 )
 from hflow.backends.megatron.hf_mapping import MappedParameter, ShardPosition, TensorPart, rank_parameters
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.weight_export import held_blocks
+from hflow.durable_files import WriteFiles
 from hflow.types.tensor_slices import Box, box_shape, intersect, numel, slices_within, whole_box
 
 
-def save_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:
-    """Write a sharded checkpoint; a collective over the replica."""
+def copy_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> WriteFiles:
+    """Copy this rank's part of a sharded checkpoint, and return the function that writes it; a collective."""
     parameters = _written_parameters(stage)
     states = _frozen_states(stage, parameters) if optimizer is None else _states(parameters, optimizer)
-    write_shards(directory, states, _info(stage, optimizer), stage.parallel.group)
+    return copy_shards(directory, states, _info(stage, optimizer), stage.parallel.group)
 
 
 def load_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:

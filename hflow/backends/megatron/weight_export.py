@@ -8,7 +8,7 @@ bucket, or one tensor if that is larger.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,9 +46,9 @@ def named_weights(
     stage: Stage,
     dtype: torch.dtype | None = None,
     values: Mapping[str, Tensor] | None = None,
-    is_receiver: bool = True,
+    receiver_of: Callable[[str], int] | None = None,
 ) -> Iterator[Named]:
-    """Yield every tensor of the model, whole; a collective over the ranks of a data index.
+    """Yield tensors of the model, whole; a collective over the ranks of a data index.
 
     Tied weights have their first name, a scalar head's weights `value_head.*` or `score_head.*`. A tensor may
     share storage with the model, so copy what is to be kept.
@@ -57,16 +57,33 @@ def named_weights(
         stage: this rank's.
         dtype: of the tensors; the stage's by default. Weights are cast before they are sent.
         values: parameter name -> tensor of its shape, to use in place of the parameters.
-        is_receiver: whether this rank needs the tensors. Otherwise it only sends, and nothing is yielded.
+        receiver_of: HF name -> the rank of the replica that needs the tensor, to which alone it is yielded;
+            None: every rank needs all.
     """
     dtype = stage.dtype if dtype is None else dtype
     values = dict(stage.module.named_parameters()) if values is None else values
     for p in range(stage.parallel.pipe):
         for bucket in _buckets(stage, p, dtype):
+            receivers = _receivers(stage, bucket, receiver_of)
+            if not receivers:
+                continue
+            is_receiver = stage.parallel.rank in receivers
             gathered = _gather_bucket(stage, p, bucket, values, dtype, is_receiver)
-            if is_receiver:
-                for versions, shards in zip(bucket, gathered, strict=True):
-                    yield from _assemble(versions, shards)
+            for versions, shards in zip(bucket if is_receiver else (), gathered, strict=True):
+                for name, tensor in _assemble(versions, shards):
+                    if receiver_of is None or receiver_of(name) == stage.parallel.rank:
+                        yield name, tensor
+
+
+def _receivers(
+    stage: Stage, bucket: Sequence[ByTensorRank], receiver_of: Callable[[str], int] | None
+) -> set[int]:
+    """Return the ranks of this rank's data index that need a tensor of a bucket."""
+    same_data = set(stage.parallel.ranks_of_data_index)
+    if receiver_of is None:
+        return same_data
+    names = {part.tensor for versions in bucket for parameter in versions for part in parameter.parts}
+    return same_data & {receiver_of(name) for name in names}
 
 
 def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[ByTensorRank]]:

@@ -19,9 +19,10 @@ from hflow.backends.torch_model.fsdp import place_model
 from hflow.backends.torch_model.optimizer import TorchOptimizer
 from hflow.backends.torch_model.packed_model import PackedModel
 from hflow.backends.torch_model.runner import TorchRunner
-from hflow.backends.torch_model.shards import TrainedModel, load_model_shards, save_model_shards
-from hflow.backends.torch_model.weight_export import held_blocks, named_weights, save_model
+from hflow.backends.torch_model.shards import TrainedModel, copy_model_shards, load_model_shards
+from hflow.backends.torch_model.weight_export import copy_model, held_blocks, named_weights
 from hflow.data.batch import Batch
+from hflow.durable_files import WriteFiles
 from hflow.errors import BackendError
 from hflow.types.tensor_slices import Block
 
@@ -105,16 +106,15 @@ class TorchModel(ModelBackend):
         is_whole = self.group is None and self.settings.dtype == "fp32"
         return self._model if is_whole and self.settings.head == "lm" else None
 
-    def save(self, directory: str) -> None:
-        """Write the fp32 weights in HF layout (`config.json`, safetensors); a collective."""
+    def save(self, directory: str) -> WriteFiles:
+        """Copy the fp32 weights to the first rank, and return the function that writes them; a collective."""
         is_writer = self.group is None or dist.get_rank(self.group) == 0
-        save_model(self._model, self._runner.module.head, self.settings.head, Path(directory), is_writer)
-        if self.group is not None:
-            dist.barrier(self.group)
+        head = self._runner.module.head
+        return copy_model(self._model, head, self.settings.head, Path(directory), is_writer)
 
-    def save_shards(self, directory: str) -> None:
-        """Write this rank's rows of the weights and moments; a collective."""
-        save_model_shards(self._trained_model(), Path(directory), self.group)
+    def save_shards(self, directory: str) -> WriteFiles:
+        """Copy this rank's rows of weights and moments, and return the function that writes them."""
+        return copy_model_shards(self._trained_model(), Path(directory), self.group)
 
     def load_shards(self, directory: str) -> None:
         """Load this rank's rows of weights and moments that any backend wrote in any layout."""

@@ -15,12 +15,13 @@ from hflow.backends.common.sharded_checkpoint import (
     WEIGHT,
     BlockState,
     CheckpointInfo,
+    copy_shards,
     open_shards,
-    write_shards,
 )
 from hflow.backends.torch_model.optimizer import TorchOptimizer
 from hflow.backends.torch_model.packed_model import PackedModel
 from hflow.backends.torch_model.weight_export import held_blocks, named_parameters
+from hflow.durable_files import WriteFiles
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class TrainedModel:
             yield BlockState(block.tensor, block.shape, block.box, values)
 
 
-def save_model_shards(trained: TrainedModel, directory: Path, group: ProcessGroup | None) -> None:
-    """Write a sharded checkpoint; a collective over the group."""
-    write_shards(directory, trained.states(), trained.info, group)
+def copy_model_shards(trained: TrainedModel, directory: Path, group: ProcessGroup | None) -> WriteFiles:
+    """Copy this rank's part of a sharded checkpoint, and return the function that writes it; a collective."""
+    return copy_shards(directory, trained.states(), trained.info, group)
 
 
 def load_model_shards(trained: TrainedModel, directory: Path) -> None:

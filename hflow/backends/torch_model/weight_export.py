@@ -13,8 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hflow.backends.common.host_copy import host_copy
 from hflow.backends.torch_model.heads import save_head
 from hflow.backends.torch_model.optimizer import local_shard
+from hflow.durable_files import WriteFiles
 from hflow.types.tensor_slices import Block, Box, numel, whole_box
 
 BUCKET_BYTES = 64 << 20
@@ -57,24 +59,31 @@ def named_parameters(model: PreTrainedModel, head: nn.Module, kind: str) -> list
     return [*model.named_parameters(), *_scalar_weights(head, kind)]
 
 
-def save_model(model: PreTrainedModel, head: nn.Module, kind: str, directory: Path, is_writer: bool) -> None:
-    """Write the fp32 weights in HF layout; a collective in which one rank writes.
+def copy_model(
+    model: PreTrainedModel, head: nn.Module, kind: str, directory: Path, is_writer: bool
+) -> WriteFiles:
+    """Copy the fp32 weights, and return the function that writes them in HF layout; a collective.
 
-    A causal language model loads with `AutoModelForCausalLM.from_pretrained`. A value or score model is saved
-    as its backbone in the same layout, with its head in a separate file.
+    One rank copies and writes. A causal language model loads with `AutoModelForCausalLM.from_pretrained`. A
+    value or score model is saved as its backbone in the same layout, with its head in a separate file.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in named_weights(model, head, kind, torch.float32):
         if is_writer:
-            tensors[name] = tensor.cpu()
-    if not is_writer:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    if kind != "lm":
-        save_head(directory, kind, _pop_prefixed(tensors, scalar_prefix(kind)))
-    # transformers writes only on rank 0 of the world, which may belong to another model.
-    setattr(model, "should_save_on_this_rank", lambda is_main_process: is_main_process)  # noqa: B010
-    model.save_pretrained(directory, state_dict=tensors)
+            tensors[name] = host_copy(tensor)
+
+    def write() -> list[Path]:
+        if not is_writer:
+            return []
+        directory.mkdir(parents=True, exist_ok=True)
+        if kind != "lm":
+            save_head(directory, kind, _pop_prefixed(tensors, scalar_prefix(kind)))
+        # transformers writes only on rank 0 of the world, which may belong to another model.
+        setattr(model, "should_save_on_this_rank", lambda is_main_process: is_main_process)  # noqa: B010
+        model.save_pretrained(directory, state_dict=tensors)
+        return [path for path in directory.iterdir() if path.is_file()]
+
+    return write
 
 
 def scalar_prefix(kind: str) -> str:
