@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import megatron_twin_ranks as twin_ranks
 import megatron_twins as twins
 import numpy as np
 import pytest
@@ -95,6 +96,32 @@ def test_a_range_is_split_into_boxes(rows, width, data):
     parts = [whole[slices_within(box, ((0, rows), (0, width)))].reshape(-1) for box in boxes]
     assert len(boxes) <= 3
     assert np.array_equal(np.concatenate([*parts, np.arange(0)]), np.arange(start, stop))
+
+
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_training_does_not_change_what_is_being_saved(backend, directory, tmp_path):
+    """Files that are written after a further step are those of the step before."""
+    twin = twins.Twin("ppo")
+    model = kit.model() if backend == "torch" else twin_ranks.model(twin, directory, None)
+    call, _ = (kit.CALLS["token-mean"], None) if backend == "torch" else twins.NODES["ppo"]
+    shards = kit.whole(kit.make_batch(kit.LENGTHS)) if backend == "torch" else twins.shards(1, 0)
+    model.train(call, shards, 0)
+    for name in ("before", "during"):
+        (tmp_path / name).mkdir()
+    writes = {
+        name: [model.save(str(tmp_path / name)), model.save_shards(str(tmp_path / name / "shards"))]
+        for name in ("before", "during")
+    }
+    files = {path.relative_to(tmp_path / "before") for write in writes["before"] for path in write()}
+    model.train(call, shards, 1)
+    assert {path.relative_to(tmp_path / "during") for write in writes["during"] for path in write()} == files
+    assert {path.name for path in files} >= {"config.json", "model.safetensors", "shards.json"}
+    for file in files:
+        assert (tmp_path / "during" / file).read_bytes() == (tmp_path / "before" / file).read_bytes(), file
+    (tmp_path / "after").mkdir()
+    model.save(str(tmp_path / "after"))()
+    saved = [load_file(tmp_path / name / "model.safetensors") for name in ("before", "after")]
+    assert any(not torch.equal(saved[0][tensor], saved[1][tensor]) for tensor in saved[0])
 
 
 # ------------------------------------------------------------------------------------ bad input
