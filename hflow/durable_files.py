@@ -53,7 +53,7 @@ def write_error(directory: Path, error: BaseException) -> RunError | None:
     if number is None:
         return None
     fix = (
-        "free space on its disk, or set out to a larger one"
+        "free space on its disk, or set out to another disk"
         if number in _FULL
         else "make it writable, or set out to another directory"
     )

@@ -127,13 +127,14 @@ class Workers(abc.ABC):
         """Wait until a model is on disk, and return its files by their path in the directory.
 
         Raises:
-            RunError: when a worker cannot write; the directory is then incomplete.
+            RunError: when a worker cannot write; the directory is then incomplete. No worker writes any more.
         """
         workers = self._trained_replica(model).workers
         finishing = (self._call(worker, "finish_save", model, directory) for worker in workers)
-        return {
-            path: checksum for files in await asyncio.gather(*finishing) for path, checksum in files.items()
-        }
+        answers: list[Any] = await asyncio.gather(*finishing, return_exceptions=True)
+        if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
+            raise failed[0]
+        return {path: checksum for files in answers for path, checksum in files.items()}
 
     async def save_samples(
         self,
