@@ -1,11 +1,12 @@
 """How long the search for a placement takes, and how far its result is from the best of all plans.
 
-    python benchmarks/search.py            # both tables
-    python benchmarks/search.py --quick    # clusters up to 64 devices
+    python benchmarks/search.py            # all tables
+    python benchmarks/search.py --quick    # clusters up to 64 devices, and the optimum up to 8 devices
 
 Times are processor seconds of one core. The optimum is found by trying every division of the replicas, every
-size of their groups, and every combination of layouts; settings of models are not tuned there, as their
-combinations are too many.
+size of their groups, and every combination of layouts (`layouts`); or of layouts, micro-batches,
+recomputation and sequences of engines (`all`). On larger clusters the result is compared with the placements
+that people write, with the best layouts and settings for them.
 """
 
 from __future__ import annotations
@@ -14,57 +15,87 @@ import argparse
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kits"))
 
-from search_kit import exhaustive, problem
+from search_kit import exhaustive, hand_placements, problem
 
 from hflow.errors import PlanError
 from hflow.planner.search import search
+from hflow.runtime.simulation.simulate_plan import simulated_period
 
 CLUSTERS = (
-    ("h100-1x8", "qwen2.5-7b"),
-    ("h100-8x8", "qwen2.5-7b"),
-    ("h100-8x8", "qwen2.5-32b"),
-    ("h100-64x8", "llama-3.1-70b"),
-    ("h100-128x8", "qwen2.5-7b"),
-    ("h100-128x8", "llama-3.1-70b"),
+    ("ppo", "h100-1x8", "qwen2.5-7b"),
+    ("ppo", "h100-8x8", "qwen2.5-7b"),
+    ("ppo", "h100-8x8", "qwen2.5-32b"),
+    ("grpo_async", "h100-8x8", "qwen2.5-7b"),
+    ("ppo", "h100-64x8", "llama-3.1-70b"),
+    ("ppo", "h100-64x8", "qwen3-30b-a3b"),
+    ("ppo", "h100-64x8", "qwen3-235b-a22b"),
+    ("ppo", "h100-64x8", "deepseek-v3"),
+    ("ppo", "h100-128x8", "qwen2.5-7b"),
+    ("ppo", "h100-128x8", "llama-3.1-70b"),
 )
+NUM_QUICK = 4
 SMALL = (
     *(("grpo", f"h100-1x{n}", model) for n in (2, 4, 8) for model in ("qwen2.5-1.5b", "qwen2.5-7b")),
+    *(("ppo", f"h100-1x{n}", model) for n in (2, 4, 6, 8) for model in ("qwen2.5-1.5b", "qwen2.5-7b")),
+    *(("ppo_async", f"h100-1x{n}", "qwen2.5-1.5b") for n in (4, 6, 8)),
+    *(("ppo", f"h100-2x{n}", model) for n in (2, 4) for model in ("qwen2.5-1.5b", "qwen2.5-7b")),
     *(("grpo", f"h100-2x{n}", model) for n in (2, 4, 8) for model in ("qwen2.5-1.5b", "qwen2.5-14b")),
-    *(("ppo", f"h100-1x{n}", model) for n in (2, 4, 6) for model in ("qwen2.5-1.5b", "qwen2.5-7b")),
-    ("ppo", "h100-2x2", "qwen2.5-1.5b"),
-    ("ppo_async", "h100-1x4", "qwen2.5-1.5b"),
-    ("ppo_async", "h100-1x6", "qwen2.5-1.5b"),
+    ("grpo_async", "h100-2x8", "qwen2.5-7b"),
+    ("ppo", "h100-2x8", "qwen2.5-1.5b"),
+    ("ppo", "h100-2x8", "qwen2.5-7b"),
+    ("ppo_async", "h100-2x8", "qwen2.5-1.5b"),
 )
+"""Recipe, cluster and model of problems of which every plan can be tried."""
+HAND = (("h100-8x8", "qwen2.5-7b"), ("h100-8x8", "qwen2.5-32b"), ("h100-64x8", "llama-3.1-70b"))
+"""Clusters and models of the comparison with placements by hand."""
+MAX_QUICK = 8
+MAX_TUNED = {"grpo": 16, "grpo_async": 16, "ppo": 4, "ppo_async": 4}
+"""Recipe -> devices up to which settings are tried as well; those of four models on more are too many."""
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="only clusters up to 64 devices")
+    parser.add_argument("--quick", action="store_true", help="only clusters up to 64, and up to 8 devices")
     quick = parser.parse_args().quick
     print("| recipe | cluster | model | candidates | seconds |\n|-|-|-|-:|-:|")
-    for cluster, model in CLUSTERS[: 3 if quick else None]:
-        graph, request = problem("ppo", cluster, model, "batch=512")
+    for recipe, cluster, model in CLUSTERS[: NUM_QUICK if quick else None]:
+        graph, request = problem(recipe, cluster, model, "batch=512")
         start = time.process_time()
+        found = search(graph, request, simulate=simulated_period)
+        seconds = time.process_time() - start
+        print(f"| {recipe} | {cluster} | {model} | {found.num_tried:,} | {seconds:.1f} |", flush=True)
+    print("\n| cluster | model | placement of PPO | step | found |\n|-|-|-|-:|-:|")
+    for cluster, model in HAND[: 1 if quick else None]:
+        graph, request = problem("ppo", cluster, model, "batch=512")
         found = search(graph, request)
-        print(
-            f"| ppo | {cluster} | {model} | {found.num_tried:,} | {time.process_time() - start:.1f} |",
-            flush=True,
-        )
-    print("\n| recipe | cluster | model | best step | found |\n|-|-|-|-:|-:|")
+        for name, placement in hand_placements(request.cluster.num_devices).items():
+            try:
+                by_hand = search(graph, replace(request, placement=placement)).seconds
+                step, gain = f"{by_hand:.1f} s", f"{found.seconds / by_hand - 1:+.0%}"
+            except PlanError:
+                step = gain = "does not fit"
+            print(f"| {cluster} | {model} | {name} | {step} | {gain} |", flush=True)
+    print("\n| recipe | cluster | model | tried | best step | found |\n|-|-|-|-|-:|-:|")
     for recipe, cluster, model in SMALL:
-        graph, request = problem(recipe, cluster, model, tunes=False)
-        best = exhaustive(graph, request)
-        try:
-            gap = f"{search(graph, request).seconds / best - 1:+.2%}"
-        except PlanError:
-            gap = "nothing fits"
-        shown = "nothing fits" if math.isinf(best) else f"{best:.3f} s"
-        print(f"| {recipe} | {cluster} | {model} | {shown} | {gap} |", flush=True)
+        for tunes in (False, True):
+            graph, request = problem(recipe, cluster, model, tunes=tunes)
+            num = request.cluster.num_devices
+            if (quick and num > MAX_QUICK) or (tunes and num > MAX_TUNED[recipe]):
+                continue
+            best = exhaustive(graph, request)
+            try:
+                gap = f"{search(graph, request).seconds / best - 1:+.2%}"
+            except PlanError:
+                gap = "nothing fits"
+            shown = "nothing fits" if math.isinf(best) else f"{best:.3f} s"
+            tried = "all" if tunes else "layouts"
+            print(f"| {recipe} | {cluster} | {model} | {tried} | {shown} | {gap} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -17,10 +17,12 @@ from hflow.errors import ConfigError
 from hflow.report.diff_text import render_diff
 from hflow.report.figures_text import render_what_if
 from hflow.report.graph_text import plan_dot, plan_mermaid, render_graph
-from hflow.report.page.tables import Table
 from hflow.report.plan_text import render_plan
 from hflow.report.simulation_text import render_simulation
 from hflow.terminal import print_text, show
+
+if TYPE_CHECKING:
+    from hflow.report.page.tables import Table
 
 DIFF = (
     "Compare plan A with plan B, and print what resuming a checkpoint of A under B would change. Each is a "

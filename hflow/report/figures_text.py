@@ -11,12 +11,12 @@ from rich.text import Text
 from hflow.planner.diff import PlanDiff
 from hflow.planner.plan_figures import PlanFigures
 from hflow.report.formatting import TIMES, bytes_text, count_text, seconds_text, share_text
-from hflow.report.page.tables import Table
 from hflow.report.plan_text.section import add_row, dim, number, table, text
 
 if TYPE_CHECKING:
     from hflow.launch.size import SizedCluster, Sizes
     from hflow.launch.what_if import WhatIf
+    from hflow.report.page.tables import Table
 
 UNKNOWN = "-"
 MOST_CHANGES = 3
@@ -131,6 +131,8 @@ def size_lines(found: Sizes) -> Iterator[str]:
 
 def size_table(found: Sizes) -> Table:
     """Return the same as a table of the page."""
+    from hflow.report.page.tables import Table  # only a page needs its templates
+
     rows = tuple((row.cluster, *size_cells(row)) for row in found.rows)
     numbers = tuple(range(1, len(SIZE_HEADINGS) + 1))
     return Table(" ".join(size_lines(found)), ("cluster", *SIZE_HEADINGS), rows, numbers)

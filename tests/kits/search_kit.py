@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from hflow.graph.ir import Graph
 from hflow.launch.compile import read_recipe
 from hflow.launch.plan_request import plan_request
+from hflow.planner.layout import Layout
 from hflow.planner.request import PlanRequest
 from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, free_settings
 from hflow.planner.search.devices import assign_devices, compositions
+from hflow.planner.search.evaluate import GroupChoice
 from hflow.planner.search.explore import divisions
+from hflow.planner.search.options import ReplicaOption
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LENGTHS = (
@@ -40,6 +45,7 @@ def problem(
     """
     keys = [
         f"cluster={cluster}",
+        "placement=null",
         f"model@models.actor={model}",
         "models.actor.path=null",
         "models.actor.dtype=bf16",
@@ -56,23 +62,82 @@ def problem(
     return graph, replace(request, free=frozenset({PLACEMENT}) | settings)
 
 
+def hand_placements(num_devices: int) -> dict[str, str]:
+    """The placements of four models that people write."""
+    half, parts = num_devices // 2, [num_devices * i // 8 for i in (0, 2, 4, 5, 8)]
+    actor, critic, ref, gen = (f"{a}-{b - 1}" if b - a > 1 else str(a) for a, b in pairwise(parts))
+    return {
+        "all colocated": "actor,critic,ref,actor.gen=all",
+        "pairs": f"actor,ref,actor.gen=0-{half - 1} critic={half}-{num_devices - 1}",
+        "split": f"actor,critic,ref=0-{half - 1} actor.gen={half}-{num_devices - 1}",
+        "apart": f"actor={actor} critic={critic} ref={ref} actor.gen={gen}",
+    }
+
+
 def exhaustive(graph: Graph, request: PlanRequest) -> float:
     """The seconds of the best of all plans: every division, size and combination of options."""
     assert request.hardware is not None
     evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
     free, cluster, best = evaluator.problem.free_devices, request.cluster, math.inf
+    fitting: dict[tuple[tuple[str, ...], int], list[GroupChoice]] = {}
     for blocks in divisions(evaluator):
         partition = evaluator.partition(blocks)
         for sizes in compositions(len(free), len(blocks), tuple(range(1, len(free) + 1))):
             devices = assign_devices(sizes, free, cluster)
             if devices is None:
                 continue
-            fitting = []
             for block, size in zip(blocks, sizes, strict=True):
-                tables = [evaluator.table.options(name, tuple(range(size))) for name in block]
-                choices = (evaluator.group(block, options) for options in itertools.product(*tables))
-                fitting.append([choice for choice in choices if choice is not None])
-            for groups in itertools.product(*fitting):
+                if (block, size) not in fitting:
+                    fitting[block, size] = list(fitting_groups(evaluator, block, size))
+            rows = (fitting[block, size] for block, size in zip(blocks, sizes, strict=True))
+            for groups in itertools.product(*rows):
                 choice = evaluator.choice(partition, devices, groups, best)
                 best = best if choice is None else choice.period
     return best
+
+
+def fitting_groups(evaluator: Evaluator, block: tuple[str, ...], size: int) -> Iterator[GroupChoice]:
+    """Every combination of options that fits, the fastest first, but those that cannot be better than others.
+
+    A period only grows with the seconds of nodes, so a combination of which no node is faster is of no use.
+    The seconds of new weights depend on the layouts of engine and trainer, so these have to be equal.
+    """
+    tables = [useful_options(evaluator, block, name, size) for name in block]
+    combinations = (evaluator.group(block, options) for options in itertools.product(*tables))
+    kept: dict[tuple[Layout, ...], list[tuple[float, ...]]] = {}
+    for group in sorted((c for c in combinations if c is not None), key=lambda choice: choice.total):
+        key = tuple(option.layout for option in group.options if has_engine(evaluator, option))
+        seconds, faster = tuple(group.seconds.values()), kept.setdefault(key, [])
+        if not any(no_larger(other, seconds) for other in faster):
+            faster.append(seconds)
+            yield group
+
+
+def useful_options(evaluator: Evaluator, block: tuple[str, ...], name: str, size: int) -> list[ReplicaOption]:
+    """The options of a replica but those that are neither faster nor smaller than another one.
+
+    Engines keep all, as more memory makes their caches larger.
+    """
+    kept: dict[Layout | None, list[tuple[float, ...]]] = {}
+    options = []
+    for option in evaluator.table.options(name, tuple(range(size))):
+        costs = (
+            *option.seconds.values(),
+            *evaluator.memory.sizes(evaluator.phases(block), option, evaluator.apart(block)),
+        )
+        better = kept.setdefault(option.layout if has_engine(evaluator, option) else None, [])
+        if name.endswith("@gen") or not any(no_larger(other, costs) for other in better):
+            better.append(costs)
+            options.append(option)
+    return options
+
+
+def has_engine(evaluator: Evaluator, option: ReplicaOption) -> bool:
+    """Whether an engine generates with the model of an option."""
+    replicas = evaluator.problem.base.replicas
+    return any(r.role == "gen" and r.model == option.replica.model for r in replicas)
+
+
+def no_larger(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether no number of a row is larger than that of another row."""
+    return all(a <= b for a, b in zip(one, other, strict=True))
