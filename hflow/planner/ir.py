@@ -260,6 +260,11 @@ class ScheduledNode:
     at_end: bool = False
     """Whether it also fires at the last step, whatever `every` says (saving)."""
 
+    @property
+    def saves(self) -> bool:
+        """Whether it saves a model."""
+        return self.name.startswith(SAVE_PREFIX)
+
 
 @dataclass(frozen=True)
 class Schedule:

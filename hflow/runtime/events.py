@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from hflow.runtime.state.snapshot import RunSnapshot
 from hflow.types.sleep_level import SleepLevel
 
 
@@ -28,11 +29,13 @@ class Refusal(enum.StrEnum):
     """Its oldest token was older than the age rule allows."""
     QUEUE_FULL = "queue_full"
     """More groups were accepted than may wait for their batch, and its group was the oldest."""
+    STOPPED = "stopped"
+    """The run was stopped during an evaluation of weights that have changed meanwhile."""
 
     @property
     def is_drop(self) -> bool:
         """Whether the sample took too long, whatever it contains. Such samples count as dropped."""
-        return self in (Refusal.STALE, Refusal.QUEUE_FULL)
+        return self in (Refusal.STALE, Refusal.QUEUE_FULL, Refusal.STOPPED)
 
 
 # Events
@@ -107,10 +110,26 @@ class Published:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The user asked the run to end: running nodes finish, and nothing new starts."""
+    """The user asked the run to end: steps whose batch is formed are completed, and nothing new starts."""
 
 
-Event = Started | SampleDone | NodeDone | NodeFailed | Exhausted | Awake | Asleep | Published | StopRequested
+@dataclass(frozen=True)
+class CheckpointDue:
+    """It is time for a checkpoint. It is taken after a step that has not begun yet."""
+
+
+Event = (
+    Started
+    | SampleDone
+    | NodeDone
+    | NodeFailed
+    | Exhausted
+    | Awake
+    | Asleep
+    | Published
+    | StopRequested
+    | CheckpointDue
+)
 
 
 # Instructions
@@ -124,6 +143,8 @@ class OpenGroup:
     stream: str
     group: int
     samples: tuple[int, ...]
+    is_continued: bool = False
+    """Whether the group was opened before the run was resumed: these samples go on where they were."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +267,14 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class TakeCheckpoint:
+    """Save the run as it is now: every batch node of the snapshot's steps is done, and models that have save
+    nodes are saved."""
+
+    snapshot: RunSnapshot
+
+
+@dataclass(frozen=True)
 class Finish:
     """End the run. No instruction follows."""
 
@@ -267,5 +296,6 @@ Instruction = (
     | Wake
     | Sleep
     | StepDone
+    | TakeCheckpoint
     | Finish
 )

@@ -5,9 +5,11 @@ It keeps its own account of engines, versions and samples, and asserts what ever
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from hflow.graph.ir import Level
 from hflow.planner.ir import Schedule, ScheduledNode
@@ -16,6 +18,7 @@ from hflow.runtime import events as ev
 from hflow.runtime.state.firing_rules import evaluation_due, node_fires
 from hflow.runtime.state.invariants import check_invariants
 from hflow.runtime.state.run_state import RunState
+from hflow.runtime.state.snapshot import RunSnapshot
 from hflow.types.sleep_level import SleepLevel
 
 
@@ -29,6 +32,21 @@ class Generating:
     oldest: int = -1
     newest: int = -1
     aborted: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A snapshot, the versions of tokens that were drawn then, and the world's account of the run."""
+
+    snapshot: RunSnapshot
+    journals: dict[tuple[str, int], tuple[int, int]]
+    account: dict[str, Any]
+
+
+ACCOUNT = (
+    "opened base oldest ends batches accepted fired done num_fired steps_done refused rowless lags".split()
+)
+"""Attributes of a world that belong to a checkpoint."""
 
 
 def chance(name: str, key: int, salt: int) -> float:
@@ -47,6 +65,8 @@ class World:
         stop_after: events after which the user asks to stop.
         salt: seed of refusals, lengths and stalls.
         stall: probability that an instruction is completed after all others.
+        checkpoints: probability that the run is asked for a checkpoint, after each event.
+        saved: the checkpoint of another world, from which this one continues.
     """
 
     def __init__(
@@ -58,11 +78,13 @@ class World:
         stop_after: int | None = None,
         salt: int = 0,
         stall: float = 0.0,
+        checkpoints: float = 0.0,
+        saved: Checkpoint | None = None,
     ) -> None:
         self.schedule, self.random, self.rows = schedule, random, rows
         self.refusal, self.stop_after, self.salt = refusal, stop_after, salt
-        self.stall = stall
-        self.state = RunState(schedule)
+        self.stall, self.checkpoints = stall, checkpoints
+        self.state = RunState(schedule, saved.snapshot if saved else None)
         self.nodes = {node.name: node for node in schedule.nodes}
         self.streams = {stream.name: stream for stream in schedule.streams}
         self.trained = schedule.streams[0]
@@ -100,6 +122,61 @@ class World:
         self.rowless: set[tuple[str, int]] = set()
         self.lags: Counter[int] = Counter()
         self.finish: ev.Finish | None = None
+        self.saved: Checkpoint | None = saved
+        self.journals: dict[tuple[str, int], tuple[int, int]] = {}
+        if saved:
+            self._continue(saved)
+
+    def _continue(self, saved: Checkpoint) -> None:
+        """Take over the account of the world that made a checkpoint."""
+        for name, value in copy.deepcopy(saved.account).items():
+            setattr(self, name, value)
+        self.journals = dict(saved.journals)
+        for name, evaluation in saved.snapshot.evaluations:
+            self.base[name] = evaluation.first_group
+            if evaluation.active is None:
+                self._forget_rowless(name, evaluation.first_group)
+        for stream in saved.snapshot.streams:
+            nodes = [
+                n for n in self.schedule.nodes if n.stream == stream.stream and n.level is not Level.BATCH
+            ]
+            for group in stream.groups:
+                for node in nodes:
+                    keys = {m.sample: m.done for m in group.members}
+                    if node.level is Level.GROUP:
+                        keys = {group.number: group.done}
+                    self.fired -= {(node.name, key) for key, done in keys.items() if node.name not in done}
+
+    def _do_TakeCheckpoint(self, what: ev.TakeCheckpoint) -> None:
+        snapshot = what.snapshot
+        trained = {
+            n.name for n in self.schedule.nodes if n.level is Level.BATCH and n.stream == self.trained.name
+        }
+        assert max((step for name, step in self.fired if name in trained), default=-1) < snapshot.steps
+        assert snapshot.steps == len(self.batches[self.trained.name])
+        assert not any(self.nodes[name].stream == self.trained.name for name in self.running.values())
+        for node in self.schedule.nodes:
+            if node.saves and self.finish is None and not self.state.is_ending:
+                assert (node.name, snapshot.steps - 1) in self.done, "a model is not saved"
+        for stream in snapshot.streams:
+            for sample in (*stream.finished, *stream.unfinished):
+                assert self.ends[stream.stream, sample] == 0, "a sample is saved that is not in the run"
+        held = {(s.stream, sample) for s in snapshot.streams for sample in (*s.finished, *s.unfinished)}
+        size = self.trained.group_size
+        known = {
+            (self.trained.name, s)
+            for g in self.opened[self.trained.name]
+            for s in range(g * size, g * size + size)
+        }
+        lost = {key for key in known - held - self.rowless if self.ends[key] == 0}
+        assert not lost, f"{lost} are not in the checkpoint"
+        journals = {
+            (entry.stream, entry.sample): (entry.oldest, entry.newest)
+            for entry in self.bag
+            if isinstance(entry, Generating) and not entry.aborted and entry.oldest >= 0
+        }
+        account = copy.deepcopy({name: getattr(self, name) for name in ACCOUNT})
+        self.saved = Checkpoint(snapshot, journals, account)
 
     def run(self, max_events: int = 20_000) -> ev.Finish:
         """Run to the end."""
@@ -110,6 +187,10 @@ class World:
             if count == self.stop_after:
                 self.feed(ev.StopRequested())
                 continue
+            if self.checkpoints and self.random.random() < self.checkpoints:
+                self.feed(ev.CheckpointDue())
+                if self.finish is not None:
+                    continue
             ready = [i for i, entry in enumerate(self.bag) if self.can_move(entry)]
             assert ready, f"deadlock: {self.bag}, {self.engine}"
             going = [i for i in ready if not self._is_stalled(self.bag[i])]
@@ -211,9 +292,12 @@ class World:
 
     # ---------------------------------------------------------------- instructions
     def _do_OpenGroup(self, what: ev.OpenGroup) -> None:
-        assert not self.state.stopping
+        assert not self.state.is_ending
         stream = self.streams[what.stream]
         size = stream.group_size
+        if what.is_continued:
+            self._continue_group(what)
+            return
         assert what.group == len(self.opened[what.stream]), "ids are consecutive"
         assert what.samples == tuple(range(what.group * size, (what.group + 1) * size))
         assert all(self.engine[replica] == "awake" for replica in stream.replicas)
@@ -228,6 +312,17 @@ class World:
         for sample in what.samples:
             ticks = 1 + int(chance("ticks", sample, self.salt) * 3)
             self.bag.append(Generating(what.stream, sample, ticks))
+
+    def _continue_group(self, what: ev.OpenGroup) -> None:
+        """Generate on with the tokens of a checkpoint; some of them are lost."""
+        assert what.group in self.opened[what.stream]
+        self.in_flight |= {(what.stream, sample) for sample in what.samples}
+        for sample in what.samples:
+            assert self.ends[what.stream, sample] == 0
+            oldest, newest = self.journals.get((what.stream, sample), (-1, -1))
+            if not self.schedule.settings.interrupt or chance("lost", sample, self.salt) < 0.3:
+                oldest = newest = -1
+            self.bag.append(Generating(what.stream, sample, 1 + sample % 2, oldest, newest))
 
     def _check_capacity(self) -> None:
         """Check the admission limit, from the groups that were opened and refused."""
@@ -269,7 +364,7 @@ class World:
             self._complete(what.node, key)
 
     def _fire(self, node: str, key: int) -> None:
-        assert not self.state.stopping
+        assert not self.state.is_ending
         assert (node, key) not in self.fired, f"{node} fires twice for {key}"
         self.fired.add((node, key))
 
@@ -284,12 +379,12 @@ class World:
                 entry.aborted = True
 
     def _do_Accept(self, what: ev.Accept) -> None:
-        assert not self.state.stopping
+        assert not self.state.is_ending
         assert all(self.ends[what.stream, sample] == 0 for sample in what.samples)
         self.accepted[what.stream] |= set(what.samples)
 
     def _do_FormBatch(self, what: ev.FormBatch) -> None:
-        assert not self.state.stopping
+        assert not self.state.is_ending
         stream = self.streams[what.stream]
         assert list(what.samples) == sorted(set(what.samples))
         assert list(what.groups) == sorted(set(what.groups))
@@ -306,12 +401,21 @@ class World:
             assert len(what.groups) == stream.batch
             self._check_lags(what)
         else:
+            end = self.base[what.stream] + self.rows.get(what.stream, 10**9)
+            self._forget_rowless(what.stream, end)
             self.base[what.stream] = len(self.opened[what.stream])
             num_steps = self.state.parts.progress.num_steps
             assert evaluation_due(stream, what.step, num_steps)
             if self.changes(stream.models):
                 assert all(self.oldest[what.stream, s] == (what.step, what.step) for s in what.samples)
         batches[what.step] = what
+
+    def _forget_rowless(self, stream: str, end: int) -> None:
+        """Forget groups beyond the end of a dataset, whose ids are used again."""
+        size = self.streams[stream].group_size
+        groups = self.opened[stream][end:]
+        self.rowless -= {(stream, s) for g in groups for s in range(g * size, (g + 1) * size)}
+        del self.opened[stream][end:]
 
     def _check_lags(self, what: ev.FormBatch) -> None:
         if not self.changes(self.trained.models) or not self.trained.replicas:
@@ -413,9 +517,10 @@ class World:
     def _do_Sleep(self, what: ev.Sleep) -> None:
         assert self.engine[what.replica] == "awake"
         for stream in self.schedule.streams[1:]:
-            if what.replica in stream.replicas:
+            if what.replica in stream.replicas and not self.state.is_ending:
                 assert not any(name == stream.name for name, _ in self.in_flight)
-        if not self.schedule.settings.interrupt and what.replica in self.trained.replicas:
+        is_stopping = self.state.parts.progress.is_stopping
+        if not (self.schedule.settings.interrupt or is_stopping) and what.replica in self.trained.replicas:
             assert not any(name == self.trained.name for name, _ in self.in_flight)
         assert (what.level is SleepLevel.PAUSE) == (what.replica not in self.device_of)
         self.level[what.replica] = what.level
@@ -474,4 +579,5 @@ class World:
             if node.stream != self.trained.name:
                 assert steps == set(self.batches[node.stream]), f"{node.name} fired at {steps}"
             else:
-                assert steps == {k for k in range(num_steps) if node_fires(node, k, num_steps)}
+                due = {k for k in range(num_steps) if node_fires(node, k, num_steps)}
+                assert steps == due or (node.saves and steps > due), f"{node.name} fired at {steps}"

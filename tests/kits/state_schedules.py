@@ -76,7 +76,7 @@ def side_streams(draw: st.DrawFn, index: int) -> ScheduledStream:
 
 @st.composite
 def batch_nodes(
-    draw: st.DrawFn, streams: list[ScheduledStream], before: list[ScheduledNode]
+    draw: st.DrawFn, streams: list[ScheduledStream], before: list[ScheduledNode], saves: bool = False
 ) -> list[ScheduledNode]:
     """Computes and readers first, then one writer a model, bound to all readers of that model."""
     nodes: list[ScheduledNode] = []
@@ -110,12 +110,12 @@ def batch_nodes(
                 after=draw(st.sampled_from((0, 0, 0, 1))),
             )
         )
-    if draw(st.booleans()):
+    if saves or draw(st.booleans()):
         every = draw(st.integers(1, 4))
         saved = draw(st.sampled_from(("actor_train", "critic_train")))
         nodes.append(
             ScheduledNode(
-                "save",
+                "save.model",
                 Level.BATCH,
                 streams[0].name,
                 (saved,),
@@ -129,12 +129,12 @@ def batch_nodes(
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Any schedule that the planner could make, and many that it would not."""
+def schedules(draw: st.DrawFn, saves: bool = False) -> Schedule:
+    """Any schedule that the planner could make, and many that it would not; with `saves`, one that saves."""
     streams = [draw(trained_streams())]
     streams += [draw(side_streams(index)) for index in range(draw(st.integers(0, 2)))]
     before = [n for s in streams for n in draw(sample_nodes(s.name, s.source, 4 if s.batch else 2))]
-    batch = draw(batch_nodes(streams, before))
+    batch = draw(batch_nodes(streams, before, saves))
     orders = tuple((g, tuple(n.name for n in batch if n.group == g)) for g in GROUPS)
     orders = tuple(order for order in orders if order[1])
     replicas = list(dict.fromkeys(name for stream in streams for name in stream.replicas))

@@ -100,6 +100,8 @@ def spell(what: ev.Instruction) -> str:
             return f"sleep {replica}"
         case ev.StepDone(step):
             return f"step {step}"
+        case ev.TakeCheckpoint(snapshot):
+            return f"checkpoint {snapshot.steps}"
         case ev.Finish(reason):
             return reason
     raise AssertionError(what)

@@ -414,29 +414,29 @@ def test_an_exhausted_dataset_trains_the_formed_batches():
 def test_saving_happens_at_the_last_step_even_if_the_dataset_ends_early():
     nodes = [
         batch("actor_train", "train", writes=("actor",)),
-        batch("save", "train", "actor_train", every=9, after=8, at_end=True),
+        batch("save.actor", "train", "actor_train", every=9, after=8, at_end=True),
     ]
     plan = schedule([generated()], nodes, num_steps=9)
     early = Script(plan, rows={"gen": 4}).run()
     planned = Script(replace(plan, num_steps=2)).run()
     for trace, end in ((early, "dataset exhausted"), (planned, "done")):
-        assert [line for line in trace if line.startswith("save")] == ["save 1"]
-        assert trace.index("actor_train 1") < trace.index("save 1")
+        assert [line for line in trace if line.startswith("save")] == ["save.actor 1"]
+        assert trace.index("actor_train 1") < trace.index("save.actor 1")
         assert trace[-1] == end
 
 
-def test_a_stop_lets_running_nodes_finish():
+def test_a_stop_completes_the_steps_that_have_begun():
     script = Script(grpo(shared=True), hold={"ref 0"})
     script.run()
     assert script.send(ev.StopRequested()) == []
-    assert script.release("ref 0") == ["stopped"]
+    assert script.release("ref 0") == ["actor_train 0", "step 0", "stopped"]
     assert script.state.handle(ev.NodeDone("ref", 0)) == []
 
 
-def test_a_stop_abandons_samples():
+def test_a_stop_interrupts_samples():
     script = Script(grpo(shared=True), hold={"gen#0"})
     script.run()
-    assert script.send(ev.StopRequested()) == ["stopped"]
+    assert script.send(ev.StopRequested()) == ["sleep actor@gen", "stopped"]
 
 
 # -------------------------------------------------------------------------- our own bugs

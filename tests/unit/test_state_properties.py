@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -62,3 +63,39 @@ def test_synchronous_batches_do_not_depend_on_the_order_of_events(
     finishes = [world.run() for world in worlds]
     if not any(finish.error for finish in finishes):
         assert worlds[0].batches["roll"] == worlds[1].batches["roll"]
+
+
+@FEW
+@given(schedules(saves=True), SEEDS, st.integers(0, 150), st.booleans(), st.sampled_from((0.0, 0.1)))
+def test_a_run_that_ends_anywhere_goes_on_from_its_checkpoint(
+    schedule: Schedule, seed: int, end_after: int, is_stopped: bool, refusal: float
+):
+    """Stopped or killed: no sample ends twice, and at the end each has ended."""
+    more: dict[str, Any] = {"refusal": refusal, "salt": seed, "checkpoints": 0.1}
+    first = World(schedule, Random(seed), ROWS, stop_after=end_after if is_stopped else None, **more)
+    try:
+        first.run(20_000 if is_stopped else end_after)
+    except AssertionError as error:
+        assert "does not end" in str(error)
+    if is_stopped and first.finish == ev.Finish("stopped"):
+        assert first.saved is not None or not first.steps_done
+    second = World(schedule, Random(seed + 1), ROWS, saved=first.saved, **more)
+    if not second.run().error:
+        second.check_end()
+
+
+@FEW
+@given(schedules(saves=True), SEEDS, st.integers(0, 150), st.sampled_from((0.0, 0.1)))
+def test_a_synchronous_run_that_was_killed_forms_the_same_batches(
+    schedule: Schedule, seed: int, killed_after: int, refusal: float
+):
+    schedule = synchronous(schedule)
+    undisturbed = World(schedule, Random(seed), ROWS, refusal)
+    killed = World(schedule, Random(seed), ROWS, refusal, checkpoints=0.1)
+    try:
+        killed.run(killed_after)
+    except AssertionError as error:
+        assert "does not end" in str(error)
+    resumed = World(schedule, Random(seed + 1), ROWS, refusal, saved=killed.saved)
+    if not undisturbed.run().error and not resumed.run().error:
+        assert resumed.batches == undisturbed.batches

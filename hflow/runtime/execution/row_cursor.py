@@ -28,23 +28,21 @@ class RowCursor:
         rows: the order of the rows.
         endless: True for the trained stream, which reads epoch after epoch. A side stream reads its
             dataset once per evaluation; groups beyond its end have no row.
+        first_group: the group that reads the first row.
     """
 
-    def __init__(self, rows: DatasetRows, endless: bool) -> None:
+    def __init__(self, rows: DatasetRows, endless: bool, first_group: int = 0) -> None:
         self._rows = rows
         self._endless = endless
-        self._first_group = 0
-        """The group that reads the first row."""
-        self._next_group = 0
+        self._first_group = first_group
 
     def row(self, group: int) -> int | None:
         """Return the row of a group; None if the evaluation has no more rows."""
         position = group - self._first_group
-        self._next_group = group + 1
         if self._endless or position < self._rows.num_rows:
             return self._rows.row(position)
         return None
 
     def restart(self) -> None:
         """Let the next group read the first row. Called when an evaluation is over."""
-        self._first_group = self._next_group
+        self._first_group += self._rows.num_rows

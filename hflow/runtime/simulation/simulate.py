@@ -128,7 +128,6 @@ class _Source:
     """Those in flight that are not being generated, in the order in which they will be: interrupted first."""
     first_group: int = 0
     """The group that has the dataset's first row in this evaluation."""
-    next_group: int = 0
     speed: float = 1.0
     """Of the samples that run."""
 
@@ -217,7 +216,7 @@ class _Simulator:
                 self._interrupt(replica)
                 self._send_after("", Asleep(replica))
             case FormBatch(stream):
-                self._sources[stream].first_group = self._sources[stream].next_group
+                self._sources[stream].first_group += self._rows.get(stream, 1)
                 if stream == self._trained:
                     self.recorder.add_batch(instruction)
             case StepDone(step) if step < self._state.parts.progress.num_steps:
@@ -255,7 +254,6 @@ class _Simulator:
     # Samples
     def _open_group(self, instruction: OpenGroup) -> None:
         stream, source = self._streams[instruction.stream], self._sources[instruction.stream]
-        source.next_group = instruction.group + 1
         row = instruction.group - source.first_group
         if stream.batch is None and row >= self._rows.get(stream.name, 1):
             self._send_after("", Exhausted(stream.name, instruction.group))

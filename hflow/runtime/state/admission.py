@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hflow.runtime.state.checkpoints import pending_checkpoint
 from hflow.runtime.state.device_state import EnginePhase, EngineState
 from hflow.runtime.state.evaluation import Evaluation
 from hflow.runtime.state.staleness import capacity
@@ -43,11 +44,14 @@ class Admission:
 
     def begin_evaluations(self) -> None:
         """Begin the evaluations that are due and whose engines are awake with the version."""
+        pending = pending_checkpoint(self._parts)
         for evaluation in self._parts.evaluations.values():
             if evaluation.active is not None:
                 continue
             version = evaluation.candidate()
-            if version is not None and self._has_engines(evaluation, version):
+            if version is None or (pending is not None and version > pending):
+                continue
+            if self._has_engines(evaluation, version):
                 evaluation.begin(version)
 
     def open_groups(self) -> None:
@@ -82,7 +86,7 @@ class Admission:
         """
         parts, trained = self._parts, self._parts.trained
         num_free, size = self._num_free_samples(), trained.dependencies.size
-        if num_free < size or trained.exhausted or trained.is_full:
+        if num_free < size or trained.exhausted or trained.is_full or parts.progress.is_stopping:
             return 0
         engines = parts.engines_of[trained.stream.name]
         if any(engine.phase is not EnginePhase.AWAKE for engine in engines):

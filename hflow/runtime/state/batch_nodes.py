@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from hflow.planner.ir import ScheduledNode
 from hflow.runtime.events import RunBatch, StepDone
+from hflow.runtime.state.checkpoints import saves_at, take_checkpoint
 from hflow.runtime.state.device_state import DeviceOrder, EnginePhase
 from hflow.runtime.state.firing_rules import is_due, node_fires
 from hflow.runtime.state.state_parts import StateParts
@@ -21,8 +22,10 @@ def fires(node: ScheduledNode, step: int, parts: StateParts) -> bool:
     """Return whether a batch node fires at a step, as far as that is known now."""
     num_steps = parts.progress.num_steps
     evaluation = parts.evaluations.get(node.stream)
+    if node.saves:
+        return saves_at(node, step, parts) or _is_late(node, step, parts)
     if evaluation is None:
-        return node_fires(node, step, num_steps) or _is_late(node, step, parts)
+        return node_fires(node, step, num_steps)
     return evaluation.happens_at(step) and (step == num_steps or is_due(step, node.every, node.after))
 
 
@@ -50,6 +53,7 @@ def advance_pointers(parts: StateParts) -> None:
     while progress.num_reported < num_complete:
         parts.emit(StepDone(progress.num_reported))
         progress.num_reported += 1
+    take_checkpoint(parts)
 
 
 def finish_batch_node(name: str, step: int, parts: StateParts) -> None:

@@ -5,14 +5,16 @@ Invariant: during an evaluation of trained weights, all its engines hold exactly
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from hflow.graph.ir import Level
 from hflow.planner.ir import ScheduledNode, ScheduledStream
-from hflow.runtime.events import Accept, FormBatch
+from hflow.runtime.events import Accept, FormBatch, Refusal
 from hflow.runtime.state.engine_weights import EngineWeights
 from hflow.runtime.state.firing_rules import evaluation_due, next_evaluation
 from hflow.runtime.state.groups import Emit, Group
 from hflow.runtime.state.progress import RunProgress
+from hflow.runtime.state.snapshot import EvaluationSnapshot, StreamSnapshot
 from hflow.runtime.state.stream_state import StreamState
 
 
@@ -35,6 +37,7 @@ class Evaluation(StreamState):
         active: the version that is being evaluated; None between evaluations.
         last: the highest version whose evaluation has begun.
         formed: versions whose evaluation is complete.
+        num_groups: groups of the dataset; None until the first evaluation has reached its end.
     """
 
     def __init__(
@@ -50,14 +53,45 @@ class Evaluation(StreamState):
         self.active: int | None = None
         self.last = -1
         self.formed: set[int] = set()
+        self.num_groups: int | None = None
         self.models = models
         self.engine_weights = engine_weights
         self._accepted_groups: list[Group] = []
         self._first_group = 0
         """The group that read the first row in this evaluation."""
-        self._num_groups: int | None = None
-        """Groups of the dataset; None until the first evaluation has reached its end."""
         self._progress = progress
+        self._has_batch_nodes = any(
+            node.stream == stream.name and node.level is Level.BATCH for node in nodes
+        )
+        self._continued: tuple[int, StreamSnapshot] | None = None
+        """The version that was being evaluated when the run was saved, and its groups."""
+
+    def evaluation_snapshot(self) -> EvaluationSnapshot:
+        """Return what a side stream knows besides its groups."""
+        formed, last = tuple(sorted(self.formed)), self.last
+        if self._has_batch_nodes and last in self.formed and last >= self._progress.num_formed:
+            formed, last = formed[:-1], last - 1  # its batch nodes have not run: it is evaluated again
+        first_group = self.next_group if self.active is None else self._first_group
+        return EvaluationSnapshot(first_group, self.active, last, formed, self.num_groups)
+
+    def restore(self, groups: StreamSnapshot, snapshot: EvaluationSnapshot) -> None:
+        """Go on after the evaluations of a snapshot. An active one goes on when it begins again."""
+        self.next_group, self.formed, self.num_groups = (
+            snapshot.first_group,
+            set(snapshot.formed),
+            snapshot.num_groups,
+        )
+        self.last = snapshot.last
+        if snapshot.active is not None:
+            self.last = snapshot.active - 1
+            self._continued = snapshot.active, groups
+
+    def abandon(self) -> None:
+        """Refuse all groups of an evaluation that cannot be completed, since the run ends."""
+        for group in (*self._accepted_groups, *self.groups.values()):
+            self._refuse_group(group, self.dependencies.source, Refusal.STOPPED)
+        self._accepted_groups.clear()
+        self.active = None
 
     @property
     def occupies_engines(self) -> bool:
@@ -98,18 +132,24 @@ class Evaluation(StreamState):
         """Begin an evaluation at the dataset's first row. Group ids continue to ascend."""
         self.active = self.last = version
         self._first_group = self.next_group
-        self.exhausted = self._num_groups == 0
+        self.exhausted = self.num_groups == 0
+        if self._continued is not None and self._continued[0] == version:
+            _, snapshot = self._continued
+            self.next_group = snapshot.next_group
+            self.exhausted = self.next_group - self._first_group == self.num_groups
+            self._accepted_groups += self._reopen(snapshot.groups)
+        self._continued = None
 
     def open_group(self) -> None:
         """Admit the next group. From the second evaluation on, the last group is known as such."""
         super().open_group()
-        self.exhausted = self.next_group - self._first_group == self._num_groups
+        self.exhausted = self.next_group - self._first_group == self.num_groups
 
     def exhaust(self, number: int) -> None:
         """Remove a group without a row; the dataset has as many groups as came before it."""
         super().exhaust(number)
         count = number - self._first_group
-        self._num_groups = count if self._num_groups is None else min(self._num_groups, count)
+        self.num_groups = count if self.num_groups is None else min(self.num_groups, count)
 
     def finish(self) -> None:
         """End the evaluation and make a batch of its accepted groups."""
@@ -119,11 +159,18 @@ class Evaluation(StreamState):
         self._emit(FormBatch(self.stream.name, self.active, samples, tuple(g.number for g in groups)))
         self.formed.add(self.active)
         self.active = None
+        if (
+            self.num_groups is not None
+        ):  # groups without a row do not count, so that ids do not depend on timing
+            self.next_group = self._first_group + self.num_groups
         self._accepted_groups.clear()
 
     def _engines_have(self, version: int) -> bool:
         """Return whether all its engines have been given these weights, loaded or not."""
         return all(weights.target == version for weights in self.engine_weights)
+
+    def _accepted(self) -> Iterable[Group]:
+        return self._accepted_groups
 
     def _on_complete(self, group: Group) -> None:
         self._accepted_groups.append(group)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from hflow.graph.ir import Level
 from hflow.planner.ir import ScheduledNode, ScheduledStream
 from hflow.runtime.events import Instruction, RunGroup, RunSample
+from hflow.runtime.state.snapshot import GroupSnapshot, MemberSnapshot
 
 Emit = Callable[[Instruction], None]
 
@@ -72,7 +73,7 @@ class Member:
 class Group:
     """The members and countdowns of one group."""
 
-    __slots__ = ("_dependencies", "_emit", "countdowns", "members", "number", "running", "tasks_left")
+    __slots__ = ("_dependencies", "_emit", "countdowns", "done", "members", "number", "running", "tasks_left")
 
     def __init__(self, number: int, dependencies: SampleDependencies, emit: Emit) -> None:
         self._dependencies = dependencies
@@ -82,6 +83,7 @@ class Group:
         self.members = {sample: Member(dependencies) for sample in range(first, first + dependencies.size)}
         self.countdowns = dependencies.group_countdowns.copy()
         self.running: set[str] = set()
+        self.done: set[str] = set()
         self.tasks_left = dependencies.num_tasks
 
     @property
@@ -101,12 +103,43 @@ class Group:
 
     def finish_group_task(self, name: str) -> None:
         """Record that a group node is done; run what waited for it."""
+        self.done.add(name)
         self.tasks_left -= 1
         for node in self._dependencies.sample_dependents[name]:
             for sample, member in self.members.items():
                 self._count_down_sample(sample, member, node)
         for node in self._dependencies.group_dependents[name]:
             self._count_down_group(node, 1)
+
+    def snapshot(self, *, is_accepted: bool) -> GroupSnapshot:
+        """Return the group as plain values."""
+        members = tuple(
+            MemberSnapshot(sample, member.oldest, tuple(sorted(member.done)))
+            for sample, member in self.members.items()
+        )
+        return GroupSnapshot(self.number, members, tuple(sorted(self.done)), is_accepted)
+
+    def restore(self, snapshot: GroupSnapshot) -> None:
+        """Do again, in a new group, what was done in a snapshot's; run the nodes that are not done."""
+        emit, self._emit = self._emit, lambda instruction: None
+        remaining = {member.sample: member for member in snapshot.members}
+        for sample in self.members.keys() - remaining.keys():
+            self.forget(self.members.pop(sample))
+        for sample, past in remaining.items():
+            member = self.members[sample]
+            member.oldest, member.generating = past.oldest, self._dependencies.source not in past.done
+            for name in past.done:
+                self.finish_sample_task(sample, name)
+        for name in snapshot.done:
+            self.finish_group_task(name)
+        self._emit = emit
+        for sample, member in self.members.items():
+            member.running -= member.done
+            for node in sorted(member.running):
+                emit(RunSample(node, sample))
+        self.running -= self.done
+        for node in sorted(self.running):
+            emit(RunGroup(node, self.number, tuple(self.members)))
 
     def forget(self, member: Member) -> None:
         """Subtract a member that was taken out of `members` from all countdowns."""

@@ -18,7 +18,7 @@ def check_invariants(state: RunState) -> None:
     """
     parts = state.parts
     for stream in parts.streams:
-        _check_stream(stream)
+        _check_stream(stream, is_ending=state.is_ending)
     _check_trained_stream(state)
     _check_progress(state)
     for device in parts.devices:
@@ -30,12 +30,13 @@ def check_invariants(state: RunState) -> None:
     assert num_in_flight <= state.admission.max_samples, f"{num_in_flight} samples in flight"
 
 
-def _check_stream(stream: StreamState) -> None:
+def _check_stream(stream: StreamState, *, is_ending: bool) -> None:
     num_generating = len(stream.abandoned)
     for number, group in stream.groups.items():
         assert number == group.number < stream.next_group, f"group {number} was not opened"
         assert len(group.members) >= max(1, stream.stream.min_group), f"group {number} is too small"
-        _check_group(group, stream)
+        if not is_ending:
+            _check_group(group, stream)
         num_generating += sum(member.generating for member in group.members.values())
     assert num_generating == stream.num_generating, (
         f"{stream.stream.name} counts {stream.num_generating} samples in flight, there are {num_generating}"
@@ -124,7 +125,7 @@ def _check_engine(engine: EngineState, state: RunState) -> None:
                 f"{engine.name} loads {model} while it changes"
             )
     for evaluation in engine.evaluations:
-        if evaluation.active is not None:
+        if evaluation.active is not None and not state.is_ending:
             assert engine.phase is EnginePhase.AWAKE, f"{engine.name} sleeps during an evaluation"
             assert not engine.is_publishing, f"{engine.name} is given weights during an evaluation"
             assert not evaluation.models or engine.version == evaluation.active, (

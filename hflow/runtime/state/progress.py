@@ -25,6 +25,10 @@ class RunProgress:
         running: running batch node -> its step.
         version: model -> its version. Only models that some node writes.
         last_changed: model -> the last step at which a node started to change it.
+        is_stopping: whether the user asked the run to end.
+        requested_saves: steps after which the run is saved because it was asked for (`CheckpointDue`).
+        last_checkpoint: completed steps of the last snapshot.
+        num_checked: leading steps after which no checkpoint is to be taken any more.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -41,6 +45,19 @@ class RunProgress:
                 self._writers.setdefault(model, []).append(node.name)
         self.version = dict.fromkeys(self._writers, 0)
         self.last_changed = dict.fromkeys(self._writers, -1)
+        self.is_stopping = False
+        self.requested_saves: set[int] = set()
+        self.num_checked = 0
+        self.last_checkpoint = 0
+
+    def restore(self, steps: int, last_fired: Iterable[tuple[str, int]]) -> None:
+        """Continue after some completed steps, given the last step at which each batch node fired."""
+        self.num_formed = self.num_reported = steps
+        self.num_checked = self.last_checkpoint = steps
+        self.last_settled = dict.fromkeys(self.last_settled, steps - 1)
+        self.last_fired |= {name: step for name, step in last_fired if name in self.last_fired}
+        self.version = dict.fromkeys(self.version, steps)
+        self.last_changed = dict.fromkeys(self.last_changed, steps - 1)
 
     def form_batch(self) -> None:
         """Count a batch that was formed."""

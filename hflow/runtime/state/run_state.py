@@ -11,6 +11,7 @@ What there is, from the inside out:
 - `streaming_inference`: queues of models that work on samples as they arrive.
 - `progress`: steps, batches and model versions.
 - `engine_weights`, `device_state`: generation engines, and the order of batch nodes on each device group.
+- `checkpoints`: when the run can be saved, and its `snapshot`, from which another state machine can start.
 - `state_parts`: all of the above, assembled from the plan's schedule.
 
 What is decided after an event, in this order:
@@ -37,6 +38,7 @@ from hflow.planner.ir import Schedule
 from hflow.runtime.events import (
     Asleep,
     Awake,
+    CheckpointDue,
     Event,
     Exhausted,
     Finish,
@@ -49,12 +51,19 @@ from hflow.runtime.events import (
     StopRequested,
 )
 from hflow.runtime.state.admission import Admission
-from hflow.runtime.state.batch_nodes import advance_pointers, finish_batch_node, fire_batch_nodes
+from hflow.runtime.state.batch_nodes import finish_batch_node, fire_batch_nodes
+from hflow.runtime.state.checkpoints import (
+    pending_checkpoint,
+    request_checkpoint,
+    restore,
+    take_last_checkpoint,
+)
 from hflow.runtime.state.device_state import EnginePhase
+from hflow.runtime.state.snapshot import RunSnapshot
 from hflow.runtime.state.staleness import LOOK_AHEAD
 from hflow.runtime.state.state_parts import StateParts, assemble
 from hflow.runtime.state.stream_state import StreamState
-from hflow.runtime.state.weight_updates import update_engines
+from hflow.runtime.state.weight_updates import pause_engines, update_engines
 
 NUM_RUNNING = declare(
     "rollout/running", "groups", "open groups: generated, or worked on by sample and group nodes", live="last"
@@ -77,21 +86,23 @@ class RunState:
 
     Args:
         schedule: the part of the plan that says what fires when.
+        snapshot: where a run continues; None: at its beginning.
 
     Attributes:
         parts: the state.
         admission: opens groups.
         finished: the last instruction, once it was issued.
-        stopping: whether the user asked the run to end.
+        is_ending: whether the user asked the run to end, and all steps that had begun are complete.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, snapshot: RunSnapshot | None = None) -> None:
         self._instructions: list[Instruction] = []
         self.parts = assemble(schedule, self._instructions.append)
         self.admission = Admission(self.parts)
         self.finished: Finish | None = None
-        self.stopping = False
+        self._snapshot = snapshot
         self._started = False
+        self.is_ending = False
         self._history: deque[Event] = deque(maxlen=HISTORY_LENGTH)
         self._streams = {stream.stream.name: stream for stream in self.parts.streams}
         self._stream_of = {stream.stream.source: stream for stream in self.parts.streams}
@@ -110,6 +121,7 @@ class RunState:
             Published: self._on_published,
             Started: self._on_started,
             StopRequested: self._on_stop,
+            CheckpointDue: self._on_checkpoint_due,
         }
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -144,12 +156,14 @@ class RunState:
     def _on_started(self, event: Started) -> None:
         assert not self._started, "the run started twice"
         self._started = True
+        if self._snapshot is not None:
+            restore(self._snapshot, self.parts)
         self._decide()
 
     def _on_sample_done(self, event: SampleDone) -> None:
         stream = self._streams[event.stream]
-        if self.stopping:
-            stream.discard_sample(event.sample)
+        if self.is_ending:
+            stream.note_sample(event.sample, event.oldest)
         else:
             stream.sample_done(event.sample, event.oldest)
         self._decide_after(stream)
@@ -163,7 +177,9 @@ class RunState:
         assert stream is not None, f"there is no node {event.node}"
         assert event.node not in self._sources, f"{event.node} is a source: it reports samples"
         self.parts.streaming.done(event.node, event.key)
-        if self.stopping:
+        if self.is_ending and event.keep:
+            stream.note_node(event.node, event.key)
+        elif self.is_ending:
             stream.discard_node(event.node, event.key)
         else:
             stream.node_done(event.node, event.key, event.keep)
@@ -174,11 +190,11 @@ class RunState:
         assert stream is not None, f"{event.node} failed, but it is no source, sample node or group node"
         self.parts.streaming.done(event.node, event.key)
         if event.node in self._sources:
-            if self.stopping:
+            if self.is_ending:
                 stream.discard_sample(event.key)
             else:
                 stream.sample_failed(event.key, event.reason, event.message)
-        elif self.stopping:
+        elif self.is_ending:
             stream.discard_node(event.node, event.key)
         else:
             stream.node_failed(event.node, event.key, event.reason, event.message)
@@ -212,22 +228,25 @@ class RunState:
         self._decide()
 
     def _on_stop(self, event: StopRequested) -> None:
-        self.stopping = True
-        self.parts.streaming.clear(self._stream_of)
+        self.parts.progress.is_stopping = True
+        self._decide()
+
+    def _on_checkpoint_due(self, event: CheckpointDue) -> None:
+        request_checkpoint(self.parts)
         self._decide()
 
     # Decisions
     def _decide_after(self, stream: StreamState) -> None:
         """Decide what follows from an event of a sample: in most cases only that there is room for more."""
-        if self.stopping or stream.needs_decision or may_form_batch(self.parts):
+        if self.is_ending or stream.needs_decision or may_form_batch(self.parts):
             self._decide()
         else:
             self.admission.open_groups()
 
     def _decide(self) -> None:
         """Decide everything that can be decided now."""
-        if self.stopping:
-            self._wind_down()
+        if self.is_ending:
+            self._end()
             return
         while True:
             self._close_batches()
@@ -235,12 +254,20 @@ class RunState:
                 self._finish(self.parts.trained.describe_refusals(), error=True)
                 return
             self.admission.begin_evaluations()
+            last_checkpoint = self.parts.progress.last_checkpoint
             fire_batch_nodes(self.parts)
-            if not may_form_batch(self.parts):  # a pointer that moved may have reached the next batch
+            # A pointer that moved may have reached the next batch; a checkpoint may have held back evaluations.
+            if not may_form_batch(self.parts) and last_checkpoint == self.parts.progress.last_checkpoint:
                 break
+        if self.parts.progress.is_stopping and self._has_completed_steps():
+            self.is_ending = True
+            self.parts.streaming.clear(self._stream_of)
+            self._end()
+            return
         update_engines(self.parts)
         self.admission.open_groups()
         if self._is_over():
+            take_last_checkpoint(self.parts)
             ended_early = self.parts.progress.num_steps < self.parts.schedule.num_steps
             self._finish("dataset exhausted" if ended_early else "done")
 
@@ -255,13 +282,27 @@ class RunState:
             if evaluation.is_complete:
                 evaluation.finish()
 
-    def _wind_down(self) -> None:
-        """Start nothing; finish when everything that runs has reported. Samples in flight are abandoned."""
-        advance_pointers(self.parts)
-        are_confirmed = all(engine.is_confirmed for engine in self.parts.engines.values())
-        are_running = self.parts.progress.running or any(s.has_running_nodes for s in self.parts.streams)
-        if are_confirmed and not are_running:
-            self._finish("stopped")
+    def _has_completed_steps(self) -> bool:
+        """Return whether all nodes are done with the batches that are formed."""
+        progress = self.parts.progress
+        return progress.num_reported >= progress.num_formed and not progress.running
+
+    def _end(self) -> None:
+        """Start nothing; when everything that runs has reported, take a checkpoint and finish.
+
+        Samples in flight become part of the checkpoint, so engines are interrupted, which ends what they draw.
+        """
+        parts = self.parts
+        if all(engine.is_confirmed for engine in parts.engines.values()):
+            pause_engines(parts)
+        are_asleep = all(engine.phase is EnginePhase.ASLEEP for engine in parts.engines.values())
+        if not are_asleep or any(stream.has_running_nodes for stream in parts.streams):
+            return
+        for evaluation in parts.evaluations.values():
+            if evaluation.active is not None and evaluation.active < parts.progress.num_formed:
+                evaluation.abandon()
+        take_last_checkpoint(parts)
+        self._finish("stopped")
 
     def _is_over(self) -> bool:
         parts, progress = self.parts, self.parts.progress
@@ -288,9 +329,16 @@ def may_form_batch(parts: StateParts) -> bool:
     A step needs its batch when a device group has nothing left to do before it. So nodes of the next step run
     in parallel with those that change the weights of this step, if they are on other devices. They run no
     further ahead than that, or a fast device group would form all batches early.
+
+    While a checkpoint is pending, no batch is formed, so that nothing of a later step begins.
     """
     waits_for_step = bool(parts.trained.models) and parts.schedule.settings.max_staleness > 0
-    return parts.trained.can_form_batch and (not waits_for_step or _step_needs_batch(parts))
+    return (
+        parts.trained.can_form_batch
+        and not parts.progress.is_stopping
+        and pending_checkpoint(parts) is None
+        and (not waits_for_step or _step_needs_batch(parts))
+    )
 
 
 def _step_needs_batch(parts: StateParts) -> bool:

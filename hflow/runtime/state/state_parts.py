@@ -44,6 +44,8 @@ class StateParts:
     """Batch node -> the batch nodes that must be done before it in the same step."""
     streams: tuple[StreamState, ...]
     """The trained stream, then side streams."""
+    save_nodes: tuple[ScheduledNode, ...]
+    """Batch nodes that save a model."""
     streaming: StreamingReplicas
     """Devices on which models work on arriving samples."""
 
@@ -109,6 +111,7 @@ def assemble(schedule: Schedule, emit: Emit) -> StateParts:
             for node in batch_nodes.values()
         },
         streams=(trained, *evaluations.values()),
+        save_nodes=tuple(node for node in batch_nodes.values() if node.saves),
         streaming=streaming,
     )
 

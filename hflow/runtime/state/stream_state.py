@@ -10,12 +10,13 @@ counts as generating.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hflow.graph.ir import Level
 from hflow.planner.ir import ScheduledNode, ScheduledStream
 from hflow.runtime.events import OpenGroup, Refusal, Refuse
 from hflow.runtime.state.groups import Emit, Group, Member, SampleDependencies
+from hflow.runtime.state.snapshot import GroupSnapshot, StreamSnapshot
 
 
 class StreamState:
@@ -107,13 +108,54 @@ class StreamState:
             self._refuse_group(group, name, reason, message)
             self._on_group_refused(name, reason, message)
 
+    # In a run that is ending, nothing follows from these events; a snapshot contains what is done.
+    def note_sample(self, sample: int, oldest: int) -> None:
+        """Note that a sample's source is done."""
+        if (reported := self._end_generation(sample)) is not None:
+            _, member = reported
+            member.oldest = oldest
+            member.done.add(self.dependencies.source)
+
+    def note_node(self, name: str, key: int) -> None:
+        """Note that a sample or group node is done."""
+        if (group := self._end_node(name, key)) is not None:
+            is_sample_node = self.dependencies.levels[name] is Level.SAMPLE
+            (group.members[key] if is_sample_node else group).done.add(name)
+
     def discard_sample(self, sample: int) -> None:
-        """Handle the report of a sample in a run that is stopping: nothing follows from it."""
-        self._end_generation(sample)
+        """Ignore the report of a sample: it has to be generated again."""
+        if (reported := self._end_generation(sample)) is not None:
+            reported[1].generating = True
+            self.num_generating += 1
 
     def discard_node(self, name: str, key: int) -> None:
-        """Handle the report of a node in a run that is stopping: nothing follows from it."""
+        """Ignore the report of a node: it has to run again."""
         self._end_node(name, key)
+
+    # Snapshots
+    def snapshot(self) -> StreamSnapshot:
+        """Return the groups that are in no batch yet."""
+        groups = [group.snapshot(is_accepted=True) for group in self._accepted()]
+        groups += [group.snapshot(is_accepted=False) for group in self.groups.values()]
+        in_order = sorted(groups, key=lambda group: group.number)
+        return StreamSnapshot(self.stream.name, self.next_group, tuple(in_order))
+
+    def _reopen(self, groups: Iterable[GroupSnapshot]) -> list[Group]:
+        """Open groups of a snapshot again, and return those that were accepted."""
+        accepted = []
+        for snapshot in groups:
+            group = Group(snapshot.number, self.dependencies, self._emit)
+            group.restore(snapshot)
+            if snapshot.is_accepted:
+                accepted.append(group)
+                continue
+            self.groups[group.number] = group
+            self._accept_if_complete(group)
+            unfinished = tuple(sample for sample, member in group.members.items() if member.generating)
+            if unfinished:
+                self.num_generating += len(unfinished)
+                self._emit(OpenGroup(self.stream.name, group.number, unfinished, is_continued=True))
+        return accepted
 
     # Queries
     @property
@@ -231,6 +273,10 @@ class StreamState:
             self._on_complete(group)
 
     # Hooks
+    def _accepted(self) -> Iterable[Group]:
+        """Return the accepted groups that are in no batch yet."""
+        raise NotImplementedError
+
     def _is_stale(self, member: Member) -> bool:
         """Return whether a member is too old to train."""
         return False

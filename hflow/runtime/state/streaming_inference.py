@@ -10,7 +10,7 @@ Invariant: a replica runs one node at a time, and all its ranks get the same sam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hflow.graph.ir import Level
@@ -60,6 +60,16 @@ class StreamingReplicas:
     def nodes(self) -> frozenset[str]:
         """The nodes that are queued here."""
         return frozenset(self._replica_of)
+
+    def num_runs(self) -> tuple[tuple[str, int], ...]:
+        """Return how often each device group has run a model."""
+        return tuple((name, replica.num_runs) for name, replica in self.by_group.items())
+
+    def restore(self, num_runs: Iterable[tuple[str, int]]) -> None:
+        """Continue to count from what `num_runs` returned."""
+        for name, number in num_runs:
+            if name in self.by_group:
+                self.by_group[name].num_runs = number
 
     def emit_or_queue(self, instruction: Instruction) -> None:
         """Emit a stream's instruction, or queue it if it runs a node with a queue."""

@@ -9,12 +9,14 @@ Invariant: no sample in the queue or in an open group is too old for the next st
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from hflow.planner.ir import Schedule, ScheduledStream
 from hflow.planner.staleness import admission_limit, age_limit
 from hflow.runtime.events import Accept, FormBatch, Refusal, Refuse
 from hflow.runtime.state.groups import Emit, Group, Member
 from hflow.runtime.state.progress import RunProgress
+from hflow.runtime.state.snapshot import StreamSnapshot
 from hflow.runtime.state.staleness import is_stale, look_ahead_limit
 from hflow.runtime.state.stream_state import StreamState
 
@@ -150,6 +152,17 @@ class TrainedStream(StreamState):
         self.refusal_counts.clear()
         self.refusal_messages.clear()
         self._drop_stale()
+
+    def restore(self, snapshot: StreamSnapshot, steps: int, num_refused: int) -> None:
+        """Open the groups of a snapshot again, after some completed steps."""
+        self.next_group, self.num_refused = snapshot.next_group, num_refused
+        self.num_accepted = steps * self.batch
+        for group in self._reopen(snapshot.groups):
+            self.queue[group.number] = group
+            self.num_accepted += 1
+
+    def _accepted(self) -> Iterable[Group]:
+        return self.queue.values()
 
     def _is_in_order(self) -> bool:
         """Return whether no open group precedes the last group of the next batch in the data's order.

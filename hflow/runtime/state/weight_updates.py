@@ -83,6 +83,15 @@ def update_engines(parts: StateParts) -> None:
             _wake_if_possible(engine, parts)
 
 
+def pause_engines(parts: StateParts) -> None:
+    """Put all engines to sleep that are awake, because the run ends. They keep their weights and samples."""
+    for engine in parts.engines.values():
+        if engine.phase in (EnginePhase.AWAKE, EnginePhase.DRAINING):
+            engine.phase = EnginePhase.FALLING_ASLEEP
+            level = SleepLevel.PAUSE if parts.device_of.get(engine.name) is None else SleepLevel.KEEP_WEIGHTS
+            parts.emit(Sleep(engine.name, level))
+
+
 def blocks_writer(engine: EngineState, step: int, parts: StateParts) -> bool:
     """Return whether an engine must get the weights of the start of `step` before they change."""
     if engine.is_loading:
@@ -148,7 +157,7 @@ def _sleep_if_needed(engine: EngineState, parts: StateParts) -> None:
     """Put an engine to sleep if it must, at once or when its samples are finished."""
     if not _must_sleep(engine, parts):
         engine.phase = EnginePhase.AWAKE
-    elif parts.schedule.settings.interrupt or _is_idle(engine, parts):
+    elif parts.schedule.settings.interrupt or parts.progress.is_stopping or _is_idle(engine, parts):
         engine.phase = EnginePhase.FALLING_ASLEEP
         level = _sleep_level(engine, parts)
         engine.has_dropped_weights = level is SleepLevel.DROP_WEIGHTS
