@@ -268,8 +268,10 @@ class StepDone:
 
 @dataclass(frozen=True)
 class TakeCheckpoint:
-    """Save the run as it is now: every batch node of the snapshot's steps is done, and models that have save
-    nodes are saved."""
+    """Save the run as it is now.
+
+    Every batch node is done with the snapshot's steps, and nodes that save models have saved them.
+    """
 
     snapshot: RunSnapshot
 

@@ -34,6 +34,10 @@ class Generating:
     aborted: bool = False
 
 
+class EventsExhaustedError(AssertionError):
+    """A run has not ended after the given number of events."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A snapshot, the versions of tokens that were drawn then, and the world's account of the run."""
@@ -44,7 +48,8 @@ class Checkpoint:
 
 
 ACCOUNT = (
-    "opened base oldest ends batches accepted fired done num_fired steps_done refused rowless lags".split()
+    *("opened", "base", "oldest", "ends", "batches", "accepted", "fired", "done"),
+    *("num_fired", "steps_done", "refused", "rowless", "lags"),
 )
 """Attributes of a world that belong to a checkpoint."""
 
@@ -195,7 +200,7 @@ class World:
             assert ready, f"deadlock: {self.bag}, {self.engine}"
             going = [i for i in ready if not self._is_stalled(self.bag[i])]
             self.move(self.random.choice(going or ready))
-        raise AssertionError("the run does not end")
+        raise EventsExhaustedError
 
     def feed(self, event: ev.Event) -> None:
         for instruction in self.state.handle(event):

@@ -140,20 +140,20 @@ def test_sft_with_evaluation():
         form gen 0: 0 1
         sft_train 0
         form gen 1: 2 3
-        open eval 6
-        open eval 7
+        open eval 2
+        open eval 3
         step 0
         sft_train 1
         open gen 4
         open gen 5
-        form eval 2: 6 7
+        form eval 2: 2 3
         step 1
         eval_loss 2
         form gen 2: 4 5
-        open eval 8
-        open eval 9
+        open eval 4
+        open eval 5
         sft_train 2
-        form eval 3: 8 9
+        form eval 3: 4 5
         step 2
         eval_loss 3
         step 3
@@ -182,12 +182,12 @@ def test_sft_wakes_its_engine_only_for_evaluations():
         step 1
         wake actor@gen 2
         form gen 2: 4 5
-        form eval 2: 6 7
+        form eval 2: 2 3
         sleep actor@gen
         sft_train 2
         step 2
         wake actor@gen 3
-        form eval 3: 8 9
+        form eval 3: 4 5
         sleep actor@gen
         done
     """)
@@ -250,7 +250,7 @@ def test_an_evaluation_keeps_its_weights_while_the_trainer_continues():
         "sleep actor@gen",
         "wake actor@gen 3",
     ]
-    assert released[-2:] == ["form eval 3: 8", "done"]
+    assert released[-2:] == ["form eval 3: 1", "done"]
 
 
 def test_an_evaluation_comes_before_fresh_samples():

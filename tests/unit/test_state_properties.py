@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from random import Random
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from state_driver import World
+from state_driver import EventsExhaustedError, World
 from state_schedules import schedules, synchronous
 
 from hflow.planner.ir import Schedule
@@ -73,10 +74,8 @@ def test_a_run_that_ends_anywhere_goes_on_from_its_checkpoint(
     """Stopped or killed: no sample ends twice, and at the end each has ended."""
     more: dict[str, Any] = {"refusal": refusal, "salt": seed, "checkpoints": 0.1}
     first = World(schedule, Random(seed), ROWS, stop_after=end_after if is_stopped else None, **more)
-    try:
+    with nullcontext() if is_stopped else suppress(EventsExhaustedError):
         first.run(20_000 if is_stopped else end_after)
-    except AssertionError as error:
-        assert "does not end" in str(error)
     if is_stopped and first.finish == ev.Finish("stopped"):
         assert first.saved is not None or not first.steps_done
     second = World(schedule, Random(seed + 1), ROWS, saved=first.saved, **more)
@@ -92,10 +91,8 @@ def test_a_synchronous_run_that_was_killed_forms_the_same_batches(
     schedule = synchronous(schedule)
     undisturbed = World(schedule, Random(seed), ROWS, refusal)
     killed = World(schedule, Random(seed), ROWS, refusal, checkpoints=0.1)
-    try:
+    with suppress(EventsExhaustedError):
         killed.run(killed_after)
-    except AssertionError as error:
-        assert "does not end" in str(error)
     resumed = World(schedule, Random(seed + 1), ROWS, refusal, saved=killed.saved)
     if not undisturbed.run().error and not resumed.run().error:
         assert resumed.batches == undisturbed.batches

@@ -46,7 +46,7 @@ def pending_checkpoint(parts: StateParts) -> int | None:
 
 
 def take_checkpoint(parts: StateParts) -> None:
-    """Emit `TakeCheckpoint` if a checkpoint is pending, its step is complete, and no evaluation is under way."""
+    """Emit `TakeCheckpoint` if one is pending, its step is complete, and no evaluation is under way."""
     progress = parts.progress
     step = pending_checkpoint(parts)
     if step is None:
@@ -58,7 +58,7 @@ def take_checkpoint(parts: StateParts) -> None:
 
 
 def take_last_checkpoint(parts: StateParts) -> None:
-    """Emit `TakeCheckpoint` unless no step was completed since the last one. Every formed batch is complete."""
+    """Emit `TakeCheckpoint` if steps were completed since the last one. Every formed batch is complete."""
     progress = parts.progress
     if parts.save_nodes and progress.num_formed > progress.last_checkpoint:
         progress.last_checkpoint = progress.num_formed

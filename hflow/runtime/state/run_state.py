@@ -256,7 +256,7 @@ class RunState:
             self.admission.begin_evaluations()
             last_checkpoint = self.parts.progress.last_checkpoint
             fire_batch_nodes(self.parts)
-            # A pointer that moved may have reached the next batch; a checkpoint may have held back evaluations.
+            # A pointer may have reached the next batch; a checkpoint may have held back evaluations.
             if not may_form_batch(self.parts) and last_checkpoint == self.parts.progress.last_checkpoint:
                 break
         if self.parts.progress.is_stopping and self._has_completed_steps():
@@ -290,11 +290,12 @@ class RunState:
     def _end(self) -> None:
         """Start nothing; when everything that runs has reported, take a checkpoint and finish.
 
-        Samples in flight become part of the checkpoint, so engines are interrupted, which ends what they draw.
+        Samples in flight become part of the checkpoint, so engines are interrupted.
         """
         parts = self.parts
-        if all(engine.is_confirmed for engine in parts.engines.values()):
-            pause_engines(parts)
+        if not all(engine.is_confirmed for engine in parts.engines.values()):
+            return
+        pause_engines(parts)
         are_asleep = all(engine.phase is EnginePhase.ASLEEP for engine in parts.engines.values())
         if not are_asleep or any(stream.has_running_nodes for stream in parts.streams):
             return
