@@ -1,59 +1,157 @@
 """Checkpoints of a run.
 
-Invariant: a directory `step-N` is complete. Models are saved to a hidden directory, which is renamed when
-the last one is written.
+Invariant: a directory `step-N` is complete. A checkpoint is written to a hidden directory; when all of it is on
+disk, its manifest is written, and the directory is renamed.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
-from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+
+from hflow.durable_files import FileChecksum, file_checksum, sync
+from hflow.errors import RunError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+LATEST, BEST = "latest", "best"
 
 
 class Checkpoints:
-    """The `checkpoints/` directory of a run: `step-N/MODEL/`, and `latest` -> the newest step.
+    """The `checkpoints/` directory of a run: `step-N/`, `latest` -> the newest, `best` -> the best.
 
     Args:
         directory: the directory.
-        models: names of the models in every checkpoint.
+        keep: number of the newest checkpoints to keep; None: all.
+        best: metric whose highest value chooses a checkpoint that is kept too; `-NAME`: the lowest.
     """
 
-    def __init__(self, directory: Path, models: tuple[str, ...]) -> None:
+    def __init__(self, directory: Path, keep: int | None = None, best: str | None = None) -> None:
         self._directory = directory
-        self._models = frozenset(models)
-        self._saved: dict[int, set[str]] = defaultdict(set)
-        self.last: int | None = None
-        """Completed steps of the newest checkpoint."""
+        self._keep = keep
+        self._metric = None if best is None else best.removeprefix("-")
+        self._sign = -1.0 if best is not None and best.startswith("-") else 1.0
+        self._values: dict[int, float] = {}
+        """Completed steps -> value of the metric."""
 
-    def begin(self, step: int, model: str) -> Path:
-        """Return the empty directory to which a model of a checkpoint is to be saved."""
-        path = self._partial(step) / model
+    @property
+    def metric(self) -> str | None:
+        """The metric that chooses the best checkpoint."""
+        return self._metric
+
+    @property
+    def steps(self) -> list[int]:
+        """Completed steps of all checkpoints, ascending."""
+        names = (path.name.removeprefix("step-") for path in self._directory.glob("step-*"))
+        return sorted(int(name) for name in names if name.isdigit())
+
+    @property
+    def last(self) -> int | None:
+        """Completed steps of the newest checkpoint."""
+        return max(self.steps, default=None)
+
+    def begin(self, step: int, part: str) -> Path:
+        """Return the empty directory to which a part of a checkpoint is to be saved."""
+        path = self.unfinished(step) / part
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         return path
 
-    def done(self, step: int, model: str) -> Path | None:
-        """Note that a model is saved. The last model completes the checkpoint, whose path is returned."""
-        self._saved[step].add(model)
-        if not self._saved[step] >= self._models:
-            return None
-        final = self._directory / f"step-{step}"
-        shutil.rmtree(final, ignore_errors=True)
-        self._partial(step).rename(final)
-        replace_link(self._directory / "latest", final.name)
-        del self._saved[step]
-        self.last = step
+    def unfinished(self, step: int) -> Path:
+        """Return the directory of a checkpoint that is being written."""
+        return self._directory / f".step-{step}"
+
+    def path(self, step: int) -> Path:
+        """Return the directory of a complete checkpoint."""
+        return self._directory / f"step-{step}"
+
+    def finish(self, step: int, files: Mapping[str, FileChecksum], plan_digest: str) -> Path:
+        """Complete a checkpoint whose parts are on disk, and remove those that need not be kept.
+
+        Args:
+            step: completed steps.
+            files: path in the directory -> size and checksum, of the files that workers wrote. Others are
+                read again here.
+            plan_digest: of the plan that runs.
+        """
+        directory, final = self.unfinished(step), self.path(step)
+        paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
+        names = {path.relative_to(directory).as_posix(): path for path in paths}
+        checksums = {name: files.get(name) or file_checksum(path) for name, path in names.items()}
+        manifest = {"format": FORMAT, "step": step, "plan": plan_digest, "files": checksums}
+        (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        for path in {*paths, directory / MANIFEST}:
+            if path.relative_to(directory).as_posix() not in files:
+                sync(path)
+        for path in {path.parent for path in paths} | {directory}:
+            sync(path)
+        old = self._directory / f".old-step-{step}"
+        if final.exists():
+            final.rename(old)
+        directory.rename(final)
+        sync(self._directory)
+        replace_link(self._directory / LATEST, final.name)
+        shutil.rmtree(old, ignore_errors=True)
+        self._prune()
         return final
 
     def drop(self, step: int) -> None:
         """Remove what was saved of a checkpoint that cannot be completed."""
-        self._saved.pop(step, None)
-        shutil.rmtree(self._partial(step), ignore_errors=True)
+        shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
-    def _partial(self, step: int) -> Path:
-        return self._directory / f".step-{step}"
+    def drop_unfinished(self) -> None:
+        """Remove what a run that was killed left behind."""
+        for path in (*self._directory.glob(".step-*"), *self._directory.glob(".old-step-*")):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def add_values(self, step: int, values: Mapping[str, float]) -> None:
+        """Note the metrics of a number of completed steps, one of which may choose the best checkpoint."""
+        if self._metric in values and math.isfinite(values[self._metric]):
+            self._values[step] = self._sign * values[self._metric]
+            self._prune()
+
+    def _prune(self) -> None:
+        """Remove checkpoints that are neither among the newest nor the best."""
+        steps = self.steps
+        best = max((step for step in steps if step in self._values), key=self._best_key, default=None)
+        if best is not None:
+            replace_link(self._directory / BEST, self.path(best).name)
+        if self._keep is not None:
+            for step in steps[: -self._keep]:
+                if step != best:
+                    shutil.rmtree(self.path(step), ignore_errors=True)
+
+    def _best_key(self, step: int) -> tuple[float, int]:
+        return self._values[step], step
+
+
+def verify_checkpoint(directory: Path) -> int:
+    """Check every file of a checkpoint against its manifest, and return the completed steps.
+
+    Raises:
+        RunError: when a file is missing or damaged; names it.
+    """
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        number, step, files = manifest["format"], int(manifest["step"]), dict(manifest["files"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RunError(f"{directory} is not a complete checkpoint: {MANIFEST}: {error}; use another") from None
+    if number != FORMAT:
+        raise RunError(f"{directory} has format {number}, but this version of hflow reads format {FORMAT}")
+    for name, expected in files.items():
+        path = directory / name
+        if not path.is_file():
+            raise RunError(f"the checkpoint {directory} is damaged: {name} is missing; use another")
+        if list(file_checksum(path)) != list(expected):
+            raise RunError(
+                f"the checkpoint {directory} is damaged: {name} does not have the content that was written; "
+                "use another"
+            )
+    return step
 
 
 def replace_link(link: Path, target: str) -> None:

@@ -66,9 +66,11 @@ class Executor:
         workers: workers that have been started with this plan.
         rows: stream -> the order of its dataset's rows.
         observer: receives metrics and spans.
-        checkpoints: names the directories that models are saved to.
+        checkpoints: the directory that the run is saved to.
         ledger: records what happens to each sample.
         seed: seed of the run.
+        saved: the checkpoint that the run continues from; None: it begins.
+        save_seconds: time between two checkpoints besides those of the plan; None: there are no others.
     """
 
     def __init__(
@@ -80,19 +82,29 @@ class Executor:
         checkpoints: Checkpoints,
         ledger: Ledger,
         seed: int,
+        saved: SavedRun | None = None,
+        save_seconds: float | None = None,
     ) -> None:
         self._plan = plan
         self._workers = workers
         self._observer = observer
         self._checkpoints = checkpoints
         self._ledger = ledger
-        self._state = RunState(plan.schedule)
+        self._saved = saved
+        self._save_seconds = save_seconds
+        snapshot = saved.snapshot if saved else None
+        self._state = RunState(plan.schedule, snapshot)
         self._events: asyncio.Queue[tuple[ev.Event, ...]] = asyncio.Queue()
         self._streams = {stream.name: stream for stream in plan.schedule.streams}
         self._stream_of_source = {stream.source: stream.name for stream in plan.schedule.streams}
         self._nodes = {node.name: node for node in plan.schedule.nodes}
+        evaluations = dict(snapshot.evaluations) if snapshot else {}
         self._cursors = {
-            name: RowCursor(rows[name], endless=stream.batch is not None)
+            name: RowCursor(
+                rows[name],
+                endless=stream.batch is not None,
+                first_group=evaluations[name].first_group if name in evaluations else 0,
+            )
             for name, stream in self._streams.items()
         }
         self._placer = GroupPlacer(plan)
@@ -100,12 +112,17 @@ class Executor:
         rebalancer = Rebalancer(plan, workers, self._placer, self._stream_states)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         metrics = StepMetrics(*_num_engines_and_trainers(plan))
-        node_execution = NodeExecution(plan, workers, observer, metrics, ledger, seed)
+        node_states = saved.node_states if saved else {}
+        node_execution = NodeExecution(plan, workers, observer, metrics, ledger, seed, node_states)
         self._metrics = metrics
-        self._batches = BatchRunner(plan, workers, observer, metrics, node_execution)
+        self._release = SampleRelease(workers)
+        self._batches = BatchRunner(plan, workers, observer, metrics, node_execution, self._release)
         self._streaming = StreamingRunner(plan, workers, node_execution, self._batches.locations, ledger)
         self._engines = EngineControl(plan, workers, observer, metrics, ledger, self._placer, rebalancer)
-        self._num_steps_done = 0
+        self._saving = RunSaving(
+            plan, workers, observer, metrics, checkpoints, self._placer, node_execution, self._release
+        )
+        self._num_steps_done = snapshot.steps if snapshot else 0
         self._reason: str | None = None
         """Why the run ended."""
         self._tasks: asyncio.TaskGroup
@@ -119,31 +136,45 @@ class Executor:
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                pollers = [self._spawn(self._poll(w)) for w in range(self._plan.cluster.num_devices)]
-                self._enqueue(ev.Started())
+                endless = [self._spawn(self._poll(w)) for w in range(self._plan.cluster.num_devices)]
+                endless.append(self._spawn(self._request_checkpoints()))
+                if self._saved is not None:
+                    await self._saving.restore(self._saved, self._batches.locations)
+                self._enqueue_now(ev.Started())
                 await self._loop()
-                for poller in pollers:
-                    poller.cancel()
+                for task in endless:
+                    task.cancel()
         except* Exception as group:  # noqa: BLE001 - unwrapped and raised again below
             raise _first_exception(group) from None
         assert self._reason is not None
         return RunOutcome(self._reason, self._num_steps_done)
 
     def stop(self) -> None:
-        """Ask the run to end: running nodes finish, and nothing new starts."""
+        """Ask the run to end: the steps that have begun are completed, and the run is saved."""
         self._enqueue(ev.StopRequested())
 
     async def _loop(self) -> None:
         while self._reason is None:
-            events = list(await self._events.get())
+            received = [await self._events.get()]
             while not self._events.empty():
-                events += self._events.get_nowait()
+                received.append(self._events.get_nowait())
             messages = WorkerMessages()
-            for event in events:
-                for instruction in self._state.handle(event):
-                    self._ledger.record_instruction(instruction)
-                    self._perform(instruction, messages)
+            for worker, events in received:
+                for event in events:
+                    # What a worker reports is recorded here, so that ledger and state are of one moment.
+                    known = event if worker is None else self._translate(worker, event)
+                    for instruction in self._state.handle(known):
+                        self._ledger.record_instruction(instruction)
+                        self._perform(instruction, messages)
             self._send(messages)
+
+    async def _request_checkpoints(self) -> None:
+        """Ask for a checkpoint whenever the last one is old enough."""
+        while self._save_seconds is not None:
+            await asyncio.sleep(max(0.05, self._saving.saved_at + self._save_seconds - time.monotonic()))
+            if time.monotonic() >= self._saving.saved_at + self._save_seconds:
+                self._enqueue(ev.CheckpointDue())
+                await self._saving.wait_for_next()
 
     def _enqueue(self, *events: ev.Event) -> None:
         self._events.put_nowait(events)
