@@ -24,6 +24,10 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """How libraries that are written in Rust (safetensors, tokenizers) report an error of the system."""
 
 
+class WriteError(RunError):
+    """Files cannot be written: the disk is full, read-only or gone."""
+
+
 def sync(path: Path) -> None:
     """Wait until a file's content, or a directory's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -42,7 +46,7 @@ def file_checksum(path: Path) -> FileChecksum:
     return size, f"{crc:08x}"
 
 
-def write_error(directory: Path, error: BaseException) -> RunError | None:
+def write_error(directory: Path, error: BaseException) -> WriteError | None:
     """Return what to raise in place of an error of the system while files were written.
 
     Args:
@@ -57,7 +61,7 @@ def write_error(directory: Path, error: BaseException) -> RunError | None:
         if number in _FULL
         else "make it writable, or set out to another directory"
     )
-    return RunError(f"{directory} cannot be written: {os.strerror(number)}; {fix}")
+    return WriteError(f"{directory} cannot be written: {os.strerror(number)}; {fix}")
 
 
 def _library_errno(error: BaseException) -> int | None:

@@ -18,7 +18,7 @@ from hflow.cli import (
     serve_command,
     size_command,
 )
-from hflow.cli.exit_codes import INTERRUPTED, USER_ERROR, StoppedByUser
+from hflow.cli.exit_codes import INTERRUPTED, RESUMABLE, USER_ERROR, RunStopped, StoppedByUser
 from hflow.errors import HflowError
 
 
@@ -120,11 +120,13 @@ app.command(epilog=_examples("doctor"))(doctor_command.doctor)
 
 
 def main() -> None:
-    """Run the command line. Errors of the user are printed in one line, with exit code 2; Ctrl-C has 130."""
+    """Run the command line. Errors of the user are printed in one line, with exit code 2."""
     try:
         app()
     except HflowError as error:
         _stop(str(error), USER_ERROR)
+    except RunStopped:
+        raise SystemExit(RESUMABLE) from None
     except StoppedByUser:
         raise SystemExit(INTERRUPTED) from None
     except SystemExit as stop:

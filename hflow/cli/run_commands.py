@@ -11,7 +11,7 @@ from rich.text import Text
 
 from hflow import launch
 from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, split_recipe
-from hflow.cli.exit_codes import DIFFERENT, StoppedByUser
+from hflow.cli.exit_codes import DIFFERENT, RunStopped
 from hflow.errors import ConfigError
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import render_twin
@@ -23,6 +23,10 @@ PLAN = (
     "Run exactly the plan in a plan file or a run's directory. It is an error if the recipe's plan has "
     "changed. Name RECIPE only if its file has moved."
 )
+RESUME = (
+    "Continue a run from its last checkpoint: the run's directory, NAME for the latest run in runs/NAME, or "
+    "the directory of a checkpoint. Overrides such as steps=500 change its configuration."
+)
 LAYOUT = (
     "Layout to compare, such as d2t2p1, for all models on the megatron backend. Repeat the option for "
     "several. Default: all pairs of axes, and all three axes."
@@ -33,6 +37,9 @@ def run(
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
     plan: Annotated[str | None, typer.Option("--plan", metavar="FILE", help=PLAN, show_default=False)] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN", help=RESUME, show_default=False)
+    ] = None,
     cfg: Annotated[
         bool, typer.Option("--cfg", help="Print the whole configuration instead of running.")
     ] = False,
@@ -46,7 +53,14 @@ def run(
     ] = None,
 ) -> None:
     """Run a recipe. Results are in OUT/NAME/TIME; OUT/NAME/latest is the newest run."""
-    if plan is not None:
+    if resume is not None:
+        if plan is not None or cfg:
+            raise ConfigError("--resume continues the plan of the run; remove --plan and --cfg")
+        recipe, changes = split_recipe(recipe, overrides or [])
+        if recipe is not None:
+            raise ConfigError(f"--resume continues the recipe of the run; remove {recipe}")
+        _finish(launch.resume(resume, changes, live))
+    elif plan is not None:
         recipe, changes = split_recipe(recipe, overrides or [])
         if cfg:
             print_text(launch.compose_plan_file(plan, changes))
@@ -89,7 +103,8 @@ def _finish(summary: RunSummary) -> None:
     """Print the summary of a run."""
     show(summary.render())
     if summary.reason == STOPPED:
-        raise StoppedByUser
+        print_text(f"to continue: hflow run --resume {summary.directory}")
+        raise RunStopped
 
 
 def _print_progress(line: str) -> None:

@@ -199,7 +199,14 @@ class RunConfig:
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     """How far generation may run ahead of training."""
     save_every: StrictInt = Field(default=0, ge=0)
-    """Training steps between two checkpoints; 0 saves only at the end."""
+    """Training steps between two checkpoints; 0: only `save_minutes` and the end of the run decide."""
+    save_minutes: StrictFloat = Field(default=10.0, ge=0)
+    """Minutes between two checkpoints, besides those of `save_every`; 0: there are no others."""
+    keep_checkpoints: StrictInt | None = Field(default=2, ge=1)
+    """Number of the newest checkpoints to keep; null: all."""
+    keep_best: str | None = None
+    """A metric of `metrics.jsonl`, such as `eval_gen/reward`, whose highest value chooses a checkpoint that
+    is kept too, as `checkpoints/best`; with a `-` before the name the lowest. It needs `save_every`."""
     report: ReportConfig = Field(default_factory=ReportConfig)
     """What the run shows while it runs."""
     workers: Literal["ray", "inproc"] = "ray"

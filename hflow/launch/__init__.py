@@ -37,6 +37,7 @@ __all__ = [
     "plan",
     "plan_file_text",
     "profile",
+    "resume",
     "run",
     "run_plan",
     "samples",
@@ -85,6 +86,22 @@ def run_plan(
     from hflow.launch.run_recipe import run_compiled
 
     return run_compiled(compile_plan_file(file, recipe, overrides), live)
+
+
+def resume(run: str | Path, overrides: Sequence[str] = (), live: bool | None = None) -> RunSummary:
+    """Continue a run from its last checkpoint, in its own directory.
+
+    Args:
+        run: a run's directory, NAME for the latest run in `runs/NAME`, or the directory of a checkpoint.
+        overrides: configuration to change, such as `steps=500`.
+        live: as for `run`.
+
+    Raises:
+        HflowError: as `run`, and if the run cannot continue.
+    """
+    from hflow.launch.run_recipe import resume_run
+
+    return resume_run(str(run), overrides, live)
 
 
 def serve(

@@ -15,6 +15,7 @@ from hflow.report.live import Display, LiveRow
 from hflow.report.live_rollout import Lags, RolloutView
 from hflow.runtime.events import Refusal
 from hflow.runtime.execution import step_metrics as metrics
+from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.trace import Trace
 from hflow.runtime.state import run_state
@@ -35,6 +36,7 @@ class RunObserver:
         trace: receives every span.
         display: shows some of the metrics.
         report: which metrics these are, and what to warn of; None: the defaults.
+        checkpoints: learns the metrics, of which one may choose the best checkpoint.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class RunObserver:
         trace: Trace,
         display: Display,
         report: ReportConfig | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         report = report or ReportConfig()
         self._shown_metrics = ShownMetrics(plan, report.show)
@@ -53,6 +56,7 @@ class RunObserver:
         self._log = log
         self._trace = trace
         self._display = display
+        self._checkpoints = checkpoints
         self._seconds_per_step = 0.0
         self._tokens_per_second = 0.0
         self._step = 0
@@ -69,12 +73,11 @@ class RunObserver:
         average = self._seconds_per_step
         self._seconds_per_step = SMOOTHING * average + (1 - SMOOTHING) * seconds if average else seconds
         self._tokens_per_second = values.get(metrics.TOKENS_PER_SECOND.name, 0.0)
-        self._log.write(self._step, values)
+        self._write(self._step, values)
         self._rollout.add_step(values)
         self._show(values)
         for warning in self._engine_gap.check(self._step, values):
-            self.warnings.append(warning)
-            self._display.note(warning)
+            self.on_warning(warning)
 
     def on_rollout(self, values: Mapping[str, float]) -> None:
         """Show the present state of generation, while a step is under way."""
@@ -83,7 +86,7 @@ class RunObserver:
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Log an evaluation and show it."""
-        self._log.write(step, values)
+        self._write(step, values)
         if values:
             self._show(values)
 
@@ -94,9 +97,22 @@ class RunObserver:
             counted = metrics.REFUSED.member(reason)
             self._display.note(f"{node} refused a sample ({reason}): {message}; more count as {counted}")
 
+    def on_checkpoint(self, steps: int) -> None:
+        """Receive that a checkpoint is on disk. The summary names the last one."""
+
+    def on_warning(self, warning: str) -> None:
+        """Show a warning, and keep it for the summary."""
+        self.warnings.append(warning)
+        self._display.note(warning)
+
     def on_span(self, worker: int, span: Span) -> None:
         """Keep a span for the trace."""
         self._trace.add(worker, span)
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        self._log.write(step, values)
+        if self._checkpoints is not None:
+            self._checkpoints.add_values(step, values)
 
     def _show(self, values: Mapping[str, float]) -> None:
         shown = self._shown_metrics.pick(values)

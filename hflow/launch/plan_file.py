@@ -125,16 +125,14 @@ def compile_plan_file(
         RecipeError: if there is no recipe.
     """
     file = read_plan_file(path)
-    recipe_file, config = _recipe_file(file, recipe), file.configuration(overrides)
+    source, config = recipe_file(file, recipe), file.configuration(overrides)
     try:
-        compiled = compile_recipe(
-            recipe_file, config=config, engines=file.engines, candidates=file.candidates
-        )
+        compiled = compile_recipe(source, config=config, engines=file.engines, candidates=file.candidates)
     except (ConfigError, PlanError, RecipeError) as error:
         raise PlanError(f"{file.path} is out of date: {error}") from error
     diff = diff_plans(file.rows, to_json(compiled.plan))
     if diff.decided:
-        command = shlex.join(["hflow", "plan", "--diff", str(file.path), str(recipe_file), *overrides])
+        command = shlex.join(["hflow", "plan", "--diff", str(file.path), str(source), *overrides])
         others = and_more(len(diff.decided) - 1)
         raise PlanError(f"{file.path} is out of date: {diff.decided[0]}{others}; see `{command}`")
     return compiled
@@ -169,7 +167,12 @@ def _is_recipe(operand: str) -> bool:
     return Path(operand).suffix == ".py"
 
 
-def _recipe_file(file: PlanFile, recipe: str | Path | None) -> Path:
+def recipe_file(file: PlanFile, recipe: str | Path | None = None) -> Path:
+    """Return the recipe of a plan file.
+
+    Raises:
+        RecipeError: if it is not where the plan was made.
+    """
     path = Path(file.recipe if recipe is None else recipe)
     if path.is_file():
         return path

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hflow.backends.hf_config import max_length, read_config
+from hflow.config import RunConfig
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import BackendError, ConfigError, NotYetError
 from hflow.graph.ir import NodeSpec
@@ -30,6 +31,19 @@ def refuse_unrunnable(compiled: Compiled) -> None:
         problem = descriptor(replica.backend).find_problem(compiled.plan.cluster.device)
         if problem is not None:
             raise BackendError(f"{replica.name} uses {replica.backend}, but {problem}")
+
+
+def check_saving(config: RunConfig) -> None:
+    """Check that checkpoints are taken when the metric is known that chooses the best of them.
+
+    Raises:
+        ConfigError: if they are not.
+    """
+    if config.keep_best is not None and not config.save_every:
+        raise ConfigError(
+            f"keep_best={config.keep_best} needs checkpoints of the steps at which it is known; set save_every "
+            "to the `every` of the evaluation"
+        )
 
 
 def check_models(compiled: Compiled, setup: WorkerSetup) -> None:

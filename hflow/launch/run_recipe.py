@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hflow.config import to_yaml
+from hflow.errors import HflowError
 from hflow.launch.compile import Compiled
 from hflow.launch.observer import RunObserver
 from hflow.launch.plan_file import plan_file_text
-from hflow.launch.preflight import check_models, refuse_unrunnable
+from hflow.launch.preflight import check_models, check_saving, refuse_unrunnable
+from hflow.launch.resume import ResumedRun, ResumePoint, find_resumed, resumed_setup
 from hflow.launch.shown_metrics import builtin_metrics
+from hflow.launch.stop_signals import StopSignals
 from hflow.launch.worker_setup import make_setup, make_workers, open_rows
 from hflow.planner.backends import factories
-from hflow.planner.graph_queries import saved_models
 from hflow.report.live import Display, open_display
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.checkpoint import Checkpoints
@@ -31,6 +32,7 @@ from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.trace import Trace
 from hflow.runtime.ledger import Ledger, make_header
+from hflow.runtime.ledger.ledger import rewind
 from hflow.workers.interface import Workers, WorkerSetup
 from hflow.workers.process_setup import freeze_gc
 
@@ -63,23 +65,77 @@ def run_compiled(
     Raises:
         HflowError: for any error that a user can fix, before or during the run.
     """
+    check_saving(compiled.config)
     refuse_unrunnable(compiled)
-    return asyncio.run(_run(compiled, live, environment or RunEnvironment()))
+    return asyncio.run(_run(compiled, live, environment or RunEnvironment(), None))
 
 
-async def _run(compiled: Compiled, live: bool | None, environment: RunEnvironment) -> RunSummary:
-    """Check data and models before the run's directory is created, so that early errors leave none."""
+def resume_run(
+    run: str,
+    overrides: Sequence[str] = (),
+    live: bool | None = None,
+    environment: RunEnvironment | None = None,
+) -> RunSummary:
+    """Continue a run from its last checkpoint, in its own directory.
+
+    Args:
+        run: a run's directory, NAME for the latest run in `runs/NAME`, or the directory of a checkpoint.
+        overrides: configuration to change, such as `steps=500`.
+        live: as for `run_compiled`.
+        environment: as for `run_compiled`.
+
+    Raises:
+        HflowError: as `run_compiled`, and if the run cannot continue.
+    """
+    resumed = find_resumed(run, overrides)
+    check_saving(resumed.compiled.config)
+    refuse_unrunnable(resumed.compiled)
+    return asyncio.run(_run(resumed.compiled, live, environment or RunEnvironment(), resumed))
+
+
+async def _run(
+    compiled: Compiled, live: bool | None, environment: RunEnvironment, resumed: ResumedRun | None
+) -> RunSummary:
+    """Check data and models before the run's directory is created or changed."""
+    point = resumed.point if resumed else None
     rows, setup = open_rows(compiled), make_setup(compiled, environment.factories)
+    if point is not None:
+        setup = resumed_setup(setup, compiled, point)
     workers = make_workers(compiled, environment.processes)
     check_models(compiled, setup)
-    directory = _create_directory(compiled)
+    directory = (
+        resumed.directory if resumed else RunDirectory.create(compiled.config.out, compiled.config.name)
+    )
     setup = replace(setup, weights_directory=str(directory.weights.resolve()))
     console = Console(quiet=True) if environment.is_quiet else None
-    opened = open_display(compiled.config.name, live, console)
-    with opened as display, _observer(compiled, directory, display) as observer:
-        display.note(f"{compiled.config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")
-        async with _started(workers, setup):
-            summary = await _execute(compiled, workers, rows, directory, observer, display)
+    with directory.locked():
+        _prepare(directory, compiled, resumed)
+        config = compiled.config
+        checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints, config.keep_best)
+        checkpoints.drop_unfinished()
+        with (
+            open_display(config.name, live, console) as display,
+            _observer(compiled, directory, display, checkpoints) as observer,
+        ):
+            display.note(f"{config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")
+            for line in _checkpoint_notes(compiled, resumed):
+                display.note(line)
+            signals = StopSignals(display.note)
+            try:
+                async with _started(workers, setup):
+                    summary = await _execute(
+                        compiled, workers, rows, directory, observer, checkpoints, signals, point
+                    )
+            except asyncio.CancelledError:
+                if not signals.is_requested:
+                    raise
+                summary = _stopped_early(compiled, directory, point)
+            except HflowError:
+                display.note(_resume_hint(directory, checkpoints))
+                raise
+            finally:
+                signals.remove()
+                checkpoints.drop_unfinished()
     directory.write_summary(summary.to_json())
     return summary
 
@@ -90,22 +146,30 @@ async def _execute(
     rows: dict[str, DatasetRows],
     directory: RunDirectory,
     observer: RunObserver,
-    display: Display,
+    checkpoints: Checkpoints,
+    signals: StopSignals,
+    point: ResumePoint | None,
 ) -> RunSummary:
-    saved = saved_models(compiled.graph)
-    checkpoints = Checkpoints(directory.checkpoints, saved)
+    config = compiled.config
     with Ledger(directory.ledger, make_header(compiled.plan)) as ledger:
-        executor = Executor(compiled.plan, workers, rows, observer, checkpoints, ledger, compiled.config.seed)
+        executor = Executor(
+            compiled.plan,
+            workers,
+            rows,
+            observer,
+            checkpoints,
+            ledger,
+            config.seed,
+            (point.saved, point.path) if point else None,
+            60 * config.save_minutes or None,
+        )
         start = time.monotonic()
-        with _stop_on_interrupt(executor.stop, display):
-            outcome = await executor.run()
+        signals.stop_by(executor.stop)
+        outcome = await executor.run()
         seconds = time.monotonic() - start
-        if outcome.steps and checkpoints.last != outcome.steps:
-            for model in saved:
-                await executor.save(model, outcome.steps)
         samples = ledger.close(outcome.reason)
     return RunSummary(
-        name=compiled.config.name,
+        name=config.name,
         directory=directory.path,
         steps=outcome.steps,
         seconds=seconds,
@@ -117,19 +181,59 @@ async def _execute(
     )
 
 
-def _create_directory(compiled: Compiled) -> RunDirectory:
-    directory = RunDirectory.create(compiled.config.out, compiled.config.name)
+def _prepare(directory: RunDirectory, compiled: Compiled, resumed: ResumedRun | None) -> None:
+    """Write the configuration and the plan; take a run that continues back to its checkpoint."""
+    if resumed is not None:
+        point = resumed.point
+        if directory.ledger.is_file():
+            rewind(directory.ledger, point.steps if point else 0, point.saved.ledger_position if point else 0)
+        directory.keep_trace()
     directory.config.write_text(to_yaml(compiled.config), encoding="utf-8")
     directory.plan.write_text(plan_file_text(compiled) + "\n", encoding="utf-8")
-    return directory
+
+
+def _checkpoint_notes(compiled: Compiled, resumed: ResumedRun | None) -> Iterator[str]:
+    """Yield what is saved and kept, and where a resumed run continues."""
+    config = compiled.config
+    if resumed is not None:
+        steps = resumed.point.steps if resumed.point else 0
+        where = f"continues after step {steps}" if steps else "was never saved and begins again"
+        change = f"; {resumed.diff.verdict}" if resumed.diff.decided else ""
+        yield f"the run {where}{change}"
+    times = [f"every {config.save_minutes:g} minutes"] * bool(config.save_minutes)
+    times += [f"every {config.save_every} steps"] * bool(config.save_every)
+    kept = "all are" if config.keep_checkpoints is None else f"the last {config.keep_checkpoints} are"
+    best = f", and the best by {config.keep_best.removeprefix('-')}" if config.keep_best else ""
+    yield f"checkpoints {', '.join([*times, 'and at the end' if times else 'at the end'])}; {kept} kept{best}"
+
+
+def _resume_hint(directory: RunDirectory, checkpoints: Checkpoints) -> str:
+    """Return which step is safe, and how to continue from there."""
+    saved = "nothing is saved yet" if checkpoints.last is None else f"step {checkpoints.last} is saved"
+    return f"{saved}; to continue: hflow run --resume {directory.path}"
+
+
+def _stopped_early(compiled: Compiled, directory: RunDirectory, point: ResumePoint | None) -> RunSummary:
+    """Return the summary of a run that was stopped before its first step."""
+    return RunSummary(
+        name=compiled.config.name,
+        directory=directory.path,
+        steps=point.steps if point else 0,
+        seconds=0.0,
+        reason="stopped",
+        plan_digest=compiled.plan.digest,
+        samples={},
+    )
 
 
 @contextmanager
-def _observer(compiled: Compiled, directory: RunDirectory, display: Display) -> Iterator[RunObserver]:
+def _observer(
+    compiled: Compiled, directory: RunDirectory, display: Display, checkpoints: Checkpoints
+) -> Iterator[RunObserver]:
     trace = Trace()
     with closing(MetricsLog(directory.metrics, directory.tensorboard, builtin_metrics())) as log:
         try:
-            yield RunObserver(compiled.plan, log, trace, display, compiled.config.report)
+            yield RunObserver(compiled.plan, log, trace, display, compiled.config.report, checkpoints)
         finally:
             trace.write(directory.trace)
 
@@ -144,20 +248,3 @@ async def _started(workers: Workers, setup: WorkerSetup) -> AsyncIterator[None]:
         await workers.close()
         # A worker that died may have left files.
         shutil.rmtree(setup.weights_directory, ignore_errors=True)
-
-
-@contextmanager
-def _stop_on_interrupt(stop: Callable[[], None], display: Display) -> Iterator[None]:
-    """Stop gracefully at the first Ctrl-C; the second raises KeyboardInterrupt as usual."""
-    loop = asyncio.get_running_loop()
-
-    def on_interrupt() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        display.note("stopping: running work finishes and is saved; press Ctrl-C again to stop at once")
-        stop()
-
-    loop.add_signal_handler(signal.SIGINT, on_interrupt)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)

@@ -18,6 +18,7 @@ from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.ir import EdgeRule, Plan
 from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.node_execution import NodeExecution, output_fields
+from hflow.runtime.execution.sample_release import SampleRelease
 from hflow.runtime.execution.step_metrics import (
     BATCH_SAMPLES,
     BATCH_TOKENS,
@@ -62,6 +63,7 @@ class BatchRunner:
         observer: receives the metrics of evaluations.
         metrics: receives those of steps.
         node_execution: runs single nodes.
+        release: frees data.
     """
 
     def __init__(
@@ -71,12 +73,14 @@ class BatchRunner:
         observer: Observer,
         metrics: StepMetrics,
         node_execution: NodeExecution,
+        release: SampleRelease,
     ) -> None:
         self._plan = plan
         self._workers = workers
         self._observer = observer
         self._metrics = metrics
         self._node_execution = node_execution
+        self._sample_release = release
         self._num_steps = plan.schedule.num_steps
         self._nodes = {node.name: node for node in plan.schedule.nodes}
         self._rules = {rule.consumer: rule for rule in _batch_rules(plan)}
@@ -143,7 +147,7 @@ class BatchRunner:
         samples_of = self.locations[batch.stream].drop_fields(fields, batch.samples)
         await asyncio.gather(
             *(
-                self._workers.release(worker, samples, batch.stream, fields)
+                self._sample_release.release(worker, samples, batch.stream, fields)
                 for worker, samples in samples_of.items()
             )
         )
@@ -198,7 +202,7 @@ class BatchRunner:
         del self._batches[batch.stream, batch.step]
         await asyncio.gather(
             *(
-                self._workers.release(worker, samples, batch.stream, None)
+                self._sample_release.release(worker, samples, batch.stream, None)
                 for worker, samples in samples_of.items()
             )
         )

@@ -1,7 +1,7 @@
 """Checkpoints of a run.
 
-Invariant: a directory `step-N` is complete. A checkpoint is written to a hidden directory; when all of it is on
-disk, its manifest is written, and the directory is renamed.
+Invariant: a directory `step-N` is complete. A checkpoint is written to a hidden directory; when all of it is
+on disk, its manifest is written, and the directory is renamed.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class Checkpoints:
     def last(self) -> int | None:
         """Completed steps of the newest checkpoint."""
         return max(self.steps, default=None)
+
+    def describe(self) -> str:
+        """Return the directory of the newest checkpoint, or `none`."""
+        return "none" if self.last is None else str(self.path(self.last))
 
     def begin(self, step: int, part: str) -> Path:
         """Return the empty directory to which a part of a checkpoint is to be saved."""
@@ -110,8 +114,9 @@ class Checkpoints:
 
     def add_values(self, step: int, values: Mapping[str, float]) -> None:
         """Note the metrics of a number of completed steps, one of which may choose the best checkpoint."""
-        if self._metric in values and math.isfinite(values[self._metric]):
-            self._values[step] = self._sign * values[self._metric]
+        value = values.get(self._metric or "")
+        if value is not None and math.isfinite(value):
+            self._values[step] = self._sign * value
             self._prune()
 
     def _prune(self) -> None:
@@ -139,7 +144,9 @@ def verify_checkpoint(directory: Path) -> int:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         number, step, files = manifest["format"], int(manifest["step"]), dict(manifest["files"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RunError(f"{directory} is not a complete checkpoint: {MANIFEST}: {error}; use another") from None
+        raise RunError(
+            f"{directory} is not a complete checkpoint: {MANIFEST}: {error}; use another"
+        ) from None
     if number != FORMAT:
         raise RunError(f"{directory} has format {number}, but this version of hflow reads format {FORMAT}")
     for name, expected in files.items():

@@ -10,9 +10,11 @@ at a time in the order in which they arrive.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hflow.errors import RunError
@@ -25,10 +27,14 @@ from hflow.runtime.execution.engine_control import EngineControl
 from hflow.runtime.execution.node_execution import NodeExecution
 from hflow.runtime.execution.rebalance import Rebalancer
 from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
+from hflow.runtime.execution.run_saving import RunSaving
+from hflow.runtime.execution.sample_release import SampleRelease
+from hflow.runtime.execution.saved_run import SavedRun
 from hflow.runtime.execution.step_metrics import Observer, StepMetrics
 from hflow.runtime.execution.streaming_runner import StreamingRunner
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.state.run_state import RunState
+from hflow.runtime.state.snapshot import RunSnapshot
 from hflow.workers.interface import (
     ComputeOrder,
     ComputeReady,
@@ -69,7 +75,7 @@ class Executor:
         checkpoints: the directory that the run is saved to.
         ledger: records what happens to each sample.
         seed: seed of the run.
-        saved: the checkpoint that the run continues from; None: it begins.
+        saved: the checkpoint that the run continues from, and its directory; None: it begins.
         save_seconds: time between two checkpoints besides those of the plan; None: there are no others.
     """
 
@@ -82,19 +88,19 @@ class Executor:
         checkpoints: Checkpoints,
         ledger: Ledger,
         seed: int,
-        saved: SavedRun | None = None,
+        saved: tuple[SavedRun, Path] | None = None,
         save_seconds: float | None = None,
     ) -> None:
         self._plan = plan
         self._workers = workers
         self._observer = observer
-        self._checkpoints = checkpoints
         self._ledger = ledger
         self._saved = saved
         self._save_seconds = save_seconds
-        snapshot = saved.snapshot if saved else None
+        snapshot = saved[0].snapshot if saved else None
         self._state = RunState(plan.schedule, snapshot)
-        self._events: asyncio.Queue[tuple[ev.Event, ...]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int | None, Sequence[Any]]] = asyncio.Queue()
+        """Events of the run (worker None), and what workers report, in the order of arrival."""
         self._streams = {stream.name: stream for stream in plan.schedule.streams}
         self._stream_of_source = {stream.source: stream.name for stream in plan.schedule.streams}
         self._nodes = {node.name: node for node in plan.schedule.nodes}
@@ -112,7 +118,7 @@ class Executor:
         rebalancer = Rebalancer(plan, workers, self._placer, self._stream_states)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         metrics = StepMetrics(*_num_engines_and_trainers(plan))
-        node_states = saved.node_states if saved else {}
+        node_states = saved[0].node_states if saved else {}
         node_execution = NodeExecution(plan, workers, observer, metrics, ledger, seed, node_states)
         self._metrics = metrics
         self._release = SampleRelease(workers)
@@ -120,7 +126,7 @@ class Executor:
         self._streaming = StreamingRunner(plan, workers, node_execution, self._batches.locations, ledger)
         self._engines = EngineControl(plan, workers, observer, metrics, ledger, self._placer, rebalancer)
         self._saving = RunSaving(
-            plan, workers, observer, metrics, checkpoints, self._placer, node_execution, self._release
+            plan, workers, observer, metrics, checkpoints, self._placer, node_execution, self._release, ledger
         )
         self._num_steps_done = snapshot.steps if snapshot else 0
         self._reason: str | None = None
@@ -139,8 +145,8 @@ class Executor:
                 endless = [self._spawn(self._poll(w)) for w in range(self._plan.cluster.num_devices)]
                 endless.append(self._spawn(self._request_checkpoints()))
                 if self._saved is not None:
-                    await self._saving.restore(self._saved, self._batches.locations)
-                self._enqueue_now(ev.Started())
+                    await self._saving.restore(*self._saved, self._batches.locations)
+                self._enqueue(ev.Started())
                 await self._loop()
                 for task in endless:
                     task.cancel()
@@ -174,10 +180,10 @@ class Executor:
             await asyncio.sleep(max(0.05, self._saving.saved_at + self._save_seconds - time.monotonic()))
             if time.monotonic() >= self._saving.saved_at + self._save_seconds:
                 self._enqueue(ev.CheckpointDue())
-                await self._saving.wait_for_next()
+                await self._saving.wait_until_taken()
 
     def _enqueue(self, *events: ev.Event) -> None:
-        self._events.put_nowait(events)
+        self._events.put_nowait((None, events))
 
     async def _enqueue_result(self, work: Awaitable[Sequence[ev.Event]]) -> None:
         self._enqueue(*await work)
@@ -198,7 +204,7 @@ class Executor:
             self._metrics.add_report(report)
             for span in report.spans:
                 self._observer.on_span(worker, span)
-            self._enqueue(*(self._translate(worker, event) for event in report.events))
+            self._events.put_nowait((worker, report.events))
             if values := self._metrics.refresh(self._state.rollout_counts):
                 self._observer.on_rollout(values)
 
@@ -209,6 +215,7 @@ class Executor:
                 self._ledger.record_result(event)
                 if event.sample not in self._stream_states[event.stream].abandoned:
                     self._batches.locations[event.stream].add_sample(event.sample, worker, event.length)
+                    self._saving.add_finished(event)
                     self._metrics.add_sample(event, is_trained=self._is_trained(event.stream))
                 self._release_engine(event.stream, event.sample)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
@@ -253,6 +260,8 @@ class Executor:
                 self._spawn(self._enqueue_result(self._engines.sleep(replica, level)))
             case ev.StepDone(step):
                 self._spawn(self._close_step(step))
+            case ev.TakeCheckpoint(snapshot):
+                self._take_checkpoint(snapshot)
             case ev.Finish(reason, error):
                 if error:
                     raise RunError(reason)
@@ -264,9 +273,12 @@ class Executor:
         if row is None:
             self._enqueue(ev.Exhausted(stream, group))
             return
-        worker = self._placer.place(stream, group, len(samples))
-        self._ledger.record_issued(instruction, row, worker, self._state.parts.engine_version(stream))
-        messages.groups[worker].append(GroupOrder(stream, group, row, samples))
+        if instruction.is_continued:
+            worker, journals = self._placer.home(stream, group), self._saving.journals(stream, samples)
+        else:
+            worker, journals = self._placer.place(stream, group, len(samples)), None
+            self._ledger.record_issued(instruction, row, worker, self._state.parts.engine_version(stream))
+        messages.groups[worker].append(GroupOrder(stream, group, row, samples, journals))
 
     def _add_compute(self, messages: WorkerMessages, node: str, key: int, samples: tuple[int, ...]) -> None:
         stream = self._streams[self._nodes[node].stream]
@@ -278,6 +290,7 @@ class Executor:
         self._metrics.add_refused(instruction.reason, len(samples))
         if self._is_trained(stream):
             self._metrics.staleness.forget(samples)
+        self._saving.forget(stream, samples)
         self._observer.on_refusal(instruction.node, instruction.reason, instruction.message)
         home = self._placer.home(stream, group)
         self._placer.refused(stream, group, len(samples))
@@ -290,7 +303,7 @@ class Executor:
         samples_of = {**locations.workers_of(samples), home: samples}
         locations.forget(samples)
         await asyncio.gather(
-            *(self._workers.release(worker, ids, stream, None) for worker, ids in samples_of.items())
+            *(self._release.release(worker, ids, stream, None) for worker, ids in samples_of.items())
         )
 
     # Batches
@@ -302,6 +315,7 @@ class Executor:
         else:
             self._metrics.add_values(step, self._metrics.staleness.take_batch(samples, step))
         self._placer.bound(stream.name, instruction.groups)
+        self._saving.forget(stream.name, samples)
         batch = StepBatch(stream.name, step, samples, instruction.groups, stream.group_size)
         self._batches.add_batch(batch)
         summary = self._spawn(self._batches.summarize(batch, is_evaluation))
@@ -325,26 +339,13 @@ class Executor:
 
     # Saving
     async def _run_save(self, node: str, step: int) -> None:
-        model = node.removeprefix(SAVE_PREFIX)
-        directory = str(self._checkpoints.begin(step + 1, model))
-        await self._workers.save(model, directory)
+        await self._saving.copy_model(node.removeprefix(SAVE_PREFIX), step + 1)
         self._enqueue(ev.NodeDone(node, step))
-        await self._finish_save(model, step + 1, directory)
 
-    async def save(self, model: str, steps: int) -> None:
-        """Save a model as it is after `steps` completed steps."""
-        directory = str(self._checkpoints.begin(steps, model))
-        await self._workers.save(model, directory)
-        await self._finish_save(model, steps, directory)
-
-    async def _finish_save(self, model: str, steps: int, directory: str) -> None:
-        """Wait until a model is on disk, while the run continues."""
-        try:
-            await self._workers.finish_save(model, directory)
-        except Exception:
-            self._checkpoints.drop(steps)
-            raise
-        self._checkpoints.done(steps, model)
+    def _take_checkpoint(self, snapshot: RunSnapshot) -> None:
+        progress = self._state.parts.progress
+        is_last = progress.is_stopping or snapshot.steps == progress.num_steps
+        self._spawn(self._saving.take(snapshot, is_last=is_last))
 
 
 def _num_engines_and_trainers(plan: Plan) -> tuple[int, int]:

@@ -39,6 +39,10 @@ class NodeExecution:
         metrics: receives the time that devices worked.
         ledger: records the numbers that nodes give to samples.
         seed: seed of the run, for the order of minibatches.
+        states: node -> JSON of its `State` before its first call in this run.
+
+    Attributes:
+        states: node -> JSON of its `State`.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class NodeExecution:
         metrics: StepMetrics,
         ledger: Ledger,
         seed: int,
+        states: Mapping[str, str],
     ) -> None:
         self._plan = plan
         self._workers = workers
@@ -56,6 +61,7 @@ class NodeExecution:
         self._metrics = metrics
         self._ledger = ledger
         self._seed = seed
+        self.states = dict(states)
         self._rules = {rule.consumer: rule for rule in plan.rules}
         self._cuts = dict(plan.cuts)
 
@@ -106,6 +112,8 @@ class NodeExecution:
         for result in results:
             locations.add_outputs(fields, result.samples, result.worker)
             self._ledger.record_result(result)
+            if result.state is not None:
+                self.states[node] = result.state
             self._observer.on_span(result.worker, result.span)
             if uses_devices:
                 self._metrics.add_device_seconds(result.worker, result.span.end - result.span.start)

@@ -3,14 +3,18 @@
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     config.yaml  plan.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json
     tensorboard/  weights/ (while it runs: weights that engines load from disk)
-    checkpoints/step-280/MODEL/    checkpoints/latest -> step-280
+    checkpoints/step-280/MODEL/    checkpoints/latest -> step-280    checkpoints/best -> step-240
+    trace-1.json (of the part before the run was resumed)  lock (while it runs)
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +53,33 @@ class RunDirectory:
         run.checkpoints.mkdir()
         replace_link(parent / "latest", path.name)
         return run
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs out of the directory.
+
+        Raises:
+            ConfigError: while a run uses it.
+        """
+        with (self.path / "lock").open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise ConfigError(
+                    f"the run in {self.path} is still going (process {file.read().strip()}); stop it before "
+                    "you resume it"
+                ) from None
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
+
+    def keep_trace(self) -> None:
+        """Rename the trace of the run's last part, so that the next part can write its own."""
+        if self.trace.is_file():
+            number = 1 + sum(1 for _ in self.path.glob("trace-*.json"))
+            self.trace.rename(self.path / f"trace-{number}.json")
 
     @property
     def weights(self) -> Path:

@@ -1,4 +1,4 @@
-"""`SavedRun`: what the controller stores in a checkpoint, besides the models and samples that workers store."""
+"""`SavedRun`: what the controller stores in a checkpoint; workers store models and samples."""
 
 from __future__ import annotations
 

@@ -117,6 +117,14 @@ class Observer(Protocol):
         """Receive a refusal; `message` is the error of the node's body, or empty."""
         ...
 
+    def on_checkpoint(self, steps: int) -> None:
+        """Receive that a checkpoint of so many completed steps is on disk."""
+        ...
+
+    def on_warning(self, warning: str) -> None:
+        """Receive what the user should know, in one line."""
+        ...
+
     def on_span(self, worker: int, span: Span) -> None:
         """Receive the span of something that a worker did (-1: the controller)."""
         ...
@@ -145,6 +153,12 @@ class StepMetrics:
     def add_values(self, step: int, values: Mapping[str, float]) -> None:
         """Add values to a step's row."""
         self._rows.setdefault(step, {}).update(values)
+
+    def sum_values(self, step: int, values: Mapping[str, float]) -> None:
+        """Add numbers to those in a step's row."""
+        row = self._rows.setdefault(step, {})
+        for name, value in values.items():
+            row[name] = row.get(name, 0.0) + value
 
     def add_refused(self, reason: Refusal, num_samples: int) -> None:
         """Count samples that were refused or dropped."""

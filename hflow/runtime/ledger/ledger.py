@@ -77,6 +77,10 @@ class Ledger:
         """Wait until all records are in the file."""
         self._writer.flush()
 
+    def position(self) -> int:
+        """Write all records, and return the `seq` of the last one."""
+        return self._writer.position()
+
     # Ends
     def close(self, reason: str) -> dict[str, int]:
         """Close the ledger. Samples without an end are unused, for this reason.
@@ -112,32 +116,36 @@ class Ledger:
         self.close("done" if kind is None else "failed" if issubclass(kind, Exception) else "interrupted")
 
 
-def rewind(path: Path, step: int) -> None:
-    """Take a closed ledger back to `step` completed steps, for a run that continues from there.
+def rewind(path: Path, step: int, position: int) -> None:
+    """Take a closed ledger back to a checkpoint, for a run that continues from there.
 
     Samples that were admitted before keep their rows, and may still get an end. What came later does not
     belong to the run's history any more, and its ids may be issued again.
 
+    Args:
+        path: of the ledger.
+        step: completed steps of the checkpoint; 0 without one.
+        position: what `Ledger.position` returned when it was taken; 0 without one.
+
     Raises:
-        RunError: when the run has not completed that many steps.
+        RunError: when the run has not completed that many steps, or the file is damaged.
     """
     database = sqlite3.connect(path)
     try:
-        position = 0
-        if step:
-            where = f"step = ? AND {survives('steps')}"
-            last_seq = f"SELECT MAX(seq) FROM steps WHERE {where}"
-            (position,) = database.execute(last_seq, (step - 1,)).fetchone()
-            if position is None:
-                raise RunError(
-                    f"the run of {path} cannot continue from step {step}: it has not completed step "
-                    f"{step - 1}. Continue from an earlier checkpoint."
-                )
+        where = f"step = ? AND seq <= ? AND {survives('steps')}"
+        found = database.execute(f"SELECT 1 FROM steps WHERE {where}", (step - 1, position)).fetchone()
+        if step and not found:
+            raise RunError(
+                f"the run of {path} cannot continue from step {step}: it has not completed step "
+                f"{step - 1}. Continue from an earlier checkpoint."
+            )
         rows = RowBuilder(Header((), (), None), _last_seq(database))
         now = round(1e3 * (time.time() - _started_at(database)))
         rows.add(now, RunRewound(step, position))
         with database:
             database.execute("INSERT INTO rewinds VALUES (?, ?, ?, ?)", rows.take()["rewinds"])
+    except sqlite3.Error as error:
+        raise RunError(f"the ledger {path} is damaged: {error}; resume from a copy of the run") from error
     finally:
         database.close()
 

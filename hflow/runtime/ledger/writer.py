@@ -87,6 +87,11 @@ class Writer:
             time.sleep(0.001)
         self._check()
 
+    def position(self) -> int:
+        """Wait until everything that was put is in the file, and return the `seq` of the last row."""
+        self.flush()
+        return self._rows.seq
+
     def close(self) -> None:
         """Write what waits and end the thread. May be called twice.
 

@@ -1,0 +1,123 @@
+"""`hflow run --resume`: finds where a run goes on, and checks that it can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hflow.backends.interface import SHARDS
+from hflow.errors import ConfigError, PlanError, RunError
+from hflow.launch.compile import Compiled, compile_recipe
+from hflow.launch.find_run import find_run
+from hflow.launch.plan_file import PlanFile, read_plan_file, recipe_file
+from hflow.planner.diff import Effect, PlanDiff, diff_plans
+from hflow.planner.graph_queries import saved_models
+from hflow.planner.serialise import to_json
+from hflow.runtime.execution.checkpoint import Checkpoints, verify_checkpoint
+from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.execution.saved_run import SavedRun, read_saved_run
+from hflow.workers.interface import WorkerSetup
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint from which a run continues."""
+
+    path: Path
+    """Its directory."""
+    saved: SavedRun
+
+    @property
+    def steps(self) -> int:
+        """Completed steps."""
+        return self.saved.snapshot.steps
+
+
+@dataclass(frozen=True)
+class ResumedRun:
+    """A run that continues in its own directory."""
+
+    compiled: Compiled
+    directory: RunDirectory
+    point: ResumePoint | None
+    """None: the run was never saved, and begins again."""
+    diff: PlanDiff
+    """What differs from the plan that ran before."""
+
+
+def find_resumed(run: str, overrides: Sequence[str] = ()) -> ResumedRun:
+    """Find a run and the checkpoint from which it continues, and compile its recipe.
+
+    Args:
+        run: a run's directory, NAME for the latest run in `runs/NAME`, or the directory of a checkpoint.
+        overrides: configuration to change, such as `steps=500`.
+
+    Raises:
+        ConfigError: if there is no such run, or all its steps are done.
+        PlanError: if the recipe or the configuration differs in what cannot change.
+        RunError: if the checkpoint is damaged; names the file.
+    """
+    directory, checkpoint = _find(run)
+    file = read_plan_file(directory.plan)
+    compiled = _compile(file, overrides)
+    diff = diff_plans(file.rows, to_json(compiled.plan))
+    if diff.effect is Effect.REFUSE:
+        raise PlanError(f"the run in {directory.path} {diff.verdict}")
+    newest = Checkpoints(directory.checkpoints).last
+    if checkpoint is None and newest is not None:
+        checkpoint = Checkpoints(directory.checkpoints).path(newest)
+    if checkpoint is None:
+        return ResumedRun(compiled, directory, None, diff)
+    verify_checkpoint(checkpoint)
+    point = ResumePoint(checkpoint, read_saved_run(checkpoint))
+    if point.steps >= compiled.config.steps:
+        raise ConfigError(
+            f"the run in {directory.path} has completed its {point.steps} steps; to continue it, set more, "
+            f"such as steps={2 * point.steps}"
+        )
+    return ResumedRun(compiled, directory, point, diff)
+
+
+def resumed_setup(setup: WorkerSetup, compiled: Compiled, point: ResumePoint) -> WorkerSetup:
+    """Return the setup of workers that continue from a checkpoint.
+
+    Trained models load what was saved of them; all others are what they were, so that a reference model which
+    starts from the actor's first weights does so again.
+
+    Raises:
+        RunError: if the optimizer's state was not saved.
+    """
+    models = dict(setup.models)
+    for name in saved_models(compiled.graph):
+        path = point.path / name
+        if models[name].trainable and not (path / SHARDS).is_dir():
+            raise RunError(
+                f"{path} has no optimizer state ({SHARDS}/), so the run cannot continue; begin another with "
+                f"models.{name}.path={path}, and set models.{name}.save_optimizer=true"
+            )
+        models[name] = replace(
+            models[name], path=str(path.resolve()), architecture=None, resume=models[name].trainable
+        )
+    return replace(setup, models=models, node_states=point.saved.node_states)
+
+
+def _find(run: str) -> tuple[RunDirectory, Path | None]:
+    """Return the directory of a run, and that of a checkpoint if one is named."""
+    path = Path(run)
+    if path.parent.name == "checkpoints" and (path.parent.parent / "plan.json").is_file():
+        if not path.is_dir():
+            names = sorted(other.name for other in path.parent.glob("step-*"))
+            raise ConfigError(f"there is no checkpoint {path}; there are {', '.join(names) or 'none'}")
+        return RunDirectory(path.parent.parent), path.resolve()
+    directory = find_run(run, "plan.json")
+    return RunDirectory(directory.path.resolve()), None
+
+
+def _compile(file: PlanFile, overrides: Sequence[str]) -> Compiled:
+    return compile_recipe(
+        recipe_file(file),
+        config=file.configuration(overrides),
+        engines=file.engines,
+        candidates=file.candidates,
+    )

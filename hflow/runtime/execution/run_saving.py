@@ -1,0 +1,258 @@
+"""`RunSaving` writes the checkpoints of a run, and brings a run to the state of one.
+
+Models are copied on their devices, in the order of the run's other work; everything is written to disk while
+the run goes on. The data of samples is copied before anything of it may be freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hflow.durable_files import FileChecksum, WriteError
+from hflow.graph.ir import Level
+from hflow.metrics import declare
+from hflow.planner.data.data_locations import DataLocations
+from hflow.planner.data.group_placement import GroupPlacer
+from hflow.planner.graph_queries import saved_models
+from hflow.planner.ir import Plan
+from hflow.runtime.execution.checkpoint import Checkpoints
+from hflow.runtime.execution.node_execution import NodeExecution
+from hflow.runtime.execution.sample_release import SampleRelease
+from hflow.runtime.execution.saved_run import SAMPLES, SavedRun
+from hflow.runtime.execution.step_metrics import Observer, StepMetrics
+from hflow.runtime.execution.trace import CONTROLLER
+from hflow.runtime.ledger import Ledger
+from hflow.runtime.state.snapshot import RunSnapshot
+from hflow.workers.interface import NotSaved, SampleReady, SavedJournals, Span, Workers
+
+SAVE_STALL = declare("time/save_stall", "s", "time that training waited until models were copied for saving")
+
+
+class RunSaving:
+    """Saves and restores one run.
+
+    Args:
+        plan: the plan of the run.
+        workers: hold models and samples.
+        observer: receives what is saved, or why it cannot be.
+        metrics: receives the time that training waited.
+        checkpoints: the directory.
+        placer: knows the worker of each group.
+        node_execution: knows the states of nodes.
+        release: frees no sample while it is copied.
+        ledger: is rewound to a checkpoint when the run continues there.
+
+    Attributes:
+        saved_at: when the last checkpoint was taken, or the run began, as `time.monotonic()`.
+        num_taken: checkpoints taken.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        workers: Workers,
+        observer: Observer,
+        metrics: StepMetrics,
+        checkpoints: Checkpoints,
+        placer: GroupPlacer,
+        node_execution: NodeExecution,
+        release: SampleRelease,
+        ledger: Ledger,
+    ) -> None:
+        self._plan = plan
+        self._workers = workers
+        self._observer = observer
+        self._metrics = metrics
+        self._checkpoints = checkpoints
+        self._placer = placer
+        self._node_execution = node_execution
+        self._release = release
+        self._ledger = ledger
+        self._streams = {stream.name: stream for stream in plan.schedule.streams}
+        self._models = saved_models(plan.graph)
+        self._streaming_nodes = frozenset(
+            node.name for node in plan.schedule.nodes if node.level is not Level.BATCH and node.group
+        )
+        self._finished: dict[tuple[str, int], SampleReady] = {}
+        """Samples that are in no batch yet."""
+        self._copied: dict[int, dict[str, str]] = defaultdict(dict)
+        """Steps -> model -> the directory to which its copy is being written."""
+        self._writing = asyncio.Lock()
+        self._restored: SavedRun | None = None
+        self._directory = Path()
+        """Of the checkpoint that the run continues from."""
+        self.saved_at = time.monotonic()
+        self.num_taken = 0
+
+    # What the run tells
+    def add_finished(self, sample: SampleReady) -> None:
+        """Note a sample whose source is done."""
+        self._finished[sample.stream, sample.sample] = sample
+
+    def forget(self, stream: str, samples: Iterable[int]) -> None:
+        """Note samples that are in a batch, or have left the run."""
+        for sample in samples:
+            self._finished.pop((stream, sample), None)
+
+    # Saving
+    async def copy_model(self, model: str, steps: int) -> None:
+        """Copy a model as it is after `steps` completed steps. Training waits for this only."""
+        directory = str(self._checkpoints.begin(steps, model))
+        start = time.monotonic()
+        await self._workers.save(model, directory)
+        self._metrics.sum_values(steps - 1, {SAVE_STALL.name: time.monotonic() - start})
+        self._copied[steps][model] = directory
+
+    def take(self, snapshot: RunSnapshot, *, is_last: bool) -> Coroutine[Any, Any, None]:
+        """Begin a checkpoint of this moment; the result is awaited while the run goes on.
+
+        Args:
+            snapshot: the state machine.
+            is_last: whether the run ends with it. If another one cannot be written, the run goes on.
+        """
+        saved = SavedRun(
+            snapshot,
+            self._ledger.position(),
+            dict(self._node_execution.states),
+            tuple(self._finished[s.stream, sample] for s in snapshot.streams for sample in s.finished),
+            tuple(
+                (s.stream, sample, worker_file(self._placer.home(s.stream, sample // size)))
+                for s in snapshot.streams
+                for size in [self._streams[s.stream].group_size]
+                for sample in (*s.finished, *s.unfinished)
+            ),
+        )
+        self._release.hold()
+        self.saved_at, self.num_taken = time.monotonic(), self.num_taken + 1
+        return self._save(saved, is_last=is_last)
+
+    async def wait_until_taken(self) -> None:
+        """Wait until the next checkpoint is taken."""
+        number = self.num_taken
+        while self.num_taken == number:
+            await asyncio.sleep(0.5)
+
+    async def _save(self, saved: SavedRun, *, is_last: bool) -> None:
+        steps, start = saved.snapshot.steps, time.time()
+        directory = self._checkpoints.begin(steps, SAMPLES)
+        try:
+            workers = await self._copy_samples(saved.snapshot, str(directory))
+        finally:
+            self._release.go_on()
+        for model in self._models:
+            if model not in self._copied[steps]:
+                await self.copy_model(model, steps)
+        try:
+            async with self._writing:
+                await self._write(saved, workers)
+        except WriteError as error:
+            self._checkpoints.drop(steps)
+            if is_last:
+                raise
+            self._observer.on_warning(
+                f"step {steps} was not saved: {error}; the last checkpoint is {self._checkpoints.describe()}"
+            )
+        else:
+            self._observer.on_checkpoint(steps)
+            span = Span(f"save step {steps}", "checkpoints", start, time.time(), {"steps": steps})
+            self._observer.on_span(CONTROLLER, span)
+
+    async def _copy_samples(self, snapshot: RunSnapshot, directory: str) -> list[int]:
+        """Let workers copy the samples that they hold; returns these workers."""
+        finished: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        unfinished: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for stream in snapshot.streams:
+            scheduled = self._streams[stream.stream]
+            for by_worker, name, samples in (
+                (finished, stream.stream, stream.finished),
+                (unfinished, scheduled.source, stream.unfinished),
+            ):
+                for sample in samples:
+                    worker = self._placer.home(stream.stream, sample // scheduled.group_size)
+                    by_worker[worker][name].append(sample)
+        workers = sorted({*finished, *unfinished})
+        await asyncio.gather(
+            *(self._workers.save_samples(w, directory, finished[w], unfinished[w]) for w in workers)
+        )
+        return workers
+
+    async def _write(self, saved: SavedRun, workers: Sequence[int]) -> None:
+        """Wait until everything is on disk, and complete the checkpoint."""
+        steps = saved.snapshot.steps
+        directory = self._checkpoints.unfinished(steps)
+        files: dict[str, FileChecksum] = {}
+        for model, model_directory in self._copied.pop(steps, {}).items():
+            written = await self._workers.finish_save(model, model_directory)
+            files |= {f"{model}/{name}": checksum for name, checksum in written.items()}
+        lost: list[NotSaved] = []
+        for worker in workers:
+            samples = await self._workers.finish_samples(worker, str(directory / SAMPLES))
+            files |= {f"{SAMPLES}/{name}": checksum for name, checksum in samples.files.items()}
+            lost += samples.not_saved
+        if lost:
+            self._warn_of_lost(steps, lost)
+            stream_of = {stream.source: stream.name for stream in self._plan.schedule.streams}
+            saved = saved.without((stream_of[sample.source], sample.sample) for sample in lost)
+        saved.write(directory)
+        await asyncio.to_thread(self._checkpoints.finish, steps, files, self._plan.digest)
+
+    def _warn_of_lost(self, steps: int, lost: Sequence[NotSaved]) -> None:
+        first = lost[0]
+        self._observer.on_warning(
+            f"the checkpoint of step {steps} lacks {len(lost)} samples of {first.source}, which a run that "
+            f"continues from it loses: {first.reason}"
+        )
+
+    # Restoring
+    async def restore(self, saved: SavedRun, directory: Path, locations: Mapping[str, DataLocations]) -> None:
+        """Place the groups of a checkpoint on workers, and let these read the data of finished samples."""
+        self._restored, self._directory = saved, directory / SAMPLES
+        file_of, lengths = saved.file_of, {(s.stream, s.sample): s.length for s in saved.samples}
+        reads: dict[int, dict[str, dict[str, list[int]]]] = defaultdict(
+            lambda: defaultdict(lambda: defaultdict(list))
+        )
+        for stream in saved.snapshot.streams:
+            name = stream.stream
+            for group in stream.groups:
+                worker = self._placer.place(name, group.number, len(group.members))
+                for member in group.members:
+                    if not member.done:
+                        continue
+                    sample = member.sample
+                    reads[worker][file_of[name, sample]][name].append(sample)
+                    locations[name].add_sample(sample, worker, lengths[name, sample])
+                    self._add_outputs(locations[name], (*member.done, *group.done), sample, worker)
+                    self._placer.finished(name, group.number)
+        for report in saved.samples:
+            self.add_finished(report)
+            self._metrics.add_sample(report, is_trained=self._streams[report.stream].batch is not None)
+        await asyncio.gather(
+            *(self._workers.restore_samples(w, str(self._directory), files) for w, files in reads.items())
+        )
+
+    def journals(self, stream: str, samples: Sequence[int]) -> SavedJournals | None:
+        """Return where the journals are with which samples of a checkpoint continue.
+
+        Where running samples are never interrupted, all their tokens are of one version. So they begin again.
+        """
+        if self._restored is None or not self._plan.schedule.settings.interrupt:
+            return None
+        file_of = self._restored.file_of
+        files = {sample: file_of[stream, sample] for sample in samples}
+        return SavedJournals(str(self._directory), files)
+
+    def _add_outputs(self, locations: DataLocations, nodes: Iterable[str], sample: int, worker: int) -> None:
+        """Note where the outputs of nodes with devices of their own are: on the sample's home worker."""
+        for node in nodes:
+            if node in self._streaming_nodes:
+                locations.add_outputs(self._node_execution.output_fields(node), (sample,), worker)
+
+
+def worker_file(worker: int) -> str:
+    """Return the name of the file in which a worker saves its samples."""
+    return f"worker-{worker}"
