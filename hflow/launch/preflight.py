@@ -41,7 +41,7 @@ def check_saving(config: RunConfig) -> None:
     """
     if config.keep_best is not None and not config.save_every:
         raise ConfigError(
-            f"keep_best={config.keep_best} needs checkpoints of the steps at which it is known; set save_every "
+            f"keep_best={config.keep_best} needs checkpoints at the steps where it is known; set save_every "
             "to the `every` of the evaluation"
         )
 
