@@ -88,6 +88,13 @@ class Rows:
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self.log.write(step, values)
 
+    def on_checkpoint(self, steps: int) -> None:
+        """Nothing is saved here."""
+
+    def on_warning(self, warning: str) -> None:
+        """Fail, as nothing here should need one."""
+        raise AssertionError(warning)
+
     def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
         pass
 
@@ -152,7 +159,7 @@ async def execute(plan: Plan, durations: Durations, token: float, slots: int) ->
         with closing(MetricsLog(directory.metrics, directory.tensorboard)) as log:
             rows = Rows(log, Trace(), loop.time)
             with Ledger(directory.ledger, make_header(plan)) as ledger:
-                checkpoints = Checkpoints(directory.checkpoints, ())
+                checkpoints = Checkpoints(directory.checkpoints)
                 executor = Executor(plan, workers, order, rows, checkpoints, ledger, SEED)
                 found = await _timed(executor, workers)
         rows.trace.write(directory.trace)

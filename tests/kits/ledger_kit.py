@@ -30,6 +30,8 @@ class LedgerWorld(World):
         self.ledger = ledger
         self.issued: set[tuple[str, int]] = set()
         self.drawn: dict[tuple[str, int], list[int]] = {}
+        self.position = 0
+        self.saved_issued: set[tuple[str, int]] = set()
 
     def feed(self, event: ev.Event) -> None:
         match event:
@@ -41,7 +43,9 @@ class LedgerWorld(World):
 
     def on_instruction(self, instruction: ev.Instruction) -> None:
         self.ledger.record_instruction(instruction)
-        if isinstance(instruction, ev.OpenGroup):
+        if isinstance(instruction, ev.TakeCheckpoint):
+            self.position, self.saved_issued = self.ledger.position(), set(self.issued)
+        if isinstance(instruction, ev.OpenGroup) and not instruction.is_continued:
             stream = instruction.stream
             row = instruction.group - self.base[stream]
             if row < self.rows.get(stream, 10**9):

@@ -151,10 +151,11 @@ def test_a_resumed_run_has_one_history(path: Path):
     with recorded(path) as run:
         run.issue(9)  # it still runs when step 0 is complete
         run.train(0, 0)
+        position = run.ledger.position()
         run.train(1, 1, version=1)
     with pytest.raises(RunError, match="cannot continue from step 3"):
-        rewind(path, 3)
-    rewind(path, 1)
+        rewind(path, 3, position)
+    rewind(path, 1, position)
     with recorded(path) as run:
         run.train(1, 2, version=1)
         run.train(2, 1, version=2)

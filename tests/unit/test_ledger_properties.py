@@ -60,19 +60,26 @@ def test_every_issued_sample_has_exactly_one_end(
 
 @FEW
 @given(schedules(), st.tuples(SEEDS, SEEDS), st.integers(0, 100))
-def test_a_run_that_starts_over_has_the_ends_of_its_second_history(
-    schedule: Schedule, seeds: tuple[int, int], stop_after: int
-):
+def test_a_run_that_continues_has_one_history(schedule: Schedule, seeds: tuple[int, int], stop_after: int):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "ledger.sqlite"
         with kept(path, schedule) as ledger:
             first = LedgerWorld(
-                schedule, Random(seeds[0]), ROWS, ledger, refusal=0.05, stop_after=stop_after, salt=seeds[0]
+                schedule,
+                Random(seeds[0]),
+                ROWS,
+                ledger,
+                refusal=0.05,
+                stop_after=stop_after,
+                salt=seeds[0],
+                checkpoints=0.05,
             )
             first.run()
-        rewind(path, 0)
+        saved = first.saved
+        rewind(path, saved.snapshot.steps if saved else 0, first.position)
         with kept(path, schedule) as ledger:
-            second = LedgerWorld(schedule, Random(seeds[1]), ROWS, ledger, salt=seeds[1])
+            second = LedgerWorld(schedule, Random(seeds[1]), ROWS, ledger, salt=seeds[0], saved=saved)
+            second.issued |= first.saved_issued
             counts = ledger.close(second.run().reason)
         assert audit(path) == []
         assert ends_of(path).keys() == second.issued
