@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from hflow.backends.interface import SHARDS, ModelSettings
@@ -72,17 +73,33 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         optim=config.optim,
         num_updates=_num_updates(compiled, spec.name),
         save_optimizer=config.save_optimizer,
-        resume=_is_resumed(spec, config),
+        resume=_is_resumed(spec, config, _followers(compiled, spec)),
     )
 
 
-def _is_resumed(spec: Model, config: ModelConfig) -> bool:
+def _followers(compiled: Compiled, spec: Model) -> list[str]:
+    """Return the models that start from a model's weights, because nothing else is configured for them."""
+    names = []
+    for other in compiled.graph.models:
+        config = compiled.config.models.get(other.name, ModelConfig())
+        if other.init_from == spec and config.path is None and config.architecture is None:
+            names.append(other.name)
+    return names
+
+
+def _is_resumed(spec: Model, config: ModelConfig, followers: Sequence[str]) -> bool:
     """Return whether a model starts with the optimizer state in its checkpoint.
+
+    Args:
+        spec: the model.
+        config: its configuration.
+        followers: models that start from its weights.
 
     Only weights and optimizer state are restored, not the position in the data, samples or the ledger.
 
     Raises:
-        ConfigError: if there is no such state, or the model is not trained.
+        ConfigError: if there is no such state, the model is not trained, or another model would start from
+            weights that it did not have.
     """
     if not config.resume:
         return False
@@ -93,6 +110,12 @@ def _is_resumed(spec: Model, config: ModelConfig) -> bool:
         )
     if config.path is None:
         raise ConfigError(f"{key}.resume needs a checkpoint; set {key}.path")
+    for other in followers:
+        raise ConfigError(
+            f"models.{other} starts from the weights of {spec.name}, which {key}.resume takes from a later "
+            f"checkpoint; set models.{other}.path to the weights that it had, or continue the whole run with "
+            "hflow run --resume RUN"
+        )
     if not (Path(config.path) / SHARDS).is_dir():
         raise ConfigError(
             f"{key}.path is {config.path}, which has no optimizer state ({SHARDS}/); set {key}.resume=false "
