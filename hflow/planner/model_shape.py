@@ -252,6 +252,17 @@ def num_parameters(shape: ModelShape) -> int:
     return layers + sum(spec.numel for spec in other_tensors(shape))
 
 
+@lru_cache
+def expert_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters that expert ranks divide."""
+    return sum(
+        (last - first) * spec.numel
+        for first, last in equal_layers(shape, 0, shape.num_layers)
+        for spec in layer_template(shape, first)
+        if spec.num_experts > 1
+    )
+
+
 def active_parameters(shape: ModelShape) -> int:
     """Return the number of parameters that compute with one token: of the experts, those chosen for it.
 

@@ -42,9 +42,17 @@ from hflow.planner.layout_checks import check_layouts
 from hflow.planner.memory.engine_load import cache_bytes_per_token
 from hflow.planner.memory.microbatch import MicroBatch
 from hflow.planner.memory.rank import Rank
-from hflow.planner.model_shape import Experts, LatentAttention, ModelShape, SlidingWindow, num_parameters
+from hflow.planner.model_shape import (
+    Experts,
+    LatentAttention,
+    ModelShape,
+    SlidingWindow,
+    expert_parameters,
+    num_parameters,
+)
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
+from hflow.planner.weights.sharding import mean_copies
 
 MIXED = ModelShape(
     "qwen3_moe", 4, 64, 128, 4, 2, 16, 100, is_tied=False, experts=Experts(8, 2, 32, shared=16, first=1)
@@ -242,6 +250,13 @@ def test_caches_of_latent_attention_are_whole_on_every_tensor_rank():
 
 def test_a_microbatch_is_divided_over_context_ranks():
     assert MicroBatch(1001, 500, 3, True).divided(4) == MicroBatch(251, 125, 3, True)
+
+
+def test_an_average_parameter_has_fewer_copies_where_experts_are_divided():
+    assert mean_copies(SMALL, Layout(8)) == mean_copies(SMALL, Layout(4, context=2)) == 8
+    experts = expert_parameters(MIXED) / num_parameters(MIXED)
+    assert expert_parameters(MIXED) == 3 * 8 * 6_144
+    assert mean_copies(MIXED, Layout(8, expert=4)) == pytest.approx(8 - 6 * experts)
 
 
 @given(st.data())

@@ -19,7 +19,7 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.memory import MEMORY_MARGIN
-from hflow.planner.model_shape import ModelShape
+from hflow.planner.model_shape import Experts, ModelShape
 from hflow.planner.placement.engine_ranks import best_workers
 from hflow.planner.routing import on_workers
 from hflow.planner.search import PLACEMENT, SearchProblem, remedies, search, with_settings
@@ -41,6 +41,13 @@ PPO_ON_8 = (
     *LENGTHS,
 )
 LARGE = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 32000, is_tied=False)
+EXPERTS = replace(
+    LARGE,
+    family="qwen3_moe",
+    num_layers=8,
+    hidden=2048,
+    experts=Experts(num=128, per_token=8, intermediate=768),
+)
 
 
 @pytest.mark.parametrize(
@@ -286,19 +293,24 @@ def test_compositions_and_devices() -> None:
         ("megatron", "d4t2p2", "d4t4"),
         ("torch", "d16", "d4t4"),
         ("torch", "d64", "d8t8"),
+        ("megatron", "d4t2c2", "d2t8"),
+        ("megatron", "d8e8", "d4t2e4"),
+        ("megatron", "d8t2e8", "d8t2"),
+        ("megatron", "d16", "d8t2e8"),
     ],
 )
 def test_estimated_bytes_of_new_weights_are_those_of_the_rows(
     backend: str, src: str, dst: str, offset: int
 ) -> None:
+    model = EXPERTS if "e" in src + dst else LARGE
     cluster = ClusterSpec("x", "cuda", 16, 8, 80 << 30)
     trainer, engine = _replica(src, "train", backend, 0), _replica(dst, "gen", "vllm", 64 * offset)
     held = dict.fromkeys(engine.workers, [0] * engine.layout.num_shards)
-    held |= held_bytes(trainer, engine, LARGE, 2, cluster)
+    held |= held_bytes(trainer, engine, model, 2, cluster)
     workers, _ = best_workers(engine, held, cluster)
     route = WeightRoute("m", "m@train", "m@gen", "pull")
-    exact = add_rows(route, trainer, on_workers(engine, workers), LARGE, 2, cluster)
-    estimated = with_bytes(route, trainer, engine, LARGE, 2, cluster)
+    exact = add_rows(route, trainer, on_workers(engine, workers), model, 2, cluster)
+    estimated = with_bytes(route, trainer, engine, model, 2, cluster)
     for name in ("moved_bytes", "held_bytes", "node_bytes"):
         assert getattr(estimated, name) == pytest.approx(getattr(exact, name), rel=0.01, abs=1e6)
 

@@ -14,8 +14,9 @@ from functools import lru_cache
 
 from hflow.planner.backends import traits
 from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
-from hflow.planner.model_shape import ModelShape, num_parameters, tensors
+from hflow.planner.model_shape import ModelShape, expert_parameters, num_parameters, tensors
 from hflow.planner.placement.engine_ranks import MIN_SAVING, best_order
+from hflow.planner.routing import rank_order
 
 
 def with_bytes(
@@ -25,14 +26,20 @@ def with_bytes(
 
     The arguments are those of `add_rows`.
     """
-    model = item_bytes * num_parameters(shape)
-    needed = model * dst.layout.data
+    experts = item_bytes * expert_parameters(shape)
+    others = item_bytes * num_parameters(shape) - experts
+    of_experts, of_others = experts * dst.layout.num_expert_copies, others * dst.layout.num_copies
+    needed = of_experts + of_others
     held = local = 0.0
     if src.workers == dst.workers:
-        held = model * _held_models(src, dst, shape, cluster)
-    per_machine, machines = cluster.devices_per_node, {cluster.node_of(w) for w in src.workers}
+        held = others * _held_models(src, dst, shape, cluster)
+        held += experts * _held_experts(src, dst, shape, cluster)
+    machines = {cluster.node_of(w) for w in src.workers}
     if machines & {cluster.node_of(w) for w in dst.workers}:
-        local = needed * _machine_share(src, min(per_machine, src.layout.world))
+        num = min(cluster.devices_per_node, src.layout.world)
+        local = of_experts * _machine_share(src, num, src.layout.expert) + of_others * _machine_share(
+            src, num
+        )
     return replace(
         route,
         moved_bytes=round(max(0.0, needed - held)),
@@ -50,6 +57,30 @@ def _held_models(src: Replica, dst: Replica, shape: ModelShape, cluster: Cluster
     by_rows = _split_by_rows(shape)
     rows = _held_tensors(src.layout.world, num_shards, machines)
     return (by_rows * rows + (1 - by_rows) / num_shards) / dst.layout.pipe
+
+
+def _held_experts(src: Replica, dst: Replica, shape: ModelShape, cluster: ClusterSpec) -> float:
+    """Return the same in copies of all experts, with the ranks of expert axes in the order of devices."""
+    if src.layout.expert == dst.layout.expert == 1 or traits(src.backend).sharded_over_data == "everything":
+        return _held_models(src, dst, shape, cluster)
+    common = 0.0
+    for worker in range(dst.layout.world):
+        (t, e), (other_t, other_e) = _expert_shard(src, worker), _expert_shard(dst, worker)
+        tensors_in_common = _overlap(t, src.layout.tensor, other_t, dst.layout.tensor)
+        common += tensors_in_common * _overlap(e, src.layout.expert, other_e, dst.layout.expert)
+    return common / src.layout.pipe / dst.layout.pipe
+
+
+def _expert_shard(replica: Replica, rank: int) -> tuple[int, int]:
+    """Return the tensor and the expert index of a rank."""
+    layout = replica.layout
+    copy = rank // layout.copy_stride(rank_order(replica.role)) % layout.num_copies
+    return rank % layout.tensor, copy % layout.expert
+
+
+def _overlap(i: int, num: int, j: int, other_num: int) -> float:
+    """Return the common share of part `i` of `num` equal parts and part `j` of `other_num`."""
+    return max(0.0, min((i + 1) / num, (j + 1) / other_num) - max(i / num, j / other_num))
 
 
 @lru_cache(maxsize=4096)
@@ -111,10 +142,10 @@ def _split_by_rows(shape: ModelShape) -> float:
     return rows / num_parameters(shape)
 
 
-def _machine_share(src: Replica, per_machine: int) -> float:
-    """Return the share of the model that the workers of one machine hold together."""
+def _machine_share(src: Replica, per_machine: int, num_expert: int = 1) -> float:
+    """Return the share of a model that a machine's workers hold together, or of what expert ranks divide."""
     layout = src.layout
     if traits(src.backend).sharded_over_data == "everything":
         return per_machine / layout.world
-    shards = min(1.0, per_machine / layout.tensor)
-    return min(1.0, shards * max(1.0, per_machine / (layout.data * layout.tensor)) / layout.pipe)
+    shards = min(1.0, per_machine / (layout.tensor * num_expert))
+    return min(1.0, shards * max(1.0, per_machine / layout.stage_size) / layout.pipe)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from hflow.errors import PlanError
 from hflow.planner.backends import BackendTraits
 from hflow.planner.layout import Coords, Layout, even_blocks
-from hflow.planner.model_shape import ModelShape, TensorSpec, tensors
+from hflow.planner.model_shape import ModelShape, TensorSpec, expert_parameters, num_parameters, tensors
 from hflow.types.tensor_slices import Box, numel, whole_box
 
 
@@ -41,6 +41,12 @@ def is_on_stage(spec: TensorSpec, shape: ModelShape, stage: int, num_stages: int
     if spec.location == "embedding":
         return stage == 0 or (shape.is_tied and stage == num_stages - 1)
     return stage == num_stages - 1
+
+
+def mean_copies(shape: ModelShape, layout: Layout) -> float:
+    """Return how many ranks of a layout compute with an average parameter."""
+    experts = expert_parameters(shape) / num_parameters(shape)
+    return (1 - experts) * layout.num_copies + experts * layout.num_expert_copies
 
 
 def rank_tensors(

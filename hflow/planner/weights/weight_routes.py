@@ -17,6 +17,7 @@ from hflow.planner.model_shape import DTYPE_BYTES, ModelShape
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import on_workers
 from hflow.planner.weights.resharding import add_rows
+from hflow.planner.weights.sharding import mean_copies
 
 STORE_FRACTION = 0.3
 """The fraction of a machine's memory that Ray gives its object store by default."""
@@ -114,7 +115,9 @@ def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest
     if own_process and len(machines) == 1:
         return "shared", "the engines have processes of their own on this machine"
     store_bytes = _store_bytes(request)
-    num_bytes = route.moved_bytes / gen.layout.data / len({cluster.node_of(worker) for worker in src.workers})
+    shape, sources = request.shapes.get(gen.model), {cluster.node_of(worker) for worker in src.workers}
+    copies = 1.0 if shape is None else mean_copies(shape, gen.layout)
+    num_bytes = route.moved_bytes / copies / len(sources)
     if store_bytes is not None and num_bytes > store_bytes:
         return "disk", (
             f"a version takes {num_bytes / GIB:.1f} GiB per machine, but the object store has only about "
