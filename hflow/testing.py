@@ -11,10 +11,13 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hflow.types import Endpoint, ToolCall, Trajectory
+from hflow.types.environments import environment_number
 from hflow.types.sandbox import sandbox_of
+
+T = TypeVar("T")
 
 END = 3
 """The end-of-text token (ASCII "end of text")."""
@@ -93,6 +96,7 @@ class ScriptedEngine:
         self._now = now
         self._offered: set[str] = set()
         """Names of the tools that were offered to the model."""
+        self._environments: list[object] = []
         self._conversation_numbers = itertools.count()
         self._tokenizer = CharacterTokenizer()
 
@@ -153,7 +157,11 @@ class ScriptedEngine:
 
         As in a run, an exception of a tool with a sandbox, or of one that was offered to the model, is its
         result.
+
+        Raises:
+            RecipeError: for a method of an object that is no environment of the episode.
         """
+        environment_number(tool, self._environments)
         self.calls.append(ToolCall(tool.__name__, arguments))
         try:
             result = tool(**arguments)
@@ -162,6 +170,13 @@ class ScriptedEngine:
             if tool.__name__ not in self._offered and sandbox_of(tool) is None:
                 raise
             return f"error: {type(error).__name__}: {error}"
+
+    async def environment(self, kind: Callable[..., T], /, **arguments: Any) -> T:
+        """Create an environment."""
+        created = kind(**arguments)
+        environment: T = await created if inspect.isawaitable(created) else created
+        self._environments.append(environment)
+        return environment
 
     def random(self) -> float:
         """Return a number in [0, 1), seeded."""

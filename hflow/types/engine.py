@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from hflow.types.trajectory import Trajectory
+
+T = TypeVar("T")
 
 
 class EpisodeState(enum.StrEnum):
@@ -97,7 +99,20 @@ class Engine(Protocol):
         """Run a tool and return its result.
 
         If the tool has a sandbox or was offered to the model, an exception becomes the result, as one line of
-        text. Exceptions of other functions are raised.
+        text. Exceptions of other functions are raised. A method must belong to an environment of the episode.
+        """
+        ...
+
+    async def environment(self, kind: Callable[..., T], /, **arguments: Any) -> T:
+        """Create a stateful environment of this episode and return it.
+
+        Call its methods with `call`. When the episode is replayed, the environment is created again and its
+        calls are made again, so that it has the same state. A method `close`, if there is one, is called
+        when the episode ends.
+
+        Args:
+            kind: the class, or a function that returns the environment.
+            arguments: JSON values.
         """
         ...
 

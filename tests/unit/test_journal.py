@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import episode_kit
 import pytest
@@ -30,7 +30,8 @@ from hypothesis import strategies as st
 from hflow import sandbox
 from hflow.backends.interface import GenerationResult
 from hflow.data.tokenizer import TextTokenizer
-from hflow.errors import EpisodeError
+from hflow.errors import EpisodeError, RecipeError
+from hflow.testing import ScriptedEngine
 from hflow.types import EpisodeState, Trajectory
 from hflow.types.sleep_level import SleepLevel
 from hflow.workers.generation.engine_driver import EngineDriver
@@ -166,6 +167,85 @@ def test_a_different_effect_is_refused_with_the_reason(driver: Heard, plain: Tex
     for reason, journal in wrong.items():
         with pytest.raises(EpisodeError, match=reason):
             play(driver, plain, journal)
+
+
+class Ledger:
+    """An environment with a state."""
+
+    opened: ClassVar[list[Ledger]] = []
+
+    def __init__(self, balance: int) -> None:
+        self.balance = balance
+        self.is_closed = False
+        self.opened.append(self)
+
+    def add(self, amount: int) -> int:
+        self.balance += amount
+        return self.balance
+
+    async def add_later(self, amount: int) -> int:
+        balance = self.balance
+        await asyncio.sleep(0)
+        self.balance = balance + amount
+        return self.balance
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def keeping(engine: EpisodeEngine) -> list[Any]:
+    ledger = await engine.environment(Ledger, balance=100)
+    seen = [await engine.call(ledger.add, amount=1)]
+    talk = await engine.complete("1=", max_tokens=2)
+    seen += await asyncio.gather(*(engine.call(ledger.add_later, amount=10 * i) for i in range(3)))
+    seen.append(await engine.call(ledger.add, amount=1000))
+    return [talk, seen, ledger.balance]
+
+
+def test_an_environment_has_its_state_after_a_replay_from_any_point(
+    driver: Heard, plain: TextTokenizer
+) -> None:
+    expected, effects = play(driver, plain, body=keeping)
+    assert expected[1:] == [[101, 101, 111, 131, 1131], 1131]
+    whole = moved(effects.journal).entries
+    assert [entry.kind for entry in whole] == ["environment", "call", "complete", *["call"] * 4]
+    for length in range(len(whole) + 1):
+        assert play(driver, plain, Journal(whole[:length]), keeping)[0] == expected
+
+
+def test_an_environment_that_returns_something_else_is_refused(driver: Heard, plain: TextTokenizer) -> None:
+    _, effects = play(driver, plain, body=keeping)
+    whole = effects.journal.entries
+    other = dataclasses.replace(whole[1], outcome={"result": 7, "failed": False})
+    reason = r"effect 1 of the replayed episode, Ledger\.add of an environment, returned 101, but .* has 7\."
+    with pytest.raises(EpisodeError, match=reason):
+        play(driver, plain, Journal((whole[0], other, *whole[2:])), keeping)
+
+
+def test_environments_are_closed(driver: Heard, plain: TextTokenizer) -> None:
+    async def main() -> None:
+        effects = new_effects()
+        await keeping(episode(driver, plain, effects))
+        assert not Ledger.opened[-1].is_closed
+        await effects.close_environments()
+        assert Ledger.opened[-1].is_closed
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("engine_kind", ["real", "scripted"])
+def test_a_method_of_another_object_is_refused(engine_kind: str, driver: Heard, plain: TextTokenizer) -> None:
+    async def losing(engine: EpisodeEngine) -> None:
+        await engine.call(Ledger(1).add, amount=1)
+
+    def run() -> None:
+        if engine_kind == "real":
+            play(driver, plain, body=losing)
+        else:
+            asyncio.run(losing(ScriptedEngine([])))  # type: ignore[arg-type]
+
+    with pytest.raises(RecipeError, match=r"Ledger\.add\) would lose .* `await engine.environment\(Ledger, "):
+        run()
 
 
 async def two_at_once(engine: EpisodeEngine) -> list[Trajectory]:

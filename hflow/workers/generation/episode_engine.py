@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from random import Random
 from time import time
-from typing import Any
+from typing import Any, TypeVar
 
 from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.data.tokenizer import TextTokenizer
@@ -26,6 +26,7 @@ from hflow.types import ToolCall, Trajectory
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.recorded_effects import RecordedEffects
 
+T = TypeVar("T")
 Prompt = str | Sequence[Mapping[str, Any]] | Trajectory
 
 
@@ -139,12 +140,24 @@ class EpisodeEngine:
 
         Raises:
             TypeError: for arguments or a result that JSON cannot hold.
-            EpisodeError: when the journal has another effect.
+            EpisodeError: when the journal has another effect, or another result of an environment.
+            RecipeError: for a method of an object that is no environment of the episode.
             Exception: what any other function raised.
         """
         has_format = self._format_name is not None or self._tokenizer.chat_template is not None
         failure = self._format.failure if has_format else "error: {}".format
         return await self._effects.call(self._model, tool, arguments, failure)
+
+    async def environment(self, kind: Callable[..., T], /, **arguments: Any) -> T:
+        """Create an environment of the episode, on a thread unless `kind` is a coroutine function.
+
+        Raises:
+            TypeError: for arguments that JSON cannot hold.
+            EpisodeError: when the journal has another effect.
+            Exception: what `kind` raised.
+        """
+        environment: T = await self._effects.create_environment(self._model, kind, arguments)
+        return environment
 
     def random(self) -> float:
         """Return a random number in [0, 1), seeded by the sample."""

@@ -111,7 +111,10 @@ class GenerateRunner:
         arguments = self._arguments(start, effects)
         try:
             async with self.clock.timeout(seconds) as timeout:
-                result = await program.body(**arguments)
+                try:
+                    result = await program.body(**arguments)
+                finally:
+                    await effects.close_environments()
             effects.finish()
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if isinstance(error, TimeoutError) and timeout.expired():

@@ -1,9 +1,10 @@
 """`Journal`: the record of one episode's effects, from which it can be replayed.
 
-An effect is a completion, a call, a random number or a time. Effects are recorded in the order in which they
-begin, with their outcomes. When an episode starts with a journal, its body runs from the beginning, but
-effects that are in the journal return the recorded outcome without being performed. So no token is
-drawn twice, and the episode gets to where it was.
+An effect is a completion, a call, an environment, a random number or a time. Effects are recorded in the
+order in which they begin, with their outcomes. When an episode starts with a journal, its body runs from the
+beginning, but effects that are in the journal return the recorded outcome without being performed. So no
+token is drawn twice, and the episode gets to where it was. Environments and their calls are the exception:
+they are made again, as only this restores their state.
 
 A journal holds outcomes, not trajectories, which the body builds again.
 """
@@ -35,13 +36,14 @@ class JournalEntry:
     """One effect and its outcome."""
 
     kind: str
-    """`complete`, `call`, `random` or `time`."""
+    """`complete`, `call`, `environment`, `random` or `time`."""
     model: str
     """The model of the engine that was called."""
     request: Mapping[str, Any]
     """What was requested, to compare with when the episode is replayed."""
     outcome: Any = None
-    """For a completion a `GenerationResult`; for a call its result and whether it failed; else a number."""
+    """For a completion a `GenerationResult`; for a call its result and whether it failed; for an environment
+    None; else a number."""
     is_done: bool = True
     """False where the episode stopped during the effect; a completion may have some tokens then."""
 
@@ -93,6 +95,21 @@ class JournalRecorder:
     def record(self, index: int, outcome: Any, is_done: bool = True) -> None:
         """Record the outcome of an effect, or its outcome so far. May be called from any thread."""
         self._outcomes[index] = (outcome, is_done)
+
+    def check_result(self, index: int, outcome: Any) -> None:
+        """Compare the outcome of an effect that was made again with the journal's.
+
+        Raises:
+            EpisodeError: when they differ.
+        """
+        past = self._past[index]
+        if past.outcome != outcome:
+            self.has_diverged = True
+            raise EpisodeError(
+                f"effect {index} of the replayed episode, {past.request['tool']} of an environment, returned "
+                f"{outcome['result']!r}, but the journal has {past.outcome['result']!r}. Let an environment "
+                "depend on its arguments and calls only, and pass it a seed from engine.random()"
+            )
 
     def finish(self) -> None:
         """End the episode.

@@ -14,6 +14,7 @@ from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.data.tool_schemas import Tool, tool_name
 from hflow.errors import HflowError
 from hflow.types import EpisodeState
+from hflow.types.environments import environment_number
 from hflow.types.sandbox import sandbox_of
 from hflow.workers.error_location import error_line
 from hflow.workers.generation.engine_driver import EngineDriver
@@ -49,6 +50,9 @@ class RecordedEffects:
         self.counts: dict[str, int] = {}
         self._sandboxes = sandboxes
         self._recorder = JournalRecorder(journal)
+        self._environments: list[Any] = []
+        self._environment_locks: list[asyncio.Lock] = []
+        """Of each environment: its calls are made one after the other, in the order in which they begin."""
         self._offered: set[Function] = set()
         self._offered_names: set[str] = set()
         """Names of the tools that were offered by their JSON schema."""
@@ -111,16 +115,27 @@ class RecordedEffects:
 
         Raises:
             TypeError: for arguments or a result that JSON cannot hold.
+            RecipeError: for a method of an object that is no environment of the episode.
+            EpisodeError: when an environment returns something else than in the journal.
             Exception: what the function raised, if it is neither sandboxed nor offered to the model.
         """
+        number = environment_number(tool, self._environments)
         request = {
-            "tool": tool.__name__,
+            "tool": tool.__name__ if number is None else tool.__qualname__,
             "arguments": json_value(arguments, f"the arguments of {tool.__name__}"),
         }
+        if number is not None:
+            request["environment"] = number
         index, entry = self._recorder.begin("call", model, request)
-        if not entry.is_done:
-            with self.status.during(EpisodeState.PROCESSING_TOOLS):
-                outcome = await self._run_tool(tool, arguments, failure)
+        if number is not None:
+            async with self._environment_locks[number]:
+                outcome = await self._perform(tool, arguments, failure)
+            if entry.is_done:
+                self._recorder.check_result(index, outcome)
+            else:
+                self._recorder.record(index, outcome)
+        elif not entry.is_done:
+            outcome = await self._perform(tool, arguments, failure)
             self._recorder.record(index, outcome)
         else:
             outcome = entry.outcome
@@ -129,6 +144,46 @@ class RecordedEffects:
             self.counts["tool_calls"] += 1
             self.counts["tool_errors"] += outcome["failed"]
         return outcome["result"]
+
+    async def create_environment(
+        self, model: str, kind: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> Any:
+        """Create an environment, also when the journal has it, and return it.
+
+        Raises:
+            TypeError: for arguments that JSON cannot hold.
+            Exception: what `kind` raised.
+        """
+        name = getattr(kind, "__name__", type(kind).__name__)
+        request = {
+            "environment": name,
+            "arguments": json_value(arguments, f"the arguments of {name}"),
+        }
+        index, entry = self._recorder.begin("environment", model, request)
+        with self.status.during(EpisodeState.PROCESSING_TOOLS):
+            environment = await _call_function(kind, arguments)
+        if not entry.is_done:
+            self._recorder.record(index, None)
+        self._environments.append(environment)
+        self._environment_locks.append(asyncio.Lock())
+        return environment
+
+    async def close_environments(self) -> None:
+        """Call the `close` of environments that have one, in reverse order.
+
+        Raises:
+            Exception: what the first one raised, after all were closed.
+        """
+        errors = []
+        while self._environments:
+            close = getattr(self._environments.pop(), "close", None)
+            if close is not None:
+                try:
+                    await _call_function(close, {})
+                except Exception as error:  # noqa: BLE001 - raised below
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def number(self, kind: str, model: str, value: float) -> float:
         """Return the number that the journal has, else record and return `value`."""
@@ -142,6 +197,12 @@ class RecordedEffects:
         """Return whether a model reads the tool's result, errors included."""
         is_offered = tool in self._offered or tool.__name__ in self._offered_names
         return is_offered or sandbox_of(tool) is not None
+
+    async def _perform(
+        self, tool: Function, arguments: Mapping[str, Any], failure: Callable[[str], str]
+    ) -> dict[str, Any]:
+        with self.status.during(EpisodeState.PROCESSING_TOOLS):
+            return await self._run_tool(tool, arguments, failure)
 
     async def _run_tool(
         self, tool: Function, arguments: Mapping[str, Any], failure: Callable[[str], str]
@@ -234,7 +295,7 @@ def _call_on_thread(tool: Function, arguments: Mapping[str, Any]) -> Any:
     try:
         return tool(**arguments)
     except StopIteration as error:
-        raise RuntimeError(f"{tool.__name__} raised StopIteration") from error
+        raise RuntimeError(f"{getattr(tool, '__name__', tool)} raised StopIteration") from error
 
 
 def json_value(value: Any, what: str) -> Any:
