@@ -123,6 +123,9 @@ class TransferRates:
     """Files of checkpoints and weights."""
     tensor_us: NonNegative
     """Microseconds of each tensor in a weight update: gathering, converting and loading it."""
+    checksum_gb_per_s: Positive | None = None
+    """The checksum that verifies new weights where they are sent, received and held; None: not counted, as on
+    GPUs, where it reads memory at full bandwidth."""
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -656,6 +656,20 @@ def test_changes_take_a_comparison_and_a_copy():
     assert named(load_weights(route, one, RankPlacement(), TOY.inter, 1)) == pytest.approx({"copy": 2 * once})
 
 
+def test_checksums_of_weights_take_time_where_their_rate_is_known():
+    transfers = replace(NO_LOSS.transfers, checksum_gb_per_s=2.0)
+    one = side(hardware=replace(TOY, calibration=replace(NO_LOSS, transfers=transfers)))
+    # 1 GB is summed where it is sent, and three times where it arrives; 0.5 GB that was in place twice.
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 10**9, 0, 5 * 10**8, transport="ipc")
+    assert named(publish_weights(route, one, one))["checksums"] == pytest.approx(0.5)
+    loading = named(load_weights(route, one, RankPlacement(), TOY.inter, 1))
+    assert loading["checksums"] == pytest.approx((3 * 1.0 + 2 * 0.5) / 2)
+    # Shared weights, 4 x 36,864 and 2 x 6,400 numbers of 4 bytes, are summed once.
+    shared = replace(route, how="shared", moved_bytes=0, held_bytes=0)
+    parts = named(load_weights(shared, one, RankPlacement(), TOY.inter, 1))
+    assert parts == pytest.approx({"checksums": 4 * 160_256 / 2e9})
+
+
 def test_kept_weights_go_to_the_host_and_back():
     # 4 x 36,864 weights in layers and 2 x 6,400 in the embedding and the head, in bf16 over two ranks.
     engine = side(layout="t2", backend="vllm", dtype="bf16")

@@ -133,7 +133,10 @@ def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -
     host_copy = LinkRate(share=measure.host_copy_rate(kind) / (hardware.host.gb_per_s * 1e9))
     copy_gb_per_s = measure.copy_rate("cpu") / 2e9
     transfers = replace(
-        shipped.transfers, store_gb_per_s=copy_gb_per_s, disk_gb_per_s=measure.disk_rate() / 1e9
+        shipped.transfers,
+        store_gb_per_s=copy_gb_per_s,
+        disk_gb_per_s=measure.disk_rate() / 1e9,
+        checksum_gb_per_s=measure.checksum_rate() / 1e9 if kind == "cpu" else None,
     )
 
     report("collectives")

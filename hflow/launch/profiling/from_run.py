@@ -49,7 +49,7 @@ DELTA = 0.01
 """Change of a figure in which the fit measures slopes."""
 MIN_CHANGE = 0.005
 """A figure that changes by less was not measured."""
-RATES = ("share", "attention", "decode", "stream", "store_gb_per_s", "disk_gb_per_s")
+RATES = ("share", "attention", "decode", "stream", "store_gb_per_s", "disk_gb_per_s", "checksum_gb_per_s")
 TIMES = ("kernel_us", "launch_us", "layer_us", "gap_us", "step_us", "sequence_us", "tensor_us", "passes")
 FIGURES = frozenset((*RATES, *TIMES))
 """Names of the figures that a run corrects. Others describe shapes, which one run does not show."""

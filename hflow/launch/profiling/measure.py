@@ -28,6 +28,7 @@ from hflow.data.batch import Batch, Column
 from hflow.launch.profiling.fit import CollectiveTime, ProductTime
 from hflow.planner.backends import factories
 from hflow.types import Output, Unit
+from hflow.weights.checksum import weights_checksum
 
 SECONDS_EACH = 0.15
 """Time in which one measurement is repeated."""
@@ -119,6 +120,13 @@ def host_copy_rate(device: str) -> float:
     source = torch.zeros(128 * MIB, dtype=torch.uint8, pin_memory=device == "cuda")
     target = torch.empty_like(source, device=device)
     return source.numel() / repeated(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def checksum_rate() -> float:
+    """Return the bytes per second of the checksum that verifies weights, on the host."""
+    weights = {str(i): torch.randn(512, 1536) for i in range(COLD_BYTES["cpu"] // (512 * 1536 * 4))}
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    return num_bytes / repeated(partial(weights_checksum, weights), "cpu")
 
 
 def disk_rate() -> float:

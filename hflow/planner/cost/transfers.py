@@ -56,13 +56,21 @@ def load_weights(
         num_sources: ranks that send.
     """
     if route.how == "shared":
-        return []
+        return _checksums(replica.stage_weights * replica.itemsize, replica)
     needed = (route.moved_bytes + route.held_bytes) / replica.layout.world
     num_copies = 2 if route.delta else 1
     copy = Part("copy", num_copies * 2 * needed / replica.rates.stream, MEMORY)
     calls = num_tensors(route) * replica.hardware.calibration.transfers.tensor_us * 1e-6
     arrival = _arrival(route, replica, ranks, network, needed, num_sources)
-    return [*arrival, copy, Part("tensors", calls, LATENCY)]
+    # What arrived is summed for the rank's part and again after loading; what moved, also when it arrives.
+    checksums = _checksums(2 * needed + route.moved_bytes / replica.layout.world, replica)
+    return [*arrival, copy, Part("tensors", calls, LATENCY), *checksums]
+
+
+def _checksums(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
+    """Return the seconds of checksums of weights."""
+    rate = replica.hardware.calibration.transfers.checksum_gb_per_s
+    return [] if rate is None else [Part("checksums", num_bytes / (rate * 1e9), MEMORY)]
 
 
 def num_tensors(route: WeightRoute) -> int:
@@ -132,7 +140,7 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
     with those that were sent last.
     """
     sent_bytes = route.moved_bytes / engine.mean_copies / source.layout.world
-    parts = [Part("copy", 2 * sent_bytes / source.rates.stream, MEMORY)]
+    parts = [Part("copy", 2 * sent_bytes / source.rates.stream, MEMORY), *_checksums(sent_bytes, source)]
     if route.delta:
         parts.append(Part("comparison", 2 * sent_bytes / source.rates.stream, MEMORY))
     if route.transport not in ("collective", "ipc"):
