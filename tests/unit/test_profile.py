@@ -115,7 +115,7 @@ def test_a_profile_of_this_cpu_is_a_calibration_that_plans_can_name(tmp_path: Pa
     monkeypatch.setattr(calibrate, "BACKENDS", ("torch",))
     monkeypatch.setattr(measure, "ROWS", (16, 64))
     monkeypatch.setattr(measure, "SIDES", ((32, 64), (64, 64)))
-    monkeypatch.setattr(measure, "COLD_BYTES", {"cpu": 65536})
+    monkeypatch.setattr(measure, "COLD_BYTES", {"cpu": 2**23})
     monkeypatch.setattr(measure, "COLLECTIVE_BYTES", (4096, 65536))
     monkeypatch.setattr(measure, "MODELS", (measure.SmallModel(64, 128, 1), measure.SmallModel(128, 128, 2)))
     monkeypatch.setattr(measure, "SEQUENCES", (1, 4))
