@@ -38,6 +38,15 @@ MPT = {  # layers, hidden, heads: scripts/train/yamls/pretrain of LLM Foundry; i
     "30b": (48, 7168, 56),
     "70b": (80, 8192, 64),
 }
+OPT = {  # layers, hidden, heads: metaseq/launcher/opt_job_constants.py
+    "opt-350m": (24, 1024, 16),
+    "opt-1.3b": (24, 2048, 32),
+    "opt-6.7b": (32, 4096, 32),
+    "opt-13b": (40, 5120, 40),
+    "opt-30b": (48, 7168, 56),
+    "opt-66b": (64, 9216, 72),
+    "opt-175b": (96, 12288, 96),
+}
 FAST_HOST = HostTimes(gap_us=27, step_us=600, sequence_us=3.3, passes=0.75)
 """The host of SGLang and TensorRT-LLM, fitted to the fitted rows of both."""
 NAMES = {"llama-3.3-70b": "llama-3.1-70b", "llama-3-70b": "llama-3.1-70b", "llama-3-8b": "llama-3.1-8b"}
@@ -88,9 +97,9 @@ def hardware(device: str, network: str | None = None) -> Hardware:
 
 @cache
 def model(name: str) -> ModelShape:
-    """Return the sizes of a model. MPT's MLP has two matrices, so the same work in three is narrower."""
-    if name in MPT:
-        layers, hidden, heads = MPT[name]
+    """Return the sizes of a model. An MLP of two matrices does the same work as a narrower one of three."""
+    if name in MPT or name in OPT:
+        layers, hidden, heads = MPT[name] if name in MPT else OPT[name]
         size = hidden // heads
         return ModelShape("llama", layers, hidden, 8 * hidden // 3, heads, heads, size, 50368, is_tied=True)
     if name in OTHERS:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
+from statistics import NormalDist
 
 from comparison import Comparison, Row, compare, costs, hardware, model, rows, seconds
 
@@ -15,8 +17,8 @@ from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.training import forward, local_weights, train
 from hflow.planner.hardware import GIB
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import cached_tokens
-from hflow.planner.workload import Workload, expected_max
+from hflow.planner.model_shape import cached_tokens, num_parameters
+from hflow.planner.workload import Workload
 
 LEARNING = {
     ("h100", "dense"): 1.43,
@@ -117,11 +119,102 @@ def switch_seconds(trainer: ReplicaCosts, gb_per_s: float) -> float:
 @cache
 def cut_workload(mean: float, longest: int) -> Workload:
     """Return the lengths whose mean after the cut is as measured."""
-    low, high = 1.0, 8.0 * mean
+    low, high = 1.0, 20.0 * mean
     for _ in range(40):
         middle = (low + high) / 2
-        if expected_max(Workload(PROMPT, middle, DEVIATION, longest), 1) < mean:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if cut_mean(middle, longest) < mean else (low, middle)
     return Workload(PROMPT, round(low, 1), DEVIATION, longest)
+
+
+def cut_mean(mean: float, longest: int) -> float:
+    """Return the mean of a lognormal variable of a mean, and of `DEVIATION`, that is cut at `longest`."""
+    variance = math.log1p(DEVIATION**2)
+    deviation, normal = math.sqrt(variance), NormalDist()
+    distance = (math.log(longest / mean) + variance / 2) / deviation
+    return mean * normal.cdf(distance - deviation) + longest * (1 - normal.cdf(distance))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step whose lengths are not published, but for a part of the time that they take."""
+
+    model: str
+    device: str
+    groups: int
+    group_size: int
+    max_response: int
+    minibatches: int
+    engine_tensor: int
+    backend: str
+    tensor: int
+    pipe: int
+
+    def generation(self, gpus: int, mean: float, ahead: int) -> float:
+        """Return the seconds of generating a batch, with the batches that are in flight."""
+        config = GenConfig(max_running=RUNNING)
+        layout = Layout(gpus // self.engine_tensor, self.engine_tensor)
+        engine = costs(self.model, hardware(self.device), layout, "vllm", gen=config)
+        workload = cut_workload(round(mean), self.max_response)
+        engine = limit_running(engine, PROMPT + round(mean), 0.8)
+        batches = max(1, ahead)
+        in_flight = self.groups * self.group_size * batches
+        rollout = RolloutRequest(self.groups, self.group_size, in_flight, batches - 1, 0)
+        return seconds(generate(engine, workload, rollout))
+
+    def learning(self, gpus: int, mean: float) -> tuple[float, float]:
+        """Return the seconds of a forward pass over the batch, and of its minibatches."""
+        data = gpus // (self.tensor * self.pipe)
+        trainer = costs(
+            self.model,
+            hardware(self.device),
+            Layout(data, self.tensor, self.pipe),
+            self.backend,
+            tokens_per_microbatch=max(32_768, self.max_response + PROMPT),
+            activation_checkpointing=True,
+        )
+        num = self.groups * self.group_size
+        work = work_of([PROMPT + round(mean)] * num, PROMPT, self.group_size).share(1 / data)
+        updates = train(trainer, work.share(1 / self.minibatches), self.minibatches)
+        return seconds(forward(trainer, work)), seconds(updates)
+
+
+def verl_async() -> Iterator[Comparison]:
+    """Yield what one step ahead gains, at the length that explains the seconds of training in turns."""
+    for row in rows("verl_async"):
+        backend = {"fsdp": "torch", "megatron": "megatron"}[row["engine"]]
+        t, p = int(row["tensor"]), int(row["pipe"])
+        step = Step("qwen2.5-7b", "h20", 512, 12, int(row["max_response"]), 16, 2, backend, t, p)
+        mean = bisect(lambda x, s=step: s.learning(16, x)[1], float(row["update"]), step.max_response)
+        # In turns, parameters and optimizer states go to the host: 12 bytes a weight, over `shards` devices.
+        held = 12 * num_parameters(model("qwen2.5-7b")) / int(row["shards"])
+        switching = 2 * held / (SWITCH_GB_PER_S["h100"] * 1e9)
+        in_turns = step.generation(16, mean, 0) + sum(step.learning(16, mean)) + switching
+        ahead = max(step.generation(4, mean, 1), sum(step.learning(12, mean)))
+        measured = float(row["in_turns"]) / float(row["ahead"])
+        name = f"qwen2.5-7b 16xh20 {row['engine']} 1 ahead: seconds in turns over those ahead"
+        yield compare("verl", "gain by staleness", name, measured, in_turns / ahead, row)
+
+
+def areal() -> Iterator[Comparison]:
+    """Yield what steps ahead gain, at the length that explains the seconds of a step in turns."""
+    for row in rows("areal"):
+        gpus = 8 * int(row["machines"])
+        step = Step(row["model"], "h800", 512, 16, 27_000, 4, 1, "megatron", 1, int(row["pipe"]))
+
+        def in_turns(mean: float, step: Step = step, gpus: int = gpus) -> float:
+            return step.generation(gpus, mean, 0) + sum(step.learning(gpus, mean))
+
+        mean = bisect(in_turns, 3.6 * float(row["in_turns"]), step.max_response)
+        ahead = max(step.generation(gpus // 4 * 3, mean, 4), sum(step.learning(gpus // 4, mean)))
+        measured = float(row["in_turns"]) / float(row["ahead"])
+        name = f"{row['model']} {gpus}xh800 4 ahead: seconds in turns over those ahead"
+        yield compare("AReaL", "gain by staleness", name, measured, in_turns(mean) / ahead, row)
+
+
+def bisect(rising: Callable[[float], float], target: float, longest: int) -> float:
+    """Return the mean length for which a rising function of it has a value."""
+    low, high = 16.0, 0.95 * longest
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < target else (low, middle)
+    return low

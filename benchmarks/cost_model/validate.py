@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from comparison import HERE, Comparison
 from decoding import qwen3_speed, tensorrt_llm
-from reinforcement import nemo_rl
+from ppo import deepspeed_chat, openrlhf
+from reinforcement import areal, nemo_rl, verl_async
 from training import llm_foundry, megatron_bridge, nemo_framework
 from weights import weight_sync
 
@@ -35,6 +36,10 @@ SOURCES: tuple[Callable[[], Iterator[Comparison]], ...] = (
     tensorrt_llm,
     qwen3_speed,
     nemo_rl,
+    deepspeed_chat,
+    openrlhf,
+    verl_async,
+    areal,
     weight_sync,
 )
 
