@@ -95,10 +95,7 @@ def compile_recipe(
         config = with_choices(config, found.overrides)
         chosen = plan_request(config, graph, recipe)
         request = replace(chosen, engines=request.engines, warnings=(*chosen.warnings, *found.warnings))
-    compiled_plan = compile_plan(graph, request, with_limits=with_limits)
-    if compiled_plan.forecast is not None:
-        forecast = replace(compiled_plan.forecast, candidates=candidates)
-        compiled_plan = replace(compiled_plan, forecast=forecast)
+    compiled_plan = compile_plan(graph, request, candidates=candidates, with_limits=with_limits)
     return Compiled(config, graph, bodies, compiled_plan, Path(recipe))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from hflow.graph.ir import Graph
 from hflow.planner.build_forecast import build_forecast
+from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
 from hflow.planner.memory import check_memory, engine_caches, margin_warnings
 from hflow.planner.request import PlanRequest
@@ -17,12 +18,19 @@ from hflow.planner.unrunnable import unrunnable_reasons
 from hflow.planner.weights.weight_routes import weight_routes
 
 
-def compile_plan(graph: Graph, request: PlanRequest, *, with_limits: bool = False) -> Plan:
+def compile_plan(
+    graph: Graph,
+    request: PlanRequest,
+    *,
+    candidates: tuple[Candidate, ...] = (),
+    with_limits: bool = False,
+) -> Plan:
     """Decide where every node runs, in which order, and by which rules its data moves.
 
     Args:
         graph: a checked graph.
         request: the cluster, where each model runs, and the settings of the run.
+        candidates: placements that were compared, if the planner has chosen this one.
         with_limits: also find the settings that make a step longer than necessary (`Forecast.limits`).
 
     Raises:
@@ -37,9 +45,10 @@ def compile_plan(graph: Graph, request: PlanRequest, *, with_limits: bool = Fals
     plan = _with_caches(_with_rows(structure, request), request)
     estimates = build_forecast(plan, request)
     if estimates is not None:
-        estimates = dataclasses.replace(estimates, layouts=reasons)
+        estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates)
         if with_limits and plan.cluster.device == "cuda":
-            estimates = dataclasses.replace(estimates, limits=throttles(graph, request, estimates))
+            limits = throttles(graph, request, estimates, is_placed=not candidates)
+            estimates = dataclasses.replace(estimates, limits=limits)
         capacity = plan.cluster.memory_bytes
         check_memory(estimates.memory, capacity, lambda: nearest_fit(graph, request))
         tight = margin_warnings(

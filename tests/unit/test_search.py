@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from dataclasses import replace
@@ -217,7 +218,17 @@ def test_settings_that_hold_a_plan_back_are_named() -> None:
         r"schedule\.max_concurrent=512 a step takes \d+ % less\.",
         first,
     )
-    assert any("schedule.max_staleness=0 leaves " in line for line in others)
+    staleness, placement = others
+    assert re.fullmatch(
+        r"schedule\.max_staleness=0 leaves .*\(\d+ % of a step\) idle\. With schedule\.max_staleness=[124] "
+        r"schedule\.max_concurrent=\d+ a step takes \d+ % less\.",
+        staleness,
+    )
+    assert re.fullmatch(
+        r"placement leaves .* idle\. With placement='actor.*' a step takes \d+ % less\.", placement
+    )
+    page = html.unescape(render_page(plan))
+    assert all(line in page for line in plan.forecast.limits)
 
 
 def layouts_of(name: str, num: int, model: str, *overrides: str, all_of_them: bool = False) -> list[Layout]:

@@ -1,12 +1,14 @@
 """`throttles`: settings that make a step longer than it needs to be, and what idle devices could be used for.
 
-Each line is tried: the plan is costed again with one setting changed and everything else as it is.
+Each line is tried: the plan is costed again with one change and everything else as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
@@ -16,23 +18,32 @@ from hflow.planner.request import PlanRequest
 from hflow.planner.search.evaluate import Evaluator
 from hflow.planner.search.explore import explore
 from hflow.planner.search.options import MAX_RUNNING
-from hflow.planner.search.problem import SearchProblem
-from hflow.planner.search.result import with_settings
+from hflow.planner.search.problem import PLACEMENT, SearchProblem
+from hflow.planner.search.result import placement_of, with_settings, without_places
 from hflow.planner.staleness import admission_limit
 
 MIN_GAIN = 0.05
 """Share of a step below which a limit is not named."""
 MUCH_IDLE = 0.3
 """Idle share of a step from which on devices count as idle."""
+STALENESS = (1, 2, 4, 8)
+"""Values of `max_staleness` to try for idle devices."""
+NEARLY = 0.02
+"""Share of a step by which a smaller staleness may be slower than the best one."""
+PLACEMENT_BUDGET = 2000
+"""Candidates when another placement is tried for idle devices."""
 
 
-def throttles(graph: Graph, request: PlanRequest, forecast: Forecast) -> tuple[str, ...]:
+def throttles(
+    graph: Graph, request: PlanRequest, forecast: Forecast, *, is_placed: bool = True
+) -> tuple[str, ...]:
     """Return settings that hold a plan back, each with the gain of another value.
 
     Args:
         graph: a checked graph.
         request: what the plan was compiled from, with its groups and layouts.
         forecast: of the plan.
+        is_placed: whether the user has placed the replicas, so that another placement may be better.
     """
     if request.hardware is None or forecast.missing or forecast.period is None:
         return ()
@@ -40,38 +51,70 @@ def throttles(graph: Graph, request: PlanRequest, forecast: Forecast) -> tuple[s
     if not before:
         return ()
     lines = []
-    for key, old, value, why in _changes(graph, request, forecast):
-        after = _period(graph, with_settings(request, {key: value}))
+    for what, settings in _changes(graph, request):
+        after = _period(graph, with_settings(request, settings))
         if after is not None and after < before * (1 - MIN_GAIN):
-            gain = f"{1 - after / before:.0%}".replace("%", " %")
-            lines.append(f"{key}={old} {why}. With {key}={value} a step takes {gain} less.")
+            lines.append(_line(what, settings, after / before))
+    idle = [(lane, share) for lane, share in forecast.period.idle if share > MUCH_IDLE]
+    if idle:
+        names = " and ".join(f"{lane} ({share:.0%} of a step)".replace("%", " %") for lane, share in idle)
+        uses = [_staler(graph, request, before), _elsewhere(graph, request) if is_placed else None]
+        for found in uses:
+            if found is not None and found[1] < before * (1 - MIN_GAIN):
+                settings, after = found
+                key = next(iter(settings))
+                old = "" if key == PLACEMENT else f"={request.schedule.max_staleness:g}"
+                lines.append(_line(f"{key}{old} leaves {names} idle", settings, after / before))
     return tuple(lines)
 
 
-def _changes(
-    graph: Graph, request: PlanRequest, forecast: Forecast
-) -> Iterator[tuple[str, object, object, str]]:
-    """Yield key, value, other value, and what the key does to the plan."""
-    schedule = request.schedule
-    group = max((stream.group for stream in graph.streams if stream.trained), default=1)
-    useful = group * admission_limit(0, request.batch, schedule.max_staleness, schedule.sync_every)
-    if useful > schedule.max_concurrent:
-        key = "schedule.max_concurrent"
-        yield key, schedule.max_concurrent, useful, "limits how many samples are generated at once"
+def _line(what: str, settings: Mapping[str, Any], ratio: float) -> str:
+    others = " ".join(f"{key}={shlex.quote(str(value))}" for key, value in settings.items())
+    return f"{what}. With {others} a step takes " + f"{1 - ratio:.0%}".replace("%", " %") + " less."
+
+
+def _changes(graph: Graph, request: PlanRequest) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield what a setting does to the plan, and another value."""
+    key, value = "schedule.max_concurrent", request.schedule.max_concurrent
+    useful = _useful(graph, request, request.schedule.max_staleness)
+    if useful > value:
+        yield f"{key}={value} limits how many samples are generated at once", {key: useful}
     for model, role in replica_roles(graph):
-        running = request.model(model).gen.max_running
-        larger = [number for number in MAX_RUNNING if number > running]
+        key, value = f"models.{model}.gen.max_running", request.model(model).gen.max_running
+        larger = [number for number in MAX_RUNNING if number > value]
         if role == "gen" and larger:
-            key = f"models.{model}.gen.max_running"
-            yield key, running, min(larger), "limits how many sequences an engine decodes at once"
-    idle = (
-        [(lane, share) for lane, share in forecast.period.idle if share > MUCH_IDLE]
-        if forecast.period
-        else []
-    )
-    if idle and not schedule.max_staleness:
-        names = " and ".join(f"{lane} ({share:.0%} of a step)".replace("%", " %") for lane, share in idle)
-        yield "schedule.max_staleness", 0, 1, f"leaves {names} idle"
+            what = f"{key}={value} limits how many sequences an engine decodes at once"
+            yield what, {key: min(larger)}
+
+
+def _useful(graph: Graph, request: PlanRequest, max_staleness: float) -> int:
+    """Return how many samples can be in flight at most."""
+    group = max((stream.group for stream in graph.streams if stream.trained), default=1)
+    return group * admission_limit(0, request.batch, max_staleness, request.schedule.sync_every)
+
+
+def _staler(graph: Graph, request: PlanRequest, before: float) -> tuple[Mapping[str, Any], float] | None:
+    """Return a larger staleness with which devices are used more, and its seconds."""
+    found = []
+    for value in STALENESS:
+        if value <= request.schedule.max_staleness:
+            continue
+        settings: dict[str, Any] = {"schedule.max_staleness": value}
+        if (useful := _useful(graph, request, value)) > request.schedule.max_concurrent:
+            settings["schedule.max_concurrent"] = useful
+        after = _period(graph, with_settings(request, settings))
+        if after is not None:
+            found.append((settings, after))
+    best = min((after for _, after in found), default=before)
+    return next(((settings, after) for settings, after in found if after <= best + NEARLY * before), None)
+
+
+def _elsewhere(graph: Graph, request: PlanRequest) -> tuple[Mapping[str, Any], float] | None:
+    """Return the best placement with the same settings, and its seconds."""
+    assert request.hardware is not None
+    free = replace(without_places(request), placement=None, free=frozenset({PLACEMENT}))
+    ranked = explore(Evaluator(SearchProblem(graph, free, request.hardware)), PLACEMENT_BUDGET).ranked()
+    return ({PLACEMENT: placement_of(ranked[0])}, ranked[0].period) if ranked else None
 
 
 def _period(graph: Graph, request: PlanRequest) -> float | None:

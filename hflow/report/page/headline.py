@@ -56,6 +56,8 @@ class Headline:
     cycle: tuple[CycleLink, ...]
     assumptions: tuple[str, ...]
     missing: tuple[str, ...]
+    limits: tuple[str, ...]
+    """What makes a step longer than necessary."""
     warnings: tuple[str, ...]
 
 
@@ -70,6 +72,7 @@ def headline(plan: Plan) -> Headline:
         cycle=tuple(_cycle(plan, period)) if period else (),
         assumptions=tuple(_assumptions(plan)),
         missing=forecast.missing if forecast else ("hardware: no figures for it, so nothing is estimated",),
+        limits=forecast.limits if forecast else (),
         warnings=(*(f"Cannot run: {reason}" for reason in plan.unrunnable), *plan.warnings),
     )
 
