@@ -11,6 +11,7 @@ from model_configs import model_config
 
 from hflow.config.schema import WorkloadConfig
 from hflow.graph.ir import Level
+from hflow.launch.compile import compile_recipe
 from hflow.launch.plan_request import device_calibration, known_devices, known_links
 from hflow.planner.compile import compile_plan
 from hflow.planner.cost import node_times
@@ -18,6 +19,7 @@ from hflow.planner.cost.flops import work_of
 from hflow.planner.cost.generation import generate
 from hflow.planner.cost.training import forward, train
 from hflow.planner.data.traffic_estimate import estimate_traffic
+from hflow.planner.forecast import MemoryCategory
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.stream_workloads import stream_workloads
@@ -258,3 +260,36 @@ def test_the_step_of_the_addition_recipe():
         assert 1 / 3 < rows[node].seconds / seconds < 3
     step = sum(row.seconds for row in rows.values() if row.node != "save.actor")
     assert 0.5 < step / 0.178 < 2
+
+
+def test_decoding_runs_as_many_sequences_as_the_memory_model_grants_room():
+    # A token of Qwen2.5-7B has 28 layers x 2 x 4 heads x 128 numbers in bf16: 28,672 bytes on each of t2.
+    token, length = 28_672, 1_536
+    settings = (
+        *("model@models.actor=qwen2.5-7b", "models.actor.path=null", "models.actor.backend=megatron"),
+        *("cluster=h100-1x8", "placement=actor=all:d2t4 actor.gen=all:d4t2", "models.actor.gen.engine=vllm"),
+        *("workload.prompt=512", "workload.response_mean=1024", "workload.response_cv=0", "batch=256"),
+        *("nodes.actor_gen.max_tokens=1024", "models.actor.gen.max_model_len=1536"),
+        "schedule.max_concurrent=2048",
+    )
+    generating = []
+    for gib in (2, 4, 20):
+        plan = compile_recipe("recipes/grpo.py", (*settings, f"models.actor.gen.cache_gib={gib}")).plan
+        (engine,), forecast = plan.engines, plan.forecast
+        assert forecast
+        caches = {
+            item.num_bytes
+            for row in forecast.memory
+            if row.phase == "generate"
+            for item in (*row.resident, *row.transient)
+            if item.category is MemoryCategory.KV_CACHE
+        }
+        assert caches == {gib << 30}
+        largest = (gib << 30) // (token * length)
+        assert engine.largest_batch in (largest, largest - 1)  # blocks of 16 tokens, one of them empty
+        assert forecast.pace
+        # Four engines, each of which may run 256 sequences.
+        assert forecast.pace.slots == 4 * min(256, engine.largest_batch)
+        generating.append(forecast.times[0].seconds)
+    assert generating == sorted(generating, reverse=True)
+    assert generating[0] > 1.5 * generating[1]
