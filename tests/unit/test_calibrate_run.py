@@ -81,6 +81,7 @@ def write_run(
             took = factor * seconds[name.replace("generate actor@gen", "actor_gen")]
             trace.add(0, Span(name, "device", 100.0 * step, 100.0 * step + took, {key: step}))
         rows.append({"step": step + 1, "time/step_seconds": seconds["step"] * factor})
+    trace.add(0, Span("save actor", "files", 0.0, 9.0, {}))
     trace.write(run.trace)
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with Ledger(run.ledger, make_header(compiled.plan)) as ledger:

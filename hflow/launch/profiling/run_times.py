@@ -76,10 +76,10 @@ def _spans(run: RunDirectory, plan: Plan, evaluated: set[int]) -> dict[str, dict
         names |= {f"generate {replica}": stream.source for replica in stream.replicas}
     found: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for event in json.loads(run.trace.read_text(encoding="utf-8"))["traceEvents"]:
-        if event["ph"] != "X":
-            continue
         args: Mapping[str, Any] = event["args"]
-        key = int(args["step"] if "step" in args else args["version"])
+        key = args.get("step", args.get("version"))
+        if event["ph"] != "X" or key is None:
+            continue
         name = names.get(event["name"], event["name"])
         if name != stream.source or key not in evaluated:
             found[name][key] = max(found[name][key], event["dur"] * 1e-6)
