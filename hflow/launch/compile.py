@@ -95,6 +95,8 @@ def compile_recipe(
         config = with_choices(config, found.overrides)
         chosen = plan_request(config, graph, recipe)
         request = replace(chosen, engines=request.engines, warnings=(*chosen.warnings, *found.warnings))
+    elif config.placement == AUTO:  # the recipe has no model to place
+        config, request = replace(config, placement=None), replace(request, placement=None)
     compiled_plan = compile_plan(graph, request, candidates=candidates, with_limits=with_limits)
     return Compiled(config, graph, bodies, compiled_plan, Path(recipe))
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from hflow.config import ModelConfig, RunConfig
 from hflow.errors import ConfigError
 from hflow.graph.ir import Graph, Level
+from hflow.launch.auto_placement import AUTO
 from hflow.launch.compile import Compiled, compile_recipe, read_recipe
 from hflow.launch.plan_request import cluster_hardware
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
@@ -92,7 +93,7 @@ def run_twin(
     if steps < MIN_STEPS:
         raise ConfigError(f"--steps is {steps}; it must be at least {MIN_STEPS}")
     with TemporaryDirectory(prefix="hflow-twin-") as out:
-        config, graph, _ = read_recipe(recipe, overrides)
+        config, graph = configuration(recipe, overrides, as_configured=layouts is None)
         common = comparable_config(config, graph, steps, out)
         reference = compile_recipe(
             recipe, config=reference_config(dataclasses.replace(common, name="reference"))
@@ -103,6 +104,27 @@ def run_twin(
         ]
         results = tuple(_run_and_compare(reference, twins, report_progress, processes))
     return TwinReport(results, tuple(describe_changes(graph, config)))
+
+
+def configuration(
+    recipe: str | Path, overrides: Sequence[str], *, as_configured: bool
+) -> tuple[RunConfig, Graph]:
+    """Return the configuration to compare, and the recipe's graph.
+
+    Args:
+        recipe: path of its Python file.
+        overrides: configuration as `key=value`.
+        as_configured: whether the models are placed as in a run, where the planner chooses what is left open.
+
+    Raises:
+        HflowError: if the recipe cannot be planned.
+    """
+    config, graph, _ = read_recipe(recipe, overrides)
+    if as_configured:
+        config = compile_recipe(recipe, overrides).config
+    elif config.placement == AUTO:
+        config = dataclasses.replace(config, placement=None)
+    return config, graph
 
 
 def default_layouts(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hflow.launch.compile import compile_recipe, read_recipe
-from hflow.launch.twin_run import comparable_config
+from hflow.launch.twin_run import comparable_config, configuration
 from hflow.planner.ir import Plan
 
 PPO = Path(__file__).parents[2] / "recipes" / "ppo.py"
@@ -44,3 +44,11 @@ def test_tensor_ranks_of_an_engine_become_data_ranks(overrides: list[str]) -> No
     backend, layout, workers = configured["actor@gen"]
     assert (backend, layout) == ("vllm", "d1t2p1")
     assert placed(twin_plan(*overrides)) == configured | {"actor@gen": ("embedded", "d2t1p1", workers)}
+
+
+def test_placements_that_the_planner_chooses_are_compared_as_chosen() -> None:
+    auto = ["placement=auto", "cluster=cpu-1x2"]
+    chosen = configuration(PPO, auto, as_configured=True)[0]
+    assert chosen.placement is not None
+    assert "actor" in chosen.placement
+    assert configuration(PPO, auto, as_configured=False)[0].placement is None
