@@ -677,9 +677,14 @@ def test_kept_weights_go_to_the_host_and_back():
     assert keep_weights(side(hardware=replace(TOY, device=replace(TOY.device, type="cpu")))) == []
 
 
-def test_saving_gathers_and_writes_fp32():
-    gather, disk, state = save_checkpoint(side(layout="d2"))
-    assert gather.seconds == pytest.approx(0.5 * 4 * 160_256 / 1e10 + 1e-6)
-    assert disk == Part("disk", 4 * 160_256 / 1e9, "disk")
-    assert state == Part("optimizer's state", 12 * 160_256 / 2 / 1e9, "disk")
-    assert len(save_checkpoint(side(layout="d2", save_optimizer=False))) == 2
+def test_saving_gathers_and_copies_fp32_to_the_host():
+    # 160,256 weights: the first rank copies all of them, or half, and half of the optimizer's state.
+    assert named(save_checkpoint(side(layout="d2"))) == pytest.approx(
+        {"all-gather": 0.5 * 4 * 160_256 / 1e10 + 1e-6, "PCIe": (4 + 12 / 2) * 160_256 / 20e9}
+    )
+    bare = named(save_checkpoint(side(layout="d2", save_optimizer=False)))
+    assert bare["PCIe"] == pytest.approx(4 * 160_256 / 20e9)
+    shared = named(save_checkpoint(side(layout="d2", backend="megatron")))
+    assert shared["PCIe"] == pytest.approx((4 + 12) / 2 * 160_256 / 20e9)
+    host = side(hardware=replace(TOY, device=replace(TOY.device, type="cpu")))
+    assert named(save_checkpoint(host))["copy"] == pytest.approx(2 * 16 * 160_256 / host.rates.stream)

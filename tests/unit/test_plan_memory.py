@@ -345,13 +345,14 @@ def test_weights_of_a_small_model_travel_in_one_bucket():
     assert named(transfer.send_weights(rank(), route(how="shared"))) == {}
 
 
-def test_on_the_host_the_writer_collects_the_model():
-    # One bucket and this rank's half twice; gloo's copy is gone when it is cut up.
+def test_on_a_cpu_the_copies_of_a_checkpoint_count():
+    weights, state, num = "copy of the weights", "copy of the optimizer's state", 160_832
     needed = transfer.save_checkpoint(rank(SMALL, "d2"))
-    assert named(needed) == {"buckets": 2 * 4 * 160_832, "whole weights": 4 * 160_832}
+    assert named(needed) == {"buckets": 3 * 4 * num, weights: 4 * num, state: 12 * num // 2}
     other = replace(rank(SMALL, "d2"), is_first=False)
-    assert named(transfer.save_checkpoint(other)) == {"buckets": 3 * 4 * 160_832}
-    assert named(transfer.save_checkpoint(rank())) == {}
+    assert named(transfer.save_checkpoint(other)) == {"buckets": 3 * 4 * num, state: 12 * num // 2}
+    assert named(transfer.save_checkpoint(rank(SMALL))) == {weights: 4 * num, state: 12 * num}
+    assert weights not in named(transfer.save_checkpoint(replace(rank(SMALL, "d2"), on_cpu=False)))
 
 
 # ------------------------------------------------------------------------------------ whole plans

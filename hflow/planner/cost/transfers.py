@@ -171,15 +171,18 @@ def _on_disk(name: str, num_bytes: float, replica: ReplicaCosts) -> Part:
 
 
 def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
-    """Return the seconds of a checkpoint.
+    """Return the seconds for which a checkpoint stops training.
 
-    One process gathers and writes the weights, and each rank writes its optimizer state.
+    The weights are gathered and copied to the memory of the host, by one rank where the data axis shards
+    them, else by all in turn. Each rank copies its optimizer state. Files are written while training
+    continues.
     """
     numel = stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor
     gather = all_gather(numel * MASTER_BYTES, replica.data, replica.hardware)
     whole = numel * replica.layout.tensor * replica.layout.pipe
-    parts = [gather.part("all-gather"), _on_disk("disk", whole * MASTER_BYTES, replica)]
+    is_whole = replica.traits.sharded_over_data == "everything"
+    copied = whole * MASTER_BYTES / (1 if is_whole else replica.layout.world)
     if replica.config.save_optimizer:
-        share = whole * STATE_BYTES / replica.layout.world
-        parts.append(_on_disk("optimizer's state", share, replica))
-    return parts
+        copied += whole * STATE_BYTES / replica.layout.world
+    copy = list(_over_pcie(copied, replica)) or [Part("copy", 2 * copied / replica.rates.stream, MEMORY)]
+    return [gather.part("all-gather"), *copy]

@@ -1,14 +1,13 @@
 """Memory of weight transfers: from a trainer to engines, and into a checkpoint.
 
 Weights that engines pull are sliced out of what each rank holds. Otherwise they are gathered one bucket at a
-time. Only the rank that writes a checkpoint on a CPU holds a whole model.
+time. A checkpoint is copied to the memory of the host, which is the device's on a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate
 from typing import Literal
 
 from hflow.planner.forecast import MemoryCategory
@@ -24,8 +23,10 @@ COMPARE_BYTES = 1 + 8
 """Bytes per entry of a bucket that is compared with an earlier one (`weights/delta.py`): a mask, and at most
 one place in `int64`."""
 FILE_BYTES = 2 << 30
-"""Maximum size of a checkpoint's file, unless one tensor is larger (`megatron/hf_export.py`). The writer
-collects a whole file where the data axis does not shard weights."""
+"""Maximum size of a checkpoint's file, unless one tensor is larger (`megatron/hf_export.py`). Where the data
+axis does not shard weights, ranks take turns in copying a file."""
+STATE_BYTES = 3 * FP32_BYTES
+"""Saved of the optimizer for each weight: the weight and two moments (`common/sharded_checkpoint.py`)."""
 
 
 def send_weights(rank: Rank, route: WeightRoute) -> Items:
@@ -83,23 +84,25 @@ def receive_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Ite
 
 
 def save_checkpoint(rank: Rank) -> Items:
-    """Return what a rank needs while its model is saved in fp32. On a CPU, the writer's files count too."""
+    """Return what a rank needs while its model is gathered and copied to the host in fp32.
+
+    On a CPU the copies count too. They are held until they are written, while training continues.
+    """
     bucket = _gather_bucket(rank, FP32_BYTES)
-    if not (rank.is_first and rank.on_cpu) or rank.replica.layout.world == 1:
+    if not rank.on_cpu:
         return bucket
-    model_bytes = FP32_BYTES * num_parameters(rank.shape)
-    if not _shards_weights(rank):
-        file_bytes = min(model_bytes, max(FILE_BYTES, FP32_BYTES * largest_tensor(rank.shape)))
-        return bucket + item(MemoryCategory.WEIGHTS, file_bytes, "whole weights")
-    # The peak is at one of the last buckets, with all earlier tensors collected. The copy of gloo is freed
-    # before a bucket is split into tensors.
-    sizes = _buckets((FP32_BYTES * size for size in piece_sizes(rank.shape)), BUCKET_BYTES)
-    collected = accumulate(sizes)
-    peak = max(
-        sum_ + size + 2 * (size // rank.num_copies) for sum_, size in zip(collected, sizes, strict=True)
+    world, num = rank.replica.layout.world, num_parameters(rank.shape)
+    if _shards_weights(rank):
+        weights = FP32_BYTES * num if rank.is_first else 0
+    else:
+        largest = max(FILE_BYTES, FP32_BYTES * largest_tensor(rank.shape))
+        weights = min(FP32_BYTES * num, -(-FP32_BYTES * num // (largest * world)) * largest)
+    state = STATE_BYTES * num // world if rank.config.save_optimizer else 0
+    return (
+        bucket
+        + item(MemoryCategory.WEIGHTS, weights, "copy of the weights")
+        + item(MemoryCategory.OPTIMIZER, state, "copy of the optimizer's state")
     )
-    weights = item(MemoryCategory.WEIGHTS, model_bytes, "whole weights")
-    return weights + item(MemoryCategory.BUFFERS, peak - model_bytes, "buckets")
 
 
 def _slice_buckets(rank: Rank) -> Items:
