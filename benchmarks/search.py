@@ -2,6 +2,7 @@
 
     python benchmarks/search.py            # all tables
     python benchmarks/search.py --quick    # clusters up to 64 devices, and the optimum up to 8 devices
+    python benchmarks/search.py times      # the first one
 
 Times are processor seconds of one core. The optimum is found by trying every division of the replicas, every
 size of their groups, and every combination of layouts (`layouts`); or of layouts, micro-batches,
@@ -54,15 +55,12 @@ SMALL = (
 HAND = (("h100-8x8", "qwen2.5-7b"), ("h100-8x8", "qwen2.5-32b"), ("h100-64x8", "llama-3.1-70b"))
 """Clusters and models of the comparison with placements by hand."""
 MAX_QUICK = 8
-MAX_TUNED = {"grpo": 16, "grpo_async": 16, "ppo": 4, "ppo_async": 4}
+MAX_TUNED = {"grpo": 16, "grpo_async": 16, "ppo": 6, "ppo_async": 6}
 """Recipe -> devices up to which settings are tried as well; those of four models on more are too many."""
 
 
-def main() -> None:
-    """Print all tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="only clusters up to 64, and up to 8 devices")
-    quick = parser.parse_args().quick
+def times(quick: bool) -> None:
+    """Print the seconds of searches."""
     print("| recipe | cluster | model | candidates | seconds |\n|-|-|-|-:|-:|")
     for recipe, cluster, model in CLUSTERS[: NUM_QUICK if quick else None]:
         graph, request = problem(recipe, cluster, model, "batch=512")
@@ -70,18 +68,26 @@ def main() -> None:
         found = search(graph, request, simulate=simulated_period)
         seconds = time.process_time() - start
         print(f"| {recipe} | {cluster} | {model} | {found.num_tried:,} | {seconds:.1f} |", flush=True)
-    print("\n| cluster | model | placement of PPO | step | found |\n|-|-|-|-:|-:|")
+
+
+def by_hand(quick: bool) -> None:
+    """Print the steps with placements that people write, and how much shorter that of the search is."""
+    print("| cluster | model | placement of PPO | step | found |\n|-|-|-|-:|-:|")
     for cluster, model in HAND[: 1 if quick else None]:
         graph, request = problem("ppo", cluster, model, "batch=512")
         found = search(graph, request)
         for name, placement in hand_placements(request.cluster.num_devices).items():
             try:
-                by_hand = search(graph, replace(request, placement=placement)).seconds
-                step, gain = f"{by_hand:.1f} s", f"{found.seconds / by_hand - 1:+.0%}"
+                seconds = search(graph, replace(request, placement=placement)).seconds
+                step, gain = f"{seconds:.1f} s", f"{found.seconds / seconds - 1:+.0%}"
             except PlanError:
-                step = gain = "does not fit"
+                step, gain = "does not fit", ""
             print(f"| {cluster} | {model} | {name} | {step} | {gain} |", flush=True)
-    print("\n| recipe | cluster | model | tried | best step | found |\n|-|-|-|-|-:|-:|")
+
+
+def optimum(quick: bool) -> None:
+    """Print the best steps of all plans, and how much longer those of the search are."""
+    print("| recipe | cluster | model | tried | best step | found |\n|-|-|-|-|-:|-:|")
     for recipe, cluster, model in SMALL:
         for tunes in (False, True):
             graph, request = problem(recipe, cluster, model, tunes=tunes)
@@ -96,6 +102,20 @@ def main() -> None:
             shown = "nothing fits" if math.isinf(best) else f"{best:.3f} s"
             tried = "all" if tunes else "layouts"
             print(f"| {recipe} | {cluster} | {model} | {tried} | {shown} | {gap} |", flush=True)
+
+
+TABLES = {"times": times, "by-hand": by_hand, "optimum": optimum}
+
+
+def main() -> None:
+    """Print tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tables", nargs="*", default=list(TABLES), metavar="TABLE", help=", ".join(TABLES))
+    parser.add_argument("--quick", action="store_true", help="only clusters up to 64, and up to 8 devices")
+    args = parser.parse_args()
+    for name in args.tables:
+        TABLES[name](args.quick)
+        print()
 
 
 if __name__ == "__main__":
