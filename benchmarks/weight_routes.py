@@ -1,10 +1,15 @@
 """Time to load new weights into two engines: slices by the plan's rows, against gathered whole tensors.
 
-    python benchmarks/weight_routes.py
+    python benchmarks/weight_routes.py [--engine-ranks]
 
 Four Ray workers: a model is sharded over two (FSDP2), the two others have an engine each. By rows, each
 trainer sends its own half once for both engines, without a collective. Whole, collectives gather all tensors
 and one worker sends them. Both move the same bytes to the engines.
+
+With `--engine-ranks`: the bytes of one version with the ranks of engines in the order of devices, and in the
+plan's order, which moves the fewest. For layouts on eight GPUs by the plan alone, and on four Ray workers
+with a megatron trainer and vLLM engines: what engines read from files of other devices, and what they took
+from the shared memory of their own.
 """
 
 from __future__ import annotations
@@ -13,17 +18,19 @@ import argparse
 import asyncio
 import dataclasses
 import math
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import harness
 
-from hflow.launch.compile import compile_recipe
+from hflow.launch.compile import Compiled, compile_recipe
 from hflow.launch.worker_setup import make_setup
+from hflow.planner import placement
 from hflow.planner.ir import Plan
 from hflow.planner.model_shape import num_parameters
-from hflow.workers.interface import Workers
+from hflow.workers.interface import Workers, WorkerSetup
 from hflow.workers.ray.ray_workers import RayWorkers
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "grpo.py"
@@ -102,13 +109,114 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+PLANNED = [
+    ("torch", "d8", "d4t2"),
+    ("megatron", "d2t4", "d4t2"),
+    ("megatron", "d4t2", "d2t4"),
+    ("megatron", "d1t2p4", "d2t4"),
+    ("megatron", "d1t8", "d2t4"),
+]
+"""Trainers and engines on eight GPUs; the last pair of Qwen2.5-32B, the others of 7B."""
+RUN = [("t4", "d2t2")]
+"""Trainers and engines on four workers."""
+
+
+def compiled(overrides: list[str], ordered: bool) -> Compiled:
+    """The recipe, with engine ranks in the plan's order or in that of the devices."""
+    usual = placement.order_engine_ranks
+    try:
+        if not ordered:
+            placement.order_engine_ranks = lambda graph, replicas, request: replicas
+        return compile_recipe(RECIPE, overrides)
+    finally:
+        placement.order_engine_ranks = usual
+
+
+def planned_bytes(backend: str, layout: str, gen_layout: str) -> dict[str, Any]:
+    """Bytes of a version by the plan, in both orders."""
+    found: dict[str, Any] = {"trainer": f"{backend} {layout}", "engines": f"vllm {gen_layout}"}
+    model = "qwen2.5-32b" if "t8" in layout else "qwen2.5-7b"
+    overrides = [
+        "cluster=h100-1x8",
+        f"model@models.actor={model}",
+        "models.actor.path=null",
+        "device_memory_gib=1000",
+        f"models.actor.backend={backend}",
+        "models.actor.gen.engine=vllm",
+        f"placement=actor=all:{layout} actor.gen=all:{gen_layout}",
+    ]
+    for ordered in (False, True):
+        plan = compiled(overrides, ordered).plan
+        (route,) = plan.weights
+        needed = route.moved_bytes + route.held_bytes
+        row = {"moved_bytes": route.moved_bytes, "transport": route.transport, "near": route.near}
+        found |= {"model": model, "needed_bytes": needed, "ordered" if ordered else "device order": row}
+    return found
+
+
+async def sent_bytes(setup: WorkerSetup) -> dict[str, Any]:
+    """Bytes of one version: what was sent through files, and what engines took from there and in place."""
+    workers: Workers = RayWorkers()
+    assert isinstance(workers, RayWorkers)
+    try:
+        await workers.start(setup)
+        await workers.wake(ENGINE, 0)
+        spans = await workers.publish(ENGINE, 1)
+        loaded = await workers.wake(ENGINE, 1)
+        assert loaded.sent_checksums == loaded.engine_checksums
+    finally:
+        await workers.close()
+    total = sum(span.args["bytes"] for _, span in spans)
+    near = sum(span.args.get("near_bytes", 0) for _, span in spans)
+    checksums = sorted(loaded.engine_checksums)
+    return {
+        "sent_through_files": total - near,
+        "received_through_files": loaded.num_bytes - near,
+        "received_in_place": near,
+        "checksums": checksums,
+    }
+
+
+def run_orders(args: argparse.Namespace, layout: str, gen_layout: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"trainer": f"megatron {layout}", "engines": f"vllm {gen_layout}"}
+    sizes = [row for row in overrides(args) if "architecture" in row]
+    for ordered in (False, True):
+        config = [
+            "cluster=cpu-1x4",
+            "models.actor.path=null",
+            "models.actor.backend=megatron",
+            "models.actor.gen.engine=vllm",
+            "models.actor.gen.transport=disk",
+            f"placement=actor=all:{layout} actor.gen=all:{gen_layout}",
+            *sizes,
+        ]
+        setup = make_setup(compiled(config, ordered))
+        with tempfile.TemporaryDirectory() as directory:
+            setup = dataclasses.replace(setup, weights_directory=directory)
+            measured = asyncio.run(sent_bytes(setup))
+        (route,) = setup.plan.weights
+        measured |= {"moved_bytes": route.moved_bytes, "held_bytes": route.held_bytes}
+        found["ordered" if ordered else "device order"] = measured
+    assert found["ordered"].pop("checksums") == found["device order"].pop("checksums")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine-ranks", action="store_true")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=9)
-    print(harness.write("weight-routes", asyncio.run(run(parser.parse_args()))))
+    args = parser.parse_args()
+    if args.engine_ranks:
+        measured = {
+            "planned": [planned_bytes(*layouts) for layouts in PLANNED],
+            "run": [run_orders(args, *layouts) for layouts in RUN],
+        }
+        print(harness.write("engine-ranks", measured))
+    else:
+        print(harness.write("weight-routes", asyncio.run(run(args))))
 
 
 if __name__ == "__main__":

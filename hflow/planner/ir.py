@@ -195,6 +195,9 @@ class WeightRoute:
     saved_bytes: int = 0
     """How much larger `moved_bytes` were if the destination's ranks were in the order of its devices; 0 if
     they are."""
+    near: str = ""
+    """The transport from a worker to the engine on its own device, which is in a process of its own; empty:
+    `transport`, as for all others."""
 
 
 def batch_replica(replicas: Iterable[Replica], model: str) -> Replica:

@@ -18,7 +18,7 @@ from hflow.weights.buckets import (
     verify_bucket,
 )
 from hflow.weights.channels import open_channel
-from hflow.weights.channels.interface import ChannelSettings
+from hflow.weights.channels.interface import ChannelSettings, NearHandle
 from hflow.weights.checksum import MODULUS
 from hflow.weights.delta import delta_receiver
 from hflow.weights.outgoing import whole_slices
@@ -101,13 +101,16 @@ class IncomingWeights:
         return assemble()
 
     def _slices(self, handles: Handles, device: torch.device) -> Iterator[SliceValues]:
-        assert self._channel is not None, "streams need a channel"
-        channel = open_channel(self._channel)
+        settings = self._channel
+        assert settings is not None, "streams need a channel"
         for handle in handles:
-            bucket = channel.receive(handle, self._receiver)
+            if isinstance(handle, NearHandle):
+                bucket = open_channel(settings.nearby).receive(handle.handle, self._receiver)
+            else:
+                bucket = open_channel(settings).receive(handle, self._receiver)
             self.num_bytes += bucket.num_bytes
             if bucket.version is not None:
-                bucket = delta_receiver(self._channel).decode(bucket)
+                bucket = delta_receiver(settings).decode(bucket)
             bucket = bucket.on(device)
             verify_bucket(bucket)
             self.checksum = (self.checksum + sum(entry.checksum for entry in bucket.entries)) % MODULUS

@@ -14,7 +14,7 @@ from hflow.planner.routing import tensor_ranks
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, SliceValues
 from hflow.weights.channels import make_channel, open_channel
-from hflow.weights.channels.interface import ChannelSettings, WeightChannel
+from hflow.weights.channels.interface import ChannelSettings, NearHandle, WeightChannel
 from hflow.weights.delta import DeltaSender, delta_receiver
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.outgoing import OutgoingWeights, local_slices, outgoing_slices, outgoing_tensors
@@ -35,6 +35,8 @@ class PublishReport:
     version: int
     num_bytes: int
     """Bytes that were sent."""
+    near_bytes: int
+    """The part of them for the engine on the sender's device, if that takes a way of its own."""
     whole_bytes: int
     """Bytes of all slices, of which only changes may have been sent."""
     base: int | None
@@ -61,6 +63,8 @@ class WeightPublisher:
         self._settings = settings
         self._channels: dict[str, WeightChannel] = {}
         """Replica -> the sending end of its channel, from the first publication on."""
+        self._near: dict[str, WeightChannel] = {}
+        """Replica -> the sending end of the channel to its engine on this device, if that is another one."""
         self._handles: dict[str, list[Any]] = {}
         """Replica -> handles of buckets that were sent to it and not freed."""
         self._deltas: dict[str, DeltaSender] = {}
@@ -73,22 +77,40 @@ class WeightPublisher:
         start = time.time()
         outgoing = self._routes.outgoing(replica)
         if replica not in self._channels:
-            self._channels[replica] = make_channel(self._settings[replica])
+            settings = self._settings[replica]
+            self._channels[replica] = make_channel(settings)
+            if settings.near:
+                self._near[replica] = make_channel(settings.nearby)
             if self._routes.sends_changes(replica):
                 self._deltas[replica] = DeltaSender(self._settings[replica].owner)
-        channel, handles = self._channels[replica], self._handles.setdefault(replica, [])
+        handles = self._handles.setdefault(replica, [])
         delta = self._deltas.get(replica)
         base = None if delta is None else delta.start(version)
         by_receivers: dict[Receivers, list[Any]] = {}
-        num_bytes = 0
-        for sent in _sent(channel, outgoing, delta):
+        num_bytes = near_bytes = 0
+        for sent in _sent(lambda *bucket: self._send(replica, *bucket), outgoing, delta):
             handles.append(sent.handle)
             by_receivers.setdefault(sent.receivers, []).append(sent.handle)
             num_bytes += sent.num_bytes
+            near_bytes += sent.num_bytes if isinstance(sent.handle, NearHandle) else 0
         report = PublishReport(
-            replica, version, num_bytes, outgoing.num_bytes, base, outgoing.checksums, start, time.time()
+            replica,
+            version,
+            num_bytes,
+            near_bytes,
+            outgoing.num_bytes,
+            base,
+            outgoing.checksums,
+            start,
+            time.time(),
         )
         return list(by_receivers.items()), report
+
+    def _send(self, replica: str, receivers: Receivers, bucket: Bucket) -> Any:
+        """Send a bucket, and return its handle."""
+        if replica in self._near and receivers == self._routes.itself:
+            return NearHandle(self._near[replica].send(receivers, bucket))
+        return self._channels[replica].send(receivers, bucket)
 
     def incoming(self, replica: str, published: Sequence[BucketHandles]) -> list[IncomingWeights]:
         """Return the weights that a replica's engine here loads, for each of its tensor ranks.
@@ -125,7 +147,8 @@ class WeightPublisher:
     ) -> tuple[ChannelSettings, list[BucketHandles]]:
         """Copy what a replica's engine here receives from the object store into shared memory.
 
-        The ranks of the engine are no Ray processes, so they cannot read the store themselves.
+        The ranks of the engine are no Ray processes, so they cannot read the store themselves. What their own
+        workers sent does not come through the store.
         """
         store = self._settings[replica]
         settings = replace(store, name="shared")
@@ -137,18 +160,24 @@ class WeightPublisher:
         for sent in published:
             relayed.append([])
             for receivers, handles in sent:
-                if workers & set(receivers):
-                    buckets = (open_channel(store).receive(handle, min(workers)) for handle in handles)
-                    copies = [channel.send(receivers, bucket) for bucket in buckets]
-                    kept += copies
-                    relayed[-1].append((receivers, copies))
+                if not workers & set(receivers):
+                    continue
+                if isinstance(handles[0], NearHandle):
+                    relayed[-1].append((receivers, handles))
+                    continue
+                buckets = (open_channel(store).receive(handle, min(workers)) for handle in handles)
+                copies = [channel.send(receivers, bucket) for bucket in buckets]
+                kept += copies
+                relayed[-1].append((receivers, copies))
         return settings, relayed
 
     def free(self, replica: str) -> None:
         """Free what was sent to a replica; its engines have loaded it, or never will."""
         handles = self._handles.pop(replica, ())
         if handles:
-            self._channels[replica].free(handles)
+            self._channels[replica].free([one for one in handles if not isinstance(one, NearHandle)])
+        if replica in self._near:
+            self._near[replica].free([one.handle for one in handles if isinstance(one, NearHandle)])
         if replica in self._deltas:
             self._deltas[replica].loaded()
 
@@ -156,9 +185,11 @@ class WeightPublisher:
         """Free everything that was sent, and close all channels of this process. Safe to call twice."""
         for replica in tuple(self._handles):
             self.free(replica)
-        for channel in (*self._channels.values(), *(relay for relay, _ in self._relays.values())):
+        relays = (relay for relay, _ in self._relays.values())
+        for channel in (*self._channels.values(), *self._near.values(), *relays):
             channel.close()
         self._channels.clear()
+        self._near.clear()
         self._relays.clear()
         open_channel.cache_clear()
         delta_receiver.cache_clear()
@@ -171,7 +202,7 @@ class _SentBucket(NamedTuple):
 
 
 def _sent(
-    channel: WeightChannel, outgoing: OutgoingWeights, delta: DeltaSender | None
+    send_bucket: Callable[[Receivers, Bucket], Any], outgoing: OutgoingWeights, delta: DeltaSender | None
 ) -> Iterator[_SentBucket]:
     """Send weights, or their changes; yields each bucket that was sent, in order.
 
@@ -180,7 +211,7 @@ def _sent(
 
     def send(receivers: Receivers, bucket: Bucket) -> _SentBucket:
         encoded = bucket if delta is None else delta.encode(receivers, bucket)
-        return _SentBucket(receivers, channel.send(receivers, encoded), encoded.num_bytes)
+        return _SentBucket(receivers, send_bucket(receivers, encoded), encoded.num_bytes)
 
     pending: Future[_SentBucket] | None = None
     with ThreadPoolExecutor(1, "hflow-weights") as thread:
@@ -206,6 +237,11 @@ class WorkerRoutes:
         self._worker = hosted[0]
         self._hosts_all = len(hosted) == plan.cluster.num_devices
         self._backends = backends
+
+    @property
+    def itself(self) -> Receivers:
+        """Return this worker as the only receiver of a bucket."""
+        return (self._worker,)
 
     def outgoing(self, replica: str) -> OutgoingWeights:
         """Return what this process sends to a generation replica that pulls weights.
@@ -270,7 +306,8 @@ def channel_settings(
             if name == "store" and hosts_all:
                 name = "shared" if _has_own_process(plan, route.dst) else "memory"
             owner = f"{route.dst}-{hosted[0]}"
-            settings[route.dst] = ChannelSettings(name, owner, directory, host, timeout)
+            near = "" if hosts_all else route.near
+            settings[route.dst] = ChannelSettings(name, owner, directory, host, timeout, near)
     return settings
 
 

@@ -346,6 +346,8 @@ def publish_span(report: PublishReport) -> Span:
     args: dict[str, Any] = {"version": report.version, "bytes": report.num_bytes}
     if report.num_bytes != report.whole_bytes or report.base is not None:
         args |= {"whole_bytes": report.whole_bytes, "changes_since": report.base}
+    if report.near_bytes:
+        args["near_bytes"] = report.near_bytes
     return Span(f"publish {report.replica}", "weights", report.start, report.end, args)
 
 

@@ -620,6 +620,15 @@ def test_new_weights_over_each_transport_of_a_gpu(transport, arrival, published)
     assert named(publish_weights(route, one, one)) == pytest.approx(published)
 
 
+def test_what_a_device_holds_takes_no_road():
+    # 1 GiB comes from other devices, and 3 GiB are in the memory of the same GPU.
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**30, 0, 3 * 2**30, "shared", near="ipc")
+    one, packed = side(), {"copy": 2**33 / 1e11}
+    road = {"PCIe": 2**30 / 20e9}
+    assert named(load_weights(route, one, RankPlacement(), TOY.inter, 1)) == pytest.approx(packed | road)
+    assert named(publish_weights(route, one, one)) == pytest.approx(packed | road)
+
+
 def test_the_busiest_port_is_a_senders_if_few_send():
     # Eight receivers on four machines need 1 GB each, two on a machine the same: 0.5 GB through each port.
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 0, 8 * 10**9, 0, "store")
@@ -660,10 +669,14 @@ def test_checksums_of_weights_take_time_where_their_rate_is_known():
     transfers = replace(NO_LOSS.transfers, checksum_gb_per_s=2.0)
     one = side(hardware=replace(TOY, calibration=replace(NO_LOSS, transfers=transfers)))
     # 1 GB is summed where it is sent, and three times where it arrives; 0.5 GB that was in place twice.
-    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 10**9, 0, 5 * 10**8, transport="ipc")
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 10**9, 0, 5 * 10**8, transport="store")
     assert named(publish_weights(route, one, one))["checksums"] == pytest.approx(0.5)
     loading = named(load_weights(route, one, RankPlacement(), TOY.inter, 1))
     assert loading["checksums"] == pytest.approx((3 * 1.0 + 2 * 0.5) / 2)
+    # An engine in a process of its own is sent that too.
+    near = replace(route, near="ipc")
+    assert named(publish_weights(near, one, one))["checksums"] == pytest.approx(0.75)
+    assert named(load_weights(near, one, RankPlacement(), TOY.inter, 1))["checksums"] == pytest.approx(2.25)
     # Shared weights, 4 x 36,864 and 2 x 6,400 numbers of 4 bytes, are summed once.
     shared = replace(route, how="shared", moved_bytes=0, held_bytes=0)
     parts = named(load_weights(shared, one, RankPlacement(), TOY.inter, 1))

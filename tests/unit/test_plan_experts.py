@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from model_configs import model_config
 
 from hflow.config.compose import config_dir
-from hflow.errors import PlanError
+from hflow.errors import NotYetError, PlanError
 from hflow.launch.compile import compile_recipe
+from hflow.launch.plan_file import compile_plan_file, plan_file_text
+from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.planner.architectures import read_shape
 from hflow.planner.calibration import HostTimes, LinkRate
 from hflow.planner.cost.collectives import RankPlacement, all_gather, axis_ranks, dispatch
@@ -341,3 +343,17 @@ def test_plans_with_context_and_expert_ranks_are_not_run():
         "Remove e8 from the layout.",
     ]
     assert plan.replica("actor@train").heads == (0, 8, 16, 24)
+
+
+def test_a_plan_file_of_experts_is_not_run(tmp_path: Path):
+    keys = ["model@models.actor=qwen3-30b-a3b", "models.actor.path=null", "models.actor.backend=megatron"]
+    keys += ["cluster=h100-4x8", "placement=actor=all:d8t4e8 actor.gen=all:d8t4"]
+    recipe = Path(__file__).parents[2] / "recipes" / "grpo.py"
+    file = tmp_path / "lock.json"
+    file.write_text(plan_file_text(compile_recipe(recipe, keys)))
+    with pytest.raises(NotYetError) as refusal:
+        run_compiled(compile_plan_file(file), False, RunEnvironment())
+    assert str(refusal.value) == (
+        "models.actor is of family qwen3_moe, which can be planned with megatron but not run yet. Set "
+        "models.actor.backend=torch, or use a model of family llama, mistral, qwen2, qwen3."
+    )

@@ -50,6 +50,27 @@ def test_a_plan_chooses_a_transport(overrides: tuple[str, ...], how: str, transp
 
 
 @pytest.mark.parametrize(
+    ("overrides", "transport", "near"),
+    [
+        (("cluster=h100-1x8", *QWEN, *VLLM, "models.actor.gen.layout=d4t2"), "shared", "ipc"),
+        (("cluster=h100-2x8", *QWEN, *VLLM, "models.actor.gen.layout=d8t2"), "store", "ipc"),
+        (("cluster=cpu-2x1", *VLLM), "store", "shared"),
+        (("cluster=cpu-1x2", *VLLM, f"{KEY}=disk"), "disk", "shared"),
+        (("cluster=cpu-1x2", *VLLM, f"{KEY}=disk", "workers=inproc"), "disk", ""),
+        (("cluster=cpu-1x2", *VLLM), "shared", ""),
+        (("cluster=h100-1x1", *VLLM, "models.actor.optim.lr=1e-6"), "ipc", ""),
+        ((*GPUS, *VLLM), "collective", ""),
+        ((*TWO_MACHINES, *VLLM), "store", ""),
+    ],
+)
+def test_what_the_own_device_holds_does_not_leave_it(
+    overrides: tuple[str, ...], transport: str, near: str
+) -> None:
+    (route,) = plan(*overrides).weights
+    assert (route.transport, route.near) == (transport, near)
+
+
+@pytest.mark.parametrize(
     ("overrides", "transport", "reason"),
     [
         (TWO_MACHINES, "shared", "are on 2 machines"),

@@ -1,5 +1,7 @@
 """Weight slices between workers: every receiver gets every entry of every tensor exactly once."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -71,6 +73,19 @@ def test_all_workers_number_the_tensors_equally(case):
                 piece.shape,
             )
     assert len({place for place, _ in places.values()}) == len(places)
+
+
+def test_what_its_own_engine_needs_is_sent_apart():
+    """Two workers hold halves, and two engines there need everything."""
+    both = replica("train", "torch", "d2", (0, 1)), replica("gen", "vllm", "d2", (0, 1))
+    route = route_of(*both, shape_of())
+    assert [set(slices_to_send(route, cluster(), w, to_itself=True)) for w in (0, 1)] == [{(0, 1)}] * 2
+    apart = replace(route, near="shared")
+    for worker in (0, 1):
+        sent = slices_to_send(apart, cluster(), worker, to_itself=True)
+        assert sent.keys() == {(0,), (1,)}
+        assert sent[0,] == sent[1,] == slices_to_keep(route, worker)
+        assert slices_to_send(apart, cluster(), worker).keys() == {(1 - worker,)}
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])

@@ -99,7 +99,7 @@ def test_the_death_of_an_idle_worker_is_reported() -> None:
 
 def test_what_an_engine_was_sent_is_what_senders_and_its_own_worker_count() -> None:
     engine = Replica("actor@gen", "actor", "gen", "embedded", Layout(1), "gen", (4, 5), (4, 5))
-    reports = {worker: PublishReport("actor@gen", 1, 8, 8, None, {4: 10}, 0.0, 1.0) for worker in (0, 1)}
+    reports = {worker: PublishReport("actor@gen", 1, 8, 0, 8, None, {4: 10}, 0.0, 1.0) for worker in (0, 1)}
     updates = [LoadedWeights((8,), (MODULUS - 1,), (19,)), LoadedWeights((0,), (7,), (7,))]
     loaded = _weights_loaded(engine, updates, reports)
     assert loaded == WeightsLoaded(8, (19, 7), (19, 7))

@@ -62,8 +62,9 @@ def load_weights(
     copy = Part("copy", num_copies * 2 * needed / replica.rates.stream, MEMORY)
     calls = num_tensors(route) * replica.hardware.calibration.transfers.tensor_us * 1e-6
     arrival = _arrival(route, replica, ranks, network, needed, num_sources)
-    # What arrived is summed for the rank's part and again after loading; what moved, also when it arrives.
-    checksums = _checksums(2 * needed + route.moved_bytes / replica.layout.world, replica)
+    # What arrived is summed for the rank's part and again after loading; what was sent, also when it arrives.
+    sent = route.moved_bytes + _near_bytes(route)
+    checksums = _checksums(2 * needed + sent / replica.layout.world, replica)
     return [*arrival, copy, Part("tensors", calls, LATENCY), *checksums]
 
 
@@ -71,6 +72,11 @@ def _checksums(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
     """Return the seconds of checksums of weights."""
     rate = replica.hardware.calibration.transfers.checksum_gb_per_s
     return [] if rate is None else [Part("checksums", num_bytes / (rate * 1e9), MEMORY)]
+
+
+def _near_bytes(route: WeightRoute) -> int:
+    """Return the bytes that are sent to engines on the senders' devices, in place."""
+    return route.held_bytes if route.near or route.transport == "ipc" else 0
 
 
 def num_tensors(route: WeightRoute) -> int:
@@ -108,9 +114,12 @@ def _arrival(
 ) -> Iterator[Part]:
     """Yield the seconds until the weights of an engine's rank are on its device.
 
-    What a transport reads in place, such as shared memory on a CPU or memory of the same GPU, takes none.
+    What a transport reads in place, such as shared memory on a CPU or memory of the same GPU, takes none; nor
+    does what the device itself holds, where `WeightRoute.near` carries it.
     """
     hardware, num = replica.hardware, replica.layout.world
+    if route.near:
+        needed = route.moved_bytes / num
     copies = max(1, ranks.per_machine // (replica.layout.tensor * replica.layout.pipe))
     received = route.node_bytes / num / copies
     between = crossing_bytes(route, num, copies, ranks.machines, num_sources)
@@ -137,12 +146,14 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
 
     Slices are packed on the device, where `collective` and `ipc` leave them. Other transports copy them into
     the memory of the host, and `store` from there into Ray's object store. With `delta` they are compared
-    with those that were sent last.
+    with those that were sent last. `WeightRoute.near` carries what the engine on the same device needs.
     """
     sent_bytes = route.moved_bytes / engine.mean_copies / source.layout.world
-    parts = [Part("copy", 2 * sent_bytes / source.rates.stream, MEMORY), *_checksums(sent_bytes, source)]
+    packed_bytes = sent_bytes + _near_bytes(route) / source.layout.world
+    packed = Part("copy", 2 * packed_bytes / source.rates.stream, MEMORY)
+    parts = [packed, *_checksums(packed_bytes, source)]
     if route.delta:
-        parts.append(Part("comparison", 2 * sent_bytes / source.rates.stream, MEMORY))
+        parts.append(replace(packed, name="comparison"))
     if route.transport not in ("collective", "ipc"):
         parts += _over_pcie(sent_bytes, source)
     if route.transport == "store":

@@ -289,6 +289,8 @@ def _rule(rule: Rows) -> dict[str, ShownValue]:
 def _route(route: Rows) -> dict[str, ShownValue]:
     return {
         "": shown(route["how"]),
+        "transport": shown(route["transport"]),
+        "what a device holds": shown(route["near"]),
         "moved": ShownValue(route["moved_bytes"], size(route["moved_bytes"])),
         "across machines": ShownValue(route["node_bytes"], size(route["node_bytes"])),
         "held already": ShownValue(route["held_bytes"], size(route["held_bytes"])),

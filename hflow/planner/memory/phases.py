@@ -200,7 +200,8 @@ def _resident(
             state = memory.model_state(rank)
             if name in inferred:
                 state += memory.kept_after_infer(rank)
-            state += transfer.published_weights(rank, context.routes_from(rank), is_waking=phase == WAKE)
+            routes = [(r, context.plan.replica(r.dst).layout.world) for r in context.routes_from(rank)]
+            state += transfer.published_weights(rank, routes, is_waking=phase == WAKE)
         items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in state.items()})
     return items + item(MemoryCategory.RUNTIME, overhead)
 

@@ -38,25 +38,33 @@ def send_weights(rank: Rank, route: WeightRoute) -> Items:
     return _slice_buckets(rank) + (_changes(rank) if route.delta else Items())
 
 
-def published_weights(rank: Rank, routes: Iterable[WeightRoute], *, is_waking: bool) -> Items:
+def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, is_waking: bool) -> Items:
     """Return what a training rank holds of versions that are published.
 
-    `collective` keeps packed slices on the device until engines take them, and `ipc` while they wake.
-    `shared` keeps its segments for the next version, in the memory of the host: on a CPU the device's. With
+    `collective` keeps packed slices on the device until engines take them, and `ipc` while they wake: what
+    the engine on this device needs of what is here. `shared` keeps its segments for the next version, in the
+    memory of the host: on a CPU the device's. With
     `delta` the slices that were sent last are kept too, to find what changes; as many changes may be waiting
     for engines, since they are sent as long as they are smaller than the slices.
 
     Args:
         rank: of a training replica.
-        routes: on which it sends its weights.
+        routes: on which it sends its weights, each with the number of ranks that receive them.
         is_waking: whether engines load the weights in this phase.
     """
     share = rank.width * (num_parameters(rank.shape) // rank.replica.layout.world)
     items = Items()
-    for route in routes:
-        on_device = route.transport == "collective" or (route.transport == "ipc" and is_waking)
-        if on_device or (route.transport == "shared" and rank.on_cpu):
-            items += item(MemoryCategory.BUFFERS, share, "published weights")
+    for route, num_receivers in routes:
+        own = round(route.held_bytes / num_receivers) if route.held_bytes else share
+        num_bytes = 0
+        if route.transport == "collective" or (route.transport == "shared" and rank.on_cpu):
+            num_bytes += share
+        if "ipc" in (route.transport, route.near) and is_waking:
+            num_bytes += own
+        if route.near == "shared":
+            num_bytes += own
+        if num_bytes:
+            items += item(MemoryCategory.BUFFERS, num_bytes, "published weights")
         if route.delta:
             items += item(MemoryCategory.BUFFERS, share, "weights sent last")
     return items

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from hflow.planner.backends import engine_kind
+from hflow.planner.backends import engine_kind, traits
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import WeightRoute
 from hflow.planner.memory.context import MemoryContext
 from hflow.planner.memory.engine_load import EngineLoad, engine_load
 from hflow.planner.memory.phases import GENERATE, WAKE, resident_bytes, transient_bytes
 from hflow.planner.memory.rank import Rank
+from hflow.planner.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.workload import Workload, expected_max
@@ -239,4 +240,13 @@ class GroupMemory:
             usual = "collective" if is_apart else "ipc"
         configured = option.config.gen.transport
         transport = usual if configured == "auto" else configured
-        return (WeightRoute(model, source.name, engine.name, "pull", transport=transport),)
+        held = 0 if is_apart or option.replica.role == "gen" else _held_bytes(option, self._problem)
+        return (WeightRoute(model, source.name, engine.name, "pull", transport=transport, held_bytes=held),)
+
+
+def _held_bytes(trainer: ReplicaOption, problem: SearchProblem) -> int:
+    """Return the most that the engine on a trainer's device may need of what the trainer's rank holds."""
+    layout, shape = trainer.layout, problem.request.shapes[trainer.replica.model]
+    is_sharded = traits(trainer.replica.backend).sharded_over_data == "everything"
+    num_parts = layout.world if is_sharded else layout.tensor * layout.pipe * layout.expert
+    return DTYPE_BYTES[trainer.config.compute_dtype] * num_parameters(shape) // num_parts

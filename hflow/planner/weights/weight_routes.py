@@ -23,6 +23,10 @@ STORE_FRACTION = 0.3
 """The fraction of a machine's memory that Ray gives its object store by default."""
 
 
+_THROUGH_HOSTS = ("store", "disk", "shared")
+"""Transports that copy weights to the memory of a machine, or further."""
+
+
 def weight_routes(
     graph: Graph, groups: Iterable[DeviceGroup], replicas: tuple[Replica, ...], request: PlanRequest
 ) -> tuple[WeightRoute, ...]:
@@ -90,11 +94,21 @@ def _with_transport(
     """Return the route with its transport, which only a `pull` route has."""
     if route.how != "pull":
         return route
-    route = replace(route, delta=config.gen.delta)
-    if config.gen.transport != "auto":
-        return replace(route, transport=config.gen.transport, why="as configured")
-    transport, why = _choice(route, src, gen, request)
-    return replace(route, transport=transport, why=why)
+    transport, why = str(config.gen.transport), "as configured"
+    if transport == "auto":
+        transport, why = _choice(route, src, gen, request)
+    near = _near(route, gen, request) if transport in _THROUGH_HOSTS else transport
+    return replace(
+        route, delta=config.gen.delta, transport=transport, why=why, near="" if near == transport else near
+    )
+
+
+def _near(route: WeightRoute, gen: Replica, request: PlanRequest) -> str:
+    """Return the transport of what an engine's own device holds; empty where it makes no difference."""
+    has_own = route.held_bytes and engine_kind(gen.backend).has_own_process
+    if not has_own or request.settings.get("workers") == "inproc":
+        return ""
+    return "ipc" if request.cluster.device == "cuda" else "shared"
 
 
 def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest) -> tuple[str, str]:

@@ -38,7 +38,8 @@ def slices_to_send(
         route: with rows.
         cluster: says which workers share a machine.
         worker: the sender.
-        to_itself: whether it also sends what it needs itself, for an engine in a process of its own.
+        to_itself: whether it also sends what it needs itself, for an engine in a process of its own. If the
+            route has a transport for that, these slices have no other receivers.
     """
     by_receivers: dict[Receivers, list[WeightSlice]] = {}
     for index, layer, weight_slice in _slices(route):
@@ -47,9 +48,16 @@ def slices_to_send(
             receivers = tuple(
                 sorted(r for r, s in sender_of.items() if s == worker and (to_itself or r != worker))
             )
-            if receivers:
-                by_receivers.setdefault(receivers, []).append(weight_slice)
+            for part in _apart(receivers, worker) if route.near else (receivers,):
+                if part:
+                    by_receivers.setdefault(part, []).append(weight_slice)
     return by_receivers
+
+
+def _apart(receivers: Receivers, worker: int) -> tuple[Receivers, Receivers]:
+    """Return a worker, if it is among receivers, and the others."""
+    others = tuple(receiver for receiver in receivers if receiver != worker)
+    return receivers if receivers == (worker,) else (worker,) * (len(others) < len(receivers)), others
 
 
 def slices_to_keep(route: WeightRoute, worker: int) -> list[WeightSlice]:

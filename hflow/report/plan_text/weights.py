@@ -32,6 +32,8 @@ def weights_section(plan: Plan, width: int) -> Section:
 
 def _way(route: WeightRoute) -> Text:
     notes = [dim(f"by {route.transport}: {route.why}")] if route.transport else []
+    if route.near:
+        notes.append(dim(f"what a device holds by {route.near}"))
     if route.delta:
         notes.append(dim("only changes"))
     if route.saved_bytes:

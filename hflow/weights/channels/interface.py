@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket
@@ -25,6 +25,19 @@ class ChannelSettings:
     """Address of this process's machine, as the other workers know it."""
     timeout: float = 600.0
     """Seconds after which a transfer that needs several processes at once fails."""
+    near: str = ""
+    """The channel from a worker to the engine on its own device; empty: the same as for all others."""
+
+    @property
+    def nearby(self) -> ChannelSettings:
+        """The settings of the channel to the engine on the sender's device."""
+        return replace(self, name=self.near, near="")
+
+
+class NearHandle(NamedTuple):
+    """The handle of a bucket that went through the channel with the settings `ChannelSettings.nearby`."""
+
+    handle: Any
 
 
 class WeightChannel(abc.ABC):
