@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 LOSS = declare("{node}/loss", "", "loss of a train node, averaged over the step's updates", live="last")
 GRAD_NORM = declare("{node}/grad_norm", "", "norm of the gradient before clipping, averaged over the updates")
 LEARNING_RATE = declare("{node}/lr", "", "learning rate of the step's last update")
+SKIPPED_UPDATES = declare(
+    "{node}/skipped_updates",
+    "updates",
+    "updates of the step that were skipped because their gradient was not finite, with "
+    "optim.on_nonfinite=skip",
+)
 NUM_TRAINED_TOKENS = declare("{node}/num_tokens", "tokens", "learned tokens of the batch")
 ENGINE_GAP = declare(
     "{node}/engine_gap",

@@ -39,6 +39,9 @@ class OptimConfig:
     """Final learning rate divided by `lr`, for `linear` and `cosine`."""
     clip_grad: StrictFloat = Field(default=1.0, ge=0)
     """Maximum global gradient norm; 0 turns clipping off."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What happens if a gradient is not finite: the run stops and names the samples, or all ranks skip the
+    update, which `NODE/skipped_updates` counts."""
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -90,6 +90,11 @@ def train_on_nan(group: Any, path: Path) -> None:
     shards = [TrainShard((first, *shard.minibatches[1:]))]
     message = refusal(lambda: model(twin, path, group).train(twins.NODES["ppo"][0], shards, 7))
     (path / f"nan.{group.rank()}").write_text(message)
+    optim = dataclasses.replace(kit.SETTINGS.optim, on_nonfinite="skip")
+    backend = model(twin, path, group, optim=optim)
+    metrics = backend.train(twins.NODES["ppo"][0], shards, 7)
+    weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    torch.save((metrics, weights), path / f"skipped.{group.rank()}.pt")
 
 
 def refusal(act: Callable[[], object]) -> str:

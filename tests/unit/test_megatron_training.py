@@ -143,4 +143,15 @@ def test_every_rank_names_the_input_that_is_not_finite(directory):
     for rank in (0, 1):
         message = (directory / f"nan.{rank}").read_text()
         assert "the gradient's norm is nan at update 0 of step 7" in message
-        assert "its input 'advantages' is not finite" in message
+        assert "its input 'advantages' is not finite in sample" in message
+
+
+def test_every_rank_skips_the_update_that_is_not_finite(directory):
+    (metrics, weights), (others, same) = (
+        torch.load(directory / f"skipped.{rank}.pt", weights_only=False) for rank in (0, 1)
+    )
+    assert metrics == others
+    assert metrics["skipped_updates"] >= 1
+    for name, tensor in weights.items():
+        assert torch.isfinite(tensor).all()
+        assert torch.equal(tensor, same[name])

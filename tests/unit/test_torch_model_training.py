@@ -224,6 +224,34 @@ def test_invalid_losses_are_rejected():
         one_update("token-mean", lambda out: out.logprobs * math.nan)
 
 
+def test_an_update_that_is_not_finite_is_skipped():
+    """As if its minibatch were not there, for the weights, the learning rate and the metrics."""
+    optim = dataclasses.replace(kit.SETTINGS.optim, on_nonfinite="skip")
+    first, last = BATCH.take([0, 1]), BATCH.take([4, 5])
+    poor = BATCH.take([2, 3])
+    nan = Column(Unit.SEQUENCE, np.array([1, np.nan], np.float32))
+    ones = Column(Unit.SEQUENCE, np.ones(2, np.float32))
+    first, last = (batch.with_columns({"weights": ones}) for batch in (first, last))
+    poor = poor.with_columns({"weights": nan})
+
+    def body(out, weights):
+        return -out.logprobs * weights.mean(), {"seen": out.logprobs.detach() * weights.mean()}
+
+    call = kit.call(body, "token", [kit.read("weights", Unit.SEQUENCE)], metrics=True, reduce="token-mean")
+    runs = {}
+    for name, minibatches in {"skip": (first, poor, last), "without": (first, last)}.items():
+        backend = kit.model(optim=optim)
+        runs[name] = backend.train(call, [TrainShard(minibatches)], 0), kit.weights(backend)
+    (metrics, weights), (wanted, wanted_weights) = runs["skip"], runs["without"]
+    assert metrics.pop("skipped_updates") == 1
+    assert metrics.pop("num_tokens") > wanted.pop("num_tokens")
+    assert metrics == wanted
+    assert all(torch.equal(weights[name], wanted_weights[name]) for name in weights)
+    reason = r"norm is nan at update 1 of step 0; its input 'weights' is not finite in sample 3, so"
+    with pytest.raises(RunError, match=reason):
+        kit.model().train(call, [TrainShard((first, poor, last))], 0)
+
+
 def test_a_frozen_model_is_not_trained():
     with pytest.raises(BackendError, match="'actor' is frozen"):
         kit.model(trainable=False).train(kit.CALLS["token-mean"], kit.whole(BATCH), 0)

@@ -58,6 +58,11 @@ class MetricAccumulator:
         """Add entries `[N]` of one metric that all count; N > 0."""
         self._merge(name, _REDUCE[_reduction(name)](entries), len(entries))
 
+    def merge(self, other: MetricAccumulator) -> None:
+        """Add what another one has accumulated on this rank."""
+        for name, value in other._values.items():
+            self._merge(name, value, other._counts[name])
+
     def num_entries(self, name: str) -> int:
         """Return the number of entries of a metric that this rank has added."""
         return self._counts.get(name, 0)

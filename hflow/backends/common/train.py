@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -24,10 +24,15 @@ from hflow.backends.interface import (
     LOSS,
     NUM_ENGINE_TOKENS,
     NUM_TRAINED_TOKENS,
+    SKIPPED_UPDATES,
     NodeCall,
 )
+from hflow.data.batch import Batch, Column
 from hflow.errors import RunError
 from hflow.types import Unit
+
+MAX_NAMED = 16
+"""Most samples that an error names."""
 
 
 class Optimizer(Protocol):
@@ -37,11 +42,18 @@ class Optimizer(Protocol):
     def lr(self) -> float:
         """Learning rate of the next step."""
 
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether an update whose gradient is not finite is skipped."""
+
     def gradient_norm(self) -> float:
         """Return the norm of the whole gradient, the same on every rank. May be a collective."""
 
     def step(self, norm: float) -> None:
         """Clip by the norm that `gradient_norm` returned, update the weights, and drop the gradients."""
+
+    def skip(self) -> None:
+        """Drop the gradients without an update."""
 
 
 @dataclass
@@ -55,6 +67,8 @@ class StepRecord:
     """This rank's part, summed over the optimizer steps."""
     num_tokens: int = 0
     """Learned tokens of the batch, over all ranks."""
+    num_skipped: int = 0
+    """Updates that were skipped. Their losses and metrics are not part of this."""
 
     def finish(self, group: ProcessGroup | None) -> dict[str, float]:
         """Return the metrics of the step; a collective over `group`, one rank for each data index."""
@@ -69,6 +83,7 @@ class StepRecord:
             GRAD_NORM.suffix: sum(self.gradient_norms) / num_updates,
             LEARNING_RATE.suffix: self.lr,
             NUM_TRAINED_TOKENS.suffix: float(self.num_tokens),
+            **({SKIPPED_UPDATES.suffix: float(self.num_skipped)} if self.num_skipped else {}),
         }
 
 
@@ -86,7 +101,8 @@ def run_train(
 ) -> StepRecord:
     """Run every minibatch of every epoch, with one optimizer step each.
 
-    A minibatch without any learned entry makes no optimizer step.
+    A minibatch without any learned entry makes no optimizer step. Nor does one whose gradient is not finite,
+    if the optimizer skips such steps. All ranks skip the same ones, as they decide by the same norm.
 
     Args:
         call: the node's body and its options.
@@ -97,7 +113,7 @@ def run_train(
         group: all ranks of the replica; None for one.
 
     Raises:
-        RunError: if the loss has a wrong shape, or a gradient is not finite.
+        RunError: if the loss has a wrong shape, or a gradient is not finite and not skipped.
         RecipeError: if the loss's unit cannot be reduced as the node says.
     """
     ((field_name, unit_name),) = call.returns
@@ -112,33 +128,66 @@ def run_train(
         is_first_epoch, has_changed = update < len(minibatches), bool(record.gradient_norms)
         progress = UpdateProgress(step, update, num_updates, is_first_epoch, has_changed)
         loss = Loss(call, field_name, unit, reduction, minibatch.totals, progress)
-        accumulate(loss, minibatch, record)
+        attempt = StepRecord()
+        accumulate(loss, minibatch, attempt)
         norm = optimizer.gradient_norm()
-        record.gradient_norms.append(norm)
         if not math.isfinite(norm):
+            if optimizer.skips_nonfinite:
+                optimizer.skip()
+                record.num_skipped += 1
+                continue
             where = f"update {update} of step {step}"
             cause = _likely_cause(minibatch, group)
             raise RunError(f"node {call.node!r}: the gradient's norm is {norm} at {where}; {cause}")
+        record.metrics.merge(attempt.metrics)
+        record.loss += attempt.loss
+        record.gradient_norms.append(norm)
         record.lr = optimizer.lr
         optimizer.step(norm)
     return record
 
 
 def _likely_cause(minibatch: Minibatch, group: ProcessGroup | None) -> str:
-    """Explain a gradient that is not finite: by an input of any rank that is not finite, else by the loss."""
-    names: list[str | None] = [_infinite_input(minibatch)]
+    """Explain a gradient that is not finite: by an input of any rank that is not finite, else by the loss.
+
+    Names samples: those with the input, else those of the minibatch. A collective.
+    """
+    samples = [int(sample) for batch in minibatch.microbatches for sample in batch.samples]
+    local = (*_infinite_input(minibatch), samples)
+    by_rank: list[Any] = [local]
     if group is not None:
-        local_name, names = names[0], [None] * group.size()
-        dist.all_gather_object(names, local_name, group=group)
-    name = next((name for name in names if name is not None), None)
+        by_rank = [None] * group.size()
+        dist.all_gather_object(by_rank, local, group=group)
+    name = next((name for name, _, _ in by_rank if name is not None), None)
     if name is not None:
-        return f"its input {name!r} is not finite, so check the node that computes it"
-    return "its inputs are finite, so lower the learning rate or check the loss"
+        bad = [sample for other, infinite, _ in by_rank if other == name for sample in infinite]
+        return f"its input {name!r} is not finite{_sample_list(bad)}, so check the node that computes it"
+    everything = [sample for _, _, samples in by_rank for sample in samples]
+    return (
+        f"its inputs are finite{_sample_list(everything)}, so lower the learning rate or check the loss, or "
+        "set models.NAME.optim.on_nonfinite=skip"
+    )
 
 
-def _infinite_input(minibatch: Minibatch) -> str | None:
+def _infinite_input(minibatch: Minibatch) -> tuple[str | None, list[int]]:
+    """Return an input of this rank that is not finite, and the samples in which it is not."""
     for batch in minibatch.microbatches:
         for name, column in batch.columns.items():
             if isinstance(column.values, np.ndarray) and not np.isfinite(column.values).all():
-                return name
-    return None
+                return name, _infinite_samples(batch, column)
+    return None, []
+
+
+def _infinite_samples(batch: Batch, column: Column) -> list[int]:
+    if column.unit is not Unit.TOKEN:
+        return [int(sample) for sample in batch.samples[~np.isfinite(column.values)]]
+    spans = zip(batch.samples, batch.offsets, batch.offsets[1:], strict=False)
+    return [int(sample) for sample, start, end in spans if not np.isfinite(column.values[start:end]).all()]
+
+
+def _sample_list(samples: Sequence[int]) -> str:
+    """Return ` in samples 3, 5`, with `MAX_NAMED` samples at most."""
+    samples = sorted(set(samples))  # ranks of one data index have the same
+    named = ", ".join(map(str, samples[:MAX_NAMED]))
+    more = f" and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
+    return f" in {'sample' if len(samples) == 1 else 'samples'} {named}{more}"

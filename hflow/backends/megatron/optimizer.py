@@ -57,6 +57,11 @@ class MegatronOptimizer:
         self.module.zero_grad_buffer()
         self._inner.zero_grad()
 
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether an update whose gradient is not finite is skipped."""
+        return self._optim.on_nonfinite == "skip"
+
     def gradient_norm(self) -> float:
         """Return the norm of the whole gradient, copies counted once; a collective over the replica."""
         self._inner.prepare_grads()
@@ -71,6 +76,10 @@ class MegatronOptimizer:
             group["lr"] = self.lr
         self._inner.step_with_ready_grads()
         self.num_steps += 1
+
+    def skip(self) -> None:
+        """Drop the gradients without an update."""
+        self.zero_grad()
 
     def moments(self, name: str) -> tuple[Tensor, Tensor]:
         """Return Adam's averages of what this rank updates of a parameter, flattened."""

@@ -55,6 +55,11 @@ class TorchOptimizer:
         """Learning rate of the next step."""
         return learning_rate(self._optim, self.num_steps, self._num_updates)
 
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether an update whose gradient is not finite is skipped."""
+        return self._optim.on_nonfinite == "skip"
+
     def gradient_norm(self) -> float:
         """Return the norm of the whole gradient over all ranks; a collective."""
         for weight, shard in zip(self._weights, self._shards, strict=True):
@@ -75,6 +80,10 @@ class TorchOptimizer:
             group["lr"] = self.lr
         self._adamw.step()
         self.num_steps += 1
+        self._zero_grad()
+
+    def skip(self) -> None:
+        """Drop the gradients without an update."""
         self._zero_grad()
 
     def moments(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
