@@ -7,7 +7,7 @@ STAMP := .venv/installed
 # A process of tests a core, the longest files first (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: env test lint unit browser demo gpu-check clean
+.PHONY: env test lint unit browser demo chaos gpu-check clean
 
 env: $(STAMP)
 
@@ -38,6 +38,11 @@ browser:
 demo: env
 	$(BIN)/hflow run recipes/sft.py
 	$(BIN)/hflow run recipes/grpo.py models.actor.path=runs/sft/latest/checkpoints/latest/actor
+
+# End random processes of N runs, continue them, and check that nothing is lost.
+N ?= 20
+chaos: env
+	$(BIN)/python tests/fault/chaos.py --trials $(N) --out benchmarks/results/chaos.json
 
 # Tests marked gpu, in one process: needs a CUDA device and a torch built for it, not Ray.
 gpu-check:

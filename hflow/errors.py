@@ -44,6 +44,10 @@ class RunError(HflowError, RuntimeError):
     """A run cannot continue: a body raised an exception, a worker died, or every sample was refused."""
 
 
+class WorkerFailureError(RunError):
+    """A worker, an engine's process or a machine failed. The run can go on from its last checkpoint."""
+
+
 class EpisodeError(HflowError, RuntimeError):
     """An episode cannot continue. Only its own sample is refused."""
 

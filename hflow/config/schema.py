@@ -186,6 +186,15 @@ class ReportConfig:
 
 
 @dataclass(frozen=True, config=CHECKED)
+class FaultsConfig:
+    """What a run survives by itself: `faults`."""
+
+    max_restarts: StrictInt = Field(default=3, ge=0)
+    """How often a run goes on from its last checkpoint after a worker, an engine's process or a machine has
+    failed. A new checkpoint starts the count again."""
+
+
+@dataclass(frozen=True, config=CHECKED)
 class RunConfig:
     """The whole configuration of a run."""
 
@@ -212,6 +221,8 @@ class RunConfig:
     is kept too, as `checkpoints/best`; with a `-` before the name the lowest. It needs `save_every`."""
     report: ReportConfig = Field(default_factory=ReportConfig)
     """What the run shows while it runs."""
+    faults: FaultsConfig = Field(default_factory=FaultsConfig)
+    """What a run survives by itself."""
     workers: Literal["ray", "inproc"] = "ray"
     """Where workers run: in processes that Ray starts, or all in this process."""
     collective_timeout: StrictFloat = Field(default=600.0, ge=1)

@@ -17,6 +17,7 @@ from hflow.planner.serialise import to_json
 from hflow.runtime.execution.checkpoint import Checkpoints, verify_checkpoint
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.saved_run import SavedRun, read_saved_run
+from hflow.runtime.ledger import rewind
 from hflow.workers.interface import WorkerSetup
 
 
@@ -64,19 +65,32 @@ def find_resumed(run: str, overrides: Sequence[str] = ()) -> ResumedRun:
     diff = diff_plans(file.rows, to_json(compiled.plan))
     if diff.effect is Effect.REFUSE:
         raise PlanError(f"the run in {directory.path} {diff.verdict}")
-    newest = Checkpoints(directory.checkpoints).last
-    if checkpoint is None and newest is not None:
-        checkpoint = Checkpoints(directory.checkpoints).path(newest)
-    if checkpoint is None:
-        return ResumedRun(compiled, directory, None, diff)
-    verify_checkpoint(checkpoint)
-    point = ResumePoint(checkpoint, read_saved_run(checkpoint))
-    if point.steps >= compiled.config.steps:
+    point = _read(checkpoint) if checkpoint else newest_point(Checkpoints(directory.checkpoints))
+    if point is not None and point.steps >= compiled.config.steps:
         raise ConfigError(
             f"the run in {directory.path} has completed its {point.steps} steps; to continue it, set more, "
             f"such as steps={2 * point.steps}"
         )
     return ResumedRun(compiled, directory, point, diff)
+
+
+def newest_point(checkpoints: Checkpoints) -> ResumePoint | None:
+    """Return the newest checkpoint of a run; None if it was never saved.
+
+    Raises:
+        RunError: if it is damaged; names the file.
+    """
+    return None if checkpoints.last is None else _read(checkpoints.path(checkpoints.last))
+
+
+def rewind_run(directory: RunDirectory, point: ResumePoint | None) -> None:
+    """Take the ledger of a run back to a checkpoint; None: to its beginning.
+
+    Raises:
+        RunError: if the ledger is damaged.
+    """
+    if directory.ledger.is_file():
+        rewind(directory.ledger, point.steps if point else 0, point.saved.ledger_position if point else 0)
 
 
 def resumed_setup(setup: WorkerSetup, compiled: Compiled, point: ResumePoint) -> WorkerSetup:
@@ -100,6 +114,11 @@ def resumed_setup(setup: WorkerSetup, compiled: Compiled, point: ResumePoint) ->
             models[name], path=str(path.resolve()), architecture=None, resume=models[name].trainable
         )
     return replace(setup, models=models, node_states=point.saved.node_states)
+
+
+def _read(path: Path) -> ResumePoint:
+    verify_checkpoint(path)
+    return ResumePoint(path, read_saved_run(path))
 
 
 def _find(run: str) -> tuple[RunDirectory, Path | None]:

@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hflow.config import to_yaml
-from hflow.errors import HflowError
+from hflow.errors import HflowError, WorkerFailureError
 from hflow.launch.compile import Compiled
 from hflow.launch.observer import RunObserver
 from hflow.launch.plan_file import plan_file_text
 from hflow.launch.preflight import check_models, check_saving, refuse_unrunnable
-from hflow.launch.resume import ResumedRun, ResumePoint, find_resumed, resumed_setup
+from hflow.launch.resume import (
+    ResumedRun,
+    ResumePoint,
+    find_resumed,
+    newest_point,
+    resumed_setup,
+    rewind_run,
+)
 from hflow.launch.shown_metrics import builtin_metrics
 from hflow.launch.stop_signals import StopSignals
 from hflow.launch.worker_setup import make_setup, make_workers, open_rows
@@ -30,10 +37,9 @@ from hflow.runtime.execution.executor import Executor
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.execution.trace import Trace
+from hflow.runtime.execution.trace import CONTROLLER, Trace
 from hflow.runtime.ledger import Ledger, make_header
-from hflow.runtime.ledger.ledger import rewind
-from hflow.workers.interface import Workers, WorkerSetup
+from hflow.workers.interface import Span, Workers, WorkerSetup
 from hflow.workers.process_setup import freeze_gc
 
 if TYPE_CHECKING:
@@ -97,11 +103,7 @@ async def _run(
     compiled: Compiled, live: bool | None, environment: RunEnvironment, resumed: ResumedRun | None
 ) -> RunSummary:
     """Check data and models before the run's directory is created or changed."""
-    point = resumed.point if resumed else None
     rows, setup = open_rows(compiled), make_setup(compiled, environment.factories)
-    if point is not None:
-        setup = resumed_setup(setup, compiled, point)
-    workers = make_workers(compiled, environment.processes)
     check_models(compiled, setup)
     directory = (
         resumed.directory if resumed else RunDirectory.create(compiled.config.out, compiled.config.name)
@@ -121,15 +123,15 @@ async def _run(
             for line in _checkpoint_notes(compiled, resumed):
                 display.note(line)
             signals = StopSignals(display.note)
+            attempts = _Attempts(
+                compiled, environment, setup, rows, directory, observer, checkpoints, signals
+            )
             try:
-                async with _started(workers, setup):
-                    summary = await _execute(
-                        compiled, workers, rows, directory, observer, checkpoints, signals, point
-                    )
+                summary = await attempts.run(resumed.point if resumed else None)
             except asyncio.CancelledError:
                 if not signals.is_requested:
                     raise
-                summary = _stopped_early(compiled, directory, point)
+                summary = _stopped_early(compiled, directory, checkpoints.last or 0)
             except HflowError:
                 display.note(_resume_hint(directory, checkpoints))
                 raise
@@ -140,53 +142,97 @@ async def _run(
     return summary
 
 
-async def _execute(
-    compiled: Compiled,
-    workers: Workers,
-    rows: dict[str, DatasetRows],
-    directory: RunDirectory,
-    observer: RunObserver,
-    checkpoints: Checkpoints,
-    signals: StopSignals,
-    point: ResumePoint | None,
-) -> RunSummary:
-    config = compiled.config
-    with Ledger(directory.ledger, make_header(compiled.plan)) as ledger:
-        executor = Executor(
-            compiled.plan,
-            workers,
-            rows,
-            observer,
-            checkpoints,
-            ledger,
-            config.seed,
-            (point.saved, point.path) if point else None,
-            60 * config.save_minutes or None,
+@dataclass
+class _Attempts:
+    """Runs a plan, from the last checkpoint again after a worker has failed."""
+
+    compiled: Compiled
+    environment: RunEnvironment
+    setup: WorkerSetup
+    """Of a run that begins."""
+    rows: dict[str, DatasetRows]
+    directory: RunDirectory
+    observer: RunObserver
+    checkpoints: Checkpoints
+    signals: StopSignals
+
+    async def run(self, point: ResumePoint | None) -> RunSummary:
+        """Run to the end, beginning at a checkpoint.
+
+        Raises:
+            WorkerFailureError: when workers have failed more often than the configuration allows.
+        """
+        num_restarts = 0
+        while True:
+            workers = make_workers(self.compiled, self.environment.processes)
+            setup = resumed_setup(self.setup, self.compiled, point) if point else self.setup
+            self.signals.stop_by(None)
+            try:
+                async with _started(workers, setup):
+                    return await self._execute(workers, point)
+            except WorkerFailureError as failure:
+                newest = newest_point(self.checkpoints)
+                has_progressed = newest is not None and (point is None or newest.steps > point.steps)
+                num_restarts = 1 if has_progressed else num_restarts + 1
+                if num_restarts > self.compiled.config.faults.max_restarts or not self._can_restart:
+                    raise
+                point = newest
+                self.signals.stop_by(None)
+                await self._restart(failure, point, num_restarts)
+
+    @property
+    def _can_restart(self) -> bool:
+        """Whether failed processes can be replaced: not where several runs share them."""
+        return self.environment.processes is None and self.compiled.config.workers == "ray"
+
+    async def _restart(self, failure: WorkerFailureError, point: ResumePoint | None, number: int) -> None:
+        """Say what happened, take the run back to a checkpoint, and wait a little."""
+        steps, most = point.steps if point else 0, self.compiled.config.faults.max_restarts
+        self.observer.on_warning(
+            f"{failure}; the run goes on from step {steps} (restart {number} of {most} without a checkpoint)"
         )
-        start = time.monotonic()
-        signals.stop_by(executor.stop)
-        outcome = await executor.run()
-        seconds = time.monotonic() - start
-        samples = ledger.close(outcome.reason)
-    return RunSummary(
-        name=config.name,
-        directory=directory.path,
-        steps=outcome.steps,
-        seconds=seconds,
-        reason=outcome.reason,
-        plan_digest=compiled.plan.digest,
-        samples=samples,
-        values=dict(observer.shown),
-        warnings=tuple(observer.warnings),
-    )
+        start = time.time()
+        self.checkpoints.drop_unfinished()
+        rewind_run(self.directory, point)
+        await asyncio.sleep(min(60.0, 0.5 * 2**number))
+        self.observer.on_span(CONTROLLER, Span("restart", "faults", start, time.time(), {"step": steps}))
+
+    async def _execute(self, workers: Workers, point: ResumePoint | None) -> RunSummary:
+        compiled, config = self.compiled, self.compiled.config
+        with Ledger(self.directory.ledger, make_header(compiled.plan)) as ledger:
+            executor = Executor(
+                compiled.plan,
+                workers,
+                self.rows,
+                self.observer,
+                self.checkpoints,
+                ledger,
+                config.seed,
+                (point.saved, point.path) if point else None,
+                60 * config.save_minutes or None,
+            )
+            start = time.monotonic()
+            self.signals.stop_by(executor.stop)
+            outcome = await executor.run()
+            seconds = time.monotonic() - start
+            samples = ledger.close(outcome.reason)
+        return RunSummary(
+            name=config.name,
+            directory=self.directory.path,
+            steps=outcome.steps,
+            seconds=seconds,
+            reason=outcome.reason,
+            plan_digest=compiled.plan.digest,
+            samples=samples,
+            values=dict(self.observer.shown),
+            warnings=tuple(self.observer.warnings),
+        )
 
 
 def _prepare(directory: RunDirectory, compiled: Compiled, resumed: ResumedRun | None) -> None:
     """Write the configuration and the plan; take a run that continues back to its checkpoint."""
     if resumed is not None:
-        point = resumed.point
-        if directory.ledger.is_file():
-            rewind(directory.ledger, point.steps if point else 0, point.saved.ledger_position if point else 0)
+        rewind_run(directory, resumed.point)
         directory.keep_trace()
     directory.config.write_text(to_yaml(compiled.config), encoding="utf-8")
     directory.plan.write_text(plan_file_text(compiled) + "\n", encoding="utf-8")
@@ -213,12 +259,12 @@ def _resume_hint(directory: RunDirectory, checkpoints: Checkpoints) -> str:
     return f"{saved}; to continue: hflow run --resume {directory.path}"
 
 
-def _stopped_early(compiled: Compiled, directory: RunDirectory, point: ResumePoint | None) -> RunSummary:
-    """Return the summary of a run that was stopped before its first step."""
+def _stopped_early(compiled: Compiled, directory: RunDirectory, steps: int) -> RunSummary:
+    """Return the summary of a run that was stopped while its workers started."""
     return RunSummary(
         name=compiled.config.name,
         directory=directory.path,
-        steps=point.steps if point else 0,
+        steps=steps,
         seconds=0.0,
         reason="stopped",
         plan_digest=compiled.plan.digest,

@@ -38,18 +38,18 @@ class StopSignals:
         for number in SIGNALS:
             self._loop.remove_signal_handler(number)
 
-    def stop_by(self, stop: Callable[[], None]) -> None:
-        """Call a function at the first signal. Before this is called, a signal cancels the task."""
+    def stop_by(self, stop: Callable[[], None] | None) -> None:
+        """Call a function at the first signal; None: cancel the task."""
         self._stop = stop
         self.install()
-        if self.is_requested:
+        if self.is_requested and stop is not None:
             stop()
 
     def _on_signal(self) -> None:
         self.is_requested = True
         self.remove()
         if self._stop is None:
-            self._note("stopping before the first step")
+            self._note("stopping")
             assert self._task is not None
             self._task.cancel()
         else:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import TINY, largest_difference, run, weights_of
+from runs import ROOT, TINY, largest_difference, run, weights_of
 
 from hflow import launch
 from hflow.errors import ConfigError, PlanError, RunError
-from hflow.launch.run_recipe import resume_run
+from hflow.launch.compile import compile_recipe
+from hflow.launch.run_recipe import RunEnvironment, resume_run, run_compiled
 from hflow.report.summary import RunSummary
+from hflow.runtime.execution.saved_run import read_saved_run
 from hflow.runtime.ledger.audit import audit
+from hflow.workers.ray.ray_actors import RayActors
 
 RECIPE = "tests/integration/recipes/resumed.py"
 COMMON = [
@@ -116,3 +123,62 @@ def test_a_run_that_still_goes_on_is_not_resumed(undisturbed: RunSummary, tmp_pa
     copy = interrupted(undisturbed, tmp_path, 2)
     with RunDirectory(copy).locked(), pytest.raises(ConfigError, match=r"is still going \(process \d+\)"):
         resume_run(str(copy), live=False)
+
+
+MEGATRON = [f"models.{model}.backend=megatron" for model in ("actor", "critic", "ref")]
+LAYOUTS = {
+    "torch-d2": ["cluster=cpu-1x2"],
+    "megatron-t2": ["cluster=cpu-1x2", *MEGATRON, "placement=all:d1t2"],
+}
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_over_several_ranks_continues_bit_for_bit(
+    layout: str, tmp_path: Path, two_processes: RayActors
+):
+    whole = run(RECIPE, tmp_path, *COMMON, *LAYOUTS[layout], "steps=3", processes=two_processes)
+    copy = interrupted(whole, tmp_path, 1)
+    resumed = resume_run(str(copy), live=False, environment=RunEnvironment(processes=two_processes))
+    assert results(resumed) == results(whole)
+    for model in ("actor", "critic"):
+        assert largest_difference(weights_of(resumed, model), weights_of(whole, model)) == 0
+    assert audit(copy / "ledger.sqlite") == []
+
+
+@pytest.mark.ray
+def test_a_run_continues_in_another_layout(undisturbed: RunSummary, tmp_path: Path, two_processes: RayActors):
+    copy = interrupted(undisturbed, tmp_path, 3)
+    environment = RunEnvironment(processes=two_processes)
+    resumed = resume_run(str(copy), ["cluster=cpu-1x2", "workers=ray"], live=False, environment=environment)
+    assert (resumed.reason, resumed.steps) == ("done", 5)
+    assert largest_difference(weights_of(resumed), weights_of(undisturbed)) < 1e-4
+    assert audit(copy / "ledger.sqlite") == []
+
+
+def test_a_stopped_asynchronous_run_keeps_its_samples(tmp_path: Path):
+    """Its second half begins with groups that were generated, or were being generated, in the first."""
+    async_run = ["schedule.max_staleness=2", "steps=6", "save_minutes=0"]
+    options = [*TINY, *async_run, *INPROC, "nodes.eval_gen.after=1000", "data.heldout.limit=6", "batch=4"]
+    compiled = compile_recipe(ROOT / "recipes/grpo_async.py", [f"out={tmp_path}", *options])
+    timer = threading.Thread(target=stop_after_step, args=(tmp_path, 2))
+    timer.start()
+    first = run_compiled(compiled, False)
+    timer.join()
+    assert (first.reason, first.steps >= 2) == ("stopped", True)
+    saved = read_saved_run(first.directory / "checkpoints" / "latest")
+    assert saved.snapshot.streams[0].groups
+    resumed = resume_run(str(first.directory), live=False)
+    assert (resumed.reason, resumed.steps) == ("done", 6)
+    assert resumed.samples["trained"] == 6 * 4 * 8
+    assert audit(first.directory / "ledger.sqlite") == []
+
+
+def stop_after_step(out: Path, steps: int) -> None:
+    """Send this process a Ctrl-C when a run has completed some steps."""
+    for _ in range(1000):
+        logs = list(out.glob("*/2*/metrics.jsonl"))
+        if logs and sum("time/step_seconds" in line for line in logs[0].read_text().splitlines()) >= steps:
+            break
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import hflow
-from hflow.errors import RunError
+from hflow.errors import WorkerFailureError
 
 _END_SECONDS = 20.0
 """Longest wait for a process to end by itself."""
@@ -86,7 +86,7 @@ class VllmProcess:
             if self._process is not None:
                 self._process.wait(seconds)
 
-    def death(self) -> RunError:
+    def death(self) -> WorkerFailureError:
         """Return why the process has ended, after it had time to."""
         assert self._process is not None
         self.wait(_END_SECONDS)
@@ -98,7 +98,7 @@ class VllmProcess:
                 f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             )
         advice = f": {reason}" if reason else f"; {self._advice}"
-        return RunError(f"{self._name} (process {self.pid}) {how}{advice}")
+        return WorkerFailureError(f"{self._name} (process {self.pid}) {how}{advice}")
 
     def close(self) -> None:
         """End the process and all of its children. Safe to call twice."""

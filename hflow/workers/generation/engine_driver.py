@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams
-from hflow.errors import HflowError, RunError
+from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.types.sleep_level import SleepLevel
 from hflow.workers.interface import EngineStats
 
@@ -296,7 +296,8 @@ _Answer = tuple[_Request, GenerationResult | HflowError]
 
 def _engine_stopped(failure: BaseException) -> RunError:
     reason = failure if isinstance(failure, HflowError) else f"{type(failure).__name__}: {failure}"
-    error = RunError(f"the generation engine stopped: {reason}")
+    kind = WorkerFailureError if isinstance(failure, WorkerFailureError) else RunError
+    error = kind(f"the generation engine stopped: {reason}")
     error.__cause__ = failure
     return error
 

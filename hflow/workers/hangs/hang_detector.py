@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from hflow.errors import RunError
+from hflow.errors import RunError, WorkerFailureError
 from hflow.workers.hangs.hang_report import (
     Snapshots,
     WorkerCall,
@@ -27,7 +27,7 @@ GRACE_SECONDS = 1.0
 """How long a collective's failure waits for the error that caused it."""
 
 
-class WorkerDiedError(RunError):
+class WorkerDiedError(WorkerFailureError):
     """A worker's process ended."""
 
 
@@ -100,7 +100,7 @@ class HangDetector:
                 for worker, snapshot in self._last_snapshots.items()
                 if snapshot is None or worker in waiting
             }
-            raise RunError(hang_message(self._call, self._timeout, relevant))
+            raise WorkerFailureError(hang_message(self._call, self._timeout, relevant))
 
     async def _raise_cause(self) -> None:
         """Raise the error that explains the others."""

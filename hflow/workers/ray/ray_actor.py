@@ -10,7 +10,7 @@ import cloudpickle
 import ray
 from ray.exceptions import RayActorError
 
-from hflow.errors import RunError
+from hflow.errors import WorkerFailureError
 from hflow.workers.hangs.stack_probe import StackProbe, StackSnapshot
 from hflow.workers.interface import GroupOrder, NodeResult, NodeTask, WorkerSetup
 from hflow.workers.messages import LANES, MESSAGES, Message, activity_of
@@ -108,7 +108,7 @@ class WorkerProcess:
         try:
             packed: list[PackedSamples] = ray.get(export)
         except RayActorError:
-            raise RunError(
+            raise WorkerFailureError(
                 f"worker {source} died while worker {self._index} pulled samples from it"
             ) from None
         return packed

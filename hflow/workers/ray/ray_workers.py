@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from hflow.errors import HflowError, RunError
+from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.planner.backends import engine_kind
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import Plan, Replica
@@ -279,6 +279,8 @@ class RayWorkers(Workers):
             if worker not in self._deaths:
                 self._deaths[worker] = self._death(worker, str(error).strip().splitlines()[-1])
             raise self._deaths[worker].error from None
+        except RayError as error:
+            raise WorkerFailureError(f"Ray failed: {str(error).strip().splitlines()[0]}") from None
 
     def _death(self, worker: int, reason: str) -> _Death:
         pending = next((pending for pending in self._pending if worker in pending.unanswered), None)
