@@ -35,15 +35,19 @@ from hflow.runtime.ledger.query import count
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH = 6, 8
 COMMON = [
-    *("+model@models.actor=tiny-qwen2", "+data@data.train=addition", "models.actor.path=null"),
-    *("nodes.actor_gen.max_tokens=4", f"steps={STEPS}", f"batch={BATCH}", "save_minutes=0.01"),
+    *("models.actor.path=null", f"steps={STEPS}", f"batch={BATCH}", "save_minutes=0.01"),
     *("cluster=cpu-1x2", "models.actor.optim.lr=1e-3", "collective_timeout=30.0"),
 ]
-EVALUATED = ["+data@data.heldout=addition", "data.heldout.limit=6", "nodes.eval_gen.max_tokens=4"]
+OWN = [
+    *("+model@models.actor=tiny-qwen2", "+data@data.train=addition", "+data@data.heldout=addition"),
+    *("nodes.actor_gen.max_tokens=4", "nodes.eval_gen.max_tokens=4", "data.heldout.limit=6"),
+    "models.critic.optim.lr=1e-3",
+]
+"""What the configurations of shipped recipes have."""
 RUNS = {
-    "ppo": ["tests/integration/recipes/resumed.py", *COMMON, *EVALUATED, "models.critic.optim.lr=1e-3"],
-    "grpo_async": ["recipes/grpo_async.py", *COMMON, *EVALUATED[1:], "nodes.eval_gen.after=1000"],
-    "agent": ["recipes/tool_agent.py", *COMMON[2:], "nodes.eval_agent.after=1000"],
+    "ppo": ["tests/integration/recipes/resumed.py", *COMMON, *OWN],
+    "grpo_async": ["recipes/grpo_async.py", *COMMON, "nodes.eval_gen.after=1000"],
+    "agent": ["recipes/tool_agent.py", *COMMON, "nodes.eval_agent.after=1000"],
 }
 """Name -> recipe and configuration."""
 SYNCHRONOUS = frozenset({"ppo"})
@@ -120,6 +124,7 @@ def run_trial(seed: int, out: Path, undisturbed: dict[str, Path]) -> Trial:
     child = start(["run", *RUNS[name], f"out={out}"])
     output = disturb(child, trial, random)
     trial.exit_codes.append(child.wait(600))
+    assert list(out.glob("*/2*")), output
     while trial.exit_codes[-1] != 0 and len(trial.exit_codes) <= MAX_RESUMES:
         child = start(["run", "--resume", str(directory_of(out))])
         more, _ = child.communicate(timeout=600)

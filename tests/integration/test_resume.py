@@ -125,10 +125,14 @@ def test_a_run_that_still_goes_on_is_not_resumed(undisturbed: RunSummary, tmp_pa
         resume_run(str(copy), live=False)
 
 
-MEGATRON = [f"models.{model}.backend=megatron" for model in ("actor", "critic", "ref")]
+MEGATRON = [
+    f"models.{model}.{setting}"
+    for model in ("actor", "critic", "ref")
+    for setting in ("backend=megatron", "layout=t2")
+]
 LAYOUTS = {
     "torch-d2": ["cluster=cpu-1x2"],
-    "megatron-t2": ["cluster=cpu-1x2", *MEGATRON, "placement=all:d1t2"],
+    "megatron-t2": ["cluster=cpu-1x2", *MEGATRON],
 }
 
 
@@ -159,7 +163,14 @@ def test_a_run_continues_in_another_layout(undisturbed: RunSummary, tmp_path: Pa
 def test_a_stopped_asynchronous_run_keeps_its_samples(tmp_path: Path):
     """Its second half begins with groups that were generated, or were being generated, in the first."""
     async_run = ["schedule.max_staleness=2", "steps=6", "save_minutes=0"]
-    options = [*TINY, *async_run, *INPROC, "nodes.eval_gen.after=1000", "data.heldout.limit=6", "batch=4"]
+    options = [
+        "models.actor.path=null",
+        *async_run,
+        *INPROC,
+        "nodes.eval_gen.after=1000",
+        "data.heldout.limit=6",
+        "batch=4",
+    ]
     compiled = compile_recipe(ROOT / "recipes/grpo_async.py", [f"out={tmp_path}", *options])
     timer = threading.Thread(target=stop_after_step, args=(tmp_path, 2))
     timer.start()

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hflow.durable_files import FileChecksum, WriteError
+from hflow.durable_files import FileChecksum, WriteError, write_error
 from hflow.graph.ir import Level
 from hflow.metrics import declare
 from hflow.planner.data.data_locations import DataLocations
@@ -150,10 +150,11 @@ class RunSaving:
         try:
             async with self._writing:
                 await self._write(saved, workers)
-        except WriteError as error:
+        except (WriteError, OSError) as failure:
+            error = write_error(directory.parent, failure) if isinstance(failure, OSError) else failure
             self._checkpoints.drop(steps)
             if is_last:
-                raise
+                raise error or failure from failure
             self._observer.on_warning(
                 f"step {steps} was not saved: {error}; the last checkpoint is {self._checkpoints.describe()}"
             )
