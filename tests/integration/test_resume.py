@@ -166,7 +166,7 @@ def test_a_stopped_asynchronous_run_keeps_its_samples(tmp_path: Path):
     options = [
         "models.actor.path=null",
         *async_run,
-        *INPROC,
+        "workers=inproc",
         "nodes.eval_gen.after=1000",
         "data.heldout.limit=6",
         "batch=4",
