@@ -60,3 +60,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the most similar known name, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def shorten(text: str, length: int) -> str:
+    """Return text of at most `length` characters: the middle of longer text is left out."""
+    if len(text) <= length:
+        return text
+    kept = (length - len(_CUT)) // 2
+    return text[:kept] + _CUT + text[len(text) - kept :]
+
+
+_CUT = " ... "

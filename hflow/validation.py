@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import types
 from collections.abc import Collection, Mapping
 from functools import cache, partial
@@ -27,7 +28,7 @@ from pydantic import (
     ValidationError,
 )
 
-from hflow.errors import ConfigError, nearest
+from hflow.errors import ConfigError, nearest, shorten
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -35,6 +36,42 @@ T = TypeVar("T")
 
 CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
 """The pydantic configuration of every dataclass that is built from a user's values."""
+
+MAX_INT = 1_000_000_000
+"""The largest whole number in a configuration or recipe: nothing that hflow counts is larger."""
+Int = Annotated[StrictInt, Field(le=MAX_INT)]
+"""A whole number."""
+MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 4095
+"""The longest name and path of a file on Linux."""
+
+
+def _check_path(text: str) -> str:
+    """Refuse text that cannot be the path of a file."""
+    if not text:
+        raise ValueError("is empty; name a file or directory, or remove the key")
+    if not text.isprintable():
+        raise ValueError(f"is {text!r}, which has a character that cannot be printed; rename the file")
+    longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)
+    if longest > MAX_NAME_BYTES or len(os.fsencode(text)) > MAX_PATH_BYTES:
+        raise ValueError(
+            f"is {shorten(text, 40)!r}, which is too long for a path; use names of at most "
+            f"{MAX_NAME_BYTES} bytes"
+        )
+    return text
+
+
+def _check_directory_name(text: str) -> str:
+    """Refuse text that cannot be the name of a directory."""
+    if text in ("", ".", "..") or "/" in text:
+        raise ValueError(f"is {text!r}, which is not the name of a directory; use letters, digits, - and _")
+    return _check_path(text)
+
+
+FilePath = Annotated[str, AfterValidator(_check_path)]
+"""The path of a file or directory, which need not exist."""
+DirectoryName = Annotated[str, AfterValidator(_check_directory_name)]
+"""The name of a directory, without its parent."""
 
 
 def _refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
@@ -110,6 +147,7 @@ _WANTED = {
     "literal_error": "{expected}",
     "greater_than": "more than {gt:,.15g}",
     "greater_than_equal": "at least {ge:,.15g}",
+    "less_than": "less than {lt:,.15g}",
     "less_than_equal": "at most {le:,.15g}",
     "too_long": "a list of {max_length} values",
 }
@@ -127,7 +165,8 @@ def _describe(error: ValidationError, cls: type, key: str) -> str:
     if kind == "missing":
         return f"{path} is missing; it has no default"
     if kind == "value_error":
-        return join(path, context["error"])
+        problem = str(context["error"])
+        return f"{path} {problem}" if problem.startswith("is ") else join(path, problem)
     if kind in _WANTED:
         return f"{path} is {value!r}; it must be {_WANTED[kind].format_map(context)}"
     return f"{path} is {value!r}: {first['msg']}"
@@ -157,9 +196,9 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 # Types written as text
 
-_SCALARS: Mapping[str, Any] = {"int": StrictInt, "float": StrictFloat, "bool": StrictBool, "str": StrictStr}
+_SCALARS: Mapping[str, Any] = {"int": Int, "float": StrictFloat, "bool": StrictBool, "str": StrictStr}
 _TUPLES: Mapping[str, Any] = {
-    "tuple[int, ...]": tuple[StrictInt, ...],
+    "tuple[int, ...]": tuple[Int, ...],
     "tuple[float, ...]": tuple[StrictFloat, ...],
     "tuple[bool, ...]": tuple[StrictBool, ...],
     "tuple[str, ...]": tuple[StrictStr, ...],
@@ -214,7 +253,7 @@ def _text_adapter(type_text: str, minimum: float | None, maximum: float | None) 
     alternatives = [_type_of(text) for text in texts if text != "None"]
     if minimum is not None or maximum is not None:
         bounds = Field(ge=minimum, le=maximum)
-        alternatives = [Annotated[t, bounds] if t in (StrictInt, StrictFloat) else t for t in alternatives]
+        alternatives = [Annotated[t, bounds] if t in (Int, StrictFloat) else t for t in alternatives]
     wanted: Any = alternatives[0]
     if len(alternatives) > 1:
         wanted = Annotated[Union[tuple(alternatives)], Field(union_mode="left_to_right")]  # noqa: UP007

@@ -14,13 +14,17 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from hflow.backends.interface import ModelSettings
-from hflow.errors import BackendError, nearest
+from hflow.errors import BackendError, HflowError, nearest
+from hflow.json_text import read_json_object
+from hflow.model_config import check_model_config
 
 _BUILD_ERRORS = (
     ArithmeticError,
     AttributeError,
+    ImportError,
     LookupError,
     OSError,
     RuntimeError,
@@ -71,7 +75,7 @@ def translate_errors(name: str) -> Iterator[None]:
     subject = f"model {name!r}: "
     try:
         yield
-    except BackendError as error:
+    except HflowError as error:
         raise BackendError(subject + str(error).removeprefix(subject)) from error
     except _BUILD_ERRORS as error:
         reason = " ".join(str(error).split())
@@ -84,7 +88,10 @@ def _read_checkpoint(path: Path) -> PreTrainedConfig:
             f"{path} is not an HF checkpoint: it has no config.json; set the path to a directory that "
             "save_pretrained wrote"
         )
-    config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+    check_model_config(read_json_object(path / "config.json"))
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False
+    )
     return config
 
 
@@ -93,6 +100,7 @@ def _read_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
     model_type = options.pop("model_type", None)
     if model_type is None:
         raise BackendError("its architecture needs a model_type, such as 'qwen2'")
+    check_model_config(architecture)
     try:
         known = AutoConfig.for_model(model_type)
     except ValueError:
@@ -125,6 +133,9 @@ def _check_numbers(config: PreTrainedConfig) -> None:
         value = getattr(config, name, None)
         if isinstance(value, int) and value < 1:
             raise BackendError(f"{name} is {value}; it must be at least 1")
+    activation = getattr(config, "hidden_act", None)
+    if isinstance(activation, str) and activation not in ACT2FN:
+        raise BackendError(f"hidden_act {activation!r} is not an activation{nearest(activation, ACT2FN)}")
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if not isinstance(hidden, int) or not isinstance(heads, int):
         return

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from typing import NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.exceptions import TyperException
 
 from hflow import launch
 from hflow.cli import (
@@ -19,7 +23,10 @@ from hflow.cli import (
     size_command,
 )
 from hflow.cli.exit_codes import INTERRUPTED, RESUMABLE, USER_ERROR, RunStopped, StoppedByUser
-from hflow.errors import HflowError
+from hflow.errors import HflowError, shorten
+
+MAX_ERROR = 1200
+"""Characters of an error: the middle of a longer one is left out."""
 
 
 def _examples(*commands: str) -> str:
@@ -122,20 +129,55 @@ app.command(epilog=_examples("doctor"))(doctor_command.doctor)
 def main() -> None:
     """Run the command line. Errors of the user are printed in one line, with exit code 2."""
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
     except HflowError as error:
         _stop(str(error), USER_ERROR)
     except RunStopped:
         raise SystemExit(RESUMABLE) from None
+    except TyperException as error:
+        message = error.format_message()
+        if not message:  # without a command, the help was printed
+            raise SystemExit(USER_ERROR) from None
+        _stop(f"{message.rstrip('.')}; see `{_command_of(error)} --help`", USER_ERROR)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except OSError as error:
+        _stop(_file_problem(error), USER_ERROR)
     except StoppedByUser:
         raise SystemExit(INTERRUPTED) from None
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED:
-            _stop("interrupted", INTERRUPTED)
-        raise
+    if code == INTERRUPTED:
+        _stop("interrupted", INTERRUPTED)
+    raise SystemExit(code or 0)
+
+
+def _command_of(error: TyperException) -> str:
+    """Return the command whose arguments are wrong."""
+    context = getattr(error, "ctx", None)
+    return context.command_path if context is not None else "hflow"
+
+
+def _file_problem(error: OSError) -> str:
+    """Return one line about a file that cannot be read or written."""
+    name = "" if error.filename is None else f"{shorten(os.fspath(error.filename), 200)}: "
+    reason = error.strerror or str(error)
+    return f"{name}{reason}{_FIXES.get(error.errno or 0, '; check the path, its permissions and its disk')}"
+
+
+_FIXES = {
+    errno.ENOSPC: "; free some space, or write to another disk",
+    errno.EDQUOT: "; free some space, or write to another disk",
+    errno.ENAMETOOLONG: "; use a shorter name",
+    errno.EACCES: "; change its permissions, or use another file",
+    errno.EROFS: "; write to another disk",
+    errno.EMFILE: "; raise the limit with `ulimit -n`",
+}
 
 
 def _stop(message: str, code: int) -> NoReturn:
-    line = Text.assemble(("error: ", "bold red"), " ".join(message.split()))
+    """Print an error in one line, and exit."""
+    printable = " ".join(message.split()).encode(errors="backslashreplace").decode()
+    line = Text.assemble(("error: ", "bold red"), shorten(printable, MAX_ERROR))
     Console(stderr=True).print(line, soft_wrap=True)
     raise SystemExit(code)

@@ -17,12 +17,15 @@ from typing import Any
 
 from hflow.config.dump import flatten
 from hflow.config.schema import RunConfig
-from hflow.errors import ConfigError, nearest
+from hflow.config.yaml_files import yaml_error
+from hflow.errors import ConfigError, nearest, shorten
 from hflow.secret_text import secret_in
 from hflow.validation import from_mapping, join, unknown_key
 
 _BARE_PLACEMENT = re.compile(r"(\+{0,2}placement)=(?!null$)([^'\"].*)", re.DOTALL)
 
+MAX_OVERRIDE = 20_000
+"""Characters of the longest override. A chat template may have thousands."""
 NOTATION = "write key=value, and a value with special characters as key='value'"
 
 
@@ -92,6 +95,9 @@ def _compose(primary: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    from hflow.config.checked_source import register
+
+    register()
     directory = primary.parent if primary.is_file() else config_dir()
     name = primary.stem if primary.is_file() else None
     hydra_overrides = [_searchpath(config_dir()), *map(_hydra_override, overrides)]
@@ -99,9 +105,16 @@ def _compose(primary: Path, overrides: Sequence[str]) -> dict[str, Any]:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
             composed = compose(name, overrides=hydra_overrides)
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except ConfigError:
+        raise
+    except RecursionError as error:
+        raise ConfigError(
+            f"{primary.name}: a value is nested too deeply, or defaults name each other"
+        ) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         raise ConfigError(error_text(error, primary.name)) from error
-    assert isinstance(values, dict)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{primary.name} must be a mapping of keys to values")
     return {str(key): value for key, value in values.items()}
 
 
@@ -133,9 +146,11 @@ def _hydra_override(override: str) -> str:
 
     override = _quote_placement(override)
     try:
+        if len(override) > MAX_OVERRIDE:
+            raise ValueError
         parsed = OverridesParser.create().parse_override(override)
-    except HydraException as error:
-        raise ConfigError(f"override {override!r} cannot be parsed: {NOTATION}") from error
+    except (HydraException, ValueError, RecursionError) as error:
+        raise ConfigError(f"override {shorten(override, 80)!r} cannot be parsed: {NOTATION}") from error
     if parsed.key_or_group.partition(".")[0] == "hydra":
         raise ConfigError(unknown_key(parsed.key_or_group, "hydra", [f.name for f in fields(RunConfig)]))
     is_value = parsed.type is OverrideType.CHANGE and parsed.package is None
@@ -161,13 +176,12 @@ def error_text(error: Exception, file: str) -> str:
     """
     from hydra.errors import MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import MarkedYAMLError
+    from yaml import YAMLError
 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_group(error.missing_cfg_file, error.options or ())
-    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return f"{mark.name}:{mark.line + 1}: invalid YAML: {error.problem}"
+    if isinstance(error, YAMLError):
+        return yaml_error(error, file)
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         first_line = str(error).strip().partition("\n")[0]
         return f"{error.full_key}: {first_line}"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from hflow.config.compose import config_dir, error_text
-from hflow.errors import ConfigError
+from hflow.config.compose import config_dir
+from hflow.config.yaml_files import read_yaml
 
 HardwareKind = Literal["devices", "links", "calibrations"]
 
@@ -29,22 +29,4 @@ def read_hardware(kind: HardwareKind, recipe: str | Path) -> dict[str, Mapping[s
     """
     directories = (config_dir() / "hardware" / kind, Path(recipe).parent / "hardware" / kind)
     files = {file.stem: file for directory in directories for file in directory.glob("*.yaml")}
-    return {name: read_figures(files[name]) for name in sorted(files)}
-
-
-def read_figures(file: Path) -> Mapping[str, Any]:
-    """Return the figures in a YAML file.
-
-    Raises:
-        ConfigError: for a file that cannot be read, or is not a mapping.
-    """
-    import yaml
-
-    try:
-        with file.open(encoding="utf-8") as text:
-            values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, OSError) as error:
-        raise ConfigError(error_text(error, str(file))) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must be a mapping of figures, as the files in {config_dir()}/hardware are")
-    return {str(key): value for key, value in values.items()}
+    return {name: read_yaml(files[name]) for name in sorted(files)}

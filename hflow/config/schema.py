@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt
 from pydantic.dataclasses import dataclass
 
-from hflow.validation import CHECKED, FrozenDict, FrozenMapping
+from hflow.validation import CHECKED, DirectoryName, FilePath, FrozenDict, FrozenMapping, Int
 
 
 def _int_if_whole(number: float) -> float:
@@ -22,16 +22,25 @@ def _int_if_whole(number: float) -> float:
 WholeOrFraction = Annotated[StrictFloat, AfterValidator(_int_if_whole)]
 
 
+MAX_BATCH = 65_536
+"""Groups of the largest batch. Planning takes time in proportion to a batch."""
+MAX_SYNC_EVERY = 1_000
+"""Steps between two weight syncs, all of which the plan's period looks at."""
+MAX_SEED = 2**63 - 1
+Beta = Annotated[StrictFloat, Field(ge=0, lt=1)]
+
+
 @dataclass(frozen=True, config=CHECKED)
 class OptimConfig:
     """AdamW and its learning-rate schedule. Steps are optimizer steps, not training steps of the run."""
 
     lr: StrictFloat = Field(default=1e-6, ge=0)
     """Learning rate after the warm-up."""
-    betas: tuple[StrictFloat, StrictFloat] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the moving averages of the gradient and of its square."""
     eps: StrictFloat = Field(default=1e-8, ge=0)
     weight_decay: StrictFloat = Field(default=0.0, ge=0)
-    warmup_steps: StrictInt = Field(default=0, ge=0)
+    warmup_steps: Int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate changes from the end of the warm-up to the end of the run."""
@@ -63,9 +72,9 @@ class GenConfig:
     delta: StrictBool = False
     """Send only what has changed since the last version, in the engine's dtype. Trainers keep a copy of what
     they sent, and engines of what they received."""
-    max_running: StrictInt = Field(default=256, ge=1)
+    max_running: Int = Field(default=256, ge=1)
     """Maximum number of sequences that one engine decodes at once."""
-    max_model_len: StrictInt = Field(default=2048, ge=2)
+    max_model_len: Int = Field(default=2048, ge=2)
     """Maximum number of tokens of prompt and completion together."""
     cache_gib: StrictFloat | None = Field(default=None, gt=0)
     """KV cache of each rank of a vLLM engine, in GiB; null: what the load needs, as far as the memory of the
@@ -76,7 +85,7 @@ class GenConfig:
 class ModelConfig:
     """One model of the recipe: `models.NAME`."""
 
-    path: str | None = None
+    path: FilePath | None = None
     """A local Hugging Face checkpoint directory, with config, weights and tokenizer."""
     architecture: FrozenMapping[str, Any] | None = None
     """A Hugging Face config as a mapping with `model_type`. Without `path`, weights are random. With `path`,
@@ -95,7 +104,7 @@ class ModelConfig:
     decides."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Precision of forward and backward pass; null: that of the model it is initialised from, else fp32."""
-    tokens_per_microbatch: StrictInt = Field(default=16384, ge=1)
+    tokens_per_microbatch: Int = Field(default=16384, ge=1)
     """Maximum number of packed tokens in one forward pass. It does not change any result."""
     activation_checkpointing: StrictBool = False
     """Recompute activations in the backward pass instead of keeping them."""
@@ -124,7 +133,7 @@ class ModelConfig:
 class DataConfig:
     """The rows of one dataset of the recipe: `data.NAME`. Set either `path` or `generator`."""
 
-    path: str | None = None
+    path: FilePath | None = None
     """A `.jsonl` or `.parquet` file with the columns that the recipe declares."""
     generator: str | None = None
     """A named generator of rows, such as `addition`."""
@@ -132,7 +141,7 @@ class DataConfig:
     """Which split of a generator's rows to use."""
     shuffle: StrictBool = True
     """Shuffle the rows on every pass, seeded by `seed`."""
-    limit: StrictInt | None = Field(default=None, ge=1)
+    limit: Int | None = Field(default=None, ge=1)
     """Maximum number of rows; null: all."""
 
 
@@ -140,7 +149,7 @@ class DataConfig:
 class WorkloadConfig:
     """Lengths in tokens that the plan's estimates assume. The plan says which of them are hflow's guess."""
 
-    prompt: StrictInt | None = Field(default=None, ge=1)
+    prompt: Int | None = Field(default=None, ge=1)
     """Tokens of a prompt; null: what `max_tokens` leaves of `max_model_len`, at most 512."""
     response_mean: StrictFloat | None = Field(default=None, ge=1)
     """Mean number of tokens of a response; null: half of `max_tokens`."""
@@ -155,21 +164,21 @@ class ScheduleConfig:
     max_staleness: WholeOrFraction = Field(default=0, ge=0, le=1_000_000)
     """Weight syncs by which a trained token may lag (eta): 0 is synchronous, 2 to 8 is typical. With 0.5,
     generation may start half of the next sync's groups early."""
-    sync_every: StrictInt = Field(default=1, ge=1)
+    sync_every: StrictInt = Field(default=1, ge=1, le=MAX_SYNC_EVERY)
     """Steps between two weight syncs of the generation engines (s)."""
-    max_concurrent: StrictInt = Field(default=256, ge=1)
+    max_concurrent: Int = Field(default=256, ge=1)
     """Maximum number of samples in flight, over all streams and engines."""
     interrupt: StrictBool = True
     """Whether a weight sync interrupts running samples, which keep their tokens and resume with the new
     weights (partial rollout). If false, engines finish running samples before they take new weights."""
     age_rule: StrictBool = True
     """Whether samples are dropped or aborted before they would train too old."""
-    drop_older_than: StrictInt | None = Field(default=None, ge=0)
+    drop_older_than: Int | None = Field(default=None, ge=0)
     """Limit of the age rule, in versions; null: the lag that the plan certifies, ceil((eta + 1) s) - 1."""
-    queue: StrictInt | None = Field(default=None, ge=1)
+    queue: Int | None = Field(default=None, ge=1)
     """Maximum number of accepted groups that wait for a batch; beyond it the oldest group is dropped.
     null: only admission limits them."""
-    max_refused_per_step: StrictInt = Field(default=1000, ge=0)
+    max_refused_per_step: Int = Field(default=1000, ge=0)
     """Groups that may be refused since the last batch was formed; the run stops when there are more."""
 
 
@@ -198,23 +207,23 @@ class FaultsConfig:
 class RunConfig:
     """The whole configuration of a run."""
 
-    name: str
+    name: DirectoryName
     """Name of the run, by default the recipe's file name. Results are written to OUT/NAME/TIME."""
-    out: str = "runs"
+    out: FilePath = "runs"
     """Directory of results. All paths are relative to the working directory."""
-    seed: StrictInt = Field(default=0, ge=0)
+    seed: StrictInt = Field(default=0, ge=0, le=MAX_SEED)
     """Seed of data order, sampling, minibatches and random weights."""
-    steps: StrictInt = Field(default=100, ge=1)
+    steps: Int = Field(default=100, ge=1)
     """Number of training steps."""
-    batch: StrictInt = Field(default=32, ge=1)
+    batch: StrictInt = Field(default=32, ge=1, le=MAX_BATCH)
     """Groups per step; a group is one prompt with its samples."""
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     """How far generation may run ahead of training."""
-    save_every: StrictInt = Field(default=0, ge=0)
+    save_every: Int = Field(default=0, ge=0)
     """Training steps between two checkpoints; 0: only `save_minutes` and the end of the run decide."""
     save_minutes: StrictFloat = Field(default=10.0, ge=0)
     """Minutes between two checkpoints, besides those of `save_every`; 0: there are no others."""
-    keep_checkpoints: StrictInt | None = Field(default=2, ge=1)
+    keep_checkpoints: Int | None = Field(default=2, ge=1)
     """Number of the newest checkpoints to keep; null: all."""
     keep_best: str | None = None
     """A metric of `metrics.jsonl`, such as `eval_gen/reward`, whose highest value chooses a checkpoint that
@@ -232,23 +241,23 @@ class RunConfig:
     other machines."""
     cluster: str = "cpu-1x1"
     """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process."""
-    cores: tuple[StrictInt, ...] | None = None
+    cores: tuple[Int, ...] | None = None
     """Number of processor cores that each device's worker is bound to, as in `[6,2]`, or one number for all,
     as in `[4]`. Bound workers of one machine do not compete for cores. null: workers are not bound."""
     network: str | None = None
     """The link between machines, such as `ib-ndr`; null: the device's usual one."""
-    calibration: str | None = None
+    calibration: FilePath | None = None
     """File of what programs reach on these devices, as `hflow profile` writes it; null: shipped figures."""
-    calibrate: str | None = None
+    calibrate: FilePath | None = None
     """A run whose measured seconds correct the figures, and whose lengths hold where `workload` leaves them
     open: its directory, or NAME for the latest run in `runs/NAME`; null: none."""
-    device_memory_gib: StrictFloat | None = Field(default=None, ge=0)
+    device_memory_gib: StrictFloat | None = Field(default=None, ge=0, le=1_000_000)
     """Memory of one device that the plan may use; null: all of it."""
     placement: str | None = None
     """Devices and layouts in short form, as in `actor=0-3:d2t2p1 actor.gen=4-7:d4`; the planner places other
     replicas. `auto`: it places all of them, and keeps `groups`, and the `group` and `layout` of models. null:
     these decide, and on accelerators where no model names a group it is `auto`."""
-    groups: FrozenMapping[str, tuple[StrictInt, ...]] = Field(default_factory=FrozenDict)
+    groups: FrozenMapping[str, tuple[Int, ...]] = Field(default_factory=FrozenDict)
     """Devices of device groups that models name, as in `groups.gen=[4,5,6,7]`; empty: the plan decides."""
     models: FrozenMapping[str, ModelConfig] = Field(default_factory=FrozenDict)
     """By model name in the recipe."""

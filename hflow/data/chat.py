@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from hflow.data.unknown_tokens import check_known
 from hflow.errors import DataError
 
@@ -26,7 +28,20 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """Check the template's syntax.
+
+        Raises:
+            DataError: if it is not a Jinja template.
+        """
         self._tokenizer = tokenizer
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template is not a Jinja template: {error}; fix chat_template"
+            ) from error
+        except Exception:  # noqa: BLE001 - the template may reject these messages, as it likes
+            return
 
     def prompt(self, messages: Messages, tools: Schemas = ()) -> list[int]:
         """Return the ids of messages and the opening of the assistant's turn, with `tools` offered."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -18,6 +17,10 @@ import pyarrow.parquet as pq
 from hflow.data.addition_task import Addition, AdditionPairs
 from hflow.data.row_schema import RowSchema, check_columns, checked_row
 from hflow.errors import DataError, nearest
+from hflow.json_text import parse_json
+
+MAX_ROW_BYTES = 1 << 26
+"""The longest row that is read. A text of this length has more tokens than any model takes."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,14 @@ class JsonLines:
         """
         where = f"{self._path} row {index}"
         start, end = int(self._starts[index]), int(self._ends[index])
+        if end - start > MAX_ROW_BYTES:
+            raise DataError(
+                f"{where} has {end - start:,} bytes; rows have at most {MAX_ROW_BYTES:,}. Write one object "
+                "per line."
+            )
         line = os.pread(self._file.fileno(), end - start, start)
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError as error:
             raise DataError(f"{where} is not JSON ({error}); write one object per line") from error
         if not isinstance(value, dict):
@@ -158,8 +166,9 @@ class Parquet:
             names = pq.read_schema(path).names
             check_columns(names, columns, str(path))
             self._table = pq.read_table(path, columns=list(columns), memory_map=True)
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+        except (pa.ArrowException, OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise DataError(f"{path} cannot be read as Parquet: {reason}; restore the file") from error
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -168,9 +177,12 @@ class Parquet:
         """Return row `index`.
 
         Raises:
-            DataError: if a value does not have its column's declared type.
+            DataError: if a value does not have its column's declared type, or cannot be read.
         """
-        row = {name: self._table[name][index].as_py() for name in self._columns}
+        try:
+            row = {name: self._table[name][index].as_py() for name in self._columns}
+        except (pa.ArrowException, ValueError) as error:
+            raise DataError(f"{self._path} row {index} cannot be read: {error}; restore the file") from error
         return checked_row(row, self._columns, f"{self._path} row {index}")
 
 

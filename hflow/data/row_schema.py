@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hflow.errors import DataError, nearest
 from hflow.types import Unit
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Halves of characters, which JSON can name, but no text has."""
 RowSchema = Mapping[str, Unit]
 """Declared column -> its unit."""
 
@@ -58,7 +61,7 @@ _EXPECTED = {
 def _fits(value: Any, unit: Unit) -> bool:
     match unit:
         case Unit.TEXT:
-            return isinstance(value, str)
+            return isinstance(value, str) and _SURROGATE.search(value) is None
         case Unit.SEQUENCE | Unit.GROUP:
             return isinstance(value, int | float)
         case Unit.TOKEN:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hflow.data.chat import ChatTemplate
 from hflow.data.unknown_tokens import check_known
 from hflow.errors import DataError
+from hflow.json_text import read_json_object
 from hflow.types import Trajectory
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -154,7 +154,14 @@ class TextTokenizer:
 def _load(settings: TokenizerSettings) -> Any:
     if settings.path is not None and any((Path(settings.path) / name).exists() for name in _TOKENIZER_FILES):
         loader: Any = PreTrainedTokenizerFast if _is_generic(Path(settings.path)) else AutoTokenizer
-        return loader.from_pretrained(settings.path, local_files_only=True)
+        try:
+            return loader.from_pretrained(settings.path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the tokenizers library raises plain exceptions
+            reason = " ".join(str(error).split())
+            raise DataError(
+                f"the tokenizer in {settings.path} cannot be loaded: {type(error).__name__}: {reason:.200}; "
+                "restore its files"
+            ) from error
     if settings.alphabet is not None:
         return character_tokenizer(settings.alphabet)
     if settings.path is not None:
@@ -169,16 +176,20 @@ def _is_generic(directory: Path) -> bool:
     unknown characters.
     """
     file = directory / "tokenizer_config.json"
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    saved = read_json_object(file) if file.exists() else {}
     return saved.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def _stop_ids(eos_id: int | None, path: str | None) -> tuple[int, ...]:
     """Return the tokenizer's end-of-text token and those of the checkpoint's generation config."""
     ids = [] if eos_id is None else [eos_id]
-    if path is not None and (Path(path) / "generation_config.json").exists():
-        ends = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
-        ids += [ends] if isinstance(ends, int) else list(ends or ())
+    file = None if path is None else Path(path) / "generation_config.json"
+    if file is not None and file.exists():
+        ends = read_json_object(file).get("eos_token_id")
+        listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not all(type(end) is int and end >= 0 for end in listed):
+            raise DataError(f"{file}: eos_token_id is {ends!r}; it must be a token's id, or a list of ids")
+        ids += listed
     return tuple(dict.fromkeys(ids))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hflow.dsl.recipe import Recipe
-from hflow.errors import HflowError, RecipeError, nearest
+from hflow.errors import HflowError, RecipeError, nearest, shorten
 from hflow.graph.source_location import relative_path
 
 PREFIX = "hflow_recipe_"
@@ -58,14 +58,24 @@ def _import(file: Path) -> ModuleType:
     except SyntaxError as error:
         shown = relative_path(error.filename or str(file))
         raise RecipeError(f"{shown}:{error.lineno}: {error.msg}") from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a recipe may also call sys.exit()
         line = _line_in(file, error)
-        message = str(error).splitlines()[0] if str(error) else ""
-        raise RecipeError(f"{relative_path(str(file))}:{line}: {type(error).__name__}: {message}") from error
+        what = f"{type(error).__name__}: {_first_line(error)}"
+        raise RecipeError(f"{relative_path(str(file))}:{line}: {what}") from error
     return module
 
 
-def _line_in(file: Path, error: Exception) -> int:
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, if it has one that can be printed."""
+    try:
+        return shorten(str(error).strip().partition("\n")[0], 500)
+    except Exception:  # noqa: BLE001 - raised by the recipe's own exception class
+        return "its message cannot be printed"
+
+
+def _line_in(file: Path, error: BaseException) -> int:
     """Return the innermost line of the file in an exception's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((f.lineno or 0 for f in reversed(frames) if f.filename == str(file)), 0)

@@ -6,7 +6,6 @@ the model in `init_from`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,8 @@ from hflow.config import ModelConfig, RunConfig
 from hflow.errors import ConfigError, PlanError
 from hflow.graph.ir import Graph
 from hflow.graph.model import Model
+from hflow.json_text import read_json_object
+from hflow.model_config import check_model_config
 from hflow.planner.architectures import ONLY_PLANNED, read_shape
 from hflow.planner.backends import backend_of_any_family, traits
 from hflow.planner.model_shape import ModelShape
@@ -44,10 +45,11 @@ def model_shape(config: RunConfig, graph: Graph, spec: Model) -> ModelShape | No
     location, architecture = source
     _check_family(config, spec.name, location, architecture)
     try:
+        check_model_config(architecture, architecture.get("model_type") in ONLY_PLANNED)
         shape = read_shape(architecture, spec.head)
         if shape is not None:
             _check_heads(shape)
-    except PlanError as error:
+    except (ConfigError, PlanError) as error:
         raise ConfigError(f"{location}: {error}") from error
     return shape
 
@@ -74,7 +76,7 @@ def overruled_architectures(config: RunConfig) -> tuple[str, ...]:
         file = _checkpoint_config(model)
         if file is None or model.architecture is None:
             continue
-        saved, configured = _read(file), model.architecture
+        saved, configured = read_json_object(file), model.architecture
         in_both = (key for key in SIZES if saved.get(key) and configured.get(key))
         key = next((key for key in in_both if saved[key] != configured[key]), None)
         if key is not None:
@@ -90,7 +92,7 @@ def _architecture(config: RunConfig, graph: Graph, spec: Model) -> tuple[str, Ma
     model = config.models.get(spec.name, ModelConfig())
     file = _checkpoint_config(model)
     if file is not None:
-        return str(file), _read(file)
+        return str(file), read_json_object(file)
     if model.architecture is not None:
         return f"models.{spec.name}", model.architecture
     return None if spec.init_from is None else _architecture(config, graph, spec.init_from)
@@ -99,16 +101,6 @@ def _architecture(config: RunConfig, graph: Graph, spec: Model) -> tuple[str, Ma
 def _checkpoint_config(model: ModelConfig) -> Path | None:
     file = None if model.path is None else Path(model.path) / "config.json"
     return file if file is not None and file.is_file() else None
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: invalid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must be a JSON object, as Hugging Face writes it")
-    return values
 
 
 def _check_heads(shape: ModelShape) -> None:

@@ -9,22 +9,26 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from hflow.config import RunConfig, load_config, to_mapping, to_yaml
 from hflow.errors import ConfigError, PlanError, RecipeError
+from hflow.json_text import read_json
 from hflow.launch.compile import Compiled, compile_recipe
 from hflow.planner.diff import PlanDiff, and_more, diff_plans
 from hflow.planner.forecast import Candidate
-from hflow.planner.serialise import to_json
+from hflow.planner.ir import Plan
+from hflow.planner.serialise import rows_digest, to_json
 from hflow.validation import from_mapping
 
 FORMAT = 1
 """Format of plan files. It is raised when rows change so that older files cannot be compared."""
 
+_NOTES = ("warnings", "engines", "unrunnable")
+"""Lists in a plan that are not part of its digest."""
 _KEYS: Mapping[str, type] = {"recipe": str, "config": dict, "plan": dict}
 
 
@@ -94,12 +98,7 @@ def read_plan_file(path: str | Path) -> PlanFile:
         ConfigError: for anything else.
     """
     file = _resolve(Path(path))
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the plan file {str(file)!r}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not a plan file: invalid JSON: {error}") from error
+    values = read_json(file, "plan file")
     _check(file, values)
     return PlanFile(file, values["recipe"], values["config"], values["plan"])
 
@@ -199,7 +198,7 @@ def _check(file: Path, values: Any) -> None:
     """Check that the content of a file is a plan file of this format."""
     if not isinstance(values, dict) or "format" not in values:
         raise ConfigError(f"{file} is not a plan file; `hflow plan RECIPE --json` prints one")
-    if values["format"] != FORMAT:
+    if values["format"] != FORMAT or isinstance(values["format"], bool):
         raise ConfigError(
             f"{file} has format {values['format']!r}, but this version of hflow reads format {FORMAT}; "
             f"create it again with `hflow plan RECIPE --json`"
@@ -210,7 +209,19 @@ def _check(file: Path, values: Any) -> None:
                 f"{file} is not a plan file: its {key!r} is missing or damaged; create it again with "
                 "`hflow plan RECIPE --json`"
             )
+    rows = values["plan"]
     try:
-        diff_plans(values["plan"], values["plan"])
+        diff_plans(rows, rows)
+        digest = rows_digest(rows)
     except PlanError as error:
         raise ConfigError(f"{file}: {error}") from error
+    missing = [row.name for row in fields(Plan) if row.name not in rows]
+    damaged = [name for name in _NOTES if not isinstance(rows.get(name), list)]
+    if missing or damaged or rows["digest"] != digest:
+        if missing or damaged:
+            what = f"has no {[*missing, *damaged][0]!r}"
+        else:
+            what = "does not have the digest that it states"
+        raise ConfigError(
+            f"{file} was changed by hand: its plan {what}; create it again with `hflow plan RECIPE --json`"
+        )

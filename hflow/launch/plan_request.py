@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hflow.config import ModelConfig, RunConfig, flatten
-from hflow.config.hardware import HardwareKind, read_figures, read_hardware
+from hflow.config.hardware import HardwareKind, read_hardware
 from hflow.config.schema import WorkloadConfig
+from hflow.config.yaml_files import read_yaml
 from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import Graph, NodeSpec
 from hflow.graph.model import Model
@@ -95,7 +96,7 @@ def device_calibration(device: Device, recipe: str | Path, file: str | None = No
         PlanError: for a file that was measured on other devices.
     """
     if file is not None:
-        values = {"name": Path(file).stem, **read_figures(Path(file))}
+        values = {"name": Path(file).stem, **read_yaml(Path(file))}
         calibration = from_mapping(Calibration, values, file)
         check_device(calibration, device.name, f"calibration={file}")
         return calibration

@@ -26,6 +26,7 @@ from hflow.endpoint.replies import Reply, generated_ids, reply_of
 from hflow.endpoint.requests import CompletionRequest, RequestRefused
 from hflow.endpoint.server import EndpointServer, base_url
 from hflow.errors import ConfigError, DataError, RecipeError, RunError
+from hflow.json_text import read_json_object
 from hflow.launch.served_checkpoint import ServedCheckpoint
 from hflow.planner.architectures import read_shape
 from hflow.planner.backends import ENGINES, engine_kind
@@ -287,7 +288,7 @@ def _check_served(setup: EngineSetup, engine: str) -> None:
 
     if engine != "vllm" or setup.settings.device != "cpu":
         return
-    architecture = json.loads((Path(str(setup.settings.path)) / "config.json").read_text(encoding="utf-8"))
+    architecture = read_json_object(Path(str(setup.settings.path)) / "config.json")
     shape = read_shape(architecture, "lm")
     if shape is not None and shape.head_dim not in CPU_HEAD_SIZES:
         raise ConfigError(

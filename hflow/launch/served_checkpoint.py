@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from hflow.config import ModelConfig, RunConfig
 from hflow.config.compose import NOTATION
+from hflow.config.yaml_files import parse_yaml, read_yaml
 from hflow.data.tokenizer import TokenizerSettings
-from hflow.errors import ConfigError, nearest
+from hflow.errors import ConfigError, nearest, shorten
+from hflow.json_text import read_json_object
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.validation import from_mapping
 
@@ -37,7 +36,7 @@ class ServedCheckpoint:
         """The precision: as configured, else that of the checkpoint."""
         if self.config.dtype is not None:
             return self.config.dtype
-        saved = _read_json(self.directory / "config.json")
+        saved = read_json_object(self.directory / "config.json")
         return "bf16" if saved.get("dtype", saved.get("torch_dtype")) == "bfloat16" else "fp32"
 
     @property
@@ -101,7 +100,7 @@ def _choose_model(saved: Mapping[str, Path], target: str, model: str | None) -> 
 
 
 def _generates(path: Path) -> bool:
-    names = _read_json(path / "config.json").get("architectures") or ["ForCausalLM"]
+    names = read_json_object(path / "config.json").get("architectures") or ["ForCausalLM"]
     return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 
 
@@ -110,8 +109,7 @@ def _config(directory: Path, overrides: Sequence[str]) -> ModelConfig:
     values: dict[str, Any] = {}
     file = RunDirectory(directory.parent.parent.parent).config  # checkpoints/STEP/MODEL
     if file.is_file():
-        saved = yaml.safe_load(file.read_text(encoding="utf-8"))
-        of_model = (saved.get("models") or {}).get(directory.name) or {}
+        of_model = _look_up(_look_up(read_yaml(file), "models"), directory.name)
         values = {key: _look_up(of_model, key) for key in KEYS}
     for override in overrides:
         key, is_given, text = override.partition("=")
@@ -119,7 +117,10 @@ def _config(directory: Path, overrides: Sequence[str]) -> ModelConfig:
             raise ConfigError(f"override {override!r} cannot be parsed: {NOTATION}")
         if key not in KEYS:
             raise ConfigError(f"unknown key {key!r}{nearest(key, KEYS)}; serve takes {', '.join(KEYS)}")
-        values[key] = text if key in ("alphabet", "chat_template") else yaml.safe_load(text)
+        try:
+            values[key] = text if key in ("alphabet", "chat_template") else parse_yaml(text)
+        except ValueError as error:
+            raise ConfigError(f"override {shorten(override, 80)!r} cannot be parsed: {error}") from error
     nested: dict[str, Any] = {"gen": {}}
     for key, value in values.items():
         if value is None and key not in ("alphabet", "chat_template", "dtype", "gen.layout"):
@@ -129,15 +130,8 @@ def _config(directory: Path, overrides: Sequence[str]) -> ModelConfig:
     return from_mapping(ModelConfig, nested)
 
 
-def _look_up(values: Mapping[str, Any], key: str) -> Any:
+def _look_up(values: Any, key: str) -> Any:
+    """Return the value of a dotted key, or None."""
     for name in key.split("."):
-        values = values.get(name) if isinstance(values, Mapping) else None  # type: ignore[assignment]
+        values = values.get(name) if isinstance(values, Mapping) else None
     return values
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: invalid JSON: {error}") from error
-    return values if isinstance(values, dict) else {}

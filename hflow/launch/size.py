@@ -12,7 +12,7 @@ from hflow.config import RunConfig
 from hflow.errors import ConfigError, PlanError
 from hflow.launch.compile import Compiled, compile_recipe, read_recipe
 from hflow.launch.plan_request import known_devices
-from hflow.planner.cluster import device_of, parse_cluster
+from hflow.planner.cluster import MAX_DEVICES, device_of, parse_cluster
 from hflow.planner.hardware import Device
 from hflow.planner.ir import Plan
 from hflow.planner.plan_figures import PlanFigures, plan_figures
@@ -126,6 +126,8 @@ def size(
         PlanError: for an unknown cluster or device.
         RecipeError: for an error in the recipe.
     """
+    if most > MAX_DEVICES:
+        raise ConfigError(f"--most is {most}; it must be at most {MAX_DEVICES:,}")
     config = read_recipe(recipe, overrides)[0]
     devices = known_devices(recipe)
     clusters = _clusters(on or (_device_of(config, devices),), most, devices)

@@ -56,7 +56,7 @@ WORKER_BYTES = 1 << 30
 """Memory of one worker with a tiny model, on a CPU."""
 COMPARED = ("loss", "grad_norm")
 """The metrics of a train node that must be equal. Others, such as clipped fractions, count events."""
-MIN_STEPS = 2
+MIN_STEPS, MAX_STEPS = 2, 10_000
 """Differences of weights are relative to their change since the first step, so a second step is needed."""
 
 
@@ -83,15 +83,15 @@ def run_twin(
         recipe: path of its Python file.
         overrides: configuration as `key=value`.
         layouts: layouts to compare, each used for all models; None: as configured.
-        steps: training steps, at least 2.
+        steps: training steps, from 2 to 10,000.
         report_progress: called with a line when a run starts.
         processes: worker processes to use; None: start new ones, and stop them at the end.
 
     Raises:
         HflowError: as `run_compiled`.
     """
-    if steps < MIN_STEPS:
-        raise ConfigError(f"--steps is {steps}; it must be at least {MIN_STEPS}")
+    if not MIN_STEPS <= steps <= MAX_STEPS:
+        raise ConfigError(f"--steps is {steps}; it must be at least {MIN_STEPS}, and at most {MAX_STEPS:,}")
     with TemporaryDirectory(prefix="hflow-twin-") as out:
         config, graph = configuration(recipe, overrides, as_configured=layouts is None)
         common = comparable_config(config, graph, steps, out)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hflow.errors import PlanError
+from hflow.errors import ConfigError, PlanError
+from hflow.model_config import check_size
 from hflow.planner.model_shape import Experts, LatentAttention, ModelShape, SlidingWindow
 
 Config = Mapping[str, Any]
@@ -254,7 +255,7 @@ def _size(family: str, config: Config, key: str, default: int | None = None) -> 
 
 
 def _check_size(family: str, key: str, size: Any) -> None:
-    if not isinstance(size, int) or size < 1:
-        raise PlanError(
-            f"architecture {family!r}: {key} is {size!r}; it must be a whole number of at least 1"
-        )
+    try:
+        check_size(family, key, size)
+    except ConfigError as error:
+        raise PlanError(str(error)) from error

@@ -19,8 +19,8 @@ from hflow.validation import CHECKED, FrozenMapping
 DTYPES = ("fp32", "bf16")
 """Precisions that models compute in. Every device and every calibration has a figure for each."""
 
-Positive = Annotated[StrictFloat, Field(gt=0)]
-NonNegative = Annotated[StrictFloat, Field(ge=0)]
+Positive = Annotated[StrictFloat, Field(gt=0, le=1e15)]
+NonNegative = Annotated[StrictFloat, Field(ge=0, le=1e15)]
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
-from hflow.errors import PlanError, nearest
+from hflow.errors import PlanError, nearest, shorten
 from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import ClusterSpec
 
 _PATTERN = re.compile(r"([\w.-]+)-([1-9]\d*)x([1-9]\d*)")
+MAX_DEVICES = 65_536
+"""Devices of the largest cluster. A plan has rows for every device, and takes seconds for ten thousand."""
 
 
 def parse_cluster(name: str, devices: Mapping[str, Device]) -> ClusterSpec:
@@ -26,7 +29,10 @@ def parse_cluster(name: str, devices: Mapping[str, Device]) -> ClusterSpec:
     kind, num_nodes, devices_per_node = _split(name)
     if kind not in devices:
         near = nearest(kind, [device for device in devices if device.startswith(kind)] or devices)
-        raise PlanError(f"cluster {name!r}: unknown device {kind!r}{near} (known: {', '.join(devices)})")
+        raise PlanError(
+            f"cluster {shorten(name, 80)!r}: unknown device {shorten(kind, 40)!r}{near} "
+            f"(known: {', '.join(devices)})"
+        )
     device = devices[kind]
     return ClusterSpec(name, device.type, num_nodes, devices_per_node, device.memory_bytes)
 
@@ -59,5 +65,13 @@ def device_ranges(devices: Iterable[int]) -> str:
 def _split(name: str) -> tuple[str, int, int]:
     match = _PATTERN.fullmatch(name)
     if match is None:
-        raise PlanError(f"cluster {name!r} is not understood; write DEVICE-NODESxDEVICES, as in cpu-1x2")
-    return match.group(1), int(match.group(2)), int(match.group(3))
+        raise PlanError(
+            f"cluster {shorten(name, 80)!r} is not understood; write DEVICE-NODESxDEVICES, as in cpu-1x2"
+        )
+    kind, *counts = match.groups()
+    if max(map(len, counts)) > len(str(MAX_DEVICES)) or math.prod(map(int, counts)) > MAX_DEVICES:
+        raise PlanError(
+            f"cluster {shorten(name, 80)!r} has more than {MAX_DEVICES:,} devices, the most that can be "
+            "planned; use fewer"
+        )
+    return kind, int(counts[0]), int(counts[1])

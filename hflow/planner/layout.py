@@ -11,9 +11,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.errors import PlanError
+from hflow.errors import PlanError, shorten
 
-_PATTERN = re.compile(r"(?:d(\d+))?(?:t(\d+))?(?:p(\d+))?(?:c(\d+))?(?:e(\d+))?")
+_PATTERN = re.compile(
+    r"(?:d(\d{1,9}))?(?:t(\d{1,9}))?(?:p(\d{1,9}))?(?:c(\d{1,9}))?(?:e(\d{1,9}))?", re.ASCII
+)
 
 Coords = tuple[int, int, int, int]
 """Data, tensor, pipeline and context index of a rank."""
@@ -64,8 +66,8 @@ class Layout:
         match = _PATTERN.fullmatch(text)
         if not text or match is None:
             raise PlanError(
-                f"layout {text!r} is not understood; write data, tensor, pipeline, context and expert sizes "
-                "in that order, as in d2t2p1, d4 or d8t2e8"
+                f"layout {shorten(text, 80)!r} is not understood; write data, tensor, pipeline, context and "
+                "expert sizes in that order, as in d2t2p1, d4 or d8t2e8"
             )
         return cls(*(int(size) if size is not None else 1 for size in match.groups()))
 

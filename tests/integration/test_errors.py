@@ -143,7 +143,7 @@ def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (SFT, "models.actor.dtype=fp16", "models.actor.dtype is 'fp16'; it must be 'fp32' or 'bf16'"),
         (SFT, "models.actor.alphabet=null", "a tokenizer needs the path of a checkpoint or an alphabet"),
         (SFT, "out=r.py", "cannot make a directory in out='r.py': Not a directory"),
-        (SFT, "name=/etc/run", "name='/etc/run' is not the name of a directory"),
+        (SFT, "name=/etc/run", "name is '/etc/run', which is not the name of a directory"),
         (SFT, "data.train.path=r.jsonl", "data.train has both path and generator; set"),
     ],
 )

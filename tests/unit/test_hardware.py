@@ -263,7 +263,7 @@ def test_wrong_hardware_files_are_refused(recipe):
     with pytest.raises(ConfigError, match=r"slow.yaml:1: invalid YAML: "):
         known_links(recipe)
     write(recipe, "links/slow", "3")
-    with pytest.raises(ConfigError, match=r"slow.yaml must be a mapping of figures"):
+    with pytest.raises(ConfigError, match=r"slow.yaml must be a mapping of keys to values"):
         known_links(recipe)
 
 
@@ -522,9 +522,11 @@ def test_a_checkpoint_that_cannot_be(change: dict[str, object], message: str, tm
 
 
 def test_a_checkpoint_that_is_not_json(tmp_path):
-    with pytest.raises(ConfigError, match=r"config.json: invalid JSON: "):
+    with pytest.raises(ConfigError, match=r"config.json is not a JSON file: invalid JSON: "):
         requested(GRPO, checkpoint(tmp_path, "{"))
-    with pytest.raises(ConfigError, match=r"config.json must be a JSON object"):
+    with pytest.raises(
+        ConfigError, match=r"config.json is not a JSON file: it must be a JSON object, but it is \[\]"
+    ):
         requested(GRPO, checkpoint(tmp_path, "[]"))
 
 

@@ -11,6 +11,7 @@ import pytest
 from hflow import launch
 from hflow.errors import ConfigError, HflowError, PlanError, RecipeError
 from hflow.planner.diff import Effect
+from hflow.planner.serialise import rows_digest
 
 RECIPE = '''"""GRPO, as small as it gets."""
 
@@ -67,6 +68,16 @@ def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
     values = json.loads(file.read_text())
     change(values)
     file.write_text(json.dumps(values))
+
+
+def edit_plan(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the rows of a plan, and its digest with them."""
+
+    def change_rows(values: dict[str, Any]) -> None:
+        change(values["plan"])
+        values["plan"]["digest"] = rows_digest(values["plan"])
+
+    edit(file, change_rows)
 
 
 def misfit(file: Path, *overrides: str) -> str:
@@ -172,17 +183,22 @@ def test_a_configuration_that_no_longer_fits_its_recipe_is_refused(checkout: Pat
 
 def test_changed_rows_of_a_plan_are_refused(checkout: Path):
     file = lock("cluster=cpu-1x2")
-    edit(file, lambda values: values["plan"]["rules"][1].update(policy="single"))
+    edit_plan(file, lambda rows: rows["rules"][1].update(policy="single"))
     assert misfit(file).startswith("data actor_inf: all to one -> samples, balanced")
     file = lock()
-    edit(file, lambda values: values["plan"]["schedule"]["nodes"][0].update(keep=True))
+    edit_plan(file, lambda rows: rows["schedule"]["nodes"][0].update(keep=True))
     assert misfit(file).startswith("rest schedule.nodes[0].keep: true -> false")
 
 
-def test_the_digest_in_a_file_is_computed_again(checkout: Path):
+def test_a_plan_that_does_not_have_its_digest_is_refused(checkout: Path):
     file = lock()
-    edit(file, lambda values: values["plan"].update(digest="0" * 64, warnings=["mind the gap"]))
-    assert launch.compile_plan_file(file).plan.digest != "0" * 64
+    edit(file, lambda values: values["plan"].update(warnings=["mind the gap"]))
+    launch.compile_plan_file(file)
+    edit(file, lambda values: values["plan"].update(digest="0" * 64))
+    with pytest.raises(
+        ConfigError, match=r"lock\.json was changed by hand: its plan does not have the digest"
+    ):
+        launch.compile_plan_file(file)
 
 
 def test_unknown_keys_are_refused(checkout: Path):

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import Field, StrictInt
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,8 +28,10 @@ from transformers import PreTrainedConfig
 from hflow.backends.common.checks import check_tensors
 from hflow.backends.common.host_copy import host_copy
 from hflow.durable_files import WriteFiles
-from hflow.errors import BackendError
+from hflow.errors import BackendError, ConfigError
+from hflow.json_text import read_json_object
 from hflow.types.tensor_slices import Box, intersect, numel, slices_within
+from hflow.validation import CHECKED, from_mapping
 
 INDEX = "shards.json"
 FORMAT = 1
@@ -55,6 +59,8 @@ BoxRow = tuple[str, tuple[int, ...], Box]
 """HF name and shape of a whole tensor, and a box of it."""
 BoxesOfFiles = dict[str, list[BoxRow]]
 """Name of a file -> the boxes in it."""
+
+Size = Annotated[StrictInt, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -150,17 +156,14 @@ def open_shards(
         BackendError: if there is no checkpoint, or it is of another model; names the config key or tensors.
     """
     index = _read_index(directory)
-    stored = CheckpointInfo(index["config"], index["head"], index["num_steps"])
+    stored = CheckpointInfo(index.config, index.head, index.num_steps)
     _check_model(directory, stored, info)
-    stored_shapes = {name: tuple(row["shape"]) for name, row in index["tensors"].items()}
+    stored_shapes = {name: row.shape for name, row in index.tensors.items()}
     common = stored_shapes.keys() & shapes.keys()
     misshapen = {name for name in common if stored_shapes[name] != shapes[name]}
     missing, unknown = shapes.keys() - stored_shapes.keys(), stored_shapes.keys() - shapes.keys()
     check_tensors(directory, missing, unknown, misshapen)
-    boxes = {
-        name: [(tuple((start, stop) for start, stop in box), file) for box, file in row["boxes"]]
-        for name, row in index["tensors"].items()
-    }
+    boxes = {name: list(row.boxes) for name, row in index.tensors.items()}
     with ExitStack() as stack:
         yield ShardReader(directory, stored, boxes, stack)
 
@@ -202,8 +205,8 @@ class ShardReader:
                 path = self.directory / name
                 self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
             part: Tensor = self._files[name].get_slice(entry)[at]
-        except (OSError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
+        except (OSError, SafetensorError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
             raise BackendError(
                 f"{self.directory / name} cannot be read: {reason}; {_OTHER_CHECKPOINT}"
             ) from None
@@ -266,20 +269,44 @@ def _write_index(directory: Path, boxes: BoxesOfFiles, info: CheckpointInfo) -> 
     return path
 
 
-def _read_index(directory: Path) -> dict[str, Any]:
+@pydantic_dataclass(frozen=True, config=CHECKED)
+class _StoredTensor:
+    """A tensor in the index."""
+
+    shape: tuple[Size, ...]
+    boxes: tuple[tuple[tuple[tuple[Size, Size], ...], str], ...]
+    """Boxes as (start, stop) of each axis, each with its file."""
+
+    def __post_init__(self) -> None:
+        for box, file in self.boxes:
+            if len(box) != len(self.shape) or Path(file).name != file:
+                raise ValueError(f"boxes has {box} in {file!r}, which is no part of a tensor {self.shape}")
+
+
+@pydantic_dataclass(frozen=True, config=CHECKED)
+class _StoredIndex:
+    """The index of a checkpoint."""
+
+    format: int
+    config: Mapping[str, Any]
+    head: str
+    num_steps: Size
+    tensors: Mapping[str, _StoredTensor]
+
+
+def _read_index(directory: Path) -> _StoredIndex:
     try:
-        index: dict[str, Any] = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        number = index["format"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        values = read_json_object(directory / INDEX, "sharded checkpoint")
+        if values.get("format", FORMAT) != FORMAT:
+            raise BackendError(
+                f"{directory} has format {values['format']}, but this version of hflow reads format "
+                f"{FORMAT}; {_OTHER_CHECKPOINT}"
+            )
+        return from_mapping(_StoredIndex, values, str(directory / INDEX))
+    except ConfigError as error:
         raise BackendError(
-            f"{directory} holds no sharded checkpoint ({INDEX}): {error}; {_OTHER_CHECKPOINT}"
-        ) from None
-    if number != FORMAT:
-        raise BackendError(
-            f"{directory} has format {number}, but this version of hflow reads format {FORMAT}; "
-            f"{_OTHER_CHECKPOINT}"
-        )
-    return index
+            f"{directory} holds no sharded checkpoint: {error}; {_OTHER_CHECKPOINT}"
+        ) from error
 
 
 def _check_model(directory: Path, stored: CheckpointInfo, wanted: CheckpointInfo) -> None:

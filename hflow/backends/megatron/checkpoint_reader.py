@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hflow.backends.common.checks import check_tensors
+from hflow.backends.common.weight_files import open_weight_files
 from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
 from hflow.backends.megatron.model_dims import ModelDims
 from hflow.backends.torch_model.build import build_model, scalar_head
 from hflow.backends.torch_model.weight_export import named_weights, scalar_prefix
-from hflow.errors import BackendError
 
 ReadBlock = Callable[[TensorPart], Tensor]
 """Returns a block of an HF tensor."""
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 @contextmanager
@@ -45,7 +40,7 @@ def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[ReadBlock
     path = Path(settings.path)
     head_tensors = _head_tensors(settings, dims)
     with ExitStack() as files:
-        tensors = _open(path, files)
+        tensors = open_weight_files(path, files)
         _check(path, tensors, dims)
 
         def read(part: TensorPart) -> Tensor:
@@ -76,25 +71,6 @@ def _head_tensors(settings: ModelSettings, dims: ModelDims) -> dict[str, Tensor]
         return {}
     head = scalar_head(settings, dims.hidden)
     return {scalar_prefix(settings.head) + name: x for name, x in head.state_dict().items()}
-
-
-def _open(path: Path, files: ExitStack) -> dict[str, Any]:
-    """Return every tensor of a checkpoint as a slice that is read when it is indexed."""
-    try:
-        names = [SINGLE]
-        if not (path / SINGLE).is_file() and (path / INDEX).is_file():
-            index = json.loads((path / INDEX).read_text())
-            names = sorted(set(index["weight_map"].values()))
-        tensors: dict[str, Any] = {}
-        for name in names:
-            file = files.enter_context(safe_open(path / name, framework="pt"))
-            tensors |= {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, ValueError, LookupError) as error:
-        reason = str(error).splitlines()[0]
-        raise BackendError(
-            f"{path} has no readable weights: {reason}; check that its files are complete"
-        ) from None
-    return tensors
 
 
 def _check(path: Path, tensors: Mapping[str, Any], dims: ModelDims) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from hflow.backends.common.host_copy import host_copy
-from hflow.backends.megatron.checkpoint_reader import INDEX, SINGLE
+from hflow.backends.common.weight_files import INDEX, SINGLE
 from hflow.backends.megatron.hf_mapping import backbone_shapes
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.weight_export import named_weights

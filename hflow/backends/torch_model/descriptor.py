@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hflow.backends.torch_model import memory
+from hflow.planner.architectures import FAMILIES, read_shape
 from hflow.planner.backends import Backend, BackendTraits
+from hflow.planner.model_shape import tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from hflow.backends.interface import ModelSettings
 
 
 def _make_model(*args: Any) -> Any:
@@ -14,12 +22,28 @@ def _make_model(*args: Any) -> Any:
     return TorchModel(*args)
 
 
+def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
+    """Check the checkpoint's tensors once, before workers start."""
+    from hflow.backends.common.weight_files import check_weight_files
+    from hflow.backends.hf_config import translate_errors
+
+    if settings.path is None:
+        return
+    shape = read_shape(config.to_dict()) if config.model_type in FAMILIES else None
+    expected = {} if shape is None else {spec.name: spec.shape for spec in tensors(shape)}
+    if settings.head != "lm":
+        expected.pop("lm_head.weight", None)
+    with translate_errors(settings.name):
+        check_weight_files(Path(settings.path), expected)
+
+
 BACKEND = Backend(
     name="torch",
     traits=BackendTraits(sharded_over_data="everything", shares_prompts=True),
     factory=_make_model,
     memory=memory,
     packages=("torch", "transformers"),
+    check_model=_check_model,
     install="make env",
     purpose="training and inference",
     is_required=True,

@@ -74,7 +74,7 @@ def measure_hardware(
     Raises:
         ConfigError: for an unknown device, CUDA that is not there, or a file that cannot be written.
     """
-    name = device or _device_at_hand()
+    name = _device_at_hand() if device is None else device
     file = file or Path(f"{name}.yaml")
     hardware = _hardware(name)
     kind = hardware.device.type
@@ -270,7 +270,8 @@ def _check_writable(file: Path) -> None:
     """Find a path that cannot be written before minutes of measuring."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
+        with file.open("a"):
+            pass
     except OSError as error:
         raise ConfigError(f"cannot write the calibration {str(file)!r}: {error.strerror or error}") from error
 

@@ -26,7 +26,7 @@ GEN_SUFFIX = ".gen"
 """End of the name of a replica that generates, in a placement."""
 
 _ITEM = re.compile(r"([^=:]+)=([^=:]+)(?::([^=:]+))?")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hflow.errors import ConfigError
-from hflow.runtime.ledger.schema import COLUMNS, MAX_INTEGER, open_ledger
+from hflow.errors import ConfigError, shorten
+from hflow.runtime.ledger.schema import COLUMNS, MAX_INTEGER, reading
 
+QUERY_SECONDS = 60
+"""The longest time that a condition may take."""
+_CHECKED_OPERATIONS = 100_000
+"""Operations of SQLite's virtual machine between two looks at the clock. They take milliseconds."""
+_LIMITS = {sqlite3.SQLITE_LIMIT_LENGTH: 10_000_000, sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1_000}
+"""Bytes of the longest text that a condition may make, and of a pattern: longer ones take memory and time."""
+_LONG_FUNCTIONS = ("format", "printf", "randomblob", "zeroblob")
+"""Functions that can take minutes in one operation, which nothing interrupts."""
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 ALLOWED_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
 
 
@@ -68,15 +78,28 @@ def _where(where: str | None) -> str:
 @contextmanager
 def _reading(path: Path, where: str | None) -> Iterator[sqlite3.Connection]:
     """Open a connection that cannot write; errors in the user's SQL become `ConfigError`."""
-    database = open_ledger(path)
-    database.set_authorizer(_authorize)
-    try:
-        yield database
-    except (sqlite3.Error, sqlite3.Warning) as error:
-        raise ConfigError(f"--where {where!r}: {error}; the columns are {', '.join(COLUMNS)}") from error
-    finally:
-        database.close()
+    with reading(path) as database:
+        database.set_authorizer(_authorize)
+        for limit, most in _LIMITS.items():
+            database.setlimit(limit, most)
+        if where is not None:
+            end = time.monotonic() + QUERY_SECONDS
+            database.set_progress_handler(lambda: time.monotonic() > end, _CHECKED_OPERATIONS)
+        try:
+            yield database
+        except (sqlite3.Error, sqlite3.Warning, UnicodeEncodeError) as error:
+            if where is None or getattr(error, "sqlite_errorcode", None) in _DAMAGE:
+                raise
+            raise ConfigError(_problem(where, error)) from error
 
 
-def _authorize(action: int, *_: str | None) -> int:
-    return sqlite3.SQLITE_OK if action in ALLOWED_ACTIONS else sqlite3.SQLITE_DENY
+def _problem(where: str, error: Exception) -> str:
+    subject = f"--where {shorten(where, 200)!r}"
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
+        return f"{subject} takes longer than {QUERY_SECONDS} s; use a simpler condition, without joins"
+    return f"{subject}: {error}; the columns are {', '.join(COLUMNS)}"
+
+
+def _authorize(action: int, _: str | None, function: str | None, *__: str | None) -> int:
+    is_allowed = action in ALLOWED_ACTIONS and function not in _LONG_FUNCTIONS
+    return sqlite3.SQLITE_OK if is_allowed else sqlite3.SQLITE_DENY

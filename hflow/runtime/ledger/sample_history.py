@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hflow.errors import ConfigError, nearest
-from hflow.runtime.ledger.schema import COLUMNS, MAX_INTEGER, open_ledger, survives
+from hflow.errors import ConfigError, nearest, shorten
+from hflow.runtime.ledger.schema import COLUMNS, MAX_INTEGER, reading, survives
 
 
 @dataclass(frozen=True)
@@ -80,23 +80,20 @@ def read_history(path: Path, name: str) -> SampleHistory:
     Raises:
         ConfigError: when there is no ledger, or no such sample in it.
     """
-    database = open_ledger(path)
-    try:
+    with reading(path) as database:
         return _read(database, *_find(database, name))
-    finally:
-        database.close()
 
 
 def _find(database: sqlite3.Connection, name: str) -> tuple[int, int]:
     """Return the index of the stream and the sample's id."""
     stream_name, _, number = name.rpartition("/")
     streams = dict(database.execute("SELECT name, id FROM streams ORDER BY is_trained DESC, id"))
-    if not number.isdecimal():
-        raise ConfigError(f"{name!r} is not a sample. Use a number, or STREAM/NUMBER.")
+    if not (number.isascii() and number.isdecimal()) or len(number) > len(str(MAX_INTEGER)):
+        raise ConfigError(f"{shorten(name, 80)!r} is not a sample. Use a number, or STREAM/NUMBER.")
     stream_name = stream_name or next(iter(streams))
     if stream_name not in streams:
         hint = nearest(stream_name, streams)
-        raise ConfigError(f"there is no stream {stream_name!r} among {', '.join(streams)}{hint}")
+        raise ConfigError(f"there is no stream {shorten(stream_name, 80)!r} among {', '.join(streams)}{hint}")
     sample = min(int(number), MAX_INTEGER)
     first, last, exists = database.execute(
         f"SELECT MIN(sample), MAX(sample), SUM(sample = ?) FROM issued AS i "

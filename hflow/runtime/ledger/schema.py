@@ -21,6 +21,8 @@ closings    the run ended, and how
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -165,14 +167,42 @@ def open_ledger(path: Path) -> sqlite3.Connection:
     options = "mode=ro" if is_open else "mode=ro&immutable=1"
     database = sqlite3.connect(f"file:{quote(str(path))}?{options}", uri=True)
     try:
-        (file_format,) = database.execute("SELECT value FROM about WHERE key = 'format'").fetchone()
-    except sqlite3.DatabaseError as error:
-        database.close()
-        raise ConfigError(f"{path} is not a ledger of hflow: {error}") from error
-    if file_format != FORMAT:
+        row = database.execute("SELECT value FROM about WHERE key = 'format'").fetchone()
+        if row is not None and row[0] == FORMAT:
+            database.execute(f"SELECT {', '.join(map(_quoted, COLUMNS))} FROM samples LIMIT 0")
+    except sqlite3.Error as error:
         database.close()
         raise ConfigError(
-            f"the ledger {path} has format {file_format}, but this version of hflow reads format {FORMAT}. "
+            f"{path} is not a ledger of hflow, or damaged: {error}; name another run"
+        ) from error
+    if row is None or row[0] != FORMAT:
+        database.close()
+        found = "no format" if row is None else f"format {row[0]!r}"
+        raise ConfigError(
+            f"the ledger {path} has {found}, but this version of hflow reads format {FORMAT}. "
             "Use the version of hflow that wrote it."
         )
     return database
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a ledger for reading; what shows that the file is damaged becomes a `ConfigError`.
+
+    Raises:
+        ConfigError: as `open_ledger`, and for rows that cannot be read.
+    """
+    with closing(open_ledger(path)) as database:
+        try:
+            yield database
+        except ConfigError:
+            raise
+        except (sqlite3.Error, TypeError, ValueError, LookupError) as error:
+            raise ConfigError(
+                f"the ledger {path} is damaged: {error}; restore it, or name another run"
+            ) from error
+
+
+def _quoted(name: str) -> str:
+    """Quote a column. SQLite reads an unknown name in double quotes as text."""
+    return f"[{name}]"

@@ -21,6 +21,8 @@ DEFAULT_STEPS = 64
 """Steps that are simulated by default, unless they are too many samples."""
 DEFAULT_SAMPLES = 100_000
 """About the most samples that are simulated by default. They take a few seconds."""
+MAX_SAMPLES = 5_000_000
+"""The most samples that are simulated. They take minutes."""
 
 COMPARED_STEPS = 24
 """Steps that are simulated to compare two plans."""
@@ -95,6 +97,12 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
         )
     schedule = replace(trained_part(plan.schedule), num_steps=num_steps)
     stream = schedule.streams[0]
+    step_samples = (stream.batch or 1) * stream.group_size
+    if num_steps * step_samples > MAX_SAMPLES:
+        raise PlanError(
+            f"{num_steps:,} steps of {step_samples:,} samples take too long to simulate. Simulate at most "
+            f"{max(MIN_STEPS, MAX_SAMPLES // step_samples):,}, as with --steps {DEFAULT_STEPS}."
+        )
     nodes: dict[str, float | DurationFunction] = {row.node: row.seconds for row in forecast.times}
     nodes.pop(stream.source, None)
     pace, workload = forecast.pace, dict(forecast.workload)[stream.name]

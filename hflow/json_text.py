@@ -1,0 +1,76 @@
+"""Reads JSON that others wrote: strictly, and with bounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hflow.errors import ConfigError
+
+MAX_FILE_BYTES = 256 << 20
+"""The largest JSON file that is read. The plan of a large cluster has tens of MB."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON document.
+
+    Bytes must be UTF-8. Unlike `json.loads`, it refuses objects that have a key twice, NaN and Infinity.
+
+    Raises:
+        ValueError: for anything else, with the reason.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(file: Path, what: str = "JSON file") -> Any:
+    """Return the value in a JSON file.
+
+    Args:
+        file: its path.
+        what: what the file should be, for messages.
+
+    Raises:
+        ConfigError: for a file that cannot be read, is too large, or is not JSON; one line that names it.
+    """
+    try:
+        size = file.stat().st_size
+        content = file.read_bytes() if size <= MAX_FILE_BYTES else b""
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {str(file)!r}: {error.strerror or error}") from error
+    if size > MAX_FILE_BYTES:
+        raise ConfigError(f"{file} is not a {what}: it has {size:,} bytes; hflow reads {MAX_FILE_BYTES:,}")
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise ConfigError(f"{file} is not a {what}: invalid JSON: {error}") from error
+
+
+def read_json_object(file: Path, what: str = "JSON file") -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        ConfigError: as `read_json`, and for another value than an object.
+    """
+    value = read_json(file, what)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} is not a {what}: it must be a JSON object, but it is {value!r:.40}")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {repeated!r} is there twice")
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
