@@ -274,7 +274,7 @@ class _StoredTensor:
     """A tensor in the index."""
 
     shape: tuple[Size, ...]
-    boxes: tuple[tuple[tuple[tuple[Size, Size], ...], str], ...]
+    boxes: tuple[tuple[tuple[tuple[Size, Size], ...], str], ...] = ()
     """Boxes as (start, stop) of each axis, each with its file."""
 
     def __post_init__(self) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 from hflow.errors import ConfigError, nearest, shorten
 from hflow.runtime.ledger.schema import COLUMNS, MAX_INTEGER, reading, survives
 
+MAX_DIGITS = 100
+"""Digits of the longest number that is looked up."""
+
 
 @dataclass(frozen=True)
 class NodeOutput:
@@ -88,7 +91,7 @@ def _find(database: sqlite3.Connection, name: str) -> tuple[int, int]:
     """Return the index of the stream and the sample's id."""
     stream_name, _, number = name.rpartition("/")
     streams = dict(database.execute("SELECT name, id FROM streams ORDER BY is_trained DESC, id"))
-    if not (number.isascii() and number.isdecimal()) or len(number) > len(str(MAX_INTEGER)):
+    if not (number.isascii() and number.isdecimal()) or len(number) > MAX_DIGITS:
         raise ConfigError(f"{shorten(name, 80)!r} is not a sample. Use a number, or STREAM/NUMBER.")
     stream_name = stream_name or next(iter(streams))
     if stream_name not in streams:
