@@ -39,8 +39,8 @@ def test_a_good_one_is_read() -> None:
             {"num_attention_heads": 4, "num_key_value_heads": 3},
             "num_attention_heads 4 is not a multiple of num_key_value_heads 3; set num_key_value_heads to 2",
         ),
-        ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
-        ({"hidden_size": "big"}, "Field 'hidden_size' expected int, got str"),
+        ({"hidden_size": 0}, "hidden_size is 0; it must be a whole number of at least 1"),
+        ({"hidden_size": "big"}, "hidden_size is 'big'; it must be a whole number of at least 1"),
         ({"hiden_size": 64}, "a qwen2 architecture has no key 'hiden_size'; did you mean 'hidden_size'?"),
         ({"model_type": "vit"}, "'vit' is not a causal language model"),
         ({"model_type": "bert"}, "'bert' attends to later tokens; set is_decoder to true"),
@@ -68,5 +68,7 @@ def test_checkpoints_are_checked_likewise(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="is not a multiple of num_key_value_heads 3"):
         read_config(ModelSettings("actor", path=str(tmp_path)))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(BackendError, match=r"model 'actor': .*not a valid JSON file"):
+    with pytest.raises(
+        BackendError, match=r"model 'actor': .*config.json is not a JSON file: invalid JSON: "
+    ):
         read_config(ModelSettings("actor", path=str(tmp_path)))
