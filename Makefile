@@ -7,7 +7,7 @@ STAMP := .venv/installed
 # A process of tests a core, the longest files first (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: env test lint unit browser demo chaos gpu-check clean
+.PHONY: env test lint unit browser demo chaos bad-input gpu-check clean
 
 env: $(STAMP)
 
@@ -34,6 +34,10 @@ unit: env browser
 # The test of the plan's page opens it in a browser.
 browser:
 	@sh requirements/browser.sh
+
+# Every case of bad input, and N random changes of each kind; the result goes to benchmarks/results.
+bad-input: env
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bad_input.py --changes $(N)
 
 demo: env
 	$(BIN)/hflow run recipes/sft.py

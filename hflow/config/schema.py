@@ -198,7 +198,7 @@ class ReportConfig:
 class FaultsConfig:
     """What a run survives by itself: `faults`."""
 
-    max_restarts: StrictInt = Field(default=3, ge=0)
+    max_restarts: Int = Field(default=3, ge=0)
     """How often a run goes on from its last checkpoint after a worker, an engine's process or a machine has
     failed. A new checkpoint starts the count again."""
 

@@ -74,7 +74,7 @@ def test_commands_and_options_do_not_change():
         "check": ["overrides", "recipe"],
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "--what-if", "overrides", "recipe"],
         "profile": ["--device", "--out"],
-        "run": ["--cfg", "--live", "--plain", "--plan", "overrides", "recipe"],
+        "run": ["--cfg", "--live", "--plain", "--plan", "--resume", "overrides", "recipe"],
         "serve": ["--api-key", "--engine", "--host", "--model", "--port", "overrides", "target"],
         "simulate": ["--json", "--seed", "--steps", "overrides", "recipe"],
         "size": [
