@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import time
 from collections.abc import Callable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_REQUEST_SECONDS = 2.0
+"""Signals that follow within this time are one request: schedulers and wrappers send one to a process and to
+its group."""
 
 
 class StopSignals:
@@ -14,24 +19,25 @@ class StopSignals:
 
     Args:
         note: shows a line to the user.
-
-    Attributes:
-        is_requested: whether a signal has come.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        self.is_requested = False
         self._note = note
+        self._requested_at: float | None = None
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._stop: Callable[[], None] | None = None
         self.install()
 
+    @property
+    def is_requested(self) -> bool:
+        """Whether a signal has come."""
+        return self._requested_at is not None
+
     def install(self) -> None:
         """Handle signals. Called again after a library may have set handlers of its own."""
-        if not self.is_requested:
-            for number in SIGNALS:
-                self._loop.add_signal_handler(number, self._on_signal)
+        for number in SIGNALS:
+            self._loop.add_signal_handler(number, self._on_signal, number)
 
     def remove(self) -> None:
         """Let signals end the process."""
@@ -45,9 +51,13 @@ class StopSignals:
         if self.is_requested and stop is not None:
             stop()
 
-    def _on_signal(self) -> None:
-        self.is_requested = True
-        self.remove()
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._requested_at is not None:
+            if time.monotonic() - self._requested_at > SAME_REQUEST_SECONDS:
+                self.remove()
+                os.kill(os.getpid(), number)
+            return
+        self._requested_at = time.monotonic()
         if self._stop is None:
             self._note("stopping")
             assert self._task is not None
