@@ -171,6 +171,9 @@ class _Attempts:
                 async with _started(workers, setup):
                     return await self._execute(workers, point)
             except WorkerFailureError as failure:
+                if self.signals.is_requested:  # it may have reached the workers too
+                    self.observer.on_warning(f"{failure}; the run was being stopped and is not saved again")
+                    return _stopped_early(self.compiled, self.directory, self.checkpoints.last or 0)
                 newest = newest_point(self.checkpoints)
                 has_progressed = newest is not None and (point is None or newest.steps > point.steps)
                 num_restarts = 1 if has_progressed else num_restarts + 1
