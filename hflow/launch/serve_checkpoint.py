@@ -279,7 +279,8 @@ def _choose_engine(wanted: str | None, device: str) -> tuple[str, str]:
 def _tensor_size(checkpoint: ServedCheckpoint, engine: str) -> int:
     """Return the number of tensor ranks: those of `gen.layout`, with vLLM."""
     layout = checkpoint.config.gen.layout
-    return Layout.parse(layout).tensor if layout is not None and engine == "vllm" else 1
+    tensor = 1 if layout is None else Layout.parse(layout).tensor
+    return tensor if engine == "vllm" else 1
 
 
 def _check_served(setup: EngineSetup, engine: str) -> None:

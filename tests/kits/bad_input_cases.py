@@ -139,9 +139,18 @@ def cases(good: Good, random: Random, changes: int) -> Iterator[Case]:
             )
         for number in range(changes):
             name, arguments, files = changed(good, random)
-            yield Case(kind, f"{number}: {name}", tuple(arguments), files, is_refused=False)
+            yield Case(
+                kind,
+                f"{number}: {name}",
+                tuple(arguments),
+                files,
+                is_refused=False,
+                is_found_late=kind in CHANGED_LATE,
+            )
 
 
+CHANGED_LATE = ("data", "checkpoint")
+"""Kinds of which a random change may be in a part that only a run reads, such as the third row."""
 FOUND_LATE = (
     "characters that the model lacks",
     "a row longer than the model",
@@ -435,7 +444,7 @@ def _options(good: Good) -> Chosen:
         yield f"plan {' '.join(arguments)[:50]}", ["plan", *arguments], files, ""
     for arguments in [
         ["run"], ["run", "none.py"], ["run", "."], ["run", ""], ["run", "a" * 5000 + ".py"], ["run", "rows.jsonl"], ["run", "good"], ["run", "good.yaml"],
-        ["run", "--plan", "none.json"], ["run", "--plan", "rows.jsonl"], ["run", "--plan", "."], ["run", "--plan", ""], ["run", "--plan", "a" * 5000],
+        ["run", "--plan", "none.json"], ["run", "--plan", "rows.jsonl"], ["run", "--plan", "a" * 5000],
         ["run", "--plan", "plan.json", "none.py"], ["run", "--plan", "plan.json", "steps=2"], ["run", "--plan"], ["run", "\udcff.py"],
         ["run", "--live", "x"], ["", "good.py"], ["none"], ["--none"], ["check"], ["check", "good.py", "--json"], ["samples"], ["why"], ["serve"],
     ]:  # fmt: skip
