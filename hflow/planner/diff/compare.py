@@ -149,6 +149,8 @@ def _subject(
     after: dict[str, ShownValue] | None,
     trained: TrainedNames,
 ) -> Iterator[Change]:
+    if not isinstance(subject, str):
+        raise TypeError(f"{topic} {subject!r} is not a name")
     if before is None or after is None:
         effect = effect_of(Difference(topic, subject, "", is_unmatched=True), trained)
         yield Change(topic, subject, _first(before), _first(after), effect)
