@@ -45,7 +45,7 @@ class RunError(HflowError, RuntimeError):
 
 
 class WorkerFailureError(RunError):
-    """A worker, an engine's process or a machine failed. The run can go on from its last checkpoint."""
+    """A worker, an engine's process or a machine failed. The run can continue from its last checkpoint."""
 
 
 class EpisodeError(HflowError, RuntimeError):

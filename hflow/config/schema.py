@@ -199,7 +199,7 @@ class FaultsConfig:
     """What a run survives by itself: `faults`."""
 
     max_restarts: Int = Field(default=3, ge=0)
-    """How often a run goes on from its last checkpoint after a worker, an engine's process or a machine has
+    """How often a run continues from its last checkpoint after a worker, an engine's process or a machine has
     failed. A new checkpoint starts the count again."""
 
 

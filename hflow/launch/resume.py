@@ -1,4 +1,4 @@
-"""`hflow run --resume`: finds where a run goes on, and checks that it can."""
+"""`hflow run --resume`: finds where a run continues, and checks that it can."""
 
 from __future__ import annotations
 

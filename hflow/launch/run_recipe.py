@@ -192,7 +192,7 @@ class _Attempts:
         """Say what happened, take the run back to a checkpoint, and wait a little."""
         steps, most = point.steps if point else 0, self.compiled.config.faults.max_restarts
         self.observer.on_warning(
-            f"{failure}; the run goes on from step {steps} (restart {number} of {most} without a checkpoint)"
+            f"{failure}; the run continues from step {steps} (restart {number} of {most})"
         )
         start = time.time()
         self.checkpoints.drop_unfinished()

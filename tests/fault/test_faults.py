@@ -1,4 +1,4 @@
-"""Processes of a run that end at random moments: the run goes on by itself, or is resumed, and loses nothing.
+"""Processes of a run that end at random moments: it continues by itself, or is resumed, and loses nothing.
 
 `make chaos N=200` does the same for more seeds.
 """

@@ -1,7 +1,7 @@
 """`RunSaving` writes the checkpoints of a run, and brings a run to the state of one.
 
 Models are copied on their devices, in the order of the run's other work; everything is written to disk while
-the run goes on. The data of samples is copied before anything of it may be freed.
+the run continues. The data of samples is copied before anything of it may be freed.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ class RunSaving:
         self._copied[steps][model] = directory
 
     def take(self, snapshot: RunSnapshot, *, is_last: bool) -> Coroutine[Any, Any, None]:
-        """Begin a checkpoint of this moment; the result is awaited while the run goes on.
+        """Begin a checkpoint of this moment; the result is awaited while the run continues.
 
         Args:
             snapshot: the state machine.
-            is_last: whether the run ends with it. If another one cannot be written, the run goes on.
+            is_last: whether the run ends with it. If another one cannot be written, the run continues.
         """
         saved = SavedRun(
             snapshot,

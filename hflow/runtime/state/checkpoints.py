@@ -6,7 +6,7 @@ batch of s is formed until the snapshot is taken, no batch of a later step is fo
 later version begins. Generation continues.
 
 Saving is done by batch nodes (`ScheduledNode.saves`), which fire at steps that the schedule names, and at
-those that are requested while the run goes on (`RunProgress.requested_saves`).
+those that are requested while it runs (`RunProgress.requested_saves`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def restore(snapshot: RunSnapshot, parts: StateParts) -> None:
     """Bring the parts of a run that has not started to the moment of a snapshot.
 
     Groups of the trained stream are opened again now, and those of an evaluation when it begins: what was
-    generated goes on, and nodes that were running run again.
+    generated continues, and nodes that were running run again.
     """
     progress = parts.progress
     progress.restore(snapshot.steps, snapshot.last_fired)

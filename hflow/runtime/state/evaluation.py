@@ -75,7 +75,7 @@ class Evaluation(StreamState):
         return EvaluationSnapshot(first_group, self.active, last, formed, self.num_groups)
 
     def restore(self, groups: StreamSnapshot, snapshot: EvaluationSnapshot) -> None:
-        """Go on after the evaluations of a snapshot. An active one goes on when it begins again."""
+        """Continue after the evaluations of a snapshot. An active one continues when it begins again."""
         self.next_group, self.formed, self.num_groups = (
             snapshot.first_group,
             set(snapshot.formed),
