@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import episode_kit
@@ -543,15 +544,9 @@ def test_an_interrupted_agent_is_replayed(chat: TextTokenizer, driver: Heard, ca
     num_kept = 2
     assert len(part.ids) > num_kept
     kept = GenerationResult(part.ids[:num_kept], part.logprobs[:num_kept], part.versions[:num_kept], "abort")
-    rows = [first.to_json(), {**second.to_json(), "outcome": None, "is_done": False}]
-    rows[1]["outcome"] = {
-        "ids": kept.ids,
-        "logprobs": kept.logprobs,
-        "versions": kept.versions,
-        "stop_reason": kept.stop_reason,
-    }
+    journal = Journal((first, replace(second, outcome=kept, is_done=False)))
     driver.heard.clear()
-    replayed = play(use_tools, driver, chat, new_effects(Journal.from_json(rows)), **options)
+    replayed = play(use_tools, driver, chat, new_effects(journal), **options)
     assert len(driver.heard) == 1, "the first turn was not generated again"
     assert replayed.input_ids == undisturbed.input_ids
     assert replayed.versions == undisturbed.versions

@@ -437,8 +437,8 @@ def test_a_killed_engine_ends_its_requests(subject: Subject) -> None:
     async def main() -> None:
         request = asyncio.ensure_future(driver.submit(PROMPTS[0], SamplingParams(max_tokens=1900)))
         await asyncio.sleep(0.1)
-        last_rank = max(psutil.Process().children(recursive=True), key=lambda process: process.create_time())
-        last_rank.kill()
+        ranks = [p for p in engine.children(recursive=True) if "Worker_TP" in " ".join(p.cmdline())]
+        (ranks[-1] if ranks else engine).kill()
         await request
 
     with pytest.raises(RunError, match=DEATHS[subject.tensor]):

@@ -24,7 +24,7 @@ from hflow.workers.interface import GroupOrder, SampleReady
 from hflow.workers.ray.ray_actors import RayActors
 
 ALONE = ["workers=inproc", "cluster=cpu-1x1"]
-SMALL = ["steps=2", "batch=8", "data.heldout.limit=6", "save_every=1"]
+SMALL = ["steps=2", "batch=8", "data.heldout.limit=6", "save_every=1", "keep_checkpoints=null"]
 AGENT = [*SMALL, "models.actor.path=null", "models.actor.optim.warmup_steps=0", "models.actor.optim.lr=1e-3"]
 DUEL = [*SMALL, "models.alice.path=null", "models.bob.path=null"]
 DUEL += [

@@ -17,7 +17,7 @@ from hflow.workers.ray.ray_actors import RayActors
 ALONE = ["workers=inproc", "cluster=cpu-1x1"]
 HERE = ROOT / "tests" / "integration" / "recipes"
 ACTOR = ["models.actor.path=null", "models.actor.optim.warmup_steps=0", "models.actor.optim.lr=1e-3"]
-SMALL = ["steps=2", "batch=8", "data.heldout.limit=6", "save_every=1"]
+SMALL = ["steps=2", "batch=8", "data.heldout.limit=6", "save_every=1", "keep_checkpoints=null"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,7 +119,15 @@ def test_the_kl_moves_from_the_reward_into_the_loss(tmp_path: Path) -> None:
 
 
 def test_a_critic_can_warm_up_alone(tmp_path: Path) -> None:
-    options = [*ALONE, *ACTOR, "steps=3", "batch=8", "data.heldout.limit=6", "save_every=1"]
+    options = [
+        *ALONE,
+        *ACTOR,
+        "steps=3",
+        "batch=8",
+        "data.heldout.limit=6",
+        "save_every=1",
+        "keep_checkpoints=null",
+    ]
     summary = run("recipes/ppo.py", tmp_path, *options, "nodes.actor_train.after=2")
     rows = steps_of(summary)
     assert ["actor_train/loss" in row for row in rows] == [False, False, True]

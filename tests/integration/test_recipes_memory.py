@@ -38,7 +38,9 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def ema(tmp_path_factory: pytest.TempPathFactory) -> RunSummary:
-    return run(EMA, tmp_path_factory.mktemp("ema"), *EMA_OPTIONS, *ALONE, "save_every=1")
+    return run(
+        EMA, tmp_path_factory.mktemp("ema"), *EMA_OPTIONS, *ALONE, "save_every=1", "keep_checkpoints=null"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -498,7 +498,6 @@ def _recipes(good: Good) -> Chosen:
         "an exception group": "raise ExceptionGroup('several', [ValueError('a')])",
         "endless recursion": "def f(): return f()\nf()",
         "a failed import": "import no_such_module",
-        "an import cycle of itself": "import good",
         "memory": "x = bytearray(1 << 50)",
         "an assertion": "assert False",
         "Recipe of junk": "recipe = Recipe('x', data, [1, None])",
