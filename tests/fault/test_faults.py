@@ -12,13 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.ray
 
-SEEDS = {
-    "ppo": {"worker": 6, "sigterm": 5},
-    "grpo_async": {"controller": 7, "reward": 9},
-    "agent": {"worker": 2},
-}
-"""Run -> fault -> a seed that chooses both."""
-CASES = [(run, fault, seed) for run, seeds in SEEDS.items() for fault, seed in seeds.items()]
+CASES = [("ppo", "worker", 6), ("grpo_async", "controller", 7)]
+"""A run, a fault, and a seed that chooses both."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +30,5 @@ def test_a_run_survives(run: str, fault: str, seed: int, tmp_path: Path, undistu
     if fault == "worker":
         assert trial.exit_codes == [0]
         assert trial.restarts > 0
-    if fault == "sigterm":
-        assert trial.exit_codes in ([0], [chaos.RESUMABLE, 0])
-    if fault == "controller":
+    else:
         assert trial.exit_codes[-1] == 0
