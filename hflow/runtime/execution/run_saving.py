@@ -115,21 +115,21 @@ class RunSaving:
             snapshot: the state machine.
             is_last: whether the run ends with it. If another one cannot be written, the run continues.
         """
+        homes = {
+            (s.stream, sample): self._placer.home(s.stream, sample // self._streams[s.stream].group_size)
+            for s in snapshot.streams
+            for sample in (*s.finished, *s.unfinished)
+        }
         saved = SavedRun(
             snapshot,
             self._ledger.position(),
             dict(self._node_execution.states),
             tuple(self._finished[s.stream, sample] for s in snapshot.streams for sample in s.finished),
-            tuple(
-                (s.stream, sample, worker_file(self._placer.home(s.stream, sample // size)))
-                for s in snapshot.streams
-                for size in [self._streams[s.stream].group_size]
-                for sample in (*s.finished, *s.unfinished)
-            ),
+            tuple((stream, sample, worker_file(worker)) for (stream, sample), worker in homes.items()),
         )
         self._release.hold()
         self.saved_at, self.num_taken = time.monotonic(), self.num_taken + 1
-        return self._save(saved, is_last=is_last)
+        return self._save(saved, homes, is_last=is_last)
 
     async def wait_until_taken(self) -> None:
         """Wait until the next checkpoint is taken."""
@@ -137,11 +137,11 @@ class RunSaving:
         while self.num_taken == number:
             await asyncio.sleep(0.5)
 
-    async def _save(self, saved: SavedRun, *, is_last: bool) -> None:
+    async def _save(self, saved: SavedRun, homes: Mapping[tuple[str, int], int], *, is_last: bool) -> None:
         steps, start = saved.snapshot.steps, time.time()
         directory = self._checkpoints.begin(steps, SAMPLES)
         try:
-            workers = await self._copy_samples(saved.snapshot, str(directory))
+            workers = await self._copy_samples(saved.snapshot, homes, str(directory))
         finally:
             self._release.go_on()
         for model in self._models:
@@ -163,19 +163,24 @@ class RunSaving:
             span = Span(f"save step {steps}", "checkpoints", start, time.time(), {"steps": steps})
             self._observer.on_span(CONTROLLER, span)
 
-    async def _copy_samples(self, snapshot: RunSnapshot, directory: str) -> list[int]:
-        """Let workers copy the samples that they hold; returns these workers."""
+    async def _copy_samples(
+        self, snapshot: RunSnapshot, homes: Mapping[tuple[str, int], int], directory: str
+    ) -> list[int]:
+        """Let workers copy the samples that they hold; returns these workers.
+
+        Args:
+            snapshot: names the samples.
+            homes: (stream, sample) -> its worker when the snapshot was made.
+            directory: of the files.
+        """
         finished: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         unfinished: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for stream in snapshot.streams:
-            scheduled = self._streams[stream.stream]
-            for by_worker, name, samples in (
-                (finished, stream.stream, stream.finished),
-                (unfinished, scheduled.source, stream.unfinished),
-            ):
-                for sample in samples:
-                    worker = self._placer.home(stream.stream, sample // scheduled.group_size)
-                    by_worker[worker][name].append(sample)
+            name, source = stream.stream, self._streams[stream.stream].source
+            for sample in stream.finished:
+                finished[homes[name, sample]][name].append(sample)
+            for sample in stream.unfinished:
+                unfinished[homes[name, sample]][source].append(sample)
         workers = sorted({*finished, *unfinished})
         await asyncio.gather(
             *(self._workers.save_samples(w, directory, finished[w], unfinished[w]) for w in workers)
