@@ -129,7 +129,8 @@ def run_trial(seed: int, out: Path, undisturbed: dict[str, Path]) -> Trial:
         child = start(["run", "--resume", str(directory_of(out))])
         more, _ = child.communicate(timeout=600)
         output += more
-        trial.exit_codes.append(child.returncode)
+        is_complete = "has completed its" in more  # it was ended after its last checkpoint
+        trial.exit_codes.append(0 if is_complete else child.returncode)
     trial.restarts = len(re.findall(r"\(restart \d+ of", output))
     if "Traceback" in output:
         trial.problems.append(output[output.index("Traceback") :][-2000:])
