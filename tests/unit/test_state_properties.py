@@ -95,4 +95,15 @@ def test_a_synchronous_run_that_was_killed_forms_the_same_batches(
         killed.run(killed_after)
     resumed = World(schedule, Random(seed + 1), ROWS, refusal, saved=killed.saved)
     if not undisturbed.run().error and not resumed.run().error:
-        assert resumed.batches == undisturbed.batches
+        for stream in streams_in_step(schedule):
+            assert resumed.batches[stream] == undisturbed.batches[stream]
+
+
+def streams_in_step(schedule: Schedule) -> list[str]:
+    """The trained stream, and evaluations that do not depend on timing.
+
+    Training waits for those on the trained stream's engines. On engines of its own, an evaluation is skipped
+    when training is faster, in any run.
+    """
+    trained = schedule.streams[0]
+    return [s.name for s in schedule.streams if set(s.replicas) <= set(trained.replicas)]

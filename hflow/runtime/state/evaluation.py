@@ -5,16 +5,17 @@ Invariant: during an evaluation of trained weights, all its engines hold exactly
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from hflow.graph.ir import Level
 from hflow.planner.ir import ScheduledNode, ScheduledStream
-from hflow.runtime.events import Accept, FormBatch, Refusal
+from hflow.runtime.events import Accept, FormBatch, Refusal, Refuse
 from hflow.runtime.state.engine_weights import EngineWeights
 from hflow.runtime.state.firing_rules import evaluation_due, next_evaluation
 from hflow.runtime.state.groups import Emit, Group
 from hflow.runtime.state.progress import RunProgress
-from hflow.runtime.state.snapshot import EvaluationSnapshot, StreamSnapshot
+from hflow.runtime.state.snapshot import EvaluationSnapshot, GroupSnapshot, StreamSnapshot
 from hflow.runtime.state.stream_state import StreamState
 
 
@@ -63,6 +64,8 @@ class Evaluation(StreamState):
         self._has_batch_nodes = any(
             node.stream == stream.name and node.level is Level.BATCH for node in nodes
         )
+        self._to_reopen: deque[GroupSnapshot] = deque()
+        """Groups of a snapshot that are opened again before others are opened."""
         self._continued: tuple[int, StreamSnapshot] | None = None
         """The version that was being evaluated when the run was saved, and its groups."""
 
@@ -76,12 +79,8 @@ class Evaluation(StreamState):
 
     def restore(self, groups: StreamSnapshot, snapshot: EvaluationSnapshot) -> None:
         """Continue after the evaluations of a snapshot. An active one continues when it begins again."""
-        self.next_group, self.formed, self.num_groups = (
-            snapshot.first_group,
-            set(snapshot.formed),
-            snapshot.num_groups,
-        )
-        self.last = snapshot.last
+        self.next_group, self.num_groups = snapshot.first_group, snapshot.num_groups
+        self.formed, self.last = set(snapshot.formed), snapshot.last
         if snapshot.active is not None:
             self.last = snapshot.active - 1
             self._continued = snapshot.active, groups
@@ -90,6 +89,11 @@ class Evaluation(StreamState):
         """Refuse all groups of an evaluation that cannot be completed, since the run ends."""
         for group in (*self._accepted_groups, *self.groups.values()):
             self._refuse_group(group, self.dependencies.source, Refusal.STOPPED)
+        for snapshot in self._to_reopen:
+            samples = tuple(member.sample for member in snapshot.members)
+            source = self.dependencies.source
+            self._emit(Refuse(self.stream.name, snapshot.number, samples, source, Refusal.STOPPED))
+        self._to_reopen.clear()
         self._accepted_groups.clear()
         self.active = None
 
@@ -135,19 +139,22 @@ class Evaluation(StreamState):
         self.exhausted = self.num_groups == 0
         if self._continued is not None and self._continued[0] == version:
             _, snapshot = self._continued
-            self.next_group = snapshot.next_group
-            self.exhausted = self.next_group - self._first_group == self.num_groups
-            self._accepted_groups += self._reopen(snapshot.groups)
+            self.next_group, self._to_reopen = snapshot.next_group, deque(snapshot.groups)
+            self.exhausted = self._has_opened_all()
         self._continued = None
 
     def open_group(self) -> None:
         """Admit the next group. From the second evaluation on, the last group is known as such."""
-        super().open_group()
-        self.exhausted = self.next_group - self._first_group == self.num_groups
+        if self._to_reopen:
+            self._accepted_groups += self._reopen((self._to_reopen.popleft(),))
+        else:
+            super().open_group()
+        self.exhausted = self._has_opened_all()
 
     def exhaust(self, number: int) -> None:
         """Remove a group without a row; the dataset has as many groups as came before it."""
         super().exhaust(number)
+        self._to_reopen.clear()  # they have no row either
         count = number - self._first_group
         self.num_groups = count if self.num_groups is None else min(self.num_groups, count)
 
@@ -159,15 +166,17 @@ class Evaluation(StreamState):
         self._emit(FormBatch(self.stream.name, self.active, samples, tuple(g.number for g in groups)))
         self.formed.add(self.active)
         self.active = None
-        if (
-            self.num_groups is not None
-        ):  # groups without a row do not count, so that ids do not depend on timing
+        if self.num_groups is not None:
+            # Groups without a row do not count, so that ids do not depend on timing.
             self.next_group = self._first_group + self.num_groups
         self._accepted_groups.clear()
 
     def _engines_have(self, version: int) -> bool:
         """Return whether all its engines have been given these weights, loaded or not."""
         return all(weights.target == version for weights in self.engine_weights)
+
+    def _has_opened_all(self) -> bool:
+        return not self._to_reopen and self.next_group - self._first_group == self.num_groups
 
     def _accepted(self) -> Iterable[Group]:
         return self._accepted_groups

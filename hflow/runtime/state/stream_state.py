@@ -124,9 +124,7 @@ class StreamState:
 
     def discard_sample(self, sample: int) -> None:
         """Ignore the report of a sample: it has to be generated again."""
-        if (reported := self._end_generation(sample)) is not None:
-            reported[1].generating = True
-            self.num_generating += 1
+        self._end_generation(sample)
 
     def discard_node(self, name: str, key: int) -> None:
         """Ignore the report of a node: it has to run again."""
