@@ -88,9 +88,6 @@ class Rows:
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self.log.write(step, values)
 
-    def on_checkpoint(self, steps: int) -> None:
-        """Nothing is saved here."""
-
     def on_warning(self, warning: str) -> None:
         """Fail, as nothing here should need one."""
         raise AssertionError(warning)

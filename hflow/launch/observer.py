@@ -97,9 +97,6 @@ class RunObserver:
             counted = metrics.REFUSED.member(reason)
             self._display.note(f"{node} refused a sample ({reason}): {message}; more count as {counted}")
 
-    def on_checkpoint(self, steps: int) -> None:
-        """Receive that a checkpoint is on disk. The summary names the last one."""
-
     def on_warning(self, warning: str) -> None:
         """Show a warning, and keep it for the summary."""
         self.warnings.append(warning)

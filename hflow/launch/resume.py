@@ -10,29 +10,15 @@ from hflow.backends.interface import SHARDS
 from hflow.errors import ConfigError, PlanError, RunError
 from hflow.launch.compile import Compiled, compile_recipe
 from hflow.launch.find_run import find_run
-from hflow.launch.plan_file import PlanFile, read_plan_file, recipe_file
+from hflow.launch.plan_file import read_plan_file, recipe_file
 from hflow.planner.diff import Effect, PlanDiff, diff_plans
 from hflow.planner.graph_queries import saved_models
 from hflow.planner.serialise import to_json
 from hflow.runtime.execution.checkpoint import Checkpoints, verify_checkpoint
 from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.execution.saved_run import SavedRun, read_saved_run
+from hflow.runtime.execution.saved_run import ResumePoint, read_saved_run
 from hflow.runtime.ledger import rewind
 from hflow.workers.interface import WorkerSetup
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """A checkpoint from which a run continues."""
-
-    path: Path
-    """Its directory."""
-    saved: SavedRun
-
-    @property
-    def steps(self) -> int:
-        """Completed steps."""
-        return self.saved.snapshot.steps
 
 
 @dataclass(frozen=True)
@@ -61,7 +47,12 @@ def find_resumed(run: str, overrides: Sequence[str] = ()) -> ResumedRun:
     """
     directory, checkpoint = _find(run)
     file = read_plan_file(directory.plan)
-    compiled = _compile(file, overrides)
+    compiled = compile_recipe(
+        recipe_file(file),
+        config=file.configuration(overrides),
+        engines=file.engines,
+        candidates=file.candidates,
+    )
     diff = diff_plans(file.rows, to_json(compiled.plan))
     if diff.effect is Effect.REFUSE:
         raise PlanError(f"the run in {directory.path} {diff.verdict}")
@@ -131,12 +122,3 @@ def _find(run: str) -> tuple[RunDirectory, Path | None]:
         return RunDirectory(path.parent.parent), path.resolve()
     directory = find_run(run, "plan.json")
     return RunDirectory(directory.path.resolve()), None
-
-
-def _compile(file: PlanFile, overrides: Sequence[str]) -> Compiled:
-    return compile_recipe(
-        recipe_file(file),
-        config=file.configuration(overrides),
-        engines=file.engines,
-        candidates=file.candidates,
-    )

@@ -20,7 +20,6 @@ from hflow.launch.plan_file import plan_file_text
 from hflow.launch.preflight import check_models, check_saving, refuse_unrunnable
 from hflow.launch.resume import (
     ResumedRun,
-    ResumePoint,
     find_resumed,
     newest_point,
     resumed_setup,
@@ -37,6 +36,7 @@ from hflow.runtime.execution.executor import Executor
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.execution.saved_run import ResumePoint
 from hflow.runtime.execution.trace import CONTROLLER, Trace
 from hflow.runtime.ledger import Ledger, make_header
 from hflow.workers.interface import Span, Workers, WorkerSetup
@@ -71,9 +71,7 @@ def run_compiled(
     Raises:
         HflowError: for any error that a user can fix, before or during the run.
     """
-    check_saving(compiled.config)
-    refuse_unrunnable(compiled)
-    return asyncio.run(_run(compiled, live, environment or RunEnvironment(), None))
+    return _run(compiled, live, environment or RunEnvironment(), None)
 
 
 def resume_run(
@@ -94,12 +92,18 @@ def resume_run(
         HflowError: as `run_compiled`, and if the run cannot continue.
     """
     resumed = find_resumed(run, overrides)
-    check_saving(resumed.compiled.config)
-    refuse_unrunnable(resumed.compiled)
-    return asyncio.run(_run(resumed.compiled, live, environment or RunEnvironment(), resumed))
+    return _run(resumed.compiled, live, environment or RunEnvironment(), resumed)
 
 
-async def _run(
+def _run(
+    compiled: Compiled, live: bool | None, environment: RunEnvironment, resumed: ResumedRun | None
+) -> RunSummary:
+    check_saving(compiled.config)
+    refuse_unrunnable(compiled)
+    return asyncio.run(_run_in_loop(compiled, live, environment, resumed))
+
+
+async def _run_in_loop(
     compiled: Compiled, live: bool | None, environment: RunEnvironment, resumed: ResumedRun | None
 ) -> RunSummary:
     """Check data and models before the run's directory is created or changed."""
@@ -211,7 +215,7 @@ class _Attempts:
                 self.checkpoints,
                 ledger,
                 config.seed,
-                (point.saved, point.path) if point else None,
+                point,
                 60 * config.save_minutes or None,
             )
             start = time.monotonic()

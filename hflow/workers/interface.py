@@ -428,6 +428,11 @@ class Failed:
 WorkerEvent = SampleReady | ComputeReady | Failed
 
 
+def samples_file(worker: int) -> str:
+    """Return the name, without its ending, of the files in which a worker saves samples."""
+    return f"worker-{worker}"
+
+
 @dataclass(frozen=True)
 class NotSaved:
     """A sample, or the journal of one, that a checkpoint cannot hold."""

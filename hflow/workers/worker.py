@@ -58,6 +58,7 @@ from hflow.workers.interface import (
     Span,
     WorkerReport,
     WorkerSetup,
+    samples_file,
 )
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import ProcessGroups, ProcessRank
@@ -261,13 +262,13 @@ class Worker:
             for node, ids in unfinished.items()
             if self._verb(node) == "generate"
         }
-        name = f"worker-{worker}"
+        name = samples_file(worker)
         files = self._sample_files[name, directory] = SampleFiles(Path(directory), name, stored, journals)
         self._writer.start(name, directory, files.write)
 
     def finish_samples(self, worker: int, directory: str) -> SavedSamples:
         """Wait until what `save_samples` began to write to a directory is on disk."""
-        name = f"worker-{worker}"
+        name = samples_file(worker)
         files = self._sample_files.pop((name, directory))
         checksums = self._writer.finish(name, directory)
         return SavedSamples(checksums, tuple(files.not_saved), tuple(files.without_journal))

@@ -71,6 +71,10 @@ class GroupPlacer:
         """Return the worker that holds a group."""
         return self._home[stream, group]
 
+    def is_placed(self, stream: str, group: int) -> bool:
+        """Return whether a worker holds a group. None holds one for which the dataset has no row."""
+        return (stream, group) in self._home
+
     def finished(self, stream: str, group: int) -> None:
         """Record that one sample of the group no longer occupies its worker."""
         self._loads.add(self._home[stream, group], -1)

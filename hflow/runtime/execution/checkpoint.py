@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hflow.durable_files import FileChecksum, file_checksum, sync
 from hflow.errors import RunError
+from hflow.json_text import parse_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -37,11 +38,6 @@ class Checkpoints:
         self._sign = -1.0 if best is not None and best.startswith("-") else 1.0
         self._values: dict[int, float] = {}
         """Completed steps -> value of the metric."""
-
-    @property
-    def metric(self) -> str | None:
-        """The metric that chooses the best checkpoint."""
-        return self._metric
 
     @property
     def steps(self) -> list[int]:
@@ -141,7 +137,7 @@ def verify_checkpoint(directory: Path) -> int:
         RunError: when a file is missing or damaged; names it.
     """
     try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((directory / MANIFEST).read_bytes())
         number, step, files = manifest["format"], int(manifest["step"]), dict(manifest["files"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(

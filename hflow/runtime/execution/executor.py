@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hflow.errors import RunError
@@ -29,7 +28,7 @@ from hflow.runtime.execution.rebalance import Rebalancer
 from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
 from hflow.runtime.execution.run_saving import RunSaving
 from hflow.runtime.execution.sample_release import SampleRelease
-from hflow.runtime.execution.saved_run import SavedRun
+from hflow.runtime.execution.saved_run import ResumePoint
 from hflow.runtime.execution.step_metrics import Observer, StepMetrics
 from hflow.runtime.execution.streaming_runner import StreamingRunner
 from hflow.runtime.ledger import Ledger
@@ -75,7 +74,7 @@ class Executor:
         checkpoints: the directory that the run is saved to.
         ledger: records what happens to each sample.
         seed: seed of the run.
-        saved: the checkpoint that the run continues from, and its directory; None: it begins.
+        point: the checkpoint that the run continues from; None: it begins.
         save_seconds: time between two checkpoints besides those of the plan; None: there are no others.
     """
 
@@ -88,16 +87,16 @@ class Executor:
         checkpoints: Checkpoints,
         ledger: Ledger,
         seed: int,
-        saved: tuple[SavedRun, Path] | None = None,
+        point: ResumePoint | None = None,
         save_seconds: float | None = None,
     ) -> None:
         self._plan = plan
         self._workers = workers
         self._observer = observer
         self._ledger = ledger
-        self._saved = saved
+        self._point = point
         self._save_seconds = save_seconds
-        snapshot = saved[0].snapshot if saved else None
+        snapshot = point.saved.snapshot if point else None
         self._state = RunState(plan.schedule, snapshot)
         self._events: asyncio.Queue[tuple[int | None, Sequence[Any]]] = asyncio.Queue()
         """Events of the run (worker None), and what workers report, in the order of arrival."""
@@ -118,7 +117,7 @@ class Executor:
         rebalancer = Rebalancer(plan, workers, self._placer, self._stream_states)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         metrics = StepMetrics(*_num_engines_and_trainers(plan))
-        node_states = saved[0].node_states if saved else {}
+        node_states = point.saved.node_states if point else {}
         node_execution = NodeExecution(plan, workers, observer, metrics, ledger, seed, node_states)
         self._metrics = metrics
         self._release = SampleRelease(workers)
@@ -143,9 +142,10 @@ class Executor:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 endless = [self._spawn(self._poll(w)) for w in range(self._plan.cluster.num_devices)]
-                endless.append(self._spawn(self._request_checkpoints()))
-                if self._saved is not None:
-                    await self._saving.restore(*self._saved, self._batches.locations)
+                if self._save_seconds is not None:
+                    endless.append(self._spawn(self._request_checkpoints(self._save_seconds)))
+                if self._point is not None:
+                    await self._saving.restore(self._point, self._batches.locations)
                 self._enqueue(ev.Started())
                 await self._loop()
                 for task in endless:
@@ -174,11 +174,13 @@ class Executor:
                         self._perform(instruction, messages)
             self._send(messages)
 
-    async def _request_checkpoints(self) -> None:
-        """Ask for a checkpoint whenever the last one is old enough."""
-        while self._save_seconds is not None:
-            await asyncio.sleep(max(0.05, self._saving.saved_at + self._save_seconds - time.monotonic()))
-            if time.monotonic() >= self._saving.saved_at + self._save_seconds:
+    async def _request_checkpoints(self, seconds: float) -> None:
+        """Ask for a checkpoint whenever the last one is so old."""
+        while True:
+            remaining = self._saving.saved_at + seconds - time.monotonic()
+            if remaining > 0:
+                await asyncio.sleep(remaining)
+            else:
                 self._enqueue(ev.CheckpointDue())
                 await self._saving.wait_until_taken()
 

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hflow.durable_files import FileChecksum, WriteError, write_error
@@ -23,12 +22,12 @@ from hflow.planner.ir import Plan
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.node_execution import NodeExecution
 from hflow.runtime.execution.sample_release import SampleRelease
-from hflow.runtime.execution.saved_run import SAMPLES, SavedRun
+from hflow.runtime.execution.saved_run import SAMPLES, ResumePoint, SavedRun
 from hflow.runtime.execution.step_metrics import Observer, StepMetrics
 from hflow.runtime.execution.trace import CONTROLLER
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.state.snapshot import RunSnapshot
-from hflow.workers.interface import NotSaved, SampleReady, SavedJournals, Span, Workers
+from hflow.workers.interface import NotSaved, SampleReady, SavedJournals, Span, Workers, samples_file
 
 SAVE_STALL = declare("time/save_stall", "s", "time that training waited until models were copied for saving")
 
@@ -49,7 +48,6 @@ class RunSaving:
 
     Attributes:
         saved_at: when the last checkpoint was taken, or the run began, as `time.monotonic()`.
-        num_taken: checkpoints taken.
     """
 
     def __init__(
@@ -83,11 +81,12 @@ class RunSaving:
         self._copied: dict[int, dict[str, str]] = defaultdict(dict)
         """Steps -> model -> the directory to which its copy is being written."""
         self._writing = asyncio.Lock()
-        self._restored: SavedRun | None = None
-        self._directory = Path()
-        """Of the checkpoint that the run continues from."""
+        self._directory = ""
+        """Of the samples of the checkpoint that the run continues from."""
+        self._file_of: dict[tuple[str, int], str] = {}
+        """Root stream and sample of that checkpoint -> the name of its file."""
+        self._was_taken = asyncio.Event()
         self.saved_at = time.monotonic()
-        self.num_taken = 0
 
     # What the run tells
     def add_finished(self, sample: SampleReady) -> None:
@@ -116,26 +115,28 @@ class RunSaving:
             is_last: whether the run ends with it. If another one cannot be written, the run continues.
         """
         homes = {
-            (s.stream, sample): self._placer.home(s.stream, sample // self._streams[s.stream].group_size)
+            (s.stream, member.sample): self._placer.home(s.stream, group.number)
             for s in snapshot.streams
-            for sample in (*s.finished, *s.unfinished)
+            for group in s.groups
+            if self._placer.is_placed(s.stream, group.number)
+            for member in group.members
         }
         saved = SavedRun(
             snapshot,
             self._ledger.position(),
             dict(self._node_execution.states),
             tuple(self._finished[s.stream, sample] for s in snapshot.streams for sample in s.finished),
-            tuple((stream, sample, worker_file(worker)) for (stream, sample), worker in homes.items()),
+            tuple((stream, sample, samples_file(worker)) for (stream, sample), worker in homes.items()),
         )
         self._release.hold()
-        self.saved_at, self.num_taken = time.monotonic(), self.num_taken + 1
+        self.saved_at = time.monotonic()
+        self._was_taken.set()
         return self._save(saved, homes, is_last=is_last)
 
     async def wait_until_taken(self) -> None:
         """Wait until the next checkpoint is taken."""
-        number = self.num_taken
-        while self.num_taken == number:
-            await asyncio.sleep(0.5)
+        self._was_taken.clear()
+        await self._was_taken.wait()
 
     async def _save(self, saved: SavedRun, homes: Mapping[tuple[str, int], int], *, is_last: bool) -> None:
         steps, start = saved.snapshot.steps, time.time()
@@ -159,7 +160,6 @@ class RunSaving:
                 f"step {steps} was not saved: {error}; the last checkpoint is {self._checkpoints.describe()}"
             )
         else:
-            self._observer.on_checkpoint(steps)
             span = Span(f"save step {steps}", "checkpoints", start, time.time(), {"steps": steps})
             self._observer.on_span(CONTROLLER, span)
 
@@ -180,7 +180,8 @@ class RunSaving:
             for sample in stream.finished:
                 finished[homes[name, sample]][name].append(sample)
             for sample in stream.unfinished:
-                unfinished[homes[name, sample]][source].append(sample)
+                if (name, sample) in homes:
+                    unfinished[homes[name, sample]][source].append(sample)
         workers = sorted({*finished, *unfinished})
         await asyncio.gather(
             *(self._workers.save_samples(w, directory, finished[w], unfinished[w]) for w in workers)
@@ -215,22 +216,25 @@ class RunSaving:
         )
 
     # Restoring
-    async def restore(self, saved: SavedRun, directory: Path, locations: Mapping[str, DataLocations]) -> None:
+    async def restore(self, point: ResumePoint, locations: Mapping[str, DataLocations]) -> None:
         """Place the groups of a checkpoint on workers, and let these read the data of finished samples."""
-        self._restored, self._directory = saved, directory / SAMPLES
-        file_of, lengths = saved.file_of, {(s.stream, s.sample): s.length for s in saved.samples}
+        saved, self._directory = point.saved, str(point.path / SAMPLES)
+        self._file_of = {(stream, sample): name for stream, sample, name in saved.files}
+        lengths = {(s.stream, s.sample): s.length for s in saved.samples}
         reads: dict[int, dict[str, dict[str, list[int]]]] = defaultdict(
             lambda: defaultdict(lambda: defaultdict(list))
         )
         for stream in saved.snapshot.streams:
             name = stream.stream
             for group in stream.groups:
+                if (name, group.members[0].sample) not in self._file_of:
+                    continue  # the dataset has no row for it
                 worker = self._placer.place(name, group.number, len(group.members))
                 for member in group.members:
                     if not member.done:
                         continue
                     sample = member.sample
-                    reads[worker][file_of[name, sample]][name].append(sample)
+                    reads[worker][self._file_of[name, sample]][name].append(sample)
                     locations[name].add_sample(sample, worker, lengths[name, sample])
                     self._add_outputs(locations[name], (*member.done, *group.done), sample, worker)
                     self._placer.finished(name, group.number)
@@ -238,7 +242,7 @@ class RunSaving:
             self.add_finished(report)
             self._metrics.add_sample(report, is_trained=self._streams[report.stream].batch is not None)
         await asyncio.gather(
-            *(self._workers.restore_samples(w, str(self._directory), files) for w, files in reads.items())
+            *(self._workers.restore_samples(w, self._directory, files) for w, files in reads.items())
         )
 
     def journals(self, stream: str, samples: Sequence[int]) -> SavedJournals | None:
@@ -246,19 +250,12 @@ class RunSaving:
 
         Where running samples are never interrupted, all their tokens are of one version. So they begin again.
         """
-        if self._restored is None or not self._plan.schedule.settings.interrupt:
+        if not self._plan.schedule.settings.interrupt:
             return None
-        file_of = self._restored.file_of
-        files = {sample: file_of[stream, sample] for sample in samples}
-        return SavedJournals(str(self._directory), files)
+        return SavedJournals(self._directory, {sample: self._file_of[stream, sample] for sample in samples})
 
     def _add_outputs(self, locations: DataLocations, nodes: Iterable[str], sample: int, worker: int) -> None:
         """Note where the outputs of nodes with devices of their own are: on the sample's home worker."""
         for node in nodes:
             if node in self._streaming_nodes:
                 locations.add_outputs(self._node_execution.output_fields(node), (sample,), worker)
-
-
-def worker_file(worker: int) -> str:
-    """Return the name of the file in which a worker saves its samples."""
-    return f"worker-{worker}"

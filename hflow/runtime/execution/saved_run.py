@@ -12,7 +12,6 @@ from hflow.errors import RunError
 from hflow.runtime.state.snapshot import RunSnapshot, StreamSnapshot
 from hflow.workers.interface import SampleReady
 
-FORMAT = 1
 STATE_FILE = "state.json"
 SAMPLES = "samples"
 """Subdirectory of a checkpoint with the data of samples."""
@@ -31,12 +30,6 @@ class SavedRun:
     """The finished samples of the snapshot, as their sources reported them."""
     files: tuple[tuple[str, int, str], ...]
     """(root stream, sample, name of the file that has its data or its journal)."""
-    format: int = FORMAT
-
-    @property
-    def file_of(self) -> dict[tuple[str, int], str]:
-        """Return (root stream, sample) -> the name of its file."""
-        return {(stream, sample): name for stream, sample, name in self.files}
 
     def without(self, samples: Iterable[tuple[str, int]]) -> SavedRun:
         """Return the same without the groups of some samples, given as (root stream, sample)."""
@@ -53,6 +46,20 @@ class SavedRun:
     def write(self, directory: Path) -> None:
         """Write it into the directory of a checkpoint."""
         (directory / STATE_FILE).write_bytes(_ADAPTER.dump_json(self, indent=1) + b"\n")
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint from which a run continues."""
+
+    path: Path
+    """Its directory."""
+    saved: SavedRun
+
+    @property
+    def steps(self) -> int:
+        """Completed steps."""
+        return self.saved.snapshot.steps
 
 
 def read_saved_run(directory: Path) -> SavedRun:

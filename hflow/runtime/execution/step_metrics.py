@@ -117,10 +117,6 @@ class Observer(Protocol):
         """Receive a refusal; `message` is the error of the node's body, or empty."""
         ...
 
-    def on_checkpoint(self, steps: int) -> None:
-        """Receive that a checkpoint of so many completed steps is on disk."""
-        ...
-
     def on_warning(self, warning: str) -> None:
         """Receive what the user should know, in one line."""
         ...

@@ -360,12 +360,10 @@ def _reading(path: Path) -> Iterator[None]:
     """Report what is wrong with a file in one line."""
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _unreadable(path, error) from None
-    except SafetensorError as error:
-        raise _unreadable(path, error) from None
+    except _DAMAGED as error:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise RunError(f"{path} cannot be read: {reason}; resume from an intact checkpoint") from None
 
 
-def _unreadable(path: Path, error: Exception) -> RunError:
-    reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return RunError(f"{path} cannot be read: {reason}; resume from an intact checkpoint")
+_DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
+"""What reading a damaged file raises."""
