@@ -1,4 +1,4 @@
-"""Reads YAML files with bounds: a few lines of YAML can stand for more values than memory holds."""
+"""Reads YAML files with bounds: a few lines of YAML can expand to more values than memory holds."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_yaml(file: Path) -> str:
     """Return the text of a YAML file that can be parsed in bounded time and memory.
 
     Raises:
-        ConfigError: for a file that is too large, or whose aliases stand for too much; names it.
+        ConfigError: for a file that is too large, or whose aliases expand to too much; names it.
         RecursionError: for a file that is nested too deeply, or an alias that contains itself.
         yaml.YAMLError: for a file that is not YAML.
         OSError: for a file that cannot be read.
@@ -83,7 +83,7 @@ def check_yaml(file: Path) -> str:
         root = yaml.compose(text, yaml.SafeLoader)
         if root is not None and _num_values(root, {}) > MAX_VALUES:
             raise ConfigError(
-                f"{file} stands for more than {MAX_VALUES:,} values; remove aliases, which repeat what they "
+                f"{file} expands to more than {MAX_VALUES:,} values; remove aliases, which repeat what they "
                 "name"
             )
     return text
@@ -102,7 +102,7 @@ def _load(text: str, name: str) -> Any:
 
 
 def _num_values(node: Node, counted: dict[int, int]) -> int:
-    """Return the number of values that a node stands for.
+    """Return the number of values that a node expands to.
 
     Args:
         node: a node of a document. Aliases of a node are the node itself.

@@ -12,6 +12,12 @@ WHAT = {"ledger.sqlite": "a ledger", "plan.json": "a plan"}
 """Files of a run -> what messages call them."""
 
 
+def run_candidates(run: str) -> tuple[RunDirectory, ...]:
+    """Return the directories that a user may mean: the one named, or the latest run of a name."""
+    out = Path(RunConfig.out)
+    return tuple(map(RunDirectory, (Path(run), Path(run) / "latest", out / run, out / run / "latest")))
+
+
 def find_run(run: str, file: str) -> RunDirectory:
     """Return the directory of a run.
 
@@ -22,10 +28,10 @@ def find_run(run: str, file: str) -> RunDirectory:
     Raises:
         ConfigError: if there is no such run, or it has no such file.
     """
+    for candidate in run_candidates(run):
+        if (candidate.path / file).is_file():
+            return candidate
     out = Path(RunConfig.out)
-    for path in (Path(run), Path(run) / "latest", out / run, out / run / "latest"):
-        if (path / file).is_file():
-            return RunDirectory(path)
     names = [path.name for path in out.iterdir()] if out.is_dir() else []
     raise ConfigError(
         f"there is no run {run!r} with {WHAT[file]}; give a run's directory, such as {out}/NAME/latest, or "

@@ -13,6 +13,7 @@ from hflow.config.yaml_files import parse_yaml, read_yaml
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError, nearest, shorten
 from hflow.json_text import read_json_object
+from hflow.launch.find_run import run_candidates
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.validation import from_mapping
 
@@ -68,16 +69,16 @@ def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) ->
 
 def _saved_models(target: str) -> dict[str, Path]:
     """Return the models of a run's latest checkpoint, or of a checkpoint of several models."""
-    out = Path(RunConfig.out)
-    runs = (Path(target), Path(target) / "latest", out / target / "latest")
-    for directory in (Path(target), *(RunDirectory(run).checkpoints / "latest" for run in runs)):
+    runs = run_candidates(target)
+    for directory in (Path(target), *(run.checkpoints / "latest" for run in runs)):
         saved = sorted(file.parent for file in directory.glob("*/config.json"))
         if saved:
             return {path.name: path.resolve() for path in saved}
-    if any(RunDirectory(run).config.is_file() for run in runs):
+    if any(run.config.is_file() for run in runs):
         raise ConfigError(
             f"the run {target!r} has saved no checkpoint; let it finish, or run it with save_every=N"
         )
+    out = Path(RunConfig.out)
     names = [path.name for path in out.iterdir()] if out.is_dir() else []
     raise ConfigError(
         f"there is no checkpoint or run {target!r}; give a directory with config.json, a run's directory "

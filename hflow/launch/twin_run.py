@@ -43,7 +43,7 @@ from hflow.planner.layout import Layout
 from hflow.planner.placement.placement_setting import GEN_SUFFIX, replace_layout
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import MetricPair, TwinResult, WeightPair
-from hflow.runtime.execution.metrics_log import read_metrics
+from hflow.runtime.execution.run_directory import read_metrics
 
 if TYPE_CHECKING:
     from hflow.workers.ray.ray_actors import RayActors

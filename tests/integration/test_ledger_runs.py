@@ -17,7 +17,7 @@ from runs import ROOT, TINY, run, steps_of
 from hflow.errors import RunError
 from hflow.report.ledger_text import render_story
 from hflow.report.summary import RunSummary
-from hflow.runtime.execution.metrics_log import read_metrics
+from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.sample_history import read_history

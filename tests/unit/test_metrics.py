@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hflow.launch.shown_metrics import builtin_metrics
-from hflow.runtime.execution.metrics_log import MetricsLog, read_metrics
-from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.execution.metrics_log import MetricsLog
+from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 
 
 def test_rows_are_on_disk_before_the_log_is_closed(tmp_path: Path):

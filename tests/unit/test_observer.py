@@ -14,7 +14,8 @@ from hflow.launch.compile import plan
 from hflow.launch.observer import RunObserver
 from hflow.launch.shown_metrics import builtin_metrics
 from hflow.report.live import Display, LiveRow
-from hflow.runtime.execution.metrics_log import MetricsLog, read_metrics
+from hflow.runtime.execution.metrics_log import MetricsLog
+from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.execution.trace import Trace
 
 ROOT = Path(__file__).parents[2]

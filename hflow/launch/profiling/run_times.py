@@ -12,7 +12,7 @@ from typing import Any
 from hflow.config.schema import WorkloadConfig
 from hflow.errors import ConfigError
 from hflow.planner.ir import PUBLISH_PREFIX, Plan
-from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 from hflow.runtime.ledger.query import select
 from hflow.runtime.ledger.schema import COLUMNS
 
@@ -45,7 +45,7 @@ def read_run_times(run: RunDirectory, plan: Plan) -> RunTimes:
     Raises:
         ConfigError: if it has too few steps.
     """
-    rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    rows: list[dict[str, Any]] = [*read_metrics(run.metrics)]
     steps = {int(row["step"]): row for row in rows if "time/step_seconds" in row}
     if len(steps) < WARM_STEPS + MIN_STEPS:
         raise ConfigError(

@@ -69,10 +69,5 @@ class MetricsLog:
         )
 
 
-def read_metrics(path: Path) -> list[dict[str, float | None]]:
-    """Return the rows of a `metrics.jsonl` in the order in which they were written."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def _json_number(value: float) -> float | None:
     return value if math.isfinite(value) else None

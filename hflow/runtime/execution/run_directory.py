@@ -131,6 +131,11 @@ class RunDirectory:
         self.summary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
+def read_metrics(path: Path) -> list[dict[str, float | None]]:
+    """Return the rows of a `metrics.jsonl` in the order in which they were written."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def _make_fresh(path: Path) -> Path:
     """Make `path`, or `path-2`, `path-3` ... if runs have started in the same second."""
     candidate, number = path, 1
