@@ -18,6 +18,7 @@ from hflow.cli import (
     ledger_commands,
     plan_commands,
     profile_command,
+    result_commands,
     run_commands,
     serve_command,
     size_command,
@@ -109,6 +110,15 @@ app.command(
         ]
     ),
 )(ledger_commands.samples)
+
+
+app.command(
+    epilog=_examples(
+        "compare grpo grpo_async",
+        "compare runs/grpo/20260131-142500 runs/grpo/latest --metric 'eval_gen/*' --metric 'time/*'",
+        "compare runs/seed-*/latest --json",
+    )
+)(result_commands.compare)
 
 
 app.command(

@@ -1,4 +1,4 @@
-"""Checks, plans, simulates and runs recipes, and reads the ledgers of runs.
+"""Checks, plans, simulates and runs recipes, and reads what runs have written.
 
 This is the only package that chooses concrete classes for workers, backends and engines. `check`, `plan` and
 `simulate` import neither torch nor ray; `run` and `twin` import them when called.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hflow.launch.compare_runs import compare_runs
 from hflow.launch.compile import Compiled, check, compile_recipe, compose_recipe, plan
 from hflow.launch.ledger_queries import SAMPLE_COLUMNS, count_samples, samples, why
 from hflow.launch.plan_file import compare_plans, compile_plan_file, compose_plan_file, plan_file_text
@@ -29,6 +30,7 @@ __all__ = [
     "Target",
     "check",
     "compare_plans",
+    "compare_runs",
     "compile_plan_file",
     "compile_recipe",
     "compose_plan_file",

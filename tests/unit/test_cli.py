@@ -72,6 +72,7 @@ def test_commands_and_options_do_not_change():
     }
     assert surface == {
         "check": ["overrides", "recipe"],
+        "compare": ["--json", "--metric", "runs"],
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "--what-if", "overrides", "recipe"],
         "profile": ["--device", "--out"],
         "run": ["--cfg", "--live", "--plain", "--plan", "--resume", "overrides", "recipe"],
@@ -98,7 +99,20 @@ def test_commands_and_options_do_not_change():
 
 @pytest.mark.parametrize(
     "command",
-    ["check", "plan", "profile", "run", "simulate", "size", "twin", "serve", "doctor", "samples", "why"],
+    [
+        "check",
+        "plan",
+        "profile",
+        "run",
+        "simulate",
+        "size",
+        "twin",
+        "serve",
+        "doctor",
+        "samples",
+        "why",
+        "compare",
+    ],
 )
 def test_help_gives_examples(command: str, monkeypatch, capsys):
     assert hflow(monkeypatch, command, "--help") == 0

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hflow.errors import ConfigError
+from hflow.json_text import parse_json
 from hflow.runtime.execution.checkpoint import replace_link
 
 
@@ -74,6 +75,19 @@ class RunDirectory:
             file.write(f"{os.getpid()}\n")
             file.flush()
             yield
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process works on the run."""
+        file = self.path / "lock"
+        if not file.is_file():
+            return False
+        with file.open(encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
 
     def keep_trace(self) -> None:
         """Rename the trace of the run's last part, so that the next part can write its own."""
@@ -132,8 +146,34 @@ class RunDirectory:
 
 
 def read_metrics(path: Path) -> list[dict[str, float | None]]:
-    """Return the rows of a `metrics.jsonl` in the order in which they were written."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Return the rows of a `metrics.jsonl` in the order in which they were written.
+
+    A last line without an end, which a run is writing or was killed in, is left out.
+
+    Raises:
+        ConfigError: for a line that is not a row; names it.
+    """
+    *lines, _ = path.read_bytes().split(b"\n")
+    return [_metrics_row(path, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _metrics_row(path: Path, number: int, line: bytes) -> dict[str, float | None]:
+    try:
+        row = parse_json(line)
+        damage = "" if _is_metrics_row(row) else "it must be an object of numbers with a step"
+    except ValueError as error:
+        damage = str(error)
+    if damage:
+        raise ConfigError(f"{path}:{number} is not a row of metrics: {damage}; remove the line")
+    return dict(row)
+
+
+def _is_metrics_row(row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and type(row.get("step")) is int
+        and all(value is None or type(value) in (int, float) for value in row.values())
+    )
 
 
 def _make_fresh(path: Path) -> Path:
