@@ -7,7 +7,7 @@ of the same names do. Importing hflow imports neither torch nor ray.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hflow import nodes
+from hflow import nodes, rewards
 from hflow.dsl import (
     Context,
     Dataset,
@@ -110,6 +110,7 @@ __all__ = [
     "infer",
     "nodes",
     "plan",
+    "rewards",
     "run",
     "sandbox",
     "simulate",

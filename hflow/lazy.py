@@ -1,4 +1,4 @@
-"""`algo` for recipes: a module that is imported, and torch with it, when a body first uses it."""
+"""Modules that are imported when a body first uses them: `algo`, which needs torch, and `sandboxes`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ class LazyModule:
         return f"<{self._name}, imported at its first use>"
 
 
-__all__ = ["LazyModule", "algo"]
+__all__ = ["LazyModule", "algo", "sandboxes"]
 
 if TYPE_CHECKING:
     from hflow import algo
+    from hflow.workers.generation import sandboxes
 else:
     algo = LazyModule("hflow.algo")
+    sandboxes = LazyModule("hflow.workers.generation.sandboxes")

@@ -1,5 +1,6 @@
 """The recipe language: decorators, `use`, `Recipe`, and the functions that read a recipe file."""
 
+from hflow.dsl.body_check import checked_by, missing_extra
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.load import load_recipe
 from hflow.dsl.nodetype import Context, NodeType, Shapes, typed_options
@@ -11,6 +12,7 @@ from hflow.dsl.use import use
 from hflow.dsl.verbs import compute, encode, generate, infer, train, update
 from hflow.graph.ir import Level
 from hflow.graph.model import Model
+from hflow.graph.source_location import caller_location
 
 __all__ = [
     "Context",
@@ -22,11 +24,14 @@ __all__ = [
     "Recipe",
     "Shapes",
     "apply_overrides",
+    "caller_location",
+    "checked_by",
     "compute",
     "encode",
     "generate",
     "infer",
     "load_recipe",
+    "missing_extra",
     "overridable_keys",
     "sandbox",
     "train",

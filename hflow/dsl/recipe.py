@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from hflow.dsl.body_check import check_of
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.definition import Definition, definition_of
 from hflow.dsl.implicit_nodes import implicit_nodes
 from hflow.dsl.nodetype import Context, NodeType
 from hflow.dsl.to_spec import to_spec
 from hflow.errors import RecipeError
-from hflow.graph.ir import RecipeSpec
+from hflow.graph.errors import recipe_error
+from hflow.graph.ir import Graph, RecipeSpec
 from hflow.graph.model import Model
 from hflow.graph.source_location import SourceLocation, caller_location, caller_module
 
@@ -78,6 +80,23 @@ class Recipe:
         """
         nodes = (*self.nodes, *implicit_nodes(self.nodes))
         return {node.name: _callable(node, (options or {}).get(node.name, {})) for node in nodes}
+
+    def check_bodies(self, graph: Graph) -> None:
+        """Make the checks that bodies have of their knobs and inputs (`checked_by`).
+
+        Args:
+            graph: this recipe's, with the knobs of the configuration.
+
+        Raises:
+            RecipeError: for the first problem.
+        """
+        checks = {node.name: check_of(node.body) for node in self.nodes}
+        for node in graph.nodes:
+            if check := checks.get(node.name):
+                knobs = {knob.name: knob.value for knob in node.spec.knobs}
+                problem = check(knobs, [read.parameter for read in node.reads])
+                if problem is not None:
+                    raise recipe_error(node.spec.where, node.name, problem)
 
     def _definition(self, node: Callable[..., Any]) -> Definition[..., Any]:
         definition = definition_of(node)

@@ -138,6 +138,7 @@ def _read(
     bound = apply_overrides(spec, config.nodes)
     options = {node.name: dict(node.options) for node in bound.nodes}
     graph = build_graph(bound)
+    loaded.check_bodies(graph)
     check_shown(config.report.show, graph)
     return config, set_keys, graph, loaded.bodies(options)
 

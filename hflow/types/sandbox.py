@@ -26,6 +26,10 @@ class Sandbox:
     """Whether a call may run where the kernel cannot protect files."""
 
 
+class ToolFailed(Exception):
+    """A sandboxed tool failed; the message says how, in one line."""
+
+
 def sandbox_of(function: Callable[..., Any]) -> Sandbox | None:
     """Return the limits of a function with a sandbox; None for any other."""
     return getattr(function, ATTRIBUTE, None)

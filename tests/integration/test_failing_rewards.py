@@ -126,3 +126,48 @@ def test_a_reward_that_hangs_for_ever_drops_its_groups_and_nothing_else(tmp_path
     console.print(render_story(story))
     assert "stale: step" in (told := " ".join(console.export_text().split()))
     assert "score had not answered" in told
+
+
+READY_MADE = '''"""Ready-made rewards, of which one fails on a row without tests."""
+
+from hflow import Dataset, Json, Model, Recipe, Text, nodes, rewards, use
+
+train = Dataset("train", prompt=Text, answer=Text, tests=Json)
+actor = Model("actor", trainable=True)
+
+recipe = Recipe(
+    "ready_made",
+    train,
+    [
+        use(nodes.actor_gen, actor, group=2),
+        rewards.exact,
+        rewards.code,
+        use(rewards.overlong, limit=4, buffer=2),
+        rewards.combine(exact=1.0, code=0.5, overlong=0.25),
+        nodes.group_advantage,
+        use(nodes.actor_train, actor, prox="none"),
+    ],
+)
+'''
+
+
+def test_ready_made_rewards_are_combined_logged_and_never_0_for_a_failure(tmp_path: Path) -> None:
+    recipe, rows = tmp_path / "ready_made.py", tmp_path / "rows.jsonl"
+    recipe.write_text(READY_MADE)
+    tests = [[{"input": "", "output": ""}], []]
+    rows.write_text(
+        "".join(json.dumps({"prompt": "1+1=", "answer": "002", "tests": test}) + "\n" for test in tests * 4)
+    )
+    data = [f"data.train.path={rows}", "data.train.generator=null"]
+    changed = ["batch=2", "steps=2", "schedule.max_staleness=0", "nodes.reward.code_weight=2"]
+    summary = run(recipe, tmp_path / "runs", *ASKED, *data, *changed)
+    for row in steps_of(summary):
+        shares = {name: row[f"actor_gen/reward.{name}"] for name in ("exact", "code", "overlong")}
+        means = {name: row[f"actor_gen/{name}"] for name in shares}
+        assert shares["code"] == 2 * means["code"]
+        assert shares["overlong"] == 0.25 * means["overlong"] < 0
+        assert abs(row["actor_gen/reward"] - sum(shares.values())) < 1e-6
+    refused = select(summary.directory / "ledger.sqlite", "reason = 'failed'").to_json()
+    assert {(row["node"], re.sub(r" \(.*", "", str(row["message"]))) for row in refused} == {
+        ("code", "ValueError: the row has no tests")
+    }

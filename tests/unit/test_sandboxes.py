@@ -19,9 +19,9 @@ import pytest
 
 from hflow import sandbox
 from hflow.errors import RunError
-from hflow.types.sandbox import sandbox_of
+from hflow.types.sandbox import ToolFailed, sandbox_of
 from hflow.workers.generation import sandboxes as sandboxes_module
-from hflow.workers.generation.sandboxes import Sandboxes, ToolFailed
+from hflow.workers.generation.sandboxes import Sandboxes
 
 
 @sandbox(timeout=5.0, memory_mb=256)

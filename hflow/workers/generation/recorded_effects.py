@@ -15,11 +15,11 @@ from hflow.data.tool_schemas import Tool, tool_name
 from hflow.errors import HflowError
 from hflow.types import EpisodeState
 from hflow.types.environments import environment_number
-from hflow.types.sandbox import sandbox_of
+from hflow.types.sandbox import ToolFailed, sandbox_of
 from hflow.workers.error_location import error_line
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.journal import Journal, JournalRecorder, completion_request
-from hflow.workers.generation.sandboxes import Sandboxes, ToolFailed
+from hflow.workers.generation.sandboxes import Sandboxes
 
 Function = Callable[..., Any]
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hflow.errors import RunError
-from hflow.types.sandbox import Sandbox
+from hflow.types.sandbox import Sandbox, ToolFailed
 from hflow.workers.bodies.pool_child import timeout_message
 from hflow.workers.generation.confinement import check_machine, missing_protection
 from hflow.workers.generation.sandbox_child import LENGTH, STARTED, ServerSetup
@@ -40,20 +40,18 @@ _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 """All environment variables of a server. Those of this process may hold secrets."""
 
 
-class ToolFailed(Exception):
-    """A sandboxed tool failed; the message says how, in one line."""
-
-
 class Sandboxes:
-    """A server for each tool, started when the tool is first called.
+    """A server for each tool with its limits, started when the tool is first called.
 
     Args:
-        num_processes: most calls of one tool that run at the same time.
+        num_processes: most calls of one tool that run at the same time. The time of a call begins when it
+            runs.
     """
 
     def __init__(self, num_processes: int) -> None:
         self._num_processes = num_processes
-        self._servers: dict[Tool, _ToolServer] = {}
+        self._servers: dict[tuple[Tool, Sandbox], _ToolServer] = {}
+        self._places: dict[tuple[Tool, Sandbox], tuple[asyncio.AbstractEventLoop, asyncio.Semaphore]] = {}
 
     async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
         """Call a tool and return its result. Cancelling the awaiting task kills the processes of the call.
@@ -68,7 +66,9 @@ class Sandboxes:
             TypeError: when it returned what JSON cannot hold.
             RunError: when it cannot be sent to another process, or the kernel cannot confine it.
         """
-        kind, value = _parse_reply(await self._call(tool, limits, json.dumps(arguments).encode()))
+        async with self._place(tool, limits):
+            reply = await self._call(tool, limits, json.dumps(arguments).encode())
+        kind, value = _parse_reply(reply)
         if kind == "no JSON":
             name = getattr(tool, "__name__", "a tool")
             raise TypeError(
@@ -84,6 +84,15 @@ class Sandboxes:
         for server in self._servers.values():
             server.close()
         self._servers.clear()
+
+    def _place(self, tool: Tool, limits: Sandbox) -> asyncio.Semaphore:
+        """Return what a call waits for until one of the processes is free, on this event loop."""
+        loop = asyncio.get_running_loop()
+        owner, free = self._places.get((tool, limits), (None, None))
+        if free is None or owner is not loop:
+            free = asyncio.Semaphore(self._num_processes)
+            self._places[tool, limits] = loop, free
+        return free
 
     async def _call(self, tool: Tool, limits: Sandbox, request: bytes) -> bytes:
         """Send a request to a new process and return its reply."""
@@ -112,12 +121,26 @@ class Sandboxes:
 
     def _connect(self, tool: Tool, limits: Sandbox) -> socket.socket:
         """Return a connection to a new process of a tool."""
-        server = self._servers.get(tool)
+        server = self._servers.get((tool, limits))
         if server is None or server.has_ended:
             if server is not None:
                 server.close()
-            server = self._servers[tool] = _ToolServer(tool, limits, self._num_processes)
+            server = self._servers[tool, limits] = _ToolServer(tool, limits, self._num_processes)
         return server.connect()
+
+
+_sandboxes_of_process: Sandboxes | None = None
+
+
+async def call_in_process(tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
+    """Call a tool in the sandboxes that all bodies of this process share, as `Sandboxes.run` does.
+
+    Their servers end with the process.
+    """
+    global _sandboxes_of_process
+    if _sandboxes_of_process is None:
+        _sandboxes_of_process = Sandboxes(len(os.sched_getaffinity(0)))
+    return await _sandboxes_of_process.run(tool, limits, arguments)
 
 
 class _ToolServer:

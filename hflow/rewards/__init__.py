@@ -1,0 +1,13 @@
+"""Ready-made rewards: compute nodes that score one sample, or the samples of a group.
+
+`use(rewards.exact, returns="reward")` is a reward by itself. `combine` adds several with weights. A reward
+that cannot be computed refuses its sample with the reason; it is never 0.
+"""
+
+from hflow.rewards.answers import exact, math, regex
+from hflow.rewards.combination import combine
+from hflow.rewards.lengths import brevity, overlong
+from hflow.rewards.programs import code
+from hflow.rewards.structure import json_schema
+
+__all__ = ["brevity", "code", "combine", "exact", "json_schema", "math", "overlong", "regex"]

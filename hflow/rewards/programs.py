@@ -1,0 +1,136 @@
+"""A reward for programs: they run in a sandbox, and their results are compared outside of it."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from hflow.dsl import compute
+from hflow.lazy import sandboxes
+from hflow.types.sandbox import Sandbox, ToolFailed
+
+_FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
+
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "input": ("output",),
+    "call": ("output", "args"),
+    "test": (),
+}
+"""The key that says how a test runs -> the other keys that it must have."""
+
+
+@compute(per="sample")
+async def code(
+    completion: str,
+    tests: list[dict[str, Any]],
+    *,
+    score: Literal["all", "fraction"] = "all",
+    time_limit: float = 5.0,
+    memory_mb: int = 512,
+    without_landlock: bool = False,
+) -> float:
+    r"""Return whether a Python program passes the tests of its row, or which fraction of them.
+
+    A test is one of
+
+    - `{"input": "1 2\n", "output": "3\n"}`: the program reads standard input and writes standard output.
+      Whitespace at the ends of lines and of the output does not count.
+    - `{"call": "add", "args": [1, 2], "output": 3}`: a function, or `"Solution.add"` for a method, is called
+      and returns the output, a JSON value.
+    - `{"test": "assert add(1, 2) == 3"}`: statements that run after the program, and raise if it is wrong.
+
+    Every test runs in a process of its own, which `@sandbox` describes. The outputs that are expected stay
+    outside of it. Statements of a `test` do not: a program that looks for them can cheat.
+
+    A program that raises, ends without a result, or exceeds a limit fails the test. A sandbox that cannot be
+    made, and tests of another form, refuse the sample.
+
+    Args:
+        completion: what the model wrote. Its last block between ``` is the program if it has one, otherwise
+            all of it.
+        tests: the tests of the row, a `Json` column.
+        score: 1 if `all` tests pass, otherwise 0; or the `fraction` that pass.
+        time_limit: seconds of one test.
+        memory_mb: MiB of address space of one test.
+        without_landlock: run also where the kernel cannot protect files, instead of refusing.
+    """
+    checked = [_checked(test) for test in tests]
+    if not checked:
+        raise ValueError("the row has no tests")
+    fenced = _FENCED.findall(completion)
+    program = fenced[-1] if fenced else completion
+    limits = Sandbox(timeout=time_limit, memory_mb=memory_mb, without_landlock=without_landlock)
+    num_passed = 0
+    for test in checked:
+        passed = await _passes(program, test, limits)
+        if score == "all" and not passed:
+            return 0.0
+        num_passed += passed
+    return num_passed / len(checked)
+
+
+def _checked(test: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a test if it has a known form.
+
+    Raises:
+        ValueError: if not.
+    """
+    kind = next((key for key in _KEYS if key in test), None)
+    expected = () if kind is None else (kind, *_KEYS[kind])
+    if set(test) != set(expected):
+        forms = "; ".join(", ".join((key, *others)) for key, others in _KEYS.items())
+        raise ValueError(
+            f"a test has the keys {', '.join(test) or 'none'}. It must have one of these sets: {forms}"
+        )
+    return test
+
+
+async def _passes(program: str, test: Mapping[str, Any], limits: Sandbox) -> bool:
+    given = {key: value for key, value in test.items() if key != "output"}
+    try:
+        result = await sandboxes.call_in_process(run_program, limits, {"program": program, "test": given})
+    except (ToolFailed, TypeError):  # it raised, exceeded a limit, or returned what is not JSON
+        return False
+    if "input" in test:
+        return isinstance(result, str) and _lines(result) == _lines(str(test["output"]))
+    return True if "test" in test else bool(result == test["output"])
+
+
+def _lines(text: str) -> Sequence[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def run_program(program: str, test: dict[str, Any]) -> Any:
+    """Run a program in a process made for it, and return what the test asks for.
+
+    Standard input and output are files of the working directory, for programs that use file descriptors.
+
+    Returns:
+        The text that it wrote, or the value of the call; None for statements.
+    """
+    Path("stdin").write_text(str(test.get("input", "")), encoding="utf-8")
+    os.dup2(os.open("stdin", os.O_RDONLY), 0)
+    os.dup2(os.open("stdout", os.O_WRONLY | os.O_CREAT), 1)
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")  # type: ignore[assignment]
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), encoding="utf-8")
+    sys.argv = ["program.py"]
+    names: dict[str, Any] = {"__name__": "__main__" if "input" in test else "program"}
+    try:
+        exec(compile(program, "program.py", "exec"), names)
+    except SystemExit as end:
+        if "input" not in test or end.code not in (None, 0):
+            raise
+    if "call" in test:
+        owner, _, method = str(test["call"]).rpartition(".")
+        function = getattr(names[owner](), method) if owner else names[method]
+        return function(*test["args"])
+    if "test" in test:
+        exec(compile(str(test["test"]), "test.py", "exec"), names)
+        return None
+    sys.stdout.flush()
+    return Path("stdout").read_text(encoding="utf-8")

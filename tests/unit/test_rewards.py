@@ -1,0 +1,217 @@
+"""The library's rewards: known answers, wrong settings, and programs in a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hflow import Dataset, Json, Model, Recipe, Text, nodes, rewards, use
+from hflow.dsl import body_check
+from hflow.errors import RecipeError
+from hflow.graph.build import build_graph
+from hflow.graph.ir import Graph
+
+data = Dataset("train", prompt=Text, answer=Text, schema=Json, tests=Json)
+actor = Model("actor", trainable=True)
+
+
+def checked(*listed: Any, columns: Dataset = data) -> Graph:
+    """The graph of a generator and these nodes, after the checks that reading a recipe makes."""
+    recipe = Recipe("test", columns, [use(nodes.actor_gen, actor, group=2), *listed])
+    graph = build_graph(recipe.spec())
+    recipe.check_bodies(graph)
+    return graph
+
+
+def test_exact_compares_without_surrounding_whitespace():
+    assert [rewards.exact(" 42\n", "42"), rewards.exact("42.", "42"), rewards.exact("Yes", "yes")] == [
+        1,
+        0,
+        0,
+    ]
+    assert rewards.exact("Yes", "yes", ignore_case=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "options", "reward"),
+    [
+        ("5 steps\n#### 42", {}, 1.0),
+        ("#### 41 no, #### 42", {}, 1.0),
+        ("#### 41 no, #### 42", {"take": "first"}, 0.0),
+        ("42", {}, 0.0),
+        ("#### 41", {"compare": False}, 1.0),
+        ("The answer is 42", {"pattern": r"(?<=IS )\d+$", "ignore_case": True}, 1.0),
+    ],
+)
+def test_regex_compares_what_it_extracts(completion, options, reward):
+    assert rewards.regex(completion, "42", **{"pattern": r"####\s*(\S+)", **options}) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"so it is \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"$(x-1)(x+1)$", "x^2 - 1", 1.0),
+        ("The total is 1,234 apples.", "1234", 1.0),
+        (r"\boxed{3} and then 4", "3", 1.0),
+        (r"\boxed{\{1, 2\}}", r"$\{2, 1\}$", 1.0),
+        (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", 0.0),
+        ("I do not know.", "7", 0.0),
+    ],
+)
+def test_math_compares_symbolically(completion, answer, reward):
+    assert rewards.math(completion, answer) == reward
+
+
+def test_math_can_ask_for_a_box():
+    assert rewards.math("it is 3", "3", boxed=True) == 0.0
+    assert rewards.math(r"\boxed{2} no, \boxed{\frac{6}{2}} or 4", "3", boxed=True) == 1.0
+
+
+def test_math_refuses_an_answer_that_is_none():
+    with pytest.raises(ValueError, match="holds no mathematics"):
+        rewards.math("3", "$$")
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ('{"age": 7}', 1.0),
+        ('Here:\n```json\n{"age": 7}\n```\nDone.', 1.0),
+        ('{"age": "7"}', 0.0),
+        ("age: 7", 0.0),
+        ("[" * 100_000, 0.0),
+    ],
+)
+def test_json_is_checked_against_its_schema(completion, reward):
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    assert rewards.json_schema(completion, schema) == reward
+    assert rewards.json_schema(completion, shared_schema=json.dumps(schema)) == reward
+
+
+def test_a_row_without_a_schema_is_refused():
+    with pytest.raises(ValueError, match=r"not valid under any of the given schemas|is not of type"):
+        rewards.json_schema("{}", {"type": "oject"})
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "punishment"),
+    # DAPO, equation 13 with L_max = 20 and L_cache = 8: 0 up to 12 tokens, (12 - |y|) / 8 up to 20, then -1.
+    [(1, 0.0), (12, 0.0), (13, -0.125), (16, -0.5), (20, -1.0), (30, -1.0)],
+)
+def test_overlong_punishes_softly(num_tokens, punishment):
+    assert rewards.overlong(num_tokens, limit=20, buffer=8) == punishment
+
+
+def test_brevity_prefers_short_right_completions():
+    # Kimi k1.5, section 2.3.3: lambda = 0.5 - (len - 10) / 20 for lengths 10, 15, 20, 30.
+    assert rewards.brevity([10, 15, 20, 30], [1.0, 0.0, 1.0, 0.0]) == [0.5, 0.0, 0.0, -0.5]
+    assert rewards.brevity([10, 10], [1.0, 0.0]) == [0.0, 0.0]
+
+
+def test_a_combination_is_a_weighted_sum_with_its_shares_as_metrics():
+    reward = rewards.combine(exact=1.0, overlong=0.5)
+    values = {"exact": 1.0, "overlong": -0.5, "exact_weight": 1.0, "overlong_weight": 0.5}
+    assert reward(**values) == (0.75, {"exact": 1.0, "overlong": -0.25})
+    node = checked(rewards.exact, use(rewards.overlong, limit=8, buffer=4), reward).node("reward")
+    assert [(read.field, read.producer) for read in node.reads] == [
+        ("exact", "exact"),
+        ("overlong", "overlong"),
+    ]
+    assert {knob.name: knob.value for knob in node.spec.knobs} == {
+        "exact_weight": 1.0,
+        "overlong_weight": 0.5,
+    }
+    assert Path(node.spec.where.file).name == "test_rewards.py"
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        (lambda: [rewards.regex], "knob pattern is not set"),
+        (lambda: [use(rewards.regex, pattern="(")], "no regular expression: .*Correct it"),
+        (lambda: [use(rewards.overlong, limit=8)], "knobs limit and buffer must be set"),
+        (lambda: [use(rewards.overlong, limit=8, buffer=9)], "from 1 to limit=8"),
+        (lambda: [use(rewards.json_schema, shared_schema="{}")], "it needs one schema"),
+        (
+            lambda: [use(rewards.json_schema, reads={"schema": "nothing"}, shared_schema='{"type": 3}')],
+            "no JSON schema",
+        ),
+        (lambda: [rewards.combine()], "combine.. has no rewards"),
+        (lambda: [rewards.combine(exact="1")], "Set it to a number"),
+        (lambda: [rewards.combine(exat=1.0), rewards.exact], "did you mean 'exact'"),
+    ],
+)
+def test_wrong_settings_are_refused_when_the_recipe_is_read(listed, message):
+    with pytest.raises(RecipeError, match=message):
+        checked(*listed())
+
+
+def test_an_answer_to_compare_with_must_exist():
+    columns = Dataset("train", prompt=Text)
+    with pytest.raises(RecipeError, match=r"no node and no column provides. Set compare=False"):
+        checked(use(rewards.regex, pattern="x"), columns=columns)
+    checked(use(rewards.regex, pattern="x", compare=False), columns=columns)
+
+
+def test_a_missing_extra_is_named_when_the_recipe_is_read(monkeypatch):
+    monkeypatch.setattr(body_check, "find_spec", lambda package: None)
+    with pytest.raises(RecipeError, match=r"math: it needs math_verify: pip install 'hflow\[math\]'"):
+        checked(rewards.math)
+
+
+# Programs
+
+ADD = "def add(a, b):\n    return a + b\n"
+READS = "a, b = map(int, input().split())\nprint(a + b)  \n"
+
+
+def program_reward(completion: str, *tests: dict[str, Any], **options: Any) -> float:
+    return asyncio.run(rewards.code(completion, list(tests), **{"time_limit": 2.0, **options}))
+
+
+SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "reward"),
+    [
+        (f"I add.\n```python\n{READS}```", SUMS, 1.0),
+        ("import os\nos.write(1, b'%d' % sum(map(int, open(0).read().split())))", SUMS, 1.0),
+        ("print(3)", SUMS, 0.0),
+        ("print(3); import sys; sys.exit(0)", SUMS[:1], 1.0),
+        ("print(3); import sys; sys.exit(1)", SUMS[:1], 0.0),
+        (ADD, [{"call": "add", "args": [1, 2], "output": 3}], 1.0),
+        (ADD, [{"call": "subtract", "args": [1, 2], "output": -1}], 0.0),
+        (
+            "class Solution:\n    def add(self, a, b): return a + b",
+            [{"call": "Solution.add", "args": [1, 2], "output": 3}],
+            1.0,
+        ),
+        (ADD, [{"test": "assert add(1, 2) == 3"}], 1.0),
+        (ADD, [{"test": "assert add(1, 2) == 4"}], 0.0),
+        ("import sys; sys.exit(0)", [{"test": "assert False"}], 0.0),
+        ("import os; os._exit(0)", [{"test": "assert False"}], 0.0),
+        ("while True: pass", SUMS[:1], 0.0),
+        ("x = bytearray(2**30)\nprint(3)", SUMS[:1], 0.0),
+        ("import socket; socket.socket()\nprint(3)", SUMS[:1], 0.0),
+        ("no program", SUMS[:1], 0.0),
+    ],
+)
+def test_programs_are_tested_in_the_sandbox(completion, tests, reward):
+    options = {"time_limit": 0.3} if "while" in completion else {"memory_mb": 256}
+    assert program_reward(completion, *tests, **options) == reward
+
+
+def test_a_fraction_of_the_tests_can_count():
+    assert program_reward("print(3)", *SUMS, score="fraction") == 0.5
+
+
+@pytest.mark.parametrize("tests", [[], [{"input": "1"}], [{"stdin": "1", "output": "2"}]])
+def test_tests_of_another_form_refuse_the_sample(tests):
+    with pytest.raises(ValueError, match=r"no tests|must have one of these sets"):
+        program_reward("print(3)", *tests)
