@@ -116,7 +116,7 @@ def run_program(program: str, test: dict[str, Any]) -> Any:
     Path("stdin").write_text(str(test.get("input", "")), encoding="utf-8")
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
     os.dup2(os.open("stdout", os.O_WRONLY | os.O_CREAT), 1)
-    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")  # type: ignore[assignment]
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), encoding="utf-8")
     sys.argv = ["program.py"]
     names: dict[str, Any] = {"__name__": "__main__" if "input" in test else "program"}
