@@ -99,6 +99,13 @@ def _check_async(kind: NodeType, body: Callable[..., Any], error: ErrorFactory) 
             "only bodies of generate, and of compute with per='sample' or per='group', may be 'async def'. "
             "Write 'def'"
         )
+    if inspect.iscoroutinefunction(type(kind).run) and (
+        kind.runs_as not in ("compute", "generate") or kind.form == "tensor"
+    ):
+        raise error(
+            f"run of {type(kind).__name__} is 'async def', which only kinds like generate, and like compute "
+            "per sample or group, can have. Write 'def'"
+        )
 
 
 def _check_knob_names(kind: NodeType, signature: Signature, error: ErrorFactory) -> None:

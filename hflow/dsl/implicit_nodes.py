@@ -27,7 +27,7 @@ def implicit_nodes(nodes: Sequence[Definition[..., Any]]) -> list[Definition[...
     added: list[Definition[..., Any]] = []
     for node in nodes:
         fields = {node.reads.get(p.name, p.name) for p in node.signature.parameters}
-        if node.kind.verb != "train" or "prox_logprobs" not in fields:
+        if node.kind.runs_as != "train" or "prox_logprobs" not in fields:
             continue
         default_name = f"{node.kind.models[0].name}_inf"
         name = default_name if default_name not in taken_names else f"{node.name}_prox"

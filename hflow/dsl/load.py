@@ -11,17 +11,11 @@ from types import ModuleType
 from hflow.dsl.recipe import Recipe
 from hflow.errors import HflowError, RecipeError, nearest, shorten
 from hflow.graph.source_location import relative_path
-
-PREFIX = "hflow_recipe_"
-"""First part of a recipe's module name, so that a recipe file cannot shadow another module.
-
-Other processes cannot import such a module. To send its bodies to them, register the module with
-cloudpickle's `register_pickle_by_value`.
-"""
+from hflow.recipe_files import MODULE_PREFIX, use_directory
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Import a recipe file and return the one `Recipe` in it.
+    """Import a recipe file and return the one `Recipe` in it. It can import modules that lie beside it.
 
     Raises:
         RecipeError: if the file does not exist, is not Python, raises an exception, or does not hold exactly
@@ -45,12 +39,13 @@ def load_recipe(path: str | Path) -> Recipe:
 
 
 def _import(file: Path) -> ModuleType:
-    name = PREFIX + file.stem
+    name = MODULE_PREFIX + file.stem
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise RecipeError(f"{file}: a recipe must be a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    use_directory(file.parent)
     try:
         spec.loader.exec_module(module)
     except HflowError:

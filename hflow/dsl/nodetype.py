@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 from hflow.dsl.annotations import Form
@@ -20,6 +21,7 @@ from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Level
 from hflow.graph.model import Model
 from hflow.graph.source_location import caller_location
+from hflow.recipe_files import MODULE_PREFIX
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
@@ -41,7 +43,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Context:
-    """What `NodeType.run` receives besides the inputs."""
+    """What `NodeType.setup` and `NodeType.run` receive besides the inputs."""
 
     body: Callable[..., Any]
     """The decorated function."""
@@ -49,10 +51,16 @@ class Context:
     """The body's knobs, with the values of the recipe and the configuration."""
     options: Mapping[str, Any]
     """Every option of the node, defaults included."""
+    directory: Path
+    """The directory of the recipe's file, or its copy on another machine."""
 
 
 class NodeType:
     """A kind of node. Subclass it to add a decorator: `class Audit(NodeType)` is used as `@Audit()`.
+
+    A direct subclass runs like `compute`: it takes fields and returns fields. A kind that reads or trains a
+    model, generates or encodes is derived from `infer`, `train`, `generate` or `encode`, which are subclasses
+    of this class too, and has everything that the decorator has.
 
     Class attributes say what all nodes of this kind have in common. The constructor takes what one node
     chooses: its models and its options. Layouts, cost, drawing and weights are read once, when the recipe
@@ -63,6 +71,7 @@ class NodeType:
 
     Attributes:
         verb: the kind's name in plans and messages. Default: the class name in lower case.
+        runs_as: the decorator that it runs like. Derive from that decorator instead of setting it.
         level: when a node runs: once per sample, per group or per batch.
         num_models: smallest and largest number of models; None means any number.
         options: the decorator's options by name.
@@ -74,6 +83,7 @@ class NodeType:
     """
 
     verb: ClassVar[str] = "node"
+    runs_as: ClassVar[str] = "compute"
     level: ClassVar[Level] = Level.BATCH
     num_models: ClassVar[tuple[int, int | None]] = (0, None)
     options: ClassVar[Options] = COMMON | GROUPED
@@ -89,7 +99,8 @@ class NodeType:
         if "verb" not in cls.__dict__:
             cls.verb = cls.__name__.lower()
         other = NODE_TYPES.get(cls.verb)
-        if other is not None and other.__module__ != cls.__module__:
+        is_of_other_recipe = other is not None and other.__module__.startswith(MODULE_PREFIX)
+        if other is not None and other.__module__ != cls.__module__ and not is_of_other_recipe:
             raise RecipeError(
                 f"{caller_location()}: {cls.__name__}: verb {cls.verb!r} is already used by "
                 f"{other.__module__}. Set another name with verb="
@@ -149,12 +160,29 @@ class NodeType:
         """Return the seconds of one call, affine in the shapes; 0 leaves it to the planner's cost model."""
         return 0.0
 
+    def memory(self) -> int:
+        """Return the bytes that the node keeps on each worker that runs it, such as an index.
+
+        It is memory of the device; on a cluster of CPUs, of the host. Memory of a GPU's host is not planned.
+        """
+        return 0
+
     def draw(self) -> str:
         """Return the node's Graphviz shape."""
         return "box"
 
+    def setup(self, context: Context) -> None:
+        """Prepare a worker for calls of the node: load an index, open a client. Store it in `self`.
+
+        It is called once on each worker that runs the node, before the first call, and again if the process
+        had to be replaced. An exception ends the run. A checkpoint does not hold what it stores.
+        """
+
     def run(self, context: Context, inputs: Mapping[str, Any]) -> Any:
-        """Run a node once: take inputs by parameter name and return the results of the body."""
+        """Run a node once: take inputs by parameter name and return the results of the body.
+
+        It may be `async def` where the body may be.
+        """
         return context.body(**inputs, **context.knobs)
 
     def read_results(self, hint: Any, function: str, error: ErrorFactory) -> ReturnTypes:

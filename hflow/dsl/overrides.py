@@ -44,7 +44,7 @@ def apply_overrides(spec: RecipeSpec, overrides: Overrides) -> RecipeSpec:
 
 def overridable_keys(node: NodeSpec) -> tuple[str, ...]:
     """Return the knobs and options of a node that a configuration may change."""
-    options = NODE_TYPES[node.verb].options
+    options = NODE_TYPES[node.kind_name].options
     fields = tuple(name for name in _SPEC_FIELDS if name in options)
     return (*(knob.name for knob in node.knobs), *(name for name, _ in node.options), *fields)
 
@@ -86,7 +86,7 @@ def _override_value(node: NodeSpec, key: str, value: Any) -> NodeSpec:
 
 
 def _option(node: NodeSpec, key: str) -> Option:
-    option = NODE_TYPES[node.verb].options[key]
+    option = NODE_TYPES[node.kind_name].options[key]
     if key in _DERIVED_OPTIONS:
         return replace(option, type=option.type.removeprefix("None | "))
     return option

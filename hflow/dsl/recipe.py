@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hflow.dsl.body_check import check_of
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.definition import Definition, definition_of
 from hflow.dsl.implicit_nodes import implicit_nodes
-from hflow.dsl.nodetype import Context, NodeType
+from hflow.dsl.node_body import node_body
 from hflow.dsl.to_spec import to_spec
 from hflow.errors import RecipeError
 from hflow.graph.errors import recipe_error
@@ -79,7 +78,8 @@ class Recipe:
             options: node -> options that a configuration changed, for node types that override `run`.
         """
         nodes = (*self.nodes, *implicit_nodes(self.nodes))
-        return {node.name: _callable(node, (options or {}).get(node.name, {})) for node in nodes}
+        directory = str(Path(getattr(sys.modules.get(self.module), "__file__", None) or ".").resolve().parent)
+        return {node.name: node_body(node, (options or {}).get(node.name, {}), directory) for node in nodes}
 
     def check_bodies(self, graph: Graph) -> None:
         """Make the checks that bodies have of their knobs and inputs (`checked_by`).
@@ -161,35 +161,3 @@ def _distinct(items: Sequence[Named]) -> list[Named]:
         if other is not item:
             raise RecipeError(f"{item.where}: {item!r} is also declared at {other.where}. Rename one of them")
     return list(by_name.values())
-
-
-def _callable(node: Definition[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the body, or a callable that goes through `run` if the node type overrides it."""
-    if type(node.kind).run is NodeType.run:
-        return node.body
-    run = _Run(node, {**node.kind.option_values, **options})
-    if not inspect.iscoroutinefunction(node.body):
-        return run
-
-    @functools.wraps(node.body)
-    async def awaited(**arguments: Any) -> Any:
-        return await run(**arguments)
-
-    return awaited
-
-
-class _Run:
-    """Calls the `run` of a user's node type. It is called like a body: with inputs and knobs by name."""
-
-    def __init__(self, node: Definition[..., Any], options: Mapping[str, Any]) -> None:
-        self._kind = node.kind
-        self._options = options
-        self._knobs = tuple(node.knobs)
-        self.__wrapped__ = node.body  # `inspect.unwrap` finds the body here, and with it error locations.
-        self.__name__ = node.name
-        self.__module__ = node.body.__module__
-
-    def __call__(self, **arguments: Any) -> Any:
-        knobs = {name: arguments.pop(name) for name in self._knobs if name in arguments}
-        inputs: Mapping[str, Any] = arguments
-        return self._kind.run(Context(self.__wrapped__, knobs, self._options), inputs)

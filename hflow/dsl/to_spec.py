@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from hflow.dsl.definition import Definition
+from hflow.dsl.node_body import has_setup
 from hflow.dsl.nodetype import NodeType, Shapes
 from hflow.dsl.options import SPEC_FIELDS
 from hflow.graph.errors import recipe_error
@@ -23,7 +25,7 @@ def to_spec(node: Definition[..., Any]) -> NodeSpec:
     """Return a node as a frozen value.
 
     Raises:
-        RecipeError: if a model is missing, or a user's NodeType returns an invalid cost or layout.
+        RecipeError: if a model is missing, or a user's NodeType returns an invalid cost, layout or memory.
     """
     kind = node.kind
     if kind.has_open_models:
@@ -33,7 +35,7 @@ def to_spec(node: Definition[..., Any]) -> NodeSpec:
     parameters = tuple(replace(p, field=node.reads.get(p.name, p.name)) for p in node.signature.parameters)
     return NodeSpec(
         name=node.name,
-        verb=kind.verb,
+        verb=kind.runs_as,
         level=kind.node_level,
         body=_body_ref(node),
         where=node.where,
@@ -55,7 +57,10 @@ def to_spec(node: Definition[..., Any]) -> NodeSpec:
         after=options["after"],
         layouts=_layouts(node),
         cost=_cost(node),
+        memory=_memory(node),
         shape=kind.draw(),
+        has_setup=has_setup(node),
+        kind="" if kind.verb == kind.runs_as else kind.verb,
         implicit=node.implicit,
     )
 
@@ -84,7 +89,7 @@ def _options(
 
 
 def _needs_group(kind: NodeType, node: Definition[..., Any], parameters: tuple[Parameter, ...]) -> bool:
-    has_group_loss = kind.verb == "train" and node.results.fields[0].unit is Unit.GROUP
+    has_group_loss = kind.runs_as == "train" and node.results.fields[0].unit is Unit.GROUP
     return kind.node_level is Level.GROUP or has_group_loss or any(p.field == "group" for p in parameters)
 
 
@@ -109,6 +114,14 @@ def _cost(node: Definition[..., Any]) -> tuple[tuple[str, float], ...]:
     names = ("constant", "tokens", "sequences", "groups")
     values = (constant, *slopes)
     return tuple(zip(names, values, strict=True)) if any(values) else ()
+
+
+def _memory(node: Definition[..., Any]) -> int:
+    memory = node.kind.memory()
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
+        problem = f"memory() must return a number of bytes, not {memory!r}"
+        raise recipe_error(node.where, node.name, problem)
+    return int(memory)
 
 
 def _body_ref(node: Definition[..., Any]) -> BodyRef:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from hflow.dsl.annotations import Form
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.nodetype import NodeType, typed_options
-from hflow.dsl.options import COMMON, GROUPED, LEARNING, POOLED, SAMPLING, STREAM, Option
+from hflow.dsl.options import COMMON, GROUPED, LEARNING, POOLED, SAMPLING, STREAM, Option, Options
 from hflow.dsl.return_types import ErrorFactory, ReturnTypes, read_loss, read_trajectories, read_weight
 from hflow.graph.ir import Level
 from hflow.graph.model import Model
@@ -25,7 +25,7 @@ class StreamSource(NodeType, abstract=True):
     def read_results(self, hint: Any, function: str, error: ErrorFactory) -> ReturnTypes:
         """Return the trajectories, which open streams, and the fields after them."""
         results = read_trajectories(hint, self.return_names, function, error)
-        if results.grouped and self.verb != "encode":
+        if results.grouped and self.runs_as != "encode":
             raise error(
                 "an episode returns one Trajectory, not a list. Set group=n to run it n times per prompt"
             )
@@ -42,9 +42,10 @@ class Encode(StreamSource):
     The body returns a `Trajectory`, or a list of them, which is one group. It runs on the CPUs of workers.
     """
 
-    num_models: ClassVar = (1, 1)
-    options: ClassVar = COMMON | STREAM | POOLED | GROUPED
-    provides: ClassVar = ("tokenizer",)
+    runs_as: ClassVar[str] = "encode"
+    num_models: ClassVar[tuple[int, int | None]] = (1, 1)
+    options: ClassVar[Options] = COMMON | STREAM | POOLED | GROUPED
+    provides: ClassVar[tuple[str, ...]] = ("tokenizer",)
 
     @typed_options
     def __init__(
@@ -106,11 +107,12 @@ class Generate(StreamSource):
     The body receives an `Engine` and returns a `Trajectory`. It runs on the workers that hold the engines.
     """
 
-    num_models: ClassVar = (1, None)
-    options: ClassVar = COMMON | STREAM | POOLED | SAMPLING | GROUPED
-    provides: ClassVar = ("engine", "tokenizer")
-    needs: ClassVar = ("engine",)
-    is_async: ClassVar = True
+    runs_as: ClassVar[str] = "generate"
+    num_models: ClassVar[tuple[int, int | None]] = (1, None)
+    options: ClassVar[Options] = COMMON | STREAM | POOLED | SAMPLING | GROUPED
+    provides: ClassVar[tuple[str, ...]] = ("engine", "tokenizer")
+    needs: ClassVar[tuple[str, ...]] = ("engine",)
+    is_async: ClassVar[bool | None] = True
 
     @typed_options
     def __init__(
@@ -173,9 +175,10 @@ class Compute(NodeType):
     runs in a pool of CPU processes.
     """
 
-    num_models: ClassVar = (0, 0)
-    options: ClassVar = COMMON | POOLED | GROUPED | {"per": _PER}
-    is_async: ClassVar = None
+    runs_as: ClassVar[str] = "compute"
+    num_models: ClassVar[tuple[int, int | None]] = (0, 0)
+    options: ClassVar[Options] = COMMON | POOLED | GROUPED | {"per": _PER}
+    is_async: ClassVar[bool | None] = None
 
     @typed_options
     def __init__(
@@ -222,10 +225,11 @@ class Infer(NodeType):
     The body receives the model's `Output` and returns the fields to keep. It runs on all ranks of a replica.
     """
 
-    num_models: ClassVar = (1, 1)
-    options: ClassVar = COMMON | GROUPED | {"per": _PER}
-    provides: ClassVar = ("output", "sequences")
-    needs: ClassVar = ("output",)
+    runs_as: ClassVar[str] = "infer"
+    num_models: ClassVar[tuple[int, int | None]] = (1, 1)
+    options: ClassVar[Options] = COMMON | GROUPED | {"per": _PER}
+    provides: ClassVar[tuple[str, ...]] = ("output", "sequences")
+    needs: ClassVar[tuple[str, ...]] = ("output",)
 
     @typed_options
     def __init__(
@@ -273,10 +277,11 @@ class Train(NodeType):
     runs on all ranks of a replica. Micro-batches, gradient clipping and the optimizer step are hflow's.
     """
 
-    num_models: ClassVar = (1, 1)
-    options: ClassVar = COMMON | LEARNING | GROUPED
-    provides: ClassVar = ("output", "sequences")
-    needs: ClassVar = ("output",)
+    runs_as: ClassVar[str] = "train"
+    num_models: ClassVar[tuple[int, int | None]] = (1, 1)
+    options: ClassVar[Options] = COMMON | LEARNING | GROUPED
+    provides: ClassVar[tuple[str, ...]] = ("output", "sequences")
+    needs: ClassVar[tuple[str, ...]] = ("output",)
 
     @typed_options
     def __init__(
@@ -341,10 +346,11 @@ class Update(NodeType):
     target's new value. It runs on all ranks of a replica.
     """
 
-    num_models: ClassVar = (1, 1)
-    options: ClassVar = {name: COMMON[name] for name in ("every", "after")}
+    runs_as: ClassVar[str] = "update"
+    num_models: ClassVar[tuple[int, int | None]] = (1, 1)
+    options: ClassVar[Options] = {name: COMMON[name] for name in ("every", "after")}
     objects: ClassVar = {"source": Model}
-    provides: ClassVar = ()
+    provides: ClassVar[tuple[str, ...]] = ()
 
     @typed_options
     def __init__(

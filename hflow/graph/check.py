@@ -28,6 +28,8 @@ def check_graph(graph: Graph) -> None:
     Raises:
         RecipeError: for the first problem.
     """
+    for node in graph.nodes:
+        check_kind(node)
     check_writers(graph)
     check_losses(graph)
     check_cycles(graph)
@@ -37,6 +39,71 @@ def check_graph(graph: Graph) -> None:
         check_arrival(node)
         check_cadence(graph, node)
         check_source(graph, node)
+
+
+def check_kind(node: Node) -> None:
+    """Check that a node type of the recipe declares nothing that its way of running cannot do."""
+    spec = node.spec
+    if not spec.kind:
+        return
+    if spec.verb == "compute" and (fix := _better_base(spec)):
+        raise _error(node, f"{spec.kind!r} runs like compute, which {fix}")
+    if spec.verb == "encode" and spec.cost:
+        raise _error(
+            node,
+            f"{spec.kind!r} states a cost, but encoded samples are made ahead. Remove cost from its class",
+        )
+    levels, num_models = _KINDS[spec.verb]
+    if spec.level not in levels:
+        raise _error(
+            node, f"{spec.kind!r} runs like {spec.verb}, which cannot be per {spec.level}. Remove its level"
+        )
+    if num_models is not None and len(spec.models) != num_models:
+        raise _error(
+            node,
+            f"{spec.kind!r} runs like {spec.verb}, which uses {num_models} model(s), not {len(spec.models)}. "
+            "Write one node for each model",
+        )
+    writes = spec.models[:1] if spec.verb in ("train", "update") else ()
+    reads = () if spec.verb in ("encode", "compute") else spec.models
+    for name, stated, actual in (
+        ("reads_weights", spec.reads_weights, reads),
+        ("writes_weights", spec.writes_weights, writes),
+        ("opens_stream", spec.opens_stream, spec.verb in ("encode", "generate")),
+    ):
+        if stated != actual:
+            raise _error(
+                node,
+                f"{spec.kind!r} sets {name} to {stated!r}, but it runs like {spec.verb}, for which that is "
+                f"{actual!r}. Remove {name}",
+            )
+
+
+_KINDS: Mapping[str, tuple[tuple[Level, ...], int | None]] = {
+    "encode": ((Level.SAMPLE,), 1),
+    "generate": ((Level.SAMPLE,), None),
+    "compute": (tuple(Level), 0),
+    "infer": (tuple(Level), 1),
+    "train": ((Level.BATCH,), 1),
+    "update": ((Level.BATCH,), 2),
+}
+"""Verb -> the levels of its nodes, and the number of their models; None: at least one."""
+
+
+def _better_base(spec: NodeSpec) -> str:
+    """Return why a kind that runs like compute cannot do what it declares, and from what to derive it."""
+    if spec.opens_stream:
+        return "cannot open a stream. Derive its class from generate or encode"
+    if spec.writes_weights:
+        return f"cannot train model {spec.writes_weights[0]!r}. Derive its class from train"
+    for name, provided in spec.provided:
+        bases = {"output": "infer or train", "engine": "generate", "tokenizer": "encode or generate"}
+        if provided.partition(":")[0] in bases:
+            base = bases[provided.partition(":")[0]]
+            return f"has no {provided.capitalize()} for parameter {name!r}. Derive its class from {base}"
+    if spec.models:
+        return f"cannot use model {spec.models[0]!r}. Derive its class from infer, train or generate"
+    return ""
 
 
 def check_writers(graph: Graph) -> None:

@@ -104,13 +104,13 @@ def to_mermaid(graph: Graph, overlay: PlanOverlay = _NO_OVERLAY) -> str:
 
 def _boxes(graph: Graph, overlay: PlanOverlay) -> Iterator[_Box]:
     for node in graph.nodes:
-        yield _Box(node.name, node.spec.verb, node.spec.shape, (node.name, _signature(node)))
+        yield _Box(node.name, node.spec.kind_name, node.spec.shape, (node.name, _signature(node)))
     for name, model in overlay.saves:
         yield _Box(name, "save", "cylinder", (name, f"save({model})"))
 
 
 def _signature(node: Node) -> str:
-    return f"{node.spec.verb}({', '.join(node.spec.models)})"
+    return f"{node.spec.kind_name}({', '.join(node.spec.models)})"
 
 
 def _edges(graph: Graph, overlay: PlanOverlay) -> Iterator[tuple[Edge, str]]:

@@ -109,7 +109,7 @@ class NodeSpec:
 
     name: str
     verb: str
-    """`encode generate compute infer train update`, or the name of a user's NodeType."""
+    """How it runs: `encode`, `generate`, `compute`, `infer`, `train` or `update`."""
     level: Level
     body: BodyRef
     where: SourceLocation
@@ -142,6 +142,12 @@ class NodeSpec:
     if the planner estimates them."""
     shape: str = "box"
     """Graphviz shape, from `NodeType.draw`."""
+    memory: int = 0
+    """Bytes on each worker that runs it, from `NodeType.memory`."""
+    has_setup: bool = False
+    """Whether its NodeType has a `setup`, which prepares each worker that runs it."""
+    kind: str = ""
+    """The name of its NodeType if the recipe defines it, otherwise empty."""
     implicit: bool = False
     """Whether hflow added it (`actor_inf` for `prox="recompute"`). It is dropped if no node reads it."""
 
@@ -150,9 +156,9 @@ class NodeSpec:
         return dict(self.options).get(name, default)
 
     @property
-    def runs_as_compute(self) -> bool:
-        """Whether it is a compute node or of a user's node type, which runs like one."""
-        return self.verb not in ("encode", "generate", "infer", "train", "update")
+    def kind_name(self) -> str:
+        """The name of its NodeType: a user's own, or the verb."""
+        return self.kind or self.verb
 
 
 @dataclass(frozen=True)

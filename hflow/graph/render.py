@@ -74,7 +74,8 @@ def _stream(stream: Stream) -> str:
 
 def _node(graph: Graph, node: Node, after_batch: bool) -> Iterator[str]:
     spec = node.spec
-    yield f"  {spec.name}  {spec.verb}({', '.join(spec.models)}) {_when(node, after_batch)} on {node.stream}"
+    title = f"{spec.name}  {spec.kind_name}({', '.join(spec.models)})"
+    yield f"  {title} {_when(node, after_batch)} on {node.stream}"
     if node.reads:
         yield f"      reads    {', '.join(_read(node, read) for read in node.reads)}"
     if spec.returns:

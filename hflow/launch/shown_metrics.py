@@ -108,7 +108,7 @@ def _default_labels(plan: Plan) -> dict[str, str]:
 
 def _scores(graph: Graph, node: Node, levels: Container[Level]) -> list[str]:
     """Return all fields of a body of these levels; for other nodes, the number reported for each sample."""
-    if node.spec.runs_as_compute and node.spec.level in levels:
+    if node.spec.verb == "compute" and node.spec.level in levels:
         return [returned.field for returned in node.spec.returns]
     field = reported_field(graph, node.name)
     return [field] if field else []

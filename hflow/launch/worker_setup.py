@@ -48,6 +48,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
         factories=backends.factories() if factories is None else factories,
         collective_timeout=compiled.config.collective_timeout,
         endpoint_host=compiled.config.endpoint_host,
+        recipe_directory=str(compiled.recipe.resolve().parent),
     )
 
 
@@ -112,7 +113,7 @@ def _program(compiled: Compiled, node: Node) -> NodeProgram:
     spec = node.spec
     return NodeProgram(
         name=spec.name,
-        verb="compute" if spec.runs_as_compute else spec.verb,
+        verb=spec.verb,
         level=spec.level.value,
         stream=node.stream,
         root=compiled.graph.root_stream(node.stream).name,

@@ -25,6 +25,7 @@ class MemoryCategory(StrEnum):
     BUFFERS = "buffers"
     """What collectives, weight transfers and the backward pass of a layer use for a moment."""
     RUNTIME = "runtime"
+    """The runtime of the device, and what nodes keep there (`NodeType.memory`)."""
 
 
 class MemoryItem(NamedTuple):
@@ -79,6 +80,8 @@ class Pace:
     steps: tuple[tuple[int, float], ...] = ()
     """Number of responses that run -> seconds per token of each, ascending up to `slots`. Empty: all numbers
     are equally fast."""
+    seconds_per_sample: float = 0.0
+    """Seconds of each response beside its tokens, which its node type states."""
 
     def speed(self, num_running: float) -> float:
         """Return how many times faster a response is while fewer than all slots are used.

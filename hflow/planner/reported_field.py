@@ -36,7 +36,7 @@ def reported_number(returns: Iterable[tuple[str, str]]) -> str | None:
 
 def _judges(graph: Graph, node: Node) -> bool:
     spec = node.spec
-    if spec.verb in ("encode", "generate") or (spec.runs_as_compute and spec.level is Level.SAMPLE):
+    if spec.verb in ("encode", "generate") or (spec.verb == "compute" and spec.level is Level.SAMPLE):
         return True
     return spec.verb == "infer" and any(graph.model(model).head == "score" for model in spec.models)
 

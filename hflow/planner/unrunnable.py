@@ -35,8 +35,6 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
     workers = request.settings.get("workers")
     yield from _shared_device_reasons(plan)
     for node in plan.graph.nodes:
-        if node.spec.runs_as_compute:
-            yield from _custom_node_reasons(node.spec, f"{node.spec.name} ({node.spec.where})")
         if node.spec.verb == "update":
             yield from _update_reasons(node, plan, request)
         if node.spec.verb == "generate":
@@ -212,18 +210,6 @@ def _derived_stream_reasons(node: Node, plan: Plan) -> Iterator[str]:
     for other in plan.graph.nodes:
         if other.spec.verb == "train" and other.stream in spec.streams:
             yield f"{where}: {other.name} trains on this derived stream, whose samples have no staleness yet."
-
-
-def _custom_node_reasons(spec: NodeSpec, where: str) -> Iterator[str]:
-    """Yield what a custom node type uses beyond what a compute node has."""
-    node = f"{where} is a custom node type ({spec.verb!r}), which"
-    if spec.opens_stream:
-        yield f"{node} cannot open a stream yet. Use generate or encode."
-    if spec.models:
-        yield f"{node} cannot use the weights of models yet. Remove {spec.models[0]!r}."
-    for name, provided in spec.provided:
-        if provided not in ("sequences", "state"):
-            yield f"{node} cannot have a parameter of type {provided!r} yet. Remove the parameter {name!r}."
 
 
 def _layout_and_workers(replica: Replica) -> str:

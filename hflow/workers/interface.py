@@ -256,6 +256,8 @@ class WorkerSetup:
     """Seconds after which a collective with a missing rank fails."""
     endpoint_host: str = "127.0.0.1"
     """The address that endpoints of episodes listen on."""
+    recipe_directory: str = ""
+    """The directory of the recipe's file on the controller's machine."""
     node_states: Mapping[str, str] = field(default_factory=dict)
     """Node -> JSON of its `State`, with which it continues (`NodeResult.state`)."""
 

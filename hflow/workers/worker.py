@@ -29,6 +29,7 @@ from hflow.durable_files import FileChecksum
 from hflow.errors import HflowError, RunError
 from hflow.planner.ir import ClusterSpec, Replica
 from hflow.planner.routing import tensor_ranks
+from hflow.types.node_setup import setup_of
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.loading import LoadedWeights
 from hflow.weights.publisher import (
@@ -42,6 +43,7 @@ from hflow.workers.background_writer import BackgroundWriter
 from hflow.workers.bodies.batch_node_runner import BatchNodeRunner, merge_tasks
 from hflow.workers.bodies.compute_runner import ComputeRunner
 from hflow.workers.bodies.encode_runner import EncodeRunner
+from hflow.workers.bodies.pool_child import run_setup
 from hflow.workers.error_location import error_with_location
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.engine_manager import EngineManager
@@ -157,15 +159,38 @@ class Worker:
     def _build_bodies(self) -> None:
         """Build the parts that run bodies. They start processes, so all that can fail is built before."""
         setup = self._setup
+        self._set_up_nodes()
         tokenizers = build_tokenizers(setup, "encode")
         self._encoder = EncodeRunner(
             self._plan, self._programs("encode"), self._store, tokenizers, self._fail
         )
-        programs = {name: p for name, p in self._programs("compute").items() if p.level != "batch"}
+        programs = {
+            name: program
+            for name, program in self._programs("compute").items()
+            if program.level != "batch" and (setup_of(program.body) is None or self._runs(name))
+        }
         self._computes = ComputeRunner(programs, self._store, setup.pool_processes, self._fail)
         self._batch_nodes = BatchNodeRunner(
             self._plan, setup.programs, self._store, self._backends, self._computes, setup.node_states
         )
+
+    def _set_up_nodes(self) -> None:
+        """Run the setup of nodes that this process runs itself; those in the pool are set up there.
+
+        Raises:
+            RunError: when one fails.
+        """
+        for name, program in self._setup.programs.items():
+            is_pooled = program.verb == "compute" and program.level != "batch"
+            if not is_pooled and self._runs(name) and (problem := run_setup(program.body)):
+                raise RunError(f"node {name!r}: {problem}")
+
+    def _runs(self, node: str) -> bool:
+        """Return whether a hosted worker runs a node."""
+        placement = self._plan.placement(node)
+        replicas = [self._plan.replica(name) for name in placement.replicas]
+        ranks = [worker for replica in replicas if replica.role != "gen" for worker in replica.workers]
+        return not {*placement.heads, *ranks}.isdisjoint(self._hosted)
 
     def _programs(self, verb: str) -> dict[str, NodeProgram]:
         return {name: program for name, program in self._setup.programs.items() if program.verb == verb}

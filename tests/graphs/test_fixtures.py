@@ -37,7 +37,7 @@ def test_good_recipes_pass_without_a_warning(path: Path):
     assert graph.warnings == ()
     text = render_text(graph)
     for node in graph.nodes:
-        assert re.search(rf"^  {node.name}  {node.spec.verb}\(", text, re.MULTILINE)
+        assert re.search(rf"^  {node.name}  {node.spec.kind_name}\(", text, re.MULTILINE)
         assert f'"{node.name}" [' in to_dot(graph)
         assert f'  {node.name}["' in to_mermaid(graph)
 

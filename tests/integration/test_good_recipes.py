@@ -124,5 +124,6 @@ def test_custom_kinds_run_at_every_level(tmp_path: Path) -> None:
         assert 1.0 <= row["actor_gen/reward"] < 2.0
         assert row["actor_gen/total"] == pytest.approx(0.0, abs=1e-5)
         assert row["actor_gen/advantages"] == pytest.approx(0.0, abs=1e-5)
+        assert row["weights/looked"] == pytest.approx(0.5, abs=1e-3)
         assert row["weights/scaled"] == pytest.approx(3 * (1 + row["actor_gen/reward"]), rel=1e-5)
         assert row["actor_train/grad_norm"] > 0

@@ -112,12 +112,16 @@ RECIPES: list[tuple[str, str, list[str]]] = [
     ("self_play", "d2t2", []),
     ("custom/ema_teacher", "d2p2", []),
     ("custom/llm_judge", "t2p2", []),
+    ("custom/retrieval", "d2p2", []),
+    ("custom/sft_rl", "t2p2", []),
 ]
 
 
 def test_every_recipe_has_a_twin() -> None:
     shipped = {str(p.relative_to(ROOT / "recipes").with_suffix("")) for p in (ROOT / "recipes").rglob("*.py")}
-    assert {name for name, _, _ in RECIPES} == shipped - {"custom/judge_server"}
+    without_recipe = {"custom/judge_server", "custom/text_index"}
+    random = {"custom/replay"}  # which samples are replayed depends on the order in which they finish
+    assert {name for name, _, _ in RECIPES} == shipped - without_recipe - random
 
 
 @pytest.mark.parametrize(("name", "layout", "changes"), RECIPES)

@@ -139,7 +139,7 @@ def test_reserved_names_of_mermaid_are_escaped():
 
 
 def test_custom_verbs_and_quotes_are_escaped():
-    graph = changed(grpo(), "score", verb="my audit")
+    graph = changed(grpo(), "score", kind="my audit")
     odd = replace(graph, name='a "b" \\c', edges=(Edge(EdgeKind.DATA, "score", "score", fields=('#"x"',)),))
     assert parsed(to_dot(odd), DOT)["edge"] == [('"score"', '"score"')]
     assert ("score", "my_audit_") in parsed(to_mermaid(odd), MERMAID)["node"]

@@ -230,7 +230,8 @@ def test_a_custom_kind_is_made_like_the_built_in_verbs():
         return num_tokens / 2
 
     spec = spec_of(weight)
-    assert (spec.verb, spec.level, spec.option("unit"), spec.shape) == ("weigh", Level.SAMPLE, "g", "diamond")
+    assert (spec.verb, spec.kind, spec.level) == ("compute", "weigh", Level.SAMPLE)
+    assert (spec.option("unit"), spec.shape) == ("g", "diamond")
     assert spec.cost == (("constant", 0.5), ("tokens", 0.25), ("sequences", 0.0), ("groups", 0.0))
     assert spec.layouts == (("weight", "sharded"),)
     assert all(issubclass(verb, NodeType) for verb in (encode, generate, compute, infer, train, update))

@@ -377,6 +377,16 @@ def test_phases_follow_the_order_of_the_group():
     assert names == ["generate", "wake", "ref_inf", "group_advantage", "actor_train", "save.actor"]
 
 
+def test_what_a_node_keeps_is_on_the_workers_that_run_it_and_in_every_phase():
+    graph = graphs.changed(graphs.grpo(), "group_advantage", memory=3 << 30)
+    without, kept = (memory_phases(*compiled(one, models=("actor", "ref"))) for one in (graphs.grpo(), graph))
+    assert {row.devices for row in kept} == {(0,), (1,)}  # a batch node runs on the first worker
+    for name in ("generate", "actor_train", "save.actor"):
+        assert phase(kept, name).total - phase(without, name).total == 3 << 30
+        assert phase(kept, name, device=1).total == phase(without, name, device=1).total
+        assert named(phase(kept, name).resident)["group_advantage (node)"] == 3 << 30
+
+
 def test_a_colocated_vllm_engine_counts_twice_on_a_cpu_and_frees_its_memory_on_cuda():
     on_cpu = memory_phases(*compiled(graphs.grpo(), asked={"engine": "vllm"}))
     generating, training = (

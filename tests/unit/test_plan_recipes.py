@@ -1,6 +1,7 @@
 """Every recipe that is shipped, and every good graph, can be planned in each kind of deployment."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,8 @@ def test_colocated_and_separate_engines(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_digest_does_not_depend_on_the_recipes_location(path, tmp_path):
+    for other in path.parent.glob("*.py"):
+        shutil.copy(other, tmp_path)  # what it imports
     moved = tmp_path / path.name
     moved.write_text("\n\n" + path.read_text())
     assert plan_of(moved).digest == plan_of(path).digest

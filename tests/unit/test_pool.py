@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hflow.errors import RunError
 from hflow.workers.bodies.pool import Pool, PoolBody
 from hflow.workers.bodies.pool_child import JobResult
 
@@ -37,6 +38,22 @@ def die_on_five(x: int) -> int:
     if x == 5:
         os._exit(3)
     return x
+
+
+class Counted:
+    """A body with a setup, which writes a mark and may fail."""
+
+    def __init__(self, marks: str, problem: str = "") -> None:
+        self.marks, self.problem = marks, problem
+        self.__hflow_setup__ = self.setup
+
+    def setup(self) -> None:
+        if self.problem:
+            raise OSError(self.problem)
+        Path(self.marks, str(os.getpid())).touch()
+
+    def __call__(self, x: int) -> int:
+        return hang_on_seven(x) + os.getpid()
 
 
 def loaded_modules(x: int) -> list[str]:
@@ -149,6 +166,25 @@ def test_only_the_hanging_sample_times_out(bench: Callable[..., Bench]) -> None:
     assert [key for key, result in sorted(ended.items()) if result.reason] == [7]
     assert (ended[7].reason, ended[7].message) == ("timeout", "took longer than its timeout of 0.5 s")
     assert ended[8].value == 8
+
+
+def test_a_node_with_a_setup_has_one_process_that_is_set_up_again_when_it_is_replaced(
+    bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    made = bench(Counted(str(tmp_path)), num_processes=2, timeout=0.5)
+    (first,) = (int(mark.name) for mark in tmp_path.iterdir())  # before any call
+    ended = made.run(numbers(12))
+    marks = {int(mark.name) for mark in tmp_path.iterdir()}
+    used = {result.value - key for key, result in ended.items() if result.reason is None}
+    assert [key for key, result in ended.items() if result.reason] == [7]
+    assert first in used
+    assert used <= marks
+    assert len(marks) == 2
+
+
+def test_a_setup_that_fails_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"node 'body': its setup failed: OSError: no index \(.*test_pool.py"):
+        Bench(Counted(str(tmp_path), "no index"), 1)
 
 
 def test_only_the_crashing_sample_fails(bench: Callable[..., Bench]) -> None:

@@ -91,7 +91,12 @@ class Costs:
             if share := self._share_of_kept_weights(name):
                 of_engine += [part.times(share) for part in keep_weights(replica)]
             parts += [replace(part, name=mark + part.name) for part in of_engine]
-        return parts
+        return [*parts, *self._source_body()]
+
+    def _source_body(self) -> list[Part]:
+        """Return what the node type of the source states for one sample. Samples run at the same time."""
+        spec = self._plan.graph.node(self._stream.source).spec
+        return [self._stated_cost(spec, Level.SAMPLE)] if spec.cost else []
 
     def pace(self) -> Pace | None:
         """Return the source's seconds per token. The engines of an episode take turns."""
@@ -103,7 +108,8 @@ class Costs:
             (num, sum(seconds_per_token(r, self._workload, rollout, num) for r in replicas.values()))
             for num in _running_counts(slots)
         )
-        return Pace(slots, steps[-1][1], steps)
+        beside = sum(part.seconds for part in self._source_body())
+        return Pace(slots, steps[-1][1], steps, beside)
 
     def node(self, node: ScheduledNode) -> Parts:
         """Return the time of one execution of a node."""

@@ -72,6 +72,6 @@ def _required_fields(node: Node) -> tuple[str, ...]:
     """
     if any(kind == "output" for _, kind in node.spec.provided) or node.spec.verb in ("infer", "train"):
         return ("input_ids", "loss_mask")
-    is_packed = node.spec.runs_as_compute and node.spec.level is Level.BATCH
+    is_packed = node.spec.verb == "compute" and node.spec.level is Level.BATCH
     reads_tokens = any(read.unit is Unit.TOKEN for read in node.reads)
     return ("loss_mask",) if is_packed or reads_tokens else ()

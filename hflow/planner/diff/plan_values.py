@@ -79,7 +79,7 @@ def _period(period: Rows | None) -> Iterator[tuple[str, dict[str, ShownValue]]]:
         yield f"idle share of {group}", {"": ShownValue(share, f"{share:.0%}")}
 
 
-_OWN_NODE = ("name", "verb", "models", "body", "where", "knobs", "options")
+_OWN_NODE = ("name", "verb", "kind", "models", "body", "where", "knobs", "options")
 """Fields of a node's spec that are shown separately or not at all."""
 
 
@@ -130,7 +130,7 @@ def _node(node: Rows) -> dict[str, ShownValue]:
     spec = node["spec"]
     body = spec["body"]
     made = {
-        "": shown(f"{spec['verb']}({', '.join(spec['models'])})"),
+        "": shown(f"{spec.get('kind') or spec['verb']}({', '.join(spec['models'])})"),
         "body": ShownValue(body["digest"], f"source {body['digest'][:8]}"),
         "name of the body": shown(f"{body['module']}.{body['qualname']}"),
     }

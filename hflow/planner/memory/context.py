@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from hflow.planner.forecast import MemoryCategory
 from hflow.planner.ir import SAVE_PREFIX, DeviceGroup, Plan, WeightRoute
+from hflow.planner.memory.items import ItemKey, Items, item
 from hflow.planner.memory.rank import Rank
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
@@ -45,18 +47,34 @@ class MemoryContext:
         """Return the verb of a batch node; that of a node that saves a model is `save`."""
         return "save" if node.startswith(SAVE_PREFIX) else self.plan.graph.node(node).spec.verb
 
+    @cached_property
+    def nodes_of_workers(self) -> dict[int, Items]:
+        """What the nodes that run on each worker keep there, as their node types state it."""
+        held: dict[int, Items] = {}
+        for node in self.plan.graph.nodes:
+            if not node.spec.memory:
+                continue
+            placement = self.plan.placement(node.name)
+            replicas = [self.plan.replica(name) for name in placement.replicas]
+            ranks = [worker for replica in replicas if replica.role != "gen" for worker in replica.workers]
+            for worker in {*placement.heads, *ranks}:
+                kept = item(MemoryCategory.RUNTIME, node.spec.memory, f"{node.name} (node)")
+                held[worker] = held.get(worker, Items()) + kept
+        return held
+
     def ranks_of_devices(self, group: DeviceGroup) -> list[tuple[Ranks, tuple[int, ...]]]:
-        """Return the ranks on the devices of a group, with the devices that have equal ranks."""
+        """Return the ranks on the devices of a group, with the devices that hold the same."""
         kinds: list[Rank] = []
         kinds_on: dict[int, list[int]] = {device: [] for device in group.devices}
         for rank, workers in self._kinds_of_ranks(group.name):
             for worker in workers:
                 kinds_on[worker].append(len(kinds))
             kinds.append(rank)
-        equal: dict[tuple[int, ...], list[int]] = {}
+        equal: dict[tuple[tuple[int, ...], frozenset[tuple[ItemKey, int]]], list[int]] = {}
         for device, indices in kinds_on.items():
-            equal.setdefault(tuple(indices), []).append(device)
-        return [(tuple(kinds[i] for i in indices), tuple(devices)) for indices, devices in equal.items()]
+            kept = frozenset(self.nodes_of_workers.get(device, Items()).items())
+            equal.setdefault((tuple(indices), kept), []).append(device)
+        return [(tuple(kinds[i] for i in indices), tuple(devices)) for (indices, _), devices in equal.items()]
 
     def _kinds_of_ranks(self, group: str) -> Iterator[tuple[Rank, Iterable[int]]]:
         """Yield the different ranks of a group's replicas with their workers, where sizes are known."""

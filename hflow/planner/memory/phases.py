@@ -52,8 +52,8 @@ def engine_caches(plan: Plan, request: PlanRequest) -> dict[str, tuple[int, int]
     found: dict[str, tuple[int, int]] = {}
     for group in plan.groups:
         inferred = next((at for phase, at in _phases(context, group) if phase == GENERATE), frozenset())
-        for ranks, _ in context.ranks_of_devices(group):
-            caches = _caches(context, ranks, inferred)
+        for ranks, (device, *_) in context.ranks_of_devices(group):
+            caches = _caches(context, ranks, inferred, context.nodes_of_workers.get(device, Items()))
             for rank in ranks:
                 name = rank.replica.name
                 if name in caches and (limit := _largest_batch(context, rank, caches[name])) is not None:
@@ -93,14 +93,14 @@ def _runtime(context: MemoryContext) -> int:
 def _group_rows(context: MemoryContext, group: DeviceGroup) -> Iterator[PhaseMemory]:
     phases = list(_phases(context, group))
     generating = next((inferred for phase, inferred in phases if phase == GENERATE), frozenset())
-    ranks_of_devices = [
-        (ranks, devices, _caches(context, ranks, generating))
-        for ranks, devices in context.ranks_of_devices(group)
-    ]
+    ranks_of_devices = []
+    for ranks, devices in context.ranks_of_devices(group):
+        kept = context.nodes_of_workers.get(devices[0], Items())
+        ranks_of_devices.append((ranks, devices, kept, _caches(context, ranks, generating, kept)))
     for phase, inferred in phases:
         equal: dict[tuple[tuple[MemoryItem, ...], tuple[MemoryItem, ...]], list[int]] = {}
-        for ranks, devices, caches in ranks_of_devices:
-            resident = _resident(context, ranks, phase, inferred, caches)
+        for ranks, devices, kept, caches in ranks_of_devices:
+            resident = _resident(context, ranks, phase, inferred, caches) + kept
             transient = _transient(context, ranks, phase, caches)
             equal.setdefault((_rows(resident), _rows(transient)), []).extend(devices)
         for (resident_rows, transient_rows), same in equal.items():
@@ -148,13 +148,13 @@ def _running_replica(context: MemoryContext, phase: str) -> tuple[str, ...]:
     return () if phase in (GENERATE, WAKE) else context.plan.placement(phase).replicas[:1]
 
 
-def _caches(context: MemoryContext, ranks: Ranks, inferred: Container[str]) -> dict[str, int]:
-    """Return the bytes of the KV cache of each engine on a device.
+def _caches(context: MemoryContext, ranks: Ranks, inferred: Container[str], kept: Items) -> dict[str, int]:
+    """Return the bytes of the KV cache of each engine on a device where nodes keep some bytes.
 
     Engines are sized one after the other, each by what all others, and its own step, leave free.
     """
     caches: dict[str, int] = {}
-    used = _resident(context, ranks, GENERATE, inferred, caches).total()
+    used = _resident(context, ranks, GENERATE, inferred, caches).total() + kept.total()
     for rank in ranks:
         if rank.replica.role == "gen":
             load = engine_load(context.plan, rank, context.workloads)

@@ -77,7 +77,8 @@ class GroupMemory:
         self._profiles: dict[tuple[ReplicaOption, bool], _Profile] = {}
         self._phase_bytes: dict[tuple[Phases, ReplicaOption, bool], _PhaseBytes] = {}
         self._contexts: dict[tuple[str, bool, bool], MemoryContext] = {}
-        self.runtime = round(problem.hardware.device.overhead_gib * GIB)
+        kept = sum(node.spec.memory for node in self._plan.graph.nodes)
+        self.runtime = round(problem.hardware.device.overhead_gib * GIB) + kept
         self._held_by_layout: dict[Hashable, dict[tuple[str, bool], int]] = {}
         self._nodes_of: dict[str, list[str]] = {}
         for placement in self._plan.placements:

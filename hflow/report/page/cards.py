@@ -24,9 +24,9 @@ VERBS: Mapping[str, str] = {
 """Verb -> what such a node does."""
 
 
-def known_verb(verb: str) -> str:
-    """Return the verb, or `own` for a user's node type."""
-    return verb if verb in VERBS else "own"
+def shape_of(node: Node) -> str:
+    """Return the node's verb, or `own` for a user's node type."""
+    return "own" if node.spec.kind else node.spec.verb
 
 
 def outline(verb: str, width: float, height: float) -> str:
@@ -155,12 +155,12 @@ def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -
     level = next((row.level for row in plan.schedule.nodes if row.name == node.name), Level.SAMPLE)
     is_turn = placement.group and (level is Level.BATCH or node.spec.opens_stream)
     fires = "" if is_turn else f"per {node.spec.level}"
-    parts = [node.spec.verb, fires, seconds]
+    parts = [node.spec.kind_name, fires, seconds]
     return Card(
         name=node.name,
         title=shorten(node.name, 22),
-        verb=node.spec.verb,
-        shape=known_verb(node.spec.verb),
+        verb=node.spec.kind_name,
+        shape=shape_of(node),
         note=" · ".join(part for part in parts if part),
         group=placement.group or "",
         rows=tuple(_rows(node, arriving)),

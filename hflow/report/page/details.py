@@ -19,7 +19,7 @@ from hflow.report.formatting import (
     rank_order_text,
     seconds_text,
 )
-from hflow.report.page.cards import VERBS, known_verb
+from hflow.report.page.cards import VERBS, shape_of
 from hflow.report.page.edges import SAMPLES, Arrow
 from hflow.report.page.routes import data_id, weights_id
 
@@ -87,9 +87,9 @@ def _node_detail(plan: Plan, node: Node, time: NodeTime | None) -> NodeDetail:
     options = [(name, str(value)) for name, value in spec.options if value is not None]
     return NodeDetail(
         name=node.name,
-        verb=spec.verb,
-        shape=known_verb(spec.verb),
-        what=VERBS[known_verb(spec.verb)],
+        verb=spec.kind_name,
+        shape=shape_of(node),
+        what=VERBS[shape_of(node)] + (f"; it runs as {spec.verb}" if spec.kind else ""),
         reads=tuple(_read(plan, node, read) for read in node.reads),
         returns=() if spec.verb == "train" else tuple((r.field, UNIT_NAMES[r.unit]) for r in spec.returns),
         facts=tuple(_node_facts(plan, node)),

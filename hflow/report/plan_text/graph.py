@@ -40,7 +40,7 @@ def _fires(plan: Plan, node: Node) -> str:
     level = levels.get(node.name, node.spec.level)
     rhythm = cadence(node.spec.every, node.spec.after)
     arriving = ", as they arrive" if node.spec.verb == "infer" and level is not Level.BATCH else ""
-    return f"{node.spec.verb} a {level} on {_place(plan, node.name)}{arriving}{rhythm}"
+    return f"{node.spec.kind_name} a {level} on {_place(plan, node.name)}{arriving}{rhythm}"
 
 
 def cadence(every: int, after: int) -> str:

@@ -165,7 +165,7 @@ class BatchRunner:
         `summarize`; for other batch nodes only the number that they report for each sample.
         """
         graph_node = self._plan.graph.node(node)
-        if not graph_node.spec.runs_as_compute or graph_node.spec.level is Level.BATCH:
+        if graph_node.spec.verb != "compute" or graph_node.spec.level is Level.BATCH:
             if numbers := [number for result in results for number in result.values]:
                 name = f"{graph_node.stream}/{reported_field(self._plan.graph, node)}"
                 self._report(node, step, {name: fsum(numbers) / len(numbers)})

@@ -92,12 +92,15 @@ def seconds_of(durations: Durations, name: str, key: int) -> float:
     return duration(key) if callable(duration) else duration
 
 
-def response_seconds(workload: Workload, seconds_per_token: float, seed: int) -> DurationFunction:
+def response_seconds(
+    workload: Workload, seconds_per_token: float, seed: int, seconds_per_sample: float = 0.0
+) -> DurationFunction:
     """Return the duration of responses whose lengths follow the workload's distribution."""
 
     def seconds(sample: int) -> float:
         share = Random(f"response/{seed}/{sample}").random()
-        return quantile(workload, min(max(share, 1e-9), 1 - 1e-9)) * seconds_per_token
+        length = quantile(workload, min(max(share, 1e-9), 1 - 1e-9))
+        return length * seconds_per_token + seconds_per_sample
 
     return seconds
 

@@ -108,9 +108,10 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
     pace, workload = forecast.pace, dict(forecast.workload)[stream.name]
     durations, slots, speeds, generation = nodes, {}, {}, 0.0
     if pace is not None:
-        durations = {**nodes, stream.source: response_seconds(workload, pace.seconds_per_token, seed)}
+        drawn = response_seconds(workload, pace.seconds_per_token, seed, pace.seconds_per_sample)
+        durations = {**nodes, stream.source: drawn}
         slots, speeds = {stream.name: pace.slots}, {stream.name: pace.speed}
-        response = expected_max(workload, 1) * pace.seconds_per_token
+        response = expected_max(workload, 1) * pace.seconds_per_token + pace.seconds_per_sample
         generation = (stream.batch or 0) * stream.group_size * response / pace.slots
     run = simulate_run(schedule, durations, slots=slots, speeds=speeds)
     training = _training_alone(schedule, forecast)
@@ -153,7 +154,8 @@ def simulated_period(
     durations: dict[str, float | DurationFunction] = {
         name: value * (scale if name in streaming else 1) for name, value in seconds.items()
     }
-    durations[stream.source] = response_seconds(workload, pace.seconds_per_token, 0)
+    drawn = response_seconds(workload, pace.seconds_per_token, 0, pace.seconds_per_sample)
+    durations[stream.source] = drawn
     run = simulate_run(
         part,
         durations,

@@ -2,7 +2,8 @@
 
 A body that raises, is killed or runs out of time fails only its own sample, and is tried again up to
 `retries` times. Jobs of synchronous bodies are sent in chunks, which keeps messages few; asynchronous bodies
-share the event loop of one process (see `hflow.workers.bodies.pool_lanes`). A job that is slow, or ends its
+share the event loop of one process (see `hflow.workers.bodies.pool_lanes`). A node whose type has a `setup`
+has a process of its own, in which that has run. A job that is slow, or ends its
 process, therefore affects the jobs that share the process, but only once: all jobs that were lost with a
 process run again in processes of their own, and so do all further jobs of the synchronous node concerned.
 """
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pebble import ProcessPool
+from pebble import ProcessExpired, ProcessPool
 
 from hflow.errors import RunError
+from hflow.types.node_setup import setup_of
 from hflow.workers.bodies.pool_child import Job, JobId, JobResult, cancelled_result, is_async, load_bodies
 from hflow.workers.bodies.pool_lanes import (
     MAX_ISOLATED,
@@ -77,32 +79,59 @@ class Pool:
         """Unfinished jobs -> how often they were tried again."""
         self._cancelled: set[JobId] = set()
         async_nodes = {name for name, spec in bodies.items() if is_async(spec.body)}
+        with_setup = {name for name, spec in bodies.items() if setup_of(spec.body) is not None}
+        without_setup = set(bodies) - with_setup
         self._sync_lane = SyncLane(
-            partial(self._start_processes, set(bodies) - async_nodes, num_processes),
+            partial(self._start_processes, without_setup - async_nodes, num_processes),
             num_processes,
             {name: spec.concurrency or num_processes for name, spec in bodies.items()},
             self._inbox.put,
         )
-        self._async_lane = AsyncLane(
-            partial(self._start_processes, async_nodes, 1),
-            {name: spec.concurrency or DEFAULT_ASYNC_CONCURRENCY for name, spec in bodies.items()},
-            self._inbox.put,
+        async_limits = {name: spec.concurrency or DEFAULT_ASYNC_CONCURRENCY for name, spec in bodies.items()}
+        async_lane = AsyncLane(
+            partial(self._start_processes, without_setup & async_nodes, 1), async_limits, self._inbox.put
         )
-        self._isolated_lane = IsolatedLane(
-            partial(self._start_processes, set(bodies), 1),
+        isolated_lane = IsolatedLane(
+            partial(self._start_processes, without_setup, 1),
             {name: spec.concurrency or MAX_ISOLATED for name, spec in bodies.items()},
             async_nodes,
             self._inbox.put,
         )
-        self._lanes: tuple[PoolLane, ...] = (self._sync_lane, self._async_lane, self._isolated_lane)
-        shared: dict[str, SharedLane] = {
-            name: self._async_lane if name in async_nodes else self._sync_lane for name in bodies
+        self._isolated_lane_of = dict.fromkeys(without_setup, isolated_lane)
+        self._lane_of: dict[str, PoolLane] = {
+            name: async_lane if name in async_nodes else self._sync_lane for name in without_setup
         }
-        for lane in set(shared.values()):
-            lane.start()
-        self._lane_of: dict[str, PoolLane] = {**shared}
+        for name in sorted(with_setup):
+            start = partial(self._start_processes, {name}, 1)
+            own = IsolatedLane(start, {name: 1}, async_nodes, self._inbox.put)
+            self._isolated_lane_of[name] = own
+            self._lane_of[name] = (
+                AsyncLane(start, async_limits, self._inbox.put) if name in async_nodes else own
+            )
+        used = (self._sync_lane, async_lane, isolated_lane, *self._lane_of.values())
+        self._lanes: tuple[PoolLane, ...] = tuple(dict.fromkeys((*used, *self._isolated_lane_of.values())))
+        for lane in set(self._lane_of.values()):
+            if isinstance(lane, SharedLane):
+                lane.start()
         self._thread = threading.Thread(target=self._serve, name="body-pool", daemon=True)
         self._thread.start()
+        self._set_up(sorted(with_setup))
+
+    def _set_up(self, nodes: Sequence[str]) -> None:
+        """Wait until the processes of these nodes are set up.
+
+        Raises:
+            RunError: when a setup fails.
+        """
+        problems = [(node, self._lane_of[node].set_up(node)) for node in nodes]
+        for node, future in problems:
+            try:
+                problem = future.result()
+            except ProcessExpired as error:
+                problem = f"its process died during setup (exit code {error.exitcode})"
+            if problem:
+                self.close()
+                raise RunError(f"node {node!r}: {problem}")
 
     def submit(self, node: str, calls: Mapping[int, Mapping[str, Any]]) -> None:
         """Queue calls of a node's body: key -> keyword arguments."""
@@ -145,7 +174,8 @@ class Pool:
 
     def _take_messages(self) -> bool:
         """Wait for messages and handle all there are. Returns False when the thread has to end."""
-        timeout = STAGGER_SECONDS if self._isolated_lane.is_waiting_to_start else None
+        is_waiting = any(lane.is_waiting_to_start for lane in self._isolated_lane_of.values())
+        timeout = STAGGER_SECONDS if is_waiting else None
         try:
             messages = [self._inbox.get(timeout=timeout)]
         except queue.Empty:
@@ -177,13 +207,13 @@ class Pool:
     def _isolate(self, lost: Sequence[Job]) -> None:
         """Move jobs that were lost with a shared process, and all jobs of their synchronous nodes."""
         for job in lost:
-            self._isolated_lane.add(job)
+            self._isolated_lane_of[job.node].add(job)
             if self._lane_of[job.node] is self._sync_lane:
-                self._lane_of[job.node] = self._isolated_lane
+                self._lane_of[job.node] = self._isolated_lane_of[job.node]
         for node, lane in self._lane_of.items():
-            if lane is self._isolated_lane:
+            if lane is self._isolated_lane_of[node]:
                 for job in self._sync_lane.remove_node(node):
-                    self._isolated_lane.add(job)
+                    lane.add(job)
 
     def _finish(self, finished: FinishedJobs) -> None:
         """Queue failed jobs again while they have retries left, and report all others."""
@@ -192,7 +222,7 @@ class Pool:
             retried, is_wanted = self._retried[job.id], job.id not in self._cancelled
             if result.reason is not None and is_wanted and retried < self._bodies[job.node].retries:
                 self._retried[job.id] = retried + 1
-                (self._isolated_lane if result.killed else self._lane_of[job.node]).add(job)
+                (self._isolated_lane_of if result.killed else self._lane_of)[job.node].add(job)
             else:
                 del self._retried[job.id]
                 self._cancelled.discard(job.id)

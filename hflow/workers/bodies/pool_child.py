@@ -18,6 +18,7 @@ from typing import Any, Literal
 import cloudpickle
 
 from hflow.errors import RunError
+from hflow.types.node_setup import setup_of
 from hflow.workers.error_location import error_with_location
 
 ASYNC_STEP_SECONDS = 0.05
@@ -77,6 +78,8 @@ class _ChildState:
     """State of this process: its bodies, and the event loop on which asynchronous ones run."""
 
     bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    """Node -> why its setup failed."""
     loop: asyncio.AbstractEventLoop | None = None
     running: dict[JobId, asyncio.Task[JobResult]] = field(default_factory=dict)
 
@@ -85,8 +88,29 @@ _child = _ChildState()
 
 
 def load_bodies(pickled: Mapping[str, bytes]) -> None:
-    """Load the bodies of nodes; the pool calls this once in every process."""
+    """Load the bodies of nodes and set them up; the pool calls this once in every process."""
     _child.bodies = {node: _load_body(body) for node, body in pickled.items()}
+    for node, body in _child.bodies.items():
+        if problem := run_setup(body):
+            _child.problems[node] = problem
+            _child.bodies[node] = partial(_raise_run_error, problem)
+
+
+def run_setup(body: Callable[..., Any]) -> str:
+    """Prepare this process for calls of a body. Returns why that failed, or an empty text."""
+    setup = setup_of(body)
+    if setup is None:
+        return ""
+    try:
+        setup()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a setup may raise anything
+        return f"its setup failed: {error_with_location(error, body)}"
+    return ""
+
+
+def setup_problem(node: str) -> str:
+    """Return why the setup of a node failed in this process; empty if it did not."""
+    return _child.problems.get(node, "")
 
 
 def _load_body(pickled: bytes) -> Callable[..., Any]:
@@ -121,7 +145,7 @@ def run_chunk(jobs: Sequence[Job], slice_seconds: float) -> bytes:
 def run_isolated(job: Job) -> bytes:
     """Run one job and return its pickled result, in a list."""
     if is_async(_child.bodies[job.node]):
-        return _pickle([asyncio.run(_await(job))])
+        return _pickle([_loop().run_until_complete(_await(job))])
     return _pickle([_run(job)])
 
 
@@ -135,18 +159,24 @@ def run_async(jobs: Sequence[Job], cancelled: Sequence[JobId] = ()) -> bytes:
     Returns:
         The pickled results of the jobs that ended. The others continue in the next call.
     """
-    if _child.loop is None:
-        _child.loop = asyncio.new_event_loop()
-    _child.running |= {job.id: _child.loop.create_task(_await(job)) for job in jobs}
+    loop = _loop()
+    _child.running |= {job.id: loop.create_task(_await(job)) for job in jobs}
     for job_id in cancelled:
         if job_id in _child.running:
             _child.running[job_id].cancel()
     waiting = asyncio.wait(
         _child.running.values(), timeout=ASYNC_STEP_SECONDS, return_when=asyncio.FIRST_COMPLETED
     )
-    _child.loop.run_until_complete(waiting)
+    loop.run_until_complete(waiting)
     done = [job_id for job_id, task in _child.running.items() if task.done()]
     return _pickle([_child.running.pop(job_id).result() for job_id in done])
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the one event loop of this process, to which clients that a setup opened belong."""
+    if _child.loop is None:
+        _child.loop = asyncio.new_event_loop()
+    return _child.loop
 
 
 def _run(job: Job) -> JobResult:

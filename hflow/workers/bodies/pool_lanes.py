@@ -31,6 +31,7 @@ from hflow.workers.bodies.pool_child import (
     run_async,
     run_chunk,
     run_isolated,
+    setup_problem,
     timeout_message,
 )
 
@@ -119,6 +120,10 @@ class PoolLane(abc.ABC):
     def close(self) -> None:
         """Kill what runs and end the processes."""
 
+    @abc.abstractmethod
+    def set_up(self, node: str) -> Future[str]:
+        """Start a process for a node with a `setup`. Returns why that fails, empty if it does not."""
+
     def _call(
         self,
         processes: ProcessPool,
@@ -152,6 +157,11 @@ class SharedLane(PoolLane):
     def close(self) -> None:
         """Kill what runs and end the processes."""
         stop_processes(self._processes)
+
+    def set_up(self, node: str) -> Future[str]:
+        """Return why the setup of a node fails, empty if it does not."""
+        future: Future[str] = self._processes.schedule(setup_problem, args=(node,))
+        return future
 
     def _send(
         self, jobs: Sequence[Job], timeout: float | None, function: Callable[..., bytes], *more: Any
@@ -371,6 +381,13 @@ class IsolatedLane(PoolLane):
         for job_id in cancelled & self._busy.keys():
             self._busy[job_id][1].cancel()
         return removed
+
+    def set_up(self, node: str) -> Future[str]:
+        """Start a process for a node, which waits for its first job."""
+        process = self._start_process()
+        self._idle.append(process)
+        future: Future[str] = process.schedule(setup_problem, args=(node,))
+        return future
 
     def close(self) -> None:
         """Kill what runs and end the processes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from hflow.errors import WorkerFailureError
+from hflow.recipe_files import unpack, use_directory
 from hflow.workers.hangs.stack_probe import StackProbe, StackSnapshot
 from hflow.workers.interface import GroupOrder, NodeResult, NodeTask, WorkerSetup
 from hflow.workers.messages import LANES, MESSAGES, Message, activity_of
@@ -48,18 +50,28 @@ class WorkerProcess:
         return ray.get_runtime_context().get_node_id(), self._visible_devices()
 
     def build(
-        self, pickled: bytes, rank: ProcessRank | None, peers: Sequence[Any], devices: Sequence[str]
+        self,
+        recipe_directory: str,
+        packed_files: bytes | None,
+        pickled: bytes,
+        rank: ProcessRank | None,
+        peers: Sequence[Any],
+        devices: Sequence[str],
     ) -> None:
         """Build the worker. A collective.
 
         A process may serve several runs in turn; each must be closed before the next is built.
 
         Args:
+            recipe_directory: the directory of the recipe's file on the controller's machine.
+            packed_files: what it holds; None: this process is on that machine.
             pickled: the `WorkerSetup`.
             rank: of this process; None: it is the only one.
             peers: the actors of all workers.
             devices: the CUDA device of each worker, as on its machine; empty on CPUs.
         """
+        self._copy = None if packed_files is None else unpack(packed_files, recipe_directory)
+        use_directory(self._copy or recipe_directory)
         setup: WorkerSetup = cloudpickle.loads(pickled)
         self._peers = peers
         self._bodies = {name: program.body for name, program in setup.programs.items()}
@@ -67,6 +79,12 @@ class WorkerProcess:
             host = ray.util.get_node_ip_address()
             self._worker = self._module.Worker(setup, (self._index,), rank, host, devices)
         freeze_gc()
+
+    def close(self) -> None:
+        """End the worker's threads and processes, and delete its copy of the recipe's files."""
+        self._worker.close()
+        if self._copy is not None:
+            shutil.rmtree(self._copy, ignore_errors=True)
 
     def probe(self) -> StackSnapshot:
         """Return where the device's thread is."""

@@ -18,6 +18,7 @@ from hflow.planner.backends import engine_kind
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.routing import tensor_ranks
+from hflow.recipe_files import pack
 from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
 from hflow.workers.hangs.hang_report import WorkerCall
 from hflow.workers.hangs.stack_probe import StackSnapshot
@@ -121,11 +122,19 @@ class RayWorkers(Workers):
         pickled = ray.put(pickle_with_bodies(setup, bodies))
         # Wait until every process has started, so that none times out in `build` while another imports torch.
         places = await asyncio.gather(*(self._call(worker, "place") for worker in workers))
-        check_engine_machines(setup.plan, [machine for machine, _ in places])
+        machines = [machine for machine, _ in places]
+        check_engine_machines(setup.plan, machines)
+        here = ray.get_runtime_context().get_node_id()
+        is_spread = any(machine != here for machine in machines)
+        files = ray.put(pack(setup.recipe_directory)) if is_spread else None
+        sent = [None if machine == here else files for machine in machines]
         devices = [names[0] for _, names in places if names]
         address = await self._call(0, "rendezvous") if len(workers) > 1 else ""
         ranks = [ProcessRank(worker, len(workers), address) if address else None for worker in workers]
-        arguments = {worker: (pickled, ranks[worker], self._actors, devices) for worker in workers}
+        arguments = {
+            worker: (setup.recipe_directory, sent[worker], pickled, ranks[worker], self._actors, devices)
+            for worker in workers
+        }
         await self._call_devices("build", arguments)
 
     async def transfer(self, moves: Sequence[Move]) -> int:

@@ -1,4 +1,7 @@
-"""Nodes of kinds of one's own, at each level, and a per-sample body behind a batch node."""
+"""Nodes of kinds of one's own, at each level and on a model, and a per-sample body behind a batch node.
+
+Their results are right only if `setup` ran where they run.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -8,12 +11,14 @@ from hflow import (
     Metrics,
     Model,
     NodeType,
+    Output,
     PerSequence,
     PerToken,
     Recipe,
     Sequences,
     Text,
     compute,
+    infer,
     nodes,
     use,
 )
@@ -29,8 +34,11 @@ class Scale(NodeType):
 
     options: ClassVar = NodeType.options | {"factor": Option("float", 2.0)}
 
+    def setup(self, context: Context) -> None:
+        self.factor = context.options["factor"]
+
     def run(self, context: Context, inputs: Mapping[str, Any]) -> Any:
-        return context.options["factor"] * context.body(**inputs, **context.knobs)
+        return self.factor * context.body(**inputs, **context.knobs)
 
 
 class Shout(NodeType):
@@ -39,19 +47,37 @@ class Shout(NodeType):
     level: ClassVar = Level.SAMPLE
     provides: ClassVar = ()
 
+    def setup(self, context: Context) -> None:
+        assert (context.directory / "own_kinds.py").is_file()
+        self.upper = str.upper
+
     def run(self, context: Context, inputs: Mapping[str, Any]) -> Any:
-        return context.body(**{name: text.upper() for name, text in inputs.items()}, **context.knobs)
+        return context.body(**{name: self.upper(text) for name, text in inputs.items()}, **context.knobs)
 
 
 class Awaited(NodeType):
-    """A group's asynchronous body."""
+    """A group's body, with an asynchronous run."""
 
     level: ClassVar = Level.GROUP
     provides: ClassVar = ()
-    is_async: ClassVar = True
+
+    def setup(self, context: Context) -> None:
+        from own_table import OFFSET
+
+        self.offset = OFFSET
 
     async def run(self, context: Context, inputs: Mapping[str, Any]) -> Any:
-        return 1.0 + await context.body(**inputs, **context.knobs)
+        return self.offset + context.body(**inputs, **context.knobs)
+
+
+class Look(infer):
+    """A forward pass whose result is shifted."""
+
+    def setup(self, context: Context) -> None:
+        self.shift = 0.5
+
+    def run(self, context: Context, inputs: Mapping[str, Any]) -> Any:
+        return context.body(**inputs, **context.knobs) + self.shift
 
 
 @Shout(returns="reward")
@@ -60,7 +86,7 @@ def score(prompt: str, answer: str, *, plus: float = 0.5) -> float:
 
 
 @Awaited(returns="spread")
-async def spread(reward: list[float]) -> float:
+def spread(reward: list[float]) -> float:
     return max(reward) - min(reward)
 
 
@@ -70,9 +96,16 @@ def centred(reward: PerSequence, spread: PerSequence, seqs: Sequences) -> PerSeq
     return reward + spread
 
 
+@Look(actor, returns="looked")
+def look(out: Output) -> PerToken:
+    return out.logprobs
+
+
 @compute(returns="weights")
-def weights(scaled: PerSequence, behav_logprobs: PerToken, seqs: Sequences) -> tuple[PerToken, Metrics]:
-    return scaled[seqs.index] + 0 * behav_logprobs, {"scaled": scaled}
+def weights(
+    scaled: PerSequence, behav_logprobs: PerToken, looked: PerToken, seqs: Sequences
+) -> tuple[PerToken, Metrics]:
+    return scaled[seqs.index] + 0 * behav_logprobs, {"scaled": scaled, "looked": looked - behav_logprobs}
 
 
 @compute(per="sample")
@@ -93,6 +126,7 @@ recipe = Recipe(
         score,
         spread,
         centred,
+        look,
         weights,
         total,
         advantages,
