@@ -13,6 +13,7 @@ REPORT_WIDTH = 100
 def print_text(text: str) -> None:
     """Print as it is, whatever the terminal's width."""
     sys.stdout.write(text.rstrip() + "\n")
+    sys.stdout.flush()
 
 
 def show(report: RenderableType) -> None:

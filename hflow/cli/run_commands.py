@@ -59,17 +59,20 @@ def run(
         recipe, changes = split_recipe(recipe, overrides or [])
         if recipe is not None:
             raise ConfigError(f"--resume continues the recipe of the run; remove {recipe}")
+        print_text(f"reading {resume}")
         _finish(launch.resume(resume, changes, live))
     elif plan is not None:
         recipe, changes = split_recipe(recipe, overrides or [])
         if cfg:
             print_text(launch.compose_plan_file(plan, changes))
         else:
+            print_text(f"reading {plan}")
             _finish(launch.run_plan(plan, recipe, changes, live))
     elif recipe is not None:
         if cfg:
             print_text(launch.compose_recipe(recipe, overrides or []))
         else:
+            print_text(f"planning {recipe}")
             _finish(launch.run(recipe, overrides or [], live))
     else:
         raise ConfigError("name a recipe, as in `hflow run recipes/grpo.py`, or a plan with --plan FILE")

@@ -102,6 +102,10 @@ class RunObserver:
         self.warnings.append(warning)
         self._display.note(warning)
 
+    def on_progress(self, phase: str) -> None:
+        """Show which phase of the start has begun."""
+        self._display.note(phase)
+
     def on_span(self, worker: int, span: Span) -> None:
         """Keep a span for the trace."""
         self._trace.add(worker, span)

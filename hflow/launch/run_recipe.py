@@ -172,7 +172,7 @@ class _Attempts:
             setup = resumed_setup(self.setup, self.compiled, point) if point else self.setup
             self.signals.stop_by(None)
             try:
-                async with _started(workers, setup):
+                async with _started(workers, setup, self.observer.on_progress):
                     return await self._execute(workers, point)
             except WorkerFailureError as failure:
                 if self.signals.is_requested:  # it may have reached the workers too
@@ -292,10 +292,16 @@ def _observer(
 
 
 @asynccontextmanager
-async def _started(workers: Workers, setup: WorkerSetup) -> AsyncIterator[None]:
+async def _started(
+    workers: Workers, setup: WorkerSetup, report_progress: Callable[[str], None]
+) -> AsyncIterator[None]:
+    start = time.monotonic()
     try:
-        await workers.start(setup)
+        await workers.start(setup, report_progress)
         freeze_gc()
+        report_progress(
+            f"workers are ready after {time.monotonic() - start:.0f} s; the first samples are made"
+        )
         yield
     finally:
         await workers.close()

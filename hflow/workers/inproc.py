@@ -21,6 +21,7 @@ from hflow.workers.interface import (
     WeightsLoaded,
     Workers,
     WorkerSetup,
+    build_phase,
     publish_span,
 )
 from hflow.workers.messages import MESSAGES
@@ -48,8 +49,11 @@ class InprocWorkers(Workers):
         self._threads: ThreadPoolExecutor
         self._started = False
 
-    async def start(self, setup: WorkerSetup) -> None:
+    async def start(
+        self, setup: WorkerSetup, report_progress: Callable[[str], None] = lambda line: None
+    ) -> None:
         """Build the one worker."""
+        report_progress(build_phase(setup.plan))
         self._plan = setup.plan
         hosted = tuple(range(setup.plan.cluster.num_devices))
         self._threads = ThreadPoolExecutor(2 * len(hosted), "hflow-worker")

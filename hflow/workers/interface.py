@@ -37,8 +37,15 @@ class Workers(abc.ABC):
     """Set by `start`."""
 
     @abc.abstractmethod
-    async def start(self, setup: WorkerSetup) -> None:
-        """Create the workers, join their process groups and build replicas; returns when all are ready."""
+    async def start(
+        self, setup: WorkerSetup, report_progress: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """Create the workers, join their process groups and build replicas; returns when all are ready.
+
+        Args:
+            setup: what every worker receives.
+            report_progress: called with a line when a phase begins.
+        """
 
     async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
         """Start the source of each group; results come by `poll`."""
@@ -341,6 +348,12 @@ class Span:
     start: float
     end: float
     args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def build_phase(plan: Plan) -> str:
+    """Return the line that says which models and engines workers begin to build."""
+    built = ", ".join(f"{replica.name} ({replica.backend})" for replica in plan.replicas)
+    return f"building {built}" if built else "preparing workers"
 
 
 def publish_span(report: PublishReport) -> Span:

@@ -6,7 +6,7 @@ Samples and weights go from actor to actor. The controller's process handles ids
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from hflow.workers.interface import (
     WeightsLoaded,
     Workers,
     WorkerSetup,
+    build_phase,
 )
 from hflow.workers.messages import activity_of
 from hflow.workers.pickling import pickle_with_bodies
@@ -108,11 +109,14 @@ class RayWorkers(Workers):
         self._weights: RayWeights
         self._timeout: float
 
-    async def start(self, setup: WorkerSetup) -> None:
+    async def start(
+        self, setup: WorkerSetup, report_progress: Callable[[str], None] = lambda line: None
+    ) -> None:
         """Start all actors at the same time, then build process groups and models in them."""
         self._plan, self._timeout = setup.plan, setup.collective_timeout
         self._weights = RayWeights(setup.plan, self._send, self._wait_all, self._call)
         workers = range(setup.plan.cluster.num_devices)
+        report_progress(f"starting Ray and {len(workers)} workers")
         if self._processes is None:
             environments = [device_environment(setup.plan, worker) for worker in workers]
             self._processes = RayActors(setup.plan.cluster, environments)
@@ -128,6 +132,7 @@ class RayWorkers(Workers):
         is_spread = any(machine != here for machine in machines)
         files = ray.put(pack(setup.recipe_directory)) if is_spread else None
         sent = [None if machine == here else files for machine in machines]
+        report_progress(build_phase(setup.plan))
         devices = [names[0] for _, names in places if names]
         address = await self._call(0, "rendezvous") if len(workers) > 1 else ""
         ranks = [ProcessRank(worker, len(workers), address) if address else None for worker in workers]
