@@ -42,7 +42,7 @@ from hflow.runtime.execution.trace import Trace
 from hflow.runtime.ledger import Ledger, audit, make_header
 from hflow.runtime.simulation.simulate import DurationFunction, Durations, response_seconds, simulate_run
 from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, trained_part
-from hflow.workers.interface import Span
+from hflow.workers.interface import BodyRetry, Span
 from hflow.workers.process_setup import freeze_gc
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "grpo_async.py"
@@ -93,6 +93,9 @@ class Rows:
         raise AssertionError(warning)
 
     def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
+        pass
+
+    def on_retry(self, worker: int, retry: BodyRetry) -> None:
         pass
 
     def on_span(self, worker: int, span: Span) -> None:

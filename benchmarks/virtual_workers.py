@@ -228,7 +228,8 @@ class VirtualWorkers(Workers):
             await box.waiter
         self.traffic.messages += 1
         with self._own() as now:
-            report = WorkerReport(worker, tuple(box.events), tuple(box.spans), self._take_drawn(worker, now))
+            stats = self._take_drawn(worker, now)
+            report = WorkerReport(worker, tuple(box.events), tuple(box.spans), engine_stats=stats)
             self.traffic.events += len(box.events)
             box.events, box.spans, box.waiter = [], [], None
             box.reported_at = now

@@ -179,7 +179,7 @@ class ScheduleConfig:
     """Maximum number of accepted groups that wait for a batch; beyond it the oldest group is dropped.
     null: only admission limits them."""
     max_refused_per_step: Int = Field(default=1000, ge=0)
-    """Groups that may be refused since the last batch was formed; the run stops when there are more."""
+    """Groups that may be refused since the last batch was formed; with more, the run is saved and stops."""
 
 
 @dataclass(frozen=True, config=CHECKED)

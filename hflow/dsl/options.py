@@ -74,6 +74,12 @@ POOLED: Options = {
 }
 """Options of bodies that run sample by sample."""
 
+RETRIED: Options = {
+    "retries": Option("None | int", None, minimum=0),
+    "backoff": Option("float", 1.0, minimum=0.0),
+}
+"""Options of bodies in processes, which may be killed, or wait for services."""
+
 SAMPLING: Options = {
     "temperature": Option("float", 1.0, minimum=0.0),
     "top_p": Option("float", 1.0, minimum=0.0, maximum=1.0),

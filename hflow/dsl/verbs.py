@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from hflow.dsl.annotations import Form
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.nodetype import NodeType, typed_options
-from hflow.dsl.options import COMMON, GROUPED, LEARNING, POOLED, SAMPLING, STREAM, Option, Options
+from hflow.dsl.options import COMMON, GROUPED, LEARNING, POOLED, RETRIED, SAMPLING, STREAM, Option, Options
 from hflow.dsl.return_types import ErrorFactory, ReturnTypes, read_loss, read_trajectories, read_weight
 from hflow.graph.ir import Level
 from hflow.graph.model import Model
@@ -177,7 +177,7 @@ class Compute(NodeType):
 
     runs_as: ClassVar[str] = "compute"
     num_models: ClassVar[tuple[int, int | None]] = (0, 0)
-    options: ClassVar[Options] = COMMON | POOLED | GROUPED | {"per": _PER}
+    options: ClassVar[Options] = COMMON | POOLED | RETRIED | GROUPED | {"per": _PER}
     is_async: ClassVar[bool | None] = None
 
     @typed_options
@@ -190,7 +190,8 @@ class Compute(NodeType):
         every: int = 1,
         after: int = 0,
         timeout: float | None = None,
-        retries: int = 0,
+        retries: int | None = None,
+        backoff: float = 1.0,
         concurrency: int | None = None,
         min_group: int | None = None,
     ) -> None:
@@ -204,7 +205,10 @@ class Compute(NodeType):
             every: run in every n-th step only.
             after: the first step in which the node runs, counted from 0.
             timeout: seconds that one attempt may take. Default: no limit.
-            retries: number of further attempts after one that failed.
+            retries: number of further attempts after one that failed. Default: 2 if its process was killed,
+                otherwise none.
+            backoff: seconds before the first further attempt. Each wait is twice as long as the one before,
+                up to a minute.
             concurrency: number of samples that one worker computes at once. Default: its number of processes,
                 or 64 if the body is asynchronous.
             min_group: smallest group (samples of one prompt) that the body can work on. Default: 2 if it

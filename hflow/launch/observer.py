@@ -19,7 +19,7 @@ from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.trace import Trace
 from hflow.runtime.state import run_state
-from hflow.workers.interface import Span
+from hflow.workers.interface import BodyRetry, Span
 
 SMOOTHING = 0.9
 """Weight of the earlier steps in the average step time, from which the remaining time is estimated."""
@@ -61,6 +61,7 @@ class RunObserver:
         self._tokens_per_second = 0.0
         self._step = 0
         self._noted: set[tuple[str, Refusal]] = set()
+        self._noted_retries: set[str] = set()
         self.shown: dict[str, float] = {}
         """Last values of what is shown, by label."""
         self.warnings: list[str] = []
@@ -96,6 +97,16 @@ class RunObserver:
             self._noted.add((node, reason))
             counted = metrics.REFUSED.member(reason)
             self._display.note(f"{node} refused a sample ({reason}): {message}; more count as {counted}")
+
+    def on_retry(self, worker: int, retry: BodyRetry) -> None:
+        """Keep a span of the wait, and show the first of each node; all are counted in the metrics."""
+        end = retry.start + retry.wait
+        details = {"key": retry.key, "message": retry.message}
+        self._trace.add(worker, Span(f"retry {retry.node}", "bodies", retry.start, end, details))
+        if retry.node not in self._noted_retries:
+            self._noted_retries.add(retry.node)
+            counted = metrics.RETRIES.member(retry.node)
+            self._display.note(f"{retry.node} is tried again: {retry.message}; more count as {counted}")
 
     def on_warning(self, warning: str) -> None:
         """Show a warning, and keep it for the summary."""

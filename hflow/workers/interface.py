@@ -443,6 +443,20 @@ class Failed:
 WorkerEvent = SampleReady | ComputeReady | Failed
 
 
+@dataclass(frozen=True)
+class BodyRetry:
+    """A sample- or group-level body failed, and is tried again."""
+
+    node: str
+    key: int
+    message: str
+    """Of the failure."""
+    start: float
+    """When it failed, in seconds since the epoch."""
+    wait: float
+    """Seconds until it is tried again."""
+
+
 def samples_file(worker: int) -> str:
     """Return the name, without its ending, of the files in which a worker saves samples."""
     return f"worker-{worker}"
@@ -507,6 +521,8 @@ class WorkerReport:
     worker: int
     events: tuple[WorkerEvent, ...]
     spans: tuple[Span, ...] = ()
+    retries: tuple[BodyRetry, ...] = ()
+    """Bodies that are tried again."""
     engine_stats: EngineStats = EngineStats()
     """What its engines did since the last poll."""
     episodes: Mapping[str, int] = field(default_factory=dict)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from hflow.workers.interface import Span, WorkerEvent, WorkerReport
+from hflow.workers.interface import BodyRetry, Span, WorkerEvent, WorkerReport
 
 LINGER_SECONDS = 0.01
 """Longest time that an event waits for others while more are due. A message costs the controller and the
@@ -45,6 +45,7 @@ class Mailbox:
         self._changed = threading.Condition()
         self._events: list[WorkerEvent] = []
         self._spans: list[Span] = []
+        self._retries: list[BodyRetry] = []
         self._error: BaseException | None = None
         self._closed = False
         self._num_due = 0
@@ -67,6 +68,12 @@ class Mailbox:
         with self._changed:
             self._spans.append(span)
 
+    def add_retry(self, retry: BodyRetry) -> None:
+        """Add a body that is tried again. It is reported soon, as no event may come for a long time."""
+        with self._changed:
+            self._retries.append(retry)
+            self._changed.notify()
+
     def fail(self, error: BaseException) -> None:
         """Let every poll raise the error of a background thread."""
         with self._changed:
@@ -80,19 +87,19 @@ class Mailbox:
             self._changed.notify()
 
     def wait(self) -> WorkerReport:
-        """Wait until there are events or the mailbox is closed, and take everything.
+        """Wait until there are events or retries, or the mailbox is closed, and take everything.
 
         Raises:
             BaseException: the error that a background thread failed with.
         """
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._events) or self._is_over())
+            self._changed.wait_for(lambda: bool(self._events or self._retries) or self._is_over())
             delay = max(self._linger, self._reported_at + self._pause - time.monotonic())
             self._changed.wait_for(lambda: self._num_due <= 0 or self._is_over(), delay)
             if self._error is not None:
                 raise self._error
-            report = WorkerReport(self._worker, tuple(self._events), tuple(self._spans))
-            self._events, self._spans = [], []
+            report = WorkerReport(self._worker, tuple(self._events), tuple(self._spans), tuple(self._retries))
+            self._events, self._spans, self._retries = [], [], []
             self._reported_at = time.monotonic()
             return report
 

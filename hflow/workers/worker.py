@@ -50,6 +50,7 @@ from hflow.workers.generation.engine_manager import EngineManager
 from hflow.workers.generation.episode_loop import EpisodeLoop
 from hflow.workers.generation.journal import Journal
 from hflow.workers.interface import (
+    BodyRetry,
     ComputeOrder,
     GroupOrder,
     NodeProgram,
@@ -169,7 +170,9 @@ class Worker:
             for name, program in self._programs("compute").items()
             if program.level != "batch" and (setup_of(program.body) is None or self._runs(name))
         }
-        self._computes = ComputeRunner(programs, self._store, setup.pool_processes, self._fail)
+        self._computes = ComputeRunner(
+            programs, self._store, setup.pool_processes, self._add_retry, self._fail
+        )
         self._batch_nodes = BatchNodeRunner(
             self._plan, setup.programs, self._store, self._backends, self._computes, setup.node_states
         )
@@ -426,6 +429,9 @@ class Worker:
     def _fail(self, error: BaseException) -> None:
         for mailbox in self._mailboxes.values():
             mailbox.fail(error)
+
+    def _add_retry(self, retry: BodyRetry) -> None:
+        self._mailboxes[self._hosted[0]].add_retry(retry)
 
     def _add_span(self, span: Span) -> None:
         self._mailboxes[self._hosted[0]].add_span(span)

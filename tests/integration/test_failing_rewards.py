@@ -20,6 +20,7 @@ from hflow.runtime.ledger.sample_history import read_history
 RECIPE = '''"""A reward that goes wrong in every way: the prompt says how, the completion on which samples."""
 
 import os
+import pathlib
 import signal
 import time
 
@@ -29,7 +30,7 @@ train = Dataset("train", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
 
 
-@compute(per="sample", timeout=TIMEOUT, retries=1, returns="reward")
+@compute(per="sample", timeout=TIMEOUT, retries=1, backoff=0.01, returns="reward")
 def score(completion: str, prompt: str) -> float:
     wrong = prompt[1] if sum(map(ord, completion)) % 2 else ""
     if wrong == "3":
@@ -38,9 +39,17 @@ def score(completion: str, prompt: str) -> float:
         os.kill(os.getpid(), signal.SIGKILL)
     if wrong == "7":
         os._exit(5)
-    while wrong == "8":
+    while wrong and wrong in "89012" and hangs(f"hang-{prompt}{completion}"):
         time.sleep(0.1)
     return float(len(completion))
+
+
+def hangs(name: str) -> bool:
+    """Only three samples do, early: nothing would make the last groups of the run old."""
+    marks = pathlib.Path(__file__).parent
+    if len(list(marks.glob("hang-*"))) < 3:
+        (marks / name).touch()
+    return (marks / name).exists()
 
 
 recipe = Recipe(
@@ -75,6 +84,7 @@ def wrong(directory: Path, timeout: float | None, *overrides: str, min_group: in
 def ledger_of(summary: RunSummary) -> Path:
     """What holds whatever goes wrong: all steps were trained, and each sample has one end."""
     ledger = summary.directory / "ledger.sqlite"
+    assert sum(row.get("score/retries", 0) for row in steps_of(summary)) > 0
     assert audit(ledger) == []
     assert (summary.reason, len(steps_of(summary))) == ("done", 6)
     assert sum(summary.samples.values()) == count(ledger)
@@ -96,9 +106,9 @@ def test_rewards_that_raise_hang_or_die_are_refused_with_their_reasons(tmp_path:
     told = {(row["reason"], re.sub(r"'.*", "", str(row["message"]))) for row in refused}
     assert told <= {
         ("failed", "KeyError: "),
-        ("failed", "its process died (exit code 5)"),
-        ("failed", "its process died (exit code -9)"),
-        ("timeout", "took longer than its timeout of 0.3 s"),
+        ("failed", "its process died (exit code 5); tried 2 times"),
+        ("failed", "its process died (exit code -9); tried 2 times"),
+        ("timeout", "took longer than its timeout of 0.3 s; tried 2 times"),
     }
     assert len(told) == 4
     for members in groups_of(ledger).values():

@@ -68,7 +68,7 @@ def test_a_sample_body_becomes_a_spec():
     assert spec.returns == (Returned("reward", Unit.SEQUENCE, "float"),)
     assert spec.knobs == (Knob("bonus", "float", 1.0), Knob("mode", "'a' | 'b'", "a"))
     assert spec.option("timeout") == 5.0
-    assert spec.option("retries") == 0
+    assert spec.option("retries") is None
     assert spec.where.file.endswith("test_dsl_decorators.py")
 
 

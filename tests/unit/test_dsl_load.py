@@ -159,5 +159,5 @@ def test_overrides_that_do_not_fit(overrides: dict, message: str):
 def test_overridable_keys_of_a_node():
     spec = load_recipe(GOOD / "dapo.py").spec()
     assert set(overridable_keys(node(spec, "score"))) == {
-        *("limit", "buffer", "timeout", "retries", "concurrency", "min_group", "every", "after"),
+        *("limit", "buffer", "timeout", "retries", "backoff", "concurrency", "min_group", "every", "after"),
     }

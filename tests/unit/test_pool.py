@@ -14,6 +14,7 @@ import pytest
 from hflow.errors import RunError
 from hflow.workers.bodies.pool import Pool, PoolBody
 from hflow.workers.bodies.pool_child import JobResult
+from hflow.workers.interface import BodyRetry
 
 
 def double(x: int) -> int:
@@ -106,9 +107,9 @@ class Bench:
 
     def __init__(self, body: Callable[..., Any], num_processes: int, **options: Any) -> None:
         self._results: queue.SimpleQueue[Sequence[JobResult] | BaseException] = queue.SimpleQueue()
-        self.pool = Pool(
-            {"body": PoolBody(body, **options)}, num_processes, self._results.put, self._results.put
-        )
+        self.retries: queue.SimpleQueue[BodyRetry] = queue.SimpleQueue()
+        bodies = {"body": PoolBody(body, **({"backoff": 0.01} | options))}
+        self.pool = Pool(bodies, num_processes, self._results.put, self.retries.put, self._results.put)
 
     def run(self, calls: dict[int, dict[str, Any]]) -> dict[int, JobResult]:
         self.pool.submit("body", calls)
@@ -201,12 +202,56 @@ def test_retries(bench: Callable[..., Bench], tmp_path: Path) -> None:
 def test_too_few_retries(bench: Callable[..., Bench], tmp_path: Path) -> None:
     ended = bench(third_time, retries=1).run({0: {"marks": str(tmp_path), "x": 0}})
     assert ended[0].reason == "failed"
+    assert ended[0].message.startswith("OSError: not yet")
+    assert ended[0].message.endswith("; tried 2 times")
     assert (tmp_path / "0").read_text() == "xx"
 
 
 def test_a_crash_is_retried_and_counted(bench: Callable[..., Bench]) -> None:
-    ended = bench(die_on_five, retries=2).run(numbers(8))
+    one = bench(die_on_five, retries=2)
+    ended = one.run(numbers(8))
     assert [key for key, result in ended.items() if result.reason] == [5]
+    assert ended[5].message == "its process died (exit code 3); tried 3 times"
+    waits = [retry.wait for retry in drain(one.retries) if retry.wait]
+    assert [0.5 * most <= wait <= most for wait, most in zip(waits, (0.01, 0.02), strict=True)] == [True] * 2
+
+
+def drain(source: queue.SimpleQueue[BodyRetry]) -> list[BodyRetry]:
+    return [source.get() for _ in range(source.qsize())]
+
+
+def killed_twice(marks: str, x: int) -> int:
+    import os
+
+    mark = Path(marks) / str(x)
+    tries = len(mark.read_text()) if mark.exists() else 0
+    if x == 1 and tries < 3:
+        mark.write_text("x" * (tries + 1))
+        os.kill(os.getpid(), 9)
+    return tries
+
+
+def test_a_body_whose_process_is_killed_is_tried_again(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    """Once with its neighbours, then alone and, without any option, twice more."""
+    one = bench(killed_twice)
+    ended = one.run({key: {"marks": str(tmp_path), "x": key} for key in range(3)})
+    assert {key: (result.reason, result.value) for key, result in ended.items()} == {
+        0: (None, 0),
+        1: (None, 3),
+        2: (None, 0),
+    }
+    retries = drain(one.retries)
+    assert {retry.message for retry in retries} == {"its process died (exit code -9)"}
+    assert [retry.key for retry in retries if retry.wait] == [1, 1]
+
+
+def test_a_job_is_cancelled_while_it_waits_for_another_attempt(bench: Callable[..., Bench]) -> None:
+    one = bench(fail_on_odd, retries=1, backoff=3600)
+    one.pool.submit("body", numbers(2))
+    assert one.wait(1)[0].value == 0
+    assert one.retries.get(timeout=60).key == 1
+    one.pool.cancel([("body", 1)])
+    assert one.wait(1)[1].message == "was cancelled"
 
 
 def test_an_unpicklable_value_fails_only_its_own_job(bench: Callable[..., Bench]) -> None:

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 from state_script import ENGINE, Script, batch, changed, encoded, generated, group, grpo, sample, schedule
 
-from hflow.planner.ir import ScheduledStream
+from hflow.graph.ir import Level
+from hflow.planner.ir import SAVE_PREFIX, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.runtime.state.run_state import RunState
+from hflow.runtime.state.trained_stream import MIN_FAILED_GROUPS
 
 
 def side(every: int = 1, after: int = 0, engine: str | None = ENGINE, size: int = 1) -> ScheduledStream:
@@ -330,16 +332,61 @@ def test_a_late_result_for_a_refused_group_is_ignored():
     assert script.release("score 1") == []
 
 
-def test_a_run_that_only_refuses_stops_and_names_the_culprit():
-    script = Script(grpo(shared=True, max_refused_per_step=3), hold={"advantage"})
+def refuse_all(script: Script, reason: ev.Refusal) -> int:
+    """Let a node fail on each group until the run ends; returns on how many."""
     script.run()
     number = 0
     while script.state.finished is None:
-        script.send(ev.NodeFailed("advantage", number, ev.Refusal.FAILED))
+        script.send(ev.NodeFailed("advantage", number, reason, "no connection"))
         number += 1
-    assert number == 4
     assert script.state.finished.error
-    assert "4 groups were refused since the last batch, 4 of them by advantage (failed)" in script.trace[-1]
+    return number
+
+
+def test_a_run_that_only_refuses_stops_and_names_the_culprit():
+    script = Script(grpo(shared=True, max_refused_per_step=3), hold={"advantage"})
+    assert refuse_all(script, ev.Refusal.KEEP) == 4 + 1, "it waits for the group that is still open"
+    assert script.trace[-1] == (
+        "4 groups were refused since the last batch, 4 of them by advantage (keep): no connection; fix "
+        "advantage or raise schedule.max_refused_per_step"
+    )
+
+
+def test_a_run_in_which_everything_fails_stops_early():
+    script = Script(grpo(shared=True), hold={"advantage"})
+    assert refuse_all(script, ev.Refusal.TIMEOUT) == MIN_FAILED_GROUPS + 1 + 1
+    assert script.trace[-1] == (
+        "17 groups in a row were refused as a node failed, the last by advantage (timeout): no connection; "
+        "fix advantage, or let it try for longer with retries="
+    )
+
+
+def test_a_group_that_is_accepted_begins_the_row_of_failures_again():
+    script = Script(grpo(shared=True), hold={"advantage"})
+    script.run()
+    for number in range(MIN_FAILED_GROUPS):
+        script.send(ev.NodeFailed("advantage", number, ev.Refusal.FAILED))
+    assert script.state.parts.trained.num_failed == MIN_FAILED_GROUPS
+    script.release(f"advantage {MIN_FAILED_GROUPS}")
+    assert script.state.parts.trained.num_failed == 0
+    assert script.state.parts.progress.problem is None
+
+
+def test_a_run_that_stops_over_refusals_saves_its_steps_and_starts_to_count_again():
+    plan = grpo(shared=True, max_refused_per_step=1)
+    name = f"{SAVE_PREFIX}actor"
+    saves = ScheduledNode(name, Level.BATCH, "gen", ("actor_train",), "train", every=99, after=98)
+    orders = tuple((name, (*nodes, saves.name)) for name, nodes in plan.orders)
+    plan = replace(plan, nodes=(*plan.nodes, saves), orders=orders)
+    script = Script(plan, hold={f"advantage {n}" for n in (2, 3, 4)})
+    script.run()
+    assert script.trace[-1] != "done"
+    for number in (2, 3, 4):
+        script.send(ev.NodeFailed("advantage", number, ev.Refusal.FAILED))
+    assert script.state.finished is not None
+    assert script.state.finished.error
+    assert "checkpoint 1" in script.trace
+    assert script.state.parts.trained.num_refused == 0
 
 
 def test_the_newest_message_of_the_failing_node_is_reported():
@@ -354,15 +401,14 @@ def test_the_newest_message_of_the_failing_node_is_reported():
         if isinstance(what, ev.Refuse) and what.reason is ev.Refusal.FAILED
     ]
     assert said == ["KeyError: 'a'", "KeyError: 'b'"]
-    assert state.finished is not None
-    assert state.finished.reason == (
+    assert state.parts.progress.problem == (
         "2 groups were refused since the last batch, 2 of them by score (failed): KeyError: 'b'; "
         "fix score or raise schedule.max_refused_per_step"
     )
 
 
 def test_late_results_of_a_refused_group_do_not_change_the_message():
-    plan = replace(grpo(shared=True, max_refused_per_step=0), streams=(generated(min_group=2),))
+    plan = replace(grpo(shared=True), streams=(generated(min_group=2),))
     script = Script(plan, hold={"score 0", "score 1"})
     script.run()
     script.state.handle(ev.NodeFailed("score", 0, ev.Refusal.FAILED, "KeyError: 'a'"))

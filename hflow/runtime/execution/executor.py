@@ -130,6 +130,8 @@ class Executor:
         self._num_steps_done = snapshot.steps if snapshot else 0
         self._reason: str | None = None
         """Why the run ended."""
+        self._has_failed = False
+        """Whether that is an error."""
         self._tasks: asyncio.TaskGroup
 
     # Loop
@@ -137,7 +139,8 @@ class Executor:
         """Run until the state machine issues `Finish`.
 
         Raises:
-            RunError: when a node, a worker or an engine failed; the message says which one and why.
+            RunError: when a node, a worker or an engine failed; the message says which one and why. If too
+                many groups were refused, the run was saved before.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -153,6 +156,8 @@ class Executor:
         except* Exception as group:  # noqa: BLE001 - unwrapped and raised again below
             raise _first_exception(group) from None
         assert self._reason is not None
+        if self._has_failed:
+            raise RunError(self._reason)
         return RunOutcome(self._reason, self._num_steps_done)
 
     def stop(self) -> None:
@@ -206,6 +211,8 @@ class Executor:
             self._metrics.add_report(report)
             for span in report.spans:
                 self._observer.on_span(worker, span)
+            for retry in report.retries:
+                self._observer.on_retry(worker, retry)
             self._events.put_nowait((worker, report.events))
             if values := self._metrics.refresh(self._state.rollout_counts):
                 self._observer.on_rollout(values)
@@ -265,9 +272,7 @@ class Executor:
             case ev.TakeCheckpoint(snapshot):
                 self._take_checkpoint(snapshot)
             case ev.Finish(reason, error):
-                if error:
-                    raise RunError(reason)
-                self._reason = reason
+                self._reason, self._has_failed = reason, error
 
     def _open_group(self, instruction: ev.OpenGroup, messages: WorkerMessages) -> None:
         stream, group, samples = instruction.stream, instruction.group, instruction.samples

@@ -14,7 +14,7 @@ from typing import Protocol
 from hflow.metrics import Metric, declare
 from hflow.runtime.events import Refusal
 from hflow.types import EpisodeState
-from hflow.workers.interface import EngineStats, SampleReady, Span, WorkerReport
+from hflow.workers.interface import BodyRetry, EngineStats, SampleReady, Span, WorkerReport
 
 STEP_SECONDS = declare("time/step_seconds", "s", "time since the step before was complete", live="last")
 TOKENS_PER_SECOND = declare(
@@ -59,6 +59,9 @@ DROPPED = declare(
     "samples",
     "samples that took too long: `stale` (age rule) or `queue_full` (`schedule.queue`)",
     live="sum",
+)
+RETRIES = declare(
+    "{node}/retries", "calls", "calls of a reward or other body that failed and were made again"
 )
 EPISODES = declare(
     "episodes/{state}",
@@ -117,6 +120,10 @@ class Observer(Protocol):
         """Receive a refusal; `message` is the error of the node's body, or empty."""
         ...
 
+    def on_retry(self, worker: int, retry: BodyRetry) -> None:
+        """Receive a body that failed on a worker and is tried again."""
+        ...
+
     def on_warning(self, warning: str) -> None:
         """Receive what the user should know, in one line."""
         ...
@@ -139,6 +146,7 @@ class StepMetrics:
         self.staleness = StalenessMetrics()
         self._rows: dict[int, dict[str, float]] = {}
         self._refused: Counter[str] = Counter()
+        self._retries: Counter[str] = Counter()
         self._engine_stats = EngineStats()
         self._episodes = EpisodeCounts()
         self._num_moved = 0
@@ -162,7 +170,8 @@ class StepMetrics:
         self._refused[family.member(reason.value)] += num_samples
 
     def add_report(self, report: WorkerReport) -> None:
-        """Count what a worker's engines and episodes did."""
+        """Count what a worker's engines, episodes and bodies did."""
+        self._retries.update(RETRIES.member(retry.node) for retry in report.retries)
         self._engine_stats += report.engine_stats
         self._episodes.add_report(report.worker, report.episodes)
 
@@ -220,10 +229,11 @@ class StepMetrics:
             row[TOKENS_PER_SECOND.name] = tokens / seconds
         if samples := row.get(BATCH_SAMPLES.name):
             row[SAMPLES_PER_SECOND.name] = samples / seconds
-        row.update({**self._refused, **rollout_counts, **self._episodes.finish_step()})
+        row.update({**self._refused, **self._retries, **rollout_counts, **self._episodes.finish_step()})
         self._engine_stats, self._num_moved = EngineStats(), 0
         self._device_seconds.clear()
         self._refused.clear()
+        self._retries.clear()
         return dict(sorted(row.items()))
 
 

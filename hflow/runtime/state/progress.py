@@ -25,7 +25,8 @@ class RunProgress:
         running: running batch node -> its step.
         version: model -> its version. Only models that some node writes.
         last_changed: model -> the last step at which a node started to change it.
-        is_stopping: whether the user asked the run to end.
+        is_stopping: whether the run is to end: the user asked for it, or there is a problem.
+        problem: why it ends with an error; None: it does not.
         requested_saves: steps after which the run is saved because it was asked for (`CheckpointDue`).
         last_checkpoint: completed steps of the last snapshot.
         num_checked: leading steps after which no checkpoint is to be taken any more.
@@ -46,6 +47,7 @@ class RunProgress:
         self.version = dict.fromkeys(self._writers, 0)
         self.last_changed = dict.fromkeys(self._writers, -1)
         self.is_stopping = False
+        self.problem: str | None = None
         self.requested_saves: set[int] = set()
         self.num_checked = 0
         self.last_checkpoint = 0

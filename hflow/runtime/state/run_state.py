@@ -92,7 +92,7 @@ class RunState:
         parts: the state.
         admission: opens groups.
         finished: the last instruction, once it was issued.
-        is_ending: whether the user asked the run to end, and all steps that had begun are complete.
+        is_ending: whether the run is to end before its last step, and all steps that had begun are complete.
     """
 
     def __init__(self, schedule: Schedule, snapshot: RunSnapshot | None = None) -> None:
@@ -250,9 +250,8 @@ class RunState:
             return
         while True:
             self._close_batches()
-            if self.parts.trained.has_too_many_refusals:
-                self._finish(self.parts.trained.describe_refusals(), error=True)
-                return
+            if self.parts.trained.has_too_many_refusals and self.parts.progress.problem is None:
+                self._stop_refusing()
             self.admission.begin_evaluations()
             last_checkpoint = self.parts.progress.last_checkpoint
             fire_batch_nodes(self.parts)
@@ -270,6 +269,12 @@ class RunState:
             take_last_checkpoint(self.parts)
             ended_early = self.parts.progress.num_steps < self.parts.schedule.num_steps
             self._finish("dataset exhausted" if ended_early else "done")
+
+    def _stop_refusing(self) -> None:
+        """Let the run end as if the user had asked for it, but with an error."""
+        trained, progress = self.parts.trained, self.parts.progress
+        progress.problem, progress.is_stopping = trained.describe_refusals(), True
+        trained.forget_refusals()  # a run that continues from the last checkpoint starts to count again
 
     def _close_batches(self) -> None:
         """Form the batches that can be formed and finish the evaluations that are complete."""
@@ -303,7 +308,8 @@ class RunState:
             if evaluation.active is not None and evaluation.active < parts.progress.num_formed:
                 evaluation.abandon()
         take_last_checkpoint(parts)
-        self._finish("stopped")
+        problem = parts.progress.problem
+        self._finish(problem or "stopped", error=problem is not None)
 
     def _is_over(self) -> bool:
         parts, progress = self.parts, self.parts.progress

@@ -20,6 +20,9 @@ from hflow.runtime.state.snapshot import StreamSnapshot
 from hflow.runtime.state.staleness import is_stale, look_ahead_limit
 from hflow.runtime.state.stream_state import StreamState
 
+MIN_FAILED_GROUPS = 16
+"""Groups in a row that may fail at least before the run stops."""
+
 
 class TrainedStream(StreamState):
     """The trained stream.
@@ -35,6 +38,10 @@ class TrainedStream(StreamState):
         queue: accepted groups that are in no batch yet, by id.
         num_accepted: groups ever accepted, trained ones included; dropped ones are subtracted.
         num_refused: groups refused since the last batch was formed.
+        num_failed: groups in a row that were refused because a body failed: since then none was accepted.
+        max_failed: the run stops when there are more. They are twice as many as can be in flight, so that a
+            service that is away for a moment does not stop the run.
+        last_failure: node, reason and message of the last of them.
         refusal_counts: how often each (node, reason) refused a group since then.
         refusal_messages: the last error of each (node, reason), where a body failed.
         max_queue: length of the queue beyond which the oldest group is dropped; None: no limit.
@@ -54,13 +61,15 @@ class TrainedStream(StreamState):
         self.models = progress.trained_models(stream.models)
         self.queue: dict[int, Group] = {}
         self.num_accepted = 0
-        self.num_refused = 0
+        self.num_refused = self.num_failed = 0
+        self.last_failure: tuple[str, Refusal, str] | None = None
         self.refusal_counts: Counter[tuple[str, Refusal]] = Counter()
         self.refusal_messages: dict[tuple[str, Refusal], str] = {}
         self._settings = schedule.settings
         self._progress = progress
         self.max_queue = schedule.settings.queue if self.models else None
         self.age_limit = age_limit(schedule) if self.models else None
+        self.max_failed = max(MIN_FAILED_GROUPS, 2 * self._max_in_flight())
         assert self.age_limit is None or self.age_limit >= schedule.settings.sync_every - 1, (
             f"no sample can be within {self.age_limit} versions: weights change every "
             f"{schedule.settings.sync_every} steps"
@@ -92,8 +101,9 @@ class TrainedStream(StreamState):
 
     @property
     def has_too_many_refusals(self) -> bool:
-        """Whether more groups were refused since the last batch than the configuration allows."""
-        return self.num_refused > self._settings.max_refused_per_step
+        """Whether all groups fail, or more were refused since the last batch than the settings allow."""
+        is_failing = self.num_failed > self.max_failed
+        return is_failing or self.num_refused > self._settings.max_refused_per_step
 
     @property
     def needs_decision(self) -> bool:
@@ -103,13 +113,25 @@ class TrainedStream(StreamState):
 
     def describe_refusals(self) -> str:
         """Return the error for too many refusals: how many groups, which node refused most, and why."""
+        if self.num_failed > self.max_failed and self.last_failure is not None:
+            node, reason, message = self.last_failure
+            return (
+                f"{self.num_failed} groups in a row were refused as a node failed, the last by {node} "
+                f"({reason}){_why(message)}; fix {node}, or let it try for longer with retries="
+            )
         (node, reason), times = self.refusal_counts.most_common(1)[0]
-        message = self.refusal_messages.get((node, reason))
-        why = f": {message}" if message else ""
+        why = _why(self.refusal_messages.get((node, reason), ""))
         return (
             f"{self.num_refused} groups were refused since the last batch, {times} of them by {node} "
             f"({reason}){why}; fix {node} or raise schedule.max_refused_per_step"
         )
+
+    def forget_refusals(self) -> None:
+        """Start to count refusals again."""
+        self.num_refused = self.num_failed = 0
+        self.last_failure = None
+        self.refusal_counts.clear()
+        self.refusal_messages.clear()
 
     def group_limit(self, engine_version: int, steps_trained: int) -> int:
         """Return the number of groups that may have been admitted by now.
@@ -148,9 +170,7 @@ class TrainedStream(StreamState):
         samples = tuple(sample for group in groups for sample in group.members)
         self._emit(FormBatch(self.stream.name, self._progress.num_formed, samples, numbers))
         self._progress.form_batch()
-        self.num_refused = 0
-        self.refusal_counts.clear()
-        self.refusal_messages.clear()
+        self.forget_refusals()
         self._drop_stale()
 
     def restore(self, snapshot: StreamSnapshot, steps: int, num_refused: int) -> None:
@@ -160,6 +180,12 @@ class TrainedStream(StreamState):
         for group in self._reopen(snapshot.groups):
             self.queue[group.number] = group
             self.num_accepted += 1
+
+    def _max_in_flight(self) -> int:
+        """Return the number of groups that can be open at a time."""
+        settings = self._settings
+        limit = admission_limit(0, self.batch, settings.max_staleness, settings.sync_every)
+        return max(1, min(limit, settings.max_concurrent // self.dependencies.size))
 
     def _accepted(self) -> Iterable[Group]:
         return self.queue.values()
@@ -182,6 +208,7 @@ class TrainedStream(StreamState):
             return
         self.queue[group.number] = group
         self.num_accepted += 1
+        self.num_failed = 0
         self._emit(Accept(self.stream.name, group.number, tuple(group.members)))
         if self.max_queue is not None and len(self.queue) > self.max_queue:
             self._drop_group(min(self.queue.values(), key=self._rank))
@@ -235,8 +262,17 @@ class TrainedStream(StreamState):
             return
         self.num_refused += 1
         self.refusal_counts[node, reason] += 1
+        if reason is Refusal.KEEP:
+            self.num_failed = 0
+        else:
+            self.num_failed += 1
+            self.last_failure = node, reason, message
         if message:
             self.refusal_messages[node, reason] = message
+
+
+def _why(message: str) -> str:
+    return f": {message}" if message else ""
 
 
 def _describe_running(group: Group, member: Member) -> str:

@@ -16,7 +16,14 @@ from hflow.errors import RunError
 from hflow.types import Unit
 from hflow.workers.bodies.pool import Pool, PoolBody
 from hflow.workers.bodies.pool_child import JobResult
-from hflow.workers.interface import ComputeOrder, ComputeReady, Failed, NodeProgram, WorkerEvent
+from hflow.workers.interface import (
+    BodyRetry,
+    ComputeOrder,
+    ComputeReady,
+    Failed,
+    NodeProgram,
+    WorkerEvent,
+)
 from hflow.workers.storage.sample_store import SampleStore
 
 EventSink = Callable[[Sequence[WorkerEvent]], None]
@@ -34,6 +41,7 @@ class ComputeRunner:
             sample, or on a formed batch (`run_on_batch`).
         store: where inputs are read and outputs are stored.
         num_processes: processes of the pool.
+        on_retry: called when a call failed that is made again.
         on_error: called with an exception that ends the run.
     """
 
@@ -42,6 +50,7 @@ class ComputeRunner:
         programs: Mapping[str, NodeProgram],
         store: SampleStore,
         num_processes: int,
+        on_retry: Callable[[BodyRetry], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
         self._programs = programs
@@ -53,7 +62,7 @@ class ComputeRunner:
         self._batch_queues: set[queue.SimpleQueue[Sequence[WorkerEvent] | BaseException]] = set()
         """Queues that `run_on_batch` reads."""
         bodies = {name: _pool_body(program) for name, program in programs.items()}
-        self._pool = Pool(bodies, num_processes, self._take_results, self._fail)
+        self._pool = Pool(bodies, num_processes, self._take_results, on_retry, self._fail)
 
     def submit(self, orders: Iterable[ComputeOrder], sink: EventSink) -> None:
         """Queue bodies; `sink` receives a `ComputeReady` or `Failed` for each order."""
@@ -248,7 +257,5 @@ def _reported_values(
 
 
 def _pool_body(program: NodeProgram) -> PoolBody:
-    options = program.options
-    return PoolBody(
-        program.body, options.get("timeout"), options.get("retries", 0), options.get("concurrency")
-    )
+    names = ("timeout", "retries", "backoff", "concurrency")
+    return PoolBody(program.body, **{n: program.options[n] for n in names if n in program.options})

@@ -1,19 +1,23 @@
 """`Pool`: runs per-sample and per-group bodies in persistent processes that can be killed.
 
 A body that raises, is killed or runs out of time fails only its own sample, and is tried again up to
-`retries` times. Jobs of synchronous bodies are sent in chunks, which keeps messages few; asynchronous bodies
-share the event loop of one process (see `hflow.workers.bodies.pool_lanes`). A node whose type has a `setup`
-has a process of its own, in which that has run. A job that is slow, or ends its
-process, therefore affects the jobs that share the process, but only once: all jobs that were lost with a
+`retries` times, each time after a longer wait. Jobs of synchronous bodies are sent in chunks, which keeps
+messages few; asynchronous bodies share the event loop of one process (see `hflow.workers.bodies.pool_lanes`).
+A node whose type has a `setup` has a process of its own, in which that has run. A job that is slow, or ends
+its process, therefore affects the jobs that share the process, but only once: all jobs that were lost with a
 process run again in processes of their own, and so do all further jobs of the synchronous node concerned.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import queue
+import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,9 +38,16 @@ from hflow.workers.bodies.pool_lanes import (
     SyncLane,
 )
 from hflow.workers.forkserver import CleanContext
+from hflow.workers.interface import BodyRetry
 from hflow.workers.pickling import pickle_with_bodies
 
 DEFAULT_ASYNC_CONCURRENCY = 64
+
+KILLED_RETRIES = 2
+"""Further attempts, unless the node says how many, after the process of a body was killed: the body may have
+done nothing wrong."""
+MAX_BACKOFF_SECONDS = 60.0
+"""The longest wait before a further attempt."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,10 @@ class PoolBody:
     body: Callable[..., Any]
     timeout: float | None = None
     """Seconds for one attempt."""
-    retries: int = 0
-    """Further attempts after one that failed."""
+    retries: int | None = None
+    """Further attempts after one that failed. None: `KILLED_RETRIES` if its process was killed, else none."""
+    backoff: float = 1.0
+    """Seconds before the first further attempt. Each wait is twice as long as the one before."""
     concurrency: int | None = None
     """Most calls that one worker runs at the same time. None: as many as there are processes (`MAX_ISOLATED`
     for slow bodies), and `DEFAULT_ASYNC_CONCURRENCY` for asynchronous bodies."""
@@ -60,6 +73,7 @@ class Pool:
         bodies: node name -> body.
         num_processes: processes for synchronous bodies; one more is for asynchronous ones.
         on_results: called with the results of jobs that finished at the same time.
+        on_retry: called when a job failed that is tried again.
         on_error: called with an exception after which the pool cannot continue.
     """
 
@@ -68,15 +82,21 @@ class Pool:
         bodies: Mapping[str, PoolBody],
         num_processes: int,
         on_results: Callable[[Sequence[JobResult]], None],
+        on_retry: Callable[[BodyRetry], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
         self._bodies = bodies
         self._on_results = on_results
+        self._on_retry = on_retry
         self._on_error = on_error
         self._inbox: queue.SimpleQueue[Sequence[Job] | _Cancel | FinishedCall | None] = queue.SimpleQueue()
         """Messages to the pool's thread: new jobs, cancelled ones, finished calls; None ends it."""
         self._retried: dict[JobId, int] = {}
         """Unfinished jobs -> how often they were tried again."""
+        self._waiting: list[tuple[float, int, PoolLane, Job]] = []
+        """Heap of jobs to try again, with the monotonic time when, and a number that keeps their order."""
+        self._numbers = itertools.count()
+        self._jitter = random.Random()
         self._cancelled: set[JobId] = set()
         async_nodes = {name for name, spec in bodies.items() if is_async(spec.body)}
         with_setup = {name for name, spec in bodies.items() if setup_of(spec.body) is not None}
@@ -167,6 +187,7 @@ class Pool:
     def _serve(self) -> None:
         try:
             while self._take_messages():
+                self._add_due_jobs()
                 for lane in self._lanes:
                     lane.start_jobs()
         except BaseException as error:  # noqa: BLE001 - the thread that waits for results raises it
@@ -175,9 +196,11 @@ class Pool:
     def _take_messages(self) -> bool:
         """Wait for messages and handle all there are. Returns False when the thread has to end."""
         is_waiting = any(lane.is_waiting_to_start for lane in self._isolated_lane_of.values())
-        timeout = STAGGER_SECONDS if is_waiting else None
+        timeouts = [STAGGER_SECONDS] if is_waiting else []
+        if self._waiting:
+            timeouts.append(max(0.0, self._waiting[0][0] - time.monotonic()))
         try:
-            messages = [self._inbox.get(timeout=timeout)]
+            messages = [self._inbox.get(timeout=min(timeouts, default=None))]
         except queue.Empty:
             return True
         while not self._inbox.empty():
@@ -193,11 +216,17 @@ class Pool:
             case FinishedCall():
                 finished, lost = message.lane.finish(message)
                 self._isolate(lost)
+                if lost and (death := message.death()):
+                    for job in lost:
+                        self._on_retry(BodyRetry(job.node, job.key, death, time.time(), 0.0))
                 self._finish(finished)
             case _Cancel(job_ids):
                 unfinished = [job_id for job_id in job_ids if job_id in self._retried]
                 self._cancelled.update(unfinished)
                 removed = [job for lane in self._lanes for job in lane.cancel(unfinished)]
+                removed += [job for *_, job in self._waiting if job.id in self._cancelled]
+                self._waiting = [entry for entry in self._waiting if entry[-1].id not in self._cancelled]
+                heapq.heapify(self._waiting)
                 self._finish([(job, cancelled_result(job)) for job in removed])
             case _:
                 for job in message:
@@ -216,19 +245,45 @@ class Pool:
                     lane.add(job)
 
     def _finish(self, finished: FinishedJobs) -> None:
-        """Queue failed jobs again while they have retries left, and report all others."""
+        """Let failed jobs wait for another attempt while they have one left, and report all others."""
         final = []
         for job, result in finished:
             retried, is_wanted = self._retried[job.id], job.id not in self._cancelled
-            if result.reason is not None and is_wanted and retried < self._bodies[job.node].retries:
+            if result.reason is not None and is_wanted and retried < self._max_retries(result):
                 self._retried[job.id] = retried + 1
-                (self._isolated_lane_of if result.killed else self._lane_of)[job.node].add(job)
+                self._retry_later(job, result, retried)
             else:
                 del self._retried[job.id]
                 self._cancelled.discard(job.id)
-                final.append(result)
+                final.append(_with_attempts(result, retried + 1) if is_wanted else result)
         if final:
             self._on_results(final)
+
+    def _max_retries(self, result: JobResult) -> int:
+        """Return how often a job with this failure may be tried again."""
+        retries = self._bodies[result.node].retries
+        return retries if retries is not None else KILLED_RETRIES if result.by_signal else 0
+
+    def _retry_later(self, job: Job, result: JobResult, num_retried: int) -> None:
+        """Try a failed job again after a wait, which is a little random, so that jobs spread out."""
+        wait = min(MAX_BACKOFF_SECONDS, self._bodies[job.node].backoff * 2.0**num_retried)
+        wait *= self._jitter.uniform(0.5, 1.0)
+        lane = (self._isolated_lane_of if result.killed else self._lane_of)[job.node]
+        heapq.heappush(self._waiting, (time.monotonic() + wait, next(self._numbers), lane, job))
+        self._on_retry(BodyRetry(job.node, job.key, result.message, time.time(), wait))
+
+    def _add_due_jobs(self) -> None:
+        """Queue the jobs that have waited long enough for another attempt."""
+        while self._waiting and self._waiting[0][0] <= time.monotonic():
+            *_, lane, job = heapq.heappop(self._waiting)
+            lane.add(job)
+
+
+def _with_attempts(result: JobResult, num_attempts: int) -> JobResult:
+    """Return a result whose message says how often a failed job was tried, if more than once."""
+    if result.reason is None or num_attempts == 1:
+        return result
+    return replace(result, message=f"{result.message}; tried {num_attempts} times")
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ class JobResult:
     message: str = ""
     killed: bool = False
     """Whether its process was killed or died. Further attempts then run in a process of their own."""
+    by_signal: bool = False
+    """Whether another process, or the kernel, has ended its process."""
 
 
 def cancelled_result(job: Job) -> JobResult:

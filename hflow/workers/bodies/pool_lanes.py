@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import pickle
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -54,6 +55,9 @@ GRACE_SECONDS = 1.0
 
 FinishedJobs = list[tuple[Job, JobResult]]
 
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of processes that another process or the kernel has ended, as when memory is short."""
+
 
 @dataclass(frozen=True)
 class FinishedCall:
@@ -78,12 +82,23 @@ class FinishedCall:
 
     def killed_result(self, job: Job) -> JobResult:
         """Return the result of the only job of a process that was killed or died."""
-        error = None if self.future.cancelled() else self.future.exception()
-        if isinstance(error, TimeoutError):
+        message = self.death()
+        if message is None:
             message = timeout_message(job.timeout)
             return JobResult(job.node, job.key, reason="timeout", message=message, killed=True)
+        error = None if self.future.cancelled() else self.future.exception()
+        by_signal = isinstance(error, ProcessExpired) and error.exitcode in _FROM_OUTSIDE
+        return JobResult(
+            job.node, job.key, reason="failed", message=message, killed=True, by_signal=by_signal
+        )
+
+    def death(self) -> str | None:
+        """Return how the process of a call without results died; None if it was killed as it was slow."""
+        error = None if self.future.cancelled() else self.future.exception()
+        if isinstance(error, TimeoutError):
+            return None
         code = f" (exit code {error.exitcode})" if isinstance(error, ProcessExpired) else ""
-        return JobResult(job.node, job.key, reason="failed", message=f"its process died{code}", killed=True)
+        return f"its process died{code}"
 
 
 class PoolLane(abc.ABC):

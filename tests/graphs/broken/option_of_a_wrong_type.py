@@ -1,4 +1,4 @@
-# expect: compute: option retries is 'many'; it must be int
+# expect: compute: option retries is 'many'; it must be None or int
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)
