@@ -226,7 +226,10 @@ def test_a_prompt_that_the_tokenizer_cannot_read(fails: Cli, tmp_path: Path) -> 
         ),
         (score("raise ValueError('a\\nb')", prefix="async "), "by score (failed): ValueError: a b (r.py:10)"),
         (score("sys.exit(3)"), "by score (failed): SystemExit: 3 (r.py:10)"),
-        (score("os.kill(os.getpid(), 9)", ", retries=0"), "by score (failed): its process died (exit code -9)"),
+        (
+            score("os.kill(os.getpid(), 9)", ", retries=0"),
+            "by score (failed): its process died (exit code -9)",
+        ),
         (
             score("time.sleep(60)", ", timeout=0.1"),
             "by score (timeout): took longer than its timeout of 0.1 s",
