@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hflow.data.batch import Batch, Column
+from hflow.data.tensordicts import TENSORDICT, make_tensordict, unpack_tensordict
 from hflow.data.unpack_returns import column_of_tensor, split_result
 from hflow.errors import RunError, nearest
 from hflow.types import Output, Sequences, Unit
@@ -81,13 +82,21 @@ def bind_batch(
         RunError: if the batch lacks a field.
     """
     arguments: dict[str, Any] = dict(signature.knobs)
+    members: dict[str, dict[str, Tensor]] = {
+        name: {} for name, kind in signature.provided if kind == TENSORDICT
+    }
     for read in signature.reads:
         if read.parameter.startswith(FRAMEWORK_READ):
             continue
-        if computed is not None and read.field in computed:
-            arguments[read.parameter] = computed[read.field]
+        owner, _, member = read.parameter.partition(".")
+        given = None if computed is None else computed.get(read.field)
+        if member:
+            members[owner][member] = tensordict_entry(read, batch, seqs, given)
+        elif given is not None:
+            arguments[read.parameter] = given
         else:
             arguments[read.parameter] = _argument(read, column_of_read(read, batch), seqs)
+    arguments.update((name, make_tensordict(entries, len(seqs))) for name, entries in members.items())
     provided = {"output": output, "sequences": seqs}
     arguments.update((name, provided[kind]) for name, kind in signature.provided if kind in provided)
     return arguments
@@ -102,6 +111,7 @@ def unpack_batch(
         RecipeError: if the number of results is not the declared one.
         RunError: if a result's shape does not match its unit.
     """
+    result = unpack_tensordict(node, signature.returns, result, seqs)
     results, metrics = split_result(node, signature.returns, signature.metrics, result)
     columns = {
         field: column_of_tensor(node, field, Unit(unit), value, batch, seqs)
@@ -142,6 +152,22 @@ def column_of_read(read: Read, batch: Batch) -> Column:
     """
     qualified = f"{read.stream}/{read.field}"
     return get_column(batch, qualified if qualified in batch.columns else read.field)
+
+
+def tensordict_entry(read: Read, batch: Batch, seqs: Sequences, computed: Tensor | None) -> Tensor:
+    """Return a field as an entry of a TensorDict: jagged `[S, tokens]` per token, else `[S]`.
+
+    A field that is stored per token is not copied, so floats at unlearned tokens are as they were returned.
+    """
+    if computed is not None:
+        values, unit = computed, Unit.TOKEN
+    else:
+        column = column_of_read(read, batch)
+        values, unit = to_tensor(column.values, seqs.index.device), column.unit
+    if read.unit is not Unit.TOKEN:
+        return values
+    packed = values if unit is Unit.TOKEN else values[seqs.index]
+    return torch.nested.nested_tensor_from_jagged(packed, offsets=seqs.offsets)
 
 
 def _argument(read: Read, source: Column, seqs: Sequences) -> Any:

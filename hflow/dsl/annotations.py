@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hflow.graph.field_table import UNIT_NAMES
-from hflow.types import Engine, Output, Sequences, State, Tokenizer, Unit
+from hflow.types import Engine, Output, Sequences, State, TensorDict, Tokenizer, Unit
 from hflow.types.units import Provided
 
 Form = Literal["tensor", "sample", "group", "weights"]
@@ -57,6 +58,21 @@ def unit_of(hint: Any) -> Unit | None:
     """Return the unit of `PerToken`, `PerSequence`, `PerGroup`, `Text` or `Json`; None for anything else."""
     metadata = getattr(hint, "__metadata__", ())
     return next((item for item in metadata if isinstance(item, Unit)), None)
+
+
+def tensordict_fields(hint: Any) -> Mapping[str, Any] | None:
+    """Return the fields that `Annotated[TensorDict, {NAME: UNIT}]` names, with their annotations.
+
+    They are empty for `TensorDict` alone, and None for any other annotation. The class may be hflow's or that
+    of the library itself.
+    """
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    module, name = getattr(kind, "__module__", ""), getattr(kind, "__name__", "")
+    is_library = module.partition(".")[0] == "tensordict" and name in ("TensorDict", "TensorDictBase")
+    if kind is not TensorDict and not is_library:
+        return None
+    metadata = getattr(hint, "__metadata__", ())
+    return {name: unit for item in metadata if isinstance(item, Mapping) for name, unit in item.items()}
 
 
 def hint_text(hint: Any) -> str:

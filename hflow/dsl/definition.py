@@ -86,8 +86,9 @@ def define(
 
 
 def _provided_kinds(kind: NodeType) -> tuple[str, ...]:
-    """Return the kinds of parameters that are provided; Sequences and State exist for batches only."""
-    return kind.provides if kind.form == "tensor" else tuple(set(kind.provides) - {"sequences", "state"})
+    """Return the kinds of parameters that are provided; those of whole batches exist for batches only."""
+    batch_only = {"sequences", "state", "tensordict"}
+    return kind.provides if kind.form == "tensor" else tuple(set(kind.provides) - batch_only)
 
 
 def _check_async(kind: NodeType, body: Callable[..., Any], error: ErrorFactory) -> None:

@@ -26,7 +26,7 @@ def implicit_nodes(nodes: Sequence[Definition[..., Any]]) -> list[Definition[...
     taken_names = {node.name for node in nodes}
     added: list[Definition[..., Any]] = []
     for node in nodes:
-        fields = {node.reads.get(p.name, p.name) for p in node.signature.parameters}
+        fields = {node.reads.get(p.name, p.field) for p in node.signature.parameters}
         if node.kind.runs_as != "train" or "prox_logprobs" not in fields:
             continue
         default_name = f"{node.kind.models[0].name}_inf"

@@ -88,7 +88,7 @@ class NodeType:
     num_models: ClassVar[tuple[int, int | None]] = (0, None)
     options: ClassVar[Options] = COMMON | GROUPED
     objects: ClassVar[Mapping[str, type]] = {}
-    provides: ClassVar[tuple[str, ...]] = ("sequences", "state")
+    provides: ClassVar[tuple[str, ...]] = ("sequences", "state", "tensordict")
     needs: ClassVar[tuple[str, ...]] = ()
     is_async: ClassVar[bool | None] = False
     opens_stream: ClassVar[bool] = False

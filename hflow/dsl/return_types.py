@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from hflow.dsl.annotations import ALLOWED_TYPES, Form, hint_text, is_metrics, read_hint, result_hints
+from hflow.dsl.annotations import (
+    ALLOWED_TYPES,
+    Form,
+    hint_text,
+    is_metrics,
+    read_hint,
+    result_hints,
+    tensordict_fields,
+)
 from hflow.errors import RecipeError
 from hflow.graph.ir import Returned
 from hflow.types import Tensor, Trajectory, Unit
@@ -41,6 +49,8 @@ def read_fields(
     hints, metrics = _split_metrics(hint)
     if not hints and not metrics:
         raise error("the function returns nothing. Return a field or Metrics")
+    if form == "tensor" and any(tensordict_fields(h) is not None for h in hints):
+        hints, names = _tensordict_results(hints, names, error)
     names = names or ([function] if len(hints) == 1 else [])
     return ReturnTypes(_named_fields(hints, names, form, error), metrics=metrics)
 
@@ -78,6 +88,23 @@ def read_weight(hint: Any, error: ErrorFactory) -> ReturnTypes:
     if hint is not Tensor:
         raise error("the body of @update must return a Tensor, the target's new value")
     return ReturnTypes()
+
+
+def _tensordict_results(
+    hints: Sequence[Any], names: Sequence[str], error: ErrorFactory
+) -> tuple[list[Any], list[str]]:
+    """Return the annotations and names of the fields of a returned TensorDict."""
+    fields = tensordict_fields(hints[0])
+    if not fields or len(hints) > 1:
+        raise error(
+            "a returned TensorDict must be the only result besides Metrics, and its annotation must name its "
+            "fields, as in Annotated[TensorDict, {'advantages': PerToken}]"
+        )
+    if names and sorted(names) != sorted(fields):
+        raise error(
+            f"returns={tuple(names)!r} differs from the annotation of the TensorDict. Remove returns="
+        )
+    return list(fields.values()), list(fields)
 
 
 def _split_metrics(hint: Any) -> tuple[list[Any], bool]:

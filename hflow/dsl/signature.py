@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -14,14 +14,18 @@ from hflow.dsl.annotations import (
     hint_text,
     read_hint,
     split_optional,
+    tensordict_fields,
+    unit_of,
 )
 from hflow.errors import RecipeError
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Knob, Parameter
 from hflow.graph.source_location import SourceLocation
-from hflow.types import Tensor
+from hflow.types import Tensor, TensorDict, Unit
 from hflow.validation import check_value, text_of_type
 
+TENSORDICT = "tensordict"
+"""The kind of a parameter that receives many fields at once."""
 _EMPTY = inspect.Parameter.empty
 
 
@@ -63,6 +67,8 @@ def read_signature(
             knobs.append(reader.knob(parameter, hint))
         elif kind := reader.provided_kind(parameter, hint):
             provided.append((parameter.name, kind))
+            if kind == TENSORDICT:
+                parameters += reader.members(parameter, hint)
         else:
             parameters.append(reader.edge(parameter, hint))
     if form == "weights":
@@ -109,12 +115,26 @@ class _SignatureReader:
         if hint is Tensor and self._form == "weights":
             return "weight"
         kind = PROVIDED_TYPES.get(hint) if isinstance(hint, type) else None
+        if tensordict_fields(hint) is not None:
+            kind, hint = TENSORDICT, TensorDict
         if kind is not None and kind not in self._provides:
             provided = ", ".join(name.capitalize() for name in sorted(self._provides)) or "nothing"
             raise self._error(
                 f"{hint.__name__} is not provided here; this body can have {provided}", parameter
             )
         return kind
+
+    def members(self, parameter: inspect.Parameter, hint: Any) -> Iterator[Parameter]:
+        """Read the fields that the annotation of a TensorDict names. Each is a parameter `NAME.FIELD`."""
+        for field, field_hint in (tensordict_fields(hint) or {}).items():
+            unit = unit_of(field_hint)
+            if unit not in (Unit.TOKEN, Unit.SEQUENCE, Unit.GROUP):
+                raise self._error(
+                    f"{field!r} of a TensorDict is {hint_text(field_hint)}, but must be PerToken, "
+                    "PerSequence or PerGroup. Read texts with a parameter of their own",
+                    parameter,
+                )
+            yield Parameter(f"{parameter.name}.{field}", field, unit, "tensor")
 
     def edge(self, parameter: inspect.Parameter, hint: Any) -> Parameter:
         """Read a parameter before `*`."""

@@ -32,7 +32,7 @@ def to_spec(node: Definition[..., Any]) -> NodeSpec:
         problem = f"the node has no model yet. List use({node.name}, MODEL) instead"
         raise recipe_error(node.where, node.name, problem)
     options = kind.option_values
-    parameters = tuple(replace(p, field=node.reads.get(p.name, p.name)) for p in node.signature.parameters)
+    parameters = tuple(replace(p, field=node.reads.get(p.name, p.field)) for p in node.signature.parameters)
     return NodeSpec(
         name=node.name,
         verb=kind.runs_as,

@@ -232,7 +232,7 @@ class Infer(NodeType):
     runs_as: ClassVar[str] = "infer"
     num_models: ClassVar[tuple[int, int | None]] = (1, 1)
     options: ClassVar[Options] = COMMON | GROUPED | {"per": _PER}
-    provides: ClassVar[tuple[str, ...]] = ("output", "sequences")
+    provides: ClassVar[tuple[str, ...]] = ("output", "sequences", "tensordict")
     needs: ClassVar[tuple[str, ...]] = ("output",)
 
     @typed_options
@@ -284,7 +284,7 @@ class Train(NodeType):
     runs_as: ClassVar[str] = "train"
     num_models: ClassVar[tuple[int, int | None]] = (1, 1)
     options: ClassVar[Options] = COMMON | LEARNING | GROUPED
-    provides: ClassVar[tuple[str, ...]] = ("output", "sequences")
+    provides: ClassVar[tuple[str, ...]] = ("output", "sequences", "tensordict")
     needs: ClassVar[tuple[str, ...]] = ("output",)
 
     @typed_options

@@ -14,6 +14,7 @@ from hflow.graph.field_table import build_field_table
 from hflow.graph.ir import Edge, Graph, Node, RecipeSpec, Stream
 from hflow.graph.prox import check_prox, resolve_prox, unread_prox
 from hflow.graph.streams import assign_streams
+from hflow.graph.tensordicts import add_tensordict_reads
 from hflow.graph.warnings import warnings_of
 
 
@@ -33,7 +34,7 @@ def build_graph(spec: RecipeSpec) -> Graph:
     fields = build_field_table(spec, assignment)
     bound = [bind_node(node, spec, assignment, fields) for node in spec.nodes]
     skipped = list(unread_prox(bound))
-    nodes = [node for node in bound if node not in skipped]
+    nodes = add_tensordict_reads([node for node in bound if node not in skipped], fields)
     edges = _edges(nodes, assignment.streams)
     graph = Graph(
         name=spec.name,

@@ -12,6 +12,7 @@ from hflow.graph.edges import nodes_after_batch, same_step_order
 from hflow.graph.errors import recipe_error
 from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import EdgeKind, Graph, Level, Node, NodeSpec
+from hflow.graph.tensordicts import is_produced_for
 from hflow.types import Unit
 
 REDUCTIONS: Mapping[Unit, tuple[str, ...]] = {
@@ -228,10 +229,7 @@ def check_cadence(graph: Graph, node: Node) -> None:
         )
     for read in node.reads:
         producer = graph.node(read.producer).spec
-        if producer.opens_stream or producer.name == spec.name:
-            continue
-        offset = spec.after - producer.after
-        if spec.every % producer.every or offset < 0 or offset % producer.every:
+        if producer.name != spec.name and not is_produced_for(producer, spec):
             raise recipe_error(
                 spec.where,
                 spec.name,

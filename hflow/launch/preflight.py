@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from hflow.backends.hf_config import max_length, read_config
 from hflow.config import RunConfig
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import BackendError, ConfigError, NotYetError
-from hflow.graph.ir import NodeSpec
+from hflow.graph.ir import Graph, NodeSpec
 from hflow.launch.compile import Compiled
 from hflow.planner.backends import descriptor, training_backend
 from hflow.workers.interface import WorkerSetup
@@ -31,6 +32,22 @@ def refuse_unrunnable(compiled: Compiled) -> None:
         problem = descriptor(replica.backend).find_problem(compiled.plan.cluster.device)
         if problem is not None:
             raise BackendError(f"{replica.name} uses {replica.backend}, but {problem}")
+    check_packages(compiled.graph)
+
+
+def check_packages(graph: Graph) -> None:
+    """Check that packages which bodies ask for are installed on this machine.
+
+    Raises:
+        BackendError: if one is not.
+    """
+    for node in graph.nodes:
+        asks = any(kind == "tensordict" for _, kind in node.spec.provided)
+        if asks and importlib.util.find_spec("tensordict") is None:
+            raise BackendError(
+                f"{node.name} ({node.spec.where}) asks for a TensorDict, but the package tensordict is not "
+                "installed. Run pip install 'hflow[tensordict]'"
+            )
 
 
 def check_saving(config: RunConfig) -> None:

@@ -12,7 +12,18 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Annotated, Any
 
-__all__ = ["Json", "Metrics", "PerGroup", "PerSequence", "PerToken", "Provided", "Tensor", "Text", "Unit"]
+__all__ = [
+    "Json",
+    "Metrics",
+    "PerGroup",
+    "PerSequence",
+    "PerToken",
+    "Provided",
+    "Tensor",
+    "TensorDict",
+    "Text",
+    "Unit",
+]
 
 
 class Unit(enum.StrEnum):
@@ -41,11 +52,15 @@ class Provided(enum.StrEnum):
 
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
     from torch import Tensor
 else:
 
     class Tensor:
         """A placeholder for `torch.Tensor` in annotations, which avoids importing torch."""
+
+    class TensorDict:
+        """A placeholder for `tensordict.TensorDict` in annotations, which avoids importing torch."""
 
 
 PerToken = Annotated[Tensor, Unit.TOKEN]

@@ -67,6 +67,7 @@ RUNNABLE = {
     "own_kind": (SHORT, ["actor"]),
     "ppo": ([*SHORT, *CRITIC], ["actor", "critic"]),
     "sft": ([], ["actor"]),
+    "tensor_dict": (SHORT, ["actor"]),
 }
 
 

@@ -156,6 +156,13 @@ def several(out: Any) -> tuple[torch.Tensor, ...]:
     return out.logprobs, out.entropy, out.logprobs_of(torch.arange(4).expand(len(out.logprobs), 4))
 
 
+def in_tensordict(out: Any, entries: Any) -> Any:
+    result = entries.select("behav_logprobs")
+    result["weighted"] = entries["behav_logprobs"] * entries["advantages"].unsqueeze(-1)
+    result["last"] = entries["advantages"] + 1
+    return result
+
+
 def likeliest(out: Any) -> tuple[torch.Tensor, ...]:
     return out.topk(3)
 
@@ -170,6 +177,13 @@ CALLS: dict[str, dict[str, NodeCall]] = {
     "lm": {
         "several": returning(several, logprobs="token", entropy="token", of="token"),
         "topk": returning(likeliest, ids="token", likeliest="token"),
+        "tensordict": dataclasses.replace(
+            returning(in_tensordict, weighted="token", behav_logprobs="token", last="sequence"),
+            reads=(
+                kit.read("entries.behav_logprobs", Unit.TOKEN, "behav_logprobs"),
+                kit.read("entries.advantages", Unit.SEQUENCE, "advantages"),
+            ),
+        ),
         "text": returning(lambda seqs: [f"{n}" for n in seqs.lengths.tolist()], length="text"),
     },
     "value": {

@@ -81,7 +81,7 @@ def read(parameter: str, unit: Unit, field: str | None = None) -> Read:
 
 def call(body: Any, unit: str, reads: list[Read], *, metrics: bool = False, **options: Any) -> NodeCall:
     names = body.__code__.co_varnames[: body.__code__.co_argcount]
-    kinds = {"out": "output", "seqs": "sequences"}
+    kinds = {"out": "output", "seqs": "sequences", "entries": "tensordict"}
     provided = tuple((name, kinds[name]) for name in names if name in kinds)
     temperature = options.pop("temperature", 1.0)
     return NodeCall(
