@@ -139,6 +139,11 @@ class World:
         self.journals = dict(saved.journals)
         for name, evaluation in saved.snapshot.evaluations:
             self.base[name] = evaluation.first_group
+            # One whose batch nodes had not run is evaluated again.
+            self.batches[name] = {v: b for v, b in self.batches[name].items() if v in evaluation.formed}
+            again = {n.name for n in self.schedule.nodes if n.level is Level.BATCH and n.stream == name}
+            for account in (self.fired, self.done):
+                account -= {(n, v) for n, v in account if n in again and v >= saved.snapshot.steps}
             if evaluation.active is None:
                 self._forget_rowless(name, evaluation.first_group)
         for stream in saved.snapshot.streams:
@@ -322,6 +327,9 @@ class World:
         """Generate on with the tokens of a checkpoint; some of them are lost."""
         assert what.group in self.opened[what.stream]
         self.in_flight |= {(what.stream, sample) for sample in what.samples}
+        if what.group - self.base[what.stream] >= self.rows.get(what.stream, 10**9):
+            self.bag.append(ev.Exhausted(what.stream, what.group))
+            return
         for sample in what.samples:
             assert self.ends[what.stream, sample] == 0
             oldest, newest = self.journals.get((what.stream, sample), (-1, -1))

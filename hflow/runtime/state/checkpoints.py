@@ -74,7 +74,8 @@ def make_snapshot(parts: StateParts) -> RunSnapshot:
         num_refused=parts.trained.num_refused,
         streams=tuple(stream.snapshot() for stream in parts.streams),
         evaluations=tuple((name, e.evaluation_snapshot()) for name, e in parts.evaluations.items()),
-        last_fired=tuple(progress.last_fired.items()),
+        # A node of an evaluation may have fired for the next step: with the evaluation, it runs again.
+        last_fired=tuple((n, min(step, progress.num_formed - 1)) for n, step in progress.last_fired.items()),
         streaming_runs=parts.streaming.num_runs(),
     )
 

@@ -157,7 +157,7 @@ def _sleep_if_needed(engine: EngineState, parts: StateParts) -> None:
     """Put an engine to sleep if it must, at once or when its samples are finished."""
     if not _must_sleep(engine, parts):
         engine.phase = EnginePhase.AWAKE
-    elif parts.schedule.settings.interrupt or parts.progress.is_stopping or _is_idle(engine, parts):
+    elif parts.schedule.settings.interrupt or _is_idle(engine, parts):
         engine.phase = EnginePhase.FALLING_ASLEEP
         level = _sleep_level(engine, parts)
         engine.has_dropped_weights = level is SleepLevel.DROP_WEIGHTS
