@@ -37,6 +37,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file, so that after the end of this process it has either the old or the new content."""
+    new = path.with_name(f".{path.name}")
+    new.write_text(text, encoding="utf-8")
+    sync(new)
+    new.replace(path)
+
+
 def file_checksum(path: Path) -> FileChecksum:
     """Return the size and the checksum of a file's content."""
     crc, size = 0, 0

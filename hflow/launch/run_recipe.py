@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hflow.config import to_yaml
+from hflow.durable_files import replace_text
 from hflow.errors import HflowError, WorkerFailureError
 from hflow.launch.compile import Compiled
 from hflow.launch.observer import RunObserver
 from hflow.launch.plan_file import plan_file_text
 from hflow.launch.preflight import check_models, check_saving, refuse_unrunnable
-from hflow.launch.resume import (
+from hflow.launch.resumed_run import (
     ResumedRun,
     find_resumed,
     newest_point,
@@ -241,8 +242,8 @@ def _prepare(directory: RunDirectory, compiled: Compiled, resumed: ResumedRun | 
     if resumed is not None:
         rewind_run(directory, resumed.point)
         directory.keep_trace()
-    directory.config.write_text(to_yaml(compiled.config), encoding="utf-8")
-    directory.plan.write_text(plan_file_text(compiled) + "\n", encoding="utf-8")
+    replace_text(directory.config, to_yaml(compiled.config))
+    replace_text(directory.plan, plan_file_text(compiled) + "\n")
 
 
 def _checkpoint_notes(compiled: Compiled, resumed: ResumedRun | None) -> Iterator[str]:

@@ -7,14 +7,17 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ledger_kit import ends_of, recorded, row_of
+from state_script import grpo
 
 from hflow.errors import ConfigError, RunError
 from hflow.runtime import events as ev
-from hflow.runtime.ledger import audit, rewind, writer
+from hflow.runtime.ledger import Ledger, audit, rewind, writer
+from hflow.runtime.ledger.header import schedule_header
 from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.sample_history import read_history
 
@@ -145,6 +148,18 @@ def test_a_killed_process_leaves_a_consistent_ledger(path: Path):
     assert [end for end, _ in ends_of(path).values()] == ["trained"] * 4 + [None] * 2
     assert audit(path) == []
     assert read_history(path, "4").closing is None
+
+
+def test_a_run_that_is_killed_while_it_creates_its_ledger_begins_again(path: Path):
+    """The file has all tables or none."""
+    header = schedule_header(grpo(shared=False))
+    with pytest.raises(KeyError):
+        Ledger(path, replace(header, nodes=(replace(header.nodes[0], stream="unknown"),)))
+    rewind(path, 0, 0)
+    with recorded(path) as run:
+        run.train(0, 0)
+    assert audit(path) == []
+    assert count(path) == 2
 
 
 def test_a_resumed_run_has_one_history(path: Path):

@@ -107,6 +107,8 @@ class Checkpoints:
         """Remove what a run that was killed left behind."""
         for path in (*self._directory.glob(".step-*"), *self._directory.glob(".old-step-*")):
             shutil.rmtree(path, ignore_errors=True)
+        for path in (*self._directory.glob(f".{LATEST}-*"), *self._directory.glob(f".{BEST}-*")):
+            path.unlink(missing_ok=True)
 
     def add_values(self, step: int, values: Mapping[str, float]) -> None:
         """Note the metrics of a number of completed steps, one of which may choose the best checkpoint."""
@@ -160,5 +162,6 @@ def verify_checkpoint(directory: Path) -> int:
 def replace_link(link: Path, target: str) -> None:
     """Make `link` a symbolic link to `target`, atomically replacing an older link."""
     new_link = link.with_name(f".{link.name}-{os.getpid()}")
+    new_link.unlink(missing_ok=True)  # of a process that ended here and had the same id
     new_link.symlink_to(target)
     new_link.replace(link)

@@ -116,6 +116,8 @@ class Executor:
         self._stream_states = {stream.stream.name: stream for stream in self._state.parts.streams}
         rebalancer = Rebalancer(plan, workers, self._placer, self._stream_states)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._reports: set[asyncio.Task[None]] = set()
+        """Tasks that report metrics of what is complete, and have not ended."""
         metrics = StepMetrics(*_num_engines_and_trainers(plan))
         node_states = point.saved.node_states if point else {}
         node_execution = NodeExecution(plan, workers, observer, metrics, ledger, seed, node_states)
@@ -198,6 +200,12 @@ class Executor:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)
 
+    def _spawn_report(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._spawn(work)
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+        return task
+
     def _send(self, messages: WorkerMessages) -> None:
         for worker, groups in messages.groups.items():
             self._spawn(self._workers.open_groups(worker, groups))
@@ -268,7 +276,7 @@ class Executor:
             case ev.Sleep(replica, level):
                 self._spawn(self._enqueue_result(self._engines.sleep(replica, level)))
             case ev.StepDone(step):
-                self._spawn(self._close_step(step))
+                self._spawn_report(self._close_step(step))
             case ev.TakeCheckpoint(snapshot):
                 self._take_checkpoint(snapshot)
             case ev.Finish(reason, error):
@@ -325,7 +333,7 @@ class Executor:
         self._saving.forget(stream.name, samples)
         batch = StepBatch(stream.name, step, samples, instruction.groups, stream.group_size)
         self._batches.add_batch(batch)
-        summary = self._spawn(self._batches.summarize(batch, is_evaluation))
+        summary = self._spawn_report(self._batches.summarize(batch, is_evaluation))
         self._summaries[stream.name, step] = summary
 
     async def _run_batch_node(self, node: str, step: int) -> None:
@@ -352,7 +360,7 @@ class Executor:
     def _take_checkpoint(self, snapshot: RunSnapshot) -> None:
         progress = self._state.parts.progress
         is_last = progress.is_stopping or snapshot.steps == progress.num_steps
-        self._spawn(self._saving.take(snapshot, is_last=is_last))
+        self._spawn(self._saving.take(snapshot, tuple(self._reports), is_last=is_last))
 
 
 def _num_engines_and_trainers(plan: Plan) -> tuple[int, int]:

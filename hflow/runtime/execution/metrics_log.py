@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 from tensorboardX import SummaryWriter
 
 from hflow.metrics import Metric, find_metric
+
+MAX_ROW_BYTES = 1 << 24
 
 
 class MetricsLog:
@@ -25,6 +28,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, tensorboard: Path, metrics: Iterable[Metric] = ()) -> None:
+        _drop_partial_row(path)
         self._file = path.open("a", encoding="utf-8")
         self._writer = SummaryWriter(logdir=str(tensorboard))
         self._histograms = [metric for metric in metrics if metric.is_histogram]
@@ -67,6 +71,15 @@ class MetricsLog:
             bucket_counts=[shares.get(value, 0.0) for value in bins],
             global_step=step,
         )
+
+
+def _drop_partial_row(path: Path) -> None:
+    """Remove the last row if a process ended while it wrote it."""
+    if path.is_file():
+        with path.open("rb+") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - MAX_ROW_BYTES)
+            file.seek(start)
+            file.truncate(start + file.read().rfind(b"\n") + 1)
 
 
 def _json_number(value: float) -> float | None:

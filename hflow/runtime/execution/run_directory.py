@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hflow.durable_files import replace_text
 from hflow.errors import ConfigError
 from hflow.json_text import parse_json
 from hflow.runtime.execution.checkpoint import replace_link
@@ -142,7 +143,7 @@ class RunDirectory:
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
-        self.summary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        replace_text(self.summary, json.dumps(values, indent=2) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, float | None]]:

@@ -107,11 +107,15 @@ class RunSaving:
         self._metrics.sum_values(steps - 1, {SAVE_STALL.name: time.monotonic() - start})
         self._copied[steps][model] = directory
 
-    def take(self, snapshot: RunSnapshot, *, is_last: bool) -> Coroutine[Any, Any, None]:
+    def take(
+        self, snapshot: RunSnapshot, reports: Sequence[asyncio.Task[None]], *, is_last: bool
+    ) -> Coroutine[Any, Any, None]:
         """Begin a checkpoint of this moment; the result is awaited while the run continues.
 
         Args:
             snapshot: the state machine.
+            reports: tasks that report the metrics of what is complete in it. A run that continues from the
+                checkpoint does not report these again, so the checkpoint is not complete before they are.
             is_last: whether the run ends with it. If another one cannot be written, the run continues.
         """
         homes = {
@@ -131,14 +135,21 @@ class RunSaving:
         self._release.hold()
         self.saved_at = time.monotonic()
         self._was_taken.set()
-        return self._save(saved, homes, is_last=is_last)
+        return self._save(saved, homes, reports, is_last=is_last)
 
     async def wait_until_taken(self) -> None:
         """Wait until the next checkpoint is taken."""
         self._was_taken.clear()
         await self._was_taken.wait()
 
-    async def _save(self, saved: SavedRun, homes: Mapping[tuple[str, int], int], *, is_last: bool) -> None:
+    async def _save(
+        self,
+        saved: SavedRun,
+        homes: Mapping[tuple[str, int], int],
+        reports: Sequence[asyncio.Task[None]],
+        *,
+        is_last: bool,
+    ) -> None:
         steps, start = saved.snapshot.steps, time.time()
         directory = self._checkpoints.begin(steps, SAMPLES)
         try:
@@ -148,6 +159,8 @@ class RunSaving:
         for model in self._models:
             if model not in self._copied[steps]:
                 await self.copy_model(model, steps)
+        if reports:
+            await asyncio.wait(reports)
         try:
             async with self._writing:
                 await self._write(saved, workers)

@@ -132,6 +132,8 @@ def rewind(path: Path, step: int, position: int) -> None:
     """
     database = sqlite3.connect(path)
     try:
+        if not step and not database.execute("SELECT 1 FROM sqlite_master").fetchone():
+            return  # the run ended before it recorded anything
         where = f"step = ? AND seq <= ? AND {survives('steps')}"
         found = database.execute(f"SELECT 1 FROM steps WHERE {where}", (step - 1, position)).fetchone()
         if step and not found:
@@ -180,9 +182,13 @@ WHERE {survives("i")} AND NOT EXISTS (
 def _prepare(database: sqlite3.Connection, header: Header) -> tuple[float, int]:
     """Create the tables if there are none. Returns when the run started, and the last `seq`."""
     database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;")
-    if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'about'").fetchone():
+    if not _is_created(database):
         _create(database, header)
     return _started_at(database), _last_seq(database)
+
+
+def _is_created(database: sqlite3.Connection) -> bool:
+    return database.execute("SELECT 1 FROM sqlite_master WHERE name = 'about'").fetchone() is not None
 
 
 def _create(database: sqlite3.Connection, header: Header) -> None:
@@ -190,7 +196,7 @@ def _create(database: sqlite3.Connection, header: Header) -> None:
     streams = {stream.name: number for number, stream in enumerate(header.streams)}
     about = {"format": FORMAT, "started_at": time.time(), "max_lag": header.max_lag}
     with database:
-        database.executescript(TABLES + VIEW)
+        database.executescript(f"BEGIN; {TABLES + VIEW}")  # all of it, or nothing, is in the file
         database.executemany("INSERT INTO about VALUES (?, ?)", about.items())
         _insert_numbered(
             database,

@@ -1,0 +1,47 @@
+"""Files that a process leaves half-written when it is killed, and the process that continues after it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from hflow.durable_files import replace_text
+from hflow.runtime.execution.checkpoint import BEST, LATEST, Checkpoints, replace_link
+from hflow.runtime.execution.metrics_log import MetricsLog
+from hflow.runtime.execution.run_directory import read_metrics
+
+
+def test_half_a_row_of_metrics_is_dropped(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    with closing(MetricsLog(path, tmp_path)) as log:
+        log.write(2, {"loss": 0.25})
+    assert read_metrics(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
+
+
+def test_a_link_is_replaced_though_a_process_of_the_same_id_was_killed(tmp_path: Path):
+    for name in (LATEST, BEST):
+        (tmp_path / f".{name}-{os.getpid()}").symlink_to("step-1")
+    replace_link(tmp_path / LATEST, "step-2")
+    assert os.readlink(tmp_path / LATEST) == "step-2"
+    Checkpoints(tmp_path).drop_unfinished()
+    assert [path.name for path in tmp_path.iterdir()] == [LATEST]
+
+
+def test_a_text_file_has_the_old_or_the_new_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "plan.json"
+    replace_text(path, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            replace_text(path, "new")
+    assert path.read_text() == "old"
+    replace_text(path, "new")
+    assert [(other.name, other.read_text()) for other in tmp_path.iterdir()] == [("plan.json", "new")]
+
+
+def _killed(self: Path, target: Path) -> Path:
+    raise KeyboardInterrupt
