@@ -11,12 +11,13 @@ Each child is the leader of a session. What it starts ends with it, and everythi
 from __future__ import annotations
 
 import io
+import itertools
 import os
-from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing import forkserver, popen_forkserver, reduction, spawn, synchronize, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
 from typing import Any
 
-from hflow.workers.process_guard import run_in_session
+from hflow.workers.process_guard import run_in_session, semaphore_prefix
 
 _PRELOADED = ["hflow.workers.forkserver_guard", "hflow.workers.bodies.pool_child"]
 """What the server imports when it starts, in this order."""
@@ -66,7 +67,21 @@ class CleanProcess(ForkServerProcess):
         return _Popen(process_obj)
 
 
+class _RLock(synchronize.RLock):
+    """The standard lock, with a name by which a guard finds it."""
+
+    _suffixes = itertools.count()
+
+    @staticmethod
+    def _make_name() -> str:
+        return f"/{semaphore_prefix(os.getpid())}{next(_RLock._suffixes)}"
+
+
 class CleanContext(ForkServerContext):
-    """A context to pass as `mp_context`; its locks and pipes are the standard ones."""
+    """A context to pass as `mp_context`. What it makes is removed when this process ends in any way."""
 
     Process = CleanProcess
+
+    def RLock(self) -> synchronize.RLock:
+        """Return a lock that processes share."""
+        return _RLock(ctx=self.get_context())

@@ -28,6 +28,12 @@ POLL_SECONDS = 0.25
 """Time between two looks of a guard. A process outlives its parent by at most this much, and its worker by
 twice as much."""
 
+SEMAPHORES = Path("/dev/shm")
+"""Directory in which the system keeps named semaphores."""
+
+OWNER_POLLS = 8
+"""How often a guard that ends looks whether its owner has ended too."""
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,6 +51,7 @@ def guard_server() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     owner, anchor = os.getppid(), os.getpid()
+    semaphores = semaphore_prefix(owner)
     guard = os.fork()
     if guard:
         _stay_while(owner, guard)
@@ -52,7 +59,7 @@ def guard_server() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     guard, server = os.getpid(), os.fork()
     if server:
-        _guard(anchor, server)
+        _guard(anchor, server, owner, semaphores)
     _server_pid = os.getpid()
     _die_with(guard)
 
@@ -116,14 +123,34 @@ def _stay_while(owner: int, guard: int) -> None:
     os._exit(0)
 
 
-def _guard(anchor: int, server: int) -> None:
+def _guard(anchor: int, server: int, owner: int, semaphores: str) -> None:
     """Kill orphans as long as the anchor and the server live, then everything. Does not return."""
     _close_files()
     while os.getppid() == anchor and server not in reap():
         kill_orphans({server})
         time.sleep(POLL_SECONDS)
     kill_children()
+    for _ in range(OWNER_POLLS):
+        if _stat(owner)[:1] in ([], ["Z"], ["X"]):
+            for path in SEMAPHORES.glob(f"sem.{semaphores}*"):
+                path.unlink(missing_ok=True)
+            break
+        time.sleep(POLL_SECONDS)  # it ends, or only its server has ended
     os._exit(0)
+
+
+def semaphore_prefix(owner: int) -> str:
+    """Return how the names of a process's semaphores begin. If it ends without removing them, its guard does.
+
+    Containers may share the directory of semaphores and have equal process ids, so a name has the time at
+    which the process started, too.
+    """
+    return f"hflow-{owner}-{_stat(owner)[19]}-"
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends, even if it is stopped then."""
+    _die_with(os.getppid())
 
 
 def _die_with(parent: int) -> None:
@@ -131,6 +158,14 @@ def _die_with(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the system's description of a process, beginning with its state; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _is_alive(pid: int) -> bool:

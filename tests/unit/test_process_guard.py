@@ -89,9 +89,39 @@ def test_nothing_outlives_a_killed_worker(tmp_path: Path) -> None:
     while len(started(tmp_path)) < 6:
         assert worker.poll() is None
         time.sleep(0.02)
+    semaphores = list(Path("/dev/shm").glob(f"sem.hflow-{worker.pid}-*"))
+    assert semaphores
     direct = [process.pid for process in psutil.Process(worker.pid).children()]
     below = [process.pid for process in psutil.Process(worker.pid).children(recursive=True)]
     for pid in (*direct, worker.pid):
         os.kill(pid, signal.SIGKILL)
     worker.wait()
     wait_for_end([*below, *started(tmp_path)])
+    assert not any(path.exists() for path in semaphores)
+
+
+STOPPED = """
+import os, signal, subprocess, sys
+from hflow.workers.process_guard import die_with_parent
+if len(sys.argv) == 1:
+    child = subprocess.Popen([sys.executable, __file__, "child"], stdout=subprocess.PIPE)
+    print(child.pid, child.stdout.readline(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+die_with_parent()
+print("ready", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_stopped_process_ends_with_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.run(
+        [sys.executable, tmp_path / "stopped.py"], env=environment, stdout=subprocess.PIPE, check=False
+    )
+    pid, _, line = parent.stdout.partition(b" ")
+    assert b"ready" in line
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

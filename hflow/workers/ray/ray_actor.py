@@ -16,6 +16,7 @@ from hflow.recipe_files import unpack, use_directory
 from hflow.workers.hangs.stack_probe import StackProbe, StackSnapshot
 from hflow.workers.interface import GroupOrder, NodeResult, NodeTask, WorkerSetup
 from hflow.workers.messages import LANES, MESSAGES, Message, activity_of
+from hflow.workers.process_guard import die_with_parent
 from hflow.workers.process_setup import freeze_gc
 from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest
 
@@ -31,6 +32,7 @@ class WorkerProcess:
     """
 
     def __init__(self, index: int) -> None:
+        die_with_parent()  # Ray's raylet: a process that is stopped does not notice that it has ended
         import hflow.workers.worker
         from hflow.workers.process_groups import collective_counts, open_rendezvous
         from hflow.workers.process_setup import visible_devices
