@@ -43,10 +43,11 @@ demo: env
 	$(BIN)/hflow run recipes/sft.py
 	$(BIN)/hflow run recipes/grpo.py models.actor.path=runs/sft/latest/checkpoints/latest/actor
 
-# End random processes of N runs, continue them, and check that nothing is lost.
+# N faults in runs on Ray, N kills of runs in one process: they continue, and nothing may be lost.
 N ?= 20
 chaos: env
-	$(BIN)/python tests/fault/chaos.py --trials $(N) --out benchmarks/results/chaos.json
+	$(BIN)/python tests/fault/inproc_chaos.py --kills $(N) --out benchmarks/results/chaos-inproc.json
+	$(BIN)/python tests/fault/chaos.py --faults $(N) --out benchmarks/results/chaos.json
 
 # Tests marked gpu, in one process: needs a CUDA device and a torch built for it, not Ray.
 gpu-check:
