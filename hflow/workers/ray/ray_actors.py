@@ -12,6 +12,8 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
+from ray.exceptions import RaySystemError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -20,7 +22,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hflow.errors import RunError
+from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.ir import ClusterSpec
 from hflow.workers.ray.ray_actor import RayWorker
 
@@ -123,11 +125,24 @@ def reserve(cluster: ClusterSpec) -> Reservation:
 
     Raises:
         RunError: when the Ray cluster is too small.
+        WorkerFailureError: when Ray cannot be started, or ends at once.
     """
     owns_ray = not ray.is_initialized()
+    try:
+        if owns_ray:
+            _start_ray(cluster)
+        return _reserve(cluster, owns_ray)
+    except (OSError, RuntimeError, RaySystemError) as error:
+        ray.shutdown()
+        raise WorkerFailureError(f"Ray cannot be started: {str(error).strip().splitlines()[0]}") from None
+    except RunError:
+        if owns_ray:
+            ray.shutdown()
+        raise
+
+
+def _reserve(cluster: ClusterSpec, owns_ray: bool) -> Reservation:
     num_gpus = int(cluster.device == "cuda")
-    if owns_ray:
-        _start_ray(cluster)
     num_cpus = max(1, int(ray.available_resources().get("CPU", 0)) // cluster.num_devices)
     bundle = {"CPU": float(num_cpus), **({"GPU": 1.0} if num_gpus else {})}
     bundles = placement_group([bundle] * cluster.num_devices, strategy="PACK")
@@ -151,16 +166,30 @@ def _start_ray(cluster: ClusterSpec) -> None:
     """Connect to the cluster's Ray, or start it here with at least a CPU per worker."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Otherwise ray.init waits for a process per core, and for ever if one of them ends before it is ready.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     if cluster.num_nodes > 1:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+        with _without_raw_errors():
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         return
-    with _loopback_only():
+    with _loopback_only(), _without_raw_errors():
         ray.init(
             num_cpus=max(cluster.num_devices, os.cpu_count() or 1),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+
+
+@contextmanager
+def _without_raw_errors() -> Iterator[None]:
+    """Let a Ray that this process joins now print no logs of its own; hflow reports in a line what ended."""
+    listen = ray_worker.listen_error_messages
+    ray_worker.listen_error_messages = lambda worker, threads_stopped: None
+    try:
+        yield
+    finally:
+        ray_worker.listen_error_messages = listen
 
 
 @contextmanager
