@@ -125,6 +125,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         directory = Path(name)
         os.environ["RAY_TMPDIR"] = name  # Ray keeps the logs of every start
+        # Ray waits a minute by default before it replaces a process that ends while it starts.
+        os.environ.setdefault("RAY_worker_register_timeout_seconds", "20")
         chosen = [Fault(*fault.split("-")) for fault in arguments.fault or ()]
         names = arguments.recipe or sorted(set(RECIPES) - {"small_ppo"})
         num_faults = len(chosen) or arguments.faults
