@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     Strict,
     StrictBool,
     StrictFloat,
@@ -61,6 +62,15 @@ def _check_path(text: str) -> str:
     return text
 
 
+def _check_paths(value: Any) -> str | tuple[str, ...] | None:
+    """Refuse what is neither a path nor a list of paths."""
+    if value is None or isinstance(value, str):
+        return value if value is None else _check_path(value)
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(v, str) for v in value):
+        raise ValueError(f"is {shorten(repr(value), 80)}; it must be a path, or a list of paths")
+    return tuple(map(_check_path, value))
+
+
 def _check_directory_name(text: str) -> str:
     """Refuse text that cannot be the name of a directory."""
     if text in ("", ".", "..") or "/" in text:
@@ -70,6 +80,8 @@ def _check_directory_name(text: str) -> str:
 
 FilePath = Annotated[str, AfterValidator(_check_path)]
 """The path of a file or directory, which need not exist."""
+FilePaths = Annotated[str | tuple[str, ...] | None, PlainValidator(_check_paths)]
+"""One path or several, which need not exist; None: none."""
 DirectoryName = Annotated[str, AfterValidator(_check_directory_name)]
 """The name of a directory, without its parent."""
 

@@ -1,4 +1,4 @@
-"""Lets Hydra read files only after `check_yaml` has found that they are bounded."""
+"""Lets Hydra read files only after `check_yaml` has found that they are bounded, and marks their paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
 
+from hflow.config.file_paths import mark_paths
 from hflow.config.yaml_files import check_yaml
 
 SCHEME = "bounded-file"
@@ -24,9 +26,14 @@ class BoundedFileSource(FileConfigSource):
         return SCHEME
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Check a file, and parse it."""
-        check_yaml(Path(self.path) / self._normalize_file_name(config_path))
-        return super().load_config(config_path)
+        """Check a file, parse it, and mark its paths with its directory."""
+        file = Path(self.path) / self._normalize_file_name(config_path)
+        check_yaml(file)
+        result = super().load_config(config_path)
+        if isinstance(result.config, DictConfig):
+            values = OmegaConf.to_container(result.config, resolve=False)
+            result.config = OmegaConf.create(mark_paths(values, str(file.parent)))
+        return result
 
 
 class BoundedSearchPath(SearchPathPlugin):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hflow.config.dump import flatten
+from hflow.config.file_paths import resolve_paths
 from hflow.config.schema import RunConfig
 from hflow.config.yaml_files import yaml_error
 from hflow.errors import ConfigError, nearest, shorten
@@ -29,21 +30,24 @@ MAX_OVERRIDE = 20_000
 NOTATION = "write key=value, and a value with special characters as key='value'"
 
 
-def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    recipe: str | Path, overrides: Sequence[str] = (), directory: Path | None = None
+) -> RunConfig:
     """Compose the configuration of a recipe.
 
     Args:
         recipe: path of the recipe's Python file.
         overrides: `key=value` as on the command line. They take precedence over files.
+        directory: what paths of data in files are relative to; None: each file's own directory.
 
     Raises:
         ConfigError: for an unknown key, group or override, or a value that does not fit.
     """
-    return load_config_and_keys(recipe, overrides)[0]
+    return load_config_and_keys(recipe, overrides, directory)[0]
 
 
 def load_config_and_keys(
-    recipe: str | Path, overrides: Sequence[str] = ()
+    recipe: str | Path, overrides: Sequence[str] = (), directory: Path | None = None
 ) -> tuple[RunConfig, frozenset[str]]:
     """Return the configuration of a recipe, and the dotted keys that its files and the overrides set.
 
@@ -51,7 +55,7 @@ def load_config_and_keys(
     those of `load_config`.
     """
     recipe = Path(recipe).absolute()
-    values = _compose(recipe.with_suffix(".yaml"), overrides)
+    values = resolve_paths(_compose(recipe.with_suffix(".yaml"), overrides), directory)
     _refuse_secrets(values)
     keys = frozenset(key for key, value in flatten(values) if value is not None)
     return from_mapping(RunConfig, {"name": recipe.stem, **values}), keys

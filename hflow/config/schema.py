@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt
 from pydantic.dataclasses import dataclass
 
-from hflow.validation import CHECKED, DirectoryName, FilePath, FrozenDict, FrozenMapping, Int
+from hflow.validation import CHECKED, DirectoryName, FilePath, FilePaths, FrozenDict, FrozenMapping, Int
 
 
 def _int_if_whole(number: float) -> float:
@@ -130,19 +130,40 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, config=CHECKED)
-class DataConfig:
-    """The rows of one dataset of the recipe: `data.NAME`. Set either `path` or `generator`."""
+class SourceConfig:
+    """Where rows come from. Set either `path` or `generator`."""
 
-    path: FilePath | None = None
-    """A `.jsonl` or `.parquet` file with the columns that the recipe declares."""
+    path: FilePaths = None
+    """A `.jsonl` or `.parquet` file, a pattern such as `data/*.jsonl`, a directory that `save_to_disk` of the
+    library `datasets` wrote, a dataset of the Hugging Face Hub as `hf:OWNER/NAME` or `hf:OWNER/NAME/CONFIG`,
+    or a list of these. In a YAML file it is relative to that file."""
     generator: str | None = None
     """A named generator of rows, such as `addition`."""
     split: str = "train"
-    """Which split of a generator's rows to use."""
-    shuffle: StrictBool = True
-    """Shuffle the rows on every pass, seeded by `seed`."""
+    """The split to use of a generator, of a dataset of the Hub, or of what `save_to_disk` wrote. Of a Hub
+    dataset it may be a part, such as `train[:10%]`. Files have no splits."""
+    map: FrozenMapping[str, str] = Field(default_factory=FrozenDict)
+    """The source's name of a column that the recipe declares, as in `{prompt: question}`."""
     limit: Int | None = Field(default=None, ge=1)
     """Maximum number of rows; null: all."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class WeightedSourceConfig(SourceConfig):
+    """One of several sources of a dataset: `data.NAME.sources.SOURCE`."""
+
+    weight: StrictFloat = Field(default=1.0, gt=0)
+    """Share of the trained rows, relative to the other sources. Evaluations read every row once."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class DataConfig(SourceConfig):
+    """The rows of one dataset of the recipe: `data.NAME`. Set `path`, `generator` or `sources`."""
+
+    sources: FrozenMapping[str, WeightedSourceConfig] = Field(default_factory=FrozenDict)
+    """Several sources, by names of your own."""
+    shuffle: StrictBool = True
+    """Shuffle the rows of each source on every pass, seeded by `seed`."""
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -210,7 +231,8 @@ class RunConfig:
     name: DirectoryName
     """Name of the run, by default the recipe's file name. Results are written to OUT/NAME/TIME."""
     out: FilePath = "runs"
-    """Directory of results. All paths are relative to the working directory."""
+    """Directory of results. All paths are relative to the working directory, except those of `data` in a YAML
+    file, which are relative to that file."""
     seed: StrictInt = Field(default=0, ge=0, le=MAX_SEED)
     """Seed of data order, sampling, minibatches and random weights."""
     steps: Int = Field(default=100, ge=1)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hflow.data.row_schema import RowSchema, check_columns, checked_row
+from hflow.data.row_schema import RowSchema
 from hflow.errors import DataError
 
 NUM_PAIRS = 10_000
@@ -24,7 +24,7 @@ class Addition:
 
     names: ClassVar[tuple[str, ...]] = ("prompt", "answer")
 
-    def __init__(self, split: str, columns: RowSchema) -> None:
+    def __init__(self, split: str, schema: RowSchema) -> None:
         """Select the split's pairs.
 
         Raises:
@@ -35,8 +35,8 @@ class Addition:
         if split not in splits:
             raise DataError(f"the addition data has no split {split!r}; choose one of {sorted(splits)}")
         self._pairs = splits[split]
-        self._columns = columns
-        check_columns(self.names, columns, "the addition data")
+        self._schema = schema
+        schema.check(self.names, "the addition data")
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -44,7 +44,7 @@ class Addition:
     def row(self, index: int) -> dict[str, Any]:
         """Return row `index` of the split."""
         row = self._row(*divmod(int(self._pairs[index]), 100))
-        return checked_row(row, self._columns, f"the addition data, row {index}")
+        return self._schema.row(row, f"the addition data, row {index}")
 
     def _row(self, first: int, second: int) -> dict[str, str]:
         return {"prompt": f"{first:02d}+{second:02d}=", "answer": f"{first + second:03d}"}

@@ -1,52 +1,93 @@
-"""Checks dataset rows against the columns that a recipe declares."""
+"""`RowSchema` checks rows of a source against the columns that a recipe declares."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from hflow.errors import DataError, nearest
+from hflow.errors import DataError, nearest, shorten
 from hflow.types import Unit
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Halves of characters, which JSON can name, but no text has."""
-RowSchema = Mapping[str, Unit]
-"""Declared column -> its unit."""
+_LISTED_CHARACTERS = 300
+"""The most characters of a list of columns in an error."""
 
 
-def checked_row(row: Mapping[str, Any], columns: RowSchema, where: str) -> dict[str, Any]:
-    """Return the declared columns of a row, in their declared order.
+@dataclass(frozen=True)
+class RowSchema:
+    """The columns that a recipe declares, and what a source calls them."""
 
-    Args:
-        row: all columns of the source.
-        columns: the declared ones.
-        where: position of the row, for errors.
+    units: Mapping[str, Unit]
+    """Declared column -> its unit."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Declared column -> the source's name for it, where that differs."""
+    key: str = "data.NAME"
+    """Key of the source in the configuration, for errors."""
 
-    Raises:
-        DataError: if a column is missing or a value has the wrong type.
-    """
-    check_columns(row, columns, where)
-    for name, unit in columns.items():
-        if not _fits(row[name], unit):
-            raise DataError(
-                f"{where}: column {name!r} is {row[name]!r:.40}, but the recipe declares {_EXPECTED[unit]}; "
-                "change one of them"
-            )
-    return {name: row[name] for name in columns}
+    def __post_init__(self) -> None:
+        """Check that the recipe declares what `names` maps.
+
+        Raises:
+            DataError: for a column that it does not declare.
+        """
+        for name in self.names:
+            if name not in self.units:
+                raise DataError(
+                    f"{self.key}.map.{name}: the recipe declares no column {name!r}"
+                    f"{nearest(name, self.units) or f'; it declares {_listed(self.units)}'}"
+                )
+
+    @property
+    def source_columns(self) -> list[str]:
+        """The source's columns to read, each once."""
+        return list(dict.fromkeys(map(self._source_name, self.units)))
+
+    def check(self, known: Iterable[str], where: str) -> None:
+        """Check that every declared column is among the source's.
+
+        Raises:
+            DataError: if one is missing; suggests the nearest name, and how to map it.
+        """
+        known = list(known)
+        for name in self.units:
+            source = self._source_name(name)
+            if source not in known:
+                near = nearest(source, known)
+                fix = f"{near} Set" if near else "; set"
+                raise DataError(
+                    f"{where}: no column {source!r} (it has {_listed(known)}){fix} {self.key}.map.{name} to "
+                    f"the column that holds {name!r}"
+                )
+
+    def row(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the declared columns of a source's row, in their declared order.
+
+        Args:
+            row: all columns of the source.
+            where: position of the row, for errors.
+
+        Raises:
+            DataError: if a column is missing or a value has the wrong type.
+        """
+        self.check(row, where)
+        values = {name: row[self._source_name(name)] for name in self.units}
+        for name, unit in self.units.items():
+            if not _fits(values[name], unit):
+                raise DataError(
+                    f"{where}: column {self._source_name(name)!r} is {values[name]!r:.40}, but the recipe "
+                    f"declares {_EXPECTED[unit]}; change one of them"
+                )
+        return values
+
+    def _source_name(self, name: str) -> str:
+        return self.names.get(name, name)
 
 
-def check_columns(known: Iterable[str], columns: RowSchema, where: str) -> None:
-    """Check that every declared column is among the source's.
-
-    Raises:
-        DataError: if one is missing; suggests the nearest name.
-    """
-    known = list(known)
-    for name in columns:
-        if name not in known:
-            known_names = ", ".join(map(repr, known)) or "none"
-            raise DataError(f"{where}: no column {name!r} (it has {known_names}){nearest(name, known)}")
+def _listed(names: Iterable[str]) -> str:
+    return shorten(", ".join(map(repr, names)), _LISTED_CHARACTERS) or "none"
 
 
 _EXPECTED = {

@@ -75,7 +75,7 @@ class PlanFile:
             return config
         with TemporaryDirectory() as directory:
             (Path(directory) / "plan.yaml").write_text(to_yaml(config), encoding="utf-8")
-            return load_config(Path(directory) / "plan.py", overrides)
+            return load_config(Path(directory) / "plan.py", overrides, Path.cwd())
 
 
 def plan_file_text(compiled: Compiled) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hflow.config import DataConfig, ModelConfig
-from hflow.data.datasets import DataSettings, open_dataset
-from hflow.data.row_order import RowOrder
+from hflow.config.schema import SourceConfig
+from hflow.data.datasets import DataSettings, JoinedRows, RowSource, open_dataset
+from hflow.data.hf_datasets import HUB
+from hflow.data.row_order import RowOrder, WeightedOrder
 from hflow.errors import ConfigError
 from hflow.graph.ir import DatasetSpec, Node
 from hflow.launch.compile import Compiled
@@ -68,38 +71,95 @@ def open_rows(compiled: Compiled) -> dict[str, DatasetRows]:
 
     Raises:
         DataError: for a file that does not have the columns that the recipe declares.
+        ConfigError: for weights of sources that no training reads.
     """
     datasets = {dataset.name: dataset for dataset in compiled.graph.datasets}
+    is_trained = {stream.name: stream.batch is not None for stream in compiled.plan.schedule.streams}
+    dataset_of = {stream: compiled.graph.stream(stream).dataset for stream in is_trained}
+    trained = {dataset_of[stream] for stream, trained in is_trained.items() if trained}
     rows: dict[str, DatasetRows] = {}
-    for stream in compiled.plan.schedule.streams:
-        name = compiled.graph.stream(stream.name).dataset
-        assert name is not None, f"root stream {stream.name} has no dataset"
+    for stream, name in dataset_of.items():
+        assert name is not None, f"root stream {stream} has no dataset"
         settings = _data_settings(compiled, datasets[name])
+        if name not in trained:
+            _refuse_weights(settings)
         source = open_dataset(settings, dict(datasets[name].columns))
-        is_trained = stream.batch is not None
-        rows[stream.name] = RowOrder(len(source), compiled.config.seed, settings.shuffle and is_trained)
+        rows[stream] = _row_order(settings, source, compiled.config.seed, is_trained[stream])
     return rows
 
 
+def _row_order(settings: DataSettings, source: RowSource, seed: int, is_trained: bool) -> DatasetRows:
+    """Return the order in which a stream reads a dataset. Evaluations read it once, from the beginning."""
+    if isinstance(source, JoinedRows) and settings.sources and is_trained:
+        weights = [source.weight for source in settings.sources]
+        return WeightedOrder(source.sizes, weights, seed, settings.shuffle)
+    return RowOrder(len(source), seed, settings.shuffle and is_trained)
+
+
+def _refuse_weights(settings: DataSettings) -> None:
+    for source in settings.sources:
+        if source.weight != 1:
+            raise ConfigError(
+                f"{source.key}.weight has no effect, as evaluations read every row once; remove it"
+            )
+
+
 def _data_settings(compiled: Compiled, dataset: DatasetSpec) -> DataSettings:
-    config = compiled.config.data.get(dataset.name, DataConfig())
+    """Return the settings of a dataset.
+
+    Raises:
+        ConfigError: if the configuration names no rows, or too many.
+    """
+    config, key = compiled.config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
+    if not config.sources:
+        return replace(_source_settings(config, key, dataset), shuffle=config.shuffle)
+    default = SourceConfig()
+    for field in fields(SourceConfig):
+        if getattr(config, field.name) != getattr(default, field.name):
+            name, unset = field.name, _text(default, field.name)
+            raise ConfigError(
+                f"{key} has both {name} and sources; set {key}.{name}={unset}, and that of each source as "
+                f"{key}.sources.SOURCE.{name}"
+            )
+    return DataSettings(
+        shuffle=config.shuffle,
+        sources=tuple(
+            replace(_source_settings(source, f"{key}.sources.{name}", dataset), weight=source.weight)
+            for name, source in config.sources.items()
+        ),
+        key=key,
+    )
+
+
+def _text(config: SourceConfig, name: str) -> str:
+    """Return the value of a key as an override has it."""
+    value = getattr(config, name)
+    return "null" if value is None else str(value)
+
+
+def _source_settings(config: SourceConfig, key: str, dataset: DatasetSpec) -> DataSettings:
     if config.path is None and config.generator is None:
         raise ConfigError(
-            f"data.{dataset.name} has no rows; set data.{dataset.name}.path to a .jsonl or .parquet file "
-            f"with the columns {', '.join(name for name, _ in dataset.columns)}"
+            f"{key} has no rows; set {key}.path to a .jsonl or .parquet file with the columns "
+            f"{', '.join(name for name, _ in dataset.columns)}, or to a dataset such as hf:openai/gsm8k/main"
         )
     if config.path is not None and config.generator is not None:
-        raise ConfigError(
-            f"data.{dataset.name} has both path and generator; set data.{dataset.name}.generator=null to "
-            "read the file"
-        )
+        raise ConfigError(f"{key} has both path and generator; set {key}.generator=null to read the file")
     return DataSettings(
-        path=None if config.path is None else str(Path(config.path).resolve()),
+        path=_absolute(config.path),
         generator=config.generator,
         split=config.split,
-        shuffle=config.shuffle,
         limit=config.limit,
+        names=config.map,
+        key=key,
     )
+
+
+def _absolute(path: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    """Return paths that mean the same in every worker. A dataset of the Hub stays as it is."""
+    if isinstance(path, tuple):
+        return tuple(str(_absolute(item)) for item in path)
+    return path if path is None or path.startswith(HUB) else str(Path(path).resolve())
 
 
 def _engine_options(compiled: Compiled, replica: Replica) -> Mapping[str, Any]:

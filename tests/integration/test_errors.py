@@ -145,6 +145,11 @@ def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (SFT, "out=r.py", "cannot make a directory in out='r.py': Not a directory"),
         (SFT, "name=/etc/run", "name is '/etc/run', which is not the name of a directory"),
         (SFT, "data.train.path=r.jsonl", "data.train has both path and generator; set"),
+        (
+            SFT,
+            "data.train.sources={a:{generator:addition}}",
+            "data.train has both generator and sources; set data.train.generator=null",
+        ),
     ],
 )
 def test_a_configuration_that_does_not_fit(
@@ -208,6 +213,25 @@ def test_other_data_files_that_cannot_be_read(fails: Cli, tmp_path: Path) -> Non
     assert "r.parquet cannot be read as Parquet: " in fails(SFT, TINY, "data.train.path=r.parquet")
     assert "there is no data file" in fails(SFT, TINY, "data.train.path=none.jsonl")
     assert "data.train has no rows; set data.train.path" in fails(SFT, TINY)
+
+
+def test_sources_that_do_not_fit(fails: Cli) -> None:
+    half = "data.train.sources={a:{generator:addition},b:{}}"
+    assert "data.train.sources.b has no rows; set data.train.sources.b.path" in fails(SFT, TINY, half)
+    unknown = "data.train.sources={a:{generator:addition,map:{promt:x}}}"
+    assert "data.train.sources.a.map.promt: the recipe declares no column 'promt'" in fails(
+        SFT, TINY, unknown
+    )
+    evaluated = SFT.replace(
+        "use(nodes.sft_train, actor)",
+        "use(nodes.sft_train, actor), use(nodes.actor_gen, actor, name='eval_gen', max_tokens=3, "
+        "data=Dataset('heldout', prompt=Text))",
+    )
+    weights = "+data.heldout.sources={a:{generator:addition,weight:2}}"
+    line = fails(evaluated, TINY, ADDITION, weights)
+    assert (
+        "data.heldout.sources.a.weight has no effect, as evaluations read every row once; remove it" in line
+    )
 
 
 def test_a_prompt_that_the_tokenizer_cannot_read(fails: Cli, tmp_path: Path) -> None:

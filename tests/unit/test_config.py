@@ -201,3 +201,55 @@ def test_reading_a_config_changes_no_directory():
     before = os.getcwd()
     load_config(GRPO)
     assert os.getcwd() == before
+
+
+def test_a_path_in_a_file_is_relative_to_that_file(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text("path: mine.jsonl\n")
+    path = recipe(
+        "defaults: [{data@data.group: mine}, _self_]\n"
+        "models: {actor: {path: runs/actor}}\n"
+        "data:\n"
+        "  train: {path: '${oc.env:FILE}.jsonl'}\n"
+        "  list: {path: [b/*.jsonl, /c.parquet, 'hf:openai/gsm8k/main']}\n"
+        "  same: {path: '${data.train.path}'}\n"
+        "  several: {sources: {x: {path: ../x.jsonl}, y: {path: y.jsonl, weight: 2}}}\n"
+        "  changed: {path: a.jsonl}\n"
+    )
+    monkeypatch.setenv("FILE", "a")
+    (tmp_path / "here").mkdir()
+    for directory, prefix in (
+        (tmp_path, ""),
+        (tmp_path / "here", f"{tmp_path}/"),
+        (tmp_path.parent, f"{tmp_path.name}/"),
+    ):
+        monkeypatch.chdir(directory)
+        config = load_config(path, ["data.changed.path=z.jsonl"])
+        paths = {name: data.path for name, data in config.data.items()}
+        assert paths["train"] == paths["same"] == f"{prefix}a.jsonl"
+        assert paths["group"] == f"{prefix}data/mine.jsonl"
+        assert paths["list"] == (f"{prefix}b/*.jsonl", "/c.parquet", "hf:openai/gsm8k/main")
+        assert paths["changed"] == "z.jsonl"
+        assert config.data["several"].sources["y"].path == f"{prefix}y.jsonl"
+        assert Path(str(config.data["several"].sources["x"].path)).resolve() == tmp_path.parent / "x.jsonl"
+        assert config.models["actor"].path == "runs/actor"
+        assert load_config(recipe(to_yaml(config), "again"), directory=Path.cwd()).data == config.data
+    assert "\0" not in to_yaml(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train.path=3", "data.train.path is 3; it must be a path, or a list of paths"),
+        ("data.train.path=[]", "data.train.path is []; it must be a path, or a list of paths"),
+        ("data.train.path=[a,3]", "data.train.path is ['a', 3]; it must be a path, or a list of paths"),
+        ("data.train.map=x", "data.train.map is 'x'; it must be a mapping"),
+        ("data.train.map={prompt:3}", "data.train.map.prompt is 3; it must be a string"),
+        ("data.train.sources={a:{wieght:1}}", "'data.train.sources.a.wieght'; did you mean 'weight'?"),
+        ("data.train.sources={a:{weight:0}}", "data.train.sources.a.weight is 0; it must be more than 0"),
+    ],
+)
+def test_a_wrong_source_is_refused_in_one_line(override: str, message: str):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(GRPO, [override])
+    assert message in str(refusal.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hflow.data.datasets import DataSettings, open_dataset
-from hflow.data.row_order import RowOrder
+from hflow.data.row_order import RowOrder, WeightedOrder
 from hflow.errors import DataError
 from hflow.types import Unit
 
@@ -47,6 +48,52 @@ def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
     path = jsonl(tmp_path, [json.dumps(row) for row in ROWS])
     assert len(open_dataset(DataSettings(path, limit=3), COLUMNS)) == 3
     assert len(open_dataset(DataSettings(path, limit=30), COLUMNS)) == 7
+
+
+def test_files_of_a_list_and_of_a_pattern_follow_each_other(tmp_path: Path) -> None:
+    for name, rows in {"b.jsonl": ROWS[:2], "a.jsonl": ROWS[2:3], "c.txt": []}.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(ROWS[3:5]), tmp_path / "c.parquet")
+    pattern = open_dataset(DataSettings(str(tmp_path / "*.jsonl")), COLUMNS)
+    assert [pattern.row(i) for i in range(len(pattern))] == [DECLARED[i] for i in (2, 0, 1)]
+    paths = (str(tmp_path / "c.parquet"), str(tmp_path / "*.jsonl"))
+    both = open_dataset(DataSettings(paths, limit=4), COLUMNS)
+    assert [both.row(i) for i in range(len(both))] == [DECLARED[i] for i in (3, 4, 2, 0)]
+
+
+def test_a_column_with_another_name(tmp_path: Path) -> None:
+    path, columns = jsonl(tmp_path, ['{"question": "q", "answer": "a"}']), {"prompt": Unit.TEXT}
+    renamed = DataSettings(path, names={"prompt": "question"}, key="data.train")
+    assert open_dataset(renamed, columns).row(0) == {"prompt": "q"}
+    both = {"prompt": Unit.TEXT, "answer": Unit.TEXT}
+    assert open_dataset(renamed, both).row(0) == {"prompt": "q", "answer": "a"}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({}, r"no column 'prompt' .*'question', 'answer'\); set data.train.map.prompt to the column that"),
+        (
+            {"prompt": "qestion"},
+            r"no column 'qestion' .* did you mean 'question'\? Set data.train.map.prompt",
+        ),
+        ({"promt": "question"}, r"data.train.map.promt: the recipe declares no column 'promt'; did you mean"),
+    ],
+)
+def test_a_missing_column_says_how_to_map_it(tmp_path: Path, names: dict[str, str], message: str) -> None:
+    settings = DataSettings(
+        jsonl(tmp_path, ['{"question": "q", "answer": "a"}']), names=names, key="data.train"
+    )
+    with pytest.raises(DataError, match=message):
+        open_dataset(settings, {"prompt": Unit.TEXT})
+
+
+def test_several_sources_are_numbered_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"q": "b"}\n')
+    first = DataSettings(jsonl(tmp_path, ['{"prompt": "a"}', '{"prompt": "aa"}']))
+    second = DataSettings(str(tmp_path / "b.jsonl"), names={"prompt": "q"})
+    rows = open_dataset(DataSettings(sources=(first, second)), {"prompt": Unit.TEXT})
+    assert [rows.row(i)["prompt"] for i in range(len(rows))] == ["a", "aa", "b"]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +144,8 @@ def test_a_parquet_file_without_the_column_is_refused(tmp_path: Path) -> None:
         (DataSettings(), "either a path or a generator"),
         (DataSettings("a.jsonl", "addition"), "either a path or a generator"),
         (DataSettings("none.jsonl"), "no data file none.jsonl"),
+        (DataSettings("none/*.jsonl", key="data.train"), r"no file matches none/.*; set data.train.path"),
+        (DataSettings("hf:a/b/c/d"), "names no dataset; write hf:OWNER/NAME, or hf:OWNER/NAME/CONFIG"),
         (DataSettings(generator="adition"), "did you mean 'addition'"),
         (DataSettings(generator="addition", split="test"), r"choose one of \['heldout', 'train'\]"),
     ],
@@ -158,6 +207,36 @@ def test_epochs_and_seeds_differ_and_order_can_be_kept() -> None:
     assert first != second
     assert first != [RowOrder(100, 4).row(i) for i in range(100)]
     assert [RowOrder(100, 3, shuffle=False).row(i) for i in (0, 99, 100, 205)] == [0, 99, 0, 5]
+
+
+SOURCES = st.lists(st.tuples(st.integers(1, 30), st.floats(0.05, 5)), min_size=1, max_size=5)
+
+
+@given(SOURCES, st.integers(0, 2**31), st.integers(0, 200_000), st.integers(1, 400))
+def test_sources_have_their_shares_in_every_stretch(
+    sources: list[tuple[int, float]], seed: int, start: int, length: int
+) -> None:
+    sizes, weights = zip(*sources, strict=True)
+    order = WeightedOrder(sizes, weights, seed)
+    ends = np.cumsum(sizes)
+    rows = [order.row(position) for position in range(start, start + length)]
+    counts = np.bincount(np.searchsorted(ends, rows, side="right"), minlength=len(sizes))
+    shares = np.asarray(weights) / sum(weights)
+    assert np.abs(counts - shares * length).max() <= 6
+    assert rows[-1] == WeightedOrder(sizes, weights, seed).row(start + length - 1)  # needs no history
+
+
+def test_each_source_has_epochs_of_its_own() -> None:
+    order = WeightedOrder([3, 5], [1, 3], seed=7)
+    rows = np.array([order.row(position) for position in range(800)])
+    for first, size in ((0, 3), (3, 5)):
+        own = rows[(rows >= first) & (rows < first + size)]
+        epochs = own[: len(own) // size * size].reshape(-1, size)
+        assert len(epochs) > 50
+        assert all(sorted(epoch) == list(range(first, first + size)) for epoch in epochs.tolist())
+        assert len({tuple(epoch) for epoch in epochs.tolist()}) > 1
+    in_order = [WeightedOrder([3, 5], [1, 3], seed=7, shuffle=False).row(p) for p in range(20)]
+    assert [row for row in in_order if row < 3][:4] == [0, 1, 2, 0]
 
 
 def test_ten_million_rows_are_no_trouble() -> None:

@@ -1,0 +1,69 @@
+"""Paths of data in YAML files, which are relative to the file that they are written in.
+
+Hydra does not tell which file a value of the composed configuration comes from. So every path is marked with
+its file's directory when the file is read, and the mark is resolved when the configuration is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_MARK = "\0"
+"""Encloses the directory in front of a path. No path has this character."""
+_KEY = "path"
+_HUB = "hf:"
+"""Prefix of what is no file."""
+
+
+def mark_paths(values: Any, directory: str) -> Any:
+    """Return the content of a YAML file in `directory` with that directory in front of every path."""
+    if isinstance(values, dict):
+        return {
+            name: _mark(value, directory) if name == _KEY else mark_paths(value, directory)
+            for name, value in values.items()
+        }
+    return values
+
+
+def resolve_paths(values: Mapping[str, Any], directory: Path | None = None) -> dict[str, Any]:
+    """Return a composed configuration without marks.
+
+    Paths of `data` that a file has written become relative to the working directory, or absolute if they are
+    not in it. All others stay as they are written.
+
+    Args:
+        values: the configuration.
+        directory: what the paths of files are relative to; None: each file's own directory.
+    """
+    return {
+        name: _resolve(value, directory, is_data=name == "data", key="") for name, value in values.items()
+    }
+
+
+def _mark(value: Any, directory: str) -> Any:
+    if isinstance(value, list):
+        return [_mark(item, directory) for item in value]
+    return f"{_MARK}{directory}{_MARK}{value}" if isinstance(value, str) and value != "???" else value
+
+
+def _resolve(value: Any, directory: Path | None, *, is_data: bool, key: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _resolve(item, directory, is_data=is_data, key=name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_resolve(item, directory, is_data=is_data, key=key) for item in value]
+    if not isinstance(value, str) or not value.startswith(_MARK):
+        return value
+    # An interpolation may have put a marked path behind another mark.
+    _, *directories, path = value.split(_MARK)
+    if not is_data or key != _KEY or not path or path.startswith(_HUB):
+        return path
+    return _relative(Path(directory or directories[-1]) / path)
+
+
+def _relative(path: Path) -> str:
+    """Return a path relative to the working directory if it is in it, else absolute. Links are kept."""
+    absolute, here = Path(os.path.normpath(path.absolute())), Path.cwd()
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
