@@ -46,8 +46,16 @@ class Addition:
         row = self._row(*divmod(int(self._pairs[index]), 100))
         return self._schema.row(row, f"the addition data, row {index}")
 
-    def _row(self, first: int, second: int) -> dict[str, str]:
+    def _row(self, first: int, second: int) -> dict[str, Any]:
         return {"prompt": f"{first:02d}+{second:02d}=", "answer": f"{first + second:03d}"}
+
+
+class AdditionChat(Addition):
+    """The same sums as conversations: `prompt` is a message of the user, such as `17+25`."""
+
+    def _row(self, first: int, second: int) -> dict[str, Any]:
+        message = {"role": "user", "content": f"{first:02d}+{second:02d}"}
+        return {"prompt": [message], "answer": f"{first + second:03d}"}
 
 
 class AdditionPairs(Addition):
@@ -58,7 +66,7 @@ class AdditionPairs(Addition):
 
     names: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
 
-    def _row(self, first: int, second: int) -> dict[str, str]:
+    def _row(self, first: int, second: int) -> dict[str, Any]:
         right = f"{first + second:03d}"
         position, offset = divmod(int(_ERRORS[100 * first + second]), 9)
         digit = (int(right[position]) + 1 + offset) % 10

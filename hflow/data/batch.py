@@ -24,7 +24,7 @@ class Column:
     """One field of a batch.
 
     `values` is `[T]` or `[T, K]` for TOKEN, and `[S]` for SEQUENCE and GROUP, where a group's value is
-    repeated on its members. For TEXT and JSON it is a list of S objects.
+    repeated on its members. For TEXT, MESSAGES and JSON it is a list of S objects.
     """
 
     unit: Unit

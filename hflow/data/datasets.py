@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from hflow.data.addition_task import Addition, AdditionPairs
+from hflow.data.addition_task import Addition, AdditionChat, AdditionPairs
 from hflow.data.hf_datasets import HUB, is_saved, open_hub, open_saved
 from hflow.data.row_files import JsonLines, Parquet
 from hflow.data.row_schema import RowSchema
@@ -26,7 +26,7 @@ class DataSettings:
     """A `.jsonl` or `.parquet` file, a pattern of such files, a directory of `save_to_disk`, a dataset of the
     Hub (`hf:OWNER/NAME`), or several of these, whose rows follow each other."""
     generator: str | None = None
-    """`addition` or `addition-pairs`."""
+    """`addition`, `addition-chat` or `addition-pairs`."""
     split: str = "train"
     """The split of a generator, of a dataset of the Hub, or of what `save_to_disk` wrote."""
     shuffle: bool = True
@@ -175,5 +175,6 @@ _FILES: Mapping[str, Callable[[Path, RowSchema], RowSource]] = {
 }
 _GENERATORS: Mapping[str, Callable[[str, RowSchema], RowSource]] = {
     "addition": Addition,
+    "addition-chat": AdditionChat,
     "addition-pairs": AdditionPairs,
 }

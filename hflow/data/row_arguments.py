@@ -14,6 +14,7 @@ import numpy as np
 
 from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import BodySignature, column_of_read, get_column
+from hflow.data.messages import read_as
 from hflow.data.unpack_returns import check_rows, column_of_rows, split_result
 from hflow.types import Unit
 
@@ -86,7 +87,7 @@ def _python_rows(read: Read, source: Column, batch: Batch) -> list[Any]:
     """Return one Python value for each sample, by the rules of `batch_arguments`."""
     values = source.values
     if not isinstance(values, np.ndarray):
-        return list(values)
+        return [read_as(value, source.unit, read.unit) for value in values]
     if read.unit is not Unit.TOKEN:
         return list(values.tolist())
     if source.unit is not Unit.TOKEN:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hflow.data.messages import messages_problem
 from hflow.errors import DataError, nearest, shorten
 from hflow.types import Unit
 
@@ -75,6 +76,11 @@ class RowSchema:
         self.check(row, where)
         values = {name: row[self._source_name(name)] for name in self.units}
         for name, unit in self.units.items():
+            if unit is Unit.MESSAGES and (problem := messages_problem(values[name])):
+                raise DataError(
+                    f"{where}: column {self._source_name(name)!r} {problem}; write each message as "
+                    '{"role": "user", "content": "..."}, or declare the column as Text or Json'
+                )
             if not _fits(values[name], unit):
                 raise DataError(
                     f"{where}: column {self._source_name(name)!r} is {values[name]!r:.40}, but the recipe "
@@ -107,5 +113,5 @@ def _fits(value: Any, unit: Unit) -> bool:
             return isinstance(value, int | float)
         case Unit.TOKEN:
             return isinstance(value, list) and all(isinstance(item, int | float) for item in value)
-        case Unit.JSON:
+        case Unit.MESSAGES | Unit.JSON:
             return True

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hflow.data.chat import ChatTemplate
 from hflow.data.unknown_tokens import check_known
-from hflow.errors import DataError
+from hflow.errors import DataError, RecipeError
 from hflow.json_text import read_json_object
 from hflow.types import Trajectory
 
@@ -92,12 +92,19 @@ class TextTokenizer:
         ids = self.encode(text)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
-    def join(self, prompt: str, answer: str) -> Trajectory:
+    def join(self, prompt: str, answer: str | None = None) -> Trajectory:
         """Return a trajectory of a prompt (masked) and an answer with its end-of-text token (learned).
 
         Raises:
+            RecipeError: for anything but two texts.
             DataError: if the tokenizer has no end-of-text token.
         """
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            given = ", ".join("messages" if isinstance(x, list) else repr(x)[:40] for x in (prompt, answer))
+            raise RecipeError(
+                f"tokenizer.join takes a prompt and an answer, both texts, not ({given}); use "
+                "tokenizer.chat(messages) for messages"
+            )
         if self._hf.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text token, which join needs; set its eos_token")
         return Trajectory.learned(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hflow.data.batch import Batch, Column
+from hflow.data.messages import messages_problem
 from hflow.errors import RecipeError, RunError
 from hflow.types import Sequences, Unit
 
@@ -95,7 +96,7 @@ def column_of_tensor(node: str, field: str, unit: Unit, value: Any, batch: Batch
     Raises:
         RunError: if its shape does not match its unit.
     """
-    if unit in (Unit.TEXT, Unit.JSON):
+    if unit.is_object:
         return column_of_rows(node, field, unit, value, batch)
     tensor = check_shape(node, field, unit, value, seqs)
     if unit is Unit.GROUP:
@@ -113,7 +114,9 @@ def column_of_rows(node: str, field: str, unit: Unit, rows: Any, batch: Batch) -
     if unit is Unit.TEXT and not all(isinstance(row, str) for row in rows):
         invalid = next(row for row in rows if not isinstance(row, str))
         raise RunError(f"node {node!r}: {field!r} must be a string, the body returned {invalid!r:.60}")
-    if unit in (Unit.TEXT, Unit.JSON):
+    if unit is Unit.MESSAGES and (problem := next(filter(None, map(messages_problem, rows)), None)):
+        raise RunError(f"node {node!r}: {field!r} {problem}")
+    if unit.is_object:
         return Column(unit, rows)
     if unit is not Unit.TOKEN:
         return Column(unit, _numbers(node, field, rows))

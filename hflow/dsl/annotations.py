@@ -17,7 +17,7 @@ lists over the members of a group, or single weight tensors."""
 
 ALLOWED_TYPES: dict[Form, str] = {
     "tensor": "PerToken, PerSequence, PerGroup, Text or Json",
-    "sample": "str, float, int, bool, list[float], list[int], list[bool], dict or list[dict]",
+    "sample": "str, float, int, bool, list[float], list[int], list[bool], Messages, dict or list[dict]",
     "group": "a list over the members, such as list[float] or list[str], or one float, int or bool per group",
     "weights": "Tensor",
 }
@@ -48,14 +48,16 @@ def read_hint(hint: Any, form: Form) -> FieldType | None:
     """Return the type that an annotation names in a body of this form, or None if it names none."""
     if form == "tensor":
         unit = unit_of(hint)
-        return FieldType(unit, _BATCH_SCALAR.get(unit, "tensor")) if unit else None
+        if unit in (None, Unit.MESSAGES):  # a batch reads the messages of its samples as Json
+            return None
+        return FieldType(unit, _BATCH_SCALAR.get(unit, "tensor"))
     if form == "weights":
         return None
     return _sample_type(hint) if form == "sample" else _group_type(hint)
 
 
 def unit_of(hint: Any) -> Unit | None:
-    """Return the unit of `PerToken`, `PerSequence`, `PerGroup`, `Text` or `Json`; None for anything else."""
+    """Return the unit of `PerToken`, `PerSequence`, `PerGroup`, `Text`, `Messages` or `Json`, else None."""
     metadata = getattr(hint, "__metadata__", ())
     return next((item for item in metadata if isinstance(item, Unit)), None)
 
@@ -106,6 +108,8 @@ def result_hints(hint: Any) -> list[Any]:
 def _sample_type(hint: Any) -> FieldType | None:
     if hint is str:
         return FieldType(Unit.TEXT, "str")
+    if unit_of(hint) is Unit.MESSAGES:
+        return FieldType(Unit.MESSAGES, "list[dict]")
     if hint in _NUMBERS:
         return FieldType(Unit.SEQUENCE, hint.__name__)
     if _is_dict(hint):

@@ -10,7 +10,7 @@ from hflow.graph.ir import DatasetSpec
 from hflow.graph.source_location import caller_location
 from hflow.types import Unit
 
-_COLUMN_UNITS = (Unit.TEXT, Unit.JSON, Unit.SEQUENCE)
+_COLUMN_UNITS = (Unit.TEXT, Unit.MESSAGES, Unit.JSON, Unit.SEQUENCE)
 
 
 class Dataset:
@@ -20,7 +20,8 @@ class Dataset:
 
     Args:
         name: the dataset's key under `data` in the configuration.
-        **columns: the columns that the recipe reads, each `Text`, `Json` or `PerSequence` (a number).
+        **columns: the columns that the recipe reads, each `Text`, `Messages`, `Json` or `PerSequence` (a
+            number).
 
     Raises:
         RecipeError: if there is no column or a column has another type.
@@ -50,7 +51,7 @@ class Dataset:
         unit = unit_of(hint)
         if unit is None or unit not in _COLUMN_UNITS:
             raise RecipeError(
-                f"{self.where}: Dataset({self.name!r}): column {column!r} must be Text, Json or PerSequence, "
-                f"not {hint_text(hint)}"
+                f"{self.where}: Dataset({self.name!r}): column {column!r} must be Text, Messages, Json or "
+                f"PerSequence, not {hint_text(hint)}"
             )
         return unit

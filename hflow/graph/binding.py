@@ -108,16 +108,28 @@ def _check_unit(node: NodeSpec, parameter: Parameter, field: Field, stream: str)
         raise _error(node, parameter, f"the mask {field.name!r} must be bool, not {field.scalar}")
     if field.unit.widens_to(parameter.unit):
         return
+    is_column = field.producer == node.name and node.opens_stream
+    origin = "the dataset has" if is_column else f"{field.producer} produces"
     raise _error(
         node,
         parameter,
-        f"{field.name!r} is read as {UNIT_NAMES[parameter.unit]}, but {field.producer} produces "
-        f"{UNIT_NAMES[field.unit]}{_narrowing_fix(node, parameter, field)}",
+        f"{field.name!r} is read as {UNIT_NAMES[parameter.unit]}, but {origin} "
+        f"{UNIT_NAMES[field.unit]}{_reading_fix(node, parameter, field)}",
     )
 
 
-def _narrowing_fix(node: NodeSpec, parameter: Parameter, field: Field) -> str:
-    """Return how to reduce a field to a smaller unit, if that is what the parameter asks for."""
+def _reading_fix(node: NodeSpec, parameter: Parameter, field: Field) -> str:
+    """Return how to read a field: reduced to a smaller unit, or as the object that it is."""
+    if parameter.unit is Unit.TEXT and field.unit is Unit.MESSAGES:
+        return (
+            ". Use nodes.chat_gen, which encodes messages with the model's chat template, or annotate the "
+            "parameter with Messages"
+        )
+    if parameter.unit is Unit.TEXT and field.unit is Unit.JSON:
+        as_json = "Json" if node.level is Level.BATCH else "dict or list[dict]"
+        return f". Annotate the parameter with {as_json}. Chats are Messages, which nodes.chat_gen reads"
+    if parameter.unit is Unit.MESSAGES and field.unit is Unit.JSON:
+        return ". Declare the column as Messages, or annotate the parameter with list[dict]"
     if not parameter.unit.widens_to(field.unit):
         return ""
     if node.level is Level.BATCH:

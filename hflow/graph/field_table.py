@@ -16,6 +16,7 @@ UNIT_NAMES: Mapping[Unit, str] = {
     Unit.SEQUENCE: "PerSequence",
     Unit.GROUP: "PerGroup",
     Unit.TEXT: "Text",
+    Unit.MESSAGES: "Messages",
     Unit.JSON: "Json",
 }
 """Units as recipes write them."""

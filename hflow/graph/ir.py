@@ -24,7 +24,7 @@ TRAJECTORY_FIELDS: Mapping[str, Unit] = {
     "behav_logprobs": Unit.TOKEN,
     "versions": Unit.TOKEN,
     "completion": Unit.TEXT,
-    "messages": Unit.JSON,
+    "messages": Unit.MESSAGES,
     "stop_reason": Unit.TEXT,
     "num_tokens": Unit.SEQUENCE,
     "num_turns": Unit.SEQUENCE,

@@ -32,6 +32,10 @@ SIZES = (
 """Keys of a Hugging Face config that a checkpoint and a configured architecture are compared by."""
 
 
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+"""Files of a checkpoint that hold a chat template, if its `tokenizer_config.json` does not."""
+
+
 def model_shape(config: RunConfig, graph: Graph, spec: Model) -> ModelShape | None:
     """Return the sizes of a model with the head that the recipe declares, or None if they are unknown.
 
@@ -85,6 +89,20 @@ def overruled_architectures(config: RunConfig) -> tuple[str, ...]:
                 f"architecture ({key} {configured[key]}); set models.{name}.path=null to use the architecture"
             )
     return tuple(warnings)
+
+
+def has_chat_template(config: RunConfig, spec: Model) -> bool:
+    """Return whether a model's tokenizer has a chat template, as far as its files are here."""
+    model = config.models.get(spec.name, ModelConfig())
+    if model.chat_template is not None:
+        return True
+    if model.path is None and model.architecture is None and spec.init_from is not None:
+        return has_chat_template(config, spec.init_from)
+    if model.path is None:
+        return False
+    settings = Path(model.path) / "tokenizer_config.json"
+    has_file = any((Path(model.path) / name).is_file() for name in CHAT_TEMPLATES)
+    return has_file or (settings.is_file() and bool(read_json_object(settings).get("chat_template")))
 
 
 def _architecture(config: RunConfig, graph: Graph, spec: Model) -> tuple[str, Mapping[str, Any]] | None:

@@ -14,7 +14,13 @@ from hflow.config.yaml_files import read_yaml
 from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import Graph, NodeSpec
 from hflow.graph.model import Model
-from hflow.launch.model_metadata import model_dtype, model_family, model_shape, overruled_architectures
+from hflow.launch.model_metadata import (
+    has_chat_template,
+    model_dtype,
+    model_family,
+    model_shape,
+    overruled_architectures,
+)
 from hflow.planner.backends import ENGINES, engine_kind
 from hflow.planner.calibration import Calibration, check_device
 from hflow.planner.cluster import device_of, parse_cluster
@@ -186,7 +192,11 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         workload=_workload(config, hardware.device.name),
         settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
         engine_problems=engine_problems(cluster.device),
-        warnings=(*overruled_architectures(config), *_untrained_warnings(config, graph)),
+        warnings=(
+            *overruled_architectures(config),
+            *_untrained_warnings(config, graph),
+            *_chat_warnings(config, graph),
+        ),
     )
 
 
@@ -221,6 +231,22 @@ def _untrained_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
                 f"{node.name} never fires: it starts after {node.spec.after} steps, and the run has "
                 f"{config.steps}. Set steps to more than {node.spec.after}, or nodes.{node.name}.after=0."
             )
+
+
+def _chat_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
+    """Yield a warning for each `nodes.actor_gen` that sends texts to a model with a chat template."""
+    for node in graph.nodes:
+        model = graph.model(node.spec.models[0]) if is_library_node(node.spec, "actor_gen") else None
+        if model is not None and has_chat_template(config, model):
+            yield (
+                f"{node.name} sends plain text to {model.name}, whose tokenizer has a chat template: the "
+                "model does not see it as a message of a user. Use nodes.chat_gen, which applies it."
+            )
+
+
+def is_library_node(spec: NodeSpec, name: str) -> bool:
+    """Return whether a node is a generate node of `hflow.nodes`, whatever its name in the recipe."""
+    return (spec.body.module, spec.body.qualname) == ("hflow.nodes.inference", name)
 
 
 def num_firings(spec: NodeSpec, num_steps: int) -> int:

@@ -12,6 +12,7 @@ from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import BackendError, ConfigError, NotYetError
 from hflow.graph.ir import Graph, NodeSpec
 from hflow.launch.compile import Compiled
+from hflow.launch.plan_request import is_library_node
 from hflow.planner.backends import descriptor, training_backend
 from hflow.workers.interface import WorkerSetup
 
@@ -69,7 +70,8 @@ def check_models(compiled: Compiled, setup: WorkerSetup) -> None:
     Raises:
         BackendError: for a model that cannot be built, or a checkpoint that does not match its config.
         DataError: for a tokenizer that does not exist.
-        ConfigError: for a vocabulary or a `max_tokens` that does not fit its model.
+        ConfigError: for a vocabulary or a `max_tokens` that does not fit its model, or if it lacks a chat
+            template that a node needs.
     """
     configs = {name: read_config(settings) for name, settings in setup.models.items()}
     for replica in compiled.plan.replicas:
@@ -81,6 +83,18 @@ def check_models(compiled: Compiled, setup: WorkerSetup) -> None:
     for source in sources:
         if source.verb == "generate":
             _check_max_tokens(source, configs)
+        if is_library_node(source, "chat_gen"):
+            _check_chat_template(source, setup)
+
+
+def _check_chat_template(source: NodeSpec, setup: WorkerSetup) -> None:
+    """Refuse conversations with a model whose tokenizer cannot encode messages."""
+    model = source.models[0]
+    if TextTokenizer(setup.tokenizers[model]).chat_template is None:
+        raise ConfigError(
+            f"{source.name} encodes messages, but the tokenizer of {model} has no chat template; set "
+            f"models.{model}.chat_template to one, or use nodes.actor_gen with texts"
+        )
 
 
 def _check_vocabulary(model: str, setup: WorkerSetup, config: PreTrainedConfig) -> None:

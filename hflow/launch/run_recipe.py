@@ -127,6 +127,8 @@ async def _run_in_loop(
             display.note(f"{config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")
             for line in _checkpoint_notes(compiled, resumed):
                 display.note(line)
+            for warning in compiled.plan.warnings:
+                observer.on_warning(warning)
             signals = StopSignals(display.note)
             attempts = _Attempts(
                 compiled, environment, setup, rows, directory, observer, checkpoints, signals

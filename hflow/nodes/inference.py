@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from hflow.dsl import encode, generate, infer
-from hflow.types import Engine, Output, PerSequence, PerToken, Tokenizer, Trajectory
+from hflow.types import Engine, Messages, Output, PerSequence, PerToken, Tokenizer, Trajectory
 
 
 @generate()
 async def actor_gen(engine: Engine, prompt: str) -> Trajectory:
     """Generate one completion of the prompt."""
     return await engine.complete(prompt)
+
+
+@generate()
+async def chat_gen(engine: Engine, prompt: Messages, *, system: str | None = None) -> Trajectory:
+    """Generate the assistant's next message of a conversation, with the model's chat template.
+
+    Args:
+        engine: generates.
+        prompt: the messages so far. A text is one message of the user.
+        system: a system message in front of conversations that do not begin with one of their own.
+    """
+    has_own = prompt[0]["role"] == "system"
+    first = [] if system is None or has_own else [{"role": "system", "content": system}]
+    return await engine.complete([*first, *prompt])
+
+
+@encode()
+def chat_view(tokenizer: Tokenizer, messages: Messages) -> Trajectory:
+    """Encode a conversation with the model's chat template. Only the assistant's messages are learned."""
+    return tokenizer.chat(messages)
 
 
 @encode()

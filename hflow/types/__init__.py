@@ -4,7 +4,18 @@ from hflow.types.engine import Endpoint, Engine, EpisodeState, State, Tokenizer
 from hflow.types.output import Output
 from hflow.types.sequences import Sequences
 from hflow.types.trajectory import STOP_REASONS, ToolCall, Trajectory
-from hflow.types.units import Json, Metrics, PerGroup, PerSequence, PerToken, Tensor, TensorDict, Text, Unit
+from hflow.types.units import (
+    Json,
+    Messages,
+    Metrics,
+    PerGroup,
+    PerSequence,
+    PerToken,
+    Tensor,
+    TensorDict,
+    Text,
+    Unit,
+)
 
 __all__ = [
     "STOP_REASONS",
@@ -12,6 +23,7 @@ __all__ = [
     "Engine",
     "EpisodeState",
     "Json",
+    "Messages",
     "Metrics",
     "Output",
     "PerGroup",

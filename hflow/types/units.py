@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 __all__ = [
     "Json",
+    "Messages",
     "Metrics",
     "PerGroup",
     "PerSequence",
@@ -33,16 +34,28 @@ class Unit(enum.StrEnum):
     SEQUENCE = "sequence"
     GROUP = "group"
     TEXT = "text"
+    MESSAGES = "messages"
     JSON = "json"
 
     def widens_to(self, wanted: Unit) -> bool:
-        """Return whether a field of this unit can be read as `wanted`: as it is, or repeated."""
-        if self is wanted:
+        """Return whether a field of this unit can be read as `wanted`: as it is, or repeated.
+
+        A text can be read as messages: one of the user. Messages are JSON.
+        """
+        if self is wanted or (self, wanted) in _OBJECTS_READ_AS:
             return True
         widening_order = [Unit.GROUP, Unit.SEQUENCE, Unit.TOKEN]
         if self not in widening_order or wanted not in widening_order:
             return False
         return widening_order.index(self) < widening_order.index(wanted)
+
+    @property
+    def is_object(self) -> bool:
+        """Whether a sample has one Python object of it, such as a text, and not numbers."""
+        return self in (Unit.TEXT, Unit.MESSAGES, Unit.JSON)
+
+
+_OBJECTS_READ_AS = ((Unit.TEXT, Unit.MESSAGES), (Unit.MESSAGES, Unit.JSON))
 
 
 class Provided(enum.StrEnum):
@@ -71,6 +84,8 @@ PerGroup = Annotated[Tensor, Unit.GROUP]
 """A tensor `[P]`, one entry per group (the samples of one prompt)."""
 Text = Annotated[list[str], Unit.TEXT]
 """A list of S strings."""
+Messages = Annotated[list[dict[str, Any]], Unit.MESSAGES]
+"""The messages of one sample, each a dict with `role` and `content`. Bodies of whole batches read `Json`."""
 Json = Annotated[list[Any], Unit.JSON]
 """A list of S JSON values."""
 Metrics = Annotated[dict[str, Any], Provided.METRICS]

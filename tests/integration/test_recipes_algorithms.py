@@ -29,7 +29,15 @@ def _one_thread() -> None:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Additions whose right answer is none at all, which random weights give now and then."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"{a:02d}+{a:02d}=", "answer": ""}) for a in range(40)))
+    lines = [
+        {
+            "prompt": f"{a:02d}+{a:02d}=",
+            "messages": [{"role": "user", "content": f"{a:02d}+{a:02d}"}],
+            "answer": "",
+        }
+        for a in range(40)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
     return ["data.train.generator=null", f"data.train.path={path}"]
 
 
@@ -39,6 +47,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ("dapo", []),
         ("distill", ["models.teacher.path=null", "models.teacher.dtype=bf16"]),
         ("dr_grpo", []),
+        ("grpo_chat", ["data.train.map.prompt=messages"]),
         ("gspo", []),
         ("reinforce_pp", ["batch=64"]),
         ("remax", ["batch=64"]),

@@ -50,6 +50,34 @@ def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
     assert len(open_dataset(DataSettings(path, limit=30), COLUMNS)) == 7
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('"hello"', r"row 0: column 'chat' is 'hello', not a list of messages; write each message as"),
+        ("[]", "is an empty list"),
+        ('["hello"]', "has 'hello' as message 0"),
+        ('[{"role": "user"}]', "whose content is no string"),
+        ('[{"from": "human", "value": "hello"}]', "whose role is no string"),
+        ('[{"role": "user", "content": "x"}, {"role": "user", "content": 3}]', "whose content is no string"),
+    ],
+)
+def test_messages_have_roles_and_contents(tmp_path: Path, value: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_dataset(DataSettings(jsonl(tmp_path, [f'{{"chat": {value}}}'])), {"chat": Unit.MESSAGES})
+
+
+def test_messages_of_every_format(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    called = [*chat, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    columns = {"chat": Unit.MESSAGES}
+    for value in (chat, called):
+        assert open_dataset(DataSettings(jsonl(tmp_path, [json.dumps({"chat": value})])), columns).row(0) == {
+            "chat": value
+        }
+    pq.write_table(pa.Table.from_pylist([{"chat": chat}]), tmp_path / "chat.parquet")
+    assert open_dataset(DataSettings(str(tmp_path / "chat.parquet")), columns).row(0) == {"chat": chat}
+
+
 def test_files_of_a_list_and_of_a_pattern_follow_each_other(tmp_path: Path) -> None:
     for name, rows in {"b.jsonl": ROWS[:2], "a.jsonl": ROWS[2:3], "c.txt": []}.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -174,6 +202,17 @@ def test_additions_are_all_pairs_and_500_are_held_out() -> None:
     assert {len(row["answer"]) for row in rows} == {3}
     with pytest.raises(DataError, match=r"no column 'solution'"):
         open_dataset(DataSettings(generator="addition"), {"solution": Unit.TEXT})
+
+
+def test_additions_as_conversations_are_the_same_sums() -> None:
+    chats = open_dataset(
+        DataSettings(generator="addition-chat"), {"prompt": Unit.MESSAGES, "answer": Unit.TEXT}
+    )
+    texts = open_dataset(DataSettings(generator="addition"), {"prompt": Unit.TEXT, "answer": Unit.TEXT})
+    for i in (0, 17, 9499):
+        (message,) = chats.row(i)["prompt"]
+        assert message == {"role": "user", "content": texts.row(i)["prompt"].removesuffix("=")}
+        assert chats.row(i)["answer"] == texts.row(i)["answer"]
 
 
 def test_pairs_of_additions_differ_in_one_digit() -> None:

@@ -84,7 +84,7 @@ def test_streams_of_the_tool_agent():
     )
     assert read(graph, "total", "rm_score").stream == "rm_view"
     assert read(graph, "rm_view", "messages") == Read(
-        "messages", "messages", "agent", "agent", Unit.JSON, Unit.JSON, "list[dict]"
+        "messages", "messages", "agent", "agent", Unit.MESSAGES, Unit.JSON, "list[dict]"
     )
     assert graph.node("rew_inf").stream == "rm_view"
 

@@ -468,6 +468,26 @@ def test_a_checkpoint_goes_before_the_architecture(tmp_path):
     assert same.warnings == ()
 
 
+def test_plain_text_for_a_model_with_a_chat_template(tmp_path):
+    def warnings(*overrides: str, recipe: Path = GRPO) -> list[str]:
+        found = requested(recipe, "models.actor.architecture=null", *overrides).warnings
+        return [
+            warning.partition(" sends plain text to actor, whose tokenizer has a chat")[0]
+            for warning in found
+        ]
+
+    actor = checkpoint(tmp_path, json.dumps(TINY))
+    assert warnings(actor) == []
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert warnings(actor) == ["actor_gen", "eval_gen"]
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert warnings(actor) == []
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert warnings(actor) == ["actor_gen", "eval_gen"]
+    assert "Use nodes.chat_gen" in requested(GRPO, actor, "models.actor.architecture=null").warnings[0]
+    assert warnings(actor, recipe=GRPO.with_name("grpo_chat.py")) == []
+
+
 def test_a_train_node_that_never_fires():
     (warning,) = requested(PPO, "steps=10", "models.actor.path=null").warnings
     assert warning.startswith("actor_train never fires: it starts after 10 steps, and the run has 10.")

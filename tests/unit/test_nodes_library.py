@@ -1,5 +1,6 @@
 """The library's bodies on small tensors, with results worked out by hand."""
 
+import asyncio
 import math
 import pickle
 import subprocess
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 from hflow import Output, Sequences, State, algo, nodes
 from hflow.errors import RecipeError
 from hflow.lazy import LazyModule
+from hflow.testing import CharacterTokenizer, ScriptedEngine
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -24,6 +26,27 @@ def test_kl_reward_pays_at_the_last_learned_token():
     reward, metrics = nodes.kl_reward(tensor(1.0, 2.0), behav, ref, seqs, State(), beta=0.1)
     assert_close(reward, tensor(0, -0.1, 1.0, 0.0, 2.1))
     assert_close(metrics["kl"], tensor(0, 1.0, 0, 0, -1.0))
+
+
+USER, SYSTEM = {"role": "user", "content": "1+1"}, {"role": "system", "content": "Add."}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "system", "messages"),
+    [
+        ([USER], None, [USER]),
+        ([USER], "Add.", [SYSTEM, USER]),
+        ([{**SYSTEM, "content": "Its own."}, USER], "Add.", [{**SYSTEM, "content": "Its own."}, USER]),
+    ],
+)
+def test_a_system_message_is_put_in_front(prompt: list, system: str | None, messages: list):
+    talk = asyncio.run(nodes.chat_gen(ScriptedEngine(["2"]), prompt, system=system))
+    assert [*talk.messages] == [*messages, {"role": "assistant", "content": "2"}]
+
+
+def test_a_written_conversation_learns_what_the_assistant_says():
+    written = nodes.chat_view(CharacterTokenizer(), [USER, {"role": "assistant", "content": "2"}])
+    assert written.loss_mask == (False,) * 3 + (True,) * 2
 
 
 def test_gae_bootstraps_only_truncated_sequences():

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.errors import DataError
+from hflow.errors import DataError, RecipeError
 from hflow.types import Tokenizer
 
 ALPHABET = "0123456789+= abcdefghijklmnopqrstuvwxyz[]:\n"
@@ -161,6 +161,8 @@ def test_a_template_without_an_end_of_turn_loses_no_text() -> None:
 
 
 def test_errors_name_the_problem() -> None:
+    with pytest.raises(RecipeError, match=r"not \(messages, None\); use tokenizer.chat\(messages\)"):
+        characters().join([{"role": "user", "content": "1"}])  # type: ignore[arg-type]
     with pytest.raises(DataError, match="no chat template"):
         characters().chat(TALK)
     with pytest.raises(DataError, match=r"rewrites earlier turns.*generation"):

@@ -51,7 +51,7 @@ def returned_fields(call: NodeCall, packed: PackedBatch, output: Output) -> Batc
 
 def _no_rows(call: NodeCall, shard: Batch) -> Batch:
     columns = {
-        name: Column(Unit(unit), [] if unit in (Unit.TEXT, Unit.JSON) else np.zeros(0, np.float32))
+        name: Column(Unit(unit), [] if Unit(unit).is_object else np.zeros(0, np.float32))
         for name, unit in call.returns
     }
     return Batch(shard.samples, shard.groups, shard.lengths, columns)

@@ -50,6 +50,7 @@ _COLUMN: Mapping[Unit, FieldSize] = {
     Unit.SEQUENCE: FieldSize(constant=8),
     Unit.GROUP: FieldSize(constant=8),
     Unit.TEXT: FieldSize(per_prompt_token=TEXT_BYTES),
+    Unit.MESSAGES: FieldSize(constant=JSON_BYTES, per_prompt_token=TEXT_BYTES),
     Unit.JSON: FieldSize(constant=JSON_BYTES, per_prompt_token=TEXT_BYTES),
 }
 """Columns of a dataset: their numbers may be integers, which stay 64 bits wide."""
@@ -76,7 +77,7 @@ def _returned_size(unit: Unit, scalar: str) -> FieldSize:
     """Return the size of what a body returns; each sample of a group has its own copy of a group's value."""
     if unit is Unit.TEXT:
         return FieldSize(per_response_token=TEXT_BYTES)
-    if unit is Unit.JSON:
+    if unit in (Unit.MESSAGES, Unit.JSON):
         return FieldSize(constant=JSON_BYTES)
     width = _NUMBER_BYTES.get(scalar.removeprefix("list[").removesuffix("]"), 4)
     return FieldSize(per_token=width) if unit is Unit.TOKEN else FieldSize(constant=width)

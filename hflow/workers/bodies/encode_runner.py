@@ -13,7 +13,7 @@ from hflow.types import Tokenizer
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
 from hflow.workers.error_location import error_with_location
 from hflow.workers.interface import ComputeOrder, ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
-from hflow.workers.storage.dataset_rows import DatasetRow, row_error
+from hflow.workers.storage.dataset_rows import DatasetRow, body_arguments, row_error
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_writer import SampleWriter
 
@@ -77,9 +77,9 @@ class EncodeRunner:
     def _open(self, order: GroupOrder, row: DatasetRow) -> Sequence[WorkerEvent]:
         source = self._plan.graph.stream(order.stream).source
         program, writer = self._programs[source], self._writers[source]
-        arguments = {read.parameter: row[read.field][1] for read in program.reads}
+        arguments = {**program.knobs, **body_arguments(program, row)}
         try:
-            result, failure = self._call(program, {**program.knobs, **arguments})
+            result, failure = self._call(program, arguments)
         except DataError as error:
             raise row_error(self._plan, order, error) from error
         if failure:

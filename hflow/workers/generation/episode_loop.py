@@ -24,7 +24,7 @@ from hflow.workers.generation.journal import Journal
 from hflow.workers.generation.recorded_effects import RecordedEffects
 from hflow.workers.generation.sandboxes import Sandboxes
 from hflow.workers.interface import ComputeOrder, Failed, GroupOrder, NodeProgram, WorkerEvent
-from hflow.workers.storage.dataset_rows import DatasetRow
+from hflow.workers.storage.dataset_rows import DatasetRow, body_arguments
 from hflow.workers.storage.sample_store import SampleStore
 
 EpisodeId = tuple[str, int]
@@ -171,7 +171,7 @@ class EpisodeLoop:
     ) -> None:
         for order, row in orders:
             program = self._runners[self._plan.graph.stream(order.stream).source].program
-            inputs = {read.parameter: row[read.field][1] for read in program.reads}
+            inputs = body_arguments(program, row)
             for sample in order.samples:
                 journal = journals.get(sample)
                 start = EpisodeStart(program, sample, order.group, inputs, row, order, journal=journal)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hflow.data.datasets import DataSettings, open_dataset
+from hflow.data.messages import read_as
 from hflow.errors import DataError
 from hflow.planner.ir import Plan
 from hflow.types import Unit
-from hflow.workers.interface import GroupOrder
+from hflow.workers.interface import GroupOrder, NodeProgram
 
 DatasetRow = Mapping[str, tuple[Unit, Any]]
 """Dataset column -> its unit and value."""
@@ -34,6 +35,13 @@ class DatasetReader:
         name = self._dataset_of[stream]
         units = self._units[name]
         return {column: (units[column], value) for column, value in self._datasets[name].row(index).items()}
+
+
+def body_arguments(program: NodeProgram, row: DatasetRow) -> dict[str, Any]:
+    """Return what a source's body reads of a dataset row, by parameter."""
+    return {
+        read.parameter: read_as(row[read.field][1], row[read.field][0], read.unit) for read in program.reads
+    }
 
 
 def row_error(plan: Plan, order: GroupOrder, error: DataError) -> DataError:

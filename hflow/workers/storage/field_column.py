@@ -121,7 +121,7 @@ class FieldColumn:
     def _merge(self, parts: list[PackedValues], positions: list[list[int]]) -> Values:
         """Join parts whose r-th row belongs at `positions[part][r]`."""
         if not parts:
-            return [] if self.unit in (Unit.TEXT, Unit.JSON) else np.zeros(0, np.float32)
+            return [] if self.unit.is_object else np.zeros(0, np.float32)
         if len(parts) == 1:
             return parts[0].values
         order = np.argsort(np.asarray(list(chain.from_iterable(positions))))
@@ -136,7 +136,7 @@ class FieldColumn:
 
 
 def _pack_loose(field: str, unit: Unit, values: list[Any]) -> PackedValues:
-    if unit in (Unit.TEXT, Unit.JSON):
+    if unit.is_object:
         return PackedValues(values, None)
     if unit is Unit.TOKEN:
         lengths = np.fromiter(map(len, values), np.int64, len(values))

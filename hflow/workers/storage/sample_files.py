@@ -150,7 +150,7 @@ def _encode_family(
 
 def _encode(unit: Unit, cell: Cell) -> _Value:
     packed, value = cell
-    if unit in (Unit.TEXT, Unit.JSON):
+    if unit.is_object:
         return _Value(_JSON, _json_value(value if packed is None else packed.values[value]))
     if packed is not None:
         assert isinstance(packed.values, np.ndarray)

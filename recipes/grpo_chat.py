@@ -1,0 +1,36 @@
+"""GRPO on conversations: the prompts are messages, which the tokenizer's chat template encodes.
+
+    hflow run recipes/grpo_chat.py
+
+The same task as `recipes/grpo.py`, as a chat: the user says `17+25`, and the assistant answers `042`. The
+template in the YAML turns that into the text on which `recipes/sft.py` has trained. Expect the held-out
+accuracy (`eval_gen/accuracy`, every 20 steps) to rise from 0.42 as in `grpo.py`.
+
+For a chat model from the Hugging Face Hub, leave the template out: its tokenizer has one.
+`nodes.chat_gen.system="Answer with a number."` puts a system message in front of every conversation.
+"""
+
+from hflow import Dataset, Messages, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset("train", prompt=Messages, answer=Text)
+heldout = Dataset("heldout", prompt=Messages, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", timeout=5.0, returns="reward")
+def score(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+recipe = Recipe(
+    "grpo_chat",
+    data,
+    [
+        use(nodes.chat_gen, actor, group=8),
+        score,
+        nodes.group_advantage,
+        use(nodes.actor_train, actor, minibatches=2, prox="none"),
+        use(nodes.chat_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
+        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+    ],
+)
