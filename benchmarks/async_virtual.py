@@ -20,7 +20,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -87,6 +87,9 @@ class Rows:
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self.log.write(step, values)
+
+    def on_samples(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        pass
 
     def on_warning(self, warning: str) -> None:
         """Fail, as nothing here should need one."""

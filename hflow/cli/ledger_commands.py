@@ -10,6 +10,7 @@ import typer
 from hflow import launch
 from hflow.errors import ConfigError
 from hflow.report.ledger_text import as_csv, render_samples, render_story
+from hflow.report.sample_text import render_samples_with_text, render_texts
 from hflow.terminal import print_text, show
 
 LIMIT = 20
@@ -36,10 +37,13 @@ def why(
 ) -> None:
     """Show the history of one sample: which weights generated it, its reward, and whether it was trained."""
     history = launch.why(run, sample)
+    texts = launch.why_texts(run, history)
     if json:
-        print_text(dumps(history.to_json(), indent=2))
+        by_stream = {text["stream"]: text["turns"] for text in texts}
+        print_text(dumps({**history.to_json(), "texts": by_stream}, indent=2))
     else:
         show(render_story(history))
+        show(render_texts(texts))
 
 
 def samples(
@@ -62,10 +66,27 @@ def samples(
     json: AsJson = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print all columns as CSV.")] = False,
     count: Annotated[bool, typer.Option("--count", help="Print only the number of samples.")] = False,
+    text: Annotated[
+        bool,
+        typer.Option("--text", help="Print prompts and completions, of samples whose text was kept."),
+    ] = False,
 ) -> None:
     """List the samples of a run, or those that meet an SQL condition."""
     if json + csv + count > 1:
         raise ConfigError("--json, --csv and --count exclude each other; use one of them")
+    if text and (csv or count):
+        raise ConfigError(f"--text prints text or --json; remove {'--csv' if csv else '--count'}")
+    if text:
+        found = launch.samples_with_text(run, where, limit if json or limit is not None else LIMIT)
+        if json:
+            print_text(dumps(found.to_json(), indent=2))
+        else:
+            show(
+                render_samples_with_text(
+                    found.samples.to_json(), found.texts, found.samples.total, found.total
+                )
+            )
+        return
     if count:
         print_text(str(launch.count_samples(run, where)))
         return

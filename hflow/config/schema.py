@@ -210,6 +210,9 @@ class ReportConfig:
     show: tuple[str, ...] | None = None
     """Metrics in the live panel and the plain lines, as names or globs of `metrics.jsonl`, such as
     `[time/*,actor_train/grad_norm]`; null: the losses and the scores of samples."""
+    samples: Int = Field(default=8, ge=0, le=1000)
+    """Samples of each batch and evaluation whose text is kept, in `samples/step-N.jsonl` and in TensorBoard;
+    0: none."""
     max_engine_kl: StrictFloat | None = Field(default=0.01, ge=0)
     """Warn when `NODE/engine_kl`, the KL between the engine's and the trainer's distribution with the same
     weights, is above this; null: never."""

@@ -82,10 +82,14 @@ class TextTokenizer:
         text: str = self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, with special tokens."""
+        text: str = self._hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
     def token_text(self, token: int) -> str:
         """Return the text of one token, also of a special one."""
-        text: str = self._hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return self.text([token])
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a raw-text prompt: the begin-of-text token, if there is one, and the text."""

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 from hflow.launch.compare_runs import compare_runs
 from hflow.launch.compile import Compiled, check, compile_recipe, compose_recipe, plan
-from hflow.launch.ledger_queries import SAMPLE_COLUMNS, count_samples, samples, why
+from hflow.launch.ledger_queries import (
+    SAMPLE_COLUMNS,
+    count_samples,
+    samples,
+    samples_with_text,
+    why,
+    why_texts,
+)
 from hflow.launch.plan_file import compare_plans, compile_plan_file, compose_plan_file, plan_file_text
 from hflow.launch.size import Target, size
 from hflow.launch.what_if import what_if
@@ -43,12 +50,14 @@ __all__ = [
     "run",
     "run_plan",
     "samples",
+    "samples_with_text",
     "serve",
     "simulate",
     "size",
     "twin",
     "what_if",
     "why",
+    "why_texts",
 ]
 
 

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hflow.errors import ConfigError
 from hflow.launch.find_run import find_run
+from hflow.runtime.execution.sample_text_files import SampleRow, read_samples
 from hflow.runtime.ledger.query import QueryResult, count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.runtime.ledger.schema import COLUMNS
+
+
+@dataclass(frozen=True)
+class SampleTextsFound:
+    """Samples that a query found, with their texts."""
+
+    samples: QueryResult
+    """Only those whose text was kept."""
+    texts: Mapping[tuple[str, int], Sequence[SampleRow]]
+    """Stream and id of every sample whose text was kept -> its texts, one for each of its trajectories."""
+    total: int
+    """How many samples meet the condition, with or without text."""
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return one object per sample: its columns, and its `texts` by stream."""
+        return [
+            {**row, "texts": {text["stream"]: text["turns"] for text in self.texts[row["stream"], row["id"]]}}
+            for row in self.samples.to_json()
+        ]
+
 
 SAMPLE_COLUMNS = {name: description for name, (_, description) in COLUMNS.items()}
 """Column of the view `samples` -> its description."""
@@ -38,6 +63,37 @@ def samples(run: str, where: str | None = None, limit: int | None = None) -> Que
         ConfigError: if there is no such run, or the SQL is invalid.
     """
     return select(_ledger(run), where, limit)
+
+
+def why_texts(run: str, history: SampleHistory) -> list[SampleRow]:
+    """Return the kept texts of the sample of a history; empty if its text was not kept."""
+    root, sample = history.sample["stream"], history.sample["id"]
+    rows = read_samples(find_run(run, "ledger.sqlite").samples)
+    return [row for row in rows if (row["root"], row["id"]) == (root, sample)]
+
+
+def samples_with_text(run: str, where: str | None = None, limit: int | None = None) -> SampleTextsFound:
+    """Return those samples that meet a condition whose text was kept.
+
+    Args:
+        run: as for `why`.
+        where: as for `samples`.
+        limit: maximum number of samples.
+
+    Raises:
+        ConfigError: as `samples`, and if the run kept no text at all.
+    """
+    directory = find_run(run, "ledger.sqlite")
+    texts: dict[tuple[str, int], list[SampleRow]] = {}
+    for row in read_samples(directory.samples):
+        texts.setdefault((row["root"], row["id"]), []).append(row)
+    if not texts:
+        raise ConfigError(
+            f"{directory.path} has no texts of samples (samples/step-N.jsonl); run the recipe with "
+            "report.samples=8, and wait for its first step"
+        )
+    found = select(directory.ledger, where, limit, among=texts)
+    return SampleTextsFound(found, texts, count(directory.ledger, where))
 
 
 def count_samples(run: str, where: str | None = None) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from hflow.config.schema import ReportConfig
 from hflow.launch.engine_gap_warning import EngineGapWarning
@@ -13,10 +15,12 @@ from hflow.planner.ir import Plan
 from hflow.planner.staleness import staleness_bound
 from hflow.report.live import Display, LiveRow
 from hflow.report.live_rollout import Lags, RolloutView
+from hflow.report.sample_text import sample_markdown
 from hflow.runtime.events import Refusal
 from hflow.runtime.execution import step_metrics as metrics
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.metrics_log import MetricsLog
+from hflow.runtime.execution.sample_text_files import write_samples
 from hflow.runtime.execution.trace import Trace
 from hflow.runtime.state import run_state
 from hflow.workers.interface import BodyRetry, Span
@@ -37,6 +41,7 @@ class RunObserver:
         display: shows some of the metrics.
         report: which metrics these are, and what to warn of; None: the defaults.
         checkpoints: learns the metrics, of which one may choose the best checkpoint.
+        samples: directory of the texts of samples; None: they are not written.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class RunObserver:
         display: Display,
         report: ReportConfig | None = None,
         checkpoints: Checkpoints | None = None,
+        samples: Path | None = None,
     ) -> None:
         report = report or ReportConfig()
         self._shown_metrics = ShownMetrics(plan, report.show)
@@ -57,6 +63,7 @@ class RunObserver:
         self._trace = trace
         self._display = display
         self._checkpoints = checkpoints
+        self._samples = samples
         self._seconds_per_step = 0.0
         self._tokens_per_second = 0.0
         self._step = 0
@@ -90,6 +97,14 @@ class RunObserver:
         self._write(step, values)
         if values:
             self._show(values)
+
+    def on_samples(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the texts of some samples of a batch."""
+        if self._samples is not None and rows:
+            write_samples(self._samples, number, rows)
+            for stream in dict.fromkeys(row["stream"] for row in rows):
+                texts = [sample_markdown(row) for row in rows if row["stream"] == stream]
+                self._log.write_text(number, f"samples/{stream}", "\n\n---\n\n".join(texts))
 
     def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
         """Show the first failure of each kind; all are counted in the metrics."""

@@ -16,6 +16,7 @@ from hflow.planner.graph_queries import saved_models
 from hflow.planner.serialise import to_json
 from hflow.runtime.execution.checkpoint import Checkpoints, verify_checkpoint
 from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.execution.sample_text_files import drop_samples_after
 from hflow.runtime.execution.saved_run import ResumePoint, read_saved_run
 from hflow.runtime.ledger import rewind
 from hflow.workers.interface import WorkerSetup
@@ -75,11 +76,12 @@ def newest_point(checkpoints: Checkpoints) -> ResumePoint | None:
 
 
 def rewind_run(directory: RunDirectory, point: ResumePoint | None) -> None:
-    """Take the ledger of a run back to a checkpoint; None: to its beginning.
+    """Take the ledger and the texts of a run back to a checkpoint; None: to their beginning.
 
     Raises:
         RunError: if the ledger is damaged.
     """
+    drop_samples_after(directory.samples, point.steps if point else 0)
     if directory.ledger.is_file():
         rewind(directory.ledger, point.steps if point else 0, point.saved.ledger_position if point else 0)
 

@@ -220,6 +220,7 @@ class _Attempts:
                 config.seed,
                 point,
                 60 * config.save_minutes or None,
+                config.report.samples,
             )
             start = time.monotonic()
             self.signals.stop_by(executor.stop)
@@ -289,7 +290,9 @@ def _observer(
     trace = Trace()
     with closing(MetricsLog(directory.metrics, directory.tensorboard, builtin_metrics())) as log:
         try:
-            yield RunObserver(compiled.plan, log, trace, display, compiled.config.report, checkpoints)
+            yield RunObserver(
+                compiled.plan, log, trace, display, compiled.config.report, checkpoints, directory.samples
+            )
         finally:
             trace.write(directory.trace)
 

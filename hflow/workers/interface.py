@@ -122,6 +122,21 @@ class Workers(abc.ABC):
         sums: dict[str, tuple[float, int]] = await self._call(worker, "summarize", stream, samples)
         return sums
 
+    async def sample_texts(self, worker: int, stream: str, samples: Sequence[int]) -> list[SampleText]:
+        """Return the texts of samples that the worker holds, in all streams that their source opens."""
+        texts: list[SampleText] = await self._call(worker, "sample_texts", stream, samples)
+        return texts
+
+    async def sample_values(
+        self, worker: int, stream: str, samples: Sequence[int]
+    ) -> dict[int, dict[str, float]]:
+        """Return sample -> the numbers that the worker has of it (not per token), by field.
+
+        Fields of streams that derive from the root stream are named `stream/field`.
+        """
+        values: dict[int, dict[str, float]] = await self._call(worker, "sample_values", stream, samples)
+        return values
+
     async def save(self, model: str, directory: str) -> None:
         """Begin to save a model in HF layout, with its tokenizer and the optimizer's state.
 
@@ -417,6 +432,27 @@ class SampleReady:
     num_turns: int = 0
     value: float | None = None
     """The reported field, as in `ComputeReady`."""
+
+
+@dataclass(frozen=True)
+class SampleTurn:
+    """Consecutive tokens of a sample of which all or none are trained."""
+
+    role: str
+    """Roles of the messages in it, such as `system, user`."""
+    text: str
+    """With special tokens."""
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """The text of a sample in one stream."""
+
+    stream: str
+    sample: int
+    group: int
+    turns: tuple[SampleTurn, ...]
 
 
 @dataclass(frozen=True)

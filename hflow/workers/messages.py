@@ -57,6 +57,8 @@ MESSAGES: Mapping[str, Message] = {
     "sleep": Message("device", lambda replica, _: f"interrupting {replica}"),
     "release": Message("data", is_quick=True),
     "summarize": Message("data"),
+    "sample_texts": Message("data"),
+    "sample_values": Message("data"),
     "save": Message("device", lambda model, _: f"saving model {model!r}"),
     "finish_save": Message("disk"),
     "save_samples": Message("data"),

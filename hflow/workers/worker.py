@@ -9,6 +9,8 @@ poll                  the mailbox
 run                   batch nodes
 export, receive       the store
 release, summarize    the store
+sample_texts,         the store
+sample_values
 publish, wake, sleep  weights out of a training replica, engines
 save, finish_save     a model and its tokenizer; the background writer
 save_samples,         the store and the event loop of episodes; the background writer
@@ -56,6 +58,7 @@ from hflow.workers.interface import (
     NodeProgram,
     NodeResult,
     NodeTask,
+    SampleText,
     SavedJournals,
     SavedSamples,
     Span,
@@ -69,6 +72,7 @@ from hflow.workers.process_setup import bind_cores, bound_cores, num_cores
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_store import SampleStore
+from hflow.workers.storage.sample_texts import SampleTexts
 from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest, pack, unpack
 
 
@@ -108,6 +112,7 @@ class Worker:
         self._sample_files: dict[tuple[str, str], SampleFiles] = {}
         """Name and directory -> samples that are being written there under this name."""
         self._rows = DatasetReader(self._plan, setup.datasets)
+        self._texts = SampleTexts(setup, self._store)
         self._build_generation(*self._build_models(rank))
         routes = WorkerRoutes(self._plan, hosted, self._backends)
         channels = channel_settings(
@@ -171,7 +176,7 @@ class Worker:
             if program.level != "batch" and (setup_of(program.body) is None or self._runs(name))
         }
         self._computes = ComputeRunner(
-            programs, self._store, setup.pool_processes, self._add_retry, self._fail
+            programs, self._store, setup.pool_processes, self._add_retry, self._fail, self._add_span
         )
         self._batch_nodes = BatchNodeRunner(
             self._plan, setup.programs, self._store, self._backends, self._computes, setup.node_states
@@ -266,6 +271,14 @@ class Worker:
     def summarize(self, stream: str, samples: Sequence[int]) -> dict[str, tuple[float, int]]:
         """Return sum and count of each numeric field of a root stream's samples."""
         return self._store.summarize(self._family(stream), samples)
+
+    def sample_texts(self, stream: str, samples: Sequence[int]) -> list[SampleText]:
+        """Return the texts of a root stream's samples."""
+        return self._texts.texts(stream, samples)
+
+    def sample_values(self, stream: str, samples: Sequence[int]) -> dict[int, dict[str, float]]:
+        """Return the numbers of a root stream's samples."""
+        return self._store.numbers(stream, self._family(stream), samples)
 
     def finish_save(self, model: str, directory: str) -> Mapping[str, FileChecksum]:
         """Wait until a model's files are on disk, and return them by their path in the directory."""

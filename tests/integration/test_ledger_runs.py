@@ -14,13 +14,14 @@ import pytest
 from rich.console import Console
 from runs import ROOT, TINY, run, steps_of
 
-from hflow.errors import RunError
+from hflow import launch
+from hflow.errors import ConfigError, RunError
 from hflow.report.ledger_text import render_story
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
-from hflow.runtime.ledger.sample_history import read_history
+from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.workers.ray.ray_actors import RayActors
 
 RECIPE = '''"""A reward that fails on some samples, and a filter."""
@@ -91,6 +92,30 @@ def check(summary: RunSummary, steps: int) -> Path:
     return ledger
 
 
+def check_texts(summary: RunSummary, story: SampleHistory) -> None:
+    """Every batch has eight samples and every evaluation six, so the texts of all were kept."""
+    run = str(summary.directory)
+    steps = {path.name: path.read_text() for path in (summary.directory / "samples").iterdir()}
+    assert {name: text.count("\n") for name, text in steps.items()} == {
+        "step-0.jsonl": 6,
+        "step-1.jsonl": 8,
+        "step-2.jsonl": 14,
+        "step-3.jsonl": 14,
+    }
+    found = launch.samples_with_text(run, "reward > 1", 3)
+    assert (len(found.samples.rows), found.samples.total) == (3, found.total)
+    for sample in launch.samples_with_text(run, "end = 'trained'").to_json():
+        prompt, answer = sample["texts"]["actor_gen"]
+        assert (prompt["role"], prompt["trained"]) == ("user", False)
+        assert re.fullmatch(r"<bos>\d\d\+\d\d=", prompt["text"])
+        assert (answer["role"], answer["trained"]) == ("assistant", True)
+        # The model's vocabulary is larger than the tokenizer's: some tokens have no text.
+        assert 0 <= len(re.findall(r"<\w+>|.", answer["text"])) <= sample["tokens"]
+    (row,) = launch.why_texts(run, story)
+    assert row["values"]["reward"] == story.sample["reward"]
+    assert row["values"]["advantages"] == pytest.approx(0, abs=2)
+
+
 def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_path: Path):
     summary = picky(tmp_path, *INPROC, "steps=3")
     ledger = check(summary, 3)
@@ -111,6 +136,7 @@ def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_p
     assert len(story.weights[0].digest) == 16
     assert next((node.node, node.field) for node in story.computed) == ("score", "reward")
     assert trained["issued_at"] <= trained["finished_at"] <= trained["accepted_at"] <= trained["ended_at"]
+    check_texts(summary, story)
     versions = {row["step"] for row in select(ledger, "stream = 'eval_gen'").to_json()}
     assert versions == {0, 2, 3}
     assert count(ledger, "stream = 'eval_gen' and (lag <> 0 or reward is null)") == 0
@@ -118,7 +144,11 @@ def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_p
 
 @pytest.mark.ray
 def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path, two_processes: RayActors):
-    ledger = check(picky(tmp_path, "steps=2", "cluster=cpu-1x2", processes=two_processes), 2)
+    summary = picky(tmp_path, "steps=2", "cluster=cpu-1x2", processes=two_processes)
+    ledger = check(summary, 2)
+    texts = launch.samples_with_text(str(summary.directory), "end = 'trained'").to_json()
+    assert {row["worker"] for row in texts} == {0, 1}
+    assert all(row["texts"]["actor_gen"][0]["text"].startswith("<bos>") for row in texts)
     assert {row["worker"] for row in select(ledger, "end = 'trained'").to_json()} == {0, 1}
     assert count(ledger, "reason = 'failed' and message is not null") > 0
 
@@ -130,6 +160,10 @@ def test_a_run_with_too_many_refusals_leaves_a_consistent_ledger(tmp_path: Path)
     assert audit(ledger) == []
     assert count(ledger, "end is null") == 0
     assert count(ledger, "end = 'unused' and reason = 'failed'") > 0
+    with pytest.raises(
+        ConfigError, match=r"has no texts of samples .*; run the recipe with report.samples=8"
+    ):
+        launch.samples_with_text(str(ledger.parent))
 
 
 def test_a_stopped_run_leaves_a_consistent_ledger(tmp_path: Path):

@@ -62,6 +62,11 @@ def results(summary: RunSummary) -> dict[int, dict[str, Any]]:
     return rows
 
 
+def texts_of(summary: RunSummary) -> dict[str, str]:
+    """Return the files of the texts of samples."""
+    return {path.name: path.read_text() for path in (summary.directory / "samples").iterdir()}
+
+
 def ends_of(summary: RunSummary) -> list[dict[str, Any]]:
     """Return what happened to each sample, without times."""
     rows = launch.samples(str(summary.directory)).to_json()
@@ -78,6 +83,7 @@ def test_a_resumed_run_equals_the_undisturbed_one(undisturbed: RunSummary, tmp_p
     resumed = resume_run(str(copy), live=False)
     assert (resumed.reason, resumed.steps, resumed.directory) == ("done", 5, copy)
     assert results(resumed) == results(undisturbed)
+    assert texts_of(resumed) == texts_of(undisturbed)
     for model in ("actor", "critic"):
         assert largest_difference(weights_of(resumed, model), weights_of(undisturbed, model)) == 0
     assert resumed.samples == undisturbed.samples

@@ -59,7 +59,7 @@ def test_a_run_writes_all_documented_files(checkpoint: Path, tmp_path: Path) -> 
         assert 0 <= row["actor_train/engine_kl"] < 1e-8
         assert 0 < row["actor_train/engine_tokens"] < row["actor_train/num_tokens"]
     names = {event["name"] for event in json.loads((directory / "trace.json").read_text())["traceEvents"]}
-    assert {"actor_train", "group_advantage"} <= names
+    assert {"actor_train", "group_advantage", "score", "accuracy"} <= names
     evaluated = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in evaluated if "eval_gen/accuracy" in row] == [0, 2]
     assert (tmp_path / "grpo" / "latest").resolve() == directory.resolve()

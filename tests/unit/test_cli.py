@@ -92,7 +92,7 @@ def test_commands_and_options_do_not_change():
         ],
         "twin": ["--as-configured", "--layout", "--steps", "overrides", "recipe"],
         "doctor": [],
-        "samples": ["--count", "--csv", "--json", "--limit", "--where", "run"],
+        "samples": ["--count", "--csv", "--json", "--limit", "--text", "--where", "run"],
         "why": ["--json", "run", "sample"],
     }
 

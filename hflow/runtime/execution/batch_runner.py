@@ -19,6 +19,7 @@ from hflow.planner.ir import EdgeRule, Plan
 from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.node_execution import NodeExecution, output_fields
 from hflow.runtime.execution.sample_release import SampleRelease
+from hflow.runtime.execution.sample_text_log import SampleTextLog
 from hflow.runtime.execution.step_metrics import (
     BATCH_SAMPLES,
     BATCH_TOKENS,
@@ -64,6 +65,7 @@ class BatchRunner:
         metrics: receives those of steps.
         node_execution: runs single nodes.
         release: frees data.
+        num_texts: samples of each batch whose text the observer receives.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class BatchRunner:
         metrics: StepMetrics,
         node_execution: NodeExecution,
         release: SampleRelease,
+        num_texts: int = 0,
     ) -> None:
         self._plan = plan
         self._workers = workers
@@ -81,6 +84,7 @@ class BatchRunner:
         self._metrics = metrics
         self._node_execution = node_execution
         self._sample_release = release
+        self._texts = SampleTextLog(workers, observer, num_texts)
         self._num_steps = plan.schedule.num_steps
         self._nodes = {node.name: node for node in plan.schedule.nodes}
         self._rules = {rule.consumer: rule for rule in _batch_rules(plan)}
@@ -98,11 +102,15 @@ class BatchRunner:
     def add_batch(self, batch: StepBatch) -> None:
         """Keep a batch until its step is done."""
         self._batches[batch.stream, batch.step] = batch
+        self._texts.add_batch(batch)
 
     async def summarize(self, batch: StepBatch, is_evaluation: bool) -> None:
         """Average the numeric fields of a batch. An evaluation without batch nodes ends here."""
         samples_of = self.locations[batch.stream].by_home(batch.samples)
-        means = await self._average(batch.stream, samples_of.items())
+        means, _ = await asyncio.gather(
+            self._average(batch.stream, samples_of.items()),
+            self._texts.read(batch, self.locations[batch.stream]),
+        )
         not_made_yet = frozenset().union(*self._made_by_batch.values())
         values = {name: mean for name, mean in means.items() if _without_metric(name) not in not_made_yet}
         if is_evaluation:
@@ -145,6 +153,7 @@ class BatchRunner:
         if not fields:
             return
         samples_of = self.locations[batch.stream].drop_fields(fields, batch.samples)
+        await self._texts.wait_until_read(batch)
         await asyncio.gather(
             *(
                 self._sample_release.release(worker, samples, batch.stream, fields)
@@ -197,6 +206,8 @@ class BatchRunner:
 
     async def _release(self, batch: StepBatch) -> None:
         locations = self.locations[batch.stream]
+        is_trained = batch.stream not in self._side_streams
+        await self._texts.finish(batch, locations, is_trained=is_trained)
         samples_of = locations.workers_of(batch.samples)
         locations.forget(batch.samples)
         del self._batches[batch.stream, batch.step]

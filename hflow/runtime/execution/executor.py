@@ -76,6 +76,7 @@ class Executor:
         seed: seed of the run.
         point: the checkpoint that the run continues from; None: it begins.
         save_seconds: time between two checkpoints besides those of the plan; None: there are no others.
+        num_texts: samples of each batch whose text the observer receives.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Executor:
         seed: int,
         point: ResumePoint | None = None,
         save_seconds: float | None = None,
+        num_texts: int = 0,
     ) -> None:
         self._plan = plan
         self._workers = workers
@@ -123,7 +125,9 @@ class Executor:
         node_execution = NodeExecution(plan, workers, observer, metrics, ledger, seed, node_states)
         self._metrics = metrics
         self._release = SampleRelease(workers)
-        self._batches = BatchRunner(plan, workers, observer, metrics, node_execution, self._release)
+        self._batches = BatchRunner(
+            plan, workers, observer, metrics, node_execution, self._release, num_texts
+        )
         self._streaming = StreamingRunner(plan, workers, node_execution, self._batches.locations, ledger)
         self._engines = EngineControl(plan, workers, observer, metrics, ledger, self._placer, rebalancer)
         self._saving = RunSaving(

@@ -52,6 +52,11 @@ class MetricsLog:
             self._add_histogram(metric.member("histogram"), shares, step)
         self._writer.flush()
 
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Log a text of a step, in Markdown, in TensorBoard only."""
+        self._writer.add_text(name, text, step)
+        self._writer.flush()
+
     def close(self) -> None:
         """Close both files."""
         self._file.close()

@@ -2,7 +2,7 @@
 
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     config.yaml  plan.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json
-    tensorboard/  weights/ (while it runs: weights that engines load from disk)
+    samples/step-N.jsonl  tensorboard/  weights/ (while it runs: weights that engines load from disk)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280    checkpoints/best -> step-240
     trace-1.json (of the part before the run was resumed)  lock (while it runs)
 """
@@ -130,6 +130,11 @@ class RunDirectory:
     def ledger(self) -> Path:
         """The history of every sample, as an SQLite database."""
         return self.path / "ledger.sqlite"
+
+    @property
+    def samples(self) -> Path:
+        """Directory of the texts of some samples, see `sample_text_files`."""
+        return self.path / "samples"
 
     @property
     def summary(self) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from hflow.metrics import Metric, declare
 from hflow.runtime.events import Refusal
@@ -114,6 +114,15 @@ class Observer(Protocol):
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Receive the metrics of a side stream, evaluated with the weights of `step` completed steps."""
+        ...
+
+    def on_samples(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Receive the texts of some samples of a batch.
+
+        Args:
+            number: the completed steps of the row of metrics that has the batch.
+            rows: see `sample_text_files.SampleRow`.
+        """
         ...
 
     def on_refusal(self, node: str, reason: Refusal, message: str) -> None:

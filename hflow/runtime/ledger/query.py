@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,11 @@ _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 ALLOWED_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
 
 
+_SAMPLES = "samples"
+_CHOSEN = "(SELECT samples.* FROM chosen JOIN samples USING (stream, id))"
+"""The samples that a query chooses from."""
+
+
 @dataclass(frozen=True)
 class QueryResult:
     """The samples that a query found."""
@@ -39,24 +44,31 @@ class QueryResult:
         return [dict(zip(COLUMNS, row, strict=True)) for row in self.rows]
 
 
-def select(path: Path, where: str | None = None, limit: int | None = None) -> QueryResult:
+def select(
+    path: Path,
+    where: str | None = None,
+    limit: int | None = None,
+    among: Iterable[tuple[str, int]] | None = None,
+) -> QueryResult:
     """Return samples, sorted by stream and id.
 
     Args:
         path: path of the ledger.
         where: SQL condition on the columns of `samples`; None: all samples.
         limit: the most rows to return; None: no limit.
+        among: stream and id of the samples to choose from; None: all.
 
     Raises:
         ConfigError: when there is no ledger, or the SQL is invalid.
     """
     names = ", ".join(f'"{name}"' for name in COLUMNS)
-    with _reading(path, where) as database:
+    with _reading(path, where, among) as database:
+        source = _SAMPLES if among is None else _CHOSEN
         rows = database.execute(
-            f"SELECT {names} FROM samples {_where(where)} ORDER BY stream, id LIMIT ?",
+            f"SELECT {names} FROM {source} {_where(where)} ORDER BY stream, id LIMIT ?",
             (-1 if limit is None else min(limit, MAX_INTEGER),),
         ).fetchall()
-        total = len(rows) if limit is None or len(rows) < limit else _count(database, where)
+        total = len(rows) if limit is None or len(rows) < limit else _count(database, where, source)
     return QueryResult(tuple(rows), total)
 
 
@@ -66,8 +78,8 @@ def count(path: Path, where: str | None = None) -> int:
         return _count(database, where)
 
 
-def _count(database: sqlite3.Connection, where: str | None) -> int:
-    (num_samples,) = database.execute(f"SELECT COUNT(*) FROM samples {_where(where)}").fetchone()
+def _count(database: sqlite3.Connection, where: str | None, source: str = _SAMPLES) -> int:
+    (num_samples,) = database.execute(f"SELECT COUNT(*) FROM {source} {_where(where)}").fetchone()
     return int(num_samples)
 
 
@@ -76,9 +88,15 @@ def _where(where: str | None) -> str:
 
 
 @contextmanager
-def _reading(path: Path, where: str | None) -> Iterator[sqlite3.Connection]:
+def _reading(
+    path: Path, where: str | None, among: Iterable[tuple[str, int]] | None = None
+) -> Iterator[sqlite3.Connection]:
     """Open a connection that cannot write; errors in the user's SQL become `ConfigError`."""
     with reading(path) as database:
+        if among is not None:
+            database.execute("CREATE TEMP TABLE chosen (stream TEXT, id INTEGER, PRIMARY KEY (stream, id))")
+            database.executemany("INSERT INTO chosen VALUES (?, ?)", among)
+            database.commit()
         database.set_authorizer(_authorize)
         for limit, most in _LIMITS.items():
             database.setlimit(limit, most)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from hflow.workers.interface import (
     ComputeReady,
     Failed,
     NodeProgram,
+    Span,
     WorkerEvent,
 )
 from hflow.workers.storage.sample_store import SampleStore
@@ -29,6 +31,8 @@ from hflow.workers.storage.sample_store import SampleStore
 EventSink = Callable[[Sequence[WorkerEvent]], None]
 """Takes events for the controller."""
 
+COMPUTE_LANE = "compute"
+"""The lane of the spans of bodies in the trace."""
 SAMPLE_RELEASED = "its sample was released"
 """Message of the answer to an order whose sample was released meanwhile; every order gets an answer."""
 
@@ -43,6 +47,7 @@ class ComputeRunner:
         num_processes: processes of the pool.
         on_retry: called when a call failed that is made again.
         on_error: called with an exception that ends the run.
+        on_span: called with the time from when calls were queued together to the last of their results.
     """
 
     def __init__(
@@ -52,10 +57,12 @@ class ComputeRunner:
         num_processes: int,
         on_retry: Callable[[BodyRetry], None],
         on_error: Callable[[BaseException], None],
+        on_span: Callable[[Span], None] = lambda _: None,
     ) -> None:
         self._programs = programs
         self._store = store
         self._on_error = on_error
+        self._on_span = on_span
         self._lock = threading.Lock()
         self._pending: dict[tuple[str, int], _BodyCall] = {}
         """Calls without a result, by node and key."""
@@ -128,7 +135,8 @@ class ComputeRunner:
         else:
             sizes = [len(order.samples) for order in orders]
             arguments = bind_rows(program, inputs, sizes, call_level(program))
-            self._add_pending(_CallBatch(program, inputs.select(()), sink), orders)
+            batch = _CallBatch(program, inputs.select(()), sink, time.time(), num_pending=len(orders))
+            self._add_pending(batch, orders)
             keys = [order.key for order in orders]
             self._pool.submit(program.name, dict(zip(keys, arguments, strict=True)))
 
@@ -149,6 +157,10 @@ class ComputeRunner:
                 call = self._pending.pop((result.node, result.key))
                 results_of[call.batch].append((result, call.rows))
         for batch, batch_results in results_of.items():
+            batch.num_pending -= len(batch_results)
+            if not batch.num_pending:
+                name, args = batch.program.name, {"samples": len(batch.samples)}
+                self._on_span(Span(name, COMPUTE_LANE, batch.start, time.time(), args))
             batch.sink(self._events(batch, batch_results))
 
     def _events(self, batch: _CallBatch, results: Sequence[tuple[JobResult, range]]) -> list[WorkerEvent]:
@@ -187,7 +199,7 @@ class ComputeRunner:
         self._on_error(error)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _CallBatch:
     """Calls of one body whose inputs were bound together."""
 
@@ -195,6 +207,10 @@ class _CallBatch:
     samples: Batch
     """The samples of all calls, without columns."""
     sink: EventSink
+    start: float
+    """When the calls were queued, in seconds since the epoch."""
+    num_pending: int
+    """Calls without a result yet."""
 
 
 @dataclass(frozen=True)

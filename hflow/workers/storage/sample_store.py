@@ -203,18 +203,39 @@ class SampleStore:
         """Return the group id of a sample."""
         return self._shapes[stream][sample][1]
 
-    def summarize(self, streams: Iterable[str], samples: Sequence[int]) -> dict[str, tuple[float, int]]:
-        """Return sum and count of the numeric PerSequence and PerGroup fields, by `stream/field`.
-
-        Samples that lack a field are left out of its sum and count.
-        """
+    def _number_columns(self, streams: Iterable[str]) -> list[tuple[str, FieldColumn]]:
+        """Return the numeric fields that are not per token, by `stream/field`."""
         with self._lock:
-            columns = [
+            return [
                 (f"{stream}/{field}", column)
                 for stream in streams
                 for field, column in self._columns.get(stream, {}).items()
                 if column.unit in (Unit.SEQUENCE, Unit.GROUP) and field != "group"
             ]
+
+    def numbers(
+        self, stream: str, streams: Iterable[str], samples: Sequence[int]
+    ) -> dict[int, dict[str, float]]:
+        """Return sample -> its numbers that are not per token.
+
+        Args:
+            stream: the stream whose fields have their plain names; others are named `stream/field`.
+            streams: the streams whose fields are returned.
+            samples: samples that may lack some of them, or all.
+        """
+        numbers: dict[int, dict[str, float]] = {sample: {} for sample in samples}
+        for name, column in self._number_columns(streams):
+            present = [sample for sample in samples if sample in column]
+            for sample, value in zip(present, column.values(present), strict=True):
+                numbers[sample][name.removeprefix(f"{stream}/")] = float(value)
+        return numbers
+
+    def summarize(self, streams: Iterable[str], samples: Sequence[int]) -> dict[str, tuple[float, int]]:
+        """Return sum and count of the numeric PerSequence and PerGroup fields, by `stream/field`.
+
+        Samples that lack a field are left out of its sum and count.
+        """
+        columns = self._number_columns(streams)
         sums: dict[str, tuple[float, int]] = {}
         for name, column in columns:
             present = [sample for sample in samples if sample in column]

@@ -1,0 +1,93 @@
+"""`SampleTextLog`: the texts of a few samples of each batch, for the run's directory.
+
+Invariant: the tokens of a chosen sample stay on the workers until its text is read, and its numbers until
+they are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from hflow.planner.data.data_locations import DataLocations
+from hflow.runtime.execution.step_metrics import Observer
+from hflow.workers.interface import SampleText, Workers
+
+if TYPE_CHECKING:
+    from hflow.runtime.execution.batch_runner import StepBatch
+
+
+class SampleTextLog:
+    """Reads the texts of samples when their batch is formed, and their numbers when it is done.
+
+    Args:
+        workers: hold the samples.
+        observer: receives the rows.
+        num_samples: samples of each batch; 0: none.
+    """
+
+    def __init__(self, workers: Workers, observer: Observer, num_samples: int) -> None:
+        self._workers = workers
+        self._observer = observer
+        self._num_samples = num_samples
+        self._texts: dict[tuple[str, int], asyncio.Future[list[SampleText]]] = {}
+
+    def add_batch(self, batch: StepBatch) -> None:
+        """Expect that the texts of a batch are read."""
+        if self._num_samples:
+            self._texts[batch.stream, batch.step] = asyncio.get_running_loop().create_future()
+
+    async def read(self, batch: StepBatch, locations: DataLocations) -> None:
+        """Read the texts of some samples of a batch, chosen at random, the same in every run."""
+        if not self._num_samples:
+            return
+        count = min(self._num_samples, len(batch.samples))
+        chosen = sorted(Random(batch.step).sample(batch.samples, count))
+        parts = await asyncio.gather(
+            *(
+                self._workers.sample_texts(worker, batch.stream, samples)
+                for worker, samples in locations.by_home(chosen).items()
+            )
+        )
+        self._texts[batch.stream, batch.step].set_result([text for part in parts for text in part])
+
+    async def wait_until_read(self, batch: StepBatch) -> None:
+        """Wait until the tokens of a batch are not needed any more."""
+        if (texts := self._texts.get((batch.stream, batch.step))) is not None:
+            await asyncio.shield(texts)
+
+    async def finish(self, batch: StepBatch, locations: DataLocations, *, is_trained: bool) -> None:
+        """Read the numbers of the chosen samples, and report the rows."""
+        if not self._num_samples:
+            return
+        texts = await self._texts.pop((batch.stream, batch.step))
+        samples = sorted({text.sample for text in texts})
+        parts = await asyncio.gather(
+            *(
+                self._workers.sample_values(worker, batch.stream, ids)
+                for worker, ids in locations.workers_of(samples).items()
+            )
+        )
+        values: dict[int, dict[str, float]] = {sample: {} for sample in samples}
+        for part in parts:
+            for sample, numbers in part.items():
+                values[sample].update(numbers)
+        rows = [_row(text, batch, values[text.sample]) for text in texts]
+        self._observer.on_samples(batch.step + is_trained, sorted(rows, key=lambda row: row["id"]))
+
+
+def _row(text: SampleText, batch: StepBatch, values: Mapping[str, float]) -> dict[str, Any]:
+    turns: Sequence[Mapping[str, Any]] = [
+        {"role": turn.role, "text": turn.text, "trained": turn.is_trained} for turn in text.turns
+    ]
+    return {
+        "root": batch.stream,
+        "stream": text.stream,
+        "id": text.sample,
+        "group": text.group,
+        "step": batch.step,
+        "turns": turns,
+        "values": dict(sorted(values.items())),
+    }

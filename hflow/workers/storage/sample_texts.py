@@ -1,0 +1,110 @@
+"""`SampleTexts`: the texts and numbers of a few samples, for people to read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from hflow.data.tokenizer import TextTokenizer
+from hflow.errors import shorten
+from hflow.planner.ir import Plan
+from hflow.workers.interface import SampleText, SampleTurn, WorkerSetup
+from hflow.workers.storage.sample_store import SampleStore
+
+MAX_CHARACTERS = 20_000
+"""The longest text of one turn. The middle of longer ones is left out."""
+
+
+class SampleTexts:
+    """Decodes samples of a worker's store. Any thread may call it.
+
+    Args:
+        setup: says which tokenizers the streams have. They are loaded at the first call.
+        store: holds the samples.
+    """
+
+    def __init__(self, setup: WorkerSetup, store: SampleStore) -> None:
+        self._plan = setup.plan
+        self._settings = setup.tokenizers
+        self._store = store
+        self._tokenizers: dict[str, TextTokenizer] = {}
+        self._lock = threading.Lock()
+
+    def texts(self, stream: str, samples: Sequence[int]) -> list[SampleText]:
+        """Return the texts of samples of a root stream, in every stream that its source opens."""
+        with self._lock:
+            return [
+                text
+                for name, model in _opened_streams(self._plan, stream)
+                for text in self._texts(name, self._tokenizer(model), samples)
+            ]
+
+    def _texts(self, stream: str, tokenizer: TextTokenizer, samples: Sequence[int]) -> Iterator[SampleText]:
+        fields = [f"{stream}/{field}" for field in ("input_ids", "loss_mask", "messages")]
+        batch = self._store.gather_if_present(stream, fields, samples)
+        if batch is None:  # one of them was released meanwhile
+            return
+        ids, mask, messages = (batch.columns[name].values for name in ("input_ids", "loss_mask", "messages"))
+        offsets = batch.offsets.tolist()
+        for row, sample in enumerate(batch.samples.tolist()):
+            tokens = slice(offsets[row], offsets[row + 1])
+            turns = split_turns(list(ids[tokens]), list(mask[tokens]), messages[row], tokenizer)
+            yield SampleText(stream, sample, int(batch.groups[row]), tuple(turns))
+
+    def _tokenizer(self, model: str) -> TextTokenizer:
+        if model not in self._tokenizers:
+            self._tokenizers[model] = TextTokenizer(self._settings[model])
+        return self._tokenizers[model]
+
+
+def split_turns(
+    ids: Sequence[int],
+    mask: Sequence[bool],
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: TextTokenizer,
+) -> Iterator[SampleTurn]:
+    """Yield the parts of a sample that are trained, and those between them, as text with special tokens.
+
+    Args:
+        ids: its tokens.
+        mask: which of them are trained.
+        messages: its conversation, of which the parts get their roles.
+        tokenizer: of its model.
+    """
+    runs = [
+        (is_trained, [token for token, _ in run])
+        for is_trained, run in groupby(zip(ids, map(bool, mask), strict=True), key=lambda pair: pair[1])
+    ]
+    roles = _roles([is_trained for is_trained, _ in runs], messages)
+    for (is_trained, tokens), role in zip(runs, roles, strict=True):
+        yield SampleTurn(role, shorten(tokenizer.text(tokens), MAX_CHARACTERS), is_trained)
+
+
+def _roles(trained: Sequence[bool], messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the roles of the messages in each part, such as `system, user`.
+
+    Trained parts are the last messages of the assistant: earlier ones may be examples in the prompt.
+    """
+    blocks = [
+        (is_assistant, [str(message.get("role", "")) for message in block])
+        for is_assistant, block in groupby(messages, key=lambda message: message.get("role") == "assistant")
+    ]
+    roles: list[list[str]] = []
+    for is_trained in reversed(trained):
+        is_next = bool(blocks) and blocks[-1][0] == is_trained
+        roles.append(blocks.pop()[1] if is_next else ["assistant"] * is_trained)
+    roles.reverse()
+    if roles and not trained[0]:
+        roles[0] = [role for _, block in blocks for role in block] + roles[0]
+    return [", ".join(part) for part in roles]
+
+
+def _opened_streams(plan: Plan, stream: str) -> list[tuple[str, str]]:
+    """Return the streams that the source of a root stream opens, each with the model that generates it."""
+    source = plan.graph.stream(stream).source
+    names = [other.name for other in plan.graph.streams if other.source == source]
+    models = plan.graph.node(source).spec.models
+    by_stream = models if len(models) == len(names) else models[:1] * len(names)
+    return list(zip(names, by_stream, strict=True))

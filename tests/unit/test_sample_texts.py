@@ -1,0 +1,137 @@
+"""The texts of samples: their parts and roles, their files, and what is printed of them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.errors import ConfigError
+from hflow.report.sample_text import render_samples_with_text, render_texts, sample_markdown
+from hflow.runtime.execution.sample_text_files import drop_samples_after, read_samples, write_samples
+from hflow.workers.storage.sample_texts import MAX_CHARACTERS, split_turns
+
+TOKENIZER = TextTokenizer(TokenizerSettings(alphabet="abcdefgh"))
+
+
+def messages(*roles: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": ""} for role in roles]
+
+
+@pytest.mark.parametrize(
+    ("parts", "roles", "expected"),
+    [
+        # A prompt and its completion.
+        ("aB", ["user", "assistant"], [("user", "a"), ("assistant", "b")]),
+        ("aB", ["system", "user", "assistant"], [("system, user", "a"), ("assistant", "b")]),
+        # A tool between two completions, and text of the template behind the last one.
+        (
+            "aBcDe",
+            ["user", "assistant", "tool", "user", "assistant"],
+            [("user", "a"), ("assistant", "b"), ("tool, user", "c"), ("assistant", "d"), ("", "e")],
+        ),
+        # An answer in the prompt is an example.
+        (
+            "aB",
+            ["user", "assistant", "user", "assistant"],
+            [("user, assistant, user", "a"), ("assistant", "b")],
+        ),
+        # Two completions without text between them.
+        ("aB", ["user", "assistant", "assistant"], [("user", "a"), ("assistant, assistant", "b")]),
+        # Nothing is known of the roles.
+        ("aB", [], [("", "a"), ("assistant", "b")]),
+        ("A", ["assistant"], [("assistant", "a")]),
+    ],
+)
+def test_parts_have_the_roles_of_their_messages(
+    parts: str, roles: list[str], expected: list[tuple[str, str]]
+) -> None:
+    """Capital letters are trained, three tokens each."""
+    text = "".join(3 * part for part in parts)
+    turns = list(
+        split_turns(TOKENIZER.encode(text.lower()), [c.isupper() for c in text], messages(*roles), TOKENIZER)
+    )
+    assert [(turn.role, turn.text) for turn in turns] == [(role, 3 * part) for role, part in expected]
+    assert [turn.is_trained for turn in turns] == [part.isupper() for part in parts]
+
+
+def test_special_tokens_are_shown_and_long_texts_shortened() -> None:
+    prompt, answer = TOKENIZER.prompt("ab"), [*TOKENIZER.encode("c" * 3 * MAX_CHARACTERS), 2]
+    mask = [False] * len(prompt) + [True] * len(answer)
+    first, second = split_turns([*prompt, *answer], mask, messages("user", "assistant"), TOKENIZER)
+    assert first.text == "<bos>ab"
+    assert second.text.endswith("c<eos>")
+    assert MAX_CHARACTERS - 10 < len(second.text) <= MAX_CHARACTERS
+
+
+def row(stream: str, sample: int, step: int = 0, root: str | None = None) -> dict[str, Any]:
+    turns = [
+        {"role": "user", "text": "1+1=", "trained": False},
+        {"role": "assistant", "text": f"é{sample}<eos>", "trained": True},
+    ]
+    return {
+        "root": root or stream,
+        "stream": stream,
+        "id": sample,
+        "step": step,
+        "turns": turns,
+        "values": {"reward": 0.5},
+    }
+
+
+def test_rows_of_a_step_are_replaced_not_added(tmp_path: Path) -> None:
+    directory = tmp_path / "samples"
+    write_samples(directory, 2, [row("train", 1), row("train", 2)])
+    write_samples(directory, 2, [row("eval", 7)])
+    write_samples(directory, 10, [row("train", 9)])
+    write_samples(directory, 2, [row("train", 3)])
+    assert [(r["stream"], r["id"]) for r in read_samples(directory)] == [
+        ("eval", 7),
+        ("train", 3),
+        ("train", 9),
+    ]
+    assert [json.loads(line)["id"] for line in (directory / "step-10.jsonl").read_text().splitlines()] == [9]
+    drop_samples_after(directory, 2)
+    assert [r["id"] for r in read_samples(directory)] == [7, 3]
+    (directory / "step-2.jsonl").write_text('{"id": 1}\n')
+    with pytest.raises(ConfigError, match=r"step-2.jsonl is damaged: .*; delete it"):
+        read_samples(directory)
+    assert read_samples(tmp_path / "none") == []
+
+
+def printed(what: RenderableType) -> str:
+    file = io.StringIO()
+    Console(width=100, file=file).print(what)
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
+
+
+def test_what_is_not_trained_is_marked() -> None:
+    assert printed(render_texts([row("train", 1)])).split("\n")[:4] == [
+        "  user (not trained)",
+        "      1+1=",
+        "  assistant",
+        "      é1<eos>",
+    ]
+    both = printed(render_texts([row("alice", 1), row("bob", 1, root="alice")]))
+    assert both.index("  alice\n") < both.index("  bob\n")
+    assert "its text was not kept: report.samples=N keeps N of each batch" in printed(render_texts([]))
+
+
+def test_samples_are_printed_with_how_many_have_no_text() -> None:
+    sample = {"stream": "train", "id": 1, "end": "trained", "step": 0, "reward": 0.0}
+    text = printed(render_samples_with_text([sample], {("train", 1): [row("train", 1)]}, 3, 1200))
+    assert text.startswith("train/1: trained at step 0, reward 0\n  user (not trained)\n")
+    assert "the first 1 of 3 samples with text, of 1,200 samples in all; report.samples=N keeps" in " ".join(
+        text.split()
+    )
+
+
+def test_markdown_for_tensorboard() -> None:
+    assert sample_markdown(row("train", 1)) == (
+        "train/1: reward 0.5\n\n**user (not trained)**\n\n    1+1=\n\n**assistant**\n\n    é1<eos>"
+    )
