@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from hflow.workers.ray.ray_actor import RayWorker
 
 CLOSE_SECONDS = 10.0
 """Longest wait for workers to end their threads and pools, before their processes are killed."""
+CONNECT_SECONDS = 10.0
+"""Longest wait for the head of a Ray cluster to answer."""
 RESERVE_SECONDS = 60.0
 """Longest wait for the resources of a run."""
 
@@ -124,7 +127,7 @@ def reserve(cluster: ClusterSpec) -> Reservation:
     """Connect to Ray, or start it on this machine, and reserve a bundle for every device.
 
     Raises:
-        RunError: when the Ray cluster is too small.
+        RunError: when there is no Ray cluster to connect to, or it is too small.
         WorkerFailureError: when Ray cannot be started, or ends at once.
     """
     owns_ray = not ray.is_initialized()
@@ -132,13 +135,13 @@ def reserve(cluster: ClusterSpec) -> Reservation:
         if owns_ray:
             _start_ray(cluster)
         return _reserve(cluster, owns_ray)
-    except (OSError, RuntimeError, RaySystemError) as error:
-        ray.shutdown()
-        raise WorkerFailureError(f"Ray cannot be started: {str(error).strip().splitlines()[0]}") from None
     except RunError:
         if owns_ray:
             ray.shutdown()
         raise
+    except (OSError, RuntimeError, RaySystemError) as error:
+        ray.shutdown()
+        raise WorkerFailureError(f"Ray cannot be started: {str(error).strip().splitlines()[0]}") from None
 
 
 def _reserve(cluster: ClusterSpec, owns_ray: bool) -> Reservation:
@@ -146,8 +149,9 @@ def _reserve(cluster: ClusterSpec, owns_ray: bool) -> Reservation:
     num_cpus = max(1, int(ray.available_resources().get("CPU", 0)) // cluster.num_devices)
     bundle = {"CPU": float(num_cpus), **({"GPU": 1.0} if num_gpus else {})}
     bundles = placement_group([bundle] * cluster.num_devices, strategy="PACK")
-    if not bundles.wait(RESERVE_SECONDS):
-        total = {name: ray.cluster_resources().get(name, 0) for name in bundle}
+    total = {name: ray.cluster_resources().get(name, 0) for name in bundle}
+    can_fit = all(total[name] >= amount * cluster.num_devices for name, amount in bundle.items())
+    if not can_fit or not bundles.wait(RESERVE_SECONDS):
         raise RunError(
             f"the Ray cluster cannot hold {cluster.num_devices} workers with {bundle} each: "
             f"it has {total} in total. Use a smaller cluster, or stop other runs on it"
@@ -168,9 +172,9 @@ def _start_ray(cluster: ClusterSpec) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Otherwise ray.init waits for a process per core, and for ever if one of them ends before it is ready.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    if cluster.num_nodes > 1:
-        with _without_raw_errors():
-            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    address = os.environ.get("RAY_ADDRESS", "local")
+    if cluster.num_nodes > 1 or address != "local":
+        _join_ray(cluster, "auto" if address == "local" else address)
         return
     with _loopback_only(), _without_raw_errors():
         ray.init(
@@ -179,6 +183,31 @@ def _start_ray(cluster: ClusterSpec) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+
+
+def _join_ray(cluster: ClusterSpec, address: str) -> None:
+    """Connect to a Ray cluster that somebody has started.
+
+    Raises:
+        RunError: when there is none.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        if port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        with _without_raw_errors():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError):
+        if address != "auto":
+            raise RunError(
+                f"no Ray cluster answers at RAY_ADDRESS={address}; correct the address, or unset RAY_ADDRESS "
+                "to start Ray on this machine"
+            ) from None
+        raise RunError(
+            f"the plan needs {cluster.num_nodes} machines, but no Ray cluster is running here; start one "
+            "with `ray start --head` on one machine and `ray start --address=IP:6379` on the others, or set "
+            "RAY_ADDRESS=IP:6379"
+        ) from None
 
 
 @contextmanager
