@@ -122,6 +122,24 @@ app.command(
 
 
 app.command(
+    name="eval",
+    epilog=_examples(
+        "eval grpo",
+        "eval grpo data.heldout.path=test.jsonl data.heldout.generator=null --samples 16",
+        "eval /models/Qwen2.5-0.5B --recipe recipes/grpo.py",
+    ),
+)(result_commands.evaluate)
+
+
+app.command(
+    epilog=_examples(
+        "export grpo ./my-model",
+        "export runs/grpo/latest/checkpoints/best ./my-model --model actor --dtype bf16",
+    )
+)(result_commands.export)
+
+
+app.command(
     epilog=_examples(
         "serve runs/grpo/latest",
         "serve grpo gen.max_model_len=128 --port 9000",

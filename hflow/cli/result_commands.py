@@ -1,16 +1,21 @@
-"""`hflow compare`: what can be done with the results of runs."""
+"""`hflow compare`, `eval` and `export`: what can be done with the results of runs."""
 
 from __future__ import annotations
 
 from json import dumps
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
 from hflow import launch
+from hflow.cli.arguments import Overrides
 from hflow.report.compare_text import render_comparison
+from hflow.report.evaluation_text import render_evaluation
+from hflow.report.formatting import bytes_text
 from hflow.terminal import print_text, show
 
+TARGET = "A run's directory, NAME for the newest run in runs/NAME, or the directory of a checkpoint."
 METRIC = "A metric, or a glob such as 'time/*'. May be repeated."
 
 
@@ -40,3 +45,81 @@ def compare(
         print_text(dumps(comparison.to_json(), indent=2))
     else:
         show(render_comparison(comparison))
+
+
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help=TARGET, show_default=False)],
+    overrides: Overrides = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe", metavar="RECIPE", help="The recipe that scores samples.", show_default="the run's"
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="The model of RECIPE that a checkpoint is for."),
+    ] = None,
+    stream: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stream",
+            metavar="NAME",
+            help="A stream to evaluate. May be repeated.",
+            show_default="those that are not trained, or else all",
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", metavar="N", min=1, help="Also draw N samples of every prompt."),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", min=0.0, help="Temperature of these samples.")
+    ] = 1.0,
+    pass_at: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--pass-at", metavar="K", help="Estimate pass@K. May be repeated.", show_default="1, 2, 4 ... N"
+        ),
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option("--threshold", metavar="X", help="Lowest score of a correct sample.")
+    ] = 1.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    live: Annotated[
+        bool | None,
+        typer.Option(
+            "--live/--plain", help="Show a live panel, or plain lines.", show_default="live in a terminal"
+        ),
+    ] = None,
+) -> None:
+    """Score a checkpoint on whole datasets, with the nodes of its recipe, and estimate pass@k."""
+    options = launch.EvaluationOptions(
+        recipe, model, tuple(stream or ()), samples, temperature, tuple(pass_at or ()), threshold
+    )
+    report = launch.evaluate(target, overrides or [], options, live, is_quiet=json)
+    if json:
+        print_text(dumps(report.to_json(), indent=2))
+    else:
+        show(render_evaluation(report))
+
+
+def export(
+    target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help=TARGET, show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.", show_default=False)
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="The model of a run.", show_default="its only one"),
+    ] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option("--dtype", help="Precision of the weights.", show_default="that of the checkpoint"),
+    ] = None,
+) -> None:
+    """Write a saved model as plain Hugging Face files, with tokenizer and chat template."""
+    done = launch.export(target, directory, model, dtype)
+    template = "with" if done.has_chat_template else "without"
+    print_text(f"{done.model}: {done.source}")
+    print_text(f"{done.directory}: {bytes_text(done.num_bytes)}, {done.dtype}, {template} a chat template")

@@ -174,6 +174,11 @@ class RecipeSpec:
     """(name, location) of decorated functions in the recipe's file that no recipe lists."""
     doc: str = ""
 
+    @property
+    def learns(self) -> bool:
+        """Whether a node changes a model. Otherwise the recipe only evaluates, and has no steps."""
+        return any(node.writes_weights for node in self.nodes)
+
 
 @dataclass(frozen=True)
 class Read:
@@ -224,7 +229,7 @@ class Stream:
     every: int = 1
     after: int = 0
     trained: bool = False
-    """Whether the recipe's dataset feeds it. Its batches make the steps."""
+    """Whether the recipe's dataset feeds it and the recipe learns. Its batches make the steps."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +262,11 @@ class Graph:
     """Listed nodes that do not run because no node reads their field (`actor_inf`)."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """One line for each optional parameter that stays unbound, with the most similar field name."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether a node changes a model. Otherwise every stream is evaluated once, without steps."""
+        return any(node.spec.writes_weights for node in self.nodes)
 
     def node(self, name: str) -> Node:
         """Return the node with a name."""

@@ -65,6 +65,8 @@ def assign_streams(spec: RecipeSpec) -> StreamAssignment:
     output_streams = {
         node.name: node.streams if node.opens_stream else (stream_of[node.name],) for node in spec.nodes
     }
+    if not spec.learns:
+        streams = [replace(stream, trained=False) for stream in streams]
     return StreamAssignment(tuple(streams), stream_of, output_streams)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hflow.launch.compare_runs import compare_runs
 from hflow.launch.compile import Compiled, check, compile_recipe, compose_recipe, plan
+from hflow.launch.evaluation_options import EvaluationOptions
 from hflow.launch.ledger_queries import (
     SAMPLE_COLUMNS,
     count_samples,
@@ -26,6 +27,8 @@ from hflow.launch.what_if import what_if
 from hflow.report.summary import RunSummary
 
 if TYPE_CHECKING:
+    from hflow.launch.evaluate_checkpoint import EvaluationReport
+    from hflow.launch.export_model import Dtype, ExportedModel
     from hflow.launch.profiling.calibrate import HardwareProfile
     from hflow.launch.serve_checkpoint import ServedEndpoint
     from hflow.launch.twin_run import TwinReport
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SAMPLE_COLUMNS",
     "Compiled",
+    "EvaluationOptions",
     "Target",
     "check",
     "compare_plans",
@@ -43,6 +47,8 @@ __all__ = [
     "compose_plan_file",
     "compose_recipe",
     "count_samples",
+    "evaluate",
+    "export",
     "plan",
     "plan_file_text",
     "profile",
@@ -113,6 +119,50 @@ def resume(run: str | Path, overrides: Sequence[str] = (), live: bool | None = N
     from hflow.launch.run_recipe import resume_run
 
     return resume_run(str(run), overrides, live)
+
+
+def evaluate(
+    target: str,
+    overrides: Sequence[str] = (),
+    options: EvaluationOptions | None = None,
+    live: bool | None = None,
+    *,
+    is_quiet: bool = False,
+) -> EvaluationReport:
+    """Score the models of a checkpoint on whole datasets.
+
+    Args:
+        target: a run's directory, NAME for the latest run in `runs/NAME`, or a checkpoint's directory.
+        overrides: keys of the configuration to change, such as `data.heldout.path=test.jsonl`.
+        options: what is evaluated.
+        live: as for `run`.
+        is_quiet: show nothing while it runs.
+
+    Raises:
+        HflowError: if there is no checkpoint or recipe, or nothing scores samples; and as `run`.
+    """
+    from hflow.launch.evaluate_checkpoint import evaluate_checkpoint
+
+    return evaluate_checkpoint(target, overrides, options or EvaluationOptions(), live, is_quiet=is_quiet)
+
+
+def export(
+    target: str, directory: Path, model: str | None = None, dtype: Dtype | None = None
+) -> ExportedModel:
+    """Write a saved model as plain Hugging Face files, without its optimizer state.
+
+    Args:
+        target: a run's directory, NAME for the latest run in `runs/NAME`, or a checkpoint's directory.
+        directory: where to write; it must not exist.
+        model: the model of a checkpoint; None: the only one.
+        dtype: precision of the weights; None: that of the checkpoint.
+
+    Raises:
+        HflowError: if there is no such model, a file of it is damaged, or the directory exists.
+    """
+    from hflow.launch.export_model import export_model
+
+    return export_model(target, directory, model, dtype)
 
 
 def serve(

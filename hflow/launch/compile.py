@@ -11,7 +11,7 @@ from hflow.config import RunConfig, load_config_and_keys, to_yaml, validate_name
 from hflow.dsl import apply_overrides, load_recipe, overridable_keys
 from hflow.errors import ConfigError, nearest
 from hflow.graph.build import build_graph
-from hflow.graph.ir import Graph
+from hflow.graph.ir import Graph, RecipeSpec
 from hflow.launch.auto_placement import AUTO, free_keys, with_choices
 from hflow.launch.plan_request import plan_request
 from hflow.launch.shown_metrics import check_shown
@@ -128,6 +128,21 @@ def _read(
     if config is None:
         config, set_keys = load_config_and_keys(recipe, overrides)
     spec = loaded.spec()
+    check_names(config, spec)
+    bound = apply_overrides(spec, config.nodes)
+    options = {node.name: dict(node.options) for node in bound.nodes}
+    graph = build_graph(bound)
+    loaded.check_bodies(graph)
+    check_shown(config.report.show, graph)
+    return config, set_keys, graph, loaded.bodies(options)
+
+
+def check_names(config: RunConfig, spec: RecipeSpec) -> None:
+    """Check that a configuration names only what the recipe has, and backends that exist.
+
+    Raises:
+        ConfigError: for the first other name, with the nearest one.
+    """
     validate_names(
         config,
         models=[model.name for model in spec.models],
@@ -135,12 +150,6 @@ def _read(
         nodes={node.name: overridable_keys(node) for node in spec.nodes},
     )
     _check_backends(config)
-    bound = apply_overrides(spec, config.nodes)
-    options = {node.name: dict(node.options) for node in bound.nodes}
-    graph = build_graph(bound)
-    loaded.check_bodies(graph)
-    check_shown(config.report.show, graph)
-    return config, set_keys, graph, loaded.bodies(options)
 
 
 def _check_backends(config: RunConfig) -> None:

@@ -71,11 +71,20 @@ class PlanFile:
             raise ConfigError(
                 f"{self.path}: its configuration does not fit this version of hflow: {error}"
             ) from error
-        if not overrides:
-            return config
-        with TemporaryDirectory() as directory:
-            (Path(directory) / "plan.yaml").write_text(to_yaml(config), encoding="utf-8")
-            return load_config(Path(directory) / "plan.py", overrides, Path.cwd())
+        return with_overrides(config, overrides)
+
+
+def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return a whole configuration with overrides.
+
+    Raises:
+        ConfigError: for an override that does not fit.
+    """
+    if not overrides:
+        return config
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "plan.yaml").write_text(to_yaml(config), encoding="utf-8")
+        return load_config(Path(directory) / "plan.py", overrides, Path.cwd())
 
 
 def plan_file_text(compiled: Compiled) -> str:

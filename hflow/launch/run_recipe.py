@@ -30,6 +30,7 @@ from hflow.launch.shown_metrics import builtin_metrics
 from hflow.launch.stop_signals import StopSignals
 from hflow.launch.worker_setup import make_setup, make_workers, open_rows
 from hflow.planner.backends import factories
+from hflow.planner.graph_queries import saved_models
 from hflow.report.live import Display, open_display
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.checkpoint import Checkpoints
@@ -257,6 +258,8 @@ def _checkpoint_notes(compiled: Compiled, resumed: ResumedRun | None) -> Iterato
         where = f"continues after step {steps}" if steps else "was never saved and begins again"
         change = f"; {resumed.diff.verdict}" if resumed.diff.decided else ""
         yield f"the run {where}{change}"
+    if not saved_models(compiled.graph):
+        return
     times = [f"every {config.save_minutes:g} minutes"] * bool(config.save_minutes)
     times += [f"every {config.save_every} steps"] * bool(config.save_every)
     kept = "all are" if config.keep_checkpoints is None else f"the last {config.keep_checkpoints} are"

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hflow.config import ModelConfig, RunConfig
+from hflow.config import ModelConfig
 from hflow.config.compose import NOTATION
 from hflow.config.yaml_files import parse_yaml, read_yaml
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError, nearest, shorten
 from hflow.json_text import read_json_object
-from hflow.launch.find_run import run_candidates
+from hflow.launch.saved_models import find_saved_models
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.validation import from_mapping
 
@@ -63,27 +63,8 @@ def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) ->
             raise ConfigError(f"--model chooses from the models of a run, but {target} is a checkpoint")
         directory = path.resolve()
     else:
-        directory = _choose_model(_saved_models(target), target, model)
+        directory = _choose_model(find_saved_models(target).models, target, model)
     return ServedCheckpoint(directory, directory.name, _config(directory, overrides))
-
-
-def _saved_models(target: str) -> dict[str, Path]:
-    """Return the models of a run's latest checkpoint, or of a checkpoint of several models."""
-    runs = run_candidates(target)
-    for directory in (Path(target), *(run.checkpoints / "latest" for run in runs)):
-        saved = sorted(file.parent for file in directory.glob("*/config.json"))
-        if saved:
-            return {path.name: path.resolve() for path in saved}
-    if any(run.config.is_file() for run in runs):
-        raise ConfigError(
-            f"the run {target!r} has saved no checkpoint; let it finish, or run it with save_every=N"
-        )
-    out = Path(RunConfig.out)
-    names = [path.name for path in out.iterdir()] if out.is_dir() else []
-    raise ConfigError(
-        f"there is no checkpoint or run {target!r}; give a directory with config.json, a run's directory "
-        f"such as {out}/NAME/latest, or NAME for the latest run in {out}/NAME{nearest(target, names)}"
-    )
 
 
 def _choose_model(saved: Mapping[str, Path], target: str, model: str | None) -> Path:

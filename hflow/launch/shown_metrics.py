@@ -102,7 +102,8 @@ def _default_labels(plan: Plan) -> dict[str, str]:
         is_trained = graph.root_stream(node.stream).trained
         levels = (Level.SAMPLE,) if is_trained else (Level.SAMPLE, Level.GROUP)
         for field in _scores(graph, node, levels):
-            labels[f"{node.stream}/{field}"] = field if is_trained else f"held-out {field}"
+            is_held_out = graph.learns and not is_trained
+            labels[f"{node.stream}/{field}"] = f"held-out {field}" if is_held_out else field
     return labels
 
 

@@ -41,6 +41,8 @@ def _period(plan: Plan, times: Iterable[NodeTime]) -> Period | None:
 
 
 def _missing(plan: Plan) -> Iterator[str]:
+    if not plan.graph.learns:
+        yield f"{plan.recipe} learns nothing, so it has no steps and no period"
     for model in unknown_models(plan):
         yield (
             f"{model}: the planner does not know its sizes, so its memory, weight routes and seconds, and "

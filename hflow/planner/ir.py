@@ -274,7 +274,8 @@ class Schedule:
     """All that the state machine, `RunState`, knows of a plan."""
 
     streams: tuple[ScheduledStream, ...]
-    """The trained stream (with a batch) first, then side streams."""
+    """The trained stream (with a batch) first, then side streams. A recipe that learns nothing has only
+    side streams."""
     nodes: tuple[ScheduledNode, ...]
     orders: tuple[tuple[str, tuple[str, ...]], ...]
     """Device group -> its batch nodes in cyclic order."""
@@ -282,6 +283,7 @@ class Schedule:
     """Device group -> generation replicas that share it with batch nodes: each cycle starts with their
     turn."""
     num_steps: int
+    """0 where nothing is learned: every stream is evaluated once."""
     publishers: tuple[tuple[str, str], ...] = ()
     """Generation replica whose weights change and that shares no group with batch nodes -> the group that
     trains and publishes these weights."""

@@ -45,7 +45,7 @@ def make_schedule(
         nodes=(*nodes, *saves),
         orders=orders,
         shared=tuple((group, names) for group, names in engines.items() if names),
-        num_steps=request.num_steps,
+        num_steps=request.num_steps if graph.learns else 0,
         publishers=tuple((r.name, batch_replica(replicas, r.model).group) for r in separate),
         settings=request.schedule,
     )

@@ -70,14 +70,14 @@ def _check_schedule(settings: ScheduleConfig, batch: int) -> None:
 
 
 def check_streams(graph: Graph) -> None:
-    """Check that exactly one stream, the trained one, determines the steps.
+    """Check that exactly one stream, the trained one, determines the steps of a recipe that learns.
 
     Raises:
         PlanError: if no stream is trained, or a node changes a model with the batches of another stream.
         NotYetError: if several streams are trained.
     """
     trained = [stream for stream in root_streams(graph) if stream.trained]
-    if not trained:
+    if not trained and graph.learns:
         raise PlanError(
             f"recipe {graph.name!r} has no stream fed by {graph.dataset!r}; add a generate or encode node"
         )

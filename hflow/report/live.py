@@ -171,7 +171,7 @@ def _bins(values: Sequence[float], width: int) -> list[float]:
 
 def _parts(row: LiveRow, values: Mapping[str, float]) -> list[str]:
     shown = [f"{label} {value:.4g}" for label, value in values.items()]
-    return [f"step {row.step}/{row.num_steps}", *shown]
+    return [f"step {row.step}/{row.num_steps}", *shown] if row.num_steps else shown
 
 
 def _speed(row: LiveRow) -> list[str]:

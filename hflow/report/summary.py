@@ -41,9 +41,8 @@ class RunSummary:
 
     def render(self) -> RenderableType:
         """Render a headline, the values, and the directory of the results."""
-        head = Text(
-            f"{self.name}: {self.reason} after {self.steps} steps, {self.seconds:.1f} s", style="bold"
-        )
+        steps = f" after {self.steps} steps" if self.steps else ""
+        head = Text(f"{self.name}: {self.reason}{steps}, {self.seconds:.1f} s", style="bold")
         table = Table.grid(padding=(0, 2))
         table.add_column()
         table.add_column(no_wrap=True, overflow="ignore")

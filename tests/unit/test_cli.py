@@ -73,6 +73,21 @@ def test_commands_and_options_do_not_change():
     assert surface == {
         "check": ["overrides", "recipe"],
         "compare": ["--json", "--metric", "runs"],
+        "eval": [
+            "--json",
+            "--live",
+            "--model",
+            "--pass-at",
+            "--plain",
+            "--recipe",
+            "--samples",
+            "--stream",
+            "--temperature",
+            "--threshold",
+            "overrides",
+            "target",
+        ],
+        "export": ["--dtype", "--model", "directory", "target"],
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "--what-if", "overrides", "recipe"],
         "profile": ["--device", "--out"],
         "run": ["--cfg", "--live", "--plain", "--plan", "--resume", "overrides", "recipe"],
@@ -112,6 +127,8 @@ def test_commands_and_options_do_not_change():
         "samples",
         "why",
         "compare",
+        "eval",
+        "export",
     ],
 )
 def test_help_gives_examples(command: str, monkeypatch, capsys):

@@ -31,7 +31,7 @@ def open_weight_files(path: Path, files: ExitStack) -> dict[str, Any]:
         BackendError: for weights that cannot be read, or are not floating-point numbers; names the file.
     """
     found: dict[str, Any] = {}
-    for name in _file_names(path):
+    for name in weight_file_names(path):
         try:
             file = files.enter_context(safe_open(path / name, framework="pt"))
             found |= {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118
@@ -67,8 +67,12 @@ def check_weight_files(path: Path, expected: Mapping[str, tuple[int, ...]]) -> N
         check_tensors(path, expected.keys() - stored.keys(), (), misshapen)
 
 
-def _file_names(path: Path) -> list[str]:
-    """Return the names of the files that hold a checkpoint's tensors."""
+def weight_file_names(path: Path) -> list[str]:
+    """Return the names of the files that hold a checkpoint's tensors.
+
+    Raises:
+        BackendError: if there are none.
+    """
     if (path / SINGLE).is_file():
         return [SINGLE]
     if not (path / INDEX).is_file():

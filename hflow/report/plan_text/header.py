@@ -143,7 +143,8 @@ def _devices(cluster: ClusterSpec, devices: tuple[int, ...]) -> str:
 def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
     period = plan.forecast.period if plan.forecast else None
     if period is None or not period.seconds:
-        why = NO_FIGURES if plan.forecast is None else "the seconds of some nodes are not known"
+        unknown = "the seconds of some nodes are not known" if plan.graph.learns else "nothing is learned"
+        why = NO_FIGURES if plan.forecast is None else unknown
         yield "period", Text(f"unknown: {why}", style="yellow")
         return
     waiting_note = "; a lower bound, `hflow simulate` also counts waiting for late responses"

@@ -33,13 +33,15 @@ def _streams(plan: Plan) -> Table:
         min_group = f" (at least {stream.min_group})" if stream.min_group > 1 else ""
         size = f"{stream.group_size}{min_group}"
         made = ", ".join(stream.replicas) or stream.source
-        add_row(shown, Text(stream.name, "bold"), groups, size, made, _when(stream))
+        add_row(shown, Text(stream.name, "bold"), groups, size, made, _when(stream, plan.schedule.num_steps))
     return shown
 
 
-def _when(stream: ScheduledStream) -> str:
+def _when(stream: ScheduledStream, num_steps: int) -> str:
     if stream.batch is not None:
         return "every step"
+    if not num_steps:
+        return "once"
     after = f", from version {stream.after} on" if stream.after else ""
     return f"every {plural(stream.every, 'step')}{after}, and at the end"
 

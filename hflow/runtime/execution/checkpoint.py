@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hflow.durable_files import FileChecksum, file_checksum, sync
@@ -132,8 +132,12 @@ class Checkpoints:
         return self._values[step], step
 
 
-def verify_checkpoint(directory: Path) -> int:
-    """Check every file of a checkpoint against its manifest, and return the completed steps.
+def verify_checkpoint(directory: Path, concerns: Callable[[str], bool] = lambda name: True) -> int:
+    """Check the files of a checkpoint against its manifest, and return the completed steps.
+
+    Args:
+        directory: the checkpoint.
+        concerns: whether a file, by its path in the directory, is checked; default: all are.
 
     Raises:
         RunError: when a file is missing or damaged; names it.
@@ -148,6 +152,8 @@ def verify_checkpoint(directory: Path) -> int:
     if number != FORMAT:
         raise RunError(f"{directory} has format {number}, but this version of hflow reads format {FORMAT}")
     for name, expected in files.items():
+        if not concerns(name):
+            continue
         path = directory / name
         if not path.is_file():
             raise RunError(f"the checkpoint {directory} is damaged: {name} is missing; use another")

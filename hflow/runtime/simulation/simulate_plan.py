@@ -88,6 +88,8 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
     Raises:
         PlanError: for a plan without a forecast, or too few steps.
     """
+    if not plan.graph.learns:
+        raise PlanError(f"{plan.recipe} learns nothing, so it has no steps to simulate; use hflow plan")
     forecast = _forecast_of(plan)
     num_steps = _default_steps(plan.schedule) if num_steps is None else num_steps
     if num_steps < MIN_STEPS:

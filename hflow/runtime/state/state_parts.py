@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import Schedule, ScheduledNode
+from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime.state.device_state import DeviceOrder, EngineState
 from hflow.runtime.state.engine_weights import EngineWeights
 from hflow.runtime.state.evaluation import Evaluation
@@ -71,7 +71,8 @@ def assemble(schedule: Schedule, emit: Emit) -> StateParts:
         emit: receives instructions.
     """
     progress = RunProgress(schedule)
-    trained_stream, *side_streams = schedule.streams
+    streams = _streams(schedule)
+    trained_stream, *side_streams = streams
     streaming = StreamingReplicas(schedule, emit)
     trained = TrainedStream(trained_stream, schedule, progress, streaming.emit_or_queue)
     models = _models_of_replicas(schedule, progress)
@@ -87,9 +88,9 @@ def assemble(schedule: Schedule, emit: Emit) -> StateParts:
         )
         for stream in side_streams
     }
-    engines = _engines(schedule, models, weights, evaluations)
+    engines = _engines(streams, schedule, models, weights, evaluations)
     devices = _devices(schedule, engines)
-    engines_of = {s.name: tuple(engines[name] for name in s.replicas) for s in schedule.streams}
+    engines_of = {s.name: tuple(engines[name] for name in s.replicas) for s in streams}
     batch_nodes = {node.name: node for node in schedule.nodes if node.level is Level.BATCH}
     return StateParts(
         schedule=schedule,
@@ -116,6 +117,13 @@ def assemble(schedule: Schedule, emit: Emit) -> StateParts:
     )
 
 
+def _streams(schedule: Schedule) -> tuple[ScheduledStream, ...]:
+    """Return the trained stream, then side streams. A run without steps gets one that opens no group."""
+    if schedule.num_steps:
+        return schedule.streams
+    return (ScheduledStream("", "", group_size=1, batch=1, replicas=(), models=()), *schedule.streams)
+
+
 def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for part in parts for name in part))
 
@@ -130,12 +138,13 @@ def _models_of_replicas(schedule: Schedule, progress: RunProgress) -> dict[str, 
 
 
 def _engines(
+    streams: tuple[ScheduledStream, ...],
     schedule: Schedule,
     models: dict[str, tuple[str, ...]],
     weights: dict[str, EngineWeights],
     evaluations: dict[str, Evaluation],
 ) -> dict[str, EngineState]:
-    trained_stream, *side_streams = schedule.streams
+    trained_stream, *side_streams = streams
     separate = dict(schedule.publishers)
     return {
         name: EngineState(

@@ -51,7 +51,7 @@ class StreamingReplicas:
         self.by_group = {node.group: StreamingReplica(node.group) for node in nodes if node.group}
         self._replica_of = {node.name: self.by_group[node.group] for node in nodes if node.group}
         trained = schedule.streams[0]
-        num_groups = trained.batch or 1
+        num_groups = trained.batch or schedule.settings.max_concurrent
         max_keys = {Level.GROUP: num_groups, Level.SAMPLE: num_groups * trained.group_size}
         self._max_keys = {node.name: max_keys[node.level] for node in nodes}
         """Node -> most samples or groups that it runs on at once: those of a batch."""
