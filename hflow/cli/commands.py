@@ -113,6 +113,11 @@ app.command(
 
 
 app.command(
+    epilog=_examples("report grpo", "report runs/grpo/20260131-142500 --html report.html"),
+)(result_commands.report)
+
+
+app.command(
     epilog=_examples(
         "compare grpo grpo_async",
         "compare runs/grpo/20260131-142500 runs/grpo/latest --metric 'eval_gen/*' --metric 'time/*'",

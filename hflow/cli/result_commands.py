@@ -1,4 +1,4 @@
-"""`hflow compare`, `eval` and `export`: what can be done with the results of runs."""
+"""`hflow report`, `compare`, `eval` and `export`: what can be done with the results of runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,42 @@ import typer
 
 from hflow import launch
 from hflow.cli.arguments import Overrides
+from hflow.errors import ConfigError
 from hflow.report.compare_text import render_comparison
 from hflow.report.evaluation_text import render_evaluation
 from hflow.report.formatting import bytes_text
+from hflow.report.run_text import render_run_report
 from hflow.terminal import print_text, show
 
 TARGET = "A run's directory, NAME for the newest run in runs/NAME, or the directory of a checkpoint."
 METRIC = "A metric, or a glob such as 'time/*'. May be repeated."
+
+
+def report(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A run's directory, or NAME for the newest run in runs/NAME.",
+            show_default=False,
+        ),
+    ],
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser to FILE.")
+    ] = None,
+) -> None:
+    """Show what a run measured, generated, refused and suffered. It may still be going."""
+    found = launch.read_report(run)
+    if html is None:
+        show(render_run_report(found))
+        return
+    from hflow.report.run_page import render_run_page
+
+    try:
+        html.write_text(render_run_page(found), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html: cannot write {html}: {error.strerror or error}") from error
+    print_text(f"{html}: page of {found.record.name}, {found.record.state}")
 
 
 def compare(

@@ -22,6 +22,7 @@ from hflow.launch.ledger_queries import (
     why_texts,
 )
 from hflow.launch.plan_file import compare_plans, compile_plan_file, compose_plan_file, plan_file_text
+from hflow.launch.run_report import read_report
 from hflow.launch.size import Target, size
 from hflow.launch.what_if import what_if
 from hflow.report.summary import RunSummary
@@ -52,6 +53,7 @@ __all__ = [
     "plan",
     "plan_file_text",
     "profile",
+    "read_report",
     "resume",
     "run",
     "run_plan",

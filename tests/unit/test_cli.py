@@ -90,6 +90,7 @@ def test_commands_and_options_do_not_change():
         "export": ["--dtype", "--model", "directory", "target"],
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "--what-if", "overrides", "recipe"],
         "profile": ["--device", "--out"],
+        "report": ["--html", "run"],
         "run": ["--cfg", "--live", "--plain", "--plan", "--resume", "overrides", "recipe"],
         "serve": ["--api-key", "--engine", "--host", "--model", "--port", "overrides", "target"],
         "simulate": ["--json", "--seed", "--steps", "overrides", "recipe"],
@@ -129,6 +130,7 @@ def test_commands_and_options_do_not_change():
         "compare",
         "eval",
         "export",
+        "report",
     ],
 )
 def test_help_gives_examples(command: str, monkeypatch, capsys):

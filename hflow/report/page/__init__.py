@@ -10,7 +10,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from hflow.planner.ir import Plan
@@ -32,20 +32,28 @@ def render_page(plan: Plan, sizes: Table | None = None) -> str:
         sizes: the clusters among which `hflow size` chose the plan's.
     """
     view = page_view(plan)
-    environment = Environment(
-        loader=PackageLoader(__name__),
+    return (
+        page_environment(__name__)
+        .get_template("page.html.jinja")
+        .render(
+            view=view,
+            sizes=sizes,
+            style=joined_files(__name__, STYLES),
+            script=joined_files(__name__, SCRIPTS),
+            data=script_json(_for_script(view)),
+        )
+    )
+
+
+def page_environment(package: str) -> Environment:
+    """Return the environment of a package's templates, which may use those of this one."""
+    return Environment(
+        loader=ChoiceLoader([PackageLoader(package), PackageLoader(__name__)]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-    )
-    return environment.get_template("page.html.jinja").render(
-        view=view,
-        sizes=sizes,
-        style=_joined(STYLES),
-        script=_joined(SCRIPTS),
-        data=_json(_for_script(view)),
     )
 
 
@@ -56,13 +64,13 @@ def _for_script(view: PageView) -> dict[str, Any]:
     return {"devices": {name: row[name] for name in names}, "routing": to_plain(view.tables.routing)}
 
 
-def _joined(names: tuple[str, ...]) -> Markup:
-    """Return the contents of template files that are included unchanged."""
-    folder = files(__name__) / "templates"
+def joined_files(package: str, names: tuple[str, ...]) -> Markup:
+    """Return the contents of a package's template files that are included unchanged."""
+    folder = files(package) / "templates"
     return Markup("\n".join((folder / name).read_text(encoding="utf-8") for name in names))
 
 
-def _json(value: Any) -> Markup:
+def script_json(value: Any) -> Markup:
     """Return JSON that is safe inside a script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return Markup(text.translate(IN_SCRIPT))

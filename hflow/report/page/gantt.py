@@ -7,7 +7,7 @@ chart, and earlier steps began before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hflow.planner.forecast import Period, Slot
@@ -79,12 +79,27 @@ class Gantt:
 def gantt_view(plan: Plan) -> Gantt | None:
     """Return the chart of a plan; None if the period is unknown."""
     period = plan.forecast.period if plan.forecast else None
-    if period is None or period.seconds <= 0:
+    if period is None:
+        return None
+    sizes = {group.name: len(group.devices) for group in plan.groups}
+    return period_gantt(period, sizes, {replica.name: replica.group for replica in plan.replicas})
+
+
+def period_gantt(period: Period, sizes: Mapping[str, int], groups: Mapping[str, str]) -> Gantt | None:
+    """Return the chart of a period; None if it takes no time.
+
+    Args:
+        period: the steady state.
+        sizes: device group -> number of its devices.
+        groups: replica -> its device group.
+    """
+    if period.seconds <= 0:
         return None
     num_periods = max(NUM_PERIODS, min(MOST_PERIODS, period.num_steps))
     chart_seconds = num_periods * period.seconds
     lanes = tuple(
-        _lane(plan, name, slots, period, chart_seconds) for name, slots in _by_lane(plan, period).items()
+        _lane(name, slots, period, chart_seconds, sizes, groups)
+        for name, slots in _by_lane(period, sizes, groups).items()
     )
     shown = {(bar.step, bar.colour) for lane in lanes for bar in lane.bars}
     num_hidden = period.num_steps - num_periods
@@ -92,7 +107,7 @@ def gantt_view(plan: Plan) -> Gantt | None:
         period=seconds_text(period.seconds),
         periods=tuple(f"period {i + 1}" for i in range(num_periods)),
         lanes=lanes,
-        ticks=tuple(_ticks(chart_seconds)),
+        ticks=tuple(ticks(chart_seconds)),
         steps=tuple(sorted(shown, key=lambda pair: _offset(pair[0]))),
         note=f"Steps differ; {plural(num_hidden, 'more step')} follow before all repeats."
         if num_hidden > 0
@@ -105,32 +120,35 @@ def step_name(offset: int) -> str:
     return "k" if offset == 0 else f"k{'+' if offset > 0 else MINUS}{abs(offset)}"
 
 
-def _by_lane(plan: Plan, period: Period) -> dict[str, list[Slot]]:
+def _by_lane(period: Period, sizes: Mapping[str, int], groups: Mapping[str, str]) -> dict[str, list[Slot]]:
     """Return the slots of each device group (engines with their group), then busy nodes without devices."""
-    groups = {replica.name: replica.group for replica in plan.replicas}
-    lanes: dict[str, list[Slot]] = {group.name: [] for group in plan.groups}
+    lanes: dict[str, list[Slot]] = {name: [] for name in sizes}
     for slot in period.slots:
         lanes.setdefault(groups.get(slot.lane, slot.lane), []).append(slot)
-    named = {group.name for group in plan.groups}
     min_seconds = MIN_SHARE * period.seconds * period.num_steps
     return {
         name: slots
         for name, slots in lanes.items()
-        if name in named or sum(slot.seconds for slot in slots) >= min_seconds
+        if name in sizes or sum(slot.seconds for slot in slots) >= min_seconds
     }
 
 
-def _lane(plan: Plan, name: str, slots: Sequence[Slot], period: Period, chart_seconds: float) -> ChartLane:
-    sizes = {group.name: len(group.devices) for group in plan.groups}
-    groups = {replica.name: replica.group for replica in plan.replicas}
+def _lane(
+    name: str,
+    slots: Sequence[Slot],
+    period: Period,
+    chart_seconds: float,
+    sizes: Mapping[str, int],
+    groups: Mapping[str, str],
+) -> ChartLane:
     idle = {groups.get(lane, lane): share for lane, share in period.idle}
     critical = {step.node for step in period.cycle}
     bars = [
-        replace(bar, ref=ref_of(plan, bar.node), is_critical=bar.node in critical)
+        replace(bar, ref=_ref(bar.node, groups), is_critical=bar.node in critical)
         for slot in slots
         for bar in _bars(slot, period, chart_seconds)
     ]
-    num_rows, placed = _stack(sorted(bars, key=lambda bar: (bar.left, bar.width)))
+    num_rows, placed = stack(bars)
     return ChartLane(
         name=name,
         note=plural(sizes[name], "device") if name in sizes else "",
@@ -172,18 +190,18 @@ def _offset(name: str) -> int:
     return int(name[1:].replace(MINUS, "-") or 0)
 
 
-def _stack(bars: Sequence[Bar]) -> tuple[int, tuple[Bar, ...]]:
-    """Give overlapping bars rows of their own."""
+def stack(bars: Sequence[Bar]) -> tuple[int, tuple[Bar, ...]]:
+    """Give overlapping bars rows of their own; return the number of rows."""
     ends: list[float] = []
     placed = []
-    for bar in bars:
+    for bar in sorted(bars, key=lambda bar: (bar.left, bar.width)):
         row = next((i for i, end in enumerate(ends) if end <= bar.left + 1e-2), len(ends))
         ends[row : row + 1] = [bar.left + bar.width]
         placed.append(replace(bar, row=row))
     return max(1, len(ends)), tuple(placed)
 
 
-def _ticks(chart_seconds: float) -> Iterator[Tick]:
+def ticks(chart_seconds: float) -> Iterator[Tick]:
     """Return ticks at round numbers of seconds, or of minutes in a long chart."""
     unit = MINUTE if chart_seconds >= LONG else 1.0
     rough = chart_seconds / unit / NUM_TICKS
@@ -196,5 +214,9 @@ def _ticks(chart_seconds: float) -> Iterator[Tick]:
 
 def ref_of(plan: Plan, name: str) -> str:
     """Return the reference of what takes time in a step: a node, or an engine that receives new weights."""
+    return _ref(name, {replica.name: replica.group for replica in plan.replicas})
+
+
+def _ref(name: str, groups: Mapping[str, str]) -> str:
     engine = name.removeprefix(PUBLISH_PREFIX)
-    return f"replica:{engine}" if any(replica.name == engine for replica in plan.replicas) else f"node:{name}"
+    return f"replica:{engine}" if engine in groups else f"node:{name}"

@@ -1,0 +1,139 @@
+"""Curves of metrics as SVG paths, in groups that belong together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+WIDTH, HEIGHT, MARGIN = 360, 110, 6
+"""Size of a plot, and the space above and below its curve, in the units of its view box."""
+MAX_POINTS = 240
+"""Points of a curve that are drawn; more are averaged."""
+
+GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Policy", ("kl", "entropy", "clip_fraction", "engine_kl", "behav_kl", "grad_norm", "lr")),
+    ("Staleness", ("staleness/mean", "staleness/max", "staleness/in_flight", "staleness/in_queue")),
+    (
+        "Speed",
+        (
+            "time/step_seconds",
+            "time/samples_per_second",
+            "time/tokens_per_second",
+            "time/generated_tokens_per_second",
+            "busy/engines",
+            "busy/trainers",
+        ),
+    ),
+)
+"""(title, metrics), by their name or by its part after the slash, where that belongs to a train node."""
+
+Points = Sequence[tuple[int, float]]
+"""(completed steps, value), ascending."""
+
+
+@dataclass(frozen=True)
+class CurveView:
+    """One metric."""
+
+    name: str
+    unit: str
+    help: str
+    final: str
+    low: str
+    high: str
+    first_step: str
+    last_step: str
+    path: str
+    dots: tuple[tuple[float, float], ...]
+    """Points of a curve that has few of them."""
+    points: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class CurveGroup:
+    """Curves that belong together."""
+
+    title: str
+    curves: tuple[CurveView, ...]
+
+
+def curve_groups(
+    curves: Mapping[str, Points],
+    results: Sequence[str],
+    train_nodes: Sequence[str],
+    units: Mapping[str, tuple[str, str]],
+) -> tuple[tuple[CurveGroup, ...], tuple[CurveView, ...]]:
+    """Return the curves that are shown at once, in groups, and all others.
+
+    Args:
+        curves: metric -> its values.
+        results: what the run learned, shown first.
+        train_nodes: nodes whose metrics tell how the policy changes.
+        units: metric -> (unit, meaning), of metrics that hflow computes.
+    """
+    named = [("Results", tuple(results))]
+    for title, names in GROUPS:
+        members = [
+            name if "/" in name else f"{node}/{name}"
+            for name in names
+            for node in (("",) if "/" in name else train_nodes)
+        ]
+        named.append((title, tuple(dict.fromkeys(members))))
+    most = max((points[-1][0] for points in curves.values()), default=1)
+    views = {
+        name: curve_view(name, points, most, *units.get(name, ("", ""))) for name, points in curves.items()
+    }
+    groups = [
+        CurveGroup(title, tuple(views[name] for name in names if name in views)) for title, names in named
+    ]
+    shown = {curve.name for group in groups for curve in group.curves}
+    others = tuple(view for name, view in views.items() if name not in shown)
+    return tuple(group for group in groups if group.curves), others
+
+
+def curve_view(name: str, points: Points, most: int, unit: str = "", meaning: str = "") -> CurveView:
+    """Return a curve as a path from step 0 to step `most`."""
+    thin = tuple(thinned(points, MAX_POINTS))
+    values = [value for _, value in thin]
+    low, high = min(values), max(values)
+    placed = [(x, y) for x, y in _placed(thin, most, low, high)]
+    path = "M" + "L".join(f"{x:g} {y:g}" for x, y in placed)
+    return CurveView(
+        name=name,
+        unit=unit,
+        help=meaning,
+        final=number_text(points[-1][1]),
+        low=number_text(low),
+        high=number_text(high),
+        first_step="0",
+        last_step=f"{most:,}",
+        path=path,
+        dots=tuple(placed) if len(placed) <= 30 else (),
+        points=tuple((step, float(f"{value:.5g}")) for step, value in thin),
+    )
+
+
+def number_text(value: float) -> str:
+    """Format a number of any size in few characters."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.1f}"
+
+
+def thinned(points: Points, most: int) -> Iterator[tuple[int, float]]:
+    """Yield at most `most` points: means of consecutive ones, at the last step of each."""
+    count = min(most, len(points))
+    edges = [len(points) * i // count for i in range(count + 1)] if count else []
+    for first, last in pairwise(edges):
+        yield points[last - 1][0], statistics.fmean(value for _, value in points[first:last])
+
+
+def _placed(points: Points, most: int, low: float, high: float) -> Iterator[tuple[float, float]]:
+    span, room = high - low, HEIGHT - 2 * MARGIN
+    for step, value in points:
+        share = (value - low) / span if span else 0.5
+        yield round(WIDTH * step / max(1, most), 2), round(HEIGHT - MARGIN - room * share, 2)

@@ -1,0 +1,79 @@
+// Reading curves, finding metrics, colouring and finding samples.
+const curvePoints = JSON.parse(document.getElementById("data").textContent);
+const PLOT_WIDTH = 360;
+
+function shortNumber(value) {
+  return Math.abs(value) >= 1e5 ? value.toLocaleString("en") : String(Number(value.toPrecision(4)));
+}
+
+for (const figure of document.querySelectorAll(".curve")) {
+  const points = curvePoints[figure.dataset.metric];
+  const output = figure.querySelector("output");
+  const plot = figure.querySelector(".plot");
+  const cross = figure.querySelector(".cross");
+  const atRest = output.innerHTML;
+  const last = Number(figure.querySelector(".axis span:last-child").textContent.replace(/[^0-9]/g, ""));
+  plot.addEventListener("pointermove", (event) => {
+    const box = plot.getBoundingClientRect();
+    const step = ((event.clientX - box.left) / box.width) * Math.max(1, last);
+    const distance = (point) => Math.abs(point[0] - step);
+    const near = points.reduce((best, point) => (distance(point) < distance(best) ? point : best));
+    const x = (PLOT_WIDTH * near[0]) / Math.max(1, last);
+    cross.setAttribute("x1", x);
+    cross.setAttribute("x2", x);
+    plot.classList.add("is-read");
+    output.textContent = `${shortNumber(near[1])} at step ${near[0]}`;
+  });
+  plot.addEventListener("pointerleave", () => {
+    plot.classList.remove("is-read");
+    output.innerHTML = atRest;
+  });
+}
+
+function findIn(input, items, textOf, done) {
+  input?.addEventListener("input", () => {
+    const words = input.value.toLowerCase().split(/[\s,]+/).filter(Boolean);
+    for (const item of items) {
+      const text = textOf(item).toLowerCase();
+      item.hidden = !words.every((word) => text.includes(word));
+    }
+    done?.();
+  });
+}
+findIn(
+  document.getElementById("others-find"),
+  [...document.querySelectorAll("#others .curve")],
+  (figure) => figure.dataset.metric,
+);
+
+const samples = [...document.querySelectorAll(".sample")];
+const sampleCount = document.getElementById("samples-count");
+function countSamples() {
+  if (!sampleCount) return;
+  const shown = samples.filter((sample) => !sample.hidden).length;
+  sampleCount.textContent = `${shown} of ${samples.length} shown`;
+}
+findIn(document.getElementById("samples-find"), samples, (sample) => sample.textContent, countSamples);
+countSamples();
+
+function colourBy(key) {
+  const numbers = samples.map((sample) => JSON.parse(sample.dataset.numbers)[key]);
+  const known = numbers.filter((number) => number !== null);
+  const low = Math.min(...known);
+  const high = Math.max(...known);
+  samples.forEach((sample, i) => {
+    const at = high > low ? (numbers[i] - low) / (high - low) : 1;
+    sample.classList.toggle("is-without", numbers[i] === null);
+    sample.style.setProperty("--at", at);
+  });
+  document.getElementById("scale-low").textContent = `${key} ${shortNumber(low)}`;
+  document.getElementById("scale-high").textContent = shortNumber(high);
+  for (const chip of document.querySelectorAll("[data-colour]")) {
+    chip.setAttribute("aria-pressed", String(chip.dataset.colour === key));
+  }
+}
+for (const chip of document.querySelectorAll("[data-colour]")) {
+  chip.addEventListener("click", () => colourBy(chip.dataset.colour));
+}
+const firstChip = document.querySelector("[data-colour]");
+if (firstChip) colourBy(firstChip.dataset.colour);

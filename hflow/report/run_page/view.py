@@ -1,0 +1,240 @@
+"""Everything that the page of a run shows, as one value of plain texts and numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hflow.report.formatting import count_text, plural, seconds_text
+from hflow.report.page.gantt import Gantt
+from hflow.report.page.tables import Table
+from hflow.report.run_page.curves import CurveGroup, CurveView, curve_groups, number_text
+from hflow.report.run_page.timeline import measured_gantt, planned_gantt
+
+if TYPE_CHECKING:
+    from hflow.launch.run_report import RunReport
+
+STEP_SECONDS, SAMPLES, STALENESS, MAX_STALENESS = (
+    "time/step_seconds",
+    "time/samples_per_second",
+    "staleness/mean",
+    "staleness/max",
+)
+NO_TRACE = "The run has no trace: it is written when the run ends."
+FEW_STEPS = "The trace has fewer than three steps, so none is drawn."
+TERMS: tuple[tuple[str, str], ...] = (
+    ("step", "One round: samples are generated and scored, then the models learn from them once."),
+    (
+        "staleness",
+        "Versions of the weights between the one that wrote a token and the one that learns from it.",
+    ),
+    ("refused", "A node refused the sample, or failed on it: it was not trained, and is no reward of 0."),
+    ("dropped", "The sample took too long: its weights were too old, or the queue was full."),
+)
+"""(word, explanation)."""
+MAX_KEYS = 400
+
+
+@dataclass(frozen=True)
+class FigureTile:
+    """One number at the top of the page."""
+
+    label: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """One turn of a sample."""
+
+    role: str
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """One sample."""
+
+    name: str
+    """STREAM/ID."""
+    stream: str
+    step: str
+    end: str
+    why: str
+    reward: str
+    versions: str
+    lag: str
+    tokens: str
+    numbers: Mapping[str, float | None]
+    """What the sample can be coloured by -> its value."""
+    texts: tuple[TextPart, ...]
+    others: tuple[tuple[str, str], ...]
+    """(name, value) of the numbers that are stored with its text."""
+
+
+@dataclass(frozen=True)
+class RunPageView:
+    """The page."""
+
+    title: str
+    state: str
+    is_running: bool
+    story: tuple[str, ...]
+    tiles: tuple[FigureTile, ...]
+    groups: tuple[CurveGroup, ...]
+    others: tuple[CurveView, ...]
+    measured: Gantt | None
+    no_measured: str
+    """Why there is no measured chart."""
+    planned: Gantt | None
+    samples: tuple[SampleView, ...]
+    colours: tuple[str, ...]
+    """What samples can be coloured by."""
+    num_samples: str
+    refused: Table | None
+    faults: tuple[str, ...]
+    config: tuple[tuple[str, str], ...]
+    terms: tuple[tuple[str, str], ...]
+
+
+def run_page_view(report: RunReport) -> RunPageView:
+    """Return what the page of a run shows."""
+    record = report.record
+    nodes = record.plan["graph"]["nodes"]
+    train_nodes = [node["spec"]["name"] for node in nodes if node["spec"]["verb"] == "train"]
+    groups, others = curve_groups(record.curves, record.results, train_nodes, report.units)
+    measured = measured_gantt(report.spans)
+    samples = tuple(sample_views(report))
+    keys = [key for key in COLOURED if any(sample.numbers[key] is not None for sample in samples)]
+    total = sum(report.ledger.ends.values()) if report.ledger else 0
+    return RunPageView(
+        title=record.name,
+        state=record.state,
+        is_running=record.is_running,
+        story=tuple(story(report)),
+        tiles=tuple(_tiles(report)),
+        groups=groups,
+        others=others,
+        measured=measured,
+        no_measured="" if measured else FEW_STEPS if report.spans else NO_TRACE,
+        planned=planned_gantt(record.plan),
+        samples=samples,
+        colours=tuple(keys),
+        num_samples=f"{len(samples):,} of {plural(total, 'sample')}",
+        refused=_refused(report),
+        faults=tuple(faults(report)),
+        config=tuple(flat_text(record.config))[:MAX_KEYS],
+        terms=TERMS,
+    )
+
+
+def story(report: RunReport) -> Iterator[str]:
+    """Yield sentences on what the run reached."""
+    for name in report.record.results:
+        curve = report.record.curves[name]
+        first, last = ends_of(curve)
+        if len(curve) > 1:
+            yield f"{name} went from {number_text(first)} to {number_text(last)}."
+    if report.ledger:
+        ends = ", ".join(f"{count:,} {end}" for end, count in report.ledger.ends.items())
+        yield f"Samples: {ends}."
+    if report.checkpoints:
+        yield f"Checkpoints after {', '.join(map(str, report.checkpoints))} steps."
+
+
+def ends_of(curve: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return the means of the first and of the last tenth of a curve's values."""
+    count = max(1, math.floor(0.1 * len(curve)))
+    values = [value for _, value in curve]
+    return statistics.fmean(values[:count]), statistics.fmean(values[-count:])
+
+
+def faults(report: RunReport) -> Iterator[str]:
+    """Yield what went wrong: rewinds, restarts and warnings."""
+    for row in report.ledger.rewinds if report.ledger else ():
+        lost = f"; {plural(row.steps_lost, 'step')} done again" if row.steps_lost else ""
+        yield f"The run went back to the checkpoint of step {row.step}{lost}."
+    for span in report.spans:
+        if span.lane == "faults":
+            yield f"Workers were started again in {seconds_text(span.end - span.start)} ({span.name})."
+    for warning in (report.record.summary or {}).get("warnings", ()):
+        yield str(warning)
+
+
+def flat_text(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value) of a configuration, without keys that are not set."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flat_text(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", str(value)
+
+
+def _tiles(report: RunReport) -> Iterator[FigureTile]:
+    record, curves = report.record, report.record.curves
+    yield FigureTile("Steps", f"{record.steps:,}", f"of {record.config['steps']:,}")
+    for name in [name for name in record.results if not name.endswith("/loss")][:2]:
+        first, last = ends_of(curves[name])
+        yield FigureTile(name, number_text(last), f"from {number_text(first)}; means of a tenth of the run")
+    if STEP_SECONDS in curves:
+        values = [value for _, value in curves[STEP_SECONDS]]
+        planned = planned_seconds(report)
+        note = f"median; planned {seconds_text(planned)}" if planned else "median"
+        yield FigureTile("A step", seconds_text(statistics.median(values)), note)
+    if SAMPLES in curves:
+        values = [value for _, value in curves[SAMPLES]]
+        yield FigureTile("Throughput", f"{count_text(statistics.median(values))} samples/s", "median")
+    if STALENESS in curves:
+        mean = statistics.fmean(value for _, value in curves[STALENESS])
+        most = max(value for _, value in curves.get(MAX_STALENESS, curves[STALENESS]))
+        yield FigureTile("Staleness", f"{mean:.2g}", f"versions on average, {most:g} at most")
+
+
+def planned_seconds(report: RunReport) -> float | None:
+    """Return the period that the plan estimated."""
+    try:
+        return float(report.record.plan["forecast"]["period"]["seconds"])
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def _refused(report: RunReport) -> Table | None:
+    rows = report.ledger.refused if report.ledger else ()
+    if not rows:
+        return None
+    return Table(
+        "Refused and dropped samples",
+        ("reason", "samples", "what", "node", "an error"),
+        tuple((row.reason, f"{row.count:,}", row.kind, row.node, row.message) for row in rows),
+        right=(1,),
+    )
+
+
+COLOURED = ("reward", "lag", "version")
+
+
+def sample_views(report: RunReport) -> Iterator[SampleView]:
+    """Yield the samples of the page."""
+    for row in report.ledger.samples if report.ledger else ():
+        oldest, newest = row["oldest"], row["newest"]
+        versions = "" if oldest is None else f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
+        why = ", ".join(str(row[key]) for key in ("reason", "node", "message") if row[key])
+        yield SampleView(
+            name=f"{row['stream']}/{row['id']}",
+            stream=row["stream"],
+            step="" if row["step"] is None else str(row["step"]),
+            end=row["end"] or "in flight",
+            why=why if row["end"] != "trained" else "",
+            reward="" if row["reward"] is None else number_text(row["reward"]),
+            versions=versions,
+            lag="" if row["lag"] is None else str(row["lag"]),
+            tokens="" if row["tokens"] is None else f"{row['tokens']:,}",
+            numbers={"reward": row["reward"], "lag": row["lag"], "version": row["newest"]},
+            texts=(),
+            others=(),
+        )

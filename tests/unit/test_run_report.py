@@ -1,0 +1,146 @@
+"""`hflow report`: what it reads of a run, its text, and its page as text; runs that lack files."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from run_files import DONE, EVIL, reward_rows, write_full_run, write_run
+from test_page import Page
+
+from hflow.cli import main
+from hflow.errors import ConfigError
+from hflow.launch.run_report import RunReport, read_report
+from hflow.report.run_page import render_run_page
+from hflow.report.run_page.curves import HEIGHT, MARGIN, WIDTH, curve_view, thinned
+from hflow.report.run_page.timeline import measured_gantt, planned_gantt
+from hflow.report.run_page.view import run_page_view
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_full_run(tmp_path_factory.mktemp("report") / "run")
+
+
+@pytest.fixture(scope="module")
+def report(run: Path) -> RunReport:
+    return read_report(str(run))
+
+
+def hflow(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["hflow", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return int(stop.value.code or 0)
+
+
+def test_the_ledger_s_history_is_counted_without_what_was_done_again(report: RunReport) -> None:
+    assert report.ledger is not None
+    assert report.ledger.ends == {"trained": 8, "refused": 2}
+    (refused,) = report.ledger.refused
+    assert (refused.node, refused.reason, refused.count) == ("score", "failed", 2)
+    (back,) = report.ledger.rewinds
+    assert (back.step, back.steps_lost) == (1, 1)
+    assert [row["id"] for row in report.ledger.samples] == list(range(10))
+
+
+def test_the_measured_chart_is_two_steps_of_the_trace(report: RunReport) -> None:
+    chart = measured_gantt(report.spans)
+    assert chart is not None
+    assert chart.period == "1 s"
+    lanes = [lane for lane in chart.lanes if lane.name == "worker 1"]
+    assert [lane.note for lane in lanes] == ["generate", "device"]
+    assert [(bar.step, round(bar.left), round(bar.width)) for bar in lanes[1].bars] == [
+        ("3", 30, 20),
+        ("4", 80, 20),
+    ], "from the end of step 2 to the end of step 4, two seconds"
+    assert lanes[1].idle == "60 %"
+    assert measured_gantt(report.spans[:2]) is None
+
+
+def test_the_planned_chart_is_that_of_the_plan(report: RunReport) -> None:
+    chart = planned_gantt(report.record.plan)
+    assert chart is not None
+    assert {bar.node for lane in chart.lanes for bar in lane.bars} >= {"actor_gen", "actor_train"}
+    assert planned_gantt({"forecast": None}) is None
+    assert planned_gantt({"forecast": {"period": {"seconds": 1}}}) is None, "of another version"
+
+
+def test_a_curve_spans_the_run_and_its_values() -> None:
+    curve = curve_view("loss", ((0, 4.0), (5, 2.0), (10, 3.0)), 10)
+    middle = HEIGHT / 2
+    assert curve.dots == ((0, MARGIN), (WIDTH / 2, HEIGHT - MARGIN), (WIDTH, middle))
+    assert (curve.low, curve.high, curve.final) == ("2", "4", "3")
+    assert curve_view("flat", ((1, 0.5), (2, 0.5)), 2).dots[0][1] == middle
+    long = [(step, float(step)) for step in range(1000)]
+    thin = list(thinned(long, 100))
+    assert len(thin) == 100
+    assert thin[-1] == (999, 994.5)
+
+
+def test_the_page_is_self_contained_and_names_are_only_text(report: RunReport) -> None:
+    text = render_run_page(report)
+    page = Page(text)
+    assert [at for at in page.addresses if not at.startswith("#") and at != "data:,"] == []
+    assert {at[1:] for at in page.addresses if at.startswith("#")} <= set(page.ids)
+    assert re.findall(r"https?://(?!www\.w3\.org)", text) == []
+    assert "@import" not in text
+    assert "img" not in page.tags
+    assert EVIL in page.text
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_the_page_has_every_curve_once(report: RunReport) -> None:
+    view = run_page_view(report)
+    shown = [curve.name for group in view.groups for curve in group.curves]
+    names = [*shown, *(curve.name for curve in view.others)]
+    assert sorted(names) == sorted(report.record.curves)
+    assert [group.title for group in view.groups] == ["Results", "Policy", "Staleness", "Speed"]
+    assert shown[:2] == ["actor_gen/reward", "actor_train/loss"]
+    assert [curve.name for curve in view.others] == ["rollout/accepted"]
+    assert view.colours == ("reward", "lag", "version")
+
+
+def test_the_command_prints_and_writes(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    assert hflow(monkeypatch, "report", str(run)) == 0
+    out = capsys.readouterr().out
+    assert "done after 20 steps" in out
+    assert "went back to the checkpoint of step 1; 1 step done again" in out
+    assert "a step takes 1 s, planned" in out
+    row = next(line for line in out.splitlines() if line.startswith("failed"))
+    assert row.split()[:3] == ["failed", "2", "score"]
+    file = tmp_path / "report.html"
+    assert hflow(monkeypatch, "report", str(run), "--html", str(file)) == 0
+    assert file.read_text().startswith("<!doctype html>")
+    assert hflow(monkeypatch, "report", str(run), "--html", str(tmp_path / "no" / "file")) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_run_without_trace_ledger_and_forecast_has_a_page_that_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", reward_rows(0.1, 0.2))
+    text = Page(render_run_page(read_report(str(run)))).text
+    assert "The run has no trace" in text
+    assert "The plan has no estimate of a step" in text
+    assert "The run has no ledger of samples" in text
+    assert "Failed or killed after 2 of 20 steps" in text
+
+
+def test_damaged_files_are_one_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", reward_rows(0.1), DONE)
+    for content in ("no json", '{"traceEvents": [{"ph": "X"}]}', "[]"):
+        (run / "trace.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"trace\.json is not"):
+            read_report(str(run))
+    (run / "trace.json").unlink()
+    (run / "ledger.sqlite").write_text("no database")
+    with pytest.raises(ConfigError, match="is not a ledger of hflow"):
+        read_report(str(run))
+    (run / "ledger.sqlite").unlink()
+    (run / "summary.json").write_text(json.dumps([1]))
+    with pytest.raises(ConfigError, match="is not a summary of a run"):
+        read_report(str(run))
+    with pytest.raises(ConfigError, match="there is no run"):
+        read_report(str(tmp_path / "none"))
