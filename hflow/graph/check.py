@@ -221,7 +221,8 @@ def check_arrival(node: Node) -> None:
 def check_cadence(graph: Graph, node: Node) -> None:
     """Check that every field is produced in every step that reads it, and the steps have no cadence."""
     spec = node.spec
-    if spec.opens_stream and graph.stream(node.stream).trained and (spec.every, spec.after) != (1, 0):
+    is_fed = spec.opens_stream and graph.stream(node.stream).dataset == graph.dataset
+    if is_fed and (spec.every, spec.after) != (1, 0):
         raise _error(
             node,
             "the recipe's dataset feeds this stream in every step. Remove every= and after=; they are for "
