@@ -1,4 +1,4 @@
-"""The plan's page in a real browser: what can be chosen shows something, and nothing is fetched."""
+"""The pages of plans and runs in a real browser: what can be chosen shows something; nothing is fetched."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from model_configs import model_config
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
+from hflow.launch.run_report import read_report
 from hflow.planner.compile import compile_plan
 from hflow.planner.model_shape import ModelShape
 from hflow.report.page import render_page
+from hflow.report.run_page import render_run_page
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from forecast_samples import with_forecast  # noqa: E402
 from plan_graphs import ppo, request  # noqa: E402
+from run_files import write_full_run  # noqa: E402
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
@@ -67,20 +72,37 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture
-def page(browser: Browser, file: Path) -> Iterator[Page]:
+@contextmanager
+def opened(browser: Browser, file: Path, **options: Any) -> Iterator[Page]:
     """The opened page. At the end: no error on its console, and nothing fetched but the file itself."""
     errors: list[str] = []
     fetched: list[str] = []
-    opened = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="light")
-    opened.on("console", lambda message: errors.append(message.text))
-    opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.on("request", lambda asked: fetched.append(asked.url))
-    opened.goto(file.as_uri())
-    yield opened
-    opened.close()
+    page = browser.new_page(
+        **{"viewport": {"width": 1440, "height": 900}, "color_scheme": "light", **options}
+    )
+    page.on("console", lambda message: errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda asked: fetched.append(asked.url))
+    page.goto(file.as_uri())
+    yield page
+    page.close()
     assert errors == []
     assert [url for url in fetched if not url.startswith("data:")] == [file.as_uri()]
+
+
+@pytest.fixture
+def page(browser: Browser, file: Path) -> Iterator[Page]:
+    with opened(browser, file) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def report_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run with refusals, a restart, and samples of two versions."""
+    folder = tmp_path_factory.mktemp("report")
+    made = folder / "report.html"
+    made.write_text(render_run_page(read_report(str(write_full_run(folder / "run")))), encoding="utf-8")
+    return made
 
 
 def end_of(page: Page, edge: str) -> tuple[float, float]:
@@ -248,3 +270,49 @@ def test_without_a_browser_ci_fails_and_others_skip(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match="install chromium"):
         find_browser(Nothing)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (1440, "dark"), (400, "light")])
+def test_the_page_of_a_run_fits_and_reads_its_curves(
+    browser: Browser, report_file: Path, tmp_path: Path, width: int, scheme: str
+) -> None:
+    options = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+    with opened(browser, report_file, **options) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert "Done after 20 steps" in page.locator(".verdict").inner_text()
+        reward = page.locator('.curve[data-metric="actor_gen/reward"]')
+        assert reward.locator("output").inner_text() == "0.6"
+        plot = reward.locator(".plot")
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
+        assert reward.locator("output").inner_text() == "0.3 at step 3"
+        page.mouse.move(2, 2)
+        assert reward.locator("output").inner_text() == "0.6"
+        widths = page.locator(".gantt .bar").evaluate_all("all => all.map(one => one.offsetWidth)")
+        assert min(widths) > 0
+        page.screenshot(path=tmp_path / "report.png", full_page=True)
+        assert (tmp_path / "report.png").stat().st_size > 50_000
+
+
+def test_samples_of_a_run_are_coloured_and_found(browser: Browser, report_file: Path) -> None:
+    with opened(browser, report_file) as page:
+        shade = page.locator(".sample .shade")
+        colours = "all => all.map(one => getComputedStyle(one).backgroundColor)"
+        by_reward = shade.evaluate_all(colours)
+        assert by_reward[4] != by_reward[0], "a refused sample has no reward"
+        page.get_by_role("button", name="version").click()
+        by_version = shade.evaluate_all(colours)
+        assert by_version[0] != by_version[6], "samples of two versions"
+        assert page.locator("#scale-low").inner_text() == "version 0"
+        assert page.locator("#scale-high").inner_text() == "1"
+        page.locator("#samples-find").fill("refused")
+        assert page.locator(".sample:visible").count() == 2
+        assert page.locator("#samples-count").inner_text() == "2 of 10 shown"
+        page.locator("#others summary").click()
+        page.locator("#others-find").fill("accepted")
+        assert page.locator("#others .curve:visible").count() == 1
+        page.locator("#others-find").fill("nothing")
+        assert page.locator("#others .curve:visible").count() == 0
+        assert "the checkpoint of step 1" in page.locator("#losses").inner_text()
