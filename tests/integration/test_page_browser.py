@@ -274,7 +274,7 @@ def test_without_a_browser_ci_fails_and_others_skip(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (1440, "dark"), (400, "light")])
 def test_the_page_of_a_run_fits_and_reads_its_curves(
-    browser: Browser, report_file: Path, tmp_path: Path, width: int, scheme: str
+    browser: Browser, report_file: Path, width: int, scheme: str
 ) -> None:
     options = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
     with opened(browser, report_file, **options) as page:
@@ -292,8 +292,6 @@ def test_the_page_of_a_run_fits_and_reads_its_curves(
         assert reward.locator("output").inner_text() == "0.6"
         widths = page.locator(".gantt .bar").evaluate_all("all => all.map(one => one.offsetWidth)")
         assert min(widths) > 0
-        page.screenshot(path=tmp_path / "report.png", full_page=True)
-        assert (tmp_path / "report.png").stat().st_size > 50_000
 
 
 def test_samples_of_a_run_are_coloured_and_found(browser: Browser, report_file: Path) -> None:
