@@ -153,6 +153,7 @@ def compile_evaluation(
     )
     bodies = loaded.bodies({node.name: dict(node.options) for node in reduced.nodes})
     graph = build_graph(reduced)
+    loaded.check_bodies(graph)
     plan = compile_plan(graph, plan_request(config, graph, recipe))
     return Compiled(config, graph, {name: bodies[body] for name, body in body_of.items()}, plan, recipe)
 
