@@ -13,12 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hflow.data.chat import ChatTemplate
 from hflow.data.unknown_tokens import check_known
+from hflow.data.vocabulary import character_vocabulary
 from hflow.errors import DataError, RecipeError
 from hflow.json_text import read_json_object
 from hflow.types import Trajectory
-
-SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-"""Ids 0 to 3 of a character tokenizer; the alphabet's characters follow in order."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A directory without any of these holds no tokenizer. transformers would make an empty one."""
@@ -68,6 +66,11 @@ class TextTokenizer:
     def num_tokens(self) -> int:
         """Size of the vocabulary, special tokens included."""
         return len(self._hf)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can encode messages."""
+        return self.chat_template is not None
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens.
@@ -215,7 +218,7 @@ def character_tokenizer(alphabet: str) -> Any:
     repeated = [c for i, c in enumerate(alphabet) if c in alphabet[:i]]
     if repeated:
         raise DataError(f"the tokenizer's alphabet has {repeated[0]!r} twice; list each character once")
-    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    vocab = character_vocabulary(alphabet)
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

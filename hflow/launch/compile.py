@@ -13,6 +13,7 @@ from hflow.errors import ConfigError, nearest
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph, RecipeSpec
 from hflow.launch.auto_placement import AUTO, free_keys, with_choices
+from hflow.launch.model_fit import check_model_fit
 from hflow.launch.plan_request import plan_request
 from hflow.launch.shown_metrics import check_shown
 from hflow.planner.backends import BACKENDS, ENGINES
@@ -133,6 +134,7 @@ def _read(
     options = {node.name: dict(node.options) for node in bound.nodes}
     graph = build_graph(bound)
     loaded.check_bodies(graph)
+    check_model_fit(config, graph)
     check_shown(config.report.show, graph)
     return config, set_keys, graph, loaded.bodies(options)
 

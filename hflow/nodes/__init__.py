@@ -6,7 +6,17 @@ function into the recipe: most are a few lines long.
 
 from hflow.dsl.implicit_nodes import actor_inf
 from hflow.nodes.advantages import gae, group_advantage, kl_reward, leave_one_out, returns_to_go
-from hflow.nodes.inference import actor_gen, chat_gen, chat_view, critic_inf, pair, ref_inf, rew_inf, sft_view
+from hflow.nodes.inference import (
+    actor_gen,
+    chat_gen,
+    chat_view,
+    critic_inf,
+    pair,
+    ref_inf,
+    rew_inf,
+    reward_view,
+    sft_view,
+)
 from hflow.nodes.training import actor_train, critic_train, dpo, gspo_train, reward_train, sft_train
 
 __all__ = [
@@ -28,6 +38,7 @@ __all__ = [
     "returns_to_go",
     "rew_inf",
     "reward_train",
+    "reward_view",
     "sft_train",
     "sft_view",
 ]

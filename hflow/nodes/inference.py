@@ -44,6 +44,19 @@ def pair(tokenizer: Tokenizer, prompt: str, chosen: str, rejected: str) -> list[
     return [tokenizer.join(prompt, chosen), tokenizer.join(prompt, rejected)]
 
 
+@encode()
+def reward_view(tokenizer: Tokenizer, messages: Messages) -> Trajectory:
+    """Encode the conversation of a sample again, with the tokenizer of a reward model.
+
+    The text is put into the reward model's chat template. Without a template, the texts of all messages
+    follow one another, and the end-of-text token ends the last one.
+    """
+    if tokenizer.has_chat_template:
+        return tokenizer.chat(messages)
+    *before, last = (str(message.get("content") or "") for message in messages)
+    return tokenizer.join("".join(before), last)
+
+
 @infer(returns="ref_logprobs")
 def ref_inf(out: Output) -> PerToken:
     """Return the log-probs `[T]` of the tokens under a reference model."""

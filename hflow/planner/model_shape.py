@@ -359,9 +359,11 @@ def _expert_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSp
 
 
 def _head(shape: ModelShape) -> Iterator[TensorSpec]:
-    if shape.head != "lm":
-        yield TensorSpec(f"{shape.head}_head.weight", (1, shape.hidden), None, "head")
-        yield TensorSpec(f"{shape.head}_head.bias", (1,), None, "head")
+    if shape.head == "score":
+        yield TensorSpec("score.weight", (1, shape.hidden), None, "head")
+    elif shape.head == "value":
+        yield TensorSpec("value_head.weight", (1, shape.hidden), None, "head")
+        yield TensorSpec("value_head.bias", (1,), None, "head")
     elif not shape.is_tied:
         yield TensorSpec(
             "lm_head.weight", (shape.vocab, shape.hidden), None, "head", 0, shape.vocab, may_pad=True

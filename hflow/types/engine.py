@@ -129,6 +129,11 @@ class Engine(Protocol):
 class Tokenizer(Protocol):
     """The tokenizer of a model, as encode bodies receive it."""
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can encode messages."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
         ...

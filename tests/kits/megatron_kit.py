@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hflow.backends.interface import ModelSettings
 from hflow.backends.packed_attention import PackedLayout
-from hflow.backends.torch_model.heads import ScalarHead, save_head
+from hflow.backends.torch_model.heads import ScalarHead, head_prefix, save_head
 
 VOCAB = 300
 """Padded to 384 rows for one rank and to 512 for two or four, of which the last then has none."""
@@ -136,7 +136,7 @@ def model(case: Case) -> tuple[PreTrainedModel, ScalarHead | None]:
     config = AutoConfig.for_model(case.architecture["model_type"], **options)
     torch.manual_seed(3)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    head = None if case.head == "lm" else ScalarHead(config.hidden_size, seed=7)
+    head = None if case.head == "lm" else ScalarHead(config.hidden_size, 7, case.head)
     with torch.no_grad():
         for weight in (*made.parameters(), *(head.parameters() if head else ())):
             weight.add_(torch.randn(weight.shape), alpha=0.1)
@@ -146,9 +146,12 @@ def model(case: Case) -> tuple[PreTrainedModel, ScalarHead | None]:
 def write_checkpoint(case: Case, path: Path, shard: str = "1GB") -> None:
     """Write the case's model in HF layout, to a directory with its name."""
     made, head = model(case)
-    made.save_pretrained(path / case.name, max_shard_size=shard)
-    if head:
-        save_head(path / case.name, case.head, head.state_dict())
+    tensors = dict(made.state_dict())
+    if case.head == "score":
+        tensors |= {"score.weight": head.weight.detach()}
+    made.save_pretrained(path / case.name, max_shard_size=shard, state_dict=tensors)
+    if case.head == "value":
+        save_head(path / case.name, head.state_dict())
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ def expected(name: str) -> Expected:
     named = dict(made.named_parameters())
     if head:
         named.pop("lm_head.weight", None)
-        named |= {f"{case.head}_head.{n}": weight for n, weight in head.named_parameters()}
+        named |= {head_prefix(case.head) + n: weight for n, weight in head.named_parameters()}
     outputs, loss = [], torch.zeros(())
     for pack in packs():
         results = [made(ids[None], output_hidden_states=True) for ids in pack.ids.split(pack.lengths)]

@@ -130,8 +130,14 @@ def shards(data: int, d: int) -> list[TrainShard]:
 def settings(twin: Twin, checkpoint: Path) -> dict[str, Any]:
     """Return the changes of the twin's model to the kit's."""
     _, head = NODES[twin.node]
-    source = {"path": str(checkpoint), "architecture": None}
+    source = {"path": str(_of_head(checkpoint, head.get("head", "lm"))), "architecture": None}
     return source | head | {"tokens_per_microbatch": twin.budget} | twin.settings
+
+
+def _of_head(checkpoint: Path, head: str) -> Path:
+    """Return the checkpoint with a head: a reward model, if it was saved, has a layout of its own."""
+    own = checkpoint / head
+    return own if own.is_dir() else checkpoint
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,8 @@ class Trained:
 def expected(node: str, dtype: str, checkpoint: Path) -> Trained:
     """Return the results of one process with all samples."""
     call, head = NODES[node]
-    backend = kit.model(path=str(checkpoint), architecture=None, dtype=dtype, **head)
+    path = _of_head(checkpoint, head.get("head", "lm"))
+    backend = kit.model(path=str(path), architecture=None, dtype=dtype, **head)
     metrics = [backend.train(call, shards(1, 0), step) for step in STEPS]
     return Trained(metrics, kit.weights(backend))
 
@@ -227,7 +234,8 @@ def infer_shards(data: int, d: int) -> list[Batch]:
 @functools.cache
 def inferred(head: str, checkpoint: Path) -> dict[str, dict[str, Any]]:
     """Return the results of one process with all samples, by call and field."""
-    backend = kit.model(path=str(checkpoint), architecture=None, head=head, trainable=False)
+    path = _of_head(checkpoint, head)
+    backend = kit.model(path=str(path), architecture=None, head=head, trainable=False)
     return {name: backend.infer(call, [batch()])[0] for name, call in CALLS[head].items()}
 
 

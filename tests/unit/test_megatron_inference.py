@@ -19,9 +19,10 @@ from hflow.types import Unit
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("infer")
-    # The checkpoint is a critic's and a reward model's as well.
-    for head in ("value", "score", "lm"):
+    # The checkpoint is a critic's as well.
+    for head in ("value", "lm"):
         kit.model(head=head).save(str(path / "checkpoint"))()
+    kit.model(head="score").save(str(path / "checkpoint" / "score"))()
     ranks.start(twins.infer, (str(path),), 4)
     return path
 

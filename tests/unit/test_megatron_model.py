@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hflow.planner.layout import Layout, RankOrder
 
@@ -96,8 +96,9 @@ def test_saved_models_load_in_transformers(directory, name):
     """In files of 20 kB at most; the embedding alone has 300 x 32 x 4 = 38,400 bytes."""
     case, path = kit.CASES[name], directory / "saved" / name
     wanted = kit.expected(name).weights
-    loaded, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    spare = {"lm_head.weight"} if case.head != "lm" else set()
+    kind = AutoModelForSequenceClassification if case.head == "score" else AutoModelForCausalLM
+    loaded, report = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    spare = {"lm_head.weight"} if case.head == "value" else set()
     assert set(report["missing_keys"]) <= spare
     assert not report["unexpected_keys"]
     assert not report["mismatched_keys"]
@@ -137,10 +138,10 @@ def test_all_ranks_make_the_same_number_of_groups(directory):
 
 
 def saved_head(case: kit.Case, path: Path) -> dict[str, torch.Tensor]:
-    """The scalar head that was saved beside its backbone."""
-    if case.head == "lm":
+    """The value head that was saved beside its backbone."""
+    if case.head != "value":
         return {}
-    return {f"{case.head}_head.{n}": x for n, x in load_file(path / f"{case.head}_head.safetensors").items()}
+    return {f"value_head.{n}": x for n, x in load_file(path / "value_head.safetensors").items()}
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def test_a_critic_starts_from_a_language_model(tmp_path):
     assert "lm_head.weight" not in critic
     torch_critic = TorchModel(kit.settings(CASE, tmp_path, head="value"), RankPosition())
     assert_equal(critic, dict(torch_critic.weights()))
-    with pytest.raises(BackendError, match=r"has no score_head.safetensors: it is not the checkpoint of a"):
+    with pytest.raises(BackendError, match=r"has no score.weight: it is not a reward model"):
         alone(kit.settings(CASE, tmp_path, head="score", trainable=False))
 
 

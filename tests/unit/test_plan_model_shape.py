@@ -188,7 +188,11 @@ def test_a_scalar_head_takes_the_place_of_the_output_matrix_as_in_the_torch_back
     built = [(name, tuple(x.shape)) for name, x in model.weights()]
     shape = read_shape(architecture, head)
     assert named(shape) == built
-    assert built[-2:] == [(f"{head}_head.weight", (1, 32)), (f"{head}_head.bias", (1,))]
+    names = {
+        "value": [("value_head.weight", (1, 32)), ("value_head.bias", (1,))],
+        "score": [("score.weight", (1, 32))],
+    }
+    assert built[-len(names[head]) :] == names[head]
     assert not shape.is_tied
 
 

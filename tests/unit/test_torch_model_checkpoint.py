@@ -41,7 +41,7 @@ def test_a_saved_scalar_model_loads_again(tmp_path, kind, architecture):
     backend.save(str(tmp_path))()
     again = kit.model(head=kind, architecture=None, path=str(tmp_path), trainable=False)
     wanted = kit.weights(backend)
-    assert f"{kind}_head.bias" in wanted
+    assert ("value_head.bias" if kind == "value" else "score.weight") in wanted
     assert "lm_head.weight" not in wanted
     for name, tensor in kit.weights(again).items():
         assert torch.equal(wanted[name], tensor)
@@ -54,9 +54,7 @@ def test_a_critic_starts_from_a_language_model(tmp_path):
     for name, tensor in kit.weights(critic).items():
         if name.startswith("model."):
             assert torch.equal(kit.weights(actor)[name], tensor)
-    with pytest.raises(
-        BackendError, match=r"has no score_head.safetensors: it is not the checkpoint of a score"
-    ):
+    with pytest.raises(BackendError, match=r"has no score.weight: it is not a reward model"):
         kit.model(head="score", architecture=None, path=str(tmp_path), trainable=False)
 
 

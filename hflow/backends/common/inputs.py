@@ -136,6 +136,21 @@ def pack_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> Packed
     )
 
 
+def scored_tokens(packed: PackedBatch, padding_id: int | None) -> Tensor:
+    """Return the position `[S]` of each sequence's last token that is not the padding token.
+
+    transformers scores a sequence there, also where its last own tokens are the padding token, as with an
+    end-of-text token that is used for padding. A sequence of nothing else is scored at its first token.
+    """
+    batch = packed.batch
+    if padding_id is None or len(batch) == 0:
+        return packed.last_tokens
+    ids = np.asarray(get_column(batch, "input_ids").values)
+    starts = batch.offsets[:-1]
+    last = np.maximum.reduceat(np.where(ids != padding_id, np.arange(len(ids)), -1), starts)
+    return to_tensor(np.maximum(last, starts), packed.last_tokens.device)
+
+
 def placeholder_batch() -> Batch:
     """Return a prepared batch of one unlearned token, for a rank that must join a forward without samples."""
     one = np.ones(1, dtype=np.int64)

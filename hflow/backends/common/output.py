@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hflow.backends.common.inputs import PackedBatch
+from hflow.backends.common.inputs import PackedBatch, scored_tokens
 from hflow.types import Output
 
 TOKEN_FIELDS = ("entropy", "logprobs")
@@ -75,14 +75,22 @@ class LmOutput(Output):
 class ScalarOutput(Output):
     """Output of a critic (`values`, `bootstrap`) or a reward model (`scores`)."""
 
-    def __init__(self, scalars: Tensor, packed: PackedBatch, head: str) -> None:
-        """Take one number for each of the T tokens; `head` is `value` or `score`."""
+    def __init__(self, scalars: Tensor, packed: PackedBatch, head: str, padding_id: int | None) -> None:
+        """Take one number for each of the T tokens.
+
+        Args:
+            scalars: `[T]`.
+            packed: the micro-batch.
+            head: `value` or `score`.
+            padding_id: `pad_token_id` of the model's config.
+        """
         super().__init__()
         self._scalars = scalars
         self._packed = packed
+        self._padding_id = padding_id
         self._makers: dict[str, Callable[[], Tensor]] = {
             "value": {"values": self._values, "bootstrap": self._at_last_tokens},
-            "score": {"scores": self._at_last_tokens},
+            "score": {"scores": self._scores},
         }[head]
         self._head = head
 
@@ -98,3 +106,6 @@ class ScalarOutput(Output):
 
     def _at_last_tokens(self) -> Tensor:
         return self._scalars[self._packed.last_tokens]
+
+    def _scores(self) -> Tensor:
+        return self._scalars[scored_tokens(self._packed, self._padding_id)]

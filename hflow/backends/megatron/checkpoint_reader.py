@@ -16,7 +16,8 @@ from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
 from hflow.backends.megatron.model_dims import ModelDims
 from hflow.backends.torch_model.build import build_model, scalar_head
-from hflow.backends.torch_model.weight_export import named_weights, scalar_prefix
+from hflow.backends.torch_model.heads import SCORE, head_prefix
+from hflow.backends.torch_model.weight_export import named_weights
 
 ReadBlock = Callable[[TensorPart], Tensor]
 """Returns a block of an HF tensor."""
@@ -70,7 +71,7 @@ def _head_tensors(settings: ModelSettings, dims: ModelDims) -> dict[str, Tensor]
     if settings.head == "lm":
         return {}
     head = scalar_head(settings, dims.hidden)
-    return {scalar_prefix(settings.head) + name: x for name, x in head.state_dict().items()}
+    return {head_prefix(settings.head) + name: x for name, x in head.state_dict().items()}
 
 
 def _check(path: Path, tensors: Mapping[str, Any], dims: ModelDims) -> None:
@@ -85,7 +86,8 @@ def _check(path: Path, tensors: Mapping[str, Any], dims: ModelDims) -> None:
 def _is_ignored(name: str, dims: ModelDims) -> bool:
     """Return whether a checkpoint may have this tensor although the model does not use it."""
     has_output = dims.head == "lm" and not dims.is_tied
-    return (name == "lm_head.weight" and not has_output) or name.endswith(".rotary_emb.inv_freq")
+    has_score = dims.head != "lm" and name == SCORE
+    return has_score or (name == "lm_head.weight" and not has_output) or name.endswith(".rotary_emb.inv_freq")
 
 
 def _block(tensor: Any, part: TensorPart) -> Tensor:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from hflow.backends.common.host_copy import host_copy
@@ -20,14 +17,12 @@ from hflow.backends.common.weight_files import INDEX, SINGLE
 from hflow.backends.megatron.hf_mapping import backbone_shapes
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.weight_export import named_weights
-from hflow.backends.torch_model.heads import head_file, save_head
-from hflow.backends.torch_model.weight_export import scalar_prefix
+from hflow.backends.torch_model.heads import SCORE, head_file, head_prefix, save_head, saved_config
 from hflow.durable_files import WriteFiles
 
 FILE_BYTES = 2 << 30
 """Maximum size of a file, unless a single tensor is larger."""
 
-_MODELS: Any = AutoModelForCausalLM
 _DTYPE = torch.float32
 
 
@@ -40,7 +35,7 @@ def copy_stage(
     """Copy some files of the fp32 weights, and return the function that writes them; a collective.
 
     The files are those of the torch backend. All ranks take turns, so each holds its share of the model. A
-    scalar head has a separate file beside its backbone.
+    value head has a separate file beside its backbone.
 
     Args:
         stage: this rank's.
@@ -49,10 +44,11 @@ def copy_stage(
         file_bytes: maximum size of a file, unless a single tensor is larger.
     """
     shapes = backbone_shapes(stage.dims)
+    if stage.head == "score":
+        shapes[SCORE] = (1, stage.dims.hidden)
     num_bytes = {name: math.prod(shape) * _DTYPE.itemsize for name, shape in shapes.items()}
     file_of = _assign_files(num_bytes, file_bytes)
     writers = {name: number % stage.parallel.group.size() for number, name in enumerate(_unique(file_of))}
-    prefix = scalar_prefix(stage.head)
     copies: dict[str, dict[str, Tensor]] = {}
     head: dict[str, Tensor] = {}
     receiver_of = {name: writers[file] for name, file in file_of.items()}
@@ -60,7 +56,7 @@ def copy_stage(
         if name in file_of:
             copies.setdefault(file_of[name], {})[name] = host_copy(tensor)
         else:
-            head[name.removeprefix(prefix)] = host_copy(tensor)
+            head[name.removeprefix(head_prefix(stage.head))] = host_copy(tensor)
 
     def write() -> list[Path]:
         directory.mkdir(parents=True, exist_ok=True)
@@ -69,8 +65,8 @@ def copy_stage(
             name = next(iter(copies))
             save_file(copies.pop(name), directory / name, metadata={"format": "pt"})
         if head:
-            save_head(directory, stage.head, head)
-            paths.append(head_file(directory, stage.head))
+            save_head(directory, head)
+            paths.append(head_file(directory))
         return [*paths, *_write_descriptions(stage, directory, num_bytes, file_of)]
 
     return write
@@ -82,7 +78,7 @@ def _write_descriptions(
     """Write the config, and the index if there are several files, on rank 0. Return their paths."""
     if stage.parallel.group.rank() != 0:
         return []
-    _saved_config(stage.hf_config).save_pretrained(directory)
+    saved_config(stage.hf_config, stage.head).save_pretrained(directory)
     paths = [directory / CONFIG_NAME]
     if len(_unique(file_of)) > 1:
         index = {"metadata": {"total_size": sum(num_bytes.values())}, "weight_map": file_of}
@@ -116,11 +112,3 @@ def _file_numbers(num_bytes: Iterable[int], file_bytes: int) -> Iterator[int]:
             number, filled = number + 1, 0
         filled += size
         yield number
-
-
-def _saved_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config as `transformers` saves it with these weights."""
-    saved = copy.deepcopy(config)
-    saved.architectures = [_MODELS._model_mapping[type(config)].__name__]
-    saved.dtype = _DTYPE
-    return saved

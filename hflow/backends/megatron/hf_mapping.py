@@ -118,9 +118,11 @@ def _stage_parameters(dims: ModelDims, position: ShardPosition) -> Iterator[Mapp
     if position.stage < position.num_stages - 1:
         return
     yield _whole("decoder.final_layernorm.weight", "model.norm.weight", (dims.hidden,))
-    if dims.head != "lm":
-        yield _whole("output_layer.weight", f"{dims.head}_head.weight", (1, dims.hidden))
-        yield _whole("output_layer.bias", f"{dims.head}_head.bias", (1,))
+    if dims.head == "score":
+        yield _whole("output_layer.weight", "score.weight", (1, dims.hidden))
+    elif dims.head == "value":
+        yield _whole("output_layer.weight", "value_head.weight", (1, dims.hidden))
+        yield _whole("output_layer.bias", "value_head.bias", (1,))
     elif not dims.is_tied:
         yield _vocabulary("output_layer.weight", "lm_head.weight", dims, position)
     elif position.num_stages > 1:

@@ -150,7 +150,7 @@ def _uninitialized_stage(
             pg_collection=parallel.groups,
         )
     if dims.head != "lm" and parallel.is_last_stage:
-        module.output_layer = ScalarHead(dims.hidden, settings.seed).to(device)
+        module.output_layer = ScalarHead(dims.hidden, settings.seed, dims.head).to(device)
     parameters = rank_parameters(dims, parallel.shard_position)
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
     assert shapes == {parameter.name: parameter.shape for parameter in parameters}, (

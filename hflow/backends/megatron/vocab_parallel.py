@@ -37,7 +37,8 @@ def stage_output(
         requested: as in `LmOutput`.
     """
     if stage.head != "lm":
-        return ScalarOutput(packed.expand(stage.module.output_layer(hidden)), packed, stage.head)
+        scalars = packed.expand(stage.module.output_layer(hidden))
+        return ScalarOutput(scalars, packed, stage.head, getattr(stage.hf_config, "pad_token_id", None))
     logits = VocabParallelLogits(
         rows=hidden.index_select(0, packed.computed_rows(packed.targets - 1)),
         local_logits=stage.logits,

@@ -50,7 +50,7 @@ def named_weights(
 ) -> Iterator[Named]:
     """Yield tensors of the model, whole; a collective over the ranks of a data index.
 
-    Tied weights have their first name, a scalar head's weights `value_head.*` or `score_head.*`. A tensor may
+    Tied weights have their first name, a scalar head's weights `value_head.*` or `score.weight`. A tensor may
     share storage with the model, so copy what is to be kept.
 
     Args:

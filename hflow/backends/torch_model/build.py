@@ -10,13 +10,13 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from hflow.backends.common.checks import check_tensors
 from hflow.backends.hf_config import read_config, translate_errors
 from hflow.backends.interface import ModelSettings
 from hflow.backends.packed_attention import PACKED, check_supported
-from hflow.backends.torch_model.heads import ScalarHead, head_file
+from hflow.backends.torch_model.heads import SCORE, ScalarHead, missing_head
 from hflow.errors import BackendError, nearest
 
 HEADS = ("lm", "value", "score")
@@ -59,12 +59,12 @@ def build_model(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
 
 def scalar_head(settings: ModelSettings, hidden_size: int) -> ScalarHead:
     """Return the checkpoint's head, or a new one if the model will be trained or has random weights."""
-    head = ScalarHead(hidden_size, settings.seed)
+    head = ScalarHead(hidden_size, settings.seed, settings.head)
     if settings.path is None:
         return head
     directory = Path(settings.path)
-    if head_file(directory, settings.head).is_file() or not settings.trainable:
-        head.load(directory, settings.head)
+    if not head.load(directory, settings.head) and not settings.trainable:
+        raise missing_head(directory, settings.head)
     return head
 
 
@@ -86,6 +86,8 @@ def _from_scratch(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 
 def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str) -> PreTrainedModel:
+    verbosity = get_verbosity()
+    set_verbosity_error()  # a head that is not loaded here is no news; all else is checked below
     try:
         model, report = _MODELS.from_pretrained(
             path,
@@ -102,18 +104,24 @@ def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str) -> PreTrai
         raise BackendError(
             f"{path} has no readable weights: {reason}; check that its files are complete"
         ) from None
+    finally:
+        set_verbosity(verbosity)
     _check_loaded(path, model, report, head)
     loaded: PreTrainedModel = model
     return loaded
 
 
 def _check_loaded(path: Path, model: PreTrainedModel, report: Mapping[str, Any], head: str) -> None:
-    """Check that a checkpoint has exactly the model's tensors. A scalar head needs no output matrix."""
+    """Check that a checkpoint has exactly the model's tensors.
+
+    A scalar head needs no output matrix, and a critic may start from a reward model, without its head.
+    """
     output = _output_matrix(model)
     unneeded = set() if head == "lm" else {n for n, p in model.named_parameters() if p is output.weight}
     mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
     missing = set(report["missing_keys"]) - unneeded
-    check_tensors(path, missing, report["unexpected_keys"], mismatched - unneeded)
+    unknown = set(report["unexpected_keys"]) - (set() if head == "lm" else {SCORE})
+    check_tensors(path, missing, unknown, mismatched - unneeded)
 
 
 def _check_architecture(model: PreTrainedModel) -> None:

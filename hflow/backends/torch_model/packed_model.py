@@ -60,7 +60,8 @@ class PackedModel(nn.Module):
             rows = hidden.index_select(0, packed.computed_rows(packed.targets - 1))
             logits = WholeLogits(rows, self.head, temperature)
             return consume(LmOutput(logits, packed, get_requested()))
-        return consume(ScalarOutput(packed.expand(self.head(hidden)), packed, self.head_kind))
+        padding_id = getattr(self.backbone.config, "pad_token_id", None)
+        return consume(ScalarOutput(packed.expand(self.head(hidden)), packed, self.head_kind, padding_id))
 
 
 Measure = Callable[..., tuple[Tensor, ...]]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hflow.backends.common.host_copy import host_copy
-from hflow.backends.torch_model.heads import save_head
+from hflow.backends.torch_model.heads import head_prefix, save_head, saved_config
 from hflow.backends.torch_model.optimizer import local_shard
 from hflow.durable_files import WriteFiles
 from hflow.types.tensor_slices import Block, Box, numel, whole_box
@@ -28,7 +28,7 @@ Named = tuple[str, Tensor]
 def named_weights(model: PreTrainedModel, head: nn.Module, kind: str, dtype: torch.dtype) -> Iterator[Named]:
     """Yield every weight and persistent buffer once, whole and in `dtype`; a collective.
 
-    Tied weights have their first name, and a scalar head's weights `value_head.*` or `score_head.*`. A tensor
+    Tied weights have their first name, and a scalar head's weights `value_head.*` or `score.weight`. A tensor
     may share storage with the model, so copy what is to be kept.
     """
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -64,8 +64,9 @@ def copy_model(
 ) -> WriteFiles:
     """Copy the fp32 weights, and return the function that writes them in HF layout; a collective.
 
-    One rank copies and writes. A causal language model loads with `AutoModelForCausalLM.from_pretrained`. A
-    value or score model is saved as its backbone in the same layout, with its head in a separate file.
+    One rank copies and writes. A causal language model loads with `AutoModelForCausalLM.from_pretrained`, a
+    score model with `AutoModelForSequenceClassification.from_pretrained`. A value model is saved as its
+    backbone in the layout of the former, with its head in a separate file.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in named_weights(model, head, kind, torch.float32):
@@ -76,23 +77,19 @@ def copy_model(
         if not is_writer:
             return []
         directory.mkdir(parents=True, exist_ok=True)
-        if kind != "lm":
-            save_head(directory, kind, _pop_prefixed(tensors, scalar_prefix(kind)))
+        if kind == "value":
+            save_head(directory, _pop_prefixed(tensors, head_prefix(kind)))
         # transformers writes only on rank 0 of the world, which may belong to another model.
         setattr(model, "should_save_on_this_rank", lambda is_main_process: is_main_process)  # noqa: B010
         model.save_pretrained(directory, state_dict=tensors)
+        saved_config(model.config, kind).save_pretrained(directory)
         return [path for path in directory.iterdir() if path.is_file()]
 
     return write
 
 
-def scalar_prefix(kind: str) -> str:
-    """Return the prefix of the names of a scalar head's weights."""
-    return f"{kind}_head."
-
-
 def _scalar_weights(head: nn.Module, kind: str) -> list[tuple[str, nn.Parameter]]:
-    return [] if kind == "lm" else [(scalar_prefix(kind) + name, x) for name, x in head.named_parameters()]
+    return [] if kind == "lm" else [(head_prefix(kind) + name, x) for name, x in head.named_parameters()]
 
 
 def _pop_prefixed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

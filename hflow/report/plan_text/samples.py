@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +21,18 @@ NOTE = (
 def samples_section(plan: Plan, width: int) -> Section:
     """Return a row for each stream, then the staleness bound in words."""
     words = f"{staleness_sentence(plan)} {_stop(plan.schedule.settings.max_refused_per_step)}"
-    return Section("Samples", NOTE, (_streams(plan), Text(), Text(words)))
+    return Section("Samples", NOTE, (_streams(plan), Text(), *map(Text, _encoded_again(plan)), Text(words)))
+
+
+def _encoded_again(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each stream that another model's tokenizer makes from the text of a stream."""
+    for stream in plan.graph.streams:
+        models = plan.graph.node(stream.source).spec.models
+        if stream.parent is not None and models:
+            yield (
+                f"{stream.name} is the text of {stream.parent}, encoded again with the tokenizer of "
+                f"{models[0]} (and its chat template, if it has one)."
+            )
 
 
 def _stop(most: int) -> str:
