@@ -38,6 +38,7 @@ from hflow.errors import (
     RecipeError,
     RunError,
 )
+from hflow.observer import Observer, RunInfo
 from hflow.types import (
     Endpoint,
     Engine,
@@ -88,6 +89,7 @@ __all__ = [
     "Model",
     "NodeType",
     "NotYetError",
+    "Observer",
     "Option",
     "Output",
     "PerGroup",
@@ -97,6 +99,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "RunError",
+    "RunInfo",
     "Sequences",
     "Shapes",
     "State",

@@ -17,9 +17,9 @@ _KEY = re.compile(
 )
 _KNOWN = re.compile(
     r"\b(?:sk-[\w-]{20,}|hf_\w{30,}|gh[opsru]_\w{36,}|github_pat_\w{22,}|AKIA[0-9A-Z]{16}|"
-    r"xox[abprs]-[\w-]{10,}|AIza[\w-]{35})"
+    r"xox[abprs]-[\w-]{10,}|AIza[\w-]{35}|[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@)"
 )
-"""Keys of OpenAI and Anthropic, Hugging Face, GitHub, AWS, Slack and Google."""
+"""Keys of OpenAI and Anthropic, Hugging Face, GitHub, AWS, Slack and Google; passwords in URLs."""
 
 
 def secret_variables() -> Mapping[str, str]:

@@ -205,7 +205,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, config=CHECKED)
 class ReportConfig:
-    """What a run shows while it runs: `report`."""
+    """What a run shows while it runs, and where it is logged: `report`."""
 
     show: tuple[str, ...] | None = None
     """Metrics in the live panel and the plain lines, as names or globs of `metrics.jsonl`, such as
@@ -213,6 +213,11 @@ class ReportConfig:
     samples: Int = Field(default=8, ge=0, le=1000)
     """Samples of each batch and evaluation whose text is kept, in `samples/step-N.jsonl` and in TensorBoard;
     0: none."""
+    wandb: str | None = None
+    """Project of Weights & Biases that the run is logged to, as PROJECT or ENTITY/PROJECT; null: none."""
+    mlflow: str | None = None
+    """Tracking URI of MLflow that the run is logged to, such as `http://HOST:5000` or `sqlite:///FILE.db`;
+    null: none."""
     max_engine_kl: StrictFloat | None = Field(default=0.01, ge=0)
     """Warn when `NODE/engine_kl`, the KL between the engine's and the trainer's distribution with the same
     weights, is above this; null: never."""

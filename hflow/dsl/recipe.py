@@ -19,6 +19,7 @@ from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Graph, RecipeSpec
 from hflow.graph.model import Model
 from hflow.graph.source_location import SourceLocation, caller_location, caller_module
+from hflow.observer import Observer
 
 Named = TypeVar("Named", Model, Dataset)
 
@@ -32,12 +33,20 @@ class Recipe:
         name: the recipe's name, an identifier.
         dataset: the dataset whose batches make the training steps.
         nodes: decorated functions, and variants of them made by `use`.
+        observers: receive what a run reports, such as a tracker of one's own.
 
     Raises:
-        RecipeError: if an item of the list is not a node, or two nodes have the same name.
+        RecipeError: if an item of a list is not a node or not an observer, or two nodes have the same name.
     """
 
-    def __init__(self, name: str, dataset: Dataset, nodes: Sequence[Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        dataset: Dataset,
+        nodes: Sequence[Callable[..., Any]],
+        *,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self.where = caller_location()
         self.module = caller_module()
         if not isinstance(name, str) or not name.isidentifier():
@@ -51,6 +60,13 @@ class Recipe:
         self.name = name
         self.dataset = dataset
         self.nodes = tuple(self._definition(node) for node in nodes)
+        self.observers = tuple(observers)
+        for observer in self.observers:
+            if not isinstance(observer, Observer):
+                raise RecipeError(
+                    f"{self.where}: Recipe({name!r}): {observer!r} is not an observer. Pass an instance of a "
+                    "subclass of hflow.Observer"
+                )
         self._check_node_names()
 
     def spec(self) -> RecipeSpec:

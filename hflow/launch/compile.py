@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hflow.config import RunConfig, load_config_and_keys, to_yaml, validate_names
-from hflow.dsl import apply_overrides, load_recipe, overridable_keys
+from hflow.dsl import Recipe, apply_overrides, load_recipe, overridable_keys
 from hflow.errors import ConfigError, nearest
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph, RecipeSpec
@@ -16,6 +16,8 @@ from hflow.launch.auto_placement import AUTO, free_keys, with_choices
 from hflow.launch.model_fit import check_model_fit
 from hflow.launch.plan_request import plan_request
 from hflow.launch.shown_metrics import check_shown
+from hflow.launch.trackers import check_trackers
+from hflow.observer import Observer
 from hflow.planner.backends import BACKENDS, ENGINES
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import Candidate
@@ -35,6 +37,8 @@ class Compiled:
     plan: Plan
     recipe: Path
     """The recipe's Python file."""
+    observers: tuple[Observer, ...] = ()
+    """Those of the recipe."""
 
 
 def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
@@ -86,7 +90,7 @@ def compile_recipe(
         HflowError: as `plan`.
     """
     is_decided = config is not None
-    config, set_keys, graph, bodies = _read(recipe, overrides, config)
+    config, set_keys, graph, loaded = _read(recipe, overrides, config)
     request = replace(plan_request(config, graph, recipe), engines=engines or {})
     free = frozenset() if is_decided else free_keys(config, set_keys, graph, request)
     if free:
@@ -99,7 +103,8 @@ def compile_recipe(
     elif config.placement == AUTO:  # the recipe has no model to place
         config, request = replace(config, placement=None), replace(request, placement=None)
     compiled_plan = compile_plan(graph, request, candidates=candidates, with_limits=with_limits)
-    return Compiled(config, graph, bodies, compiled_plan, Path(recipe))
+    bodies = loaded.bodies(_options(graph))
+    return Compiled(config, graph, bodies, compiled_plan, Path(recipe), loaded.observers)
 
 
 def read_recipe(
@@ -116,14 +121,22 @@ def read_recipe(
         RecipeError: for an error in the recipe.
         ConfigError: for an unknown key, or a value that does not fit.
     """
-    config, _, graph, bodies = _read(recipe, overrides, config)
-    return config, graph, bodies
+    config, _, graph, loaded = _read(recipe, overrides, config)
+    return config, graph, loaded.bodies(_options(graph))
+
+
+def _options(graph: Graph) -> dict[str, dict[str, Any]]:
+    """Return node -> its options, as the configuration set them."""
+    return {node.name: dict(node.spec.options) for node in graph.nodes}
 
 
 def _read(
     recipe: str | Path, overrides: Sequence[str], config: RunConfig | None
-) -> tuple[RunConfig, frozenset[str], Graph, Mapping[str, Callable[..., Any]]]:
-    """Return what `read_recipe` returns, and the keys that the user has set; none if `config` is given."""
+) -> tuple[RunConfig, frozenset[str], Graph, Recipe]:
+    """Return a recipe's configuration, the keys that the user has set, its graph, and the recipe itself.
+
+    If `config` is given, the user has set no keys.
+    """
     loaded = load_recipe(recipe)
     set_keys: frozenset[str] = frozenset()
     if config is None:
@@ -131,12 +144,12 @@ def _read(
     spec = loaded.spec()
     check_names(config, spec)
     bound = apply_overrides(spec, config.nodes)
-    options = {node.name: dict(node.options) for node in bound.nodes}
     graph = build_graph(bound)
     loaded.check_bodies(graph)
     check_model_fit(config, graph)
     check_shown(config.report.show, graph)
-    return config, set_keys, graph, loaded.bodies(options)
+    check_trackers(config.report)
+    return config, set_keys, graph, loaded
 
 
 def check_names(config: RunConfig, spec: RecipeSpec) -> None:

@@ -104,7 +104,11 @@ def _same_tokens(one: ModelConfig, other: ModelConfig) -> bool:
     if (one.path, one.alphabet) == (other.path, other.alphabet):
         return True
     files = [Path(source.path) / "tokenizer.json" for source in (one, other) if source.path is not None]
-    if len(files) == 2 and all(file.is_file() for file in files) and filecmp.cmp(*files, shallow=False):
+    if (
+        len(files) == 2
+        and all(file.is_file() for file in files)
+        and filecmp.cmp(files[0], files[1], shallow=False)
+    ):
         return True
     first, second = (read_vocabulary(source.path, source.alphabet) for source in (one, other))
     return first is None or second is None or first == second

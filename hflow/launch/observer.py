@@ -9,6 +9,7 @@ from typing import Any
 
 from hflow.config.schema import ReportConfig
 from hflow.launch.engine_gap_warning import EngineGapWarning
+from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.shown_metrics import ShownMetrics, builtin_metrics
 from hflow.metrics import Metric, find_metric
 from hflow.planner.ir import Plan
@@ -23,6 +24,7 @@ from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.sample_text_files import write_samples
 from hflow.runtime.execution.trace import Trace
 from hflow.runtime.state import run_state
+from hflow.secret_text import mask_secrets
 from hflow.workers.interface import BodyRetry, Span
 
 SMOOTHING = 0.9
@@ -42,6 +44,7 @@ class RunObserver:
         report: which metrics these are, and what to warn of; None: the defaults.
         checkpoints: learns the metrics, of which one may choose the best checkpoint.
         samples: directory of the texts of samples; None: they are not written.
+        observers: trackers, and the recipe's observers.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class RunObserver:
         report: ReportConfig | None = None,
         checkpoints: Checkpoints | None = None,
         samples: Path | None = None,
+        observers: ObserverThread | None = None,
     ) -> None:
         report = report or ReportConfig()
         self._shown_metrics = ShownMetrics(plan, report.show)
@@ -64,6 +68,7 @@ class RunObserver:
         self._display = display
         self._checkpoints = checkpoints
         self._samples = samples
+        self._observers = observers
         self._seconds_per_step = 0.0
         self._tokens_per_second = 0.0
         self._step = 0
@@ -82,6 +87,7 @@ class RunObserver:
         self._seconds_per_step = SMOOTHING * average + (1 - SMOOTHING) * seconds if average else seconds
         self._tokens_per_second = values.get(metrics.TOKENS_PER_SECOND.name, 0.0)
         self._write(self._step, values)
+        self._tell("on_step", self._step, values)
         self._rollout.add_step(values)
         self._show(values)
         for warning in self._engine_gap.check(self._step, values):
@@ -95,11 +101,13 @@ class RunObserver:
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Log an evaluation and show it."""
         self._write(step, values)
+        self._tell("on_evaluation", step, values)
         if values:
             self._show(values)
 
     def on_samples(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the texts of some samples of a batch."""
+        self._tell("on_samples", number, rows)
         if self._samples is not None and rows:
             write_samples(self._samples, number, rows)
             for stream in dict.fromkeys(row["stream"] for row in rows):
@@ -108,6 +116,7 @@ class RunObserver:
 
     def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
         """Show the first failure of each kind; all are counted in the metrics."""
+        self._tell("on_refusal", node, str(reason), mask_secrets(message))
         if message and not reason.is_drop and (node, reason) not in self._noted:
             self._noted.add((node, reason))
             counted = metrics.REFUSED.member(reason)
@@ -127,6 +136,13 @@ class RunObserver:
         """Show a warning, and keep it for the summary."""
         self.warnings.append(warning)
         self._display.note(warning)
+        self._tell("on_warning", mask_secrets(warning))
+
+    def close(self, reason: str) -> None:
+        """Let the observers finish: the run is `done`, was `stopped`, or has `failed`."""
+        if self._observers is not None:
+            self._observers.close(reason)
+            self._warn_of_failures()
 
     def on_progress(self, phase: str) -> None:
         """Show which phase of the start has begun."""
@@ -135,6 +151,17 @@ class RunObserver:
     def on_span(self, worker: int, span: Span) -> None:
         """Keep a span for the trace."""
         self._trace.add(worker, span)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Pass a report to the observers, and warn of those that have failed."""
+        if self._observers is not None:
+            self._observers.send(method, *arguments)
+            self._warn_of_failures()
+
+    def _warn_of_failures(self) -> None:
+        assert self._observers is not None
+        for failure in self._observers.failures():
+            self.on_warning(failure)
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self._log.write(step, values)

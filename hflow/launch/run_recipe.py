@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from hflow.config import to_yaml
+from hflow.config import flatten, to_yaml
 from hflow.durable_files import replace_text
 from hflow.errors import HflowError, WorkerFailureError
 from hflow.launch.compile import Compiled
 from hflow.launch.observer import RunObserver
+from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.plan_file import plan_file_text
 from hflow.launch.preflight import check_models, check_saving, refuse_unrunnable
 from hflow.launch.resumed_run import (
@@ -28,7 +29,9 @@ from hflow.launch.resumed_run import (
 )
 from hflow.launch.shown_metrics import builtin_metrics
 from hflow.launch.stop_signals import StopSignals
+from hflow.launch.trackers import open_trackers
 from hflow.launch.worker_setup import make_setup, make_workers, open_rows
+from hflow.observer import RunInfo
 from hflow.planner.backends import factories
 from hflow.planner.graph_queries import saved_models
 from hflow.report.live import Display, open_display
@@ -57,7 +60,7 @@ class RunEnvironment:
     processes: RayActors | None = None
     """Worker processes shared by several runs; None: the run starts its own."""
     is_quiet: bool = False
-    """Show nothing while it runs."""
+    """Show nothing while it runs, and report to no tracker or observer."""
 
 
 def run_compiled(
@@ -123,7 +126,13 @@ async def _run_in_loop(
         checkpoints.drop_unfinished()
         with (
             open_display(config.name, live, console) as display,
-            _observer(compiled, directory, display, checkpoints) as observer,
+            _observer(
+                compiled,
+                directory,
+                display,
+                checkpoints,
+                _open_observers(compiled, environment, directory, resumed),
+            ) as observer,
         ):
             display.note(f"{config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")
             for line in _checkpoint_notes(compiled, resumed):
@@ -146,6 +155,7 @@ async def _run_in_loop(
             finally:
                 signals.remove()
                 checkpoints.drop_unfinished()
+            observer.close(summary.reason)
     directory.write_summary(summary.to_json())
     return summary
 
@@ -228,6 +238,7 @@ class _Attempts:
             outcome = await executor.run()
             seconds = time.monotonic() - start
             samples = ledger.close(outcome.reason)
+        self.observer.close(outcome.reason)  # what it warns of is in the summary
         return RunSummary(
             name=config.name,
             directory=self.directory.path,
@@ -286,17 +297,40 @@ def _stopped_early(compiled: Compiled, directory: RunDirectory, steps: int) -> R
     )
 
 
+def _open_observers(
+    compiled: Compiled, environment: RunEnvironment, directory: RunDirectory, resumed: ResumedRun | None
+) -> ObserverThread:
+    """Start the configured trackers and the recipe's observers.
+
+    Raises:
+        ConfigError: if one cannot start.
+    """
+    config = compiled.config
+    asked = () if environment.is_quiet else (*open_trackers(config.report), *compiled.observers)
+    observers, is_resumed = ObserverThread(asked), resumed is not None
+    path = directory.path.absolute()
+    observers.start(RunInfo(config.name, path, config.steps, dict(flatten(config)), is_resumed))
+    return observers
+
+
 @contextmanager
 def _observer(
-    compiled: Compiled, directory: RunDirectory, display: Display, checkpoints: Checkpoints
+    compiled: Compiled,
+    directory: RunDirectory,
+    display: Display,
+    checkpoints: Checkpoints,
+    observers: ObserverThread,
 ) -> Iterator[RunObserver]:
+    report = compiled.config.report
     trace = Trace()
     with closing(MetricsLog(directory.metrics, directory.tensorboard, builtin_metrics())) as log:
+        observer = RunObserver(
+            compiled.plan, log, trace, display, report, checkpoints, directory.samples, observers
+        )
         try:
-            yield RunObserver(
-                compiled.plan, log, trace, display, compiled.config.report, checkpoints, directory.samples
-            )
+            yield observer
         finally:
+            observer.close("failed")  # it has no effect after the end of a run that did not fail
             trace.write(directory.trace)
 
 

@@ -74,6 +74,7 @@ def test_every_package_is_in_the_import_table():
         "hflow.json_text",
         "hflow.metrics",
         "hflow.model_config",
+        "hflow.observer",
         "hflow.types",
         "hflow.validation",
         "hflow.lazy",

@@ -23,7 +23,7 @@ from hflow.runtime.execution.sample_text_log import SampleTextLog
 from hflow.runtime.execution.step_metrics import (
     BATCH_SAMPLES,
     BATCH_TOKENS,
-    Observer,
+    RunEvents,
     StepMetrics,
     average_fields,
 )
@@ -72,7 +72,7 @@ class BatchRunner:
         self,
         plan: Plan,
         workers: Workers,
-        observer: Observer,
+        observer: RunEvents,
         metrics: StepMetrics,
         node_execution: NodeExecution,
         release: SampleRelease,

@@ -13,7 +13,7 @@ from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.ir import Plan
 from hflow.runtime.events import Asleep, Awake, Event, NodeFailed, Published, Refusal
 from hflow.runtime.execution.rebalance import Rebalancer
-from hflow.runtime.execution.step_metrics import Observer, StepMetrics
+from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.ledger import Ledger
 from hflow.types.sleep_level import SleepLevel
 from hflow.workers.interface import WeightsLoaded, Workers
@@ -36,7 +36,7 @@ class EngineControl:
         self,
         plan: Plan,
         workers: Workers,
-        observer: Observer,
+        observer: RunEvents,
         metrics: StepMetrics,
         ledger: Ledger,
         placer: GroupPlacer,

@@ -29,7 +29,7 @@ from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
 from hflow.runtime.execution.run_saving import RunSaving
 from hflow.runtime.execution.sample_release import SampleRelease
 from hflow.runtime.execution.saved_run import ResumePoint
-from hflow.runtime.execution.step_metrics import Observer, StepMetrics
+from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.execution.streaming_runner import StreamingRunner
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.state.run_state import RunState
@@ -84,7 +84,7 @@ class Executor:
         plan: Plan,
         workers: Workers,
         rows: Mapping[str, DatasetRows],
-        observer: Observer,
+        observer: RunEvents,
         checkpoints: Checkpoints,
         ledger: Ledger,
         seed: int,

@@ -14,7 +14,7 @@ from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.data.minibatches import shards
 from hflow.planner.data.redistribute import Shards, redistribute
 from hflow.planner.ir import Plan
-from hflow.runtime.execution.step_metrics import Observer, StepMetrics
+from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.ledger import Ledger
 from hflow.workers.interface import NodeResult, NodeTask, ShardInput, Workers
 
@@ -49,7 +49,7 @@ class NodeExecution:
         self,
         plan: Plan,
         workers: Workers,
-        observer: Observer,
+        observer: RunEvents,
         metrics: StepMetrics,
         ledger: Ledger,
         seed: int,

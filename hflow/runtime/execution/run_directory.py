@@ -4,7 +4,7 @@ OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     config.yaml  plan.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json
     samples/step-N.jsonl  tensorboard/  weights/ (while it runs: weights that engines load from disk)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280    checkpoints/best -> step-240
-    trace-1.json (of the part before the run was resumed)  lock (while it runs)
+    trace-1.json (of the part before the run was resumed)  lock (while it runs)  trackers.json
 """
 
 from __future__ import annotations

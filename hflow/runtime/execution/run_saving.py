@@ -23,7 +23,7 @@ from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.node_execution import NodeExecution
 from hflow.runtime.execution.sample_release import SampleRelease
 from hflow.runtime.execution.saved_run import SAMPLES, ResumePoint, SavedRun
-from hflow.runtime.execution.step_metrics import Observer, StepMetrics
+from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.execution.trace import CONTROLLER
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.state.snapshot import RunSnapshot
@@ -54,7 +54,7 @@ class RunSaving:
         self,
         plan: Plan,
         workers: Workers,
-        observer: Observer,
+        observer: RunEvents,
         metrics: StepMetrics,
         checkpoints: Checkpoints,
         placer: GroupPlacer,

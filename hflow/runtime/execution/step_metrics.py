@@ -101,7 +101,7 @@ MIN_REFRESH_SECONDS = 0.25
 """Shortest time between two updates of the live panel while a step is under way."""
 
 
-class Observer(Protocol):
+class RunEvents(Protocol):
     """Receives what a run reports: files, a live display, a test."""
 
     def on_step(self, step: int, values: Mapping[str, float]) -> None:

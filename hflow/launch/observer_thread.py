@@ -1,0 +1,89 @@
+"""`ObserverThread`: calls observers one after the other, so that a slow tracker does not slow a run."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hflow.errors import ConfigError, HflowError
+from hflow.observer import Observer, RunInfo
+from hflow.secret_text import mask_secrets
+from hflow.workers.error_location import error_line
+
+CLOSE_SECONDS = 60.0
+"""Longest wait for observers when a run ends."""
+
+_Call = Callable[[Observer], None]
+
+
+class ObserverThread:
+    """Passes what a run reports to observers.
+
+    Args:
+        observers: they are called in this order.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = list(observers)
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="hflow-observers", daemon=True)
+        self._is_closed = False
+
+    def start(self, run: RunInfo) -> None:
+        """Start the observers.
+
+        Raises:
+            ConfigError: if one cannot start.
+        """
+        for observer in self._observers:
+            try:
+                observer.start(run)
+            except HflowError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"{_name(observer)} cannot start: {mask_secrets(error_line(error))}; correct its "
+                    "settings, or remove it"
+                ) from error
+        self._thread.start()
+
+    def send(self, method: str, *arguments: Any) -> None:
+        """Call a method of every observer, later."""
+        self._calls.put(lambda observer: getattr(observer, method)(*arguments))
+
+    def failures(self) -> Iterator[str]:
+        """Yield a warning for each observer that has failed since the last call."""
+        while not self._failures.empty():
+            yield self._failures.get()
+
+    def close(self, reason: str) -> None:
+        """Call `on_end`, and wait until the observers have taken everything; safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.send("on_end", reason)
+        self._calls.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            names = ", ".join(map(_name, self._observers))
+            self._failures.put(
+                f"{names} did not finish within {CLOSE_SECONDS:.0f} s; what was not sent is lost"
+            )
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            for observer in tuple(self._observers):
+                try:
+                    call(observer)
+                except Exception as error:  # noqa: BLE001 - a user's observer may raise anything
+                    self._observers.remove(observer)
+                    self._failures.put(
+                        f"{_name(observer)} failed and is off: {mask_secrets(error_line(error))}"
+                    )
+
+
+def _name(observer: Observer) -> str:
+    return type(observer).__name__
