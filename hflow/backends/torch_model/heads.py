@@ -32,6 +32,8 @@ _CLASSIFIERS: Any = AutoModelForSequenceClassification
 class ScalarHead(nn.Module):
     """`Linear(D, 1)` on hidden states: `[T, D]` -> `[T]`, always in fp32. Only a `value` head has a bias."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, hidden_size: int, seed: int, kind: str) -> None:
         """Draw weights from N(0, 1 / (D + 1)) as in Stiennon et al. 2020; the bias is 0."""
         super().__init__()
