@@ -107,7 +107,8 @@ class RunObserver:
 
     def on_samples(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the texts of some samples of a batch."""
-        self._tell("on_samples", number, rows)
+        if rows:
+            self._tell("on_samples", number, rows)
         if self._samples is not None and rows:
             write_samples(self._samples, number, rows)
             for stream in dict.fromkeys(row["stream"] for row in rows):
