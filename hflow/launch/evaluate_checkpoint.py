@@ -21,6 +21,7 @@ from hflow.graph.evaluation import Sampling, evaluation_spec
 from hflow.graph.ir import RecipeSpec
 from hflow.launch.compile import Compiled, check_names
 from hflow.launch.evaluation_options import EvaluationOptions
+from hflow.launch.model_fit import check_model_fit
 from hflow.launch.plan_file import PlanFile, read_plan_file, recipe_file, with_overrides
 from hflow.launch.plan_request import plan_request
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
@@ -154,6 +155,7 @@ def compile_evaluation(
     bodies = loaded.bodies({node.name: dict(node.options) for node in reduced.nodes})
     graph = build_graph(reduced)
     loaded.check_bodies(graph)
+    check_model_fit(config, graph)
     plan = compile_plan(graph, plan_request(config, graph, recipe))
     return Compiled(config, graph, {name: bodies[body] for name, body in body_of.items()}, plan, recipe)
 

@@ -12,7 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from hflow.planner.data.data_locations import DataLocations
-from hflow.runtime.execution.step_metrics import Observer
+from hflow.runtime.execution.step_metrics import RunEvents
 from hflow.workers.interface import SampleText, Workers
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class SampleTextLog:
         num_samples: samples of each batch; 0: none.
     """
 
-    def __init__(self, workers: Workers, observer: Observer, num_samples: int) -> None:
+    def __init__(self, workers: Workers, observer: RunEvents, num_samples: int) -> None:
         self._workers = workers
         self._observer = observer
         self._num_samples = num_samples
