@@ -26,7 +26,7 @@ from run_checks import STEP, metrics_of, problems_of
 from run_processes import adopt_orphans, descendants, left_behind
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 180.0
+SECONDS = 300.0
 """Longest time for what the run must do."""
 
 
@@ -48,9 +48,10 @@ def end_machines(out: Path) -> list[str]:
     recipe = RECIPES["ppo"]
     arguments = [*recipe.arguments, "cluster=cpu-2x1", f"out={out}"]
     try:
-        return [*_lose_two(cluster, machines, arguments, out, environment), *left_behind()]
+        problems = _lose_two(cluster, machines, arguments, out, environment)
     finally:
         cluster.shutdown()
+    return [*problems, *(f"left behind: {text}" for text in left_behind())]
 
 
 def _lose_two(
