@@ -182,13 +182,15 @@ def table(results: list[Result]) -> str:
         seconds = [strike.seconds for strike in same if strike.seconds is not None]
         times = f"{statistics.median(seconds):.1f} | {max(seconds):.1f}" if seconds else "|"
         rows.append(f"| {fault} | {len(same)} | {_counted(ways)} | {times} |")
-    rows += ["", "| run | runs | faults | restarts | resumed | problems |", "|-|-:|-:|-:|-:|-:|"]
+    rows += ["", "| run | runs | faults | restarts | replaced | resumed | problems |"]
+    rows += ["|-|-:|-:|-:|-:|-:|-:|"]
     for name in sorted({result.run for result in results}):
         runs = [result for result in results if result.run == name]
         numbers = (
             len(runs),
             sum(len(result.strikes) for result in runs),
             sum(result.restarts for result in runs),
+            sum(result.replacements for result in runs),
             sum(len(result.exit_codes) - 1 for result in runs),
             sum(len(result.problems) for result in runs),
         )

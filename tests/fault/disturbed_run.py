@@ -40,6 +40,8 @@ ACTIONS = {
 MOMENTS = ("step", "save", "soon")
 """After a further step; while a checkpoint is written; a short time after the last fault or the start of the
 process, so that it starts or restarts."""
+WAYS = {"restart": "restart", "replace": "replace", "start": "resume"}
+"""What happens after a fault -> what the table calls it."""
 CODES = {
     "kill": {-signal.SIGKILL},
     "term": {75, -signal.SIGTERM, 128 + signal.SIGTERM},
@@ -47,6 +49,7 @@ CODES = {
 }
 """Action on the controller -> the exit codes that it may lead to, also before hflow handles signals."""
 _RESTART = re.compile(r"continues from step (\d+) \(restart (\d+) of (\d+)\)")
+_REPLACED = "is started again while the run continues"
 _RAW_ERROR = re.compile(r"Traceback \(most recent call last\)|\*\*\* SIG\w+ received|Check failed:")
 
 
@@ -76,7 +79,7 @@ class Strike:
     step: int
     """Completed steps before it."""
     survived_by: str = "nothing to do"
-    """`restart` of the workers, `resume` in a new process, or nothing."""
+    """`restart` of all workers, `replace` of one, `resume` in a new process, or nothing."""
     seconds: float | None = None
     """Until the next step was completed; None: a further fault or the end of the run came first."""
 
@@ -104,6 +107,8 @@ class Result:
     strikes: list[Strike] = field(default_factory=list)
     exit_codes: list[int] = field(default_factory=list)
     restarts: int = 0
+    replacements: int = 0
+    """Workers that were started again while the run continued."""
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
@@ -114,7 +119,7 @@ class Result:
 
 @dataclass(frozen=True)
 class _Event:
-    """Something that happened: `start`, `exit`, `strike`, `restart` or `step`, with its number."""
+    """Something that happened: `start`, `exit`, `strike`, `restart`, `replace` or `step`, with its number."""
 
     at: float
     kind: str
@@ -260,6 +265,9 @@ class DisturbedRun:
                 self.result.restarts += 1
                 self._check_restart(*map(int, found.groups()))
                 self._note("restart", int(found[1]))
+            if _REPLACED in line:
+                self.result.replacements += 1
+                self._note("replace", self.result.replacements)
             if _RAW_ERROR.search(line):
                 self.result.problems.append(f"a raw error is shown: {line[:300]}")
         self._num_log_characters = max(end, self._num_log_characters)
@@ -340,9 +348,9 @@ class DisturbedRun:
         at = {event.number: event.at for event in self._events if event.kind == "strike"}
         for number, strike in enumerate(self.result.strikes):
             window = [e for e in self._events if at[number] < e.at < at.get(number + 1, float("inf"))]
-            turns = [event for event in window if event.kind in ("restart", "start")]
+            turns = [event for event in window if event.kind in WAYS]
             if turns:
-                strike.survived_by = "restart" if turns[-1].kind == "restart" else "resume"
+                strike.survived_by = WAYS[turns[-1].kind]
             first = turns[-1].at if turns else at[number]
             steps = [event.at for event in window if event.kind == "step" and event.at > first]
             strike.seconds = round(steps[0] - at[number], 2) if steps else None
