@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -149,15 +149,22 @@ def _reserve(cluster: ClusterSpec, owns_ray: bool) -> Reservation:
     num_cpus = max(1, int(ray.available_resources().get("CPU", 0)) // cluster.num_devices)
     bundle = {"CPU": float(num_cpus), **({"GPU": 1.0} if num_gpus else {})}
     bundles = placement_group([bundle] * cluster.num_devices, strategy="PACK")
-    total = {name: ray.cluster_resources().get(name, 0) for name in bundle}
+    total = _resources(bundle)
     can_fit = all(total[name] >= amount * cluster.num_devices for name, amount in bundle.items())
     if not can_fit or not bundles.wait(RESERVE_SECONDS):
+        total = _resources(bundle)  # Ray may have learned meanwhile that a machine is lost
         raise RunError(
             f"the Ray cluster cannot hold {cluster.num_devices} workers with {bundle} each: "
             f"it has {total} in total. Use a smaller cluster, or stop other runs on it"
         )
     machines = placement_group_table(bundles)["bundles_to_node_id"]
     return Reservation(bundles, order_by_machine(machines), num_cpus, num_gpus, owns_ray)
+
+
+def _resources(names: Iterable[str]) -> dict[str, float]:
+    """Return how much the Ray cluster has of some resources."""
+    resources = ray.cluster_resources()
+    return {name: resources.get(name, 0.0) for name in names}
 
 
 def order_by_machine(machines: Mapping[int, str]) -> tuple[int, ...]:
