@@ -4,7 +4,8 @@
 
 `@Retrieve(...)` is `@generate(...)` with an index. Every worker that generates builds the index once, in
 `setup`; `run` finds texts for a prompt and puts them in front of it. The module with the index and the file
-with the texts lie beside this recipe. For the question `17+25=` the model reads `10+20=03017+25=`.
+with the texts lie beside this recipe. For the question `17+25=` the model reads `10+20=03017+25=`. It starts
+from random weights; the reward is the share of right digits.
 """
 
 from collections.abc import Mapping
@@ -36,7 +37,8 @@ actor = Model("actor", trainable=True)
 class Retrieve(generate):
     """Generate with the most similar texts of a file in front of the prompt.
 
-    Options: `texts`, the file with one text a line, beside the recipe; `top`, how many are put in front.
+    Options: `texts`, a file beside the recipe with a text a line, whose part before `=` is compared with
+    the prompt; `top`, how many are put in front.
     """
 
     options: ClassVar = generate.options | {
@@ -48,7 +50,8 @@ class Retrieve(generate):
     def setup(self, context: Context) -> None:
         """Build the index, once on each worker that generates."""
         file = context.directory / context.options["texts"]
-        self.index = TextIndex(file.read_text(encoding="utf-8").splitlines())
+        texts = file.read_text(encoding="utf-8").splitlines()
+        self.index = TextIndex(texts, [text.partition("=")[0] for text in texts])
 
     async def run(self, context: Context, inputs: Mapping[str, Any]) -> Any:
         """Call the body with the found texts in front of its prompt."""
@@ -72,11 +75,11 @@ async def answer_gen(engine: Engine, prompt: str) -> Trajectory:
 
 @compute(per="sample", returns="reward")
 def score(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
+    return sum(a == b for a, b in zip(completion.strip(), answer, strict=False)) / len(answer)
 
 
 eval_gen = use(answer_gen, name="eval_gen", group=1, data=heldout, every=20, temperature=0.0)
-accuracy = use(score, name="accuracy", on="eval_gen", returns="accuracy")
+right_digits = use(score, name="right_digits", on="eval_gen", returns="right_digits")
 
 recipe = Recipe(
     "retrieval",
@@ -87,6 +90,6 @@ recipe = Recipe(
         nodes.group_advantage,
         use(nodes.actor_train, actor, minibatches=2, prox="none"),
         eval_gen,
-        accuracy,
+        right_digits,
     ],
 )

@@ -1,4 +1,4 @@
-"""A small index of texts by similarity: TF-IDF over the characters and pairs of characters of a text.
+"""A small index of texts by similarity: TF-IDF over pairs of characters.
 
 `retrieval.py`, beside it, imports this module on every worker.
 """
@@ -15,11 +15,12 @@ class TextIndex:
 
     Args:
         texts: what can be found.
+        keys: what a query is compared with, one for each text. Default: the texts.
     """
 
-    def __init__(self, texts: Iterable[str]) -> None:
+    def __init__(self, texts: Iterable[str], keys: Iterable[str] | None = None) -> None:
         self.texts = tuple(texts)
-        counts = [Counter(terms(text)) for text in self.texts]
+        counts = [Counter(terms(key)) for key in (self.texts if keys is None else keys)]
         frequency = Counter(term for count in counts for term in count)
         self._idf = {term: math.log(1 + len(counts) / num) for term, num in frequency.items()}
         self._weights: dict[str, list[tuple[int, float]]] = defaultdict(list)

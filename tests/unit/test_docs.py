@@ -12,7 +12,7 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["agents", "metrics", "rewards"])
+@pytest.mark.parametrize("name", ["agents", "metrics", "nodes", "rewards"])
 def test_the_examples_of_a_page_run_one_after_the_other(name: str) -> None:
     path = DOCS / f"{name}.md"
     blocks = BLOCK.findall(path.read_text())

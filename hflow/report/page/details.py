@@ -128,6 +128,10 @@ def _node_facts(plan: Plan, node: Node) -> Iterator[tuple[str, str]]:
     if cut is not None:
         minibatches = "one minibatch" if cut.minibatches == 1 else f"{cut.minibatches} minibatches"
         yield "learns in", f"{minibatches}, {plural(cut.epochs, 'epoch')}"
+    if spec.has_setup:
+        yield "setup", "once on each worker that runs it"
+    if spec.memory:
+        yield "keeps", f"{bytes_text(spec.memory)} on each worker that runs it"
     yield "stream", node.stream
     yield "body", f"{spec.body.module}.{spec.body.qualname}"
 
