@@ -32,7 +32,7 @@ LEARNERS = {"reward_model": ["rm"], "self_play": ["alice", "bob"]}
 """Models that start from the checkpoint; in other recipes the actor does."""
 RANDOM = ("tool_agent", "tool_sft")
 """Recipes with an alphabet of their own: from random weights."""
-OWN_ROWS = ("sft", "tool_sft", "dpo", "reward_model", "self_play")
+OWN_ROWS = ("sft", "tool_sft", "dpo", "reward_model", "self_play", "custom/retrieval")
 """Recipes that need right answers."""
 PPO = ["models.critic.optim.warmup_steps=0", "batch=32"]
 
