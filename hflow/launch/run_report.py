@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,11 @@ from hflow.launch.run_record import RunRecord, read_run
 from hflow.launch.shown_metrics import builtin_metrics
 from hflow.metrics import find_metric
 from hflow.runtime.execution.checkpoint import Checkpoints
+from hflow.runtime.execution.sample_text_files import SampleRow, read_samples
 from hflow.runtime.ledger.overview import LedgerOverview, read_overview
+
+MAX_TEXTS = 200
+"""Texts that a report shows, at equal distances over the run."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class RunReport:
     """In order of their start; empty if there is no trace."""
     ledger: LedgerOverview | None
     """None: the run has no ledger."""
+    texts: Mapping[tuple[str, int], Sequence[SampleRow]]
+    """Root stream and id of a sample -> its texts, of some of those whose text was kept; empty: none was."""
     checkpoints: tuple[int, ...]
     """Completed steps of the checkpoints that exist."""
 
@@ -56,12 +62,19 @@ def read_report(run: str) -> RunReport:
     """
     record = read_run(run)
     directory = record.directory
+    texts: dict[tuple[str, int], list[SampleRow]] = {}
+    rows = read_samples(directory.samples)
+    for row in rows[:: -(-len(rows) // MAX_TEXTS) or 1]:
+        if not _is_text(row):
+            raise ConfigError(f"{directory.samples} has a damaged row of sample {row['id']}; delete its file")
+        texts.setdefault((row["root"], row["id"]), []).append(row)
     declared = {name: find_metric(name, builtin_metrics()) for name in record.curves}
     return RunReport(
         record=record,
         units={name: (metric.unit, metric.help) for name, metric in declared.items() if metric},
         spans=tuple(sorted(read_spans(directory.trace), key=lambda span: span.start)),
-        ledger=read_overview(directory.ledger) if directory.ledger.is_file() else None,
+        ledger=read_overview(directory.ledger, texts) if directory.ledger.is_file() else None,
+        texts=texts,
         checkpoints=tuple(Checkpoints(directory.checkpoints).steps),
     )
 
@@ -95,3 +108,16 @@ def read_spans(path: Path) -> Iterator[MeasuredSpan]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is not the trace of a run: {error!r}; delete it") from error
+
+
+def _is_text(row: SampleRow) -> bool:
+    """Return whether a row has what is shown of it: turns, their tokens, and numbers."""
+    try:
+        tokens = [token for turn in row["turns"] for token in turn.get("tokens", ())]
+        turns = [turn[key] for turn in row["turns"] for key in ("role", "text", "trained")]
+        numbers = [*row["values"].values(), *(number for _, *pair in tokens for number in pair)]
+        return all(len(token) == 3 for token in tokens) and all(
+            isinstance(value, int | float | str) for value in (*numbers, *turns)
+        )
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return False

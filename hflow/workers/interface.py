@@ -443,6 +443,9 @@ class SampleTurn:
     text: str
     """With special tokens."""
     is_trained: bool
+    tokens: tuple[tuple[str, float, int], ...] = ()
+    """Of generated tokens: the text of each, its log-prob by the engine in nats, and the version of the
+    weights that drew it; empty for all others, and for long turns."""
 
 
 @dataclass(frozen=True)

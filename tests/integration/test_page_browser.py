@@ -298,16 +298,21 @@ def test_samples_of_a_run_are_coloured_and_found(browser: Browser, report_file: 
     with opened(browser, report_file) as page:
         shade = page.locator(".sample .shade")
         colours = "all => all.map(one => getComputedStyle(one).backgroundColor)"
-        by_reward = shade.evaluate_all(colours)
-        assert by_reward[4] != by_reward[0], "a refused sample has no reward"
-        page.get_by_role("button", name="version").click()
+        page.locator("[data-colour=version]").click()
         by_version = shade.evaluate_all(colours)
-        assert by_version[0] != by_version[6], "samples of two versions"
+        assert by_version[0] == by_version[1] != by_version[2], "samples of two versions"
         assert page.locator("#scale-low").inner_text() == "version 0"
         assert page.locator("#scale-high").inner_text() == "1"
-        page.locator("#samples-find").fill("refused")
-        assert page.locator(".sample:visible").count() == 2
-        assert page.locator("#samples-count").inner_text() == "2 of 10 shown"
+        page.locator("[data-colour=advantage]").click()
+        assert len(set(shade.evaluate_all(colours))) == 4
+        first = page.locator(".sample").first.locator(".tok")
+        assert len(set(first.evaluate_all(colours))) == 1, "tokens have no advantage of their own"
+        page.locator('[data-colour="log-prob"]').click()
+        assert len(set(first.evaluate_all(colours))) == 3
+        assert page.locator(".sample").first.locator(".turn.trained .said").inner_text() == "42<eos>"
+        page.locator("#samples-find").fill("gen/9 17+25")
+        assert page.locator(".sample:visible").count() == 1
+        assert page.locator("#samples-count").inner_text() == "1 of 4 shown"
         page.locator("#others summary").click()
         page.locator("#others-find").fill("accepted")
         assert page.locator("#others .curve:visible").count() == 1

@@ -14,6 +14,7 @@ from plan_graphs import grpo, request
 from hflow.planner.compile import compile_plan
 from hflow.planner.serialise import to_json
 from hflow.runtime.events import Refusal
+from hflow.runtime.execution.sample_text_files import write_samples
 from hflow.runtime.execution.trace import CONTROLLER, Trace
 from hflow.runtime.ledger import rewind
 from hflow.workers.interface import Span
@@ -97,4 +98,24 @@ def write_full_run(path: Path, num_steps: int = 6) -> Path:
     with recorded(ledger) as script:
         script.train(1, 3, 4, version=1)
         script.ledger.close("done")
+    for sample in (0, 1, 6, 9):
+        write_samples(path / "samples", 1 + sample // 6, [_text_row(sample)])
     return path
+
+
+def _text_row(sample: int) -> dict[str, Any]:
+    version = sample // 6
+    tokens = [("4", -0.1 * (1 + sample), version), ("2", -2.0, version), ("<eos>", -0.5, version)]
+    turns = [
+        {"role": "user", "text": f"17+25={EVIL}", "trained": False},
+        {"role": "assistant", "text": "42<eos>", "trained": True, "tokens": tokens},
+    ]
+    values = {"reward": 1.0, "advantages": sample - 4.0}
+    return {
+        "root": "gen",
+        "stream": f"gen{sample}",
+        "id": sample,
+        "step": version,
+        "turns": turns,
+        "values": values,
+    }

@@ -18,6 +18,7 @@ from hflow.report.run_page import render_run_page
 from hflow.report.run_page.curves import HEIGHT, MARGIN, WIDTH, curve_view, thinned
 from hflow.report.run_page.timeline import measured_gantt, planned_gantt
 from hflow.report.run_page.view import run_page_view
+from hflow.runtime.ledger.overview import read_overview
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +38,15 @@ def hflow(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(stop.value.code or 0)
 
 
-def test_the_ledger_s_history_is_counted_without_what_was_done_again(report: RunReport) -> None:
+def test_the_ledger_s_history_is_counted_without_what_was_done_again(run: Path, report: RunReport) -> None:
     assert report.ledger is not None
     assert report.ledger.ends == {"trained": 8, "refused": 2}
     (refused,) = report.ledger.refused
     assert (refused.node, refused.reason, refused.count) == ("score", "failed", 2)
     (back,) = report.ledger.rewinds
     assert (back.step, back.steps_lost) == (1, 1)
-    assert [row["id"] for row in report.ledger.samples] == list(range(10))
+    assert [row["id"] for row in report.ledger.samples] == [0, 1, 6, 9], "those whose text was kept"
+    assert [row["id"] for row in read_overview(run / "ledger.sqlite").samples] == list(range(10))
 
 
 def test_the_measured_chart_is_two_steps_of_the_trace(report: RunReport) -> None:
@@ -101,7 +103,17 @@ def test_the_page_has_every_curve_once(report: RunReport) -> None:
     assert [group.title for group in view.groups] == ["Results", "Policy", "Staleness", "Speed"]
     assert shown[:2] == ["actor_gen/reward", "actor_train/loss"]
     assert [curve.name for curve in view.others] == ["rollout/accepted"]
-    assert view.colours == ("reward", "lag", "version")
+    assert view.colours == ("reward", "advantage", "log-prob", "version", "lag")
+
+
+def test_samples_have_their_texts_token_by_token(report: RunReport) -> None:
+    sample = next(sample for sample in run_page_view(report).samples if sample.name == "gen/9")
+    asked, answered = sample.texts
+    assert (asked.role, asked.is_trained, asked.tokens) == ("user", False, ())
+    assert [token[0] for token in answered.tokens] == ["4", "2", "<eos>"]
+    assert sample.numbers["log-prob"] == pytest.approx((-1.0 - 2.0 - 0.5) / 3)
+    assert sample.numbers["advantage"] == 5.0
+    assert sample.numbers["version"] == 1
 
 
 def test_the_command_prints_and_writes(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -139,6 +151,13 @@ def test_damaged_files_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a ledger of hflow"):
         read_report(str(run))
     (run / "ledger.sqlite").unlink()
+    (run / "samples").mkdir()
+    row = {"root": "gen", "id": 3, "values": {}, "turns": [{"role": "user", "text": "a", "trained": 0}]}
+    for damage in ({"turns": [{}]}, {"values": []}, {"turns": [{**row["turns"][0], "tokens": [["a", 1]]}]}):
+        (run / "samples" / "step-1.jsonl").write_text(json.dumps({**row, **damage}) + "\n")
+        with pytest.raises(ConfigError, match="has a damaged row of sample 3"):
+            read_report(str(run))
+    (run / "samples" / "step-1.jsonl").unlink()
     (run / "summary.json").write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match="is not a summary of a run"):
         read_report(str(run))

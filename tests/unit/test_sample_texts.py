@@ -14,7 +14,7 @@ from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import ConfigError
 from hflow.report.sample_text import render_samples_with_text, render_texts, sample_markdown
 from hflow.runtime.execution.sample_text_files import drop_samples_after, read_samples, write_samples
-from hflow.workers.storage.sample_texts import MAX_CHARACTERS, split_turns
+from hflow.workers.storage.sample_texts import MAX_CHARACTERS, MAX_TOKENS, split_turns
 
 TOKENIZER = TextTokenizer(TokenizerSettings(alphabet="abcdefgh"))
 
@@ -67,6 +67,19 @@ def test_special_tokens_are_shown_and_long_texts_shortened() -> None:
     assert first.text == "<bos>ab"
     assert second.text.endswith("c<eos>")
     assert MAX_CHARACTERS - 10 < len(second.text) <= MAX_CHARACTERS
+
+
+def test_generated_tokens_are_listed_with_log_prob_and_version() -> None:
+    ids, mask = TOKENIZER.encode("abcab"), [False, False, True, True, True]
+    drawn = [(0.0, -1), (0.0, -1), (-0.123456, 3), (-1.0, 3), (-2.0, 4)]
+    prompt, answer = split_turns(ids, mask, messages("user", "assistant"), TOKENIZER, drawn)
+    assert prompt.tokens == ()
+    assert answer.tokens == (("c", -0.1235, 3), ("a", -1.0, 3), ("b", -2.0, 4))
+    written = [(0.0, -1)] * 5
+    assert [turn.tokens for turn in split_turns(ids, mask, [], TOKENIZER, written)] == [(), ()]
+    long = TOKENIZER.encode("a" * (MAX_TOKENS + 1))
+    (turn,) = split_turns(long, [True] * len(long), [], TOKENIZER, [(-1.0, 0)] * len(long))
+    assert turn.tokens == ()
 
 
 def row(stream: str, sample: int, step: int = 0, root: str | None = None) -> dict[str, Any]:

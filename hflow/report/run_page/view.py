@@ -54,6 +54,8 @@ class TextPart:
     role: str
     text: str
     is_trained: bool
+    tokens: tuple[tuple[str, float, int], ...] = ()
+    """(text, log-prob, version) of generated tokens; empty: they are not known one by one."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class RunPageView:
     colours: tuple[str, ...]
     """What samples can be coloured by."""
     num_samples: str
+    has_texts: bool
     refused: Table | None
     faults: tuple[str, ...]
     config: tuple[tuple[str, str], ...]
@@ -110,7 +113,7 @@ def run_page_view(report: RunReport) -> RunPageView:
     groups, others = curve_groups(record.curves, record.results, train_nodes, report.units)
     measured = measured_gantt(report.spans)
     samples = tuple(sample_views(report))
-    keys = [key for key in COLOURED if any(sample.numbers[key] is not None for sample in samples)]
+    keys = [key for key in COLOURED if any(sample.numbers.get(key) is not None for sample in samples)]
     total = sum(report.ledger.ends.values()) if report.ledger else 0
     return RunPageView(
         title=record.name,
@@ -126,6 +129,7 @@ def run_page_view(report: RunReport) -> RunPageView:
         samples=samples,
         colours=tuple(keys),
         num_samples=f"{len(samples):,} of {plural(total, 'sample')}",
+        has_texts=bool(report.texts),
         refused=_refused(report),
         faults=tuple(faults(report)),
         config=tuple(flat_text(record.config))[:MAX_KEYS],
@@ -215,12 +219,19 @@ def _refused(report: RunReport) -> Table | None:
     )
 
 
-COLOURED = ("reward", "lag", "version")
+COLOURED = ("reward", "advantage", "log-prob", "version", "lag")
+"""What samples can be coloured by; log-prob and version also colour single tokens."""
+ADVANTAGES = ("advantages", "advantage")
 
 
 def sample_views(report: RunReport) -> Iterator[SampleView]:
     """Yield the samples of the page."""
     for row in report.ledger.samples if report.ledger else ():
+        texts = report.texts.get((row["stream"], row["id"]), ())
+        values = dict(texts[0]["values"]) if texts else {}
+        advantage = next((values[name] for name in ADVANTAGES if name in values), None)
+        parts = tuple(part for text in texts for part in _text_parts(text))
+        logprobs = [logprob for part in parts for _, logprob, _ in part.tokens]
         oldest, newest = row["oldest"], row["newest"]
         versions = "" if oldest is None else f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
         why = ", ".join(str(row[key]) for key in ("reason", "node", "message") if row[key])
@@ -234,7 +245,20 @@ def sample_views(report: RunReport) -> Iterator[SampleView]:
             versions=versions,
             lag="" if row["lag"] is None else str(row["lag"]),
             tokens="" if row["tokens"] is None else f"{row['tokens']:,}",
-            numbers={"reward": row["reward"], "lag": row["lag"], "version": row["newest"]},
-            texts=(),
-            others=(),
+            numbers={
+                "reward": row["reward"],
+                "advantage": advantage,
+                "log-prob": statistics.fmean(logprobs) if logprobs else None,
+                "version": row["newest"],
+                "lag": row["lag"],
+            },
+            texts=parts,
+            others=() if advantage is None else (("advantage", number_text(advantage)),),
         )
+
+
+def _text_parts(row: Mapping[str, Any]) -> Iterator[TextPart]:
+    """Yield the turns of one of a sample's texts."""
+    for turn in row["turns"]:
+        tokens = tuple((str(text), logprob, version) for text, logprob, version in turn.get("tokens", ()))
+        yield TextPart(str(turn["role"]), str(turn["text"]), bool(turn["trained"]), tokens)

@@ -80,7 +80,13 @@ class SampleTextLog:
 
 def _row(text: SampleText, batch: StepBatch, values: Mapping[str, float]) -> dict[str, Any]:
     turns: Sequence[Mapping[str, Any]] = [
-        {"role": turn.role, "text": turn.text, "trained": turn.is_trained} for turn in text.turns
+        {
+            "role": turn.role,
+            "text": turn.text,
+            "trained": turn.is_trained,
+            **({"tokens": turn.tokens} if turn.tokens else {}),
+        }
+        for turn in text.turns
     ]
     return {
         "root": batch.stream,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hflow.runtime.ledger.query import select
 from hflow.runtime.ledger.schema import COLUMNS, reading, survives
 
 MAX_SAMPLES = 160
@@ -48,11 +49,15 @@ class LedgerOverview:
     """The most frequent first."""
     rewinds: tuple[RewindRow, ...]
     samples: tuple[Mapping[str, Any], ...]
-    """Column -> value."""
+    """Column -> value, of the chosen samples or of whole groups at equal distances over the run."""
 
 
-def read_overview(path: Path) -> LedgerOverview:
+def read_overview(path: Path, among: Collection[tuple[str, int]] = ()) -> LedgerOverview:
     """Return the overview of a ledger, also while its run writes it.
+
+    Args:
+        path: path of the ledger.
+        among: stream and id of the samples to return; empty: some of all.
 
     Raises:
         ConfigError: when there is no ledger, or it is damaged.
@@ -82,7 +87,7 @@ def read_overview(path: Path) -> LedgerOverview:
             ends={**dict(ends), **({"in flight": in_flight} if in_flight else {})},
             refused=tuple(RefusedRow(*row) for row in refused),
             rewinds=tuple(RewindRow(step, max(0, lost)) for step, lost in rewinds),
-            samples=tuple(_samples(database)),
+            samples=tuple(select(path, among=among).to_json() if among else _samples(database)),
         )
 
 

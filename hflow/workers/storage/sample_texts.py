@@ -13,6 +13,8 @@ from hflow.planner.ir import Plan
 from hflow.workers.interface import SampleText, SampleTurn, WorkerSetup
 from hflow.workers.storage.sample_store import SampleStore
 
+MAX_TOKENS = 500
+"""The longest generated turn whose tokens are listed one by one."""
 MAX_CHARACTERS = 20_000
 """The longest text of one turn. The middle of longer ones is left out."""
 
@@ -42,15 +44,17 @@ class SampleTexts:
             ]
 
     def _texts(self, stream: str, tokenizer: TextTokenizer, samples: Sequence[int]) -> Iterator[SampleText]:
-        fields = [f"{stream}/{field}" for field in ("input_ids", "loss_mask", "messages")]
+        names = ("input_ids", "loss_mask", "messages", "behav_logprobs", "versions")
+        fields = [f"{stream}/{name}" for name in names]
         batch = self._store.gather_if_present(stream, fields, samples)
         if batch is None:  # one of them was released meanwhile
             return
-        ids, mask, messages = (batch.columns[name].values for name in ("input_ids", "loss_mask", "messages"))
+        ids, mask, messages, logprobs, versions = (batch.columns[name].values for name in names)
         offsets = batch.offsets.tolist()
         for row, sample in enumerate(batch.samples.tolist()):
             tokens = slice(offsets[row], offsets[row + 1])
-            turns = split_turns(list(ids[tokens]), list(mask[tokens]), messages[row], tokenizer)
+            drawn = list(zip(logprobs[tokens].tolist(), versions[tokens].tolist(), strict=True))
+            turns = split_turns(list(ids[tokens]), list(mask[tokens]), messages[row], tokenizer, drawn)
             yield SampleText(stream, sample, int(batch.groups[row]), tuple(turns))
 
     def _tokenizer(self, model: str) -> TextTokenizer:
@@ -64,6 +68,7 @@ def split_turns(
     mask: Sequence[bool],
     messages: Sequence[Mapping[str, Any]],
     tokenizer: TextTokenizer,
+    drawn: Sequence[tuple[float, int]] = (),
 ) -> Iterator[SampleTurn]:
     """Yield the parts of a sample that are trained, and those between them, as text with special tokens.
 
@@ -72,14 +77,28 @@ def split_turns(
         mask: which of them are trained.
         messages: its conversation, of which the parts get their roles.
         tokenizer: of its model.
+        drawn: log-prob and version of each token; the version of a token that no engine drew is -1.
     """
     runs = [
         (is_trained, [token for token, _ in run])
         for is_trained, run in groupby(zip(ids, map(bool, mask), strict=True), key=lambda pair: pair[1])
     ]
     roles = _roles([is_trained for is_trained, _ in runs], messages)
+    first = 0
     for (is_trained, tokens), role in zip(runs, roles, strict=True):
-        yield SampleTurn(role, shorten(tokenizer.text(tokens), MAX_CHARACTERS), is_trained)
+        text = shorten(tokenizer.text(tokens), MAX_CHARACTERS)
+        details = drawn[first : first + len(tokens)] if is_trained and len(tokens) <= MAX_TOKENS else ()
+        yield SampleTurn(role, text, is_trained, tuple(_details(tokens, details, tokenizer)))
+        first += len(tokens)
+
+
+def _details(
+    tokens: Sequence[int], drawn: Sequence[tuple[float, int]], tokenizer: TextTokenizer
+) -> Iterator[tuple[str, float, int]]:
+    """Yield text, log-prob and version of tokens that an engine drew."""
+    if all(version >= 0 for _, version in drawn):
+        for token, (logprob, version) in zip(tokens, drawn, strict=False):
+            yield tokenizer.token_text(token), round(logprob, 4), version
 
 
 def _roles(trained: Sequence[bool], messages: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -56,6 +56,19 @@ function countSamples() {
 findIn(document.getElementById("samples-find"), samples, (sample) => sample.textContent, countSamples);
 countSamples();
 
+const sampleTokens = [...document.querySelectorAll(".tok")];
+function colourTokens(name) {
+  document.getElementById("sample-list").classList.toggle("is-by-token", name !== undefined);
+  if (name === undefined) return;
+  const values = sampleTokens.map((token) => Number(token.dataset[name]));
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity);
+  const high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  sampleTokens.forEach((token, i) => {
+    token.style.setProperty("--at", high > low ? (values[i] - low) / (high - low) : 1);
+    token.title = `log-prob ${token.dataset.l}, version ${token.dataset.v}`;
+  });
+}
+
 function colourBy(key) {
   const numbers = samples.map((sample) => JSON.parse(sample.dataset.numbers)[key]);
   const known = numbers.filter((number) => number !== null);
@@ -66,6 +79,7 @@ function colourBy(key) {
     sample.classList.toggle("is-without", numbers[i] === null);
     sample.style.setProperty("--at", at);
   });
+  colourTokens({ "log-prob": "l", version: "v" }[key]);
   document.getElementById("scale-low").textContent = `${key} ${shortNumber(low)}`;
   document.getElementById("scale-high").textContent = shortNumber(high);
   for (const chip of document.querySelectorAll("[data-colour]")) {
