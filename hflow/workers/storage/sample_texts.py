@@ -53,7 +53,7 @@ class SampleTexts:
         offsets = batch.offsets.tolist()
         for row, sample in enumerate(batch.samples.tolist()):
             tokens = slice(offsets[row], offsets[row + 1])
-            drawn = list(zip(logprobs[tokens].tolist(), versions[tokens].tolist(), strict=True))
+            drawn = list(zip(map(float, logprobs[tokens]), map(int, versions[tokens]), strict=True))
             turns = split_turns(list(ids[tokens]), list(mask[tokens]), messages[row], tokenizer, drawn)
             yield SampleText(stream, sample, int(batch.groups[row]), tuple(turns))
 
