@@ -18,8 +18,16 @@ WriteFiles = Callable[[], Sequence[Path]]
 """Writes files from a copy of their content, on any thread, and returns their paths."""
 
 _READ_BYTES = 8 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The disk, the user's quota, or the allowed size of a file is exhausted."""
+_FREE_SPACE = "free some space, or write to another disk"
+_FIXES = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EFBIG: _FREE_SPACE,
+    errno.ENAMETOOLONG: "use a shorter name",
+    errno.EACCES: "change its permissions, or use another directory",
+    errno.EROFS: "write to another disk",
+    errno.EMFILE: "raise the limit with `ulimit -n`",
+}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """How libraries that are written in Rust (safetensors, tokenizers) report an error of the system."""
 
@@ -38,11 +46,19 @@ def sync(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file, so that after the end of this process it has either the old or the new content."""
+    """Write a text file, so that after the end of this process it has either the old or the new content.
+
+    Raises:
+        WriteError: when it cannot be written. It then has the old content.
+    """
     new = path.with_name(f".{path.name}")
-    new.write_text(text, encoding="utf-8")
-    sync(new)
-    new.replace(path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        sync(new)
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise write_error(path, error) or error from error
 
 
 def file_checksum(path: Path) -> FileChecksum:
@@ -58,18 +74,18 @@ def write_error(directory: Path, error: BaseException) -> WriteError | None:
     """Return what to raise in place of an error of the system while files were written.
 
     Args:
-        directory: that was written.
+        directory: that was written, or a file.
         error: raised by Python, safetensors or tokenizers. None is returned for one of another kind.
     """
     number = error.errno if isinstance(error, OSError) else _library_errno(error)
     if number is None:
         return None
-    fix = (
-        "free space on its disk, or set out to another disk"
-        if number in _FULL
-        else "make it writable, or set out to another directory"
-    )
-    return WriteError(f"{directory} cannot be written: {os.strerror(number)}; {fix}")
+    return WriteError(f"{directory} cannot be written: {os.strerror(number)}; {file_fix(number)}")
+
+
+def file_fix(number: int | None) -> str:
+    """Return what a user can do about an error of the system, an `errno`, on a file."""
+    return _FIXES.get(number or 0, "check the path, its permissions and its disk")
 
 
 def _library_errno(error: BaseException) -> int | None:

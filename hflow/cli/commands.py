@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from typing import NoReturn
@@ -24,6 +23,7 @@ from hflow.cli import (
     size_command,
 )
 from hflow.cli.exit_codes import INTERRUPTED, RESUMABLE, USER_ERROR, RunStopped, StoppedByUser
+from hflow.durable_files import file_fix
 from hflow.errors import HflowError, shorten
 
 MAX_ERROR = 1200
@@ -194,18 +194,7 @@ def _command_of(error: TyperException) -> str:
 def _file_problem(error: OSError) -> str:
     """Return one line about a file that cannot be read or written."""
     name = "" if error.filename is None else f"{shorten(os.fspath(error.filename), 200)}: "
-    reason = error.strerror or str(error)
-    return f"{name}{reason}{_FIXES.get(error.errno or 0, '; check the path, its permissions and its disk')}"
-
-
-_FIXES = {
-    errno.ENOSPC: "; free some space, or write to another disk",
-    errno.EDQUOT: "; free some space, or write to another disk",
-    errno.ENAMETOOLONG: "; use a shorter name",
-    errno.EACCES: "; change its permissions, or use another file",
-    errno.EROFS: "; write to another disk",
-    errno.EMFILE: "; raise the limit with `ulimit -n`",
-}
+    return f"{name}{error.strerror or error}; {file_fix(error.errno)}"
 
 
 def _stop(message: str, code: int) -> NoReturn:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hflow.config import flatten, to_yaml
-from hflow.durable_files import replace_text
+from hflow.durable_files import WriteError, replace_text
 from hflow.errors import HflowError, WorkerFailureError
 from hflow.launch.compile import Compiled
 from hflow.launch.observer import RunObserver
@@ -331,7 +331,10 @@ def _observer(
             yield observer
         finally:
             observer.close("failed")  # it has no effect after the end of a run that did not fail
-            trace.write(directory.trace)
+            try:
+                trace.write(directory.trace)
+            except WriteError as error:  # what ended the run is more important
+                display.note(str(error))
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import RunError
 from hflow.workers.background_writer import BackgroundWriter
 
-FIX = "free space on its disk, or set out to another disk"
+FIX = "free some space, or write to another disk"
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_an_error_is_raised_where_its_directory_is_finished(writer: BackgroundWr
     writer.wait("actor")
     writer.start("actor", str(tmp_path / "c"), list)
     assert writer.finish("actor", str(tmp_path / "c")) == {}
-    message = rf"^{tmp_path}/a cannot be written: No such file or directory; make it writable, or set out to "
+    message = rf"^{tmp_path}/a cannot be written: No such file or directory; check the path, "
     with pytest.raises(RunError, match=message):
         writer.finish("actor", str(tmp_path / "a"))
     with pytest.raises(ZeroDivisionError):  # a mistake in hflow keeps its traceback

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.summary import histogram_raw, scalar
+from tensorboardX.summary import text as text_summary
 
+from hflow.durable_files import write_error
 from hflow.metrics import Metric, find_metric
 
 MAX_ROW_BYTES = 1 << 24
@@ -25,13 +32,22 @@ class MetricsLog:
         path: `metrics.jsonl`.
         tensorboard: directory of TensorBoard event files.
         metrics: declarations; those that are histograms are logged as such in TensorBoard.
+
+    Raises:
+        WriteError: when a file cannot be written. `write` raises it too.
     """
 
     def __init__(self, path: Path, tensorboard: Path, metrics: Iterable[Metric] = ()) -> None:
-        _drop_partial_row(path)
-        self._file = path.open("a", encoding="utf-8")
-        self._writer = SummaryWriter(logdir=str(tensorboard))
+        self._path = path
+        self._tensorboard = tensorboard
         self._histograms = [metric for metric in metrics if metric.is_histogram]
+        with _explained(tensorboard):
+            tensorboard.mkdir(parents=True, exist_ok=True)
+            # Not `SummaryWriter`: it writes on a thread, and waits for ever when that fails.
+            self._events = EventsWriter(str(tensorboard / "events"))
+        with _explained(path):
+            _drop_partial_row(path)
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a step.
@@ -40,42 +56,63 @@ class MetricsLog:
         TensorBoard the bins are one histogram.
         """
         row = {"step": step, **{name: _json_number(value) for name, value in values.items()}}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        with _explained(self._path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        summary = Summary()
         histograms: dict[Metric, dict[int, float]] = defaultdict(dict)
         for name, value in values.items():
             if metric := find_metric(name, self._histograms):
                 histograms[metric][int(metric.key_of(name) or 0)] = value
             else:
-                self._writer.add_scalar(name, value, step)
+                summary.MergeFrom(scalar(name, value))
         for metric, shares in histograms.items():
-            self._add_histogram(metric.member("histogram"), shares, step)
-        self._writer.flush()
+            summary.MergeFrom(_histogram(metric.member("histogram"), shares))
+        self._write_events(step, summary)
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Log a text of a step, in Markdown, in TensorBoard only."""
-        self._writer.add_text(name, text, step)
-        self._writer.flush()
+        self._write_events(step, text_summary(name, text))
 
     def close(self) -> None:
-        """Close both files."""
-        self._file.close()
-        self._writer.close()
+        """Close both files. Every row that was written is on disk already."""
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            self._events.close()
 
-    def _add_histogram(self, name: str, shares: Mapping[int, float], step: int) -> None:
-        """Write one bin for each whole number from the smallest to the largest, centred on it."""
-        bins = range(min(shares), max(shares) + 1)
-        self._writer.add_histogram_raw(
-            name,
-            min=bins[0] - 0.5,
-            max=bins[-1] + 0.5,
-            num=sum(shares.values()),
-            sum=sum(value * share for value, share in shares.items()),
-            sum_squares=sum(value * value * share for value, share in shares.items()),
-            bucket_limits=[value + 0.5 for value in bins],
-            bucket_counts=[shares.get(value, 0.0) for value in bins],
-            global_step=step,
-        )
+    def _write_events(self, step: int, summary: Summary) -> None:
+        with _explained(self._tensorboard):
+            self._events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+            self._events.flush()
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn an error of the system into one line.
+
+    Raises:
+        WriteError: when the block raises such an error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error) or error from error
+
+
+def _histogram(tag: str, shares: Mapping[int, float]) -> Summary:
+    """Return one bin for each whole number from the smallest to the largest, centred on it."""
+    bins = range(min(shares), max(shares) + 1)
+    return histogram_raw(
+        tag,
+        min=bins[0] - 0.5,
+        max=bins[-1] + 0.5,
+        num=sum(shares.values()),
+        sum=sum(value * share for value, share in shares.items()),
+        sum_squares=sum(value * value * share for value, share in shares.items()),
+        bucket_limits=[value + 0.5 for value in bins],
+        bucket_counts=[shares.get(value, 0.0) for value in bins],
+    )
 
 
 def _drop_partial_row(path: Path) -> None:

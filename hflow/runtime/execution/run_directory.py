@@ -147,7 +147,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """Write `summary.json`."""
+        """Write `summary.json`.
+
+        Raises:
+            WriteError: when it cannot be written.
+        """
         replace_text(self.summary, json.dumps(values, indent=2) + "\n")
 
 

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hflow.durable_files import FileChecksum, WriteError, write_error
@@ -80,6 +81,8 @@ class RunSaving:
         """Samples that are in no batch yet."""
         self._copied: dict[int, dict[str, str]] = defaultdict(dict)
         """Steps -> model -> the directory to which its copy is being written."""
+        self._failures: dict[int, OSError] = {}
+        """Steps -> why the directory of a model could not be made."""
         self._writing = asyncio.Lock()
         self._directory = ""
         """Of the samples of the checkpoint that the run continues from."""
@@ -101,7 +104,11 @@ class RunSaving:
     # Saving
     async def copy_model(self, model: str, steps: int) -> None:
         """Copy a model as it is after `steps` completed steps. Training waits for this only."""
-        directory = str(self._checkpoints.begin(steps, model))
+        try:
+            directory = str(self._checkpoints.begin(steps, model))
+        except OSError as error:
+            self._failures[steps] = error  # reported when the checkpoint is to be written
+            return
         start = time.monotonic()
         await self._workers.save(model, directory)
         self._metrics.sum_values(steps - 1, {SAVE_STALL.name: time.monotonic() - start})
@@ -151,21 +158,26 @@ class RunSaving:
         is_last: bool,
     ) -> None:
         steps, start = saved.snapshot.steps, time.time()
-        directory = self._checkpoints.begin(steps, SAMPLES)
         try:
-            workers = await self._copy_samples(saved.snapshot, homes, str(directory))
-        finally:
-            self._release.go_on()
-        for model in self._models:
-            if model not in self._copied[steps]:
-                await self.copy_model(model, steps)
-        if reports:
-            await asyncio.wait(reports)
-        try:
+            try:
+                directory = self._checkpoints.begin(steps, SAMPLES)
+                workers = await self._copy_samples(saved.snapshot, homes, str(directory))
+            finally:
+                self._release.go_on()
+            for model in self._models:
+                if model not in self._copied[steps]:
+                    await self.copy_model(model, steps)
+            if reports:
+                await asyncio.wait(reports)
+            if failure_before := self._failures.pop(steps, None):
+                raise failure_before
             async with self._writing:
                 await self._write(saved, workers)
         except (WriteError, OSError) as failure:
-            error = write_error(directory.parent, failure) if isinstance(failure, OSError) else failure
+            unfinished = self._checkpoints.unfinished(steps)
+            error = write_error(unfinished, failure) if isinstance(failure, OSError) else failure
+            with suppress(WriteError):  # so that nothing is written after the directory is removed
+                await self._finish_models(steps)
             self._checkpoints.drop(steps)
             if is_last:
                 raise error or failure from failure
@@ -206,8 +218,7 @@ class RunSaving:
         steps = saved.snapshot.steps
         directory = self._checkpoints.unfinished(steps)
         files: dict[str, FileChecksum] = {}
-        for model, model_directory in self._copied.pop(steps, {}).items():
-            written = await self._workers.finish_save(model, model_directory)
+        for model, written in (await self._finish_models(steps)).items():
             files |= {f"{model}/{name}": checksum for name, checksum in written.items()}
         lost: list[NotSaved] = []
         for worker in workers:
@@ -220,6 +231,22 @@ class RunSaving:
             saved = saved.without((stream_of[sample.source], sample.sample) for sample in lost)
         saved.write(directory)
         await asyncio.to_thread(self._checkpoints.finish, steps, files, self._plan.digest)
+
+    async def _finish_models(self, steps: int) -> dict[str, Mapping[str, FileChecksum]]:
+        """Wait until no worker writes a model of a checkpoint, and return model -> its files.
+
+        Raises:
+            RunError: when one of them cannot be written.
+        """
+        copied = self._copied.pop(steps, {})
+        finishing = (self._workers.finish_save(model, directory) for model, directory in copied.items())
+        answers = await asyncio.gather(*finishing, return_exceptions=True)
+        written: dict[str, Mapping[str, FileChecksum]] = {}
+        for model, answer in zip(copied, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            written[model] = answer
+        return written
 
     def _warn_of_lost(self, steps: int, lost: Sequence[NotSaved]) -> None:
         first = lost[0]

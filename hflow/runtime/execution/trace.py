@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hflow.durable_files import replace_text
 from hflow.workers.interface import Span
 
 MAX_SPANS = 20_000
@@ -35,8 +36,12 @@ class Trace:
         self._lanes[worker, span.lane].append(span)
 
     def write(self, path: Path) -> None:
-        """Write the kept spans as one JSON file."""
-        path.write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
+        """Write the kept spans as one JSON file.
+
+        Raises:
+            WriteError: when it cannot be written.
+        """
+        replace_text(path, json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
 
     def events(self) -> list[dict[str, Any]]:
         """Return the trace events: names of processes and threads, then one complete event per span.

@@ -9,6 +9,7 @@ raised or the process is killed.
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import threading
 import time
@@ -16,6 +17,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from hflow.durable_files import file_fix
 from hflow.errors import RunError
 from hflow.runtime.ledger.rows import Record, RowBuilder
 from hflow.runtime.ledger.schema import NUM_COLUMNS
@@ -139,7 +141,9 @@ class Writer:
 
 def write_error(path: Path, error: sqlite3.Error) -> RunError:
     """Return the error of a ledger that cannot be written."""
-    return RunError(f"the ledger {path} cannot be written: {error}")
+    is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    fix = file_fix(errno.ENOSPC if is_full else None)
+    return RunError(f"the ledger {path} cannot be written: {error}; {fix}")
 
 
 def _insert(database: sqlite3.Connection, table: str, values: list[Any]) -> None:
