@@ -127,6 +127,10 @@ class RankPosition:
     pipe: int = 1
 
 
+def _ignore(samples: Sequence[int]) -> None:
+    """Do nothing with samples that are skipped."""
+
+
 @dataclass(frozen=True)
 class NodeCall:
     """A node's body and everything that its call needs besides the data.
@@ -152,6 +156,8 @@ class NodeCall:
     """Generation temperature of the model's policy: log-probs and entropy divide logits by it."""
     is_first_writer: bool = True
     """Whether no other node changes the node's model before it in the same step."""
+    on_skipped: Callable[[Sequence[int]], object] = _ignore
+    """Called with this rank's samples of a minibatch whose update is skipped; by default nothing happens."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class OptimConfig:
     """Maximum global gradient norm; 0 turns clipping off."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens if a gradient is not finite: the run stops and names the samples, or all ranks skip the
-    update, which `NODE/skipped_updates` counts."""
+    update, which `NODE/skipped_updates` counts, and the ledger names its samples (reason `nonfinite`)."""
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -95,7 +95,8 @@ def _headline(story: SampleHistory) -> str:
     sample = story.sample
     if sample["end"] == "trained":
         lag = "" if sample["lag"] is None else f", lag {sample['lag']}"
-        return f" at step {sample['step']}{lag}"
+        skipped = f" ({sample['reason']})" if sample["reason"] else ""
+        return f" at step {sample['step']}{lag}{skipped}"
     if sample["end"] == "evaluated":
         return f" at version {sample['step']}"
     return f" ({sample['reason']})" if sample["reason"] else ""
@@ -151,7 +152,8 @@ def _ended(story: SampleHistory) -> Iterator[Line]:
         waited = story.bound_at - sample["accepted_at"]
         yield story.bound_at, "bound", f"to step {sample['step']}, after {waited:.3f} s in the queue"
     if end == "trained":
-        yield sample["ended_at"], end, f"step {sample['step']} is complete{_lag(story)}"
+        skipped = f"; {sample['message']}" if sample["message"] else ""
+        yield sample["ended_at"], end, f"step {sample['step']} is complete{_lag(story)}{skipped}"
     elif end == "evaluated":
         yield sample["ended_at"], end, f"with weights of version {sample['step']}"
     elif end == "refused":

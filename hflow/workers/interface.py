@@ -397,6 +397,8 @@ class NodeResult:
     """The reported field of each of `samples`; empty if the node reports none."""
     state: str | None = None
     """JSON of the node's `State` after the call; None if the node has none."""
+    skipped: tuple[int, ...] = ()
+    """Those of its samples that were in an update that was skipped, as the gradient was not finite."""
 
 
 @dataclass(frozen=True)

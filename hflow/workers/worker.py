@@ -351,6 +351,7 @@ class Worker:
                 worker,
                 self._values(task),
                 self._batch_nodes.state_text(task.node),
+                tuple(sample for sample in task.samples if sample in self._batch_nodes.skipped),
             )
             for worker, task in tasks.items()
         ]

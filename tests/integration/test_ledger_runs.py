@@ -142,6 +142,22 @@ def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_p
     assert count(ledger, "stream = 'eval_gen' and (lag <> 0 or reward is null)") == 0
 
 
+def test_samples_of_skipped_updates_are_named(tmp_path: Path):
+    """One of two minibatches has a reward that is not finite; the other is trained."""
+    poor = RECIPE.replace("raise KeyError(prompt)", "return 1, float('nan')")
+    poor = poor.replace('prox="none"', 'prox="none", minibatches=4').replace("picky", "poor")
+    (tmp_path / "poor.py").write_text(poor)
+    skips = "models.actor.optim.on_nonfinite=skip"
+    summary = run(tmp_path / "poor.py", tmp_path / "runs", *ASKED, *INPROC, "steps=2", skips)
+    ledger = summary.directory / "ledger.sqlite"
+    num_updates = sum(row.get("actor_train/skipped_updates", 0) for row in steps_of(summary))
+    assert 0 < num_updates < 8
+    assert count(ledger, "end = 'trained' and reason = 'nonfinite'") == 2 * num_updates
+    assert count(ledger, "end = 'trained' and reason is null and reward is null") == 0
+    assert any("actor_train skipped an update of step" in warning for warning in summary.warnings)
+    assert audit(ledger) == []
+
+
 @pytest.mark.ray
 def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path, two_processes: RayActors):
     summary = picky(tmp_path, "steps=2", "cluster=cpu-1x2", processes=two_processes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -111,8 +111,10 @@ class LedgerScript:
     def refuse(self, *samples: int, node: str, reason: ev.Refusal, message: str = "") -> None:
         self.ledger.record_instruction(ev.Refuse("gen", samples[0] // 2, samples, node, reason, message))
 
-    def train(self, step: int, *groups: int, version: int = 0) -> None:
-        """Record the whole history of groups that a step trains."""
+    def train(
+        self, step: int, *groups: int, version: int = 0, on_batch: Callable[[], None] | None = None
+    ) -> None:
+        """Record the whole history of groups that a step trains; `on_batch` records more of the step."""
         for group in groups:
             self.issue(group, version)
             for sample in self.members(group):
@@ -120,6 +122,8 @@ class LedgerScript:
                 self.score(sample, 1.0)
             self.accept(group)
         self.form(step, *groups)
+        if on_batch is not None:
+            on_batch()
         self.ledger.record_instruction(ev.StepDone(step))
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sqlite3
 import subprocess
@@ -12,14 +13,17 @@ from pathlib import Path
 
 import pytest
 from ledger_kit import ends_of, recorded, row_of
+from rich.console import Console
 from state_script import grpo
 
 from hflow.errors import ConfigError, RunError
+from hflow.report.ledger_text import render_story
 from hflow.runtime import events as ev
 from hflow.runtime.ledger import Ledger, audit, rewind, writer
 from hflow.runtime.ledger.header import schedule_header
 from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.sample_history import read_history
+from hflow.workers.interface import NodeResult, Span
 
 
 @pytest.fixture
@@ -71,6 +75,34 @@ def test_a_failed_reward_is_a_refusal_with_a_reason_and_no_number(path: Path):
     assert (row["end"], row["reason"], row["node"]) == ("refused", "failed", "score")
     assert (row["place"], row["message"]) == ("recipes/grpo.py:17", "KeyError: 'x' (recipes/grpo.py:19)")
     assert counts == {"refused": 1, "unused": 1}
+    assert audit(path) == []
+
+
+def test_samples_of_an_update_that_was_skipped_are_named(path: Path):
+    def skip(step: int, *samples: int) -> None:
+        span = Span("actor_train", "device", 0.0, 1.0)
+        run.ledger.record_result(NodeResult("actor_train", step, (2, 3), {}, span, skipped=samples))
+
+    with recorded(path) as run:
+        run.train(0, 0)
+        run.train(1, 1, version=1, on_batch=lambda: skip(1, 3))
+        run.issue(2)
+        run.ready(4, (1, 4))
+        run.ready(5, (1, 4))
+        run.accept(2)
+        run.form(2, 2)
+        skip(2, 4)
+    assert count(path, "reason = 'nonfinite'") == 1
+    row = row_of(path, 3)
+    assert (row["end"], row["step"], row["reason"]) == ("trained", 1, "nonfinite")
+    assert row["message"] == "actor_train skipped an update with it, as the gradient was not finite"
+    assert (row_of(path, 2)["end"], row_of(path, 2)["reason"]) == ("trained", None)
+    assert row_of(path, 4)["end"] == "unused"
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render_story(read_history(path, "3")))
+    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert text.startswith("gen/3: trained at step 1, lag 0 (nonfinite)")
+    assert f"step 1 is complete; lag 0 of at most 0, 0 in flight and 0 in the queue; {row['message']}" in text
     assert audit(path) == []
 
 

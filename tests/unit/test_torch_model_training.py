@@ -239,11 +239,14 @@ def test_an_update_that_is_not_finite_is_skipped():
 
     call = kit.call(body, "token", [kit.read("weights", Unit.SEQUENCE)], metrics=True, reduce="token-mean")
     runs = {}
+    skipped: list[int] = []
+    call = dataclasses.replace(call, on_skipped=skipped.extend)
     for name, minibatches in {"skip": (first, poor, last), "without": (first, last)}.items():
         backend = kit.model(optim=optim)
         runs[name] = backend.train(call, [TrainShard(minibatches)], 0), kit.weights(backend)
     (metrics, weights), (wanted, wanted_weights) = runs["skip"], runs["without"]
     assert metrics.pop("skipped_updates") == 1
+    assert sorted(skipped) == sorted(poor.samples.tolist())
     assert metrics.pop("num_tokens") > wanted.pop("num_tokens")
     assert metrics == wanted
     assert all(torch.equal(weights[name], wanted_weights[name]) for name in weights)

@@ -135,6 +135,7 @@ def run_train(
             if optimizer.skips_nonfinite:
                 optimizer.skip()
                 record.num_skipped += 1
+                call.on_skipped(_samples(minibatch))
                 continue
             where = f"update {update} of step {step}"
             cause = _likely_cause(minibatch, group)
@@ -152,8 +153,7 @@ def _likely_cause(minibatch: Minibatch, group: ProcessGroup | None) -> str:
 
     Names samples: those with the input, else those of the minibatch. A collective.
     """
-    samples = [int(sample) for batch in minibatch.microbatches for sample in batch.samples]
-    local = (*_infinite_input(minibatch), samples)
+    local = (*_infinite_input(minibatch), _samples(minibatch))
     by_rank: list[Any] = [local]
     if group is not None:
         by_rank = [None] * group.size()
@@ -167,6 +167,11 @@ def _likely_cause(minibatch: Minibatch, group: ProcessGroup | None) -> str:
         f"its inputs are finite{_sample_list(everything)}, so lower the learning rate or check the loss, or "
         "set models.NAME.optim.on_nonfinite=skip"
     )
+
+
+def _samples(minibatch: Minibatch) -> list[int]:
+    """Return this rank's samples of a minibatch."""
+    return [int(sample) for batch in minibatch.microbatches for sample in batch.samples]
 
 
 def _infinite_input(minibatch: Minibatch) -> tuple[str | None, list[int]]:

@@ -64,6 +64,8 @@ class NodeExecution:
         self.states = dict(states)
         self._rules = {rule.consumer: rule for rule in plan.rules}
         self._cuts = dict(plan.cuts)
+        self._warned: set[str] = set()
+        """Nodes that have skipped an update."""
 
     async def run(
         self, node: str, step: int, groups: Mapping[int, Sequence[int]], locations: DataLocations
@@ -114,6 +116,12 @@ class NodeExecution:
             self._ledger.record_result(result)
             if result.state is not None:
                 self.states[node] = result.state
+            if result.skipped and node not in self._warned:
+                self._warned.add(node)
+                self._observer.on_warning(
+                    f"{node} skipped an update of step {result.step}, as its gradient was not finite; hflow "
+                    "samples RUN --where \"reason = 'nonfinite'\" lists the samples of all such updates"
+                )
             self._observer.on_span(result.worker, result.span)
             if uses_devices:
                 self._metrics.add_device_seconds(result.worker, result.span.end - result.span.start)

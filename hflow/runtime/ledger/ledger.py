@@ -63,7 +63,7 @@ class Ledger:
 
     def record_result(self, result: SampleReady | ComputeReady | NodeResult) -> None:
         """Record that a source, a sample or group node, or a batch node on one worker is done."""
-        if not isinstance(result, NodeResult) or result.values:
+        if not isinstance(result, NodeResult) or result.values or result.skipped:
             self._writer.put(result)
 
     def record_instruction(self, instruction: Instruction) -> None:

@@ -14,6 +14,9 @@ from hflow.runtime.events import Accept, FormBatch, OpenGroup, Refuse, StepDone
 from hflow.runtime.ledger.header import Header
 from hflow.workers.interface import ComputeReady, NodeResult, SampleReady
 
+NONFINITE = "nonfinite"
+"""Reason of a trained sample that was in an update which `optim.on_nonfinite=skip` left out."""
+
 
 @dataclass(frozen=True)
 class GroupIssued:
@@ -68,7 +71,8 @@ Record = (
 class RowBuilder:
     """Makes rows and keeps them until they are taken: for each table one flat list of values.
 
-    Of the run it remembers only which samples are in the batch of which unfinished step.
+    Of the run it remembers only which samples are in the batch of which unfinished step, and which of them
+    were in an update that was skipped.
 
     Args:
         header: streams and nodes of the run.
@@ -85,13 +89,15 @@ class RowBuilder:
         """The step that the next batch of the trained stream is for."""
         self._batches: dict[int, tuple[int, tuple[int, ...]]] = {}
         """Unfinished step -> stream, samples."""
+        self._skipped: dict[int, dict[int, str]] = defaultdict(dict)
+        """Unfinished step -> sample -> the node that skipped an update with it."""
         self._tables: dict[str, list[Any]] = defaultdict(list)
         self._handlers: dict[type, Callable[[Any, int, int], None]] = {
             GroupIssued: self._add_issued,
             WeightsVerified: self._add_weights,
             SampleReady: self._add_finished,
             ComputeReady: self._add_computed,
-            NodeResult: self._add_batch_numbers,
+            NodeResult: self._add_batch_result,
             Accept: self._add_accepted,
             Refuse: self._add_refused,
             FormBatch: self._add_batch,
@@ -141,10 +147,13 @@ class RowBuilder:
     def _add_computed(self, record: ComputeReady, seq: int, time: int) -> None:
         self._tables["computed"] += (self._nodes[record.node], record.key, seq, time, record.value)
 
-    def _add_batch_numbers(self, record: NodeResult, seq: int, time: int) -> None:
-        node, rows = self._nodes[record.node], self._tables["computed"]
-        for sample, number in zip(record.samples, record.values, strict=True):
-            rows += (node, sample, seq, time, number)
+    def _add_batch_result(self, record: NodeResult, seq: int, time: int) -> None:
+        if record.skipped:
+            self._skipped[record.step] |= dict.fromkeys(record.skipped, record.node)
+        if record.values:
+            node, rows = self._nodes[record.node], self._tables["computed"]
+            for sample, number in zip(record.samples, record.values, strict=True):
+                rows += (node, sample, seq, time, number)
 
     def _add_accepted(self, record: Accept, seq: int, time: int) -> None:
         stream, rows = self._streams[record.stream], self._tables["accepted"]
@@ -170,10 +179,16 @@ class RowBuilder:
         self._tables["steps"] += (seq, time, record.step)
         if record.step in self._batches:  # the final cycle has no batch: it only evaluates
             stream, samples = self._batches.pop(record.step)
-            self._add_ends(stream, samples, (seq, time, "trained", record.step, None, None, None))
+            skipped, end = self._skipped.pop(record.step, {}), (seq, time, "trained", record.step)
+            used = tuple(sample for sample in samples if sample not in skipped)
+            self._add_ends(stream, used, (*end, None, None, None))
+            for sample, node in skipped.items():
+                message = f"{node} skipped an update with it, as the gradient was not finite"
+                self._add_ends(stream, (sample,), (*end, NONFINITE, None, message))
 
     def _add_rewind(self, record: RunRewound, seq: int, time: int) -> None:
         self._batches.clear()
+        self._skipped.clear()
         self._next_step = record.step
         self._tables["rewinds"] += (seq, time, record.step, record.position)
 

@@ -119,7 +119,10 @@ COLUMNS = {
     "newest": ("f.newest", "highest version among its generated tokens"),
     "reward": ("c.value", "number that a node reported: the field reward, else score, else the last node's"),
     "end": ("e.kind", "trained, evaluated, refused, dropped, unused; null while it runs"),
-    "reason": ("e.reason", "why it was refused, dropped or unused"),
+    "reason": (
+        "e.reason",
+        "why it was refused, dropped or unused; nonfinite: trained, but in an update that was skipped",
+    ),
     "node": ("n.name", "the node that refused it"),
     "place": ("n.place", "file and line of that node"),
     "message": ("e.message", "the error of that node, or more about the reason"),

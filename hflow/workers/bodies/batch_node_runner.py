@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 
@@ -33,6 +34,9 @@ class BatchNodeRunner:
         backends: replica -> its shard on this worker.
         computes: runs per-sample and per-group bodies that are scheduled on a batch.
         states: node -> JSON of the `State` with which it continues.
+
+    Attributes:
+        skipped: samples of the updates that the last node skipped, as their gradient was not finite.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class BatchNodeRunner:
         self._backends = backends
         self._computes = computes
         self._states = NodeStates(states)
+        self.skipped: set[int] = set()
         self._run_by_verb: Mapping[str, Callable[[NodeProgram, NodeTask], Metrics]] = {
             "infer": self._infer,
             "train": self._train,
@@ -62,6 +67,7 @@ class BatchNodeRunner:
         program = self._programs[task.node]
         if program.verb not in self._run_by_verb:
             raise NotYetError(f"{program.verb!r} nodes cannot run on a batch yet")
+        self.skipped = set()
         return self._run_by_verb[program.verb](program, task)
 
     def state_text(self, node: str) -> str | None:
@@ -79,7 +85,8 @@ class BatchNodeRunner:
             TrainShard(tuple(self._gather(program, samples) for samples in shard.minibatches))
             for shard in task.shards
         ]
-        return self._backend(program).train(self._node_call(program), shards, task.step)
+        call = dataclasses.replace(self._node_call(program), on_skipped=self.skipped.update)
+        return self._backend(program).train(call, shards, task.step)
 
     def _compute(self, program: NodeProgram, task: NodeTask) -> Metrics:
         samples = task.samples
