@@ -176,10 +176,23 @@ class Worker:
             if program.level != "batch" and (setup_of(program.body) is None or self._runs(name))
         }
         self._computes = ComputeRunner(
-            programs, self._store, setup.pool_processes, self._add_retry, self._fail, self._add_span
+            programs,
+            self._store,
+            setup.pool_processes,
+            setup.seed,
+            self._add_retry,
+            self._fail,
+            self._add_span,
         )
         self._batch_nodes = BatchNodeRunner(
-            self._plan, setup.programs, self._store, self._backends, self._computes, setup.node_states
+            self._plan,
+            setup.programs,
+            self._store,
+            self._backends,
+            self._computes,
+            setup.node_states,
+            setup.seed,
+            self._hosted,
         )
 
     def _set_up_nodes(self) -> None:

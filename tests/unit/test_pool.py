@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hflow.errors import RunError
@@ -108,8 +110,10 @@ class Bench:
     def __init__(self, body: Callable[..., Any], num_processes: int, **options: Any) -> None:
         self._results: queue.SimpleQueue[Sequence[JobResult] | BaseException] = queue.SimpleQueue()
         self.retries: queue.SimpleQueue[BodyRetry] = queue.SimpleQueue()
-        bodies = {"body": PoolBody(body, **({"backoff": 0.01} | options))}
-        self.pool = Pool(bodies, num_processes, self._results.put, self.retries.put, self._results.put)
+        spec = {name: value for name, value in options.items() if name != "seed"}
+        bodies = {"body": PoolBody(body, **({"backoff": 0.01} | spec))}
+        put = self._results.put
+        self.pool = Pool(bodies, num_processes, options.pop("seed", 0), put, self.retries.put, put)
 
     def run(self, calls: dict[int, dict[str, Any]]) -> dict[int, JobResult]:
         self.pool.submit("body", calls)
@@ -344,6 +348,23 @@ def test_a_cancelled_job_is_not_retried(bench: Callable[..., Bench]) -> None:
         one.pool.submit("body", {3: {"x": 3 if body is sleepy else 0}})
         one.pool.cancel([("body", 3)])
         assert one.wait(1)[3].message == "was cancelled"
+
+
+def draw(x: int) -> tuple[float, float]:
+    return random.random(), float(np.random.rand())
+
+
+def test_what_a_body_draws_depends_on_its_sample_and_the_seed_only(bench: Callable[..., Bench]) -> None:
+    drawn = {
+        name: [result.value for _, result in sorted(bench(draw, **options).run(calls).items())]
+        for name, calls, options in (
+            ("one", numbers(8), {}),
+            ("two", dict(reversed(numbers(8).items())), {"num_processes": 2}),
+            ("other", numbers(8), {"seed": 1}),
+        )
+    }
+    assert drawn["one"] == drawn["two"]
+    assert len({*drawn["one"], *drawn["other"]}) == 16
 
 
 async def dies_on_four(x: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
 from hflow.data.unpack_returns import metric_tensor
 from hflow.errors import NotYetError, RunError
 from hflow.planner.ir import Plan
+from hflow.planner.routing import rank_order
 from hflow.types import Sequences, State
 from hflow.types.tensor_slices import Block
 from hflow.workers.bodies.compute_runner import ComputeRunner
+from hflow.workers.bodies.seeding import seed_generators
 from hflow.workers.interface import NodeProgram, NodeTask, ShardInput
 from hflow.workers.storage.sample_store import SampleStore
 
@@ -34,6 +36,8 @@ class BatchNodeRunner:
         backends: replica -> its shard on this worker.
         computes: runs per-sample and per-group bodies that are scheduled on a batch.
         states: node -> JSON of the `State` with which it continues.
+        seed: of the run, for what bodies draw.
+        hosted: index of this worker, or of all workers in this process.
 
     Attributes:
         skipped: samples of the updates that the last node skipped, as their gradient was not finite.
@@ -47,7 +51,11 @@ class BatchNodeRunner:
         backends: Mapping[str, ModelBackend],
         computes: ComputeRunner,
         states: Mapping[str, str],
+        seed: int,
+        hosted: Sequence[int],
     ) -> None:
+        self._seed = seed
+        self._hosted = hosted
         self._plan = plan
         self._programs = programs
         self._store = store
@@ -68,11 +76,24 @@ class BatchNodeRunner:
         if program.verb not in self._run_by_verb:
             raise NotYetError(f"{program.verb!r} nodes cannot run on a batch yet")
         self.skipped = set()
+        seed_generators(self._seed, task.node, task.step, self._data_rank(task.node))
         return self._run_by_verb[program.verb](program, task)
 
     def state_text(self, node: str) -> str | None:
         """Return the JSON of a node's `State`; None if the node has none, or has not run yet."""
         return self._states.text(node)
+
+    def _data_rank(self, node: str) -> int:
+        """Return the data index of this worker in a node's replica; its own index if the node has no model.
+
+        Ranks that hold parts of one model work on the same samples, so they must draw the same numbers.
+        """
+        replicas = self._plan.placement(node).replicas
+        if not replicas:
+            return self._hosted[0]
+        replica = self._plan.replica(replicas[0])
+        rank = next(rank for rank, worker in enumerate(replica.workers) if worker in self._hosted)
+        return replica.layout.coords(rank_order(replica.role), rank)[0]
 
     def _infer(self, program: NodeProgram, task: NodeTask) -> Metrics:
         shards = [self._gather(program, _samples(shard)) for shard in task.shards]

@@ -45,6 +45,7 @@ class ComputeRunner:
             sample, or on a formed batch (`run_on_batch`).
         store: where inputs are read and outputs are stored.
         num_processes: processes of the pool.
+        seed: of the run, for what bodies draw.
         on_retry: called when a call failed that is made again.
         on_error: called with an exception that ends the run.
         on_span: called with the time from when calls were queued together to the last of their results.
@@ -55,6 +56,7 @@ class ComputeRunner:
         programs: Mapping[str, NodeProgram],
         store: SampleStore,
         num_processes: int,
+        seed: int,
         on_retry: Callable[[BodyRetry], None],
         on_error: Callable[[BaseException], None],
         on_span: Callable[[Span], None] = lambda _: None,
@@ -69,7 +71,7 @@ class ComputeRunner:
         self._batch_queues: set[queue.SimpleQueue[Sequence[WorkerEvent] | BaseException]] = set()
         """Queues that `run_on_batch` reads."""
         bodies = {name: _pool_body(program) for name, program in programs.items()}
-        self._pool = Pool(bodies, num_processes, self._take_results, on_retry, self._fail)
+        self._pool = Pool(bodies, num_processes, seed, self._take_results, on_retry, self._fail)
 
     def submit(self, orders: Iterable[ComputeOrder], sink: EventSink) -> None:
         """Queue bodies; `sink` receives a `ComputeReady` or `Failed` for each order."""

@@ -72,6 +72,7 @@ class Pool:
     Args:
         bodies: node name -> body.
         num_processes: processes for synchronous bodies; one more is for asynchronous ones.
+        seed: of the run; what a body draws depends on it, and on what the body is called for.
         on_results: called with the results of jobs that finished at the same time.
         on_retry: called when a job failed that is tried again.
         on_error: called with an exception after which the pool cannot continue.
@@ -81,11 +82,13 @@ class Pool:
         self,
         bodies: Mapping[str, PoolBody],
         num_processes: int,
+        seed: int,
         on_results: Callable[[Sequence[JobResult]], None],
         on_retry: Callable[[BodyRetry], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
         self._bodies = bodies
+        self._seed = seed
         self._on_results = on_results
         self._on_retry = on_retry
         self._on_error = on_error
@@ -172,7 +175,7 @@ class Pool:
     def _start_processes(self, nodes: set[str], num_processes: int) -> ProcessPool:
         pickled = {node: self._pickle_body(node) for node in sorted(nodes)}
         return ProcessPool(
-            num_processes, initializer=load_bodies, initargs=(pickled,), context=CleanContext()
+            num_processes, initializer=load_bodies, initargs=(pickled, self._seed), context=CleanContext()
         )
 
     def _pickle_body(self, node: str) -> bytes:

@@ -19,6 +19,7 @@ import cloudpickle
 
 from hflow.errors import RunError
 from hflow.types.node_setup import setup_of
+from hflow.workers.bodies.seeding import seed_generators
 from hflow.workers.error_location import error_with_location
 
 ASYNC_STEP_SECONDS = 0.05
@@ -82,6 +83,8 @@ class _ChildState:
     bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     """Node -> why its setup failed."""
+    seed: int = 0
+    """Of the run."""
     loop: asyncio.AbstractEventLoop | None = None
     running: dict[JobId, asyncio.Task[JobResult]] = field(default_factory=dict)
 
@@ -89,8 +92,9 @@ class _ChildState:
 _child = _ChildState()
 
 
-def load_bodies(pickled: Mapping[str, bytes]) -> None:
+def load_bodies(pickled: Mapping[str, bytes], seed: int) -> None:
     """Load the bodies of nodes and set them up; the pool calls this once in every process."""
+    _child.seed = seed
     _child.bodies = {node: _load_body(body) for node, body in pickled.items()}
     for node, body in _child.bodies.items():
         if problem := run_setup(body):
@@ -183,6 +187,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _run(job: Job) -> JobResult:
     body = _child.bodies[job.node]
+    seed_generators(_child.seed, job.node, job.key)
     try:
         return JobResult(job.node, job.key, body(**job.arguments))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
