@@ -136,7 +136,8 @@ class SourceConfig:
     path: FilePaths = None
     """A `.jsonl` or `.parquet` file, a pattern such as `data/*.jsonl`, a directory that `save_to_disk` of the
     library `datasets` wrote, a dataset of the Hugging Face Hub as `hf:OWNER/NAME` or `hf:OWNER/NAME/CONFIG`,
-    or a list of these. In a YAML file it is relative to that file."""
+    or a list of these. In a YAML file it is relative to that file. The first 20,000 rows
+    of each are checked before a run starts, others when they are read."""
     generator: str | None = None
     """A named generator of rows, such as `addition`."""
     split: str = "train"

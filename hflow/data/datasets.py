@@ -17,6 +17,9 @@ from hflow.data.row_schema import RowSchema
 from hflow.errors import DataError, nearest
 from hflow.types import Unit
 
+NUM_CHECKED_ROWS = 20_000
+"""Rows of each source that are checked before a run. Others are checked when they are read."""
+
 
 @dataclass(frozen=True)
 class DataSettings:
@@ -106,6 +109,20 @@ def open_dataset(settings: DataSettings, columns: Mapping[str, Unit]) -> RowSour
         )
     source.row(0)
     return source
+
+
+def check_rows(settings: DataSettings, source: RowSource) -> None:
+    """Check the first rows of each file, so that most mistakes are found before a run, and not during it.
+
+    Raises:
+        DataError: for a row that does not have the declared columns.
+    """
+    if settings.generator is not None:
+        return
+    sizes = source.sizes if isinstance(source, JoinedRows) else (len(source),)
+    for end, size in zip(accumulate(sizes), sizes, strict=True):
+        for index in range(end - size, end - size + min(size, NUM_CHECKED_ROWS)):
+            source.row(index)
 
 
 def _open_paths(settings: DataSettings, schema: RowSchema) -> RowSource:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hflow.backends.hf_config import max_length, read_config
+from hflow.backends.common.sharded_checkpoint import check_shards
+from hflow.backends.hf_config import max_length, read_config, translate_errors
+from hflow.backends.interface import SHARDS
 from hflow.config import RunConfig
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import BackendError, ConfigError, NotYetError
@@ -74,6 +77,10 @@ def check_models(compiled: Compiled, setup: WorkerSetup) -> None:
             template that a node needs.
     """
     configs = {name: read_config(settings) for name, settings in setup.models.items()}
+    for name, settings in setup.models.items():
+        if settings.resume:
+            with translate_errors(name):
+                check_shards(Path(f"{settings.path}/{SHARDS}"))
     for replica in compiled.plan.replicas:
         if replica.role != "gen" and (check := training_backend(replica.backend).check_model) is not None:
             check(setup.models[replica.model], configs[replica.model])

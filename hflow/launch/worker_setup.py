@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.config import DataConfig, ModelConfig
 from hflow.config.schema import SourceConfig
-from hflow.data.datasets import DataSettings, JoinedRows, RowSource, open_dataset
+from hflow.data.datasets import DataSettings, JoinedRows, RowSource, check_rows, open_dataset
 from hflow.data.hf_datasets import HUB
 from hflow.data.row_order import RowOrder, WeightedOrder
 from hflow.errors import ConfigError
@@ -67,7 +67,7 @@ def make_workers(compiled: Compiled, processes: RayActors | None = None) -> Work
 
 
 def open_rows(compiled: Compiled) -> dict[str, DatasetRows]:
-    """Open the dataset of every stream, check its first row, and return the order of its rows.
+    """Open the dataset of every stream, check its first rows, and return the order of its rows.
 
     Raises:
         DataError: for a file that does not have the columns that the recipe declares.
@@ -84,6 +84,7 @@ def open_rows(compiled: Compiled) -> dict[str, DatasetRows]:
         if name not in trained:
             _refuse_weights(settings)
         source = open_dataset(settings, dict(datasets[name].columns))
+        check_rows(settings, source)
         rows[stream] = _row_order(settings, source, compiled.config.seed, is_trained[stream])
     return rows
 

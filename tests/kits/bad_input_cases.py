@@ -154,7 +154,6 @@ CHANGED_LATE = ("data", "checkpoint")
 FOUND_LATE = (
     "characters that the model lacks",
     "a row longer than the model",
-    "a shard with",
     "an index of shards",
 )
 
@@ -661,6 +660,8 @@ def _data(good: Good) -> Chosen:
         "a row longer than the model": b'{"prompt": "' + b"1" * 1000 + b'", "answer": "2"}\n',
     }.items():
         yield name, run, {**good.files, "rows.jsonl": content}, ""
+    late = ROWS.encode() * 3000 + b'{"prompt": "1+1="}\n'
+    yield "a missing column late in the file", run, {**good.files, "rows.jsonl": late}, "rows.jsonl row "
     yield "a huge row", run, {**good.files, "rows.jsonl": Sparse(HUGE // 4, b'{"prompt": "')}, "rows.jsonl"
     yield (
         "a huge row of text",

@@ -9,7 +9,7 @@ overlaps its own boxes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -168,6 +168,25 @@ def open_shards(
         yield ShardReader(directory, stored, boxes, stack)
 
 
+def check_shards(directory: Path) -> None:
+    """Check, without reading weights, that a sharded checkpoint has an index and complete files.
+
+    Raises:
+        BackendError: if not; names the file.
+    """
+    index = _read_index(directory)
+    stored = CheckpointInfo(index.config, index.head, index.num_steps)
+    entries: dict[str, set[str]] = {}
+    for tensor, row in index.tensors.items():
+        for box, file in row.boxes:
+            names = (entry_name(tensor, box, kind) for kind in stored.kinds)
+            entries.setdefault(file, set()).update(names)
+    with ExitStack() as stack:
+        reader = ShardReader(directory, stored, {}, stack)
+        for file, expected in entries.items():
+            reader.check(file, expected)
+
+
 @dataclass
 class ShardReader:
     """An open sharded checkpoint. Its files are opened when they are first read."""
@@ -199,18 +218,37 @@ class ShardReader:
                 f"{_OTHER_CHECKPOINT}"
             )
 
+    def check(self, name: str, entries: Set[str]) -> None:
+        """Check that a file is complete and has these entries.
+
+        Raises:
+            BackendError: if not.
+        """
+        with self._errors_of(name):
+            missing = entries - set(self._open(name).keys())
+        if missing:
+            raise BackendError(f"{self.directory / name} has no {min(missing)}; {_OTHER_CHECKPOINT}")
+
     def _read(self, name: str, entry: str, at: tuple[slice, ...]) -> Tensor:
+        with self._errors_of(name):
+            part: Tensor = self._open(name).get_slice(entry)[at]
+        return part
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            path = self.directory / name
+            self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._files[name]
+
+    @contextmanager
+    def _errors_of(self, name: str) -> Iterator[None]:
         try:
-            if name not in self._files:
-                path = self.directory / name
-                self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
-            part: Tensor = self._files[name].get_slice(entry)[at]
+            yield
         except (OSError, SafetensorError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise BackendError(
                 f"{self.directory / name} cannot be read: {reason}; {_OTHER_CHECKPOINT}"
             ) from None
-        return part
 
 
 def entry_name(tensor: str, box: Box, kind: str) -> str:
