@@ -11,7 +11,11 @@ import torch
 import torch_kit as kit
 from safetensors.torch import load_file
 
-from hflow.backends.megatron.optimizer import GroupAdamW
+from hflow.backends.megatron.device import prepare
+
+prepare("cpu")
+
+from hflow.backends.megatron.optimizer import GroupAdamW  # noqa: E402
 
 FP32 = [name for name, twin in twins.TWINS.items() if twin.dtype == "fp32"]
 BF16 = [name for name, twin in twins.TWINS.items() if twin.dtype == "bf16"]
