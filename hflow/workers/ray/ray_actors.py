@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ CLOSE_SECONDS = 10.0
 """Longest wait for workers to end their threads and pools, before their processes are killed."""
 CONNECT_SECONDS = 10.0
 """Longest wait for the head of a Ray cluster to answer."""
+GCS_POLL_SECONDS = 1.0
+"""Time between two looks at the process of Ray's GCS."""
 RESERVE_SECONDS = 60.0
 """Longest wait for the resources of a run."""
 
@@ -190,6 +194,22 @@ def _start_ray(cluster: ClusterSpec) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+    threading.Thread(target=_end_workers_with_gcs, args=(ray_worker._global_node,), daemon=True).start()
+
+
+def _end_workers_with_gcs(node: Any) -> None:
+    """End Ray's raylet, and with it the workers, when Ray's GCS has ended, so that the run restarts.
+
+    Otherwise Ray would end this process a minute later.
+
+    Args:
+        node: Ray's processes on this machine. Returns when they have ended.
+    """
+    while servers := node.all_processes.get(ray_constants.PROCESS_TYPE_GCS_SERVER):
+        if servers[0].process.poll() is not None:
+            node.kill_raylet(check_alive=False)
+            return
+        time.sleep(GCS_POLL_SECONDS)
 
 
 def _join_ray(cluster: ClusterSpec, address: str) -> None:
