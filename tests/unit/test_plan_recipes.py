@@ -10,6 +10,7 @@ from plan_graphs import request
 
 from hflow.dsl.load import load_recipe
 from hflow.graph.build import build_graph
+from hflow.launch.compile import compile_recipe
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import Plan
 from hflow.planner.serialise import to_json
@@ -45,3 +46,14 @@ def test_the_digest_does_not_depend_on_the_recipes_location(path, tmp_path):
     moved = tmp_path / path.name
     moved.write_text("\n\n" + path.read_text())
     assert plan_of(moved).digest == plan_of(path).digest
+
+
+def test_what_a_node_type_states_is_in_the_forecast():
+    compiled = compile_recipe(ROOT / "recipes/custom/retrieval.py", ["models.actor.path=null"])
+    forecast = compiled.plan.forecast
+    (source,) = (row for row in forecast.times if row.node == "answer_gen")
+    assert dict(source.parts)["body"] == pytest.approx(1e-4)
+    assert forecast.pace.seconds_per_sample == pytest.approx(1e-4)
+    for row in forecast.memory:
+        held = {item.name: item.num_bytes for item in row.resident}
+        assert (held["answer_gen (node)"], held["eval_gen (node)"]) == (2**20, 2**20)

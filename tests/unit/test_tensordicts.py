@@ -25,9 +25,10 @@ from hflow import (
 )
 from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
-from hflow.errors import RecipeError, RunError
+from hflow.errors import BackendError, RecipeError, RunError
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph, Node, Read
+from hflow.launch.preflight import check_packages
 from hflow.types import Unit
 
 UNITS = {"x": Unit.TOKEN, "reward": Unit.SEQUENCE, "loss_mask": Unit.TOKEN}
@@ -181,3 +182,11 @@ def test_what_a_tensordict_cannot_be_is_refused() -> None:
         compute()(of_texts)
     with pytest.raises(RecipeError, match="TensorDict is not provided here"):
         compute(per="sample")(of_sample)
+
+
+def test_a_run_without_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_packages(graph_of(take_all))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BackendError, match=r"take_all .* pip install 'hflow\[tensordict\]'"):
+        check_packages(graph_of(take_all))
+    check_packages(graph_of())
