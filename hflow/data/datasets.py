@@ -129,6 +129,9 @@ def _open_paths(settings: DataSettings, schema: RowSchema) -> RowSource:
     paths = (settings.path,) if isinstance(settings.path, str) else settings.path or ()
     names = [name for path in paths for name in _matches(path, schema.key)]
     sources = [_open_path(name, settings.split, schema) for name in names]
+    for source in sources:
+        if len(source):
+            source.row(0)
     return sources[0] if len(sources) == 1 else JoinedRows(sources)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +93,27 @@ def open_hub(path: str, split: str, schema: RowSchema) -> HuggingFaceRows:
     library = _library(path)
     parts = name.split("/")
     try:
-        rows = library.load_dataset("/".join(parts[:2]), *parts[2:], split=split)
+        with _quiet("huggingface_hub", "datasets"):
+            rows = library.load_dataset("/".join(parts[:2]), *parts[2:], split=split)
     except Exception as error:  # of the network, the Hub, the library or the files
         raise DataError(
             f"{path} cannot be loaded: {_reason(error)}; {_fix(error, path, schema.key)}"
         ) from error
     return HuggingFaceRows(rows, schema, f"{path} ({split})")
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Keep libraries from logging what their errors say again, such as every attempt to connect."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _library(path: str) -> Any:

@@ -91,6 +91,7 @@ def test_a_model_whose_train_node_never_fires_can_run(tmp_path: Path) -> None:
     short = ["steps=2", "batch=4", "models.actor.path=null"]
     summary = run("recipes/ppo.py", tmp_path, *INPROC, *short)
     assert summary.steps == 2
+    assert any(warning.startswith("actor_train never fires") for warning in summary.warnings)
     assert not any("actor_train/loss" in row for row in steps_of(summary))
 
 
