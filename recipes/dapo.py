@@ -16,23 +16,15 @@ Expect the held-out accuracy to rise from 0.42 to about 0.88 in 140 steps.
 Source: Yu et al. 2025, "DAPO: an open-source LLM reinforcement learning system at scale", equations 8 to 13.
 """
 
-from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, rewards, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
 
 
-@compute(per="sample")
-def right(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
-
-
 @compute(per="sample", returns=("reward", "train_mask"))
-def shaped(
-    right: float, num_tokens: int, stop_reason: str, *, limit: int = 8, buffer: int = 4
-) -> tuple[float, bool]:
-    overlong = max(-1.0, min(0.0, (limit - buffer - num_tokens) / buffer))
+def shaped(right: float, overlong: float, stop_reason: str) -> tuple[float, bool]:
     return 2 * right - 1 + overlong, stop_reason != "length"
 
 
@@ -46,12 +38,13 @@ recipe = Recipe(
     data,
     [
         use(nodes.actor_gen, actor, group=8, max_tokens=8),
-        right,
+        use(rewards.exact, name="right", returns="right"),
+        use(rewards.overlong, limit=8, buffer=4),
         shaped,
         has_spread,
         nodes.group_advantage,
         use(nodes.actor_train, actor, minibatches=2, prox="none", clip_high=0.28, mask="train_mask"),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        use(right, name="accuracy", on="eval_gen", returns="accuracy"),
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

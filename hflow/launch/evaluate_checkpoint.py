@@ -173,7 +173,7 @@ def _without_placement(config: RunConfig) -> RunConfig:
         groups={},
         keep_best=None,
         calibrate=None,
-        report=replace(config.report, show=None),
+        report=replace(config.report, show=None, wandb=None, mlflow=None),
         models=models,
     )
 

@@ -22,15 +22,10 @@ def body(recipe: str, node: str) -> Any:
     return load_recipe(RECIPES / f"{recipe}.py").bodies()[node]
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "punishment"),
-    # DAPO, equation 13 with L_max = 20 and L_cache = 8: 0 up to 12 tokens, (12 - |y|) / 8 up to 20, then -1.
-    [(1, 0.0), (12, 0.0), (13, -0.125), (16, -0.5), (20, -1.0), (30, -1.0)],
-)
-def test_dapo_punishes_overlong_answers_softly(num_tokens, punishment):
+def test_dapo_adds_the_overlong_punishment_and_masks_what_was_cut_off():
     shaped = body("dapo", "shaped")
-    assert shaped(1.0, num_tokens, "stop", limit=20, buffer=8) == (1.0 + punishment, True)
-    assert shaped(0.0, num_tokens, "length", limit=20, buffer=8) == (-1.0 + punishment, False)
+    assert shaped(1.0, -0.25, "stop") == (0.75, True)
+    assert shaped(0.0, -1.0, "length") == (-2.0, False)
 
 
 @pytest.mark.parametrize(
