@@ -35,6 +35,7 @@ OPTIONAL_PARTS = (
     OptionalPart("agents", "agents that use an HTTP client or the openai client", ("httpx", "openai")),
     OptionalPart("wandb", "report.wandb", ("wandb",)),
     OptionalPart("mlflow", "report.mlflow", ("mlflow",)),
+    OptionalPart("lora", "training of adapters, models.NAME.lora", ("peft",)),
     OptionalPart("math", "rewards.math", ("math_verify",)),
     OptionalPart("flash-attn", "kernels that megatron-core and vLLM use on CUDA", ("flash_attn",)),
 )

@@ -198,6 +198,8 @@ def _field_names(cls: Any, location: tuple[int | str, ...]) -> list[str]:
     for part in location:
         # The location names a field of a dataclass, or a key of a mapping of dataclasses.
         cls = get_type_hints(cls)[str(part)] if dataclasses.is_dataclass(cls) else get_args(cls)[-1]
+        if get_origin(cls) in (Union, types.UnionType):  # of a dataclass and None
+            cls = get_args(cls)[0]
     return [field.name for field in dataclasses.fields(cls)]
 
 

@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hflow.config.schema import OptimConfig
+from hflow.config.schema import LoraConfig, OptimConfig
+from hflow.errors import BackendError
 from hflow.metrics import declare
 from hflow.types.sleep_level import SleepLevel
 
@@ -77,6 +78,8 @@ BEHAV_KL = declare(
 
 SHARDS = "shards"
 """Subdirectory of a saved model that holds its sharded checkpoint (`ModelBackend.save_shards`)."""
+MERGED = "merged"
+"""Subdirectory of a saved adapter that holds the merged model, where that is saved too."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,22 @@ class ModelSettings:
     CUDA, where it saves memory at no cost, and off for gloo, where it costs time."""
     tokens_per_microbatch: int = 16384
     """Maximum tokens of a micro-batch; a longer sequence is a micro-batch of its own."""
+    lora: LoraConfig | None = None
+    """Adapters that are trained in place of the weights; None: the weights are."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     num_updates: int = 0
     """Optimizer steps of the model in the whole run, over which its learning rate decays."""
     save_optimizer: bool = True
     """Whether saving a trainable model includes its optimizer's state."""
     resume: bool = False
-    """Whether to load the optimizer's state that was saved beside `path`."""
+    """Whether to load the optimizer's state that was saved."""
+    saved: str | None = None
+    """The directory in which it was saved; None: `path`."""
+
+    @property
+    def shards(self) -> str:
+        """The directory of the sharded checkpoint that a resumed model loads."""
+        return f"{self.saved or self.path}/{SHARDS}"
 
 
 @dataclass(frozen=True)
@@ -240,7 +252,10 @@ class ModelBackend(abc.ABC):
 
     @abc.abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(HF name, full tensor)` of every weight in `dtype`. A collective: every rank exhausts it.
+        """Yield `(HF name, full tensor)` of what training changes, in `dtype`. A collective.
+
+        Every rank exhausts it. Of a model with adapters these alone change, and have names of their own
+        (`common/adapter.py`).
 
         Called after a train step to update engines whose route cannot send slices. Tied weights come once,
         under their first name. A tensor may share storage with the model, so the caller copies what it keeps.
@@ -248,7 +263,7 @@ class ModelBackend(abc.ABC):
 
     @abc.abstractmethod
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks of the weights that this rank holds, as views of its storage. Not a collective.
+        """Yield the blocks that this rank holds of what training changes, as views. Not a collective.
 
         Called to send slices of the weights to engines, and by update nodes, which write into the views.
         Values are in the dtype that the rank stores, which may differ from `dtype`.
@@ -266,12 +281,23 @@ class ModelBackend(abc.ABC):
         """
         return None
 
+    def without_adapters(self, settings: ModelSettings) -> ModelBackend:
+        """Return a backend of the frozen model without adapters, which uses this one's weights.
+
+        Called when models are built, if the plan says that a frozen model has no weights of its own.
+
+        Args:
+            settings: those of the frozen model.
+        """
+        raise BackendError(f"{type(self).__name__} has no adapters that could be turned off")
+
     @abc.abstractmethod
     def save(self, directory: str) -> WriteFiles:
         """Copy the model, and return the function that writes it in HF layout. A collective.
 
-        Called when a checkpoint is due. The function writes this rank's part of `config.json` and safetensors
-        in fp32, and may run while the model is trained further.
+        Called when a checkpoint is due. The function writes this rank's part of `config.json` and
+        safetensors, of a trainable model in `dtype`, and may run while the model is trained further. Of a
+        model with adapters it writes these, in peft's layout.
         """
 
     @abc.abstractmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 from pydantic.dataclasses import dataclass
 
 from hflow.validation import CHECKED, DirectoryName, FilePath, FilePaths, FrozenDict, FrozenMapping, Int
@@ -19,6 +19,11 @@ def _int_if_whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
+def _as_names(names: object) -> object:
+    """Return a single name as the only one."""
+    return (names,) if isinstance(names, str) else names
+
+
 WholeOrFraction = Annotated[StrictFloat, AfterValidator(_int_if_whole)]
 
 
@@ -27,6 +32,10 @@ MAX_BATCH = 65_536
 MAX_SYNC_EVERY = 1_000
 """Steps between two weight syncs, all of which the plan's period looks at."""
 MAX_SEED = 2**63 - 1
+ALL_LINEAR = "all-linear"
+"""The value of `LoraConfig.targets` that stands for every matrix of the decoder layers."""
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
+"""Names, or a single one."""
 Beta = Annotated[StrictFloat, Field(ge=0, lt=1)]
 
 
@@ -82,6 +91,25 @@ class GenConfig:
 
 
 @dataclass(frozen=True, config=CHECKED)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021) of a trained model: `models.NAME.lora`. Only they are trained."""
+
+    r: Int = Field(default=16, ge=1)
+    """Rank of the adapters."""
+    alpha: WholeOrFraction = Field(default=32, gt=0)
+    """The adapters' output is scaled by alpha / r."""
+    targets: Names = (ALL_LINEAR,)
+    """Modules that get adapters, such as `[q_proj,v_proj]`; `all-linear`: all matrices of decoder layers."""
+    save_merged: StrictBool = False
+    """Save also the merged model, as Hugging Face files in `merged/` beside the adapter."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters' output."""
+        return self.alpha / self.r
+
+
+@dataclass(frozen=True, config=CHECKED)
 class ModelConfig:
     """One model of the recipe: `models.NAME`."""
 
@@ -116,6 +144,8 @@ class ModelConfig:
     that saved it."""
     sequence_parallel: StrictBool | None = None
     """Use megatron's sequence parallelism; null: on CUDA, where it saves memory at no cost."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters beside frozen weights, as in `{r: 16, alpha: 32}`; null: train the weights."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
     gen: GenConfig = Field(default_factory=GenConfig)
 

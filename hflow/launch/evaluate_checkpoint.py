@@ -21,6 +21,7 @@ from hflow.graph.evaluation import Sampling, evaluation_spec
 from hflow.graph.ir import RecipeSpec
 from hflow.launch.compile import Compiled, check_names
 from hflow.launch.evaluation_options import EvaluationOptions
+from hflow.launch.merged_checkpoint import model_directory
 from hflow.launch.model_fit import check_model_fit
 from hflow.launch.plan_file import PlanFile, read_plan_file, recipe_file, with_overrides
 from hflow.launch.plan_request import plan_request
@@ -83,7 +84,8 @@ def evaluate_checkpoint(
     """
     saved = find_saved_models(target)
     file = read_plan_file(saved.run.plan) if saved.run is not None and options.recipe is None else None
-    compiled = compile_evaluation(saved.models, file, overrides, options)
+    models = {name: model_directory(path) for name, path in saved.models.items()}
+    compiled = compile_evaluation(models, file, overrides, options)
     summary = run_compiled(compiled, live, RunEnvironment(is_quiet=is_quiet))
     directory = RunDirectory(summary.directory)
     values = {
@@ -163,7 +165,7 @@ def compile_evaluation(
 def _without_placement(config: RunConfig) -> RunConfig:
     """Return a configuration whose models are placed anew, since those that train are gone."""
     models = {
-        name: replace(model, group=None, resume=False, gen=replace(model.gen, group=None))
+        name: replace(model, group=None, resume=False, lora=None, gen=replace(model.gen, group=None))
         for name, model in config.models.items()
     }
     return replace(

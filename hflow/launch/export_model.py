@@ -17,6 +17,7 @@ from hflow.backends.common.weight_files import INDEX, weight_file_names
 from hflow.backends.interface import SHARDS
 from hflow.errors import ConfigError, nearest
 from hflow.json_text import read_json_object
+from hflow.launch.merged_checkpoint import model_directory
 from hflow.launch.saved_models import SavedModels, find_saved_models
 from hflow.runtime.execution.checkpoint import MANIFEST, verify_checkpoint
 
@@ -44,6 +45,8 @@ def export_model(
 ) -> ExportedModel:
     """Write a saved model without its optimizer state, for any program that reads Hugging Face files.
 
+    Adapters are merged into the weights that they were trained on.
+
     Args:
         target: a run's directory, NAME for the latest run in `runs/NAME`, or a checkpoint's directory.
         directory: where to write; it must not exist.
@@ -66,7 +69,7 @@ def export_model(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     try:
-        shutil.copytree(source, unfinished, ignore=shutil.ignore_patterns(SHARDS))
+        shutil.copytree(model_directory(source), unfinished, ignore=shutil.ignore_patterns(SHARDS))
         if dtype is not None:
             _cast(unfinished, dtype)
         unfinished.rename(directory)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hflow.backends.interface import SHARDS, ModelSettings
+from hflow.backends.interface import MERGED, SHARDS, ModelSettings
 from hflow.config import ModelConfig
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError
 from hflow.graph.model import Model
 from hflow.launch.compile import Compiled
+from hflow.launch.merged_checkpoint import is_adapter
 from hflow.launch.model_metadata import model_dtype
 from hflow.launch.plan_request import num_firings
 
@@ -47,6 +48,11 @@ def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
                 f"or choose an architecture with +model@models.{spec.name}=tiny-qwen2"
             )
         return source_config(compiled, spec.init_from)
+    if config.path is not None and is_adapter(Path(config.path)):
+        raise ConfigError(
+            f"models.{spec.name}.path is {config.path}, which holds an adapter; train it with "
+            f"models.{spec.name}.lora.save_merged=true, and set {config.path}/{MERGED}"
+        )
     if config.path is not None and not (Path(config.path) / "config.json").is_file():
         raise ConfigError(
             f"models.{spec.name}.path is {config.path}, which has no checkpoint (config.json); train one "
@@ -58,6 +64,11 @@ def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
 def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
     config = compiled.config.models.get(spec.name, ModelConfig())
     source = source_config(compiled, spec)
+    if config.lora is not None and source.path is None:
+        raise ConfigError(
+            f"models.{spec.name}.lora adapts the weights of a checkpoint, but {spec.name} starts from random "
+            f"ones; set models.{spec.name}.path, or remove models.{spec.name}.lora"
+        )
     return ModelSettings(
         name=spec.name,
         head=spec.head,
@@ -70,6 +81,7 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         activation_checkpointing=config.activation_checkpointing,
         sequence_parallel=config.sequence_parallel,
         tokens_per_microbatch=config.tokens_per_microbatch,
+        lora=config.lora,
         optim=config.optim,
         num_updates=_num_updates(compiled, spec.name),
         save_optimizer=config.save_optimizer,
@@ -107,6 +119,11 @@ def _is_resumed(spec: Model, config: ModelConfig, followers: Sequence[str]) -> b
     if not spec.trainable:
         raise ConfigError(
             f"{key}.resume is for trained models, but {spec.name} is frozen; remove {key}.resume"
+        )
+    if config.lora is not None:
+        raise ConfigError(
+            f"{key}.resume takes all weights of a checkpoint, but of {spec.name} only adapters are trained; "
+            f"continue the whole run with hflow run --resume RUN, or remove {key}.lora"
         )
     if config.path is None:
         raise ConfigError(f"{key}.resume needs a checkpoint; set {key}.path")

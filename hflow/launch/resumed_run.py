@@ -103,9 +103,11 @@ def resumed_setup(setup: WorkerSetup, compiled: Compiled, point: ResumePoint) ->
                 f"{path} has no optimizer state ({SHARDS}/), so the run cannot continue; begin another with "
                 f"models.{name}.path={path}, and set models.{name}.save_optimizer=true"
             )
-        models[name] = replace(
-            models[name], path=str(path.resolve()), architecture=None, resume=models[name].trainable
-        )
+        saved = str(path.resolve())
+        if models[name].lora is not None:  # the checkpoint has adapters, and their weights are elsewhere
+            models[name] = replace(models[name], saved=saved, resume=True)
+        else:
+            models[name] = replace(models[name], path=saved, architecture=None, resume=models[name].trainable)
     return replace(setup, models=models, node_states=point.saved.node_states)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from hflow.config import RunConfig
 from hflow.errors import ConfigError, nearest
 from hflow.launch.find_run import run_candidates
+from hflow.launch.merged_checkpoint import is_saved_model
 from hflow.runtime.execution.run_directory import RunDirectory
 
 
@@ -17,7 +18,7 @@ class SavedModels:
     """Models that were saved together, or one directory with config and weights."""
 
     models: Mapping[str, Path]
-    """Name -> directory, as Hugging Face writes it."""
+    """Name -> directory, as Hugging Face writes it, or of an adapter (`model_directory` merges it)."""
     checkpoint: Path | None
     """The directory `step-N` of a run that they are in."""
 
@@ -43,12 +44,12 @@ def find_saved_models(target: str) -> SavedModels:
         ConfigError: if there is no checkpoint.
     """
     path = Path(target)
-    if (path / "config.json").is_file():
+    if is_saved_model(path):
         directory = path.resolve()
         return SavedModels({directory.name: directory}, _checkpoint(directory.parent))
     runs = run_candidates(target)
     for directory in (path, *(run.checkpoints / "latest" for run in runs)):
-        saved = sorted(file.parent.resolve() for file in directory.glob("*/config.json"))
+        saved = sorted(model.resolve() for model in directory.glob("*") if is_saved_model(model))
         if saved:
             return SavedModels({model.name: model for model in saved}, _checkpoint(directory.resolve()))
     if any(run.config.is_file() for run in runs):

@@ -13,6 +13,7 @@ from hflow.config.yaml_files import parse_yaml, read_yaml
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError, nearest, shorten
 from hflow.json_text import read_json_object
+from hflow.launch.merged_checkpoint import generates_merged, is_adapter, is_saved_model, model_directory
 from hflow.launch.saved_models import find_saved_models
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.validation import from_mapping
@@ -58,13 +59,14 @@ def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) ->
         ConfigError: if there is no checkpoint, there are several, or an override is wrong.
     """
     path = Path(target)
-    if (path / "config.json").is_file():
+    if is_saved_model(path):
         if model is not None and model != path.resolve().name:
             raise ConfigError(f"--model chooses from the models of a run, but {target} is a checkpoint")
         directory = path.resolve()
     else:
         directory = _choose_model(find_saved_models(target).models, target, model)
-    return ServedCheckpoint(directory, directory.name, _config(directory, overrides))
+    config = _config(directory, overrides)
+    return ServedCheckpoint(model_directory(directory), directory.name, config)
 
 
 def _choose_model(saved: Mapping[str, Path], target: str, model: str | None) -> Path:
@@ -82,6 +84,8 @@ def _choose_model(saved: Mapping[str, Path], target: str, model: str | None) -> 
 
 
 def _generates(path: Path) -> bool:
+    if is_adapter(path):
+        return generates_merged(path)
     names = read_json_object(path / "config.json").get("architectures") or ["ForCausalLM"]
     return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 

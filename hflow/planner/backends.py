@@ -72,6 +72,8 @@ class BackendTraits:
     (vLLM), rather than the part of each tensor rank."""
     shares_prompts: bool = False
     """Whether a forward pass computes the prompt of a group once (`data/shared_prefix.py`)."""
+    has_adapters: bool = False
+    """Whether it trains low-rank adapters (`models.NAME.lora`)."""
     families: tuple[str, ...] | None = None
     """The `model_type`s that it can build. None: every causal language model of transformers."""
 
@@ -228,6 +230,9 @@ class EngineKind(Descriptor):
     has_own_process: bool = False
     """Whether it runs in a process of its own, so that it never shares a module with a trainer and needs
     devices and cores by name. Only the head of its tensor ranks builds it."""
+    merges_adapters: bool = False
+    """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
+    engine that does not has the adapters beside them."""
     recording_factory: Callable[..., Any] | None = None
     """As `factory`, with a dictionary in front in which the engine records the tokens that it samples."""
     replaying_factory: Callable[..., Any] | None = None
@@ -286,6 +291,11 @@ def factories() -> dict[str, Callable[..., Any]]:
 def model_parallel_backend() -> str:
     """Return the name of the first training backend with a tensor and a pipeline axis."""
     return next(name for name in BACKENDS if traits(name).is_model_parallel)
+
+
+def adapter_backend() -> str:
+    """Return the name of the first training backend that trains low-rank adapters."""
+    return next(name for name in BACKENDS if traits(name).has_adapters)
 
 
 def backend_of_any_family() -> str:

@@ -15,7 +15,7 @@ from hflow.graph.ir import Graph, Level
 from hflow.planner.forecast import Forecast
 from hflow.planner.hardware import Hardware
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import ModelShape
+from hflow.planner.model_shape import LEFT_OUT_BY_DEFAULT, ModelShape
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,11 @@ class Replica:
     """rank -> worker index."""
     heads: tuple[int, ...]
     """dp index -> worker index of its dp-head."""
+    adapter_parameters: int = field(default=0, metadata=LEFT_OUT_BY_DEFAULT)
+    """Parameters of the low-rank adapters that are trained in place of its weights; 0: it has no adapters, or
+    the planner does not know its sizes."""
+    base_of: str = field(default="", metadata=LEFT_OUT_BY_DEFAULT)
+    """The training replica whose weights it uses with the adapters turned off; empty: it has its own."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 
+from hflow.config.schema import ALL_LINEAR, LoraConfig
+from hflow.errors import PlanError, nearest
+
 LEFT_OUT_BY_DEFAULT = {"left_out_by_default": True}
 """Metadata of a field that the rows of a plan lack where it has its default (`planner/serialise.py`)."""
 
@@ -73,6 +76,15 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True)
+class AdapterShape:
+    """Low-rank adapters: a matrix `[r, inputs]` and a matrix `[outputs, r]` for each targeted matrix."""
+
+    r: int
+    targets: tuple[str, ...]
+    """Names of modules, such as `q_proj`."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of one model with its head.
 
@@ -105,6 +117,8 @@ class ModelShape:
     """Whether the outputs of attention and MLP are normalised as well as their inputs (Gemma)."""
     has_sinks: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
     """Whether each head has a learned weight for attending to nothing (gpt-oss)."""
+    adapter: AdapterShape | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
+    """If it is set, `tensors` are the model's adapters, and a scalar head, in place of its weights."""
 
     def __hash__(self) -> int:
         """Return a hash of what usually differs, as shapes are keys of many caches."""
@@ -155,6 +169,9 @@ DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 @lru_cache
 def tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
     """Return every tensor of the model's checkpoint, in the order in which transformers lists them."""
+    layers = (spec for layer in range(shape.num_layers) for spec in layer_tensors(shape, layer))
+    if shape.adapter is not None:
+        return (*layers, *(() if shape.head == "lm" else _head(shape)))
     return (
         TensorSpec(
             "model.embed_tokens.weight",
@@ -165,7 +182,7 @@ def tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
             shape.vocab,
             may_pad=True,
         ),
-        *(spec for layer in range(shape.num_layers) for spec in layer_tensors(shape, layer)),
+        *layers,
         TensorSpec("model.norm.weight", (shape.hidden,), None, "norm"),
         *_head(shape),
     )
@@ -243,6 +260,42 @@ def cached_tokens(shape: ModelShape, length: float) -> float:
 
 
 @lru_cache
+def adapter_targets(shape: ModelShape) -> tuple[str, ...]:
+    """Return the modules that adapters can be added to: matrices of layers, without routers and experts."""
+    specs = [spec for kind in kinds_of_layers(replace(shape, adapter=None)) for spec in kind]
+    return tuple(dict.fromkeys(_module(spec) for spec in specs if _is_linear(spec)))
+
+
+def trained_shape(shape: ModelShape, lora: LoraConfig | None) -> ModelShape:
+    """Return the shape whose tensors training changes: that of the adapters, if there are any.
+
+    Raises:
+        PlanError: if the model lacks a targeted module; names the nearest ones.
+    """
+    if lora is None:
+        return shape
+    known = adapter_targets(shape)
+    targets = known if lora.targets == (ALL_LINEAR,) else lora.targets
+    for name in targets:
+        if name not in known:
+            raise PlanError(
+                f"lora.targets: a {shape.family} model has no module {name!r}{nearest(name, known)} (known: "
+                f"{ALL_LINEAR}, {', '.join(known)})"
+            )
+    return replace(shape, adapter=AdapterShape(lora.r, tuple(dict.fromkeys(targets))))
+
+
+def _is_linear(spec: TensorSpec) -> bool:
+    return (
+        len(spec.shape) == 2 and spec.name.endswith(".weight") and not spec.name.endswith("mlp.gate.weight")
+    )
+
+
+def _module(spec: TensorSpec) -> str:
+    return spec.name.split(".")[-2]
+
+
+@lru_cache
 def num_parameters(shape: ModelShape) -> int:
     """Return the number of parameters of the whole model."""
     layers = sum(
@@ -279,6 +332,17 @@ def active_parameters(shape: ModelShape) -> int:
 
 
 def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
+    if shape.adapter is None:
+        yield from _weights_of_layer(shape, index, layer)
+        return
+    for spec in _weights_of_layer(shape, index, layer):
+        if _is_linear(spec) and _module(spec) in shape.adapter.targets:
+            path, (rows, columns), r = spec.name.removesuffix(".weight"), spec.shape, shape.adapter.r
+            yield TensorSpec(f"{path}.lora_A.weight", (r, columns), layer, "layer")
+            yield TensorSpec(f"{path}.lora_B.weight", (rows, r), layer, "layer")
+
+
+def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
     prefix = f"model.layers.{index}."
     yield from _latent_attention(shape, prefix, layer) if shape.latent else _attention(shape, prefix, layer)
     if shape.has_experts(layer):

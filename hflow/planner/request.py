@@ -9,7 +9,7 @@ from typing import Any
 from hflow.config.schema import ModelConfig, ScheduleConfig, WorkloadConfig
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec
-from hflow.planner.model_shape import ModelShape
+from hflow.planner.model_shape import ModelShape, trained_shape
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class PlanRequest:
     """Engine -> why this machine cannot run it. Such an engine is never the default."""
     warnings: tuple[str, ...] = ()
     """Warnings about the configuration: allowed, but probably not intended."""
+
+    def trained_shape(self, name: str) -> ModelShape | None:
+        """Return the sizes of what training changes of a model: its adapters, if it has any."""
+        shape = self.shapes.get(name)
+        return None if shape is None else trained_shape(shape, self.model(name).lora)
 
     def model(self, name: str) -> ModelConfig:
         """Return the configuration of a model, or the defaults if it has none."""

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping
 from hflow.config.schema import ScheduleConfig
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
-from hflow.planner.backends import model_parallel_backend, traits
+from hflow.planner.backends import adapter_backend, model_parallel_backend, traits
 from hflow.planner.cost.collectives import axis_lines
-from hflow.planner.graph_queries import root_stream, root_streams
+from hflow.planner.graph_queries import root_stream, root_streams, trained_models
 from hflow.planner.ir import BatchCut, ClusterSpec, EdgeRule, Replica
+from hflow.planner.model_shape import trained_shape
 from hflow.planner.request import PlanRequest
 
 MINIMUMS = {
@@ -40,6 +41,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"{config.backend} backend has no tensor ranks that could share tokens; remove it, or set "
                 f"models.{name}.backend={model_parallel_backend()}"
             )
+        _check_lora(graph, name, request)
     for stream in root_streams(graph):
         max_concurrent = request.schedule.max_concurrent
         if stream.group > max_concurrent:
@@ -47,6 +49,31 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"schedule.max_concurrent is {max_concurrent}, but a group of {stream.name!r} has "
                 f"{stream.group} samples; set schedule.max_concurrent to {stream.group} or more"
             )
+
+
+def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
+    """Raise if a model cannot have the adapters that are configured for it."""
+    config, shape, key = request.model(name), request.shapes.get(name), f"models.{name}.lora"
+    if config.lora is None:
+        return
+    if name not in trained_models(graph):
+        raise PlanError(f"{key} is set, but no node trains {name}; remove {key}")
+    if not traits(config.backend).has_adapters:
+        raise PlanError(
+            f"{key} is set, but the {config.backend} backend cannot train adapters; set "
+            f"models.{name}.backend={adapter_backend()}, or remove {key}"
+        )
+    for node in graph.nodes:
+        if node.spec.verb == "update" and name in node.spec.reads_weights:
+            raise PlanError(
+                f"{key} is set, but {node.name} works on all weights of {name}, of which only adapters are "
+                f"trained; remove {key}, or the node"
+            )
+    if shape is not None:
+        try:
+            trained_shape(shape, config.lora)
+        except PlanError as error:
+            raise PlanError(f"models.{name}.{error}") from None
 
 
 def _check_schedule(settings: ScheduleConfig, batch: int) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hflow.planner.ir import Replica
+from hflow.planner.model_shape import ModelShape, num_parameters
+
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 SECOND_UNITS = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
 MINUTE = 60.0
@@ -38,6 +41,16 @@ def count_text(number: float) -> str:
 def parameters_text(number: int) -> str:
     """Format a number of parameters: `7.62 billion`, `530 million`."""
     return f"{_digits(number / 1e9)} billion" if number >= 1e9 else f"{_digits(number / 1e6)} million"
+
+
+def size_text(replica: Replica, shape: ModelShape | None) -> str:
+    """Return the parameters of a replica: its own, with those of adapters, or whose they are."""
+    if replica.base_of:
+        return f"those of {replica.base_of}"
+    if shape is None:
+        return "unknown"
+    size, adapters = parameters_text(num_parameters(shape)), replica.adapter_parameters
+    return f"{size} + {parameters_text(adapters)}" if adapters else size
 
 
 def share_text(share: float) -> str:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hflow.backends.interface import SHARDS, EngineSetup, ModelBackend, RankPosition
+from hflow.backends.interface import MERGED, SHARDS, EngineSetup, ModelBackend, RankPosition
 from hflow.data.tokenizer import TextTokenizer
 from hflow.durable_files import FileChecksum
 from hflow.errors import HflowError, RunError
@@ -406,7 +406,10 @@ class Worker:
         if settings.trainable and settings.save_optimizer:
             writes.append(backend.save_shards(f"{directory}/{SHARDS}"))
         if replica.workers[0] in self._hosted and model in self._setup.tokenizers:
-            writes.append(lambda: TextTokenizer(self._setup.tokenizers[model]).save(directory))
+            tokenizer = TextTokenizer(self._setup.tokenizers[model])
+            writes.append(lambda: tokenizer.save(directory))
+            if settings.lora is not None and settings.lora.save_merged:
+                writes.append(lambda: tokenizer.save(f"{directory}/{MERGED}"))
         self._writer.start(model, directory, lambda: [path for write in writes for path in write()])
 
     def close(self) -> None:
@@ -475,13 +478,17 @@ def build_backends(
     """Build training and inference replicas, with the optimizer's state on resume. May be a collective."""
     backends: dict[str, ModelBackend] = {}
     for replica in replicas:
-        if replica.role != "gen":
+        if replica.role != "gen" and not replica.base_of:
             settings, layout = setup.models[replica.model], replica.layout
             group = process_groups.group(replica) if process_groups else None
             position = RankPosition(group, layout.data, layout.tensor, layout.pipe)
             backend = backends[replica.name] = setup.factories[replica.backend](settings, position)
             if settings.resume:
-                backend.load_shards(f"{settings.path}/{SHARDS}")
+                backend.load_shards(settings.shards)
+    for replica in replicas:
+        if replica.base_of:
+            trainer = backends[replica.base_of]
+            backends[replica.name] = trainer.without_adapters(setup.models[replica.model])
     return backends
 
 

@@ -15,10 +15,12 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from runs import run, steps_of
+from runs import ROOT, run, steps_of
 
-from hflow.backends.interface import ENGINE_GAP_MAX
+from hflow.backends.interface import ENGINE_GAP_MAX, ModelSettings, RankPosition
+from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import RunError
+from hflow.launch.compile import compile_recipe
 from hflow.runtime.ledger import audit
 from hflow.workers.ray.ray_actors import RayActors
 
@@ -41,6 +43,13 @@ def rows_of(directory: Path, query: str) -> Sequence[tuple[Any, ...]]:
         return database.execute(query).fetchall()
     finally:
         database.close()
+
+
+def save_base(path: Path, options: Sequence[str]) -> Path:
+    """Save the random weights of the configured model."""
+    architecture = compile_recipe(ROOT / "recipes/grpo_async.py", options).config.models["actor"].architecture
+    TorchModel(ModelSettings("actor", architecture=architecture), RankPosition()).save(str(path))()
+    return path
 
 
 def assert_versions(directory: Path) -> None:
@@ -86,7 +95,14 @@ def test_two_tensor_ranks_on_the_trainers_devices(tmp_path: Path, four_processes
 
 @pytest.mark.parametrize("transport", ["collective", "shared", "disk"])
 def test_a_sync_in_the_middle_of_answers(transport: str, tmp_path: Path, two_processes: RayActors) -> None:
+    """Of the weights, or by files of adapters, which the engine adds to its weights."""
     options = [*LONG, "steps=5", f"models.actor.gen.transport={transport}"]
+    if transport == "disk":
+        options += [
+            f"models.actor.path={save_base(tmp_path / 'base', options)}",
+            "models.actor.optim.lr=1e-2",
+        ]
+        options += ["models.actor.lora={r: 4, alpha: 8}"]
     summary = run("recipes/grpo_async.py", tmp_path, *options, processes=two_processes)
     assert (summary.reason, summary.steps) == ("done", 5)
     assert_versions(summary.directory)

@@ -53,17 +53,15 @@ def write(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> None:
     backend = build(side, groups, path)
     train(backend, side, groups, twins.STEPS[: cases.NUM_WRITTEN])
     backend.save_shards(str(path / cases.written(side)))()
-    if side.twin.dtype == "bf16":
-        backend.save(str(path / f"{cases.written(side)} as HF"))()
 
 
 def read(writer: cases.Side, reader: cases.Side, groups: twin_ranks.Groups, path: Path) -> None:
-    """Make one more step; write its metrics and the weights after it, and in bf16 the loaded weights."""
+    """Make one more step; write its metrics and the weights after it. In bf16, save what was loaded."""
     backend = build(reader, groups, path)
     backend.load_shards(str(path / cases.written(writer)))
     name = cases.read(writer, reader)
     if reader.twin.dtype == "bf16":
-        backend.save(str(path / f"{name} as HF"))()
+        backend.save_shards(str(path / f"{name} again"))()
         return
     metrics = train(backend, reader, groups, twins.STEPS[cases.NUM_WRITTEN : cases.NUM_WRITTEN + 1])
     weights = {key: tensor.clone() for key, tensor in backend.weights()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch_kit as kit
 
+from hflow.backends.torch_model.backend import TorchModel
+from hflow.config.schema import LoraConfig
 from hflow.data.batch import Batch
 
 
@@ -38,6 +41,8 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
         call = kit.VALUE if changes.get("head") == "value" else kit.CALLS["token-mean"]
         results[name] = (backend.train(call, shard, 5), kit.weights(backend))
         backend.save(str(directory / name))()
+        if "lora" in changes:
+            results[name] += (adapters_off_and_on(backend, group, batch, shard),)
     results["infer"] = infer(rank, group, batch)
     backend = kit.model(2, group)
     backend.infer(kit.LOGPROBS, [batch])  # leaves weights whole on every rank
@@ -48,12 +53,23 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
     return results
 
 
+LORA = LoraConfig(r=4, alpha=8, save_merged=True)
 VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {"architecture": kit.ARCHITECTURE | {"tie_word_embeddings": False}},
     "value": {"head": "value"},
     "bf16": {"dtype": "bf16"},
     "recomputed": {"activation_checkpointing": True},
+    "lora": {"lora": LORA},
+    "lora recomputed in bf16": {"lora": LORA, "dtype": "bf16", "activation_checkpointing": True},
 }
+
+
+def adapters_off_and_on(backend: TorchModel, group: Any, batch: Batch, shard: Any) -> Any:
+    """Return log-probs without adapters, and the weights after training further."""
+    base = backend.without_adapters(dataclasses.replace(backend.settings, lora=None, trainable=False))
+    (result,) = base.infer(kit.LOGPROBS, [batch])
+    backend.train(kit.CALLS["token-mean"], shard, 6)
+    return result.columns["result"].values, kit.weights(backend)
 
 
 def infer(rank: int, group: Any, batch: Batch) -> Any:

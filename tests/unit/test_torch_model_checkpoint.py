@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hflow.errors import BackendError
+from hflow.json_text import read_json_object
 
 UNTIED = kit.ARCHITECTURE | {"tie_word_embeddings": False}
 BATCH = kit.make_batch([5, 9, 3])
@@ -58,12 +59,18 @@ def test_a_critic_starts_from_a_language_model(tmp_path):
         kit.model(head="score", architecture=None, path=str(tmp_path), trainable=False)
 
 
-def test_bf16_keeps_its_fp32_weights(tmp_path):
-    backend = kit.model(dtype="bf16")
-    backend.save(str(tmp_path))()
-    saved = load_file(tmp_path / "model.safetensors")
-    for name, tensor in kit.weights(kit.model()).items():
-        assert torch.equal(saved[name], tensor)
+def test_weights_are_saved_in_the_dtype_of_training(tmp_path):
+    """A frozen model that update nodes change has no shards, so it is saved as it is stored, in fp32."""
+    for dtype, trainable in (("bf16", True), ("bf16", False), ("fp32", True)):
+        directory = tmp_path / f"{dtype}-{trainable}"
+        kit.model(dtype=dtype, trainable=trainable).save(str(directory))()
+        saved_dtype = torch.bfloat16 if dtype == "bf16" and trainable else torch.float32
+        config = read_json_object(directory / "config.json")
+        assert config["dtype"] == str(saved_dtype).removeprefix("torch.")
+        assert config["architectures"] == ["Qwen2ForCausalLM"]
+        saved = load_file(directory / "model.safetensors")
+        for name, tensor in kit.weights(kit.model()).items():
+            assert torch.equal(saved[name], tensor.to(saved_dtype))
 
 
 def test_the_same_seed_makes_the_same_weights():

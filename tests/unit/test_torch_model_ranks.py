@@ -10,7 +10,10 @@ import torch
 import torch_kit as kit
 import torch_ranks
 from ranks import start
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from hflow.backends.torch_model.weight_export import merged_weights
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,33 @@ def test_value(ranks):
 
 def test_activation_checkpointing_changes_nothing(ranks):
     assert_same(ranks["recomputed"], train_here(kit.CALLS["token-mean"]))
+
+
+def test_adapters(directory, ranks):
+    """Adapters train, are turned off and on, and are merged over ranks as in one process."""
+    changes = torch_ranks.VARIANTS["lora"]
+    batch, backend = kit.make_batch(kit.LENGTHS), kit.model(**changes)
+    wanted = backend.train(kit.CALLS["token-mean"], kit.whole(batch), 5), kit.weights(backend)
+    *got, (without, later) = ranks["lora"]
+    assert all(".lora_" in name for name in got[1])
+    assert_same(got, wanted)
+    merged = load_file(directory / "lora" / "merged" / "model.safetensors")
+    for name, tensor in merged_weights(backend._model, backend._runner.module.head, "lm", torch.float32, 2.0):
+        torch.testing.assert_close(merged[name], tensor, atol=1e-5, rtol=0)
+    assert merged.keys() == kit.weights(kit.model()).keys()
+    (base,) = kit.model().infer(kit.LOGPROBS, [batch])
+    np.testing.assert_allclose(without, base.columns["result"].values, atol=1e-5)
+    metrics = backend.train(kit.CALLS["token-mean"], kit.whole(batch), 6)
+    assert_same((metrics, later), (metrics, kit.weights(backend)))
+
+
+def test_bf16_adapters_beside_bf16_weights(ranks):
+    changes = torch_ranks.VARIANTS["lora recomputed in bf16"]
+    metrics, weights = train_here(kit.CALLS["token-mean"], **changes)
+    assert ranks["lora recomputed in bf16"][0]["loss"] == pytest.approx(metrics["loss"], abs=2e-3)
+    for name, tensor in ranks["lora recomputed in bf16"][1].items():
+        assert tensor.dtype == torch.bfloat16
+        torch.testing.assert_close(tensor, weights[name], atol=2e-2, rtol=0)
 
 
 def test_bf16_is_the_same_up_to_its_precision(ranks):

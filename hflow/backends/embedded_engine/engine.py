@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from hflow.backends.embedded_engine.admission import PromptGroup, admit
 from hflow.backends.embedded_engine.cache import KVCache, assign_slots, outgrows_band
-from hflow.backends.embedded_engine.module import FreedParameters, build_module, load_in_place
+from hflow.backends.embedded_engine.module import (
+    FreedParameters,
+    build_module,
+    changing_tensors,
+    load_in_place,
+)
 from hflow.backends.embedded_engine.options import EngineOptions
 from hflow.backends.embedded_engine.packing import pack_step
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
@@ -67,6 +72,8 @@ class EmbeddedEngine(GenerationEngine):
         self._decode = decode
         self._shares_weights = module is not None
         self._module = build_module(settings, module)
+        self._has_adapters = settings.lora is not None
+        """Whether adapters change while the other weights stay, so that it keeps these when it sleeps."""
         self._device = next(self._module.parameters()).device
         self._is_accelerated = self._device.type != "cpu"
         self._dtype = next(self._module.parameters()).dtype
@@ -159,7 +166,7 @@ class EmbeddedEngine(GenerationEngine):
                 "this engine shares its trainer's weights, so it cannot load others; call set_version"
             )
         (rank,) = incoming
-        tensors = self._module.state_dict()
+        tensors = changing_tensors(self._module)
 
         def held(name: str) -> HeldBoxes:
             return [(whole_box(tuple(tensors[name].shape)), tensors[name])] if name in tensors else []
@@ -191,7 +198,7 @@ class EmbeddedEngine(GenerationEngine):
             return
         self._cache.drop()
         if not self._shares_weights:
-            self._freed = FreedParameters(self._module, keep)
+            self._freed = FreedParameters(self._module, keep or self._has_adapters)
 
     def wake_weights(self) -> None:
         """Allocate the weights again, and copy them back if they were kept."""

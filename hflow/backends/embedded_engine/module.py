@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from hflow.backends.common.adapter import adapter_weights, add_adapter
 from hflow.backends.embedded_engine.attention import ATTENTION
 from hflow.backends.hf_config import read_config, translate_errors
 from hflow.backends.interface import ModelSettings
@@ -63,6 +64,10 @@ def _new_module(settings: ModelSettings) -> Any:
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
             module = _from_config(config, dtype)
+    if settings.lora is not None:
+        add_adapter(module, settings)
+        for weight in adapter_weights(module).values():  # in the precision in which the trainer uses them
+            weight.data = weight.data.to(dtype)
     return module.to(settings.device)
 
 
@@ -78,6 +83,8 @@ def _sharing_module(settings: ModelSettings, shared: nn.Module) -> Any:
     """
     with torch.device("meta"):
         module: Any = _from_config(copy.deepcopy(shared.config), _DTYPES[settings.dtype])
+    if settings.lora is not None:
+        add_adapter(module, settings)
     for path, parameter in shared.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):
             raise BackendError(
@@ -126,15 +133,20 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
     return copied.copy_(tensor)
 
 
+def changing_tensors(module: nn.Module) -> Mapping[str, Tensor]:
+    """Return the tensors of a module that training changes, by HF name: adapters, if there are any."""
+    return adapter_weights(module) or module.state_dict(keep_vars=True)
+
+
 def load_in_place(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy `(HF name, full tensor)` pairs into a module.
+    """Copy `(HF name, full tensor)` pairs into the tensors of a module that training changes.
 
     Tied tensors share storage, so any of their names sets all of them.
 
     Raises:
         BackendError: if a name is unknown, a shape differs, or a tensor is missing.
     """
-    targets = module.state_dict(keep_vars=True)
+    targets = changing_tensors(module)
     missing = {tensor.data_ptr(): name for name, tensor in reversed(targets.items())}
     with torch.no_grad():
         for name, tensor in weights:

@@ -12,7 +12,6 @@ from hflow.backends.common.checks import check_sequences, check_temperature
 from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.megatron.hf_export import copy_stage
-from hflow.backends.megatron.master_weights import gather_master_weights
 from hflow.backends.megatron.model import build_stage
 from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.parallel_state import ParallelState
@@ -87,11 +86,8 @@ class MegatronModel(ModelBackend):
         return held_blocks(self._stage)
 
     def save(self, directory: str) -> WriteFiles:
-        """Copy some files of fp32 weights to each rank, and return the function that writes them."""
-        values = None
-        if self._optimizer is not None and self._stage.dtype != torch.float32:
-            values = gather_master_weights(self._stage, self._optimizer.master_weights)
-        return copy_stage(self._stage, Path(directory), values)
+        """Copy some files of the weights to each rank, and return the function that writes them."""
+        return copy_stage(self._stage, Path(directory))
 
     def save_shards(self, directory: str) -> WriteFiles:
         """Copy the weights and moments that this rank updates, and return the function that writes them."""

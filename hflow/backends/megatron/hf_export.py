@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import CONFIG_NAME
@@ -23,36 +22,28 @@ from hflow.durable_files import WriteFiles
 FILE_BYTES = 2 << 30
 """Maximum size of a file, unless a single tensor is larger."""
 
-_DTYPE = torch.float32
 
+def copy_stage(stage: Stage, directory: Path, file_bytes: int = FILE_BYTES) -> WriteFiles:
+    """Copy some files of the weights, and return the function that writes them; a collective.
 
-def copy_stage(
-    stage: Stage,
-    directory: Path,
-    values: Mapping[str, Tensor] | None = None,
-    file_bytes: int = FILE_BYTES,
-) -> WriteFiles:
-    """Copy some files of the fp32 weights, and return the function that writes them; a collective.
-
-    The files are those of the torch backend. All ranks take turns, so each holds its share of the model. A
-    value head has a separate file beside its backbone.
+    They have the stage's dtype. The files are those of the torch backend. All ranks take turns, so each holds
+    its share of the model. A value head has a separate file beside its backbone.
 
     Args:
         stage: this rank's.
         directory: made if necessary.
-        values: as in `named_weights`.
         file_bytes: maximum size of a file, unless a single tensor is larger.
     """
     shapes = backbone_shapes(stage.dims)
     if stage.head == "score":
         shapes[SCORE] = (1, stage.dims.hidden)
-    num_bytes = {name: math.prod(shape) * _DTYPE.itemsize for name, shape in shapes.items()}
+    num_bytes = {name: math.prod(shape) * stage.dtype.itemsize for name, shape in shapes.items()}
     file_of = _assign_files(num_bytes, file_bytes)
     writers = {name: number % stage.parallel.group.size() for number, name in enumerate(_unique(file_of))}
     copies: dict[str, dict[str, Tensor]] = {}
     head: dict[str, Tensor] = {}
     receiver_of = {name: writers[file] for name, file in file_of.items()}
-    for name, tensor in named_weights(stage, _DTYPE, values, lambda name: receiver_of.get(name, 0)):
+    for name, tensor in named_weights(stage, receiver_of=lambda name: receiver_of.get(name, 0)):
         if name in file_of:
             copies.setdefault(file_of[name], {})[name] = host_copy(tensor)
         else:
@@ -78,7 +69,7 @@ def _write_descriptions(
     """Write the config, and the index if there are several files, on rank 0. Return their paths."""
     if stage.parallel.group.rank() != 0:
         return []
-    saved_config(stage.hf_config, stage.head).save_pretrained(directory)
+    saved_config(stage.hf_config, stage.head, stage.dtype).save_pretrained(directory)
     paths = [directory / CONFIG_NAME]
     if len(_unique(file_of)) > 1:
         index = {"metadata": {"total_size": sum(num_bytes.values())}, "weight_map": file_of}

@@ -1,8 +1,8 @@
 """fp32 master weights: the range of each parameter that a data rank updates.
 
 Where the model computes in half precision, master weights are stored separately from it: rounded and
-gathered, they are the model's weights. Checkpoints are read into and written from them, so that no precision
-is lost.
+gathered, they are the model's weights. Checkpoints are read into them, and their shards are part of sharded
+checkpoints, so that no precision is lost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hflow.backends.interface import ModelSettings
@@ -70,19 +69,3 @@ def load_master_weights(
                 whole = torch.empty(parameter.shape, dtype=torch.float32)
                 load_parameters([parameter], {parameter.name: whole}, read)
                 master.shard.copy_(whole.view(-1)[master.start : master.stop])
-
-
-def gather_master_weights(stage: Stage, master_weights: dict[str, MasterWeight]) -> dict[str, Tensor]:
-    """Return every parameter of the stage in fp32, by name; a collective over the data ranks.
-
-    The result has twice the size of a stage in half precision.
-    """
-    weights = {name: weight.detach() for name, weight in stage.module.named_parameters()}
-    half = {name: weight for name, weight in weights.items() if weight.dtype != torch.float32}
-    flat = torch.zeros(sum(x.numel() for x in half.values()), device=stage.device)
-    parts = dict(zip(half, flat.split([x.numel() for x in half.values()]), strict=True))
-    for name, master in master_weights.items():
-        parts[name][master.start : master.stop] = master.shard
-    if stage.parallel.data > 1 and len(flat):
-        dist.all_reduce(flat, group=stage.parallel.groups.dp)
-    return weights | {name: part.view(weights[name].shape) for name, part in parts.items()}

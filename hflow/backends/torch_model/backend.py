@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hflow.backends.common.adapter import adapter_weights, adapters_off
 from hflow.backends.common.checks import check_sequences
 from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.device import local_device
@@ -46,7 +48,7 @@ class TorchModel(ModelBackend):
         self._model, head = build_model(settings)
         self._runner = self._make_runner(head)
         self._optimizer = (
-            TorchOptimizer(self._runner.module.parameters(), settings, self.group)
+            TorchOptimizer(_trained(self._runner.module), settings, self.group)
             if settings.trainable
             else None
         )
@@ -56,6 +58,10 @@ class TorchModel(ModelBackend):
         dtype = DTYPES[settings.dtype]
         module = PackedModel(self._model.base_model, head, settings.head)
         module.requires_grad_(settings.trainable)
+        if settings.lora is not None:
+            self._model.requires_grad_(False)
+            for weight in adapter_weights(self._model).values():
+                weight.requires_grad_(settings.trainable)
         if settings.activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         place_model(module, _decoder_layers(self._model), device, dtype, self.group)
@@ -91,12 +97,12 @@ class TorchModel(ModelBackend):
         return self._runner.dtype
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield HF-named full tensors one by one, in the model's dtype; a collective."""
+        """Yield HF-named full tensors of what training changes, in the model's dtype; a collective."""
         runner = self._runner
         return named_weights(self._model, runner.module.head, self.settings.head, runner.dtype)
 
     def blocks(self) -> Iterator[Block]:
-        """Yield this rank's rows of each fp32 weight; not a collective."""
+        """Yield this rank's rows of each fp32 weight that training changes; not a collective."""
         module = self._runner.module
         pairs = held_blocks(self._model, module, module.head, self.settings.head)
         return (block for _, block in pairs)
@@ -106,11 +112,19 @@ class TorchModel(ModelBackend):
         is_whole = self.group is None and self.settings.dtype == "fp32"
         return self._model if is_whole and self.settings.head == "lm" else None
 
+    def without_adapters(self, settings: ModelSettings) -> ModelBackend:
+        """Return the model without its adapters, as a frozen model of its own."""
+        return BaseModel(settings, self)
+
     def save(self, directory: str) -> WriteFiles:
-        """Copy the fp32 weights to the first rank, and return the function that writes them; a collective."""
+        """Copy the weights to the first rank, and return the function that writes them; a collective.
+
+        They are written in the dtype that the model trains in. A model that only update nodes change has no
+        sharded checkpoint, so it is written as it is stored, in fp32.
+        """
         is_writer = self.group is None or dist.get_rank(self.group) == 0
-        head = self._runner.module.head
-        return copy_model(self._model, head, self.settings.head, Path(directory), is_writer)
+        head, dtype = self._runner.module.head, self.dtype if self.settings.trainable else torch.float32
+        return copy_model(self._model, head, self.settings, Path(directory), dtype, is_writer)
 
     def save_shards(self, directory: str) -> WriteFiles:
         """Copy this rank's rows of weights and moments, and return the function that writes them."""
@@ -122,6 +136,32 @@ class TorchModel(ModelBackend):
 
     def _trained_model(self) -> TrainedModel:
         return TrainedModel(self._model, self._runner.module, self.settings.head, self._optimizer)
+
+
+class BaseModel(TorchModel):
+    """The weights of another `TorchModel` with its adapters turned off: a frozen model."""
+
+    def __init__(self, settings: ModelSettings, trained: TorchModel) -> None:
+        """Use the weights and the ranks of a model with adapters.
+
+        Args:
+            settings: those of the frozen model.
+            trained: the model with adapters.
+        """
+        self.settings, self.group = settings, trained.group
+        self._model, self._optimizer = trained._model, None
+        device = trained._runner.device
+        splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
+        self._runner = replace(trained._runner, splitter=splitter, requested={})
+
+    def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
+        """Run a forward without gradient and without adapters, and the body; as `TorchModel.infer`."""
+        with adapters_off(self._model):
+            return super().infer(call, shards)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in module.parameters() if weight.requires_grad]
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
+from hflow.backends.common.adapter import add_adapter
 from hflow.backends.common.checks import check_tensors
 from hflow.backends.hf_config import read_config, translate_errors
 from hflow.backends.interface import ModelSettings
@@ -32,9 +33,10 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def build_model(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
-    """Build the HF model and its head in fp32 on the CPU, with packed attention and without dropout.
+    """Build the HF model and its head on the CPU, with packed attention and without dropout.
 
-    Every rank builds the same weights, from the same checkpoint or the same seed.
+    Every rank builds the same weights, from the same checkpoint or the same seed: in fp32, but beside
+    adapters, which are fp32, in the model's dtype.
 
     Raises:
         BackendError: if the settings, the architecture or the checkpoint are unusable.
@@ -43,14 +45,17 @@ def build_model(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
     check_choice("dtype", settings.dtype, DTYPES)
     disable_progress_bar()
     config = read_config(settings)
+    dtype = torch.float32 if settings.lora is None else DTYPES[settings.dtype]
     with translate_errors(settings.name):
         if settings.path is not None:
-            model = _from_checkpoint(Path(settings.path), config, settings.head)
+            model = _from_checkpoint(Path(settings.path), config, settings.head, dtype)
         else:
-            model = _from_scratch(config, settings.seed)
+            model = _from_scratch(config, settings.seed, dtype)
         _check_architecture(model)
     _turn_off_dropout(model)
     _train_padding_token(model)
+    if settings.lora is not None:
+        add_adapter(model, settings)
     if settings.head == "lm":
         return model, _output_matrix(model)
     _remove_output_matrix(model)
@@ -78,21 +83,23 @@ def check_choice(name: str, value: str, known: Iterable[str]) -> None:
         raise BackendError(f"{name} {value!r} is not one of {', '.join(known)}{nearest(value, known)}")
 
 
-def _from_scratch(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+def _from_scratch(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = _MODELS.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
+    for weight in model.parameters():  # not its buffers, which have dtypes of their own
+        weight.data = weight.data.to(dtype)
     return model
 
 
-def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str) -> PreTrainedModel:
+def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str, dtype: torch.dtype) -> PreTrainedModel:
     verbosity = get_verbosity()
     set_verbosity_error()  # a head that is not loaded here is no news; all else is checked below
     try:
         model, report = _MODELS.from_pretrained(
             path,
             config=config,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=PACKED,
             local_files_only=True,
             use_safetensors=True,  # other formats are pickles

@@ -23,10 +23,12 @@ def _make_model(*args: Any) -> Any:
 
 
 def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
-    """Check the checkpoint's tensors once, before workers start."""
+    """Check the packages and the checkpoint's tensors once, before workers start."""
+    from hflow.backends.common.adapter import check_installed
     from hflow.backends.common.weight_files import check_weight_files
     from hflow.backends.hf_config import translate_errors
 
+    check_installed(settings)
     if settings.path is None:
         return
     shape = read_shape(config.to_dict()) if config.model_type in FAMILIES else None
@@ -39,7 +41,7 @@ def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
 
 BACKEND = Backend(
     name="torch",
-    traits=BackendTraits(sharded_over_data="everything", shares_prompts=True),
+    traits=BackendTraits(sharded_over_data="everything", shares_prompts=True, has_adapters=True),
     factory=_make_model,
     memory=memory,
     packages=("torch", "transformers"),

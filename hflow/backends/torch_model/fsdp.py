@@ -2,7 +2,7 @@
 
 With several ranks, FSDP2 shards each decoder layer, and the rest of the model together with small layers.
 With one rank, weights stay whole. In both cases the stored weights are fp32; a bf16 model casts each unit for
-its forward and backward pass.
+its forward and backward pass. Beside adapters, the weights that are not trained are stored in bf16 already.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 MIN_UNIT_BYTES = 4 << 20
-"""A smaller layer is gathered with the rest of the model: collectives of its own would cost more time than
-the saved memory is worth."""
+"""A layer with fewer bytes in fp32 is gathered with the rest of the model: collectives of its own would cost
+more time than the saved memory is worth."""
 
 
 def place_model(
@@ -57,7 +57,8 @@ def place_model(
 
 
 def _num_bytes(module: nn.Module) -> int:
-    return sum(weight.nbytes for weight in module.parameters())
+    """Return the bytes of a module's weights in fp32."""
+    return 4 * sum(weight.numel() for weight in module.parameters())
 
 
 def cast_while_running(unit: nn.Module, inner: list[nn.Module], dtype: torch.dtype) -> None:

@@ -92,10 +92,10 @@ def save_head(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, head_file(directory))
 
 
-def saved_config(config: PreTrainedConfig, kind: str) -> PreTrainedConfig:
-    """Return a model's config as it is saved with fp32 weights and a head of this kind."""
+def saved_config(config: PreTrainedConfig, kind: str, dtype: torch.dtype) -> PreTrainedConfig:
+    """Return a model's config as it is saved with weights of a dtype and a head of this kind."""
     saved = copy.deepcopy(config)
-    saved.dtype = torch.float32
+    saved.dtype = dtype
     name = _CAUSAL._model_mapping[type(config)].__name__
     if kind == "score":
         saved.num_labels = 1

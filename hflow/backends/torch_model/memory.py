@@ -14,6 +14,7 @@ from hflow.planner.memory import activations
 from hflow.planner.memory.items import Items, item, largest
 from hflow.planner.memory.microbatch import MicroBatch
 from hflow.planner.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
+from hflow.planner.model_shape import layer_template
 
 MIN_UNIT_BYTES = 4 << 20
 """A layer with fewer bytes of fp32 weights is gathered with the rest (`torch_model/fsdp.py`)."""
@@ -23,11 +24,17 @@ def model_state(rank: Rank) -> Items:
     """Return fp32 weights and moments, sharded over the data axis.
 
     Gradients exist within a step only. With them, training needs 16 bytes a parameter over all ranks. An
-    inference replica has weights alone.
+    inference replica has weights alone, and none of its own where it uses those of a trainer. A model with
+    adapters has its other weights in the compute dtype.
     """
-    num_weights = rank.sizes.total_shard
-    moments = ADAM_MOMENTS * FP32_BYTES * num_weights if rank.replica.role == "train" else 0
-    return item(MemoryCategory.WEIGHTS, FP32_BYTES * num_weights) + item(MemoryCategory.OPTIMIZER, moments)
+    if rank.replica.base_of:
+        return Items()
+    num_trained = rank.trained.total_shard
+    moments = ADAM_MOMENTS * FP32_BYTES * num_trained if rank.replica.role == "train" else 0
+    weights = item(MemoryCategory.WEIGHTS, FP32_BYTES * num_trained, "adapters" if _adapts(rank) else "")
+    if _adapts(rank):
+        weights += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total_shard)
+    return weights + item(MemoryCategory.OPTIMIZER, moments)
 
 
 def train_step(rank: Rank, batch: MicroBatch) -> Items:
@@ -41,8 +48,11 @@ def infer_step(rank: Rank, batch: MicroBatch) -> Items:
 
 
 def kept_after_infer(rank: Rank) -> Items:
-    """Return the weights that stay gathered: FSDP2 reshards the root in a backward pass only."""
-    if rank.num_copies == 1:
+    """Return the weights that stay gathered: FSDP2 reshards the root in a backward pass only.
+
+    Those of a trainer's base model are the trainer's.
+    """
+    if rank.num_copies == 1 or rank.replica.base_of:
         return Items()
     return _gathered_weights(rank.width * _Units.of(rank).root)
 
@@ -62,29 +72,35 @@ class _Units:
 
     @classmethod
     def of(cls, rank: Rank) -> _Units:
-        sizes = rank.sizes
-        if sizes.layer * FP32_BYTES >= MIN_UNIT_BYTES:
-            return cls(sizes.layer, sizes.rest)
-        return cls(0, sizes.total)
+        """Return the units of all weights."""
+        sizes, adapters = rank.sizes, rank.trained if _adapts(rank) else None
+        layer, rest, total = sizes.layer, sizes.rest, sizes.total
+        if adapters is not None:
+            layer, rest, total = layer + adapters.layer, rest + adapters.rest, total + adapters.total
+        return cls(layer, rest) if layer * FP32_BYTES >= MIN_UNIT_BYTES else cls(0, total)
+
+    def trained(self, rank: Rank) -> _Units:
+        """Return the trained elements of these units."""
+        return _Units(rank.trained.layer, rank.trained.rest) if self.layer else _Units(0, rank.trained.total)
 
 
 class _Step:
     """What a step needs on one rank as well as on many."""
 
     def __init__(self, rank: Rank, batch: MicroBatch) -> None:
-        self.rank, self.batch, self.sizes = rank, batch, rank.sizes
+        self.rank, self.batch, self.sizes, self.trained = rank, batch, rank.sizes, rank.trained
         self.recomputes = rank.config.activation_checkpointing
-        self.layer = activations.kept_by_layer(rank, batch)
+        self.layer = activations.kept_by_layer(rank, batch) + _kept_by_adapters(rank, batch)
         self.kept = activations.layer_input(rank, batch) if self.recomputes else self.layer
-        self.all_gradients = FP32_BYTES * self.sizes.total_shard
+        self.all_gradients = FP32_BYTES * self.trained.total_shard
         """Bytes of all gradients at the end."""
         self.accumulated = self.all_gradients if batch.num > 1 else 0
         """Bytes of the gradients of earlier micro-batches."""
-        self.output = rank.width * self.sizes.output
+        self.output = rank.width * self.trained.output
         """Bytes of the output matrix's gradient, the first of the backward pass."""
-        self.is_tied = rank.shape.is_tied and self.sizes.output > 0
+        self.is_tied = rank.shape.is_tied and self.trained.output > 0
         """Whether the output matrix's gradient is kept until that of the lookup, the last one."""
-        self.lookup = rank.width * self.sizes.embedding * (3 if self.is_tied else 1)
+        self.lookup = rank.width * self.trained.embedding * (3 if self.is_tied else 1)
         """Bytes of the lookup's gradient; if tied, with the output matrix's gradient and the sum."""
 
     def forward(self) -> Items:
@@ -127,18 +143,18 @@ class _SingleRankStep(_Step):
 
     def train_moments(self) -> Iterator[Items]:
         """Yield the bytes at each moment of training that may be the peak."""
-        sizes, width, num_layers = self.sizes, self.rank.width, self.sizes.num_layers
+        trained, width, num_layers = self.trained, self.rank.width, self.sizes.num_layers
         waiting = self.output if self.is_tied else 0
         yield self.forward() + self._casts(num_layers) + _gradients(self.accumulated)
         at_start = self._casts(num_layers) + _gradients(self.accumulated + self.output)
         yield self.final_norm() + at_start
         yield self.backward(num_layers) + at_start
-        in_layers = self.accumulated or self.all_gradients - FP32_BYTES * (sizes.layer + sizes.embedding)
+        in_layers = self.accumulated or self.all_gradients - FP32_BYTES * (trained.layer + trained.embedding)
         yield self.backward(1) + self._casts(1) + _gradients(in_layers + waiting)
-        all_but_embedding = self.accumulated or self.all_gradients - FP32_BYTES * sizes.embedding
+        all_but_embedding = self.accumulated or self.all_gradients - FP32_BYTES * trained.embedding
         yield _gradients(all_but_embedding + self.lookup)
         if width < FP32_BYTES:
-            yield _gradients(all_but_embedding + (width + FP32_BYTES) * sizes.embedding)
+            yield _gradients(all_but_embedding + (width + FP32_BYTES) * trained.embedding)
         yield self.optimizer_step()
 
     def infer_moments(self) -> Iterator[Items]:
@@ -147,11 +163,14 @@ class _SingleRankStep(_Step):
         yield self.head_without_gradient() + self._casts(0)
 
     def _casts(self, num_layers: int) -> Items:
-        """Return weights in bf16 while `num_layers` layers are to go; recomputation casts one at a time."""
+        """Return weights in bf16 while `num_layers` layers are to go; recomputation casts one at a time.
+
+        Weights that are not trained beside adapters are stored in bf16.
+        """
         if self.rank.width == FP32_BYTES:
             return Items()
         num_cast = min(1, num_layers) if self.recomputes else num_layers
-        num_bytes = self.rank.width * (self.sizes.rest + num_cast * self.sizes.layer)
+        num_bytes = self.rank.width * (self.trained.rest + num_cast * self.trained.layer)
         return item(MemoryCategory.WEIGHTS, num_bytes, "weight casts")
 
 
@@ -161,12 +180,13 @@ class _ShardedStep(_Step):
     def __init__(self, rank: Rank, batch: MicroBatch) -> None:
         super().__init__(rank, batch)
         self.units = _Units.of(rank)
+        self.trained_units = self.units.trained(rank)
         self.num_copies = 1 if rank.on_cpu else 0
         """Copies that a collective makes of its larger end: gloo makes one."""
 
     def train_moments(self) -> Iterator[Items]:
         """Yield the bytes at each moment of training that may be the peak."""
-        units, num_layers = self.units, self.sizes.num_layers
+        trained, num_layers = self.trained_units, self.sizes.num_layers
         accumulated = _gradients(self.accumulated)
         yield self._first_gather() + accumulated
         yield self.forward() + self._gathered(num_buffers=1) + accumulated
@@ -178,14 +198,14 @@ class _ShardedStep(_Step):
         yield self.final_norm() + at_start
         yield self.backward(num_layers) + at_start
         if num_layers > 1:
-            layer_gradients = accumulated + _gradients(self.output + self.rank.width * units.layer)
+            layer_gradients = accumulated + _gradients(self.output + self.rank.width * trained.layer)
             gathered = self._gathered(num_layers=1, num_buffers=1)
-            yield self.backward(num_layers - 1) + gathered + self._scattered(units.layer) + layer_gradients
+            yield self.backward(num_layers - 1) + gathered + self._scattered(trained.layer) + layer_gradients
         shards = self.accumulated or self.all_gradients - FP32_BYTES * self._root_shard
-        at_end = self._gathered() + self._scattered(units.layer)
+        at_end = self._gathered() + self._scattered(trained.layer)
         yield self.backward(1) + at_end + _gradients(shards + self.output)
         yield at_end + _gradients(shards + self.lookup + (0 if self.is_tied else self.output))
-        yield self._scattered(units.layer) + self._scattered(units.root) + _gradients(shards)
+        yield self._scattered(trained.layer) + self._scattered(trained.root) + _gradients(shards)
         yield self.optimizer_step()
 
     def infer_moments(self) -> Iterator[Items]:
@@ -215,20 +235,33 @@ class _ShardedStep(_Step):
         num_weights = units.root + num_layers * units.layer + num_buffers * (units.layer or units.root)
         if not gathers_layer:
             return _gathered_weights(width * num_weights)
-        shard = self.sizes.layer_shard if units.layer and width < FP32_BYTES else 0
+        shard = self.trained.layer_shard if units.layer and width < FP32_BYTES else 0
         copies = self.num_copies * width * units.layer
         return _gathered_weights(width * (num_weights + shard)) + _collective_buffers(copies)
 
     @property
     def _root_shard(self) -> int:
-        """Elements of the root's unit that this rank holds."""
-        return self.sizes.rest_shard if self.units.layer else self.sizes.total_shard
+        """Trained elements of the root's unit that this rank holds."""
+        return self.trained.rest_shard if self.units.layer else self.trained.total_shard
 
     def _scattered(self, num_elements: int) -> Items:
         """Return a unit's gradients while they are reduced and scattered in fp32: sent, copied, received."""
         num_bytes = FP32_BYTES * (num_elements + -(-num_elements // self.rank.num_copies))
         scattered = item(MemoryCategory.GRADIENTS, num_bytes, "gradients being scattered")
         return scattered + _collective_buffers(self.num_copies * FP32_BYTES * num_elements)
+
+
+def _adapts(rank: Rank) -> bool:
+    """Return whether the replica trains adapters in place of its weights."""
+    return rank.config.lora is not None and rank.replica.role == "train"
+
+
+def _kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
+    """Return what autograd keeps of the adapters of a layer: r numbers a token, between the two matrices."""
+    if rank.config.lora is None:
+        return 0
+    num_targets = len(layer_template(rank.trained_shape)) // 2
+    return rank.width * rank.config.lora.r * num_targets * batch.tokens
 
 
 def _gradients(num_bytes: int) -> Items:

@@ -13,11 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hflow.backends.common.adapter import adapter_weights, base_name, save_adapter
 from hflow.backends.common.host_copy import host_copy
+from hflow.backends.interface import MERGED, ModelSettings
 from hflow.backends.torch_model.heads import head_prefix, save_head, saved_config
 from hflow.backends.torch_model.optimizer import local_shard
 from hflow.durable_files import WriteFiles
 from hflow.types.tensor_slices import Block, Box, numel, whole_box
+from hflow.weights.adapters import A, B, merge
 
 BUCKET_BYTES = 64 << 20
 """A bucket is gathered once its whole tensors reach this size, which bounds the extra memory."""
@@ -26,21 +29,24 @@ Named = tuple[str, Tensor]
 
 
 def named_weights(model: PreTrainedModel, head: nn.Module, kind: str, dtype: torch.dtype) -> Iterator[Named]:
-    """Yield every weight and persistent buffer once, whole and in `dtype`; a collective.
+    """Yield every weight that training changes once, whole and in `dtype`; a collective.
+
+    Without adapters these are all, and persistent buffers come with them.
 
     Tied weights have their first name, and a scalar head's weights `value_head.*` or `score.weight`. A tensor
     may share storage with the model, so copy what is to be kept.
     """
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = [(name, x) for name, x in model.state_dict().items() if name not in known]
-    named = (*model.named_parameters(), *buffers, *_scalar_weights(head, kind))
+    trained = named_parameters(model, head, kind)
+    named = trained if adapter_weights(model) else (*trained, *buffers)
     yield from gather_tensors(((name, tensor.detach()) for name, tensor in named), dtype)
 
 
 def held_blocks(
     model: PreTrainedModel, root: nn.Module, head: nn.Module, kind: str
 ) -> Iterator[tuple[nn.Parameter, Block]]:
-    """Yield every weight of which this rank has rows, and those rows as a view of the model's storage.
+    """Yield every trained weight of which this rank has rows, and those rows as a view of the storage.
 
     After a forward without gradient, FSDP keeps weights whole for the next one. They are resharded first, as
     the whole weights would hide changes of the shards.
@@ -55,37 +61,84 @@ def held_blocks(
 
 
 def named_parameters(model: PreTrainedModel, head: nn.Module, kind: str) -> list[tuple[str, nn.Parameter]]:
-    """Return every weight once, with its HF name."""
-    return [*model.named_parameters(), *_scalar_weights(head, kind)]
+    """Return every weight that training changes once, with its HF name: adapters, if there are any."""
+    named = list(adapter_weights(model).items()) or list(model.named_parameters())
+    return [*named, *_scalar_weights(head, kind)]
+
+
+def merged_weights(
+    model: PreTrainedModel, head: nn.Module, kind: str, dtype: torch.dtype, scale: float
+) -> Iterator[Named]:
+    """Yield every weight once, whole and in `dtype`, with its adapter added; a collective."""
+    adapters = dict(gather_tensors(_detached(adapter_weights(model).items()), torch.float32))
+    base = ((base_name(name), x) for name, x in model.named_parameters() if ".lora_" not in name)
+    for name, tensor in gather_tensors(_detached((*base, *_scalar_weights(head, kind))), dtype):
+        path = name.removesuffix("weight")
+        if path + A in adapters:
+            tensor = merge(tensor, adapters[path + A], adapters[path + B], scale)
+        yield name, tensor
+
+
+def _detached(named: Iterable[Named]) -> Iterator[Named]:
+    return ((name, tensor.detach()) for name, tensor in named)
 
 
 def copy_model(
-    model: PreTrainedModel, head: nn.Module, kind: str, directory: Path, is_writer: bool
+    model: PreTrainedModel,
+    head: nn.Module,
+    settings: ModelSettings,
+    directory: Path,
+    dtype: torch.dtype,
+    is_writer: bool,
 ) -> WriteFiles:
-    """Copy the fp32 weights, and return the function that writes them in HF layout; a collective.
+    """Copy the weights in `dtype`, and return the function that writes them; a collective.
 
-    One rank copies and writes. A causal language model loads with `AutoModelForCausalLM.from_pretrained`, a
-    score model with `AutoModelForSequenceClassification.from_pretrained`. A value model is saved as its
-    backbone in the layout of the former, with its head in a separate file.
+    One rank copies and writes. Of a model with adapters these are written, in peft's layout, and if the
+    settings say so, the merged model in a directory beside them.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in named_weights(model, head, kind, torch.float32):
-        if is_writer:
-            tensors[name] = host_copy(tensor)
+
+    def copies(named: Iterable[Named]) -> dict[str, Tensor]:
+        return {name: host_copy(tensor) for name, tensor in named if is_writer}
+
+    kind, lora = settings.head, settings.lora
+    trained, merged = copies(named_weights(model, head, kind, dtype)), None
+    if lora is not None and lora.save_merged:
+        merged = copies(merged_weights(model, head, kind, dtype, lora.scale))
 
     def write() -> list[Path]:
         if not is_writer:
             return []
+        if lora is None:
+            return _write_model(directory, model, kind, trained, dtype)
         directory.mkdir(parents=True, exist_ok=True)
         if kind == "value":
-            save_head(directory, _pop_prefixed(tensors, head_prefix(kind)))
-        # transformers writes only on rank 0 of the world, which may belong to another model.
-        setattr(model, "should_save_on_this_rank", lambda is_main_process: is_main_process)  # noqa: B010
-        model.save_pretrained(directory, state_dict=tensors)
-        saved_config(model.config, kind).save_pretrained(directory)
-        return [path for path in directory.iterdir() if path.is_file()]
+            save_head(directory, _pop_prefixed(trained, head_prefix(kind)))
+        save_adapter(directory, model, settings, trained)
+        paths = [path for path in directory.iterdir() if path.is_file()]
+        if merged is not None:
+            paths += _write_model(directory / MERGED, model, kind, merged, dtype)
+        return paths
 
     return write
+
+
+def _write_model(
+    directory: Path, model: PreTrainedModel, kind: str, tensors: dict[str, Tensor], dtype: torch.dtype
+) -> list[Path]:
+    """Write a model in HF layout, and return the paths.
+
+    A causal language model loads with `AutoModelForCausalLM.from_pretrained`, a score model with
+    `AutoModelForSequenceClassification.from_pretrained`. A value model is saved as its backbone in the layout
+    of the former, with its head in a separate file.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if kind == "value":
+        save_head(directory, _pop_prefixed(tensors, head_prefix(kind)))
+    # transformers writes only on rank 0 of the world, which may belong to another model.
+    setattr(model, "should_save_on_this_rank", lambda is_main_process: is_main_process)  # noqa: B010
+    model.save_pretrained(directory, state_dict=tensors)
+    saved_config(model.config, kind, dtype).save_pretrained(directory)
+    return [path for path in directory.iterdir() if path.is_file()]
 
 
 def _scalar_weights(head: nn.Module, kind: str) -> list[tuple[str, nn.Parameter]]:

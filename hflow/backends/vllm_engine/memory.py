@@ -113,11 +113,13 @@ def process_state(rank: Rank, overhead: int) -> Items:
     """Return what the engine's own processes keep in all phases, beside weights and cache.
 
     With several tensor ranks, each has a process beside that of the engine. On a CPU the memory of the
-    latter is spread over the ranks.
+    latter is spread over the ranks, and the weights that adapters are merged into have a copy there.
     """
     if rank.on_cpu:
         num_processes = 1 if rank.tensor == 1 else 1 + 1 / rank.tensor
-        return item(MemoryCategory.RUNTIME, round(num_processes * CPU_PROCESS_BYTES), "process")
+        process = item(MemoryCategory.RUNTIME, round(num_processes * CPU_PROCESS_BYTES), "process")
+        base = 0 if rank.config.lora is None else rank.width * rank.sizes.total
+        return process + item(MemoryCategory.WEIGHTS, base, "base weights")
     graphs = len(graph_sizes(rank.config.gen.max_running)) * rank.shape.num_layers * GRAPH_BYTES
     return item(MemoryCategory.RUNTIME, overhead, "process") + item(
         MemoryCategory.RUNTIME, graphs, "CUDA graphs"

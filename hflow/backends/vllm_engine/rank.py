@@ -1,7 +1,7 @@
 """What hflow adds to each of vLLM's tensor ranks: it receives weights and checks them.
 
-vLLM imports this module in every rank, as its `worker_extension_cls`. Importing it registers the backend
-`hflow` of vLLM's weight transfer.
+vLLM imports this module in every rank, as its `worker_extension_cls`. Importing it registers the backends
+`hflow` and `hflow-adapters` of vLLM's weight transfer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from hflow.backends.common.host_copy import host_copy
 from hflow.backends.vllm_engine.hf_mapping import checked, held_tensors
 from hflow.errors import HflowError
+from hflow.weights.adapters import BaseTensor, MergedWeights
+from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
 
 TRANSFER_BACKEND = "hflow"
+ADAPTER_BACKEND = "hflow-adapters"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -42,6 +46,8 @@ class _InitInfo(WeightTransferInitInfo):
 class _UpdateInfo(WeightTransferUpdateInfo):
     incoming: bytes
     """The rank's `IncomingWeights`, pickled."""
+    scale: float | None = None
+    """The factor of adapters' output, if adapters are what comes in."""
 
 
 class Outcome(NamedTuple):
@@ -81,11 +87,15 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     def receive_weights(self, update_info: _UpdateInfo) -> None:
         """Receive, load and check all weights of a version."""
         try:
-            incoming = cloudpickle.loads(update_info.incoming)
+            incoming = self._weights(cloudpickle.loads(update_info.incoming), update_info.scale)
             self.outcome = Outcome(loaded=load_verified(incoming, self._load, self._boxes))
         except HflowError as error:
             self.outcome = Outcome(error=error)
             self._finish()  # the model is whole again, with undefined weights
+
+    def _weights(self, incoming: IncomingWeights, scale: float | None) -> IncomingWeights:
+        """Return the weights of the whole model."""
+        return incoming
 
     def finish_weight_update(self) -> None:
         """Do nothing: `receive_weights` has finished the update, since it checks the result."""
@@ -106,6 +116,24 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     def _boxes(self, name: str) -> HeldBoxes:
         held = self._held.get(name)
         return () if held is None else ((held.box, held.view),)
+
+
+class AdapterTransfer(HflowWeightTransfer):
+    """Adds adapters to the weights that the model was built with, of which it keeps a copy in host memory."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._base: dict[str, BaseTensor] = {}
+        places: set[int] = set()
+        for name, held in self._held.items():
+            if held.view.numel() and held.view.data_ptr() not in places:  # tied tensors are kept once
+                places.add(held.view.data_ptr())
+                self._base[name] = BaseTensor(held.shape, held.box, host_copy(held.view))
+        self._target = next(self.model.parameters()).device
+
+    def _weights(self, incoming: IncomingWeights, scale: float | None) -> IncomingWeights:
+        assert scale is not None, "adapters come with their scale"
+        return MergedWeights(incoming, self._base, scale, self._target)
 
 
 class RankExtension:
@@ -134,6 +162,7 @@ def _prepare_process() -> None:
         utils.dispatch_cpu_unquantized_gemm = _use_weights_in_place
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, HflowWeightTransfer)
+        WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, AdapterTransfer)
 
 
 _prepare_process()

@@ -134,7 +134,10 @@ class Stepper:
         """
         self._has_weights = False
         self._engine.collective_rpc("start_weight_update")
-        self._engine.collective_rpc("update_weights", args=([{"incoming": data} for data in incoming],))
+        lora = self._settings.settings.lora
+        scale = {} if lora is None else {"scale": lora.scale}
+        updates = [{"incoming": data, **scale} for data in incoming]
+        self._engine.collective_rpc("update_weights", args=(updates,))
         self._engine.collective_rpc("finish_weight_update")
         outcomes: list[rank.Outcome] = self._engine.collective_rpc("hflow_outcome")
         for outcome in outcomes:
@@ -198,7 +201,9 @@ def _engine_args(settings: ProcessSettings) -> EngineArgs:
         skip_tokenizer_init=True,
         async_scheduling=False,
         enable_sleep_mode=settings.sleeps,
-        weight_transfer_config=WeightTransferConfig(backend=rank.TRANSFER_BACKEND),
+        weight_transfer_config=WeightTransferConfig(
+            backend=rank.TRANSFER_BACKEND if settings.settings.lora is None else rank.ADAPTER_BACKEND
+        ),
         **settings.arguments,
     )
 

@@ -158,7 +158,7 @@ def _steady_phase(workload: Workload, rollout: RolloutRequest, engines: int, slo
 def prefill(replica: ReplicaCosts, prompts: Work) -> list[Part]:
     """Return the seconds of prompts, each computed once for its group, with all pipeline stages busy."""
     layout, num = replica.layout, math.ceil(prompts.rows / PREFILL_TOKENS)
-    compute = pass_seconds(replica, prompts, num, 1, 1)
+    compute = pass_seconds(replica, prompts, num, 1, 1, 1)
     weights = num * _weight_bytes(replica, prompts.rows / num) / layout.pipe
     message = prompts.rows / num * replica.shape.hidden * replica.itemsize
     link_time = all_reduce(message, replica.tensor, replica.hardware)

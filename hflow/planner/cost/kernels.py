@@ -84,24 +84,33 @@ def elementwise_bytes(replica: ReplicaCosts, rows: float) -> float:
     return passes * rows * width * replica.itemsize
 
 
-def pass_seconds(replica: ReplicaCosts, work: Work, num: int, layer_passes: int, head_passes: int) -> float:
+def pass_seconds(
+    replica: ReplicaCosts, work: Work, num: int, layer_passes: int, product_passes: int, head_passes: int
+) -> float:
     """Return the seconds of all kernels of the heaviest stage.
+
+    Adapters count by their FLOPs, in each pass of a layer.
 
     Args:
         replica: the replica.
         work: of a rank.
         num: micro-batches.
-        layer_passes: as `stage_flops`.
+        layer_passes: cost of attention and other kernels in forward passes; 3 with the backward pass.
+        product_passes: the same for the layers' matrices; 2 if their own gradients are left out.
         head_passes: as `stage_flops`.
     """
     shape, layout = replica.shape, replica.layout
-    all_flops = stage_flops(shape, work, layout.pipe, layer_passes, head_passes) / layout.tensor
     no_pairs = replace(work, squares=0.0)
-    products = stage_flops(shape, no_pairs, layout.pipe, layer_passes, head_passes) / layout.tensor
+    all_flops = stage_flops(shape, work, layout.pipe, layer_passes, head_passes)
+    of_products = stage_flops(shape, no_pairs, layout.pipe, layer_passes, head_passes)
+    attention = (all_flops - of_products) / layout.tensor
+    products = stage_flops(shape, no_pairs, layout.pipe, product_passes, head_passes) / layout.tensor
+    if replica.config.lora is not None:
+        products += 2 * replica.trained_weights * work.rows * layer_passes
     first, last = stage_layers(shape.num_layers, layout.pipe)[0]
     others = layer_passes * (last - first) * elementwise_bytes(replica, work.rows)
     return (
         products / product_rate(replica, work.rows / num)
-        + (all_flops - products) / attention_rate(replica)
+        + attention / attention_rate(replica)
         + others / replica.rates.stream
     )

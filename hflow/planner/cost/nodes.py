@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Level, NodeSpec
+from hflow.planner.backends import engine_kind
 from hflow.planner.cost.collectives import RankPlacement
 from hflow.planner.cost.flops import Work, work_of
 from hflow.planner.cost.generation import RolloutRequest, generate, seconds_per_token
@@ -133,7 +134,10 @@ class Costs:
             return None
         senders, workers = self._plan.replica(route.src).workers, self._plan.replica(route.dst).workers
         ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware)
-        return load_weights(route, replica, ranks, self._network((*senders, *workers)), len(senders))
+        kind = engine_kind(self._plan.replica(route.dst).backend)
+        merges = kind.merges_adapters and replica.config.lora is not None
+        network = self._network((*senders, *workers))
+        return load_weights(route, replica, ranks, network, len(senders), merges)
 
     def publish_weights(self, route: WeightRoute) -> Parts:
         """Return the time in which the trainer publishes new weights of an engine."""
@@ -160,6 +164,9 @@ class Costs:
         is_shared = any(route.dst == name and route.how == "shared" for route in self._plan.weights)
         if is_shared and self._request.model(model).compute_dtype == "fp32":
             return 0.0
+        merges = engine_kind(self._plan.replica(name).backend).merges_adapters
+        if self._request.model(model).lora is not None and not merges:  # only adapters are replaced
+            return float(any(name in replicas for _, replicas in self._plan.schedule.shared))
         return share_of_kept_weights(self._plan.schedule, name, model)
 
     def _engines(self) -> dict[str, ReplicaCosts] | None:

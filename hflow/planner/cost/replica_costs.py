@@ -15,7 +15,7 @@ from hflow.planner.cost.roofline import Rates
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import ClusterSpec, Replica
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import DTYPE_BYTES, ModelShape, expert_layers
+from hflow.planner.model_shape import DTYPE_BYTES, ModelShape, expert_layers, num_parameters, trained_shape
 
 LOW_BYTES = {"fp8": 1.0, "fp4": 0.5}
 """Bytes of a weight by precision."""
@@ -118,6 +118,13 @@ class ReplicaCosts:
         experts = self.shape.experts
         num_experts = None if experts is None else experts.num / self.layout.expert
         return stage_parameters(self.shape, self.layout.pipe, num_experts) / self.layout.tensor
+
+    @cached_property
+    def trained_weights(self) -> float:
+        """Number of trained weights on a rank of the largest stage: of its adapters, if there are any."""
+        if self.config.lora is None:
+            return self.stage_weights
+        return num_parameters(trained_shape(self.shape, self.config.lora)) / self.layout.pipe
 
     @property
     def mean_copies(self) -> float:

@@ -46,6 +46,8 @@ def train(replica: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
     """
     num_passes = 3 if replica.config.activation_checkpointing else 2
     head_passes = 4 if _recomputes_logits(replica, work) else 3
+    if replica.config.lora is not None:  # the output matrix has no gradient
+        head_passes -= 1
     passes = _layer_passes("forward and backward", replica, work, num_passes, head_passes)
     one_microbatch = passes[0].seconds / num_microbatches(replica, work)
     once = [
@@ -64,6 +66,8 @@ def update(replica: ReplicaCosts) -> list[Part]:
 def local_weights(replica: ReplicaCosts) -> float:
     """Return the number of weights whose optimizer state a rank holds."""
     layout = replica.layout
+    if replica.config.lora is not None:
+        return replica.trained_weights / layout.num_copies
     return stage_parameters(replica.shape, layout.pipe) / layout.tensor / layout.num_copies
 
 
@@ -83,14 +87,16 @@ def _layer_passes(
         replica: the replica.
         work: one rank's samples.
         num_passes: passes of a micro-batch through a layer: forward, backward, and forward again with
-            recomputation. A backward pass costs as much as two forward passes.
+            recomputation. A backward pass costs as much as two forward passes, and where only adapters are
+            trained, the matrices beside them as much as one.
         head_passes: cost of the output matrix in forward passes.
     """
     num, layer_passes = num_microbatches(replica, work), num_passes + (num_passes > 1)
+    product_passes = layer_passes if replica.config.lora is None else num_passes
     compute = roofline(
         name,
-        pass_seconds(replica, work, num, layer_passes, head_passes),
-        num * layer_passes * _stage_bytes(replica) / replica.rates.memory,
+        pass_seconds(replica, work, num, layer_passes, product_passes, head_passes),
+        num * product_passes * _stage_bytes(replica) / replica.rates.memory,
         num * num_passes * replica.host_seconds,
         is_ahead=replica.launches_ahead,
     )
@@ -162,7 +168,7 @@ def _fsdp_collectives(replica: ReplicaCosts, num: int, num_passes: int, compute:
     gather = all_gather(numel * replica.itemsize, replica.data, replica.hardware).times(
         num * units * min(num_passes, 2)
     )
-    scatter = reduce_scatter(numel * GRADIENT_BYTES, replica.data, replica.hardware)
+    scatter = reduce_scatter(replica.trained_weights / units * GRADIENT_BYTES, replica.data, replica.hardware)
     scatter = scatter.times(num * units if num_passes > 1 else 0)
     visible = _visible(replica, gather.seconds + scatter.seconds, compute)
     return [gather.times(visible).part("all-gather"), scatter.times(visible).part("reduce-scatter")]

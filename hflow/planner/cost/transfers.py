@@ -16,8 +16,6 @@ from hflow.planner.ir import WeightRoute
 
 BUCKET_BYTES = 64 << 20
 """Weights are transferred in buckets of about this size."""
-MASTER_BYTES = 4
-"""Weights are saved in fp32."""
 STATE_BYTES = 12
 """The optimizer state that is saved besides: fp32 weights and two moments."""
 
@@ -41,7 +39,12 @@ def redistribute(edge: EdgeTraffic, network: Link, hardware: Hardware) -> Part:
 
 
 def load_weights(
-    route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement, network: Link, num_sources: int
+    route: WeightRoute,
+    replica: ReplicaCosts,
+    ranks: RankPlacement,
+    network: Link,
+    num_sources: int,
+    merges: bool = False,
 ) -> list[Part]:
     """Return the seconds in which all engines of a replica load new weights at once.
 
@@ -54,9 +57,10 @@ def load_weights(
         ranks: how its workers are placed.
         network: the link over which weights cross machines.
         num_sources: ranks that send.
+        merges: whether adapters are sent, which the engine adds to its weights.
     """
     if route.how == "shared":
-        return _checksums(replica.stage_weights * replica.itemsize, replica)
+        return _checksums(replica.trained_weights * replica.itemsize, replica)
     needed = (route.moved_bytes + route.held_bytes) / replica.layout.world
     num_copies = 2 if route.delta else 1
     copy = Part("copy", num_copies * 2 * needed / replica.rates.stream, MEMORY)
@@ -65,7 +69,19 @@ def load_weights(
     # What arrived is summed for the rank's part and again after loading; what was sent, also when it arrives.
     sent = route.moved_bytes + _near_bytes(route)
     checksums = _checksums(2 * needed + sent / replica.layout.world, replica)
-    return [*arrival, copy, Part("tensors", calls, LATENCY), *checksums]
+    merged = _merge(replica) if merges else []
+    return [*arrival, copy, Part("tensors", calls, LATENCY), *checksums, *merged]
+
+
+def _merge(replica: ReplicaCosts) -> Iterator[Part]:
+    """Yield the seconds in which an engine adds adapters to its copy of the weights, and loads the sum.
+
+    The copy is in host memory. The sum is written, read and written into the model, and summed twice.
+    """
+    num_bytes = replica.stage_weights * replica.itemsize
+    yield from _over_pcie(num_bytes, replica)
+    yield Part("merge", 4 * num_bytes / replica.rates.stream, MEMORY)
+    yield from _checksums(2 * num_bytes, replica)
 
 
 def _checksums(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
@@ -186,14 +202,17 @@ def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
 
     The weights are gathered and copied to the memory of the host, by one rank where the data axis shards
     them, else by all in turn. Each rank copies its optimizer state. Files are written while training
-    continues.
+    continues. Of a model with adapters, these alone are saved, and the merged weights if they are asked for.
     """
-    numel = stage_parameters(replica.shape, replica.layout.pipe) / replica.layout.tensor
-    gather = all_gather(numel * MASTER_BYTES, replica.data, replica.hardware)
-    whole = numel * replica.layout.tensor * replica.layout.pipe
+    lora, layout = replica.config.lora, replica.layout
+    numel = stage_parameters(replica.shape, layout.pipe) / layout.tensor
+    trained = numel if lora is None else replica.trained_weights
+    saved = numel + trained if lora is not None and lora.save_merged else trained
+    gather = all_gather(saved * replica.itemsize, replica.data, replica.hardware)
+    whole = trained * layout.tensor * layout.pipe
     is_whole = replica.traits.sharded_over_data == "everything"
-    copied = whole * MASTER_BYTES / (1 if is_whole else replica.layout.world)
+    copied = saved * layout.tensor * layout.pipe * replica.itemsize / (1 if is_whole else layout.world)
     if replica.config.save_optimizer:
-        copied += whole * STATE_BYTES / replica.layout.world
+        copied += whole * STATE_BYTES / layout.world
     copy = list(_over_pcie(copied, replica)) or [Part("copy", 2 * copied / replica.rates.stream, MEMORY)]
     return [gather.part("all-gather"), *copy]

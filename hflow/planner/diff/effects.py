@@ -60,6 +60,8 @@ SETTINGS: tuple[tuple[str, Effect], ...] = (
     ("models.TRAINED.path", Effect.REFUSE),
     ("models.TRAINED.architecture*", Effect.REFUSE),
     ("models.TRAINED.alphabet", Effect.REFUSE),
+    ("models.TRAINED.lora.save_merged", Effect.SAME),
+    ("models.TRAINED.lora*", Effect.REFUSE),
     ("models.*.tokens_per_microbatch", Effect.SAME),
     ("models.*.activation_checkpointing", Effect.SAME),
     ("models.*.save_optimizer", Effect.SAME),

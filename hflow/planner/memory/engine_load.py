@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hflow.planner.backends import engine_kind
 from hflow.planner.ir import Plan
 from hflow.planner.memory.rank import Rank
 from hflow.planner.weights.sharding import padded_units
@@ -45,12 +46,17 @@ def engine_load(plan: Plan, rank: Rank, workloads: dict[str, Workload]) -> Engin
 
 
 def engine_weights(rank: Rank) -> int:
-    """Return the bytes of the engine's own weights on one rank, with the padding of the vocabulary."""
+    """Return the bytes of the engine's own weights on one rank, with the padding of the vocabulary.
+
+    Adapters are beside them in an engine that does not merge them.
+    """
     shape = rank.shape
     rows = padded_units(shape.vocab, rank.traits, rank.tensor) // rank.tensor
     num_matrices = 1 if shape.is_tied else 2
     padding = (rows - min(shape.vocab, rows)) * shape.hidden * num_matrices
-    return rank.width * (rank.sizes.total + padding)
+    keeps_adapters = rank.config.lora is not None and not engine_kind(rank.replica.backend).merges_adapters
+    adapters = rank.trained.total if keeps_adapters else 0
+    return rank.width * (rank.sizes.total + padding + adapters)
 
 
 def cache_bytes_per_token(rank: Rank) -> int:

@@ -17,6 +17,7 @@ from hflow.planner.model_shape import (
     equal_layers,
     layer_template,
     other_tensors,
+    trained_shape,
 )
 from hflow.planner.weights.sharding import is_on_stage, rank_box, stage_layers
 from hflow.types.tensor_slices import numel
@@ -51,6 +52,16 @@ class Rank:
     def sizes(self) -> StageSizes:
         """Elements of the model that the rank holds."""
         return stage_sizes(self.shape, self.traits, self.replica.layout, self.stage)
+
+    @cached_property
+    def trained_shape(self) -> ModelShape:
+        """What training changes of the model: its adapters, if it has any, else all of it."""
+        return trained_shape(self.shape, self.config.lora)
+
+    @cached_property
+    def trained(self) -> StageSizes:
+        """Elements that the rank holds of what training changes."""
+        return stage_sizes(self.trained_shape, self.traits, self.replica.layout, self.stage)
 
     @property
     def width(self) -> int:

@@ -34,7 +34,7 @@ def send_weights(rank: Rank, route: WeightRoute) -> Items:
     if route.how == "shared" and rank.width == FP32_BYTES:
         return Items()
     if route.how != "pull":
-        return _gather_bucket(rank, rank.width)
+        return _gather_bucket(rank, rank.width, rank.trained_shape)
     return _slice_buckets(rank) + (_changes(rank) if route.delta else Items())
 
 
@@ -52,7 +52,7 @@ def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, 
         routes: on which it sends its weights, each with the number of ranks that receive them.
         is_waking: whether engines load the weights in this phase.
     """
-    share = rank.width * (num_parameters(rank.shape) // rank.replica.layout.world)
+    share = rank.width * (num_parameters(rank.trained_shape) // rank.replica.layout.world)
     items = Items()
     for route, num_receivers in routes:
         own = round(route.held_bytes / num_receivers) if route.held_bytes else share
@@ -77,7 +77,8 @@ def received_weights(rank: Rank, route: WeightRoute) -> Items:
     """
     if not route.delta or not (rank.on_cpu or route.transport in ("collective", "ipc")):
         return Items()
-    num_bytes = rank.width * (num_parameters(rank.shape) // rank.tensor)
+    num_parts = rank.tensor if rank.config.lora is None else 1  # every rank receives all adapters
+    num_bytes = rank.width * (num_parameters(rank.trained_shape) // num_parts)
     return item(MemoryCategory.BUFFERS, num_bytes, "weights received last")
 
 
@@ -92,19 +93,23 @@ def receive_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Ite
 
 
 def save_checkpoint(rank: Rank) -> Items:
-    """Return what a rank needs while its model is gathered and copied to the host in fp32.
+    """Return what a rank needs while what training changes is gathered and copied to the host.
 
-    On a CPU the copies count too. They are held until they are written, while training continues.
+    It is saved in the compute dtype; a model that only update nodes change, in fp32. On a CPU the copies
+    count too. They are held until they are written, while training continues.
     """
-    bucket = _gather_bucket(rank, FP32_BYTES)
+    width = rank.width if rank.replica.role == "train" else FP32_BYTES
+    is_merged = rank.config.lora is not None and rank.config.lora.save_merged
+    bucket = _gather_bucket(rank, width, rank.shape if is_merged else rank.trained_shape)
     if not rank.on_cpu:
         return bucket
-    world, num = rank.replica.layout.world, num_parameters(rank.shape)
+    world, num = rank.replica.layout.world, num_parameters(rank.trained_shape)
     if _shards_weights(rank):
-        weights = FP32_BYTES * num if rank.is_first else 0
+        merged = num_parameters(rank.shape) if is_merged else 0
+        weights = width * (num + merged) if rank.is_first else 0
     else:
-        largest = max(FILE_BYTES, FP32_BYTES * largest_tensor(rank.shape))
-        weights = min(FP32_BYTES * num, -(-FP32_BYTES * num // (largest * world)) * largest)
+        largest = max(FILE_BYTES, width * largest_tensor(rank.shape))
+        weights = min(width * num, -(-width * num // (largest * world)) * largest)
     state = STATE_BYTES * num // world if rank.config.save_optimizer else 0
     return (
         bucket
@@ -122,7 +127,7 @@ def _slice_buckets(rank: Rank) -> Items:
     if rank.on_cpu:
         num_bytes = (2 if copies else 1) * _largest_slice_bucket(rank)
     else:
-        num_bytes = rank.width * -(-largest_tensor(rank.shape) // _num_slices(rank)) if copies else 0
+        num_bytes = rank.width * -(-largest_tensor(rank.trained_shape) // _num_slices(rank)) if copies else 0
     return item(MemoryCategory.BUFFERS, num_bytes, "buckets")
 
 
@@ -134,7 +139,7 @@ def _changes(rank: Rank) -> Items:
 
 def _largest_slice_bucket(rank: Rank) -> int:
     """Return the bytes of the largest bucket of this rank's slices."""
-    return largest_bucket(rank.shape, rank.width, num_parts=_num_slices(rank))
+    return largest_bucket(rank.trained_shape, rank.width, num_parts=_num_slices(rank))
 
 
 def _num_slices(rank: Rank) -> int:
@@ -142,19 +147,19 @@ def _num_slices(rank: Rank) -> int:
     return rank.num_copies if _shards_weights(rank) else rank.tensor
 
 
-def _gather_bucket(rank: Rank, width: int) -> Items:
+def _gather_bucket(rank: Rank, width: int, shape: ModelShape) -> Items:
     """Return a whole bucket, this rank's part of it twice, and a copy of gloo or the tensor sliced out of it.
 
     FSDP casts its shards first. A single rank casts one tensor at a time.
     """
     casts = width < FP32_BYTES and _shards_weights(rank)
     if rank.replica.layout.world == 1:
-        num_bytes = width * largest_tensor(rank.shape) if casts else 0
+        num_bytes = width * largest_tensor(shape) if casts else 0
     else:
         num_parts = _num_slices(rank)
         minimum = BUCKET_BYTES * (1 if _shards_weights(rank) else num_parts)
-        bucket = largest_bucket(rank.shape, width, minimum)
-        copy = bucket if rank.on_cpu else width * largest_tensor(rank.shape)
+        bucket = largest_bucket(shape, width, minimum)
+        copy = bucket if rank.on_cpu else width * largest_tensor(shape)
         num_bytes = bucket + (3 if casts else 2) * (bucket // num_parts) + copy
     return item(MemoryCategory.BUFFERS, num_bytes, "buckets")
 

@@ -9,6 +9,7 @@ from hflow.graph.ir import Graph, Level
 from hflow.planner.graph_queries import saved_models
 from hflow.planner.ir import DeviceGroup, EngineChoice, Placement, Replica
 from hflow.planner.layout_checks import check_layouts
+from hflow.planner.placement.adapters import with_adapters
 from hflow.planner.placement.engine_ranks import order_engine_ranks
 from hflow.planner.placement.engines import choose_engines
 from hflow.planner.placement.nodes import NodePlacer
@@ -48,6 +49,6 @@ def place_graph(graph: Graph, request: PlanRequest, levels: Mapping[str, Level])
     groups, replicas = place_replicas(graph, request)
     replicas, engines = choose_engines(replicas, request)
     check_layouts(replicas, request)
-    replicas = order_engine_ranks(graph, replicas, request)
+    replicas = with_adapters(graph, order_engine_ranks(graph, replicas, request), request)
     placements = NodePlacer(graph, levels, groups, replicas).place(saved_models(graph))
     return PlacedGraph(request, groups, replicas, placements, engines)

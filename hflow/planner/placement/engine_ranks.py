@@ -56,7 +56,8 @@ def order_engine_ranks(
         held: dict[int, list[int]] = {worker: [0] * first.layout.num_shards for worker in first.workers}
         needed = 0
         for engine, src, item_bytes in _trained(graph, engines, replicas, request):
-            shape = request.shapes[engine.model]
+            shape = request.trained_shape(engine.model)
+            assert shape is not None
             needed += _num_engines(first) * num_parameters(shape) * item_bytes
             for worker, shards in held_bytes(src, engine, shape, item_bytes, request.cluster).items():
                 if worker in held:

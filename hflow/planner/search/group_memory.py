@@ -247,7 +247,8 @@ class GroupMemory:
 
 def _held_bytes(trainer: ReplicaOption, problem: SearchProblem) -> int:
     """Return the most that the engine on a trainer's device may need of what the trainer's rank holds."""
-    layout, shape = trainer.layout, problem.request.shapes[trainer.replica.model]
+    layout, shape = trainer.layout, problem.request.trained_shape(trainer.replica.model)
+    assert shape is not None
     is_sharded = traits(trainer.replica.backend).sharded_over_data == "everything"
     num_parts = layout.world if is_sharded else layout.tensor * layout.pipe * layout.expert
     return DTYPE_BYTES[trainer.config.compute_dtype] * num_parameters(shape) // num_parts

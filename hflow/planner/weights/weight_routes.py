@@ -74,7 +74,7 @@ def weight_route(src: Replica, gen: Replica, request: PlanRequest, count: CountB
         count: adds the bytes that move, and rows if it makes any.
     """
     route = WeightRoute(gen.model, src.name, gen.name, _how(src, gen))
-    config, shape = request.model(gen.model), request.shapes.get(gen.model)
+    config, shape = request.model(gen.model), request.trained_shape(gen.model)
     if shape is not None:
         route = count(route, src, gen, shape, DTYPE_BYTES[config.compute_dtype], request.cluster)
         if not can_run(shape):
@@ -129,7 +129,7 @@ def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest
     if own_process and len(machines) == 1:
         return "shared", "the engines have processes of their own on this machine"
     store_bytes = _store_bytes(request)
-    shape, sources = request.shapes.get(gen.model), {cluster.node_of(worker) for worker in src.workers}
+    shape, sources = request.trained_shape(gen.model), {cluster.node_of(worker) for worker in src.workers}
     copies = 1.0 if shape is None else mean_copies(shape, gen.layout)
     num_bytes = route.moved_bytes / copies / len(sources)
     if store_bytes is not None and num_bytes > store_bytes:

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hflow.planner.ir import Plan, Replica, WeightRoute
-from hflow.planner.model_shape import num_parameters
 from hflow.report.formatting import (
     TIMES,
     bytes_text,
-    parameters_text,
     range_text,
     rank_order_text,
     seconds_text,
+    size_text,
 )
 from hflow.report.page.details import Listing, TimeShare, route_listing, time_parts
 
@@ -91,11 +90,11 @@ def _placements(plan: Plan) -> Table | None:
 
 
 def _replicas(plan: Plan) -> Table:
-    sizes = {name: parameters_text(num_parameters(shape)) for name, shape in plan.shapes}
+    shapes = dict(plan.shapes)
     return Table(
         "Replicas",
         ("replica", "parameters", "backend", "layout", "group", "devices", "dp-heads"),
-        tuple(_replica(replica, sizes.get(replica.model, "unknown")) for replica in plan.replicas),
+        tuple(_replica(replica, size_text(replica, shapes.get(replica.model))) for replica in plan.replicas),
         right=(1,),
     )
 

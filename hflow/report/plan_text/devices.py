@@ -15,9 +15,8 @@ from rich.text import Text
 from hflow.graph.ir import Level
 from hflow.planner.ir import DeviceGroup, Plan
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import num_parameters
 from hflow.planner.routing import rank_order
-from hflow.report.formatting import parameters_text, range_text
+from hflow.report.formatting import range_text, size_text
 from hflow.report.plan_text.section import Section, add_row, dim, table, text
 
 REPLICAS_NOTE = (
@@ -37,12 +36,11 @@ def replicas_section(plan: Plan, width: int) -> Section:
     shapes, marks, colours = dict(plan.shapes), marks_of(plan), group_colours(plan)
     for replica in plan.replicas:
         colour = colours[replica.group]
-        size = num_parameters(shapes[replica.model]) if replica.model in shapes else None
         add_row(
             shown,
             Text(marks[replica.name], f"bold {colour}"),
             Text(replica.name, "bold"),
-            "unknown" if size is None else parameters_text(size),
+            size_text(replica, shapes.get(replica.model)),
             replica.backend,
             str(replica.layout),
             Text(replica.group, colour),

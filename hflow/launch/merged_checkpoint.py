@@ -1,0 +1,80 @@
+"""Adds a saved adapter to the weights that it was trained on, so that it can be used like any checkpoint."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hflow.backends.interface import MERGED
+from hflow.errors import ConfigError
+from hflow.json_text import read_json_object
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return whether a directory holds a saved adapter in place of a model."""
+    return (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+def is_saved_model(directory: Path) -> bool:
+    """Return whether a directory holds a model as Hugging Face writes it, or an adapter of one."""
+    return (directory / "config.json").is_file() or is_adapter(directory)
+
+
+def generates_merged(directory: Path) -> bool:
+    """Return whether an adapter is one of a language model, not of a critic or a reward model."""
+    task = read_json_object(directory / ADAPTER_CONFIG).get("task_type")
+    return task == "CAUSAL_LM" and not any(directory.glob("*_head.safetensors"))
+
+
+def model_directory(directory: Path) -> Path:
+    """Return the directory of a model as Hugging Face writes it.
+
+    Of an adapter it is what was saved beside it, or a merged copy, which exists until the process ends.
+
+    Raises:
+        ConfigError: as `merge_adapter`.
+    """
+    if not is_adapter(directory):
+        return directory
+    if (directory / MERGED / "config.json").is_file():
+        return directory / MERGED
+    merged = Path(tempfile.mkdtemp(prefix="hflow-merged-"))
+    atexit.register(shutil.rmtree, merged, ignore_errors=True)
+    merge_adapter(directory, merged)
+    return merged
+
+
+def merge_adapter(directory: Path, out: Path) -> None:
+    """Write the model of a saved adapter as Hugging Face files, in the dtype of its base, with the tokenizer.
+
+    Args:
+        directory: what a checkpoint has of a model with adapters, or any adapter that peft saved.
+        out: made if necessary.
+
+    Raises:
+        ConfigError: if peft is missing, or the base is not where it was.
+    """
+    if find_spec("peft") is None:
+        raise ConfigError(f"{directory} holds an adapter; install peft to read it: pip install 'hflow[lora]'")
+    base = read_json_object(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not (Path(base) / "config.json").is_file():
+        raise ConfigError(
+            f"{directory} holds an adapter of the model in {base}, which has no checkpoint; put it there, or "
+            f"change base_model_name_or_path in {ADAPTER_CONFIG}"
+        )
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    models: Any = AutoModelForCausalLM
+    model = models.from_pretrained(base, dtype="auto", local_files_only=True, use_safetensors=True)
+    merged: Any = PeftModel.from_pretrained(model, str(directory)).merge_and_unload()
+    merged.save_pretrained(out)
+    for file in directory.iterdir():
+        if file.is_file() and not file.name.startswith("adapter_"):  # of the tokenizer
+            shutil.copy2(file, out)

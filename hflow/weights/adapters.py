@@ -1,0 +1,94 @@
+"""Adapters on their way into an engine that adds them to its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hflow.errors import RunError
+from hflow.types.tensor_slices import Box, slices_within, whole_box
+from hflow.weights.buckets import IncomingTensor
+from hflow.weights.checksum import box_checksum
+from hflow.weights.incoming import IncomingWeights
+
+A, B = "lora_A.weight", "lora_B.weight"
+"""Ends of the names of an adapter's two matrices, `[r, inputs]` and `[outputs, r]`."""
+
+
+def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return `base + scale * b @ a`, computed in fp32, in the dtype of `base`.
+
+    Args:
+        base: some rows and columns of a matrix, `[outputs, inputs]`.
+        a: its columns, `[r, inputs]`.
+        b: its rows, `[outputs, r]`.
+        scale: alpha / r.
+    """
+    return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
+
+
+@dataclass(frozen=True)
+class BaseTensor:
+    """What a rank holds of one tensor of the model without adapters."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    values: Tensor
+    """The entries of the box, in host memory."""
+
+
+class MergedWeights(IncomingWeights):
+    """The weights of a rank with the adapters that it receives, tensor by tensor.
+
+    What arrived and its checksum are those of the adapters. Iterate only once.
+
+    Args:
+        adapters: what the rank receives.
+        base: the model's tensors without adapters, by name.
+        scale: alpha / r.
+        device: where tensors are merged.
+    """
+
+    def __init__(
+        self, adapters: IncomingWeights, base: Mapping[str, BaseTensor], scale: float, device: torch.device
+    ) -> None:
+        super().__init__(None)
+        self._adapters = adapters
+        self._base = base
+        self._scale = scale
+        self._target = device
+
+    def __iter__(self) -> Iterator[IncomingTensor]:
+        """Receive all adapters, then yield every tensor of the model.
+
+        Raises:
+            RunError: when an adapter lacks a matrix, or is of a tensor that the rank does not have.
+        """
+        arrived = {tensor.name: tensor.tensor for tensor in self._adapters}
+        self.num_bytes, self.checksum = self._adapters.num_bytes, self._adapters.checksum
+        self.local_checksum = self._adapters.local_checksum
+        targets = {name.removesuffix(end) for name in arrived for end in (A, B) if name.endswith(end)}
+        for path in sorted(targets):
+            if f"{path}weight" not in self._base or not {path + A, path + B} <= arrived.keys():
+                raise RunError(
+                    f"received an adapter of {path}weight, of which the engine lacks the weight or a matrix. "
+                    "If it happens again, the weight route has a bug"
+                )
+        for name, tensor in self._base.items():
+            values, path = tensor.values.to(self._target), name.removesuffix("weight")
+            if path in targets:
+                rows, columns = tensor.box
+                a = arrived[path + A][:, slice(*columns)].to(self._target)
+                b = arrived[path + B][slice(*rows)].to(self._target)
+                values = merge(values, a, b, self._scale)
+            whole = whole_box(tensor.shape)
+            shaped = values
+            if tensor.box != whole:
+                shaped = values.new_empty(tensor.shape)
+                shaped[slices_within(tensor.box, whole)] = values
+            checksum = box_checksum(name, tensor.shape, tensor.box, values)
+            yield IncomingTensor(name, shaped, (tensor.box,), (checksum,))

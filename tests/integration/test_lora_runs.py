@@ -1,0 +1,117 @@
+"""Runs that train adapters: the reference is the base model, and a resume restores adapters and optimizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from runs import ROOT, largest_difference, run, steps_of
+from safetensors.torch import load_file
+
+from hflow.backends.interface import ENGINE_GAP_MAX, ModelSettings, RankPosition
+from hflow.backends.torch_model.backend import TorchModel
+from hflow.errors import BackendError, ConfigError
+from hflow.launch import run_recipe
+from hflow.launch.compile import compile_recipe
+from hflow.launch.served_checkpoint import find_checkpoint
+from hflow.launch.worker_setup import make_setup
+from hflow.report.summary import RunSummary
+from hflow.workers.worker import build_backends, hosted_replicas
+
+RECIPE = "recipes/reinforce_pp.py"
+COMMON = ["workers=inproc", "cluster=cpu-1x1", "batch=8", "data.train.limit=32", "nodes.eval_gen.after=99"]
+COMMON += ["models.actor.lora={r: 4, alpha: 8}", "models.actor.optim.lr=1e-2"]
+COMMON += ["models.actor.optim.warmup_steps=0"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a checkpoint of the recipe's tiny model."""
+    path = tmp_path_factory.mktemp("base")
+    compiled = compile_recipe(ROOT / RECIPE, ["models.actor.path=null"])
+    architecture = compiled.config.models["actor"].architecture
+    TorchModel(ModelSettings("actor", architecture=architecture), RankPosition()).save(str(path))()
+    return f"models.actor.path={path}"
+
+
+@pytest.fixture(scope="module")
+def summary(base: str, tmp_path_factory: pytest.TempPathFactory) -> RunSummary:
+    saved = ["save_every=1", "keep_checkpoints=null", "steps=3"]
+    return run(RECIPE, tmp_path_factory.mktemp("run"), *COMMON, *saved, base)
+
+
+def adapter(summary: RunSummary, step: str = "latest") -> dict[str, torch.Tensor]:
+    return load_file(summary.directory / "checkpoints" / step / "actor" / "adapter_model.safetensors")
+
+
+def test_the_engine_draws_from_the_adapted_model(summary: RunSummary) -> None:
+    """It shares the trainer's weights; its log-probs are the trainer's while the adapters change."""
+    rows = steps_of(summary)
+    assert max(row[f"actor_train/{ENGINE_GAP_MAX.suffix}"] for row in rows) < 1e-5
+    assert largest_difference(adapter(summary, "step-1"), adapter(summary, "step-2")) > 1e-3
+    files = {path.name for path in (summary.directory / "checkpoints/latest/actor").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "shards"} <= files
+    assert "model.safetensors" not in files
+
+
+def test_a_reference_model_is_the_trainer_without_adapters(base: str) -> None:
+    compiled = compile_recipe(ROOT / RECIPE, [*COMMON, base])
+    assert {r.name: r.base_of for r in compiled.plan.replicas}["ref@infer"] == "actor@train"
+    setup = make_setup(compiled)
+    backends = build_backends(setup, hosted_replicas(setup, [0]), None)
+    actor, ref = backends["actor@train"], backends["ref@infer"]
+    assert isinstance(actor, TorchModel)
+    assert isinstance(ref, TorchModel)
+    assert ref._model is actor._model
+
+
+def test_a_resumed_run_restores_adapters_and_optimizer(summary: RunSummary, tmp_path: Path) -> None:
+    copy = tmp_path / "interrupted"
+    shutil.copytree(summary.directory, copy, symlinks=True)
+    for step in (2, 3):
+        shutil.rmtree(copy / "checkpoints" / f"step-{step}")
+    resumed = run_recipe.resume_run(str(copy), live=False)
+    assert resumed.steps == 3
+    assert largest_difference(adapter(resumed), adapter(summary)) == 0
+    before, after = (
+        [json.loads(line) for line in (s.directory / "metrics.jsonl").read_text().splitlines()]
+        for s in (summary, resumed)
+    )
+    losses = [
+        {row["step"]: row["actor_train/loss"] for row in rows if "actor_train/loss" in row}
+        for rows in (before, after)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_checkpoint_of_an_adapter_is_served_merged(summary: RunSummary, base: str, tmp_path: Path) -> None:
+    """The merged model has the base's tensors; an adapter is not a path to train from."""
+    served = find_checkpoint(str(summary.directory), [], None)
+    assert (served.name, served.dtype) == ("actor", "fp32")
+    assert served.tokenizer.path == str(served.directory)
+    merged, before = (
+        load_file(path / "model.safetensors") for path in (served.directory, Path(base.partition("=")[2]))
+    )
+    assert merged.keys() == before.keys()
+    moved = {name for name in merged if not torch.equal(merged[name], before[name])}
+    assert moved == {name for name in merged if "_proj.weight" in name}
+    saved = summary.directory / "checkpoints/latest/actor"
+    with pytest.raises(ConfigError, match=r"which holds an adapter; train it with .*save_merged=true"):
+        run(RECIPE, tmp_path, *COMMON, f"models.actor.path={saved}")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gone"}')
+    with pytest.raises(ConfigError, match="an adapter of the model in gone, which has no checkpoint"):
+        find_checkpoint(str(tmp_path), [], None)
+
+
+def test_random_weights_and_a_missing_package_are_refused(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"starts from random ones; set models\.actor\.path"):
+        run(RECIPE, tmp_path, *COMMON, "models.actor.path=null")
+    monkeypatch.setattr("hflow.backends.common.adapter.find_spec", lambda name: None)
+    with pytest.raises(BackendError, match=r"needs the package peft, .* pip install 'hflow\[lora\]'"):
+        run(RECIPE, tmp_path, *COMMON, base)
+    assert not list(tmp_path.iterdir())

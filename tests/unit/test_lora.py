@@ -1,0 +1,208 @@
+"""Adapters: they compute as peft's do, train alone, can be turned off, and are saved as peft saves them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch_kit as kit
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
+from hflow.backends.interface import SamplingParams, TrainShard
+from hflow.config.schema import LoraConfig
+from hflow.errors import BackendError, RunError
+from hflow.types.tensor_slices import slices_within, whole_box
+from hflow.weights.adapters import BaseTensor, MergedWeights, merge
+from hflow.weights.checksum import weights_checksum
+from hflow.weights.incoming import IncomingWeights
+
+LORA = LoraConfig(r=4, alpha=8)
+BATCH = kit.make_batch(kit.LENGTHS)
+OPTIONS = {"max_model_len": 64}
+CALL = kit.CALLS["token-mean"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Return a checkpoint of the base model."""
+    path = tmp_path_factory.mktemp("base")
+    kit.model().save(str(path))()
+    return str(path)
+
+
+def adapted(base, **changes):
+    return kit.model(**{"lora": LORA, "path": base, "architecture": None} | changes)
+
+
+def logprobs(backend):
+    (result,) = backend.infer(kit.LOGPROBS, [BATCH])
+    return result.columns["result"].values
+
+
+def frozen(settings):
+    return dataclasses.replace(settings, name="ref", lora=None, trainable=False)
+
+
+def test_forward_and_gradients_are_those_of_peft(base):
+    """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
+    backend = adapted(base)
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        PeftConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    named = {name: x for name, x in theirs.named_parameters() if x.requires_grad}
+    ours = kit.weights(backend)
+    assert ours.keys() == {name.removeprefix("base_model.model.").replace(".default", "") for name in named}
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for x in named.values():
+            x.copy_(torch.randn(x.shape, generator=generator) * 0.1)
+        for block in backend.blocks():
+            block.values.copy_(
+                named[f"base_model.model.{block.tensor.replace('.weight', '.default.weight')}"]
+            )
+    nll = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-sum/1")
+    shard = [TrainShard((BATCH.take([4]),))]
+    ids, mask = (torch.tensor(BATCH.take([4]).columns[name].values) for name in ("input_ids", "loss_mask"))
+    theirs_logprobs = theirs(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+    wanted = theirs_logprobs[mask[1:]]
+    (result,) = backend.infer(kit.LOGPROBS, [BATCH.take([4])])
+    np.testing.assert_allclose(result.columns["result"].values[mask], wanted.detach(), atol=1e-5)
+    (-wanted.sum()).backward()
+    norm = torch.nn.utils.get_total_norm([x.grad for x in named.values()])
+    gradients = []
+    step, optimizer = backend._optimizer.step, backend._optimizer
+    optimizer.step = lambda norm: (gradients.extend(x.grad.clone() for x in optimizer._weights), step(norm))
+    metrics = backend.train(nll, shard, 0)
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    for gradient, x in zip(gradients, named.values(), strict=True):
+        torch.testing.assert_close(gradient, x.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_only_adapters_are_trained_and_they_can_be_turned_off(base, dtype):
+    backend = adapted(base, dtype=dtype)
+    plain = logprobs(kit.model(path=base, architecture=None, dtype=dtype, trainable=False))
+    np.testing.assert_array_equal(logprobs(backend), plain)  # B is 0
+    ref = backend.without_adapters(frozen(backend.settings))
+    backend.train(CALL, kit.whole(BATCH), 0)
+    assert np.abs(logprobs(backend) - plain).max() > 1e-3
+    np.testing.assert_array_equal(logprobs(ref), plain)
+    before = kit.weights(backend)
+    backend.train(CALL, kit.whole(BATCH), 1)
+    assert all(not torch.equal(x, before[name]) for name, x in kit.weights(backend).items())
+    with pytest.raises(BackendError, match="frozen"):
+        ref.train(CALL, kit.whole(BATCH), 1)
+    stored = {x.dtype for name, x in backend._model.named_parameters() if ".lora_" not in name}
+    assert stored == {torch.bfloat16 if dtype == "bf16" else torch.float32}
+
+
+def test_a_saved_adapter_loads_in_peft_and_merges(base, tmp_path):
+    backend = adapted(base, lora=dataclasses.replace(LORA, save_merged=True))
+    backend.train(CALL, kit.whole(BATCH), 0)
+    backend.save(str(tmp_path))()
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert {name.removeprefix("base_model.model.") for name in saved} == kit.weights(backend).keys()
+    merged = theirs.merge_and_unload().state_dict()
+    ours = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, x in ours.items():
+        torch.testing.assert_close(x, merged[name], atol=1e-6, rtol=0)
+    again = kit.model(path=str(tmp_path / "merged"), architecture=None, trainable=False)
+    np.testing.assert_allclose(logprobs(again), logprobs(backend), atol=1e-5)
+
+
+def test_resuming_restores_adapters_and_moments(base, tmp_path):
+    backend = adapted(base)
+    backend.train(CALL, kit.whole(BATCH), 0)
+    backend.save_shards(str(tmp_path / "shards"))()
+    again = adapted(base, seed=9)
+    again.load_shards(str(tmp_path / "shards"))
+    wanted = backend.train(CALL, kit.whole(BATCH), 1), kit.weights(backend)
+    assert again.train(CALL, kit.whole(BATCH), 1) == wanted[0]
+    for name, x in kit.weights(again).items():
+        assert torch.equal(x, wanted[1][name])
+
+
+def test_the_head_of_a_critic_is_trained_with_its_adapters(base, tmp_path):
+    critic = adapted(base, head="value")
+    before = kit.weights(critic)
+    assert {name for name in before if ".lora_" not in name} == {"value_head.weight", "value_head.bias"}
+    critic.train(kit.VALUE, kit.whole(BATCH), 0)
+    critic.train(kit.VALUE, kit.whole(BATCH), 1)
+    assert all(not torch.equal(x, before[name]) for name, x in kit.weights(critic).items())
+    critic.save(str(tmp_path))()
+    critic.save_shards(str(tmp_path / "shards"))()
+    assert (tmp_path / "value_head.safetensors").is_file()
+    again = adapted(base, head="value", seed=9)
+    again.load_shards(str(tmp_path / "shards"))
+    for name, x in kit.weights(critic).items():
+        assert torch.equal(kit.weights(again)[name], x)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_engine_draws_from_the_adapted_model(base, dtype):
+    """Log-probs are those of the trainer, for an engine with its own weights and one with the trainer's."""
+    backend = adapted(base, dtype=dtype)
+    backend.train(CALL, kit.whole(BATCH), 0)
+    module = backend.shared_module()
+    assert (module is not None) == (dtype == "fp32")
+    own = EmbeddedEngine(backend.settings, {"max_model_len": 64})
+    own.load_weights([IncomingWeights.of_tensors(backend.weights)], 1)
+    engines = (
+        [own] if module is None else [own, EmbeddedEngine(backend.settings, {"max_model_len": 64}, module)]
+    )
+    for engine in engines:
+        engine.add(0, BATCH.columns["input_ids"].values[:3].tolist(), SamplingParams(max_tokens=9, seed=1))
+        while engine.num_unfinished:
+            finished = engine.step()
+        ((_, result),) = finished
+        ids = np.array([*BATCH.columns["input_ids"].values[:3], *result.ids])
+        batch = kit.make_batch([12])
+        batch.columns["input_ids"].values[:] = ids
+        (trainer,) = backend.infer(kit.LOGPROBS, [batch])
+        atol = 1e-5 if dtype == "fp32" else 0.05
+        np.testing.assert_allclose(trainer.columns["result"].values[4:], result.logprobs[1:], atol=atol)
+
+
+def test_merging_by_hand():
+    base = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    a, b = torch.tensor([[1.0, 10.0]]), torch.tensor([[2.0], [0.0]])
+    assert torch.equal(merge(base, a, b, 0.5), torch.tensor([[2.0, 12.0], [3.0, 4.0]]))
+
+
+def test_unknown_targets_are_named(base):
+    with pytest.raises(BackendError, match=r"no module 'q_prj'; did you mean 'q_proj'\?"):
+        adapted(base, lora=LoraConfig(targets=("q_prj",)))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_engine_merges_its_part_of_each_tensor(base, tmp_path, num_ranks):
+    """Rows of one matrix and columns of another, as tensor ranks hold them; others stay as they are."""
+    backend = adapted(base, lora=dataclasses.replace(LORA, save_merged=True))
+    backend.train(CALL, kit.whole(BATCH), 0)
+    backend.save(str(tmp_path))()
+    whole, merged = load_file(f"{base}/model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
+    names = {"q_proj": 0, "down_proj": 1}
+    for rank in range(num_ranks):
+        held = {}
+        for name, x in whole.items():
+            axis = names.get(name.split(".")[-2])
+            size = x.shape[axis or 0] // num_ranks
+            span = (rank * size, rank * size + size) if axis is not None else (0, x.shape[0])
+            box = tuple(span if i == (axis or 0) else (0, n) for i, n in enumerate(x.shape))
+            held[name] = BaseTensor(tuple(x.shape), box, x[slices_within(box, whole_box(tuple(x.shape)))])
+        incoming = IncomingWeights.of_tensors(backend.weights)
+        arrived = MergedWeights(incoming, held, LORA.scale, torch.device("cpu"))
+        for tensor in arrived:
+            (box,) = tensor.boxes
+            at = slices_within(box, whole_box(tuple(tensor.tensor.shape)))
+            torch.testing.assert_close(tensor.tensor[at], merged[tensor.name][at], atol=1e-6, rtol=0)
+        assert arrived.checksum == weights_checksum(dict(backend.weights()))
+        del held["model.layers.0.self_attn.q_proj.weight"]
+        with pytest.raises(RunError, match=r"adapter of model.layers.0.self_attn.q_proj.weight, of which"):
+            list(MergedWeights(incoming, held, LORA.scale, torch.device("cpu")))

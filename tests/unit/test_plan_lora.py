@@ -1,0 +1,150 @@
+"""What the planner knows of adapters: their tensors, memory, FLOPs and traffic, and who shares a base."""
+
+from dataclasses import replace
+
+import cost_kit
+import memory_kit as kit
+import plan_graphs as graphs
+import pytest
+from cost_kit import side
+from memory_kit import SMALL, named, rank
+from model_configs import model_config
+
+from hflow.backends.torch_model import memory
+from hflow.backends.vllm_engine.memory import process_state
+from hflow.config.schema import LoraConfig
+from hflow.errors import PlanError
+from hflow.graph.model import Model
+from hflow.planner.compile import compile_plan
+from hflow.planner.cost.flops import Work
+from hflow.planner.cost.kernels import pass_seconds
+from hflow.planner.cost.training import local_weights, train
+from hflow.planner.memory import transfer
+from hflow.planner.model_shape import adapter_targets, num_parameters, tensors, trained_shape
+
+LORA = LoraConfig(r=4, alpha=8)
+ADAPTERS = 4 * 4 * ((64 + 64) * 2 + (64 + 32) * 2 + (64 + 128) * 3)
+"""Of `SMALL`: r times inputs and outputs of q and o, k and v, and three matrices of the MLP, in 4 layers."""
+
+
+def test_each_targeted_matrix_has_two():
+    shape = trained_shape(SMALL, LORA)
+    assert num_parameters(shape) == ADAPTERS == 16_384
+    specs = {spec.name: spec.shape for spec in tensors(shape)}
+    assert len(specs) == 2 * 7 * 4
+    assert specs["model.layers.3.self_attn.k_proj.lora_A.weight"] == (4, 64)
+    assert specs["model.layers.3.self_attn.k_proj.lora_B.weight"] == (32, 4)
+    few = trained_shape(SMALL, LoraConfig(r=1, targets=("q_proj",)))
+    assert [spec.name for spec in tensors(few)][:2] == [
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.layers.0.self_attn.q_proj.lora_B.weight",
+    ]
+    assert num_parameters(few) == 4 * 128
+    assert trained_shape(SMALL, None) is SMALL
+    critic = tensors(trained_shape(replace(SMALL, head="value"), LORA))
+    assert [spec.name for spec in critic[-2:]] == ["value_head.weight", "value_head.bias"]
+    assert "gate_proj" in adapter_targets(SMALL)
+
+
+def test_weights_are_in_the_compute_dtype_and_only_adapters_have_moments():
+    # 160,832 weights of 2 bytes, and 4 + 8 bytes of each adapter weight, over the data ranks.
+    state = named(memory.model_state(rank(lora=LORA, dtype="bf16")))
+    assert state == {"weights": 2 * 160_832, "adapters": 4 * ADAPTERS, "optimizer": 8 * ADAPTERS}
+    halves = named(memory.model_state(rank(layout="d2", lora=LORA)))
+    assert halves == {"weights": 4 * 80_416, "adapters": 2 * ADAPTERS, "optimizer": 4 * ADAPTERS}
+    base = rank(role="infer")
+    assert not memory.model_state(replace(base, replica=replace(base.replica, base_of="m@train")))
+
+
+def test_only_adapters_are_saved_and_sent():
+    weights, state = "copy of the weights", "copy of the optimizer's state"
+    saved = {weights: 2 * ADAPTERS, state: 12 * ADAPTERS, "buckets": 2 * 4 * 128}  # a cast of one tensor
+    assert named(transfer.save_checkpoint(rank(lora=LORA, dtype="bf16"))) == saved
+    merged = rank(lora=LoraConfig(r=4, save_merged=True))
+    assert named(transfer.save_checkpoint(merged))[weights] == 4 * (ADAPTERS + 160_832)
+    engine = rank(backend="vllm", lora=LORA)
+    assert named(process_state(engine, 0))["base weights"] == 4 * engine.sizes.total
+
+
+def test_frozen_matrices_have_no_gradient():
+    """Without attention, an update of adapters of rank 0 takes two thirds of the FLOPs."""
+    work = Work(groups=1, sequences=1, tokens=1000, rows=1000, learned=1000, squares=0)
+    full, frozen = side(), side(lora=LORA)
+    of_adapters = 3 * 2 * ADAPTERS * 1000
+    rate = 6 * 153_856 * 1000 / pass_seconds(full, work, 1, 3, 3, 3)
+    elementwise = cost_kit.named(train(full, work, 1)), cost_kit.named(train(frozen, work, 1))
+    assert elementwise[1]["forward and backward"] < elementwise[0]["forward and backward"]
+    difference = pass_seconds(full, work, 1, 3, 3, 3) - pass_seconds(frozen, work, 1, 3, 2, 2)
+    products = side().peak_flops
+    assert rate < products
+    assert difference == pytest.approx((2 * 153_856 * 1000 - of_adapters) / products, rel=1e-6)
+    assert local_weights(side(lora=LORA, layout="d2")) == ADAPTERS / 2
+
+
+def lora_plan(ref=None, **actor):
+    graph = graphs.grpo()
+    model = next(model for model in graph.models if model.name == "actor")
+    models = (model, Model("ref", init_from=model))
+    configs = {
+        "actor": model_config(**({"lora": LORA, "engine": "embedded"} | actor)),
+        "ref": ref or model_config(),
+    }
+    shapes = dict.fromkeys(configs, SMALL)
+    return compile_plan(replace(graph, models=models), graphs.request(models=configs, shapes=shapes))
+
+
+def test_a_reference_shares_the_base_only_where_it_computes_the_same():
+    bases = {r.name: (r.base_of, r.adapter_parameters) for r in lora_plan().replicas}
+    assert bases == {"actor@train": ("", ADAPTERS), "actor@gen": ("", 0), "ref@infer": ("actor@train", 0)}
+    for ref in (
+        model_config(layout="d1"),
+        model_config(dtype="bf16"),
+        model_config(path="elsewhere"),
+        model_config(backend="megatron"),
+    ):
+        assert lora_plan(ref).replica("ref@infer").base_of == ""
+    assert lora_plan(lora=None).replica("ref@infer").base_of == ""
+
+
+def test_routes_have_the_adapters_alone():
+    plan = lora_plan(group="a", gen_group="b", layout="d1", gen_layout="d1")
+    (route,) = plan.weights
+    assert (route.how, route.moved_bytes) == ("pull", 4 * ADAPTERS)
+    assert all(".lora_" in row.tensor for row in route.rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"lora": LoraConfig(targets=("q_prj",))},
+            r"lora\.targets: .* no module 'q_prj'; did you mean 'q_proj'",
+        ),
+        (
+            {"backend": "megatron"},
+            "the megatron backend cannot train adapters; set models.actor.backend=torch",
+        ),
+        ({"ref": model_config(lora=LORA)}, r"models\.ref\.lora is set, but no node trains ref"),
+    ],
+)
+def test_what_adapters_are_refused_for(changes, message):
+    with pytest.raises(PlanError, match=message):
+        lora_plan(**changes)
+
+
+def test_a_node_that_works_on_all_weights_is_refused():
+    shapes, models = {"actor": SMALL, "ref": SMALL}, {"actor": model_config(lora=LORA)}
+    with pytest.raises(
+        PlanError, match="ema works on all weights of actor, of which only adapters are trained"
+    ):
+        compile_plan(graphs.ema(), graphs.request(models=models, shapes=shapes))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_memory_of_a_real_training_step(dtype):
+    lora = LoraConfig(r=8)
+    trained, _ = kit.real_peaks(kit.ARCHITECTURE, 8, 64, dtype=dtype, lora=lora)
+    step = memory.train_step(
+        rank(kit.shape_of(kit.ARCHITECTURE), dtype=dtype, lora=lora), kit.microbatch(512, 384)
+    )
+    assert step.total() == pytest.approx(trained, rel=0.15)
