@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hflow.backends.interface import MERGED, SHARDS, ModelSettings
+from hflow.backends.interface import SHARDS, ModelSettings
 from hflow.config import ModelConfig
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError
@@ -50,8 +50,8 @@ def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
         return source_config(compiled, spec.init_from)
     if config.path is not None and is_adapter(Path(config.path)):
         raise ConfigError(
-            f"models.{spec.name}.path is {config.path}, which holds an adapter; train it with "
-            f"models.{spec.name}.lora.save_merged=true, and set {config.path}/{MERGED}"
+            f"models.{spec.name}.path is {config.path}, which holds an adapter; merge it by hflow export "
+            f"{config.path} DIRECTORY, and set that"
         )
     if config.path is not None and not (Path(config.path) / "config.json").is_file():
         raise ConfigError(

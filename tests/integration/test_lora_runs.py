@@ -99,7 +99,7 @@ def test_a_checkpoint_of_an_adapter_is_served_merged(summary: RunSummary, base: 
     moved = {name for name in merged if not torch.equal(merged[name], before[name])}
     assert moved == {name for name in merged if "_proj.weight" in name}
     saved = summary.directory / "checkpoints/latest/actor"
-    with pytest.raises(ConfigError, match=r"which holds an adapter; train it with .*save_merged=true"):
+    with pytest.raises(ConfigError, match=r"which holds an adapter; merge it by hflow export"):
         run(RECIPE, tmp_path, *COMMON, f"models.actor.path={saved}")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gone"}')
     with pytest.raises(ConfigError, match="an adapter of the model in gone, which has no checkpoint"):
