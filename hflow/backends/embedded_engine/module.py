@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -133,9 +133,9 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
     return copied.copy_(tensor)
 
 
-def changing_tensors(module: nn.Module) -> Mapping[str, Tensor]:
+def changing_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a module that training changes, by HF name: adapters, if there are any."""
-    return adapter_weights(module) or module.state_dict(keep_vars=True)
+    return dict(adapter_weights(module) or module.state_dict(keep_vars=True))
 
 
 def load_in_place(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
