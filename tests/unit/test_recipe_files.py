@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,8 @@ import beside
 assert beside.HERE == copy == local_directory({str(directory)!r}) != Path({str(directory)!r})
 assert (copy / "parts" / "deep.py").is_file() and not (copy / ".env").exists()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    command, env = [sys.executable, "-c", code], {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert local_directory(str(directory)) == directory  # here
 
