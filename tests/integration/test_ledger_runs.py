@@ -171,7 +171,7 @@ def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path, two_processes: RayActor
 
 def test_a_run_with_too_many_refusals_leaves_a_consistent_ledger(tmp_path: Path):
     with pytest.raises(RunError, match="groups were refused"):
-        picky(tmp_path, *INPROC, "steps=3", "schedule.max_refused_per_step=0")
+        picky(tmp_path, *INPROC, "steps=3", "schedule.max_refused_per_step=0", "report.samples=0")
     (ledger,) = (tmp_path / "runs").glob("picky/2*/ledger.sqlite")
     assert audit(ledger) == []
     assert count(ledger, "end is null") == 0
