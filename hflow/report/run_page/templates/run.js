@@ -60,11 +60,13 @@ const sampleTokens = [...document.querySelectorAll(".tok")];
 function colourTokens(name) {
   document.getElementById("sample-list").classList.toggle("is-by-token", name !== undefined);
   if (name === undefined) return;
+  // A log-prob is coloured by its probability: one very unlikely token would make all others look alike.
   const values = sampleTokens.map((token) => Number(token.dataset[name]));
   const low = values.reduce((a, b) => Math.min(a, b), Infinity);
   const high = values.reduce((a, b) => Math.max(a, b), -Infinity);
   sampleTokens.forEach((token, i) => {
-    token.style.setProperty("--at", high > low ? (values[i] - low) / (high - low) : 1);
+    const share = high > low ? (values[i] - low) / (high - low) : 1;
+    token.style.setProperty("--at", name === "l" ? Math.exp(values[i]) : share);
     token.title = `log-prob ${token.dataset.l}, version ${token.dataset.v}`;
   });
 }
