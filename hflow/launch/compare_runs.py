@@ -119,7 +119,7 @@ def flat_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
-        flat |= flat_config(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+        flat |= flat_config(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
     return flat
 
 
