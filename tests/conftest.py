@@ -26,6 +26,7 @@ LONGEST = [
     "test_ray_workers.py",
     "test_engine_conformance.py",
     "test_faults.py",
+    "test_replaced_workers.py",
     "test_bad_input.py",
     "test_resume.py",
     "test_serve.py",

@@ -261,6 +261,9 @@ class FaultsConfig:
     max_restarts: Int = Field(default=3, ge=0)
     """How often a run continues from its last checkpoint after a worker, an engine's process or a machine has
     failed. A new checkpoint starts the count again."""
+    hang_seconds: StrictFloat | None = Field(default=60.0, ge=1)
+    """Seconds after which a worker's process that does not answer counts as failed: it is stopped, or blocks
+    Python's interpreter. It is killed then. null: only collectives notice it (`collective_timeout`)."""
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -118,6 +118,8 @@ async def _run_in_loop(
         resumed.directory if resumed else RunDirectory.create(compiled.config.out, compiled.config.name)
     )
     setup = replace(setup, weights_directory=str(directory.weights.resolve()))
+    if _owns_processes(compiled, environment):
+        setup = replace(setup, sample_log_directory=str(directory.sample_log.resolve()))
     console = Console(quiet=True) if environment.is_quiet else None
     with directory.locked():
         _prepare(directory, compiled, resumed)
@@ -203,8 +205,8 @@ class _Attempts:
 
     @property
     def _can_restart(self) -> bool:
-        """Whether failed processes can be replaced: not where several runs share them."""
-        return self.environment.processes is None and self.compiled.config.workers == "ray"
+        """Whether failed processes can be replaced."""
+        return _owns_processes(self.compiled, self.environment)
 
     async def _restart(self, failure: WorkerFailureError, point: ResumePoint | None, number: int) -> None:
         """Say what happened, take the run back to a checkpoint, and wait a little."""
@@ -232,6 +234,7 @@ class _Attempts:
                 point,
                 60 * config.save_minutes or None,
                 config.report.samples,
+                config.faults.max_restarts,
             )
             start = time.monotonic()
             self.signals.stop_by(executor.stop)
@@ -250,6 +253,11 @@ class _Attempts:
             values=dict(self.observer.shown),
             warnings=tuple(self.observer.warnings),
         )
+
+
+def _owns_processes(compiled: Compiled, environment: RunEnvironment) -> bool:
+    """Return whether a run has worker processes that no other run uses."""
+    return environment.processes is None and compiled.config.workers == "ray"
 
 
 def _prepare(directory: RunDirectory, compiled: Compiled, resumed: ResumedRun | None) -> None:
@@ -342,7 +350,9 @@ async def _started(
     workers: Workers, setup: WorkerSetup, report_progress: Callable[[str], None]
 ) -> AsyncIterator[None]:
     start = time.monotonic()
+    directories = [path for path in (setup.weights_directory, setup.sample_log_directory) if path]
     try:
+        _remove(directories)  # a controller that was killed may have left files
         await workers.start(setup, report_progress)
         freeze_gc()
         report_progress(
@@ -351,5 +361,9 @@ async def _started(
         yield
     finally:
         await workers.close()
-        # A worker that died may have left files.
-        shutil.rmtree(setup.weights_directory, ignore_errors=True)
+        _remove(directories)
+
+
+def _remove(directories: Sequence[str]) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -50,6 +50,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
         seed=compiled.config.seed,
         factories=backends.factories() if factories is None else factories,
         collective_timeout=compiled.config.collective_timeout,
+        hang_seconds=compiled.config.faults.hang_seconds,
         endpoint_host=compiled.config.endpoint_host,
         recipe_directory=str(compiled.recipe.resolve().parent),
     )

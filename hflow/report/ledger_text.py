@@ -113,6 +113,8 @@ def _made(story: SampleHistory) -> Iterator[Line]:
         "issued",
         f"{first}, group {sample['group_id']}{members}, worker {sample['worker']}{version}",
     )
+    for restart in story.restarts:
+        yield restart.at, "begun again", restart.reason
     if sample["finished_at"] is not None:
         yield sample["finished_at"], "generated" if story.segments else "encoded", _tokens(story)
     for weights in story.weights:

@@ -109,6 +109,24 @@ class Published:
 
 
 @dataclass(frozen=True)
+class EngineLost:
+    """A worker of an engine with devices of its own has failed; the engine is being started again.
+
+    What was asked of the engine is not answered any more. Its samples are in flight as before: they continue
+    or begin again on the engine that takes its place. Sent only if `weight_updates.can_lose` allows it.
+    """
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class EngineBack:
+    """An engine that was lost has been started again. It has no weights, and sleeps."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """The user asked the run to end: steps whose batch is formed are completed, and nothing new starts."""
 
@@ -127,6 +145,8 @@ Event = (
     | Awake
     | Asleep
     | Published
+    | EngineLost
+    | EngineBack
     | StopRequested
     | CheckpointDue
 )

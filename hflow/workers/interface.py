@@ -35,6 +35,8 @@ class Workers(abc.ABC):
 
     _plan: Plan
     """Set by `start`."""
+    replaceable: Mapping[int, str] = {}
+    """Workers that `replace` can replace, each with its generation replica. Set by `start`."""
 
     @abc.abstractmethod
     async def start(
@@ -204,6 +206,29 @@ class Workers(abc.ABC):
         """
         await self._call(worker, "restore_samples", directory, files)
 
+    async def watch(self) -> None:  # noqa: B027 - workers in this process cannot hang alone
+        """Watch until a worker does not answer for `WorkerSetup.hang_seconds`; then kill it and raise.
+
+        Returns at once where no worker can hang alone.
+
+        Raises:
+            WorkerFailureError: naming the worker and what it was doing.
+        """
+
+    async def replace(self, worker: int) -> Mapping[str, Sequence[int]]:
+        """Kill a worker that has failed, and build it again in a process of its own. Call it once at a time.
+
+        Other messages to the worker wait meanwhile, except `poll`, which raises, and those that start groups
+        or bodies, which are lost.
+
+        Returns:
+            Root stream -> samples that it holds again. Its engine sleeps, without weights.
+
+        Raises:
+            HflowError: when it cannot be built, or its samples cannot be restored.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     async def close(self) -> None:
         """Stop everything; safe to call twice."""
@@ -274,8 +299,13 @@ class WorkerSetup:
     pool_processes: int = 1
     weights_directory: str = ""
     """Directory for weights that are sent through files; all machines must share it."""
+    sample_log_directory: str = ""
+    """Directory in which workers that can be replaced during a run keep copies of their samples; empty: none
+    is replaced."""
     collective_timeout: float = 600.0
     """Seconds after which a collective with a missing rank fails."""
+    hang_seconds: float | None = None
+    """Seconds after which a worker that does not answer counts as failed; None: none does."""
     endpoint_host: str = "127.0.0.1"
     """The address that endpoints of episodes listen on."""
     recipe_directory: str = ""

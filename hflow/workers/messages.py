@@ -33,6 +33,9 @@ class Message:
     """Values that it returns, each with an object reference of its own."""
     is_quick: bool = False
     """Whether it only queues work, so that it may run on an event loop."""
+    is_repeated: bool = True
+    """Whether it is sent again to the process that takes the place of a worker which died meanwhile. The
+    executor asks for everything else again by itself."""
 
 
 def _run_activity(tasks: Mapping[int, NodeTask]) -> str:
@@ -42,9 +45,10 @@ def _run_activity(tasks: Mapping[int, NodeTask]) -> str:
 MESSAGES: Mapping[str, Message] = {
     "build": Message("device", lambda *_: "building its models"),
     "probe": Message("probe"),
-    "open_groups": Message("data", is_quick=True),
+    "set_peer": Message("data"),
+    "open_groups": Message("data", is_quick=True, is_repeated=False),
     "detach_groups": Message("data"),
-    "compute": Message("data", is_quick=True),
+    "compute": Message("data", is_quick=True, is_repeated=False),
     "poll": Message("poll"),
     "export": Message("export"),
     "pull": Message("device", lambda *_: "pulling samples"),
@@ -64,6 +68,7 @@ MESSAGES: Mapping[str, Message] = {
     "save_samples": Message("data"),
     "finish_samples": Message("disk"),
     "restore_samples": Message("data"),
+    "restore_log": Message("data"),
     "close": Message("data"),
 }
 """Method of the worker process -> how it runs."""

@@ -1,4 +1,7 @@
-"""The torch.distributed process groups of a run: one over all workers, one per set that works together."""
+"""The torch.distributed process groups of a run.
+
+There is one over all workers that train or infer, and one per set of them that works together.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ from hflow.weights.rendezvous import listen_where, open_store
 
 @dataclass(frozen=True)
 class ProcessRank:
-    """The rank of a worker process among all workers."""
+    """The rank of a worker process among those that train or infer."""
 
-    rank: int
-    world_size: int
+    worker: int
+    members: tuple[int, ...]
+    """rank -> worker. A worker that only generates takes part in no collective, so it may be replaced."""
     address: str
     """`host:port` of the rendezvous that rank 0 has opened."""
 
@@ -35,7 +39,7 @@ class ProcessGroups:
     """
 
     def __init__(self, rank: ProcessRank, replicas: Sequence[Replica], device: str, timeout: float) -> None:
-        """Join the groups; returns when all workers have joined.
+        """Join the groups; returns when all members have joined.
 
         Args:
             rank: of this process.
@@ -47,13 +51,12 @@ class ProcessGroups:
         listen_where(rank.address.rpartition(":")[0])
         if device == "cuda":
             torch.cuda.set_device(0)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_process_groups()
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             store=_rendezvous_store(rank.address, limit),
-            rank=rank.rank,
-            world_size=rank.world_size,
+            rank=rank.members.index(rank.worker),
+            world_size=len(rank.members),
             timeout=limit,
         )
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
@@ -63,7 +66,8 @@ class ProcessGroups:
             ranks = replica.workers
             assert list(ranks) == sorted(set(ranks)), f"ranks of {replica.name} are not in device order"
             if len(ranks) > 1 and ranks not in self._groups:
-                self._groups[ranks] = dist.new_group(list(ranks), timeout=limit)
+                members = [rank.members.index(worker) for worker in ranks]
+                self._groups[ranks] = dist.new_group(members, timeout=limit)
 
     def group(self, replica: Replica) -> ProcessGroup | None:
         """Return the group over the workers of a replica that trains or infers; None for a single worker."""
@@ -72,6 +76,17 @@ class ProcessGroups:
 
 _open_stores: dict[str, TCPStore] = {}
 """Address -> a rendezvous that this process has opened and not yet joined."""
+
+
+def leave_process_groups() -> None:
+    """Leave the groups of the run that this process served before, if any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def collective_workers(replicas: Sequence[Replica]) -> tuple[int, ...]:
+    """Return the workers that take part in collectives: those that train or infer, in ascending order."""
+    return tuple(sorted({w for replica in replicas if replica.role != "gen" for w in replica.workers}))
 
 
 def open_rendezvous(host: str) -> str:

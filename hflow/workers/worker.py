@@ -15,7 +15,8 @@ publish, wake, sleep  weights out of a training replica, engines
 save, finish_save     a model and its tokenizer; the background writer
 save_samples,         the store and the event loop of episodes; the background writer
 finish_samples
-restore_samples       the store
+restore_samples,      the store, and the log of its samples
+restore_log
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from pathlib import Path
 
 from hflow.backends.interface import MERGED, SHARDS, EngineSetup, ModelBackend, RankPosition
 from hflow.data.tokenizer import TextTokenizer
-from hflow.durable_files import FileChecksum
+from hflow.durable_files import FileChecksum, WriteError
 from hflow.errors import HflowError, RunError
+from hflow.graph.ir import Level
 from hflow.planner.ir import ClusterSpec, Replica
+from hflow.planner.replaceable import replaceable_workers
 from hflow.planner.routing import tensor_ranks
 from hflow.types.node_setup import setup_of
 from hflow.types.sleep_level import SleepLevel
@@ -54,14 +57,17 @@ from hflow.workers.generation.journal import Journal
 from hflow.workers.interface import (
     BodyRetry,
     ComputeOrder,
+    ComputeReady,
     GroupOrder,
     NodeProgram,
     NodeResult,
     NodeTask,
+    SampleReady,
     SampleText,
     SavedJournals,
     SavedSamples,
     Span,
+    WorkerEvent,
     WorkerReport,
     WorkerSetup,
     samples_file,
@@ -71,6 +77,7 @@ from hflow.workers.process_groups import ProcessGroups, ProcessRank
 from hflow.workers.process_setup import bind_cores, bound_cores, num_cores
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
+from hflow.workers.storage.sample_log import SampleLog
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_texts import SampleTexts
 from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest, pack, unpack
@@ -96,7 +103,7 @@ class Worker:
         Args:
             setup: what to build.
             hosted: the worker indices that this process hosts.
-            rank: this process's rank; None: it hosts all worker indices.
+            rank: this process's rank; None: it takes part in no collective.
             host: address of this machine, as the other workers know it.
             devices: the CUDA device of each worker of the plan, as on its machine; empty on CPUs.
         """
@@ -111,6 +118,7 @@ class Worker:
         self._writer = BackgroundWriter()
         self._sample_files: dict[tuple[str, str], SampleFiles] = {}
         """Name and directory -> samples that are being written there under this name."""
+        self._log = self._open_log()
         self._rows = DatasetReader(self._plan, setup.datasets)
         self._texts = SampleTexts(setup, self._store)
         self._build_generation(*self._build_models(rank))
@@ -249,6 +257,8 @@ class Worker:
     def poll(self, worker: int) -> WorkerReport:
         """Wait for events of one hosted index."""
         report = self._mailboxes[worker].wait()
+        if self._log is not None and (samples := self._samples_in(report.events)):
+            self._log.add(samples)
         is_first = worker == self._hosted[0]  # reports the episodes of all hosted indices
         counts = self._episodes.state_counts().items() if is_first else ()
         episodes = {state.value: count for state, count in counts}
@@ -268,7 +278,11 @@ class Worker:
 
     def receive(self, packed: PackedSamples) -> int:
         """Store what another worker exported, and return its bytes."""
-        return unpack(self._store, packed)
+        num_bytes = unpack(self._store, packed)
+        if self._log is not None:
+            for stream, batch in packed.items():
+                self._log.add({self._root(stream): batch.samples.tolist()})
+        return num_bytes
 
     def release(self, samples: Sequence[int], stream: str, fields: Sequence[str] | None) -> None:
         """Free `stream/field` names of samples; None: all fields, and everything that runs for them."""
@@ -277,6 +291,8 @@ class Worker:
             return
         family = self._family(stream)
         self._store.release(samples, family)
+        if self._log is not None:
+            self._log.release(stream, samples)
         self._computes.cancel(samples)
         for member in family:
             self._episodes.cancel(member, samples)
@@ -323,7 +339,9 @@ class Worker:
     def finish_samples(self, worker: int, directory: str) -> SavedSamples:
         """Wait until what `save_samples` began to write to a directory is on disk."""
         name = samples_file(worker)
-        files = self._sample_files.pop((name, directory))
+        files = self._sample_files.pop((name, directory), None)
+        if files is None:
+            raise WriteError(f"worker {worker} was started again while it wrote the checkpoint")
         checksums = self._writer.finish(name, directory)
         return SavedSamples(checksums, tuple(files.not_saved), tuple(files.without_journal))
 
@@ -334,6 +352,13 @@ class Worker:
             for stream, ids in samples.items():
                 for member, stored in reader.samples(self._family(stream), ids).items():
                     self._store.put_stored(member, stored)
+                if self._log is not None:
+                    self._log.add({stream: ids})
+
+    def restore_log(self) -> Mapping[str, Sequence[int]]:
+        """Put the samples of the process whose place this one takes into the store, and return them."""
+        assert self._log is not None, "this worker has no log of its samples"
+        return self._log.restore()
 
     # Messages to the device, one at a time
 
@@ -439,6 +464,34 @@ class Worker:
                 if journal is not None:
                     journals[sample] = journal
         return journals
+
+    def _open_log(self) -> SampleLog | None:
+        """Return the log of this worker's samples, if another process may take the worker's place."""
+        (worker, *others), directory = self._hosted, self._setup.sample_log_directory
+        if others or not directory or worker not in replaceable_workers(self._plan):
+            return None
+        families = {stream.name: self._family(stream.name) for stream in self._plan.schedule.streams}
+        return SampleLog(Path(directory) / str(worker), self._store, families)
+
+    def _samples_in(self, events: Sequence[WorkerEvent]) -> dict[str, list[int]]:
+        """Return the samples for which something is done, by root stream."""
+        samples: dict[str, dict[int, None]] = {}
+        nodes = {node.name: node for node in self._plan.schedule.nodes}
+        sizes = {stream.name: stream.group_size for stream in self._plan.schedule.streams}
+        for event in events:
+            if isinstance(event, SampleReady):
+                samples.setdefault(event.stream, {})[event.sample] = None
+            elif isinstance(event, ComputeReady):
+                node, size = nodes[event.node], 1
+                if node.level is Level.GROUP:
+                    size = sizes[node.stream]
+                members = range(event.key * size, (event.key + 1) * size)
+                samples.setdefault(node.stream, {}).update(dict.fromkeys(members))
+        return {root: list(ids) for root, ids in samples.items()}
+
+    def _root(self, stream: str) -> str:
+        """Return the root stream whose samples a stream has data of."""
+        return next(s.name for s in self._plan.schedule.streams if stream in self._family(s.name))
 
     def _family(self, stream: str) -> list[str]:
         """Return a root stream, the streams of the same source, and all streams that derive from them."""

@@ -35,6 +35,7 @@ FAULTS_PER_RUN = 8
 COMMON = [
     *("models.actor.path=null", f"steps={STEPS}", f"batch={BATCH}", "save_every=1", "save_minutes=0"),
     *("cluster=cpu-1x2", "models.actor.optim.lr=1e-3", "collective_timeout=30.0", "--plain"),
+    "faults.hang_seconds=15.0",
 ]
 TINY = [
     *("+model@models.actor=tiny-qwen2", "+data@data.train=addition", "+data@data.heldout=addition"),

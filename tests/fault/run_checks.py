@@ -49,8 +49,9 @@ def problems_of(
     if verify_checkpoint(directory / "checkpoints" / "latest") != steps:
         problems.append("the last checkpoint is not that of the last step")
     hidden = [path.name for path in directory.rglob(".*") if not path.name.startswith(".hydra")]
-    if hidden or (directory / "weights").exists():
-        problems.append(f"unfinished files are left: {hidden or 'weights/'}")
+    hidden += [name for name in ("weights", "sample_log") if (directory / name).exists()]
+    if hidden:
+        problems.append(f"unfinished files are left: {hidden}")
     if same_as is not None:
         problems += _differences(directory, rows, same_as, models)
     return problems

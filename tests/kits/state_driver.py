@@ -19,6 +19,7 @@ from hflow.runtime.state.firing_rules import evaluation_due, node_fires
 from hflow.runtime.state.invariants import check_invariants
 from hflow.runtime.state.run_state import RunState
 from hflow.runtime.state.snapshot import RunSnapshot
+from hflow.runtime.state.weight_updates import can_lose
 from hflow.types.sleep_level import SleepLevel
 
 
@@ -71,6 +72,7 @@ class World:
         salt: seed of refusals, lengths and stalls.
         stall: probability that an instruction is completed after all others.
         checkpoints: probability that the run is asked for a checkpoint, after each event.
+        losses: probability that an engine with devices of its own is lost, after each event.
         saved: the checkpoint of another world, from which this one continues.
     """
 
@@ -84,11 +86,12 @@ class World:
         salt: int = 0,
         stall: float = 0.0,
         checkpoints: float = 0.0,
+        losses: float = 0.0,
         saved: Checkpoint | None = None,
     ) -> None:
         self.schedule, self.random, self.rows = schedule, random, rows
         self.refusal, self.stop_after, self.salt = refusal, stop_after, salt
-        self.stall, self.checkpoints = stall, checkpoints
+        self.stall, self.checkpoints, self.losses = stall, checkpoints, losses
         self.state = RunState(schedule, saved.snapshot if saved else None)
         self.nodes = {node.name: node for node in schedule.nodes}
         self.streams = {stream.name: stream for stream in schedule.streams}
@@ -110,6 +113,7 @@ class World:
         self.separate = dict(schedule.publishers)
         self.published: dict[str, int] = {}
         self.given = dict.fromkeys(self.separate, -1)
+        self.newest_given = dict.fromkeys(self.separate, -1)
         self.opened: dict[str, list[int]] = {s: [] for s in self.streams}
         self.base: dict[str, int] = dict.fromkeys(self.streams, 0)
         self.oldest: dict[tuple[str, int], tuple[int, int]] = {}
@@ -127,6 +131,8 @@ class World:
         self.rowless: set[tuple[str, int]] = set()
         self.lags: Counter[int] = Counter()
         self.finish: ev.Finish | None = None
+        self.survivors: dict[str, int] = {}
+        """Replica that is lost -> version of its engines that are not."""
         self.saved: Checkpoint | None = saved
         self.journals: dict[tuple[str, int], tuple[int, int]] = {}
         if saved:
@@ -201,6 +207,10 @@ class World:
                 self.feed(ev.CheckpointDue())
                 if self.finish is not None:
                     continue
+            if self.losses and self.random.random() < self.losses:
+                self.lose_engine()
+                if self.finish is not None:
+                    continue
             ready = [i for i, entry in enumerate(self.bag) if self.can_move(entry)]
             assert ready, f"deadlock: {self.bag}, {self.engine}"
             going = [i for i in ready if not self._is_stalled(self.bag[i])]
@@ -224,12 +234,54 @@ class World:
     def on_instruction(self, instruction: ev.Instruction) -> None:
         """Called before an instruction is performed."""
 
+    def lose_engine(self) -> None:
+        """Lose an engine that may be lost: its samples begin again, or continue from their journals.
+
+        If it is one of several of its replica, the others generate on, but take no new weights.
+        """
+        engines = self.state.parts.engines
+        names = [name for name, engine in engines.items() if can_lose(engine, self.state.parts)]
+        if not names:
+            return
+        name = self.random.choice(names)
+        self.bag = [e for e in self.bag if not (isinstance(e, ev.Awake | ev.Asleep) and e.replica == name)]
+        pending = any(isinstance(e, ev.Published) and e.replica == name for e in self.bag)
+        if name in self.given and not pending and name not in self.published:
+            self.given[name] = -1  # it was loading, or had loaded, what it was given
+        if self.engine[name] in ("awake", "sleeping") and self.random.random() < 0.5:
+            self.survivors[name] = self.version[name]
+        self.engine[name], self.version[name] = "lost", -1
+        self.waking.pop(name, None)
+        for entry in self.bag:
+            if not isinstance(entry, Generating) or self._is_on_survivor(entry, name):
+                continue
+            if name in self.streams[entry.stream].replicas:
+                entry.ticks = max(entry.ticks, 1)
+                if not self.schedule.settings.interrupt or self.random.random() < 0.5:
+                    entry.oldest = entry.newest = -1
+        self.bag.append(ev.EngineBack(name))
+        self.feed(ev.EngineLost(name))
+
     # ---------------------------------------------------------------- completions
     def can_move(self, entry: ev.Event | Generating) -> bool:
+        if isinstance(entry, ev.EngineBack) and not self.schedule.settings.interrupt:
+            return not any(
+                isinstance(other, Generating) and not other.aborted and self._is_on_survivor(other, replica)
+                for other in self.bag
+                for replica in self.streams[getattr(other, "stream", self.trained.name)].replicas
+                if replica == entry.replica
+            )
         if not isinstance(entry, Generating) or entry.aborted:
             return True
         replicas = self.streams[entry.stream].replicas
-        return all(self.engine[replica] in ("awake", "sleeping") for replica in replicas)
+        return all(
+            self.engine[replica] in ("awake", "sleeping") or self._is_on_survivor(entry, replica)
+            for replica in replicas
+        )
+
+    def _is_on_survivor(self, entry: Generating, replica: str) -> bool:
+        """Return whether a sample of a lost replica is on one of its engines that still generates."""
+        return replica in self.survivors and entry.sample % 2 == 1
 
     def _is_stalled(self, entry: ev.Event | Generating) -> bool:
         if isinstance(entry, Generating):
@@ -257,6 +309,10 @@ class World:
             case ev.Asleep(replica):
                 self.engine[replica] = "asleep"
                 self.feed(entry)
+            case ev.EngineBack(replica):
+                self.survivors.pop(replica, None)
+                self.engine[replica] = "asleep"
+                self.feed(entry)
             case ev.Exhausted(stream, group):
                 size = self.streams[stream].group_size
                 gone = {(stream, s) for s in range(group * size, (group + 1) * size)}
@@ -280,7 +336,7 @@ class World:
             return
         replicas = self.streams[entry.stream].replicas
         if replicas:
-            version = min(self.version[replica] for replica in replicas)
+            version = min(self.survivors.get(replica, self.version[replica]) for replica in replicas)
             entry.oldest = version if entry.oldest < 0 else min(entry.oldest, version)
             entry.newest = max(entry.newest, version)
 
@@ -485,7 +541,7 @@ class World:
             return
         for replica in self.separate:
             if not self.models_of[replica].isdisjoint(node.writes):
-                assert step // every <= self.given[replica] // every
+                assert step // every <= self.newest_given[replica] // every
 
     def _fires(self, name: str, step: int) -> bool:
         node = self.nodes[name]
@@ -508,7 +564,7 @@ class World:
 
     def _do_Publish(self, what: ev.Publish) -> None:
         assert what.replica in self.separate
-        assert self.engine[what.replica] in ("awake", "asleep"), (
+        assert self.engine[what.replica] in ("awake", "asleep", "lost"), (
             "the engine has loaded what was published before"
         )
         assert what.replica not in self.published
@@ -516,7 +572,7 @@ class World:
             "at most one published version is pending"
         )
         self._check_taken(what)
-        self.given[what.replica] = what.version
+        self.given[what.replica] = self.newest_given[what.replica] = what.version
         self.bag.append(ev.Published(what.replica, what.version))
 
     def _check_taken(self, what: ev.Publish | ev.Wake) -> None:

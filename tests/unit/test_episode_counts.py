@@ -38,3 +38,13 @@ def test_episodes_of_one_turn_have_no_row() -> None:
     counts = EpisodeCounts()
     counts.add_report(0, states(4, 0, 1))
     assert counts.finish_step() == {}
+
+
+def test_a_worker_that_was_replaced_counts_from_zero() -> None:
+    counts = EpisodeCounts()
+    counts.has_turns = True
+    counts.add_report(0, states(4, 0, 10))
+    assert counts.finish_step()["episodes/terminated"] == 10
+    counts.forget_worker(0)
+    counts.add_report(0, states(1, 0, 2))
+    assert counts.finish_step()["episodes/terminated"] == 2

@@ -194,6 +194,22 @@ def test_a_run_that_is_killed_while_it_creates_its_ledger_begins_again(path: Pat
     assert count(path) == 2
 
 
+def test_a_sample_that_begins_again_says_why_and_has_one_end(path: Path):
+    with recorded(path) as run:
+        run.issue(1)
+        run.ledger.record_restarted("gen", (2,), "worker 1 died while generating")
+        for sample in (2, 3):
+            run.ready(sample, (0, 3))
+        run.accept(1)
+        run.form(0, 1)
+        run.ledger.record_instruction(ev.StepDone(0))
+    assert audit(path) == []
+    assert [restart.reason for restart in read_history(path, "2").restarts] == [
+        "worker 1 died while generating"
+    ]
+    assert read_history(path, "3").restarts == ()
+
+
 def test_a_resumed_run_has_one_history(path: Path):
     with recorded(path) as run:
         run.issue(9)  # it still runs when step 0 is complete

@@ -34,6 +34,18 @@ def test_every_run_ends_and_nothing_is_lost(schedule: Schedule, seed: int, refus
 
 
 @FEW
+@given(schedules(), SEEDS, st.sampled_from((0.0, 0.05)), st.sampled_from((0.02, 0.1)), st.booleans())
+def test_a_run_ends_and_nothing_is_lost_when_engines_are(
+    schedule: Schedule, seed: int, refusal: float, losses: float, is_stopped: bool
+):
+    """An engine that generates on devices of its own comes back without weights, at any moment."""
+    stop_after = seed % 150 if is_stopped else None
+    world = World(schedule, Random(seed), ROWS, refusal, stop_after, salt=seed, losses=losses)
+    if not world.run().error:
+        world.check_end()
+
+
+@FEW
 @given(schedules(), SEEDS, st.integers(0, 20))
 def test_an_exhausted_dataset_ends_the_run(schedule: Schedule, seed: int, num_rows: int):
     """Without refusals, every full batch of rows is trained on, and no other."""

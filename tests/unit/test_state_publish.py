@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from state_script import ENGINE, Script, batch, generated, schedule
 
 from hflow.planner.ir import Schedule, ScheduledStream
 from hflow.runtime import events as ev
+from hflow.runtime.state.weight_updates import can_lose
 
 
 def recomputed(**rules: int) -> Schedule:
@@ -91,3 +94,30 @@ def test_a_stopped_run_waits_for_its_publications():
     script.run()
     assert script.send(ev.StopRequested()) == []
     assert script.release(f"publish {ENGINE} 0") == ["stopped"]
+
+
+def test_training_continues_without_a_lost_engine_which_gets_the_newest_weights():
+    script = Script(recomputed(), hold={"train"})
+    script.run()
+    assert script.send(ev.EngineLost(ENGINE)) == []
+    assert about(script.release("train 0"), "publish", "wake", "train") == [f"publish {ENGINE} 1", "train 1"]
+    assert about(script.release("train 1"), "publish", "train") == [], "it is at most one version behind"
+    assert script.send(ev.EngineBack(ENGINE))[0] == f"wake {ENGINE} 1"
+    assert about(script.trace, "publish")[-1] == f"publish {ENGINE} 2"
+
+
+def test_weights_that_a_lost_engine_was_loading_are_published_again():
+    script = Script(recomputed(), hold={f"wake {ENGINE} 1"})
+    script.run()
+    script.held.clear()
+    assert script.send(ev.EngineLost(ENGINE))[0] == f"publish {ENGINE} 2", "the newest, in its place"
+    assert script.send(ev.EngineBack(ENGINE))[0] == f"wake {ENGINE} 2"
+    assert script.trace[-1] == "done"
+
+
+def test_an_engine_of_several_in_an_episode_cannot_be_lost():
+    alone, shared = generated(), replace(generated(), replicas=(ENGINE, "critic@gen"))
+    for stream, is_possible in ((alone, True), (shared, False)):
+        script = Script(schedule([stream], [batch("train", "g", writes=("actor",))]))
+        parts = script.state.parts
+        assert can_lose(parts.engines[ENGINE], parts) == is_possible

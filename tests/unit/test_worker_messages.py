@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ray.exceptions import RayActorError
 
-from hflow.errors import RunError
+from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.weights.checksum import MODULUS
@@ -19,7 +21,7 @@ from hflow.workers.hangs.stack_probe import StackSnapshot
 from hflow.workers.interface import NodeTask, WeightsLoaded
 from hflow.workers.messages import LANES, MESSAGES
 from hflow.workers.ray.ray_weights import _weights_loaded
-from hflow.workers.ray.ray_workers import RayWorkers
+from hflow.workers.ray.ray_workers import RayWorkers, done_within
 from hflow.workers.worker import Worker
 
 TIMEOUT = 0.4
@@ -30,7 +32,7 @@ MISSING = (
 
 
 def test_every_message_has_a_receiver_and_a_lane() -> None:
-    of_the_process = {"build", "probe", "pull"}
+    of_the_process = {"build", "probe", "pull", "set_peer"}
     assert all(hasattr(Worker, name) for name in MESSAGES if name not in of_the_process)
     assert {message.lane for message in MESSAGES.values()} == LANES.keys()
     assert all((message.lane == "device") == (message.activity is not None) for message in MESSAGES.values())
@@ -95,6 +97,48 @@ def test_all_messages_to_a_worker_that_died_waiting_name_the_missing_rank() -> N
 def test_the_death_of_an_idle_worker_is_reported() -> None:
     for error in errors("poll", "compute"):
         assert error.startswith("worker 0 died while idle")
+
+
+class SilentWorkers(RayWorkers):
+    """Two workers; worker 1 answers two probes and is stopped then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plan = SimpleNamespace(replicas=())
+        self._actors = [None, None]
+        self._hang_seconds = 0.2
+        self.num_probes = [0, 0]
+        self.killed: list[int] = []
+
+    def _send(self, worker: int, method: str, *arguments: Any) -> Awaitable[Any]:
+        assert method == "probe"
+        self.num_probes[worker] += 1
+        is_stopped = worker == 1 and self.num_probes[worker] > 2
+        return asyncio.Future() if is_stopped else _answer(StackSnapshot())
+
+    def _kill(self, worker: int) -> None:
+        self.killed.append(worker)
+
+
+def test_a_worker_that_does_not_answer_is_killed_and_named() -> None:
+    workers = SilentWorkers()
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(WorkerFailureError, match=r"worker 1 has not answered for 0.2 s")
+    ):
+        asyncio.run(asyncio.wait_for(workers.watch(), 20))
+    assert workers.killed == [1]
+    assert workers.num_probes[0] > 2
+
+
+def test_time_in_which_the_controller_is_stopped_does_not_count() -> None:
+    async def answer_after_a_stop() -> bool:
+        answer: asyncio.Future[None] = asyncio.Future()
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.05, time.sleep, 1.5)  # nothing of this process runs meanwhile
+        loop.call_later(1.7, answer.set_result, None)
+        return await done_within(answer, 1.2)
+
+    assert asyncio.run(answer_after_a_stop())
 
 
 def test_what_an_engine_was_sent_is_what_senders_and_its_own_worker_count() -> None:

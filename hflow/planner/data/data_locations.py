@@ -91,6 +91,10 @@ class DataLocations:
             groups.setdefault(self._home[sample], []).append(sample)
         return groups
 
+    def at_home(self, worker: int) -> set[int]:
+        """Return the samples whose home worker this is."""
+        return {sample for sample, home in self._home.items() if home == worker}
+
     def drop_fields(self, fields: Iterable[str], samples: Iterable[int]) -> dict[int, list[int]]:
         """Forget fields of these samples; return the workers that may hold them, each with its samples."""
         fields, samples = frozenset(fields), frozenset(samples)

@@ -75,6 +75,10 @@ class GroupPlacer:
         """Return whether a worker holds a group. None holds one for which the dataset has no row."""
         return (stream, group) in self._home
 
+    def is_at(self, worker: int, stream: str, group: int) -> bool:
+        """Return whether a worker holds a group."""
+        return self._home.get((stream, group)) == worker
+
     def finished(self, stream: str, group: int) -> None:
         """Record that one sample of the group no longer occupies its worker."""
         self._loads.add(self._home[stream, group], -1)

@@ -13,16 +13,18 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from hflow.errors import RunError
+from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.ir import SAVE_PREFIX, Plan
 from hflow.runtime import events as ev
 from hflow.runtime.execution.batch_runner import BatchRunner, StepBatch
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.engine_control import EngineControl
+from hflow.runtime.execution.engine_recovery import EngineRecovery
 from hflow.runtime.execution.node_execution import NodeExecution
 from hflow.runtime.execution.rebalance import Rebalancer
 from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
@@ -77,6 +79,7 @@ class Executor:
         point: the checkpoint that the run continues from; None: it begins.
         save_seconds: time between two checkpoints besides those of the plan; None: there are no others.
         num_texts: samples of each batch whose text the observer receives.
+        max_replacements: how many workers are replaced between two checkpoints, while the run continues.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Executor:
         point: ResumePoint | None = None,
         save_seconds: float | None = None,
         num_texts: int = 0,
+        max_replacements: int = 0,
     ) -> None:
         self._plan = plan
         self._workers = workers
@@ -133,6 +137,18 @@ class Executor:
         self._saving = RunSaving(
             plan, workers, observer, metrics, checkpoints, self._placer, node_execution, self._release, ledger
         )
+        self._recovery = EngineRecovery(
+            workers,
+            observer,
+            self._state.parts,
+            self._batches.locations,
+            self._placer,
+            checkpoints,
+            self._enqueue,
+            max_replacements,
+        )
+        self._computing: dict[tuple[str, int], tuple[int, ComputeOrder]] = {}
+        """Node and key -> its worker and order, while the body runs or waits."""
         self._num_steps_done = snapshot.steps if snapshot else 0
         self._reason: str | None = None
         """Why the run ended."""
@@ -151,12 +167,14 @@ class Executor:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 endless = [self._spawn(self._poll(w)) for w in range(self._plan.cluster.num_devices)]
+                endless.append(self._spawn(self._workers.watch()))
                 if self._save_seconds is not None:
                     endless.append(self._spawn(self._request_checkpoints(self._save_seconds)))
                 if self._point is not None:
                     await self._saving.restore(self._point, self._batches.locations)
                 self._enqueue(ev.Started())
                 await self._loop()
+                await self._recovery.finish()
                 for task in endless:
                     task.cancel()
         except* Exception as group:  # noqa: BLE001 - unwrapped and raised again below
@@ -178,6 +196,10 @@ class Executor:
             messages = WorkerMessages()
             for worker, events in received:
                 for event in events:
+                    if isinstance(event, ev.EngineLost):
+                        self._recovery.check(event.replica)
+                    elif isinstance(event, ev.EngineBack):
+                        self._continue_on(self._recovery.worker_of(event.replica), messages)
                     # What a worker reports is recorded here, so that ledger and state are of one moment.
                     known = event if worker is None else self._translate(worker, event)
                     for instruction in self._state.handle(known):
@@ -201,6 +223,11 @@ class Executor:
     async def _enqueue_result(self, work: Awaitable[Sequence[ev.Event]]) -> None:
         self._enqueue(*await work)
 
+    async def _enqueue_answer(self, replica: str, work: Awaitable[Sequence[ev.Event]]) -> None:
+        """Enqueue what an engine answers, unless it is lost meanwhile."""
+        events = await self._recovery.answer(replica, work)
+        self._enqueue(*events)
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)
 
@@ -211,15 +238,52 @@ class Executor:
         return task
 
     def _send(self, messages: WorkerMessages) -> None:
+        away = self._recovery.away
         for worker, groups in messages.groups.items():
-            self._spawn(self._workers.open_groups(worker, groups))
+            if worker not in away:
+                self._spawn(self._workers.open_groups(worker, groups))
         for worker, computes in messages.computes.items():
-            self._spawn(self._workers.compute(worker, computes))
+            if worker not in away:
+                self._spawn(self._workers.compute(worker, computes))
+
+    def _continue_on(self, worker: int, messages: WorkerMessages) -> None:
+        """Let a worker that was replaced do what it was asked for and has not reported.
+
+        Its unfinished samples begin again from their rows. Those that were refused meanwhile end here.
+        """
+        orders: list[GroupOrder] = []
+        for name, stream in self._stream_states.items():
+            at_worker = partial(self._placer.is_at, worker, name)
+            for group, samples in stream.generating():
+                row = self._cursors[name].row(group)
+                if row is not None and at_worker(group):
+                    orders.append(GroupOrder(name, group, row, samples))
+                    self._ledger.record_restarted(name, samples, self._recovery.failure(worker))
+            for sample in sorted(stream.abandoned):
+                if at_worker(sample // stream.stream.group_size):
+                    self._release_engine(name, sample)
+                    self._enqueue(ev.NodeFailed(stream.stream.source, sample, ev.Refusal.FAILED))
+        messages.groups[worker] = orders
+        computing = [order for home, order in self._computing.values() if home == worker]
+        messages.computes[worker] = [self._of_remaining(order) for order in computing]
+        self._metrics.forget_worker(worker)
+        self._recovery.away.discard(worker)
+
+    def _of_remaining(self, order: ComputeOrder) -> ComputeOrder:
+        """Return an order for those of its samples that have not been refused since it was sent."""
+        stream = self._stream_states[self._nodes[order.node].stream]
+        if stream.is_orphan(order.node, order.key):
+            return order
+        return replace(order, samples=stream.samples_of(order.node, order.key))
 
     # Worker -> controller
     async def _poll(self, worker: int) -> None:
         while True:
-            report: WorkerReport = await self._workers.poll(worker)
+            try:
+                report: WorkerReport = await self._workers.poll(worker)
+            except WorkerFailureError as failure:
+                await self._recovery.replace(worker, failure)
+                continue
             self._metrics.add_report(report)
             for span in report.spans:
                 self._observer.on_span(worker, span)
@@ -241,9 +305,11 @@ class Executor:
                 self._release_engine(event.stream, event.sample)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
             case ComputeReady():
+                self._computing.pop((event.node, event.key), None)
                 self._ledger.record_result(event)
                 return ev.NodeDone(event.node, event.key, event.keep)
             case Failed():
+                self._computing.pop((event.node, event.key), None)
                 if stream := self._stream_of_source.get(event.node):
                     self._release_engine(stream, event.key)
                 return ev.NodeFailed(event.node, event.key, ev.Refusal(event.reason), event.message)
@@ -276,9 +342,9 @@ class Executor:
             case ev.Publish(replica, version):
                 self._spawn(self._enqueue_result(self._engines.publish(replica, version)))
             case ev.Wake(replica, version):
-                self._spawn(self._enqueue_result(self._engines.wake(replica, version)))
+                self._spawn(self._enqueue_answer(replica, self._engines.wake(replica, version)))
             case ev.Sleep(replica, level):
-                self._spawn(self._enqueue_result(self._engines.sleep(replica, level)))
+                self._spawn(self._enqueue_answer(replica, self._engines.sleep(replica, level)))
             case ev.StepDone(step):
                 self._spawn_report(self._close_step(step))
             case ev.TakeCheckpoint(snapshot):
@@ -302,7 +368,9 @@ class Executor:
     def _add_compute(self, messages: WorkerMessages, node: str, key: int, samples: tuple[int, ...]) -> None:
         stream = self._streams[self._nodes[node].stream]
         worker = self._placer.home(stream.name, samples[0] // stream.group_size)
-        messages.computes[worker].append(ComputeOrder(node, key, samples))
+        order = ComputeOrder(node, key, samples)
+        messages.computes[worker].append(order)
+        self._computing[node, key] = worker, order
 
     def _refuse(self, instruction: ev.Refuse) -> None:
         stream, group, samples = instruction.stream, instruction.group, instruction.samples

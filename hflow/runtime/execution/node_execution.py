@@ -91,10 +91,14 @@ class NodeExecution:
             step=step,
         )
         moves = redistribute(rule, assignment, holders, self._plan.cluster)
-        moved_bytes, results = await asyncio.gather(
-            self._workers.transfer(moves) if moves else _nothing(),
-            self._workers.run(node_tasks(node, step, rule.heads, self._replica_workers(node), assignment)),
-        )
+        tasks = node_tasks(node, step, rule.heads, self._replica_workers(node), assignment)
+        transfer = self._workers.transfer(moves) if moves else _nothing()
+        if any(move.src in self._workers.replaceable for move in moves):
+            # The source may fail meanwhile. The node must not run then before the moves are done again.
+            moved_bytes = await transfer
+            results = await self._workers.run(tasks)
+        else:
+            moved_bytes, results = await asyncio.gather(transfer, self._workers.run(tasks))
         locations.add_moves(moves)
         self._record(node, locations, results)
         return ExecutionResult(results, moved_bytes)

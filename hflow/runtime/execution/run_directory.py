@@ -3,6 +3,7 @@
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     config.yaml  plan.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json
     samples/step-N.jsonl  tensorboard/  weights/ (while it runs: weights that engines load from disk)
+    sample_log/ (while it runs: copies of samples that are on one worker only)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280    checkpoints/best -> step-240
     trace-1.json (of the part before the run was resumed)  lock (while it runs)  trackers.json
 """
@@ -100,6 +101,11 @@ class RunDirectory:
     def weights(self) -> Path:
         """Directory of weights that engines load from disk; each file is deleted after it is loaded."""
         return self.path / "weights"
+
+    @property
+    def sample_log(self) -> Path:
+        """Directory of samples on workers that only generate, for the process that takes a worker's place."""
+        return self.path / "samples"
 
     @property
     def config(self) -> Path:

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from hflow.durable_files import FileChecksum, WriteError, write_error
@@ -289,10 +290,13 @@ class RunSaving:
         """Return where the journals are with which samples of a checkpoint continue.
 
         Where running samples are never interrupted, all their tokens are of one version. So they begin again.
+        So do those of a worker that had nothing to save.
         """
         if not self._plan.schedule.settings.interrupt:
             return None
-        return SavedJournals(self._directory, {sample: self._file_of[stream, sample] for sample in samples})
+        files = {sample: self._file_of[stream, sample] for sample in samples}
+        is_there = {name: (Path(self._directory) / f"{name}.json").is_file() for name in set(files.values())}
+        return SavedJournals(self._directory, {s: name for s, name in files.items() if is_there[name]})
 
     def _add_outputs(self, locations: DataLocations, nodes: Iterable[str], sample: int, worker: int) -> None:
         """Note where the outputs of nodes with devices of their own are: on the sample's home worker."""

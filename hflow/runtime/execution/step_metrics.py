@@ -184,6 +184,10 @@ class StepMetrics:
         self._engine_stats += report.engine_stats
         self._episodes.add_report(report.worker, report.episodes)
 
+    def forget_worker(self, worker: int) -> None:
+        """Note that a worker's process was replaced, and counts from zero."""
+        self._episodes.forget_worker(worker)
+
     def add_sample(self, sample: SampleReady, *, is_trained: bool) -> None:
         """Count a sample that its source finished.
 
@@ -313,6 +317,11 @@ class EpisodeCounts:
             self._latest[worker] = states
             self._sums.update(self.current())
             self._num_reports += 1
+
+    def forget_worker(self, worker: int) -> None:
+        """Note that a worker's process was replaced: its episodes are gone."""
+        states = self._latest.pop(worker, {})
+        self._num_ended_before -= states.get(EpisodeState.TERMINATED.value, 0)
 
     def current(self) -> Counter[str]:
         """Return the number of episodes in each state, over all workers."""

@@ -20,7 +20,14 @@ from typing import Any
 from hflow.errors import RunError
 from hflow.runtime.events import Accept, FormBatch, Instruction, OpenGroup, Refuse, StepDone
 from hflow.runtime.ledger.header import Header
-from hflow.runtime.ledger.rows import GroupIssued, RowBuilder, RunClosed, RunRewound, WeightsVerified
+from hflow.runtime.ledger.rows import (
+    GroupIssued,
+    RowBuilder,
+    RunClosed,
+    RunRewound,
+    SamplesRestarted,
+    WeightsVerified,
+)
 from hflow.runtime.ledger.schema import FORMAT, NUM_COLUMNS, TABLES, VIEW, survives
 from hflow.runtime.ledger.writer import Writer, write_error
 from hflow.workers.interface import ComputeReady, NodeResult, SampleReady
@@ -56,6 +63,10 @@ class Ledger:
     def record_issued(self, instruction: OpenGroup, row: int, worker: int, version: int) -> None:
         """Record that a group goes to a worker whose engine holds weights of `version` (-1: no engine)."""
         self._writer.put(GroupIssued(instruction, row, worker, version))
+
+    def record_restarted(self, stream: str, samples: tuple[int, ...], reason: str) -> None:
+        """Record that samples begin again, as the worker on which they were in flight has failed."""
+        self._writer.put(SamplesRestarted(stream, samples, reason))
 
     def record_weights(self, replica: str, version: int, checksum: str) -> None:
         """Record that all ranks of a generation replica hold a version of the weights."""

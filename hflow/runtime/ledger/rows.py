@@ -29,6 +29,16 @@ class GroupIssued:
 
 
 @dataclass(frozen=True)
+class SamplesRestarted:
+    """Samples that were in flight on a worker that failed begin again."""
+
+    stream: str
+    samples: tuple[int, ...]
+    reason: str
+    """How the worker failed."""
+
+
+@dataclass(frozen=True)
 class RunRewound:
     """The run continues from `step` completed steps."""
 
@@ -55,6 +65,7 @@ class WeightsVerified:
 
 Record = (
     GroupIssued
+    | SamplesRestarted
     | WeightsVerified
     | SampleReady
     | ComputeReady
@@ -94,6 +105,7 @@ class RowBuilder:
         self._tables: dict[str, list[Any]] = defaultdict(list)
         self._handlers: dict[type, Callable[[Any, int, int], None]] = {
             GroupIssued: self._add_issued,
+            SamplesRestarted: self._add_restarted,
             WeightsVerified: self._add_weights,
             SampleReady: self._add_finished,
             ComputeReady: self._add_computed,
@@ -128,6 +140,11 @@ class RowBuilder:
         rows = self._tables["issued"]
         for sample in opened.samples:
             rows += (stream, sample, *values)
+
+    def _add_restarted(self, record: SamplesRestarted, seq: int, time: int) -> None:
+        rows = self._tables["restarted"]
+        for sample in record.samples:
+            rows += (self._streams[record.stream], sample, seq, time, record.reason)
 
     def _add_weights(self, record: WeightsVerified, seq: int, time: int) -> None:
         self._tables["commits"] += (seq, time, record.replica, record.version, record.checksum)

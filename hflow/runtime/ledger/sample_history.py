@@ -47,6 +47,15 @@ class WeightsUsed:
 
 
 @dataclass(frozen=True)
+class SampleRestart:
+    """The sample began again, as the worker on which it was in flight had failed."""
+
+    at: float
+    """Seconds since the run's start."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class SampleHistory:
     """What happened to one sample. Times are seconds since the run's start."""
 
@@ -65,6 +74,7 @@ class SampleHistory:
     """The largest lag that the plan lets a trained token have."""
     closing: str | None
     """How the run ended; None: it is not over, or was killed."""
+    restarts: tuple[SampleRestart, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return one object: the columns of the sample's row, and the other attributes."""
@@ -136,6 +146,14 @@ def _read(database: sqlite3.Connection, stream: int, sample: int) -> SampleHisto
         bound_at=_bound_at(database, stream, row),
         max_lag=about["max_lag"],
         closing=_closing(database),
+        restarts=tuple(
+            SampleRestart(*row)
+            for row in database.execute(
+                "SELECT time / 1e3, reason FROM restarted AS r WHERE stream = ? AND sample = ? "
+                f"AND {survives('r')} ORDER BY seq",
+                (stream, sample),
+            )
+        ),
     )
 
 

@@ -5,6 +5,7 @@ group at once, so these share one. Times are milliseconds since the run's start.
 its stream and its id. Tables are clustered by sample, so that they need no index.
 
 issued      a sample was admitted: row of the dataset, worker, version of the engine's weights
+restarted   it was in flight on a worker that failed, and begins again on the process that took its place
 finished    its source is done: its tokens
 segments    consecutive tokens that one version generated
 computed    a node is done with a sample or group: when, and the number that it gave
@@ -28,7 +29,7 @@ from urllib.parse import quote
 
 from hflow.errors import ConfigError
 
-FORMAT = 2
+FORMAT = 3
 
 MAX_INTEGER = 2**63 - 1
 """The largest integer that the file can hold."""
@@ -44,6 +45,9 @@ CREATE TABLE nodes (
 CREATE TABLE issued (
     stream INTEGER, sample INTEGER, seq INTEGER, time INTEGER,
     group_id INTEGER NOT NULL, row INTEGER NOT NULL, worker INTEGER NOT NULL, version INTEGER NOT NULL,
+    PRIMARY KEY (stream, sample, seq)) WITHOUT ROWID;
+CREATE TABLE restarted (
+    stream INTEGER, sample INTEGER, seq INTEGER, time INTEGER, reason TEXT NOT NULL,
     PRIMARY KEY (stream, sample, seq)) WITHOUT ROWID;
 CREATE TABLE finished (
     stream INTEGER, sample INTEGER, seq INTEGER, time INTEGER, length INTEGER NOT NULL,
@@ -75,6 +79,7 @@ CREATE TABLE closings (seq INTEGER PRIMARY KEY, time INTEGER, reason TEXT NOT NU
 
 NUM_COLUMNS = {
     "issued": 8,
+    "restarted": 5,
     "finished": 9,
     "segments": 6,
     "computed": 5,

@@ -45,6 +45,8 @@ class EngineState:
     """Whether `Publish` was sent for its target version and not confirmed yet."""
     has_dropped_weights: bool = False
     """Whether it sleeps without its weights, so that it loads others when it wakes."""
+    is_lost: bool = False
+    """Whether its worker has failed, and it has not been started again yet. It counts as asleep."""
 
     @property
     def version(self) -> int:

@@ -116,6 +116,9 @@ def _check_engine(engine: EngineState, state: RunState) -> None:
     assert engine.is_separate or not engine.is_publishing, (
         f"weights are published for {engine.name}, which takes them from its devices"
     )
+    if engine.is_lost:
+        assert engine.phase is EnginePhase.ASLEEP, f"{engine.name} is lost, and {engine.phase}"
+        assert engine.version == -1, f"{engine.name} is lost, but has weights"
     if engine.is_loading:
         for model in engine.models:
             assert progress.version[model] == engine.target, (

@@ -39,6 +39,8 @@ from hflow.runtime.events import (
     Asleep,
     Awake,
     CheckpointDue,
+    EngineBack,
+    EngineLost,
     Event,
     Exhausted,
     Finish,
@@ -63,7 +65,7 @@ from hflow.runtime.state.snapshot import RunSnapshot
 from hflow.runtime.state.staleness import LOOK_AHEAD
 from hflow.runtime.state.state_parts import StateParts, assemble
 from hflow.runtime.state.stream_state import StreamState
-from hflow.runtime.state.weight_updates import pause_engines, update_engines
+from hflow.runtime.state.weight_updates import lose_engine, pause_engines, update_engines
 
 NUM_RUNNING = declare(
     "rollout/running", "groups", "open groups: generated, or worked on by sample and group nodes", live="last"
@@ -119,6 +121,8 @@ class RunState:
             Awake: self._on_awake,
             Asleep: self._on_asleep,
             Published: self._on_published,
+            EngineLost: self._on_engine_lost,
+            EngineBack: self._on_engine_back,
             Started: self._on_started,
             StopRequested: self._on_stop,
             CheckpointDue: self._on_checkpoint_due,
@@ -225,6 +229,16 @@ class RunState:
             f"version {event.version} was published for {engine.name}, not {engine.target}"
         )
         engine.is_publishing = False
+        self._decide()
+
+    def _on_engine_lost(self, event: EngineLost) -> None:
+        lose_engine(self.parts.engines[event.replica], self.parts)
+        self._decide()
+
+    def _on_engine_back(self, event: EngineBack) -> None:
+        engine = self.parts.engines[event.replica]
+        assert engine.is_lost, f"{engine.name} came back, but was not lost"
+        engine.is_lost = False
         self._decide()
 
     def _on_stop(self, event: StopRequested) -> None:

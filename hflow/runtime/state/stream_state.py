@@ -174,6 +174,12 @@ class StreamState:
             for sample, member in group.members.items():
                 yield from ((name, sample) for name in member.running)
 
+    def generating(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield each open group that has samples whose source has not reported, with these samples."""
+        for number, group in self.groups.items():
+            if samples := tuple(sample for sample, member in group.members.items() if member.generating):
+                yield number, samples
+
     def movable_groups(self) -> list[int]:
         """Return the open groups whose members are all being generated, in order of admission."""
         size = self.dependencies.size

@@ -20,6 +20,10 @@ is loaded. So training is never further ahead of an engine than the version that
 
 If samples are not to be interrupted, `Sleep` is issued when the last sample has finished.
 
+An engine on its own devices may be lost (`lose_engine`) and come back without weights. It counts as asleep
+meanwhile. Weights that were published for it and that it had not begun to load are loaded then; else the
+newest version is published, as before its first `Wake`. Training waits for it no more than for a slow engine.
+
 `Sleep` says what the engine keeps (`SleepLevel`). An engine on its own devices only pauses. One that shares
 devices drops its weights if it loads new ones when it wakes, and keeps a copy in host memory if it wakes with
 the same version: between two syncs (`sync_every`), or where nothing changes its models.
@@ -90,6 +94,25 @@ def pause_engines(parts: StateParts) -> None:
             engine.phase = EnginePhase.FALLING_ASLEEP
             level = SleepLevel.PAUSE if parts.device_of.get(engine.name) is None else SleepLevel.KEEP_WEIGHTS
             parts.emit(Sleep(engine.name, level))
+
+
+def can_lose(engine: EngineState, parts: StateParts) -> bool:
+    """Return whether the run can continue while an engine is started again.
+
+    It cannot during an evaluation, whose version may not exist any more. Nor where an engine shares its
+    devices with batch nodes, or its samples with another engine: that one could have to wait, awake, for
+    samples that wait for weights that do not exist before it sleeps.
+    """
+    has_own_samples = all(engines == (engine,) for engines in parts.engines_of.values() if engine in engines)
+    is_apart = engine.name not in parts.device_of
+    return is_apart and has_own_samples and not engine.is_evaluating and not engine.is_lost
+
+
+def lose_engine(engine: EngineState, parts: StateParts) -> None:
+    """Note that the worker of an engine has failed. Nothing that was asked of the engine is confirmed."""
+    assert can_lose(engine, parts), f"the run cannot continue without {engine.name}"
+    engine.weights.lose(is_loading=engine.phase is EnginePhase.WAKING)
+    engine.phase, engine.is_lost = EnginePhase.ASLEEP, True
 
 
 def blocks_writer(engine: EngineState, step: int, parts: StateParts) -> bool:
@@ -221,6 +244,8 @@ def _is_idle(engine: EngineState, parts: StateParts) -> bool:
 
 def _wake_if_possible(engine: EngineState, parts: StateParts) -> None:
     """Wake an engine, with new weights if it needs them. If these do not exist yet, it sleeps on."""
+    if engine.is_lost:
+        return
     if engine.is_separate:
         if engine.is_publishing or not engine.has_pending_weights:
             return

@@ -102,7 +102,12 @@ class EngineManager:
         return update
 
     def sleep(self, replica: str, level: SleepLevel) -> None:
-        """Interrupt an engine and free its memory, as far as its level says. Unfinished requests are kept."""
+        """Interrupt an engine and free its memory, as far as its level says. Unfinished requests are kept.
+
+        Nothing is done if it sleeps.
+        """
+        if replica not in self._awake_since:
+            return
         self._episodes.set_awake(replica, False)
         self._drivers[replica].sleep(level)
         self._sleep_levels[replica] = level

@@ -34,11 +34,16 @@ class WorkerProcess:
     def __init__(self, index: int) -> None:
         die_with_parent()  # Ray's raylet: a process that is stopped does not notice that it has ended
         import hflow.workers.worker
-        from hflow.workers.process_groups import collective_counts, open_rendezvous
+        from hflow.workers.process_groups import (
+            collective_counts,
+            leave_process_groups,
+            open_rendezvous,
+        )
         from hflow.workers.process_setup import visible_devices
 
         self._module = hflow.workers.worker
         self._open_rendezvous = open_rendezvous
+        self._leave_process_groups = leave_process_groups
         self._visible_devices = visible_devices
         self._index = index
         self._probe = StackProbe(collective_counts)
@@ -68,15 +73,17 @@ class WorkerProcess:
             recipe_directory: the directory of the recipe's file on the controller's machine.
             packed_files: what it holds; None: this process is on that machine.
             pickled: the `WorkerSetup`.
-            rank: of this process; None: it is the only one.
+            rank: of this process among those that train or infer; None: it takes part in no collective.
             peers: the actors of all workers.
             devices: the CUDA device of each worker, as on its machine; empty on CPUs.
         """
         self._copy = None if packed_files is None else unpack(packed_files, recipe_directory)
         use_directory(self._copy or recipe_directory)
         setup: WorkerSetup = cloudpickle.loads(pickled)
-        self._peers = peers
+        self._peers = list(peers)
         self._bodies = {name: program.body for name, program in setup.programs.items()}
+        if rank is None:
+            self._leave_process_groups()
         with self._probe.running(activity_of("build")):
             host = ray.util.get_node_ip_address()
             self._worker = self._module.Worker(setup, (self._index,), rank, host, devices)
@@ -87,6 +94,10 @@ class WorkerProcess:
         self._worker.close()
         if self._copy is not None:
             shutil.rmtree(self._copy, ignore_errors=True)
+
+    def set_peer(self, worker: int, actor: Any) -> None:
+        """Note the actor that has taken the place of another worker."""
+        self._peers[worker] = actor
 
     def probe(self) -> StackSnapshot:
         """Return where the device's thread is."""

@@ -67,16 +67,23 @@ class RayActors:
             RunError: when the Ray cluster is too small.
         """
         if self._reservation is None:
-            self._reservation = reserve(self._cluster)
-            self._actors = [
-                RayWorker.options(**self._reservation.options(worker, environment)).remote(worker)
-                for worker, environment in enumerate(self._environments)
-            ]
+            reservation = self._reservation = reserve(self._cluster)
+            self._actors = [self._new_actor(w, reservation) for w in range(len(self._environments))]
 
     def actors(self, num_devices: int) -> list[Any]:
         """Return the actors of the first `num_devices` devices."""
         assert num_devices <= len(self._actors), f"{num_devices} workers of {len(self._actors)}"
         return self._actors[:num_devices]
+
+    def replace(self, worker: int) -> Any:
+        """Kill the process of a worker, start another on the same device, and return its actor."""
+        assert self._reservation is not None, "nothing was started"
+        ray.kill(self._actors[worker])
+        self._actors[worker] = self._new_actor(worker, self._reservation)
+        return self._actors[worker]
+
+    def _new_actor(self, worker: int, reservation: Reservation) -> Any:
+        return RayWorker.options(**reservation.options(worker, self._environments[worker])).remote(worker)
 
     async def close(self) -> None:
         """End the processes, and free what was reserved or started. Safe to call twice."""

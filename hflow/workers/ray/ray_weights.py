@@ -87,9 +87,13 @@ class RayWeights:
         finally:
             for task in tasks:
                 task.cancel()
-        if publication is not None:
-            await self._free(replica, publication)
+            if publication is not None:
+                await self._free(replica, publication)
         return _weights_loaded(engine, updates, reports[0] if reports else {})
+
+    def forget(self, replica: str) -> None:
+        """Note that an engine has no weights. What was published and not loaded yet is kept for it."""
+        self._versions.pop(replica, None)
 
     def _start_publishing(self, route: WeightRoute, version: int) -> _Publication:
         source = self._plan.replica(route.src)

@@ -6,9 +6,11 @@ Samples and weights go from actor to actor. The controller's process handles ids
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -17,6 +19,7 @@ from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.planner.backends import engine_kind
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import Plan, Replica
+from hflow.planner.replaceable import replaceable_workers
 from hflow.planner.routing import tensor_ranks
 from hflow.recipe_files import pack
 from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
@@ -31,16 +34,20 @@ from hflow.workers.interface import (
     WorkerSetup,
     build_phase,
 )
-from hflow.workers.messages import activity_of
+from hflow.workers.messages import MESSAGES, activity_of
 from hflow.workers.pickling import pickle_with_bodies
-from hflow.workers.process_groups import ProcessRank
+from hflow.workers.process_groups import ProcessRank, collective_workers
 from hflow.workers.process_setup import device_environment
 from hflow.workers.ray.ray_actors import RayActors, close_workers
 from hflow.workers.ray.ray_weights import RayWeights
 from hflow.workers.storage.sample_transfer import pulls_of
 
 PROBE_SECONDS = 10.0
-"""Longest wait for a worker's answer to a probe."""
+"""Longest wait for a worker's answer to a probe after a failure."""
+PROBES_PER_LIMIT = 4
+"""How often a worker is probed in the time after which it counts as failed."""
+TICK_SECONDS = 1.0
+"""The most that one wait counts towards that time, however long it was: the controller may be stopped too."""
 
 
 def check_engine_machines(plan: Plan, machines: Sequence[str]) -> None:
@@ -84,6 +91,30 @@ class _Death:
     """The call that its device was working on; None: it was idle."""
 
 
+@dataclass(frozen=True)
+class _BuildArguments:
+    """What worker processes are built from."""
+
+    recipe_directory: str
+    files: Any
+    """A reference to the recipe's packed files, for other machines; None if there are none."""
+    pickled: Any
+    """A reference to the setup."""
+    actors: list[Any]
+    devices: list[str]
+    """The CUDA device of each worker, as on its machine; empty on CPUs."""
+
+    def of(self, machine: str, rank: ProcessRank | None) -> tuple[Any, ...]:
+        """Return the arguments of `WorkerProcess.build` for a process."""
+        files = None if machine == _this_machine() else self.files
+        return self.recipe_directory, files, self.pickled, rank, self.actors, self.devices
+
+
+def _this_machine() -> str:
+    machine: str = ray.get_runtime_context().get_node_id()
+    return machine
+
+
 class RayWorkers(Workers):
     """The workers of one run. Its methods are called from one event loop.
 
@@ -106,14 +137,22 @@ class RayWorkers(Workers):
         self._deaths: dict[int, _Death] = {}
         self._unresponsive: set[int] = set()
         """Workers that did not answer the last probe."""
+        self._replaced: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        """Worker -> set when another process has taken its place, if it may be replaced."""
+        self._rebuilding: set[int] = set()
+        """Workers that are being replaced."""
+        self._build: _BuildArguments
         self._weights: RayWeights
         self._timeout: float
+        self._hang_seconds: float | None = None
 
     async def start(
         self, setup: WorkerSetup, report_progress: Callable[[str], None] = lambda line: None
     ) -> None:
         """Start all actors at the same time, then build process groups and models in them."""
         self._plan, self._timeout = setup.plan, setup.collective_timeout
+        self._hang_seconds = setup.hang_seconds
+        self.replaceable = replaceable_workers(setup.plan) if setup.sample_log_directory else {}
         self._weights = RayWeights(setup.plan, self._send, self._wait_all, self._call)
         workers = range(setup.plan.cluster.num_devices)
         report_progress(f"starting Ray and {len(workers)} workers")
@@ -128,18 +167,15 @@ class RayWorkers(Workers):
         places = await asyncio.gather(*(self._call(worker, "place") for worker in workers))
         machines = [machine for machine, _ in places]
         check_engine_machines(setup.plan, machines)
-        here = ray.get_runtime_context().get_node_id()
-        is_spread = any(machine != here for machine in machines)
+        is_spread = any(machine != _this_machine() for machine in machines)
         files = ray.put(pack(setup.recipe_directory)) if is_spread else None
-        sent = [None if machine == here else files for machine in machines]
         report_progress(build_phase(setup.plan))
         devices = [names[0] for _, names in places if names]
-        address = await self._call(0, "rendezvous") if len(workers) > 1 else ""
-        ranks = [ProcessRank(worker, len(workers), address) if address else None for worker in workers]
-        arguments = {
-            worker: (setup.recipe_directory, sent[worker], pickled, ranks[worker], self._actors, devices)
-            for worker in workers
-        }
+        self._build = _BuildArguments(setup.recipe_directory, files, pickled, self._actors, devices)
+        members = collective_workers(setup.plan.replicas)
+        address = await self._call(members[0], "rendezvous") if len(members) > 1 else ""
+        ranks = [ProcessRank(w, members, address) if address and w in members else None for w in workers]
+        arguments = {w: self._build.of(machines[w], ranks[w]) for w in workers}
         await self._call_devices("build", arguments)
 
     async def transfer(self, moves: Sequence[Move]) -> int:
@@ -149,7 +185,18 @@ class RayWorkers(Workers):
         pulls = pulls_of(moves)
         sources = {source for requests in pulls.values() for source in requests}
         arguments = {destination: (requests,) for destination, requests in pulls.items()}
-        return sum(await self._call_devices("pull", arguments, others=sources))
+        while True:
+            involved = {*sources, *arguments} & self.replaceable.keys()
+            replaced = {worker: self._replaced[worker] for worker in involved}
+            for worker in involved & self._rebuilding:
+                await replaced[worker].wait()
+            try:
+                return sum(await self._call_devices("pull", arguments, others=sources))
+            except WorkerFailureError:
+                lost = [w for w in involved if replaced[w].is_set() or await self._is_lost(w)]
+                if not lost:
+                    raise
+                await asyncio.gather(*(replaced[worker].wait() for worker in lost))
 
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
         """Run a batch node on all its workers at once."""
@@ -166,6 +213,78 @@ class RayWorkers(Workers):
         """Bring engines to a version, with weights that are published now unless they have been."""
         return await self._weights.wake(replica, version)
 
+    async def watch(self) -> None:
+        """Probe every worker again and again, until one does not answer."""
+        if self._hang_seconds is not None:
+            async with asyncio.TaskGroup() as tasks:
+                for worker in range(len(self._actors)):
+                    tasks.create_task(self._watch(worker, self._hang_seconds))
+
+    async def _watch(self, worker: int, seconds: float) -> NoReturn:
+        """Probe a worker until it does not answer.
+
+        Raises:
+            WorkerFailureError: when it has not answered for so many seconds; it is killed then.
+        """
+        while True:
+            replaced = self._replaced[worker]
+            if worker in self._rebuilding:
+                await replaced.wait()
+                continue
+            answer = asyncio.ensure_future(self._call_once(worker, "probe"))
+            try:
+                if not await done_within(answer, seconds):
+                    self._fail(
+                        worker,
+                        f"has not answered for {seconds:g} s while {self._activity(worker)}: its process is "
+                        "stopped, or its interpreter is blocked. If it was busy, raise faults.hang_seconds",
+                    )
+                    self._unresponsive.add(worker)
+                    self._kill(worker)
+                    raise self._deaths[worker].error
+                await answer
+            except WorkerDiedError:
+                if worker not in self.replaceable:
+                    raise
+                await replaced.wait()
+            finally:
+                answer.cancel()
+            await asyncio.sleep(seconds / PROBES_PER_LIMIT)
+
+    async def replace(self, worker: int) -> Mapping[str, Sequence[int]]:
+        """Start another process on the device of a worker that has failed, and build the worker there."""
+        assert self._processes is not None, "nothing was started"
+        self._rebuilding.add(worker)
+        try:
+            actor = self._actors[worker] = self._processes.replace(worker)
+        except RayError as error:
+            raise _ray_failure(error) from None
+        self._deaths.pop(worker, None)
+        self._unresponsive.discard(worker)
+        machine, _ = await self._call_once(worker, "place")
+        await self._call_devices("build", {worker: self._build.of(machine, None)})
+        restored: Mapping[str, Sequence[int]] = await self._call_once(worker, "restore_log")
+        others = (other for other in range(len(self._actors)) if other != worker)
+        await asyncio.gather(*(self._call_once(other, "set_peer", worker, actor) for other in others))
+        self._weights.forget(self.replaceable[worker])
+        self._rebuilding.discard(worker)
+        self._replaced.pop(worker, asyncio.Event()).set()
+        return restored
+
+    async def _is_lost(self, worker: int) -> bool:
+        """Return whether a worker's process has ended, once it answers or has ended."""
+        if worker in self._rebuilding:
+            return True
+        try:
+            await self._call_once(worker, "probe")
+        except WorkerDiedError:
+            return True
+        return False
+
+    def _kill(self, worker: int) -> None:
+        """Kill a worker's process."""
+        ray.kill(self._actors[worker])
+
     async def close(self) -> None:
         """End the work, and free what this run reserved or started. Safe to call twice."""
         actors, self._actors = self._actors, []
@@ -180,6 +299,26 @@ class RayWorkers(Workers):
         return getattr(self._actors[worker], method).remote(*arguments)
 
     async def _call(self, worker: int, method: str, *arguments: Any) -> Any:
+        """Send one message and wait for its answer. If the worker dies and is replaced, send it again.
+
+        The answer is None if the message is not sent again (`Message.is_repeated`).
+
+        Raises:
+            HflowError: what the worker raised; of a dead worker, what explains its death.
+        """
+        while True:
+            replaced = self._replaced[worker]
+            try:
+                if worker not in self._rebuilding:
+                    return await self._call_once(worker, method, *arguments)
+            except WorkerDiedError:
+                if worker not in self.replaceable or method == "poll":
+                    raise
+            await replaced.wait()
+            if not MESSAGES[method].is_repeated:
+                return None
+
+    async def _call_once(self, worker: int, method: str, *arguments: Any) -> Any:
         """Send one message and wait for its answer.
 
         Raises:
@@ -291,17 +430,42 @@ class RayWorkers(Workers):
             raise
         except RayActorError as error:
             if worker not in self._deaths:
-                self._deaths[worker] = self._death(worker, str(error).strip().splitlines()[-1])
+                reason = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
+                self._fail(worker, f"died while {self._activity(worker)}: {reason}")
             raise self._deaths[worker].error from None
         except RayError as error:
-            raise WorkerFailureError(f"Ray failed: {str(error).strip().splitlines()[0]}") from None
+            raise _ray_failure(error) from None
 
-    def _death(self, worker: int, reason: str) -> _Death:
-        pending = next((pending for pending in self._pending if worker in pending.unanswered), None)
-        activity = self._idle_activity(worker) if pending is None else pending.call.activity
-        return _Death(WorkerDiedError(f"worker {worker} died while {activity}: {reason}"), pending)
+    def _fail(self, worker: int, what: str) -> None:
+        """Note that a worker has failed, as in `died while idle`. Messages to it raise this from now on."""
+        error = WorkerDiedError(f"worker {worker} {what}")
+        self._deaths[worker] = _Death(error, self._pending_call(worker))
 
-    def _idle_activity(self, worker: int) -> str:
-        """Return what a worker does while no call runs on its device."""
+    def _pending_call(self, worker: int) -> _PendingCall | None:
+        """Return the call that a worker's device is working on."""
+        return next((pending for pending in self._pending if worker in pending.unanswered), None)
+
+    def _activity(self, worker: int) -> str:
+        """Return what a worker does, as in `running node 'actor_train', step 3`."""
+        if (pending := self._pending_call(worker)) is not None:
+            return pending.call.activity
         has_engine = any(r.role == "gen" and worker in r.workers for r in self._plan.replicas)
         return "idle or generating" if has_engine else "idle"
+
+
+def _ray_failure(error: RayError) -> WorkerFailureError:
+    return WorkerFailureError(f"Ray failed: {str(error).strip().splitlines()[0]}")
+
+
+async def done_within(answer: asyncio.Future[Any], seconds: float) -> bool:
+    """Wait for an answer, and return whether it came in time.
+
+    Only time in which this process runs counts: while it is stopped itself, or too busy, it could not have
+    noticed an answer.
+    """
+    waited = 0.0
+    while not answer.done() and waited < seconds:
+        start, limit = time.monotonic(), min(TICK_SECONDS, seconds / 4, seconds - waited)
+        await asyncio.wait((answer,), timeout=limit)
+        waited += min(limit, time.monotonic() - start)
+    return answer.done()

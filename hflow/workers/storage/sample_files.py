@@ -263,6 +263,15 @@ class SampleFilesReader:
                 raise LookupError(f"it lacks sample {min(missing)} of {streams[0]}")
         return found
 
+    def all_samples(self) -> dict[str, StoredStream]:
+        """Return everything that the files have of all samples, by stream.
+
+        Raises:
+            RunError: when the files are damaged.
+        """
+        with _reading(self._path):
+            return {name: self._stream(row, set(row["samples"])) for name, row in self._streams.items()}
+
     def journal(self, source: str, sample: int) -> Journal | None:
         """Return the journal of an unfinished sample; None if it has none.
 

@@ -1,0 +1,103 @@
+"""Workers that only generate are killed or stopped: they alone are replaced, and training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import ray
+
+from hflow.launch import run_recipe
+from hflow.launch.compile import compile_recipe
+from hflow.launch.worker_setup import make_workers
+from hflow.report.summary import RunSummary
+from hflow.runtime.execution.run_directory import read_metrics
+from hflow.runtime.ledger import audit
+from hflow.workers.ray.ray_workers import RayWorkers
+
+pytestmark = pytest.mark.ray
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_async.py"
+STEPS, BATCH, GROUP_SIZE = 20, 4, 8
+FAULTS = ((2, 1, signal.SIGKILL), (6, 2, signal.SIGSTOP))
+"""Completed steps, and what the worker of an engine is sent then. Worker 0 trains."""
+
+
+@dataclass
+class Struck:
+    """The run, and the process of each worker before and after each fault."""
+
+    summary: RunSummary | None = None
+    processes: list[list[int]] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def struck(tmp_path_factory: pytest.TempPathFactory, no_ray: None) -> Struck:
+    out = tmp_path_factory.mktemp("replaced")
+    started: list[RayWorkers] = []
+    found = Struck()
+
+    def pid(worker: int) -> int:
+        process: int = ray.get(started[0]._actors[worker].__ray_call__.remote(lambda _: os.getpid()))
+        return process
+
+    def strike() -> None:
+        for step, worker, number in FAULTS:
+            while num_steps(out) < step:
+                time.sleep(0.05)
+            found.processes.append([pid(worker) for worker in range(3)])
+            os.kill(found.processes[-1][worker], number)
+            while num_steps(out) < step + 4:  # more than it could train without new weights for the engines
+                time.sleep(0.05)
+        found.processes.append([pid(worker) for worker in range(3)])
+
+    def make(*arguments: object) -> RayWorkers:
+        workers = make_workers(*arguments)  # type: ignore[arg-type]
+        assert isinstance(workers, RayWorkers)
+        started.append(workers)
+        return workers
+
+    overrides = [
+        *("models.actor.path=null", "models.actor.optim.lr=1e-3", "nodes.eval_gen.after=1000"),
+        *("cluster=cpu-1x3", "placement=actor=0 actor.gen=1-2", "save_minutes=0", "faults.hang_seconds=8"),
+        *(f"steps={STEPS}", f"batch={BATCH}", f"out={out}"),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_recipe, "make_workers", make)
+        threading.Thread(target=strike, daemon=True).start()
+        found.summary = run_recipe.run_compiled(compile_recipe(RECIPE, overrides), False)
+    assert len(started) == 1, "all workers were started again"
+    return found
+
+
+def num_steps(out: Path) -> int:
+    """Return the completed steps of the run in a directory."""
+    files = list(out.glob("*/2*/metrics.jsonl"))
+    return sum("time/step_seconds" in row for row in read_metrics(files[0])) if files else 0
+
+
+def test_only_the_worker_that_failed_gets_another_process(struck: Struck) -> None:
+    at_first, after_one, after_both = struck.processes
+    assert [old == new for old, new in zip(at_first, after_one, strict=True)] == [True, False, True]
+    assert [old == new for old, new in zip(after_one, after_both, strict=True)] == [True, True, False]
+
+
+def test_nothing_is_lost(struck: Struck) -> None:
+    assert struck.summary is not None
+    assert audit(struck.summary.directory / "ledger.sqlite") == []
+    assert struck.summary.samples["trained"] == STEPS * BATCH * GROUP_SIZE
+    assert struck.summary.steps == STEPS
+
+
+def test_one_line_says_what_happened(struck: Struck) -> None:
+    assert struck.summary is not None
+    died, stopped = struck.summary.warnings
+    assert died.startswith("worker 1 died while ")
+    assert died.endswith("actor@gen is started again while the run continues (1 of 3)")
+    assert stopped.startswith("worker 2 has not answered for 8 s while ")
+    assert stopped.endswith("actor@gen is started again while the run continues (2 of 3)")
