@@ -14,10 +14,12 @@ from runs import TINY, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hflow.cli import main
-from hflow.errors import ConfigError, HflowError, RunError
+from hflow.errors import ConfigError, HflowError, PlanError, RunError
+from hflow.launch import simulate
 from hflow.launch.evaluate_checkpoint import EvaluationReport, evaluate_checkpoint
 from hflow.launch.evaluation_options import EvaluationOptions
 from hflow.launch.export_model import export_model
+from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import select
 from hflow.runtime.ledger.schema import COLUMNS
@@ -42,6 +44,7 @@ recipe = Recipe("odd", data, [
     use(odd, name="is_odd", on="eval_gen", returns="is_odd"),
 ])
 """
+ONLY_SCORES = 'recipe = Recipe("scores", data, [use(nodes.actor_gen, actor, group=2), odd])'
 ROWS = 7
 
 
@@ -105,6 +108,18 @@ def test_the_command_prints_a_table(trained: Path, monkeypatch, capsys) -> None:
     row = next(line for line in out.splitlines() if line.startswith("eval_gen"))
     assert row.split()[:4] == ["eval_gen", str(ROWS), str(2 * ROWS), "is_odd"]
     assert "after 1 step" in out
+
+
+def test_a_recipe_that_learns_nothing_scores_every_row_once(tmp_path: Path) -> None:
+    (tmp_path / "scores.py").write_text(RECIPE.partition("recipe =")[0] + ONLY_SCORES)
+    overrides = [*TINY, f"data.train.limit={ROWS}", "workers=inproc", "steps=9"]
+    summary = run(tmp_path / "scores.py", tmp_path, *overrides)
+    assert (summary.steps, dict(summary.samples)) == (0, {"evaluated": 2 * ROWS})
+    (row,) = read_metrics(summary.directory / "metrics.jsonl")
+    assert row["step"] == 0
+    assert summary.values == {"reward": row["actor_gen/reward"]}
+    with pytest.raises(PlanError, match="learns nothing, so it has no steps to simulate"):
+        simulate(tmp_path / "scores.py", overrides)
 
 
 def test_an_export_is_a_plain_directory(trained: Path, tmp_path: Path) -> None:
