@@ -70,7 +70,9 @@ def merge_adapter(directory: Path, out: Path) -> None:
         )
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     models: Any = AutoModelForCausalLM
     model = models.from_pretrained(base, dtype="auto", local_files_only=True, use_safetensors=True)
     merged: Any = PeftModel.from_pretrained(model, str(directory)).merge_and_unload()

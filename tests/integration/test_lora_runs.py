@@ -16,6 +16,7 @@ from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import BackendError, ConfigError
 from hflow.launch import run_recipe
 from hflow.launch.compile import compile_recipe
+from hflow.launch.export_model import export_model
 from hflow.launch.served_checkpoint import find_checkpoint
 from hflow.launch.worker_setup import make_setup
 from hflow.report.summary import RunSummary
@@ -96,11 +97,14 @@ def test_a_checkpoint_of_an_adapter_is_served_merged(summary: RunSummary, base: 
         load_file(path / "model.safetensors") for path in (served.directory, Path(base.partition("=")[2]))
     )
     assert merged.keys() == before.keys()
+    exported = export_model(str(summary.directory), tmp_path / "exported")
+    again = load_file(exported.directory / "model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in merged.items())
     moved = {name for name in merged if not torch.equal(merged[name], before[name])}
     assert moved == {name for name in merged if "_proj.weight" in name}
     saved = summary.directory / "checkpoints/latest/actor"
     with pytest.raises(ConfigError, match=r"which holds an adapter; merge it by hflow export"):
-        run(RECIPE, tmp_path, *COMMON, f"models.actor.path={saved}")
+        run(RECIPE, tmp_path / "refused", *COMMON, f"models.actor.path={saved}")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gone"}')
     with pytest.raises(ConfigError, match="an adapter of the model in gone, which has no checkpoint"):
         find_checkpoint(str(tmp_path), [], None)
