@@ -29,4 +29,6 @@ def seed_generators(seed: int, node: str, *key: int) -> None:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(number % 2**32)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(number >> 1)
+        torch.default_generator.manual_seed(number >> 1)  # torch.manual_seed takes 25 times longer
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(number >> 1)
