@@ -28,6 +28,7 @@ def results_of(script: str, out: Path, *options: str) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.timeout(600)
 def test_runs_in_one_process_continue_wherever_they_are_killed(tmp_path: Path):
     results = results_of("inproc_chaos.py", tmp_path / "results.json", "--kills", "16", "--seed", "5")
     assert {result["run"] for result in results} == {"ppo", "grpo_async"}
@@ -37,6 +38,7 @@ def test_runs_in_one_process_continue_wherever_they_are_killed(tmp_path: Path):
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(600)
 def test_a_run_on_ray_survives_its_processes(tmp_path: Path, no_ray: None):
     """Its worker dies, and again while it restarts; a reward's process, and the controller in a save."""
     faults = ("worker-kill-step", "worker-kill-soon", "reward-kill-step", "controller-kill-save")
