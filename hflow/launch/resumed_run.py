@@ -57,7 +57,9 @@ def find_resumed(run: str, overrides: Sequence[str] = ()) -> ResumedRun:
     diff = diff_plans(file.rows, to_json(compiled.plan))
     if diff.effect is Effect.REFUSE:
         raise PlanError(f"the run in {directory.path} {diff.verdict}")
-    point = _read(checkpoint) if checkpoint else newest_point(Checkpoints(directory.checkpoints))
+    checkpoints = Checkpoints(directory.checkpoints)
+    checkpoints.link_latest()
+    point = _read(checkpoint) if checkpoint else newest_point(checkpoints)
     if point is not None and point.steps >= compiled.config.steps:
         raise ConfigError(
             f"the run in {directory.path} has completed its {point.steps} steps; to continue it, set more, "

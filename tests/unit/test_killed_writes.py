@@ -31,6 +31,14 @@ def test_a_link_is_replaced_though_a_process_of_the_same_id_was_killed(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == [LATEST]
 
 
+def test_latest_is_the_newest_checkpoint_of_a_run_that_was_killed(tmp_path: Path):
+    for step in (5, 6):
+        (tmp_path / f"step-{step}").mkdir()
+    (tmp_path / LATEST).symlink_to("step-5")
+    Checkpoints(tmp_path).link_latest()
+    assert os.readlink(tmp_path / LATEST) == "step-6"
+
+
 def test_a_text_file_has_the_old_or_the_new_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "plan.json"
     replace_text(path, "old")

@@ -110,6 +110,12 @@ class Checkpoints:
         for path in (*self._directory.glob(f".{LATEST}-*"), *self._directory.glob(f".{BEST}-*")):
             path.unlink(missing_ok=True)
 
+    def link_latest(self) -> None:
+        """Link `latest` to the newest checkpoint, as a run may be killed when it has completed one."""
+        link = self._directory / LATEST
+        if self.last is not None and not (link.is_symlink() and link.readlink() == Path(f"step-{self.last}")):
+            replace_link(link, f"step-{self.last}")
+
     def add_values(self, step: int, values: Mapping[str, float]) -> None:
         """Note the metrics of a number of completed steps, one of which may choose the best checkpoint."""
         value = values.get(self._metric or "")
