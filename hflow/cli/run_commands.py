@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -59,20 +60,20 @@ def run(
         recipe, changes = split_recipe(recipe, overrides or [])
         if recipe is not None:
             raise ConfigError(f"--resume continues the recipe of the run; remove {recipe}")
-        print_text(f"reading {resume}")
+        _show_start(f"reading {resume}")
         _finish(launch.resume(resume, changes, live))
     elif plan is not None:
         recipe, changes = split_recipe(recipe, overrides or [])
         if cfg:
             print_text(launch.compose_plan_file(plan, changes))
         else:
-            print_text(f"reading {plan}")
+            _show_start(f"reading {plan}")
             _finish(launch.run_plan(plan, recipe, changes, live))
     elif recipe is not None:
         if cfg:
             print_text(launch.compose_recipe(recipe, overrides or []))
         else:
-            print_text(f"planning {recipe}")
+            _show_start(f"planning {recipe}")
             _finish(launch.run(recipe, overrides or [], live))
     else:
         raise ConfigError("name a recipe, as in `hflow run recipes/grpo.py`, or a plan with --plan FILE")
@@ -108,6 +109,12 @@ def _finish(summary: RunSummary) -> None:
     if summary.reason == STOPPED:
         print_text(f"to continue: hflow run --resume {summary.directory}")
         raise RunStopped
+
+
+def _show_start(line: str) -> None:
+    """Tell a person at a terminal at once what takes the first seconds."""
+    if sys.stderr.isatty():
+        _print_progress(line)
 
 
 def _print_progress(line: str) -> None:
