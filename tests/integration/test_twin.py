@@ -69,6 +69,15 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The same as messages."""
+    path = tmp_path_factory.mktemp("conversations") / "rows.jsonl"
+    prompts = [[{"role": "user", "content": f"{a:02d}+{a:02d}"}] for a in range(40)]
+    path.write_text("\n".join(json.dumps({"prompt": prompt, "answer": ""}) for prompt in prompts))
+    return ["data.train.generator=null", f"data.train.path={path}"]
+
+
+@pytest.fixture(scope="module")
 def judge() -> Iterator[list[str]]:
     """The shipped judge, but with marks that depend on every character."""
     shipped = module(ROOT / "recipes/custom/judge_server.py")
@@ -93,6 +102,7 @@ def twin(recipe: str, overrides: list[str], layouts: list[str] | None, processes
 RECIPES: list[tuple[str, str, list[str]]] = [
     ("sft", "d2t2", []),
     ("grpo", "d2t2p2", []),
+    ("grpo_chat", "d2p2", []),
     ("ppo", "t2p2", PPO),
     ("ppo", "d2t2p2", PPO),
     ("rloo", "d2p2", []),
@@ -131,11 +141,13 @@ def test_a_divided_recipe_computes_what_one_process_does(
     changes: list[str],
     checkpoint: Path,
     rows: list[str],
+    conversations: list[str],
     judge: list[str],
     teacher: list[str],
     processes: RayActors,
 ) -> None:
-    overrides = [*SMALL, *changes, *([] if name in OWN_ROWS else rows)]
+    own = {"grpo_chat": conversations} | {key: [] for key in OWN_ROWS}
+    overrides = [*SMALL, *changes, *own.get(name, rows)]
     for model in LEARNERS.get(name, ["actor"]):
         path = "null" if name in RANDOM else checkpoint
         overrides += [f"models.{model}.path={path}", f"models.{model}.optim.warmup_steps=0"]

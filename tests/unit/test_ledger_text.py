@@ -89,8 +89,9 @@ def test_why_prints_the_history_of_a_sample(
     runs: Path, monkeypatch, capsys, sample: str, title: str, events: list[tuple[str, ...]]
 ):
     assert hflow(monkeypatch, "why", "small", sample) == 0
-    head, *rest = lines(capsys.readouterr().out)
+    head, *rest, text = lines(capsys.readouterr().out)
     assert head == title
+    assert "report.samples" in text
     for line, (kind, *phrases) in zip(rest, events, strict=True):
         assert line.removeprefix("T ").startswith(kind)
         assert [phrase for phrase in phrases if phrase not in line] == []
