@@ -17,13 +17,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from hflow.errors import RunError
+from hflow.errors import RunError, WorkerFailureError
 from hflow.types.node_setup import setup_of
 from hflow.workers.bodies.pool_child import Job, JobId, JobResult, cancelled_result, is_async, load_bodies
 from hflow.workers.bodies.pool_lanes import (
@@ -133,9 +134,12 @@ class Pool:
             )
         used = (self._sync_lane, async_lane, isolated_lane, *self._lane_of.values())
         self._lanes: tuple[PoolLane, ...] = tuple(dict.fromkeys((*used, *self._isolated_lane_of.values())))
-        for lane in set(self._lane_of.values()):
-            if isinstance(lane, SharedLane):
-                lane.start()
+        try:
+            for lane in set(self._lane_of.values()):
+                if isinstance(lane, SharedLane):
+                    lane.start()
+        except BrokenProcessPool:
+            raise _no_processes() from None
         self._thread = threading.Thread(target=self._serve, name="body-pool", daemon=True)
         self._thread.start()
         self._set_up(sorted(with_setup))
@@ -193,6 +197,8 @@ class Pool:
                 self._add_due_jobs()
                 for lane in self._lanes:
                     lane.start_jobs()
+        except BrokenProcessPool:
+            self._on_error(_no_processes())
         except BaseException as error:  # noqa: BLE001 - the thread that waits for results raises it
             self._on_error(error)
 
@@ -294,3 +300,8 @@ class _Cancel:
     """A request to stop jobs."""
 
     job_ids: tuple[JobId, ...]
+
+
+def _no_processes() -> WorkerFailureError:
+    """Return the error of a pool that can start no process, as the process that forks them was killed."""
+    return WorkerFailureError("no process can be started for the bodies: the one that starts them was killed")

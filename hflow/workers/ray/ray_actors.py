@@ -16,7 +16,6 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
-from ray.exceptions import RaySystemError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -150,7 +149,7 @@ def reserve(cluster: ClusterSpec) -> Reservation:
         if owns_ray:
             ray.shutdown()
         raise
-    except (OSError, RuntimeError, RaySystemError) as error:
+    except Exception as error:  # noqa: BLE001 - Ray raises a plain one when its start takes too long
         ray.shutdown()
         raise WorkerFailureError(f"Ray cannot be started: {str(error).strip().splitlines()[0]}") from None
 
