@@ -339,7 +339,7 @@ def test_the_first_refusal_of_a_kind_is_noted(
             "set the generate node's tool_format to the two characters that enclose a call",
         ),
         (
-            HEAD + grpo(source=GENERATED.replace("actor_gen", "chat_gen")),
+            score("return 0.5").replace("nodes.actor_gen", "nodes.chat_gen"),
             "chat_gen encodes messages, but the tokenizer of actor has no chat template; set models.actor",
         ),
         (encoded("return None"), "node 'view' must return a trajectory with tokens, not NoneType"),
