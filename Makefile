@@ -7,7 +7,7 @@ STAMP := .venv/installed
 # A process of tests a core, the longest files first (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: env test lint unit browser demo chaos bad-input gpu-check clean
+.PHONY: env test test-long lint unit browser demo chaos bad-input gpu-check clean
 
 env: $(STAMP)
 
@@ -28,8 +28,12 @@ lint: env
 
 # Tests that start Ray come last, as each has several processes.
 unit: env browser
-	$(PYTEST) -m "not ray"
-	$(PYTEST) -m ray
+	$(PYTEST) -m "not ray and not long"
+	$(PYTEST) -m "ray and not long"
+
+# What takes too long to be part of every change: all recipes' twins, engines that end with their owners, ...
+test-long: env
+	$(PYTEST) -m long
 
 # The test of the plan's page opens it in a browser.
 browser:

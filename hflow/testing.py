@@ -29,6 +29,11 @@ Reply = str | ToolCall | Sequence[ToolCall]
 class CharacterTokenizer:
     """A `Tokenizer` whose tokens are characters."""
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can encode messages: it needs no template."""
+        return True
+
     def encode(self, text: str) -> list[int]:
         """Return the code points of a text."""
         return [ord(character) for character in text]

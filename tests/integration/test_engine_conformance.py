@@ -458,6 +458,7 @@ input()
 """A process with an engine, of the combination that is not in `ENGINES`."""
 
 
+@pytest.mark.long
 def test_an_engine_ends_when_its_owner_is_killed() -> None:
     """With its ranks and its files."""
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]

@@ -132,6 +132,7 @@ def test_keys_and_templates_of_a_checkpoint(finished: Path) -> None:
         assert served.stop(signal.SIGTERM)[0] == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_vllm_serves_the_same_model(finished: Path) -> None:
     """Greedy completions of both engines are equal, vLLM's follow from a seed, and none of it outlives the
@@ -232,6 +233,7 @@ def test_mistakes_are_one_line(arguments, message, finished: Path, monkeypatch, 
     assert message in refused(monkeypatch, capsys, *arguments)
 
 
+@pytest.mark.long
 def test_the_network_is_warned_of(finished: Path) -> None:
     with serving(finished, "--host", "0.0.0.0") as served:
         assert "http://0.0.0.0" not in served.title

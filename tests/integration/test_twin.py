@@ -134,7 +134,14 @@ def test_every_recipe_has_a_twin() -> None:
     assert {name for name, _, _ in RECIPES} == shipped - without_recipe - random
 
 
-@pytest.mark.parametrize(("name", "layout", "changes"), RECIPES)
+CORE = ("sft", "grpo", "ppo", "grpo_async", "dpo", "tool_agent", "custom/sft_rl")
+"""Recipes that every change is tested with; `make test-long` tests all."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "changes"),
+    [pytest.param(*row, marks=() if row[0] in CORE else pytest.mark.long) for row in RECIPES],
+)
 def test_a_divided_recipe_computes_what_one_process_does(
     name: str,
     layout: str,
