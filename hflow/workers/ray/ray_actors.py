@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray.util.placement_group import (
     PlacementGroup,
@@ -193,7 +195,7 @@ def _start_ray(cluster: ClusterSpec) -> None:
     if cluster.num_nodes > 1 or address != "local":
         _join_ray(cluster, "auto" if address == "local" else address)
         return
-    with _loopback_only(), _without_raw_errors():
+    with _loopback_only(), _as_a_guest():
         ray.init(
             num_cpus=max(cluster.num_devices, os.cpu_count() or 1),
             include_dashboard=False,
@@ -228,7 +230,7 @@ def _join_ray(cluster: ClusterSpec, address: str) -> None:
     try:
         if port.isdigit():  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-        with _without_raw_errors():
+        with _as_a_guest():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError):
         if address != "auto":
@@ -244,14 +246,21 @@ def _join_ray(cluster: ClusterSpec, address: str) -> None:
 
 
 @contextmanager
-def _without_raw_errors() -> Iterator[None]:
-    """Let a Ray that this process joins now print no logs of its own; hflow reports in a line what ended."""
-    listen = ray_worker.listen_error_messages
+def _as_a_guest() -> Iterator[None]:
+    """Let a Ray that this process joins now print no logs of its own, and leave SIGTERM to this process.
+
+    hflow reports in a line what ended. Ray's handlers of SIGTERM, one in Python and one in C++, end the
+    process without saving the run.
+    """
+    listen, set_handler = ray_worker.listen_error_messages, ray_utils.set_sigterm_handler
     ray_worker.listen_error_messages = lambda worker, threads_stopped: None
+    ray_utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
-        ray_worker.listen_error_messages = listen
+        ray_worker.listen_error_messages, ray_utils.set_sigterm_handler = listen, set_handler
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # replaces the one in C++
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import ray
@@ -97,12 +97,21 @@ class _BuildArguments:
 
     recipe_directory: str
     files: Any
-    """A reference to the recipe's packed files, for other machines; None if there are none."""
+    """The recipe's packed files, for other machines, or a reference to them; None if there are none."""
     pickled: Any
-    """A reference to the setup."""
+    """The setup, or a reference to it."""
     actors: list[Any]
     devices: list[str]
     """The CUDA device of each worker, as on its machine; empty on CPUs."""
+
+    def in_object_store(self) -> _BuildArguments:
+        """Return the same with references to objects that are sent to each machine once.
+
+        Do not keep them while the run works: if the raylet of this machine ends, Ray looks for the objects of
+        this process in the store that has ended too, and ends the process.
+        """
+        files = None if self.files is None else ray.put(self.files)
+        return replace(self, files=files, pickled=ray.put(self.pickled))
 
     def of(self, machine: str, rank: ProcessRank | None) -> tuple[Any, ...]:
         """Return the arguments of `WorkerProcess.build` for a process."""
@@ -162,20 +171,21 @@ class RayWorkers(Workers):
         self._processes.start()
         self._actors = self._processes.actors(len(workers))
         bodies = [program.body for program in setup.programs.values()]
-        pickled = ray.put(pickle_with_bodies(setup, bodies))
+        pickled = pickle_with_bodies(setup, bodies)
         # Wait until every process has started, so that none times out in `build` while another imports torch.
         places = await asyncio.gather(*(self._call(worker, "place") for worker in workers))
         machines = [machine for machine, _ in places]
         check_engine_machines(setup.plan, machines)
         is_spread = any(machine != _this_machine() for machine in machines)
-        files = ray.put(pack(setup.recipe_directory)) if is_spread else None
+        files = pack(setup.recipe_directory) if is_spread else None
         report_progress(build_phase(setup.plan))
         devices = [names[0] for _, names in places if names]
         self._build = _BuildArguments(setup.recipe_directory, files, pickled, self._actors, devices)
         members = collective_workers(setup.plan.replicas)
         address = await self._call(members[0], "rendezvous") if len(members) > 1 else ""
         ranks = [ProcessRank(w, members, address) if address and w in members else None for w in workers]
-        arguments = {w: self._build.of(machines[w], ranks[w]) for w in workers}
+        build = self._build.in_object_store()
+        arguments = {w: build.of(machines[w], ranks[w]) for w in workers}
         await self._call_devices("build", arguments)
 
     async def transfer(self, moves: Sequence[Move]) -> int:
