@@ -13,14 +13,18 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import time
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, synchronize, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
 from typing import Any
 
-from hflow.workers.process_guard import run_in_session, semaphore_prefix
+from hflow.workers.process_guard import POLL_SECONDS, run_in_session, semaphore_prefix
 
 _PRELOADED = ["hflow.workers.forkserver_guard", "hflow.workers.bodies.pool_child"]
 """What the server imports when it starts, in this order."""
+
+RESTART_SECONDS = 10.0
+"""Longest time for which a process is tried to be started when the server was killed."""
 
 _server = forkserver.ForkServer()
 _server.set_forkserver_preload(_PRELOADED)
@@ -42,11 +46,27 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, message)
         finally:
             set_spawning_popen(None)
-        self.sentinel, to_child = _server.connect_to_new_process(self._fds)
-        self.finalizer = util.Finalize(self, _close, (os.dup(to_child), self.sentinel))
-        with open(to_child, "wb") as pipe:
-            pipe.write(message.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
+        deadline = time.monotonic() + RESTART_SECONDS
+        while True:
+            try:
+                self._start(message)
+                return
+            except (OSError, EOFError):  # the server was killed
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_SECONDS)
+
+    def _start(self, message: io.BytesIO) -> None:
+        sentinel, to_child = _server.connect_to_new_process(self._fds)
+        try:
+            with open(to_child, "wb", closefd=False) as pipe:
+                pipe.write(message.getbuffer())
+            self.pid = forkserver.read_signed(sentinel)
+        except BaseException:
+            _close(to_child, sentinel)
+            raise
+        self.sentinel = sentinel
+        self.finalizer = util.Finalize(self, _close, (to_child, sentinel))
 
 
 def _close(*descriptors: int) -> None:

@@ -51,7 +51,6 @@ def guard_server() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     owner, anchor = os.getppid(), os.getpid()
-    semaphores = semaphore_prefix(owner)
     guard = os.fork()
     if guard:
         _stay_while(owner, guard)
@@ -59,7 +58,7 @@ def guard_server() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     guard, server = os.getpid(), os.fork()
     if server:
-        _guard(anchor, server, owner, semaphores)
+        _guard(anchor, server, owner)
     _server_pid = os.getpid()
     _die_with(guard)
 
@@ -123,29 +122,42 @@ def _stay_while(owner: int, guard: int) -> None:
     os._exit(0)
 
 
-def _guard(anchor: int, server: int, owner: int, semaphores: str) -> None:
+def _guard(anchor: int, server: int, owner: int) -> None:
     """Kill orphans as long as the anchor and the server live, then everything. Does not return."""
     _close_files()
+    remove_semaphores()
     while os.getppid() == anchor and server not in reap():
         kill_orphans({server})
         time.sleep(POLL_SECONDS)
     kill_children()
     for _ in range(OWNER_POLLS):
         if _stat(owner)[:1] in ([], ["Z"], ["X"]):
-            for path in SEMAPHORES.glob(f"sem.{semaphores}*"):
-                path.unlink(missing_ok=True)
             break
         time.sleep(POLL_SECONDS)  # it ends, or only its server has ended
+    remove_semaphores()
     os._exit(0)
 
 
 def semaphore_prefix(owner: int) -> str:
-    """Return how the names of a process's semaphores begin. If it ends without removing them, its guard does.
+    """Return how the names of a process's semaphores begin. If it ends without removing them, a guard does.
 
-    Containers may share the directory of semaphores and have equal process ids, so a name has the time at
-    which the process started, too.
+    Containers may share the directory of semaphores and have equal process ids, so a name has the id of the
+    container's processes too, and the time at which its process started.
     """
-    return f"hflow-{owner}-{_stat(owner)[19]}-"
+    return f"hflow-{_pid_namespace()}-{owner}-{_stat(owner)[19]}-"
+
+
+def remove_semaphores() -> None:
+    """Remove the semaphores of all processes that have ended without removing them."""
+    for path in SEMAPHORES.glob(f"sem.hflow-{_pid_namespace()}-*"):
+        owner, start = path.name.split("-")[2:4]
+        state = _stat(int(owner))
+        if not state or state[0] in "ZX" or state[19] != start:
+            path.unlink(missing_ok=True)
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def die_with_parent() -> None:

@@ -13,6 +13,8 @@ import psutil
 import pytest
 from test_pool import Bench
 
+from hflow.workers.process_guard import remove_semaphores, semaphore_prefix
+
 LEAVES = 'import os, time; os.fork(); open(os.environ["MARKS"] + f"/{os.getpid()}", "w"); time.sleep(600)'
 
 
@@ -60,14 +62,40 @@ def test_what_a_body_started_ends_with_its_process(tmp_path: Path, how: str, mes
 
 def test_what_a_body_started_lives_until_the_pool_is_closed(tmp_path: Path) -> None:
     bench = Bench(start_others, 1)
+    left = Path(f"/dev/shm/sem.{semaphore_prefix(os.getpid())}left")
+    ended = left.with_name(left.name.replace(f"-{os.getpid()}-", f"-{os.getpid()}-9"))
+    left.touch()
+    ended.touch()  # by a process with this id that has started at another time
     try:
         bench.run({0: {"marks": str(tmp_path), "how": "returns", "x": 0}})
         pids = started(tmp_path)
         bench.run({1: {"marks": str(tmp_path), "how": "returns", "x": 0}})
         assert all(psutil.pid_exists(pid) for pid in pids)
+        remove_semaphores()
+        assert left.exists()
+        assert not ended.exists()
     finally:
         bench.pool.close()
+        left.unlink()
     wait_for_end(started(tmp_path))
+
+
+def test_a_process_is_started_though_the_server_was_killed(tmp_path: Path) -> None:
+    bench = Bench(start_others, 1)
+    try:
+        bench.run({0: {"marks": str(tmp_path), "how": "returns", "x": 0}})
+        servers = [
+            p for p in psutil.Process().children(recursive=True) if "pool_child" in " ".join(p.cmdline())
+        ]
+        for process in servers:
+            if (
+                process.is_running() and process.parent() != psutil.Process()
+            ):  # the anchor ends a little later
+                process.kill()
+        ended = bench.run({1: {"marks": str(tmp_path), "how": "returns", "x": 0}})
+        assert ended[1].reason is None
+    finally:
+        bench.pool.close()
 
 
 WORKER = """
@@ -89,7 +117,7 @@ def test_nothing_outlives_a_killed_worker(tmp_path: Path) -> None:
     while len(started(tmp_path)) < 6:
         assert worker.poll() is None
         time.sleep(0.02)
-    semaphores = list(Path("/dev/shm").glob(f"sem.hflow-{worker.pid}-*"))
+    semaphores = list(Path("/dev/shm").glob(f"sem.hflow-*-{worker.pid}-*"))
     assert semaphores
     direct = [process.pid for process in psutil.Process(worker.pid).children()]
     below = [process.pid for process in psutil.Process(worker.pid).children(recursive=True)]
