@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recipe", choices=RECIPES, action="append")
-    parser.add_argument("--fault", metavar="ROLE-ACTION-MOMENT", action="append", help="these, in one run")
+    parser.add_argument("--fault", metavar="ROLE-ACTION-MOMENT[-SECONDS]", action="append")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     adopt_orphans()
@@ -128,7 +128,7 @@ def main() -> None:
         os.environ["RAY_TMPDIR"] = name  # Ray keeps the logs of every start
         # Ray waits a minute by default before it replaces a process that ends while it starts.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "20")
-        chosen = [Fault(*fault.split("-")) for fault in arguments.fault or ()]
+        chosen = [read_fault(fault) for fault in arguments.fault or ()]
         names = arguments.recipe or sorted(set(RECIPES) - {"small_ppo"})
         num_faults = len(chosen) or arguments.faults
         undisturbed: dict[str, Path] = {}
@@ -152,6 +152,12 @@ def main() -> None:
             seed += 1
     print(f"\n{table(results)}")
     sys.exit(any(result.problems for result in results))
+
+
+def read_fault(text: str) -> Fault:
+    """Return the fault that an option names, such as `worker-kill-step` or `controller-term-soon-5.0`."""
+    role, action, moment, *delay = text.split("-")
+    return Fault(role, action, moment, *map(float, delay))
 
 
 def choose_faults(random: Random, number: int) -> list[Fault]:

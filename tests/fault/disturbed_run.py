@@ -184,16 +184,15 @@ class DisturbedRun:
 
     @property
     def directory(self) -> Path | None:
-        """The run's directory; None: the run has made none."""
-        return next(self._out.glob("*/2*"), None)
+        """The run's directory, in which it has begun; None: the run has made none."""
+        return next((path.parent for path in self._out.glob("*/2*/plan.json")), None)
 
     def _start(self) -> None:
         number = len(self.result.exit_codes)
         directory = self.directory
-        is_begun = directory is not None and (directory / "plan.json").is_file()
-        arguments = (
-            ["--resume", str(directory)] if is_begun else [*self._recipe.arguments, f"out={self._out}"]
-        )
+        arguments = ["--resume", str(directory)] if directory else self._recipe.arguments
+        if directory is None:
+            arguments = [*arguments, f"out={self._out}"]
         with (self._out / f"log-{number}.txt").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "hflow", "run", *arguments],

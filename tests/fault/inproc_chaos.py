@@ -271,7 +271,8 @@ class _Operations:
 
 
 def _directory(out: Path) -> Path:
-    return next(out.glob("*/2*"))
+    """Return the directory of the run that began; one that was killed before has another."""
+    return next(out.glob("*/2*/plan.json")).parent
 
 
 def _log(out: Path) -> str:

@@ -14,8 +14,8 @@ from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count
 
-TIMES = ("time/", "busy/", "tokens_per_second", "samples_per_second", "rollout/")
-"""Beginnings of the names of metrics that measure time."""
+OF_THE_RUN = ("time/", "busy/", "tokens_per_second", "samples_per_second", "rollout/", "/retries")
+"""Parts of the names of metrics that measure time, or count what faults cause."""
 STEP = "time/step_seconds"
 """Every completed step has it."""
 
@@ -48,7 +48,8 @@ def problems_of(
         problems.append(f"metrics.jsonl has no row of the steps {missing}")
     if verify_checkpoint(directory / "checkpoints" / "latest") != steps:
         problems.append("the last checkpoint is not that of the last step")
-    hidden = [path.name for path in directory.rglob(".*") if not path.name.startswith(".hydra")]
+    # A run may be killed while it replaces its summary, which is the last thing that it does.
+    hidden = [path.name for path in directory.rglob(".*") if path.name != ".summary.json"]
     hidden += [name for name in ("weights", "sample_log") if (directory / name).exists()]
     if hidden:
         problems.append(f"unfinished files are left: {hidden}")
@@ -66,10 +67,10 @@ def metrics_of(directory: Path) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def without_times(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return metrics without those that measure time."""
+def without_timing(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return metrics without those that faults may change."""
     return {
-        step: {name: value for name, value in row.items() if not any(time in name for time in TIMES)}
+        step: {name: value for name, value in row.items() if not any(part in name for part in OF_THE_RUN)}
         for step, row in rows.items()
     }
 
@@ -83,7 +84,7 @@ def _differences(
         ours, theirs = load_file(directory / path), load_file(same_as / path)
         if ours.keys() != theirs.keys() or any(not ours[key].equal(theirs[key]) for key in theirs):
             problems.append(f"the weights of {model} differ from those of the undisturbed run")
-    ours_by_step, theirs_by_step = without_times(rows), without_times(metrics_of(same_as))
+    ours_by_step, theirs_by_step = without_timing(rows), without_timing(metrics_of(same_as))
     for step in sorted(ours_by_step.keys() | theirs_by_step.keys()):
         mine, other = ours_by_step.get(step, {}), theirs_by_step.get(step, {})
         different = sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))

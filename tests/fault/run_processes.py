@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
-END_SECONDS = 10.0
-"""Longest time after which the processes of a run that was ended must have ended."""
+END_SECONDS = 40.0
+"""Longest time after which the processes of a run that was ended must have ended. Ray's agents look for their
+raylet every few seconds, and end when it is missing five times."""
 
 ROLES = ("worker", "reward", "raylet", "gcs", "agent")
 """Processes of a run besides its controller: workers, those that run per-sample bodies or guard them, and
@@ -64,14 +65,9 @@ def left_behind(ours: int | None = None) -> list[str]:
 
 
 def shared_files(pids: set[int]) -> list[str]:
-    """Return the files in shared memory whose names have the id of one of these processes."""
-    paths = Path("/dev/shm").iterdir()
-    return sorted(path.name for path in paths if pids & _numbers(path.name))
-
-
-def _numbers(name: str) -> set[int]:
-    digits = "".join(character if character.isdigit() else " " for character in name)
-    return {int(number) for number in digits.split()}
+    """Return the semaphores in shared memory that these processes have left."""
+    paths = Path("/dev/shm").glob("sem.hflow-*")
+    return sorted(path.name for path in paths if int(path.name.split("-")[2]) in pids)
 
 
 def _role(process: psutil.Process) -> str | None:
