@@ -16,7 +16,7 @@ from hflow.launch import run_recipe
 from hflow.launch.compile import compile_recipe
 from hflow.launch.worker_setup import make_workers
 from hflow.report.summary import RunSummary
-from hflow.runtime.execution.run_directory import read_metrics
+from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 from hflow.runtime.ledger import audit
 from hflow.workers.ray.ray_workers import RayWorkers
 
@@ -92,6 +92,13 @@ def test_nothing_is_lost(struck: Struck) -> None:
     assert audit(struck.summary.directory / "ledger.sqlite") == []
     assert struck.summary.samples["trained"] == STEPS * BATCH * GROUP_SIZE
     assert struck.summary.steps == STEPS
+
+
+def test_the_copies_are_removed_and_the_texts_are_kept(struck: Struck) -> None:
+    assert struck.summary is not None
+    run = RunDirectory(struck.summary.directory)
+    assert not run.sample_log.exists()
+    assert {int(path.stem.removeprefix("step-")) for path in run.samples.iterdir()} == {*range(1, STEPS + 1)}
 
 
 def test_one_line_says_what_happened(struck: Struck) -> None:

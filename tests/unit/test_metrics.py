@@ -82,5 +82,7 @@ def test_the_files_of_a_run(tmp_path: Path):
         "summary.json",
     ]
     assert {f.parent for f in files} == {run.path}
+    directories = (run.samples, run.sample_log, run.weights, run.checkpoints, run.tensorboard)
+    assert len(set(directories)) == len(directories), "some are removed when the run ends"
     run.write_summary({"steps": 3})
     assert json.loads(run.summary.read_text()) == {"steps": 3}

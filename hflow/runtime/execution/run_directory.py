@@ -105,7 +105,7 @@ class RunDirectory:
     @property
     def sample_log(self) -> Path:
         """Directory of samples on workers that only generate, for the process that takes a worker's place."""
-        return self.path / "samples"
+        return self.path / "sample_log"
 
     @property
     def config(self) -> Path:
