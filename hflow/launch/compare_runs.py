@@ -7,23 +7,21 @@ standard deviation.
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Any
 
 from hflow.backends.interface import LOSS
+from hflow.config import flatten
 from hflow.errors import ConfigError, nearest
 from hflow.launch.run_record import Curve, RunRecord, read_run
+from hflow.report.curve_parts import ends_of, thinned
 from hflow.runtime.execution import step_metrics
 
 SAME_SIDE = ("seed", "name", "out")
 """Keys of the configuration that may differ between the runs of one side."""
-FINAL_SHARE = 0.1
-"""Share of a curve's values, at its end, whose mean is the final value: single steps are noisy."""
 NUM_POINTS = 40
 """Values of a curve that are kept for drawing it."""
 ALWAYS = (step_metrics.SAMPLES_PER_SECOND.name, step_metrics.STALENESS_MEAN.name)
@@ -114,15 +112,6 @@ def compare_runs(runs: Sequence[str], patterns: Sequence[str] = ()) -> Compariso
     )
 
 
-def flat_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of a configuration. Lists are values."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        flat |= flat_config(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat
-
-
 def _sides(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Group runs that have the same configuration, except for `SAME_SIDE`."""
     sides: dict[str, list[RunRecord]] = {}
@@ -146,7 +135,7 @@ def _describe(side: Sequence[RunRecord], records: Sequence[RunRecord]) -> Side:
 
 
 def _config_differences(sides: Sequence[Sequence[RunRecord]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    configs = [flat_config(side[0].config) for side in sides]
+    configs = [dict(flatten(side[0].config)) for side in sides]
     for key in sorted({key for config in configs for key in config}):
         values = [config.get(key) for config in configs]
         if key not in SAME_SIDE and any(value != values[0] for value in values):
@@ -179,17 +168,11 @@ def _reached(name: str, curves: Sequence[Curve]) -> ReachedValues | None:
     choose = min if LOSS.key_of(name) is not None else max
     best = [choose(curve, key=lambda point: point[1]) for curve in curves]
     return ReachedValues(
-        final=_spread([final_value(curve) for curve in curves]),
+        final=_spread([ends_of(curve)[1] for curve in curves]),
         best=_spread([value for _, value in best]),
         best_step=best[0][0],
         curve=thinned(mean_curve(curves), NUM_POINTS),
     )
-
-
-def final_value(curve: Curve) -> float:
-    """Return the mean of the last tenth of a curve's values, at least of one."""
-    count = max(1, math.floor(FINAL_SHARE * len(curve)))
-    return statistics.fmean(value for _, value in curve[-count:])
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
@@ -197,14 +180,6 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     values = [dict(curve) for curve in curves]
     steps = sorted(set(values[0]).intersection(*values))
     return tuple((step, statistics.fmean(at[step] for at in values)) for step in steps)
-
-
-def thinned(curve: Curve, num_points: int) -> Curve:
-    """Return at most `num_points` points: means of consecutive points, at the last step of each."""
-    count = min(num_points, len(curve))
-    edges = [len(curve) * i // count for i in range(count + 1)] if count else []
-    parts = [curve[first:last] for first, last in pairwise(edges)]
-    return tuple((part[-1][0], statistics.fmean(value for _, value in part)) for part in parts)
 
 
 def _spread(values: Sequence[float]) -> Spread:

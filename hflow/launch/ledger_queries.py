@@ -9,7 +9,7 @@ from typing import Any
 
 from hflow.errors import ConfigError
 from hflow.launch.find_run import find_run
-from hflow.runtime.execution.sample_text_files import SampleRow, read_samples
+from hflow.runtime.execution.sample_text_files import SampleRow, by_sample, read_samples
 from hflow.runtime.ledger.query import QueryResult, count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.runtime.ledger.schema import COLUMNS
@@ -67,9 +67,8 @@ def samples(run: str, where: str | None = None, limit: int | None = None) -> Que
 
 def why_texts(run: str, history: SampleHistory) -> list[SampleRow]:
     """Return the kept texts of the sample of a history; empty if its text was not kept."""
-    root, sample = history.sample["stream"], history.sample["id"]
-    rows = read_samples(find_run(run, "ledger.sqlite").samples)
-    return [row for row in rows if (row["root"], row["id"]) == (root, sample)]
+    texts = by_sample(read_samples(find_run(run, "ledger.sqlite").samples))
+    return texts.get((history.sample["stream"], history.sample["id"]), [])
 
 
 def samples_with_text(run: str, where: str | None = None, limit: int | None = None) -> SampleTextsFound:
@@ -84,9 +83,7 @@ def samples_with_text(run: str, where: str | None = None, limit: int | None = No
         ConfigError: as `samples`, and if the run kept no text at all.
     """
     directory = find_run(run, "ledger.sqlite")
-    texts: dict[tuple[str, int], list[SampleRow]] = {}
-    for row in read_samples(directory.samples):
-        texts.setdefault((row["root"], row["id"]), []).append(row)
+    texts = by_sample(read_samples(directory.samples))
     if not texts:
         raise ConfigError(
             f"{directory.path} has no texts of samples (samples/step-N.jsonl); run the recipe with "

@@ -14,6 +14,7 @@ from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Graph, Node
 from hflow.graph.model import Model
 from hflow.json_text import read_json_object
+from hflow.launch.model_metadata import source_model
 
 CLASSIFIER = "ForSequenceClassification"
 
@@ -34,9 +35,7 @@ def check_model_fit(config: RunConfig, graph: Graph) -> None:
 
 def _source(config: RunConfig, spec: Model) -> ModelConfig:
     """Return the configuration that a model's weights and tokenizer come from."""
-    own = config.models.get(spec.name, ModelConfig())
-    is_open = own.path is None and own.architecture is None
-    return _source(config, spec.init_from) if is_open and spec.init_from is not None else own
+    return config.models.get(source_model(config, spec).name, ModelConfig())
 
 
 def _check_head(config: RunConfig, spec: Model) -> None:

@@ -91,13 +91,21 @@ def overruled_architectures(config: RunConfig) -> tuple[str, ...]:
     return tuple(warnings)
 
 
+def source_model(config: RunConfig, spec: Model) -> Model:
+    """Return the model whose configuration says what a model's weights and tokenizer are.
+
+    That is the model itself, or where it has neither a path nor an architecture, that of its `init_from`.
+    """
+    own = config.models.get(spec.name, ModelConfig())
+    is_own = own.path is not None or own.architecture is not None
+    return spec if is_own or spec.init_from is None else source_model(config, spec.init_from)
+
+
 def has_chat_template(config: RunConfig, spec: Model) -> bool:
     """Return whether a model's tokenizer has a chat template, as far as its files are here."""
-    model = config.models.get(spec.name, ModelConfig())
-    if model.chat_template is not None:
+    own, model = (config.models.get(m.name, ModelConfig()) for m in (spec, source_model(config, spec)))
+    if own.chat_template is not None or model.chat_template is not None:
         return True
-    if model.path is None and model.architecture is None and spec.init_from is not None:
-        return has_chat_template(config, spec.init_from)
     if model.path is None:
         return False
     settings = Path(model.path) / "tokenizer_config.json"

@@ -12,7 +12,7 @@ from hflow.errors import ConfigError
 from hflow.graph.model import Model
 from hflow.launch.compile import Compiled
 from hflow.launch.merged_checkpoint import is_adapter
-from hflow.launch.model_metadata import model_dtype
+from hflow.launch.model_metadata import model_dtype, source_model
 from hflow.launch.plan_request import num_firings
 
 
@@ -40,14 +40,13 @@ def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
     Raises:
         ConfigError: if there is none, or its checkpoint does not exist.
     """
+    spec = source_model(compiled.config, spec)
     config = compiled.config.models.get(spec.name, ModelConfig())
     if config.path is None and config.architecture is None:
-        if spec.init_from is None:
-            raise ConfigError(
-                f"models.{spec.name} has no weights; set models.{spec.name}.path to a checkpoint directory, "
-                f"or choose an architecture with +model@models.{spec.name}=tiny-qwen2"
-            )
-        return source_config(compiled, spec.init_from)
+        raise ConfigError(
+            f"models.{spec.name} has no weights; set models.{spec.name}.path to a checkpoint directory, "
+            f"or choose an architecture with +model@models.{spec.name}=tiny-qwen2"
+        )
     if config.path is not None and is_adapter(Path(config.path)):
         raise ConfigError(
             f"models.{spec.name}.path is {config.path}, which holds an adapter; merge it by hflow export "

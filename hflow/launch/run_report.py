@@ -13,7 +13,7 @@ from hflow.launch.run_record import RunRecord, read_run
 from hflow.launch.shown_metrics import builtin_metrics
 from hflow.metrics import find_metric
 from hflow.runtime.execution.checkpoint import Checkpoints
-from hflow.runtime.execution.sample_text_files import SampleRow, read_samples
+from hflow.runtime.execution.sample_text_files import SampleRow, by_sample, read_samples
 from hflow.runtime.ledger.overview import LedgerOverview, read_overview
 
 MAX_TEXTS = 200
@@ -62,12 +62,12 @@ def read_report(run: str) -> RunReport:
     """
     record = read_run(run)
     directory = record.directory
-    texts: dict[tuple[str, int], list[SampleRow]] = {}
     rows = read_samples(directory.samples)
-    for row in rows[:: -(-len(rows) // MAX_TEXTS) or 1]:
+    chosen = rows[:: -(-len(rows) // MAX_TEXTS) or 1]
+    for row in chosen:
         if not _is_text(row):
             raise ConfigError(f"{directory.samples} has a damaged row of sample {row['id']}; delete its file")
-        texts.setdefault((row["root"], row["id"]), []).append(row)
+    texts = by_sample(chosen)
     declared = {name: find_metric(name, builtin_metrics()) for name in record.curves}
     return RunReport(
         record=record,

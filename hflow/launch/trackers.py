@@ -12,6 +12,7 @@ from typing import Any
 
 from hflow.config.schema import ReportConfig
 from hflow.dsl import missing_extra
+from hflow.durable_files import replace_text
 from hflow.errors import ConfigError
 from hflow.observer import Observer, RunInfo
 
@@ -156,4 +157,4 @@ def _read_ids(directory: Path) -> dict[str, str]:
 
 def _write_id(directory: Path, tracker: str, run_id: str) -> None:
     ids = {**_read_ids(directory), tracker: run_id}
-    (directory / STATE_FILE).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+    replace_text(directory / STATE_FILE, json.dumps(ids, indent=2) + "\n")

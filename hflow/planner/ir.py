@@ -339,6 +339,13 @@ class Plan:
         """Return where a node runs."""
         return next(p for p in self.placements if p.node == node)
 
+    def workers_of(self, node: str) -> set[int]:
+        """Return the workers that run a node: its heads, and all ranks of its models that train or infer."""
+        placement = self.placement(node)
+        replicas = [self.replica(name) for name in placement.replicas]
+        ranks = {worker for replica in replicas if replica.role != "gen" for worker in replica.workers}
+        return {*placement.heads, *ranks}
+
     def rule(self, node: str) -> EdgeRule:
         """Return the redistribution rule of a node."""
         return next(r for r in self.rules if r.consumer == node)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from hflow.report.curve_parts import ends_of
 from hflow.report.formatting import seconds_text
 from hflow.report.live import sparkline
 from hflow.report.plan_text.section import add_row, dim, number, table, text
 from hflow.report.run_page.curves import number_text
-from hflow.report.run_page.view import STEP_SECONDS, ends_of, faults, planned_seconds, story
+from hflow.report.run_page.view import STEP_SECONDS, faults, planned_seconds, story
 
 if TYPE_CHECKING:
     from hflow.launch.run_report import RunReport

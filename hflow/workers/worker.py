@@ -216,10 +216,7 @@ class Worker:
 
     def _runs(self, node: str) -> bool:
         """Return whether a hosted worker runs a node."""
-        placement = self._plan.placement(node)
-        replicas = [self._plan.replica(name) for name in placement.replicas]
-        ranks = [worker for replica in replicas if replica.role != "gen" for worker in replica.workers]
-        return not {*placement.heads, *ranks}.isdisjoint(self._hosted)
+        return not self._plan.workers_of(node).isdisjoint(self._hosted)
 
     def _programs(self, verb: str) -> dict[str, NodeProgram]:
         return {name: program for name, program in self._setup.programs.items() if program.verb == verb}
@@ -281,7 +278,7 @@ class Worker:
         num_bytes = unpack(self._store, packed)
         if self._log is not None:
             for stream, batch in packed.items():
-                self._log.add({self._root(stream): batch.samples.tolist()})
+                self._log.add({self._log.root_of(stream): batch.samples.tolist()})
         return num_bytes
 
     def release(self, samples: Sequence[int], stream: str, fields: Sequence[str] | None) -> None:
@@ -488,10 +485,6 @@ class Worker:
                 members = range(event.key * size, (event.key + 1) * size)
                 samples.setdefault(node.stream, {}).update(dict.fromkeys(members))
         return {root: list(ids) for root, ids in samples.items()}
-
-    def _root(self, stream: str) -> str:
-        """Return the root stream whose samples a stream has data of."""
-        return next(s.name for s in self._plan.schedule.streams if stream in self._family(s.name))
 
     def _family(self, stream: str) -> list[str]:
         """Return a root stream, the streams of the same source, and all streams that derive from them."""

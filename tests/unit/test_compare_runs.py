@@ -13,8 +13,9 @@ from run_files import DONE, reward_rows, write_run
 
 from hflow.cli import main
 from hflow.errors import ConfigError
-from hflow.launch.compare_runs import compare_runs, final_value, thinned
+from hflow.launch.compare_runs import compare_runs
 from hflow.launch.run_record import read_run
+from hflow.report.curve_parts import ends_of, thinned
 
 
 def hflow(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -48,8 +49,8 @@ def test_seeds_of_one_configuration_are_one_side(tmp_path: Path) -> None:
 
 
 def test_the_final_value_is_the_mean_of_the_last_tenth() -> None:
-    assert final_value(tuple((step, float(step)) for step in range(1, 31))) == 29
-    assert final_value(((5, 0.25),)) == 0.25
+    assert ends_of(tuple((step, float(step)) for step in range(1, 31)))[1] == 29
+    assert ends_of(((5, 0.25),))[1] == 0.25
 
 
 def test_a_thinned_curve_keeps_the_mean_and_the_last_step() -> None:

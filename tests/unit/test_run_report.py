@@ -14,8 +14,9 @@ from test_page import Page
 from hflow.cli import main
 from hflow.errors import ConfigError
 from hflow.launch.run_report import RunReport, read_report
+from hflow.report.curve_parts import thinned
 from hflow.report.run_page import render_run_page
-from hflow.report.run_page.curves import HEIGHT, MARGIN, WIDTH, curve_view, thinned
+from hflow.report.run_page.curves import HEIGHT, MARGIN, WIDTH, curve_view
 from hflow.report.run_page.timeline import measured_gantt, planned_gantt
 from hflow.report.run_page.view import run_page_view
 from hflow.runtime.ledger.overview import read_overview

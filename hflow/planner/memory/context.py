@@ -54,10 +54,7 @@ class MemoryContext:
         for node in self.plan.graph.nodes:
             if not node.spec.memory:
                 continue
-            placement = self.plan.placement(node.name)
-            replicas = [self.plan.replica(name) for name in placement.replicas]
-            ranks = [worker for replica in replicas if replica.role != "gen" for worker in replica.workers]
-            for worker in {*placement.heads, *ranks}:
+            for worker in self.plan.workers_of(node.name):
                 kept = item(MemoryCategory.RUNTIME, node.spec.memory, f"{node.name} (node)")
                 held[worker] = held.get(worker, Items()) + kept
         return held

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+from hflow.report.curve_parts import Points, thinned
 
 WIDTH, HEIGHT, MARGIN = 360, 110, 6
 """Size of a plot, and the space above and below its curve, in the units of its view box."""
@@ -28,9 +28,6 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 """(title, metrics), by their name or by its part after the slash, where that belongs to a train node."""
-
-Points = Sequence[tuple[int, float]]
-"""(completed steps, value), ascending."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def curve_groups(
 
 def curve_view(name: str, points: Points, most: int, unit: str = "", meaning: str = "") -> CurveView:
     """Return a curve as a path from step 0 to step `most`."""
-    thin = tuple(thinned(points, MAX_POINTS))
+    thin = thinned(points, MAX_POINTS)
     values = [value for _, value in thin]
     low, high = min(values), max(values)
     placed = [(x, y) for x, y in _placed(thin, most, low, high)]
@@ -122,14 +119,6 @@ def number_text(value: float) -> str:
     if abs(value) >= 10_000:
         return f"{value:,.0f}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.1f}"
-
-
-def thinned(points: Points, most: int) -> Iterator[tuple[int, float]]:
-    """Yield at most `most` points: means of consecutive ones, at the last step of each."""
-    count = min(most, len(points))
-    edges = [len(points) * i // count for i in range(count + 1)] if count else []
-    for first, last in pairwise(edges):
-        yield points[last - 1][0], statistics.fmean(value for _, value in points[first:last])
 
 
 def _placed(points: Points, most: int, low: float, high: float) -> Iterator[tuple[float, float]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hflow.report.curve_parts import ends_of
 from hflow.report.formatting import count_text, plural, seconds_text
 from hflow.report.page.gantt import Gantt
 from hflow.report.page.tables import Table
@@ -149,13 +149,6 @@ def story(report: RunReport) -> Iterator[str]:
         yield f"Samples: {ends}."
     if report.checkpoints:
         yield f"Checkpoints after {', '.join(map(str, report.checkpoints))} steps."
-
-
-def ends_of(curve: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return the means of the first and of the last tenth of a curve's values."""
-    count = max(1, math.floor(0.1 * len(curve)))
-    values = [value for _, value in curve]
-    return statistics.fmean(values[:count]), statistics.fmean(values[-count:])
 
 
 def faults(report: RunReport) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,14 @@ def read_samples(directory: Path) -> list[SampleRow]:
     """
     paths = directory.glob("step-*.jsonl")
     return [row for path in sorted(paths, key=_number) for row in _read(path)]
+
+
+def by_sample(rows: Iterable[SampleRow]) -> dict[tuple[str, int], list[SampleRow]]:
+    """Return root stream and id of each sample -> its rows."""
+    found: dict[tuple[str, int], list[SampleRow]] = {}
+    for row in rows:
+        found.setdefault((row["root"], row["id"]), []).append(row)
+    return found
 
 
 def drop_samples_after(directory: Path, number: int) -> None:

@@ -49,6 +49,10 @@ class SampleLog:
         """Number of a file -> those of its samples that are not released."""
         directory.mkdir(parents=True, exist_ok=True)
 
+    def root_of(self, stream: str) -> str:
+        """Return the root stream whose samples a stream has data of."""
+        return self._roots[stream]
+
     def add(self, samples: Mapping[str, Sequence[int]]) -> None:
         """Write what is new of samples, given by root stream.
 
