@@ -1,4 +1,4 @@
-"""The directory of a recipe's file: what lies beside a recipe can be imported by it, on every worker.
+"""The directory of a recipe's file: a recipe can import the modules beside it, on every worker.
 
 The directory comes first in `sys.path`, as that of a Python script does. Processes on the machine of the
 controller use it as it is. Other machines get a copy (`pack`, `unpack`).

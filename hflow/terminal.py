@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from typing import Any
 
 from rich.console import Console, RenderableType
 
@@ -14,6 +16,11 @@ def print_text(text: str) -> None:
     """Print as it is, whatever the terminal's width."""
     sys.stdout.write(text.rstrip() + "\n")
     sys.stdout.flush()
+
+
+def print_json(value: Any) -> None:
+    """Print plain values for programs, as one JSON document."""
+    print_text(json.dumps(value, indent=2))
 
 
 def show(report: RenderableType) -> None:

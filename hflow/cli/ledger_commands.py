@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from json import dumps
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ from hflow import launch
 from hflow.errors import ConfigError
 from hflow.report.ledger_text import as_csv, render_samples, render_story
 from hflow.report.sample_text import render_samples_with_text, render_texts
-from hflow.terminal import print_text, show
+from hflow.terminal import print_json, print_text, show
 
 LIMIT = 20
 """Default number of rows of a table."""
@@ -40,7 +39,7 @@ def why(
     texts = launch.why_texts(run, history)
     if json:
         by_stream = {text["stream"]: text["turns"] for text in texts}
-        print_text(dumps({**history.to_json(), "texts": by_stream}, indent=2))
+        print_json({**history.to_json(), "texts": by_stream})
     else:
         show(render_story(history))
         show(render_texts(texts))
@@ -79,7 +78,7 @@ def samples(
     if text:
         found = launch.samples_with_text(run, where, limit if json or limit is not None else LIMIT)
         if json:
-            print_text(dumps(found.to_json(), indent=2))
+            print_json(found.to_json())
         else:
             show(
                 render_samples_with_text(
@@ -92,7 +91,7 @@ def samples(
         return
     result = launch.samples(run, where, limit if json or csv or limit is not None else LIMIT)
     if json:
-        print_text(dumps(result.to_json(), indent=2))
+        print_json(result.to_json())
     elif csv:
         print_text(as_csv(tuple(launch.SAMPLE_COLUMNS), result.rows))
     else:

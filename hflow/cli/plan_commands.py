@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,7 @@ from hflow.report.figures_text import render_what_if
 from hflow.report.graph_text import plan_dot, plan_mermaid, render_graph
 from hflow.report.plan_text import render_plan
 from hflow.report.simulation_text import render_simulation
-from hflow.terminal import print_text, show
+from hflow.terminal import print_json, print_text, show
 
 if TYPE_CHECKING:
     from hflow.report.page.tables import Table
@@ -100,7 +99,7 @@ def plan(
         if chosen is None:
             show(render_what_if(found))
         else:
-            print_text(dumps(found.to_json(), indent=2))
+            print_json(found.to_json())
     elif recipe is not None:
         compiled = launch.compile_recipe(recipe, overrides or [], with_limits=chosen in (None, "--json"))
         _show_plan(compiled, chosen, html)
@@ -126,7 +125,7 @@ def simulate(
     """Simulate a run on a virtual clock: speed, idle devices and staleness. Needs no device."""
     simulation = launch.simulate(recipe, overrides or [], steps, seed)
     if json:
-        print_text(dumps(simulation.document(), indent=2))
+        print_json(simulation.document())
     else:
         show(render_simulation(simulation))
 
@@ -174,7 +173,7 @@ def _compare_plans(
         raise ConfigError(f"--diff compares two plans, {before} and {after}; remove {third}")
     diff = launch.compare_plans(before, after, overrides)
     if as_json:
-        print_text(dumps(diff.to_json(), indent=2))
+        print_json(diff.to_json())
     else:
         show(render_diff(diff, before, after))
     if diff.changes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,7 +14,7 @@ from hflow.report.compare_text import render_comparison
 from hflow.report.evaluation_text import render_evaluation
 from hflow.report.formatting import bytes_text
 from hflow.report.run_text import render_run_report
-from hflow.terminal import print_text, show
+from hflow.terminal import print_json, print_text, show
 
 TARGET = "A run's directory, NAME for the newest run in runs/NAME, or the directory of a checkpoint."
 METRIC = "A metric, or a glob such as 'time/*'. May be repeated."
@@ -71,7 +70,7 @@ def compare(
     """
     comparison = launch.compare_runs(runs, metric or ())
     if json:
-        print_text(dumps(comparison.to_json(), indent=2))
+        print_json(comparison.to_json())
     else:
         show(render_comparison(comparison))
 
@@ -128,7 +127,7 @@ def evaluate(
     )
     report = launch.evaluate(target, overrides or [], options, live, is_quiet=json)
     if json:
-        print_text(dumps(report.to_json(), indent=2))
+        print_json(report.to_json())
     else:
         show(render_evaluation(report))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from hflow.cli.arguments import Overrides, Recipe
 from hflow.cli.plan_commands import write_page
 from hflow.errors import PlanError
 from hflow.report.figures_text import render_sizes, size_table
-from hflow.terminal import print_text, show
+from hflow.terminal import print_json, show
 
 ON = (
     "A cluster, such as h100-4x8, or a device, such as h100: 1, 2, 4, ... devices of it, eight to a machine. "
@@ -53,7 +52,7 @@ def size(
     if html is not None and found.compiled is not None:
         write_page(found.compiled, html, size_table(found))
     if json:
-        print_text(dumps(found.to_json(), indent=2))
+        print_json(found.to_json())
     else:
         show(render_sizes(found))
     if found.problem is not None:

@@ -33,7 +33,7 @@ MAX_SYNC_EVERY = 1_000
 """Steps between two weight syncs, all of which the plan's period looks at."""
 MAX_SEED = 2**63 - 1
 ALL_LINEAR = "all-linear"
-"""The value of `LoraConfig.targets` that stands for every matrix of the decoder layers."""
+"""The value of `LoraConfig.targets` that means every matrix of the decoder layers."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
 """Names, or a single one."""
 Beta = Annotated[StrictFloat, Field(ge=0, lt=1)]

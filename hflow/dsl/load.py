@@ -15,7 +15,7 @@ from hflow.recipe_files import MODULE_PREFIX, use_directory
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Import a recipe file and return the one `Recipe` in it. It can import modules that lie beside it.
+    """Import a recipe file and return the one `Recipe` in it. It can import modules beside it.
 
     Raises:
         RecipeError: if the file does not exist, is not Python, raises an exception, or does not hold exactly

@@ -70,18 +70,7 @@ def evaluate_checkpoint(
     *,
     is_quiet: bool = False,
 ) -> EvaluationReport:
-    """Score the models of a checkpoint on whole datasets.
-
-    Args:
-        target: a run's directory, NAME for the latest run in `runs/NAME`, or a checkpoint's directory.
-        overrides: keys of the configuration to change, such as `data.heldout.path=test.jsonl`.
-        options: what is evaluated.
-        live: show a live panel (True) or plain lines (False); None: a panel if the output is a terminal.
-        is_quiet: show nothing while it runs.
-
-    Raises:
-        HflowError: if there is no checkpoint or recipe, nothing scores samples, or as `run`.
-    """
+    """Score the models of a checkpoint; arguments and errors are those of `hflow.launch.evaluate`."""
     saved = find_saved_models(target)
     file = read_plan_file(saved.run.plan) if saved.run is not None and options.recipe is None else None
     models = {name: model_directory(path) for name, path in saved.models.items()}

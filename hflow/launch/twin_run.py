@@ -176,7 +176,7 @@ def _run_and_compare(
                 processes=shared if twin.config.workers == "ray" else None,
                 is_quiet=True,
             )
-            yield compare_runs(expected, run_compiled(twin, False, replaying), name)
+            yield compare_with_twin(expected, run_compiled(twin, False, replaying), name)
     finally:
         if shared is not None and processes is None:
             asyncio.run(shared.close())
@@ -309,7 +309,7 @@ def _on_cluster(
     )
 
 
-def compare_runs(reference: RunSummary, twin: RunSummary, layout: str) -> TwinResult:
+def compare_with_twin(reference: RunSummary, twin: RunSummary, layout: str) -> TwinResult:
     """Compare losses and gradient norms of every step, and the weights after the last step.
 
     Args:

@@ -4,7 +4,7 @@
 
 `@Retrieve(...)` is `@generate(...)` with an index. Every worker that generates builds the index once, in
 `setup`; `run` finds texts for a prompt and puts them in front of it. The module with the index and the file
-with the texts lie beside this recipe. For the question `17+25=` the model reads `10+20=03017+25=`. It starts
+with the texts are beside this recipe. For the question `17+25=` the model reads `10+20=03017+25=`. It starts
 from random weights; the reward is the share of right digits.
 """
 

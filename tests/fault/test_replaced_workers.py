@@ -1,4 +1,4 @@
-"""Workers that only generate are killed or stopped: they alone are replaced, and training goes on."""
+"""Workers that only generate are killed or stopped: they alone are replaced, and training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connecting to a Ray cluster that somebody else has started."""
+"""Connecting to a Ray cluster that runs already."""
 
 from __future__ import annotations
 

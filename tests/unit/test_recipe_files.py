@@ -1,4 +1,4 @@
-"""What lies beside a recipe: which files other machines get, and what processes import from there."""
+"""The files beside a recipe: which files other machines get, and what processes import from there."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def _end_workers_with_gcs(node: Any) -> None:
 
 
 def _join_ray(cluster: ClusterSpec, address: str) -> None:
-    """Connect to a Ray cluster that somebody has started.
+    """Connect to a Ray cluster that runs already.
 
     Raises:
         RunError: when there is none.
