@@ -97,9 +97,9 @@ async def finished(workers: InprocWorkers, journals: dict[int, Journal]) -> tupl
 
 async def left(workers: InprocWorkers) -> None:
     """Leave episodes that all wait for the oracle."""
+    _consulted.clear()
     await started(workers, {})
-    episodes = workers._worker._episodes
-    while episodes.state_counts()[EpisodeState.PROCESSING_TOOLS] < 4:
+    while len(_consulted) < 4:
         await asyncio.sleep(0.01)
     await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
 

@@ -220,7 +220,7 @@ def test_no_token_exceeds_the_certificate_and_no_run_gets_stuck(
     world = World(what, Random(seed), {"eval0": 2, "eval1": 3}, refusal, salt=seed, stall=stall)
     finish = world.run()
     if finish.error:
-        assert "groups were refused" in finish.reason
+        assert "were refused" in finish.reason
     else:
         assert finish == ev.Finish("done")
         world.check_end()
