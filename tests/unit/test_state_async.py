@@ -229,13 +229,14 @@ def test_no_token_exceeds_the_certificate_and_no_run_gets_stuck(
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(schedules(), st.integers(0, 2**16), st.integers(0, 3))
 def test_rules_of_staleness_change_nothing_in_a_synchronous_run(what: Schedule, seed: int, more: int):
-    """The same instructions in the same order, whatever the age rule and the queue say."""
+    """The same instructions in the same order, whatever the age rule says and any queue that holds all the
+    batches between two weight updates."""
     plain = changed(what, max_staleness=0, interrupt=True, age_rule=True, drop_older_than=None, queue=None)
     batch = what.streams[0].batch or 1
     ruled = [
         changed(plain, age_rule=False),
         changed(plain, drop_older_than=plain.settings.sync_every - 1 + more),
-        changed(plain, queue=batch + more),
+        changed(plain, queue=plain.settings.sync_every * batch + more),
     ]
     worlds = [World(w, Random(seed), {"eval0": 3, "eval1": 5}, 0.05, salt=seed) for w in (plain, *ruled)]
     for world in worlds:
