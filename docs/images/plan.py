@@ -20,6 +20,8 @@ OVERRIDES = (
     "placement=actor=0-31:d8t4 actor.gen=32-63:d16t2 critic=0-31:d32 ref=0-31:d32",
     "model@models.actor=qwen2.5-7b",
     "models.actor.path=null",
+    "models.actor.backend=megatron",
+    "models.actor.gen.engine=vllm",
     "models.actor.activation_checkpointing=true",
     "models.critic.activation_checkpointing=true",
     "models.actor.gen.max_model_len=4096",

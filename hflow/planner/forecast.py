@@ -193,6 +193,28 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """Settings with which a step is shorter; they have been tried."""
+
+    settings: tuple[tuple[str, Any], ...]
+    """Key of the configuration -> its value."""
+    gain: float
+    """Share of a step that they save."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Something that makes a step longer than necessary."""
+
+    cause: str
+    """A clause, such as `actor@gen is idle for 75 % of a step`."""
+    remedies: tuple[Remedy, ...]
+    """Empty: none of those that were tried shortens a step noticeably."""
+    idle: tuple[str, ...] = ()
+    """Device groups, or engines with devices of their own, that the remedies would use."""
+
+
+@dataclass(frozen=True)
 class Forecast:
     """All estimates of one plan."""
 
@@ -208,9 +230,8 @@ class Forecast:
     """Replica whose layout the planner chose -> the reason for the choice."""
     candidates: tuple[Candidate, ...] = ()
     """What the search for a placement compared, the chosen plan first; empty if nothing was searched."""
-    limits: tuple[str, ...] = ()
-    """Settings that make a step longer than necessary, with the gain of another value, one sentence each.
-    Empty unless `compile_plan` is called with `with_limits`."""
+    limits: tuple[Limit, ...] = ()
+    """What makes a step longer than necessary. Empty unless `compile_plan` is called with `with_limits`."""
     pace: Pace | None = None
     """Pace of the trained stream; None if it is not generated, or the sizes of its models are unknown."""
 

@@ -17,6 +17,7 @@ from hflow.launch import compile as launch_compile
 from hflow.launch.compile import compile_recipe
 from hflow.launch.plan_file import compile_plan_file, plan_file_text
 from hflow.planner.compile import compile_plan
+from hflow.planner.forecast import Limit
 from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.memory import MEMORY_MARGIN
@@ -29,6 +30,7 @@ from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.partition import set_partitions
 from hflow.planner.search.route_bytes import with_bytes
 from hflow.planner.weights.resharding import add_rows, held_bytes
+from hflow.report.limits_text import limit_text
 from hflow.report.page import render_page
 from hflow.report.plan_text import render_plan
 
@@ -212,23 +214,27 @@ def test_settings_that_hold_a_plan_back_are_named() -> None:
     limited = (*PPO_ON_8, apart, "schedule.max_concurrent=16")
     plan = compile_recipe(RECIPES / "ppo.py", limited, with_limits=True).plan
     assert plan.forecast is not None
-    first, *others = plan.forecast.limits
+    setting, idle = plan.forecast.limits
     assert re.fullmatch(
         r"schedule\.max_concurrent=16 limits how many samples are generated at once\. With "
         r"schedule\.max_concurrent=512 a step takes \d+ % less\.",
-        first,
-    )
-    staleness, placement = others
-    assert re.fullmatch(
-        r"schedule\.max_staleness=0 leaves .*\(\d+ % of a step\) idle\. With schedule\.max_staleness=[124] "
-        r"schedule\.max_concurrent=\d+ a step takes \d+ % less\.",
-        staleness,
+        limit_text(setting),
     )
     assert re.fullmatch(
-        r"placement leaves .* idle\. With placement='actor.*' a step takes \d+ % less\.", placement
+        r".* is idle for \d+ % of a step\. With schedule\.max_staleness=[124] schedule\.max_concurrent=\d+ "
+        r"a step takes \d+ % less, with placement='actor.*' \d+ % less\.",
+        limit_text(idle),
     )
     page = html.unescape(render_page(plan))
-    assert all(line in page for line in plan.forecast.limits)
+    assert page.count(limit_text(setting)) == 1
+    assert page.count(limit_text(idle)) == 1 + len(idle.idle), "at the top, and at the idle groups"
+
+
+def test_idle_devices_that_nothing_uses_are_named() -> None:
+    idle = Limit("train is idle for 40 % of a step", (), ("train",))
+    assert limit_text(idle).startswith(
+        "train is idle for 40 % of a step. More staleness and other placements"
+    )
 
 
 def layouts_of(name: str, num: int, model: str, *overrides: str, all_of_them: bool = False) -> list[Layout]:

@@ -1,18 +1,17 @@
-"""`throttles`: settings that make a step longer than it needs to be, and what idle devices could be used for.
+"""`throttles`: settings that make a step longer than it needs to be, and what would use idle devices.
 
-Each line is tried: the plan is costed again with one change and everything else as it is.
+Each remedy is tried: the plan is costed again with one change and everything else as it is.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
-from hflow.planner.forecast import Forecast
+from hflow.planner.forecast import Forecast, Limit, Remedy
 from hflow.planner.placement.replicas import replica_roles
 from hflow.planner.request import PlanRequest
 from hflow.planner.search.evaluate import Evaluator
@@ -36,8 +35,8 @@ PLACEMENT_BUDGET = 2000
 
 def throttles(
     graph: Graph, request: PlanRequest, forecast: Forecast, *, is_placed: bool = True
-) -> tuple[str, ...]:
-    """Return settings that hold a plan back, each with the gain of another value.
+) -> tuple[Limit, ...]:
+    """Return what holds a plan back: settings, then devices that are idle for much of a step.
 
     Args:
         graph: a checked graph.
@@ -50,27 +49,28 @@ def throttles(
     before = _period(graph, request)
     if not before:
         return ()
-    lines = []
+    limits = []
     for what, settings in _changes(graph, request):
         after = _period(graph, with_settings(request, settings))
-        if after is not None and after < before * (1 - MIN_GAIN):
-            lines.append(_line(what, settings, after / before))
+        limits += [Limit(what, (remedy,)) for remedy in _remedies([(settings, after)], before)]
     idle = [(lane, share) for lane, share in forecast.period.idle if share > MUCH_IDLE]
     if idle:
-        names = " and ".join(f"{lane} ({share:.0%} of a step)".replace("%", " %") for lane, share in idle)
-        uses = [_staler(graph, request, before), _elsewhere(graph, request) if is_placed else None]
-        for found in uses:
-            if found is not None and found[1] < before * (1 - MIN_GAIN):
-                settings, after = found
-                key = next(iter(settings))
-                old = "" if key == PLACEMENT else f"={request.schedule.max_staleness:g}"
-                lines.append(_line(f"{key}{old} leaves {names} idle", settings, after / before))
-    return tuple(lines)
+        shares = ", ".join(f"{lane} is idle for {share:.0%}".replace("%", " %") for lane, share in idle)
+        tried = [*_staler(graph, request, before), *(_elsewhere(graph, request) if is_placed else ())]
+        lanes = tuple(lane for lane, _ in idle)
+        limits.append(Limit(f"{shares} of a step", tuple(_remedies(tried, before)), lanes))
+    return tuple(limits)
 
 
-def _line(what: str, settings: Mapping[str, Any], ratio: float) -> str:
-    others = " ".join(f"{key}={shlex.quote(str(value))}" for key, value in settings.items())
-    return f"{what}. With {others} a step takes " + f"{1 - ratio:.0%}".replace("%", " %") + " less."
+Tried = tuple[Mapping[str, Any], float | None]
+"""Settings, and the seconds of a step with them; None: they do not fit."""
+
+
+def _remedies(tried: Iterable[Tried], before: float) -> Iterator[Remedy]:
+    """Yield the settings that shorten a step of `before` seconds noticeably."""
+    for settings, after in tried:
+        if after is not None and after < before * (1 - MIN_GAIN):
+            yield Remedy(tuple(settings.items()), 1 - after / before)
 
 
 def _changes(graph: Graph, request: PlanRequest) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -93,8 +93,8 @@ def _useful(graph: Graph, request: PlanRequest, max_staleness: float) -> int:
     return group * admission_limit(0, request.batch, max_staleness, request.schedule.sync_every)
 
 
-def _staler(graph: Graph, request: PlanRequest, before: float) -> tuple[Mapping[str, Any], float] | None:
-    """Return a larger staleness with which devices are used more, and its seconds."""
+def _staler(graph: Graph, request: PlanRequest, before: float) -> Iterator[Tried]:
+    """Yield the smallest larger staleness with which devices are used most."""
     found = []
     for value in STALENESS:
         if value <= request.schedule.max_staleness:
@@ -106,15 +106,15 @@ def _staler(graph: Graph, request: PlanRequest, before: float) -> tuple[Mapping[
         if after is not None:
             found.append((settings, after))
     best = min((after for _, after in found), default=before)
-    return next(((settings, after) for settings, after in found if after <= best + NEARLY * before), None)
+    yield from [(settings, after) for settings, after in found if after <= best + NEARLY * before][:1]
 
 
-def _elsewhere(graph: Graph, request: PlanRequest) -> tuple[Mapping[str, Any], float] | None:
-    """Return the best placement with the same settings, and its seconds."""
+def _elsewhere(graph: Graph, request: PlanRequest) -> Iterator[Tried]:
+    """Yield the best placement with the same settings."""
     assert request.hardware is not None
     free = replace(without_places(request), placement=None, free=frozenset({PLACEMENT}))
     ranked = explore(Evaluator(SearchProblem(graph, free, request.hardware)), PLACEMENT_BUDGET).ranked()
-    return ({PLACEMENT: placement_of(ranked[0])}, ranked[0].period) if ranked else None
+    yield from [({PLACEMENT: placement_of(choice)}, choice.period) for choice in ranked[:1]]
 
 
 def _period(graph: Graph, request: PlanRequest) -> float | None:

@@ -19,7 +19,7 @@ from hflow.report.page.tables import Table
 from hflow.report.page.view import PageView, page_view
 
 STYLES = ("base.css", "graph.css", "charts.css", "devices.css", "print.css")
-SCRIPTS = ("select.js", "devices.js", "tips.js", "theme.js")
+SCRIPTS = ("select.js", "devices.js", "tips.js", "theme.js", "wide.js")
 IN_SCRIPT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 """Characters that could end a script element, as JSON escapes."""
 

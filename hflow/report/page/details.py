@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import EdgeKind, Node, Read
 from hflow.planner.forecast import EdgeTraffic, NodeTime, StepTraffic
-from hflow.planner.ir import Plan, RouteRow, WeightRoute
+from hflow.planner.ir import Plan, Replica, RouteRow, WeightRoute
 from hflow.report.formatting import (
     DASH,
     TIMES,
@@ -18,6 +18,7 @@ from hflow.report.formatting import (
     range_text,
     rank_order_text,
     seconds_text,
+    size_text,
 )
 from hflow.report.page.cards import VERBS, shape_of
 from hflow.report.page.edges import SAMPLES, Arrow
@@ -64,10 +65,52 @@ class NodeDetail:
     knobs: Facts
 
 
+ROLES = {
+    "train": "trains {model}",
+    "gen": "generates with the weights of {model}",
+    "infer": "computes with {model}, without learning",
+}
+"""Role of a replica -> what it does."""
+
+
+@dataclass(frozen=True)
+class ReplicaDetail:
+    """One replica in words."""
+
+    name: str
+    what: str
+    facts: Facts
+    nodes: tuple[str, ...]
+
+
 def node_details(plan: Plan) -> tuple[NodeDetail, ...]:
     """Return the details of every node of the graph."""
     times = {row.node: row for row in plan.forecast.times} if plan.forecast else {}
     return tuple(_node_detail(plan, node, times.get(node.name)) for node in plan.graph.nodes)
+
+
+def replica_details(plan: Plan) -> tuple[ReplicaDetail, ...]:
+    """Return the details of every replica."""
+    return tuple(_replica_detail(plan, replica) for replica in plan.replicas)
+
+
+def _replica_detail(plan: Plan, replica: Replica) -> ReplicaDetail:
+    size = size_text(replica, dict(plan.shapes).get(replica.model))
+    facts = (
+        ("parameters", size),
+        ("backend", replica.backend),
+        ("layout", str(replica.layout)),
+        ("group", replica.group),
+        ("devices", range_text(replica.workers)),
+        ("dp-heads", range_text(replica.heads)),
+    )
+    nodes = (node.name for node in plan.graph.nodes)
+    return ReplicaDetail(
+        name=replica.name,
+        what=ROLES[replica.role].format(model=replica.model),
+        facts=facts,
+        nodes=tuple(name for name in nodes if replica.name in plan.placement(name).replicas),
+    )
 
 
 def time_parts(time: NodeTime | None) -> tuple[TimeShare, ...]:
@@ -195,7 +238,7 @@ def route_listing(plan: Plan, route: WeightRoute) -> Listing:
     more = len(route.rows) - len(rows)
     return Listing(
         title=f"{plural(len(route.rows), 'row')} of {route.src} → {route.dst}",
-        columns=("tensor", "layers", "slice", "who has it", "who needs it"),
+        columns=("tensor", "layers", "slice", "held by", "needed by"),
         rows=rows,
         more=f"and {more:,} more, which hflow plan --json lists" if more else "",
     )

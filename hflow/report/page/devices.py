@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.routing import rank_order
 from hflow.report.formatting import bytes_text, plural, range_text
+from hflow.report.page.memory_view import model_shades
 from hflow.report.page.routes import RouteView, Sets, route_views
 
 LARGE, MEDIUM = 8, 64
@@ -53,6 +54,8 @@ class ReplicaView:
     layout: str
     group: str
     colour: int
+    shade: int
+    """Shade of its model."""
     size: str
     workers: tuple[int, ...]
     coords: tuple[tuple[int, int, int, int], ...]
@@ -86,7 +89,7 @@ def devices_view(plan: Plan, consumers: Iterable[str]) -> DevicesView:
         consumers: batch nodes whose inputs may be shown as routes.
     """
     cluster, sets = plan.cluster, Sets()
-    colours, peaks = group_colours(plan), _peaks(plan)
+    colours, shades, peaks = group_colours(plan), model_shades(plan), _peaks(plan)
     squares = _squares(plan, peaks)
     starts = range(0, cluster.num_devices, cluster.devices_per_node)
     return DevicesView(
@@ -98,7 +101,9 @@ def devices_view(plan: Plan, consumers: Iterable[str]) -> DevicesView:
             for i, start in enumerate(starts)
         ),
         groups=tuple(GroupView(g.name, colours[g.name], range_text(g.devices)) for g in plan.groups),
-        replicas=tuple(_replica(replica, colours[replica.group]) for replica in plan.replicas),
+        replicas=tuple(
+            _replica(replica, colours[replica.group], shades[replica.model]) for replica in plan.replicas
+        ),
         routes=route_views(plan, consumers, sets),
         sets=sets.runs(),
         peaks=tuple(_peak_text(plan, peaks.get(device)) for device in range(cluster.num_devices)),
@@ -137,13 +142,14 @@ def _size(num_devices: int) -> str:
     return "large" if num_devices <= LARGE else "medium" if num_devices <= MEDIUM else "small"
 
 
-def _replica(replica: Replica, colour: int) -> ReplicaView:
+def _replica(replica: Replica, colour: int, shade: int) -> ReplicaView:
     order = rank_order(replica.role)
     return ReplicaView(
         name=replica.name,
         layout=str(replica.layout),
         group=replica.group,
         colour=colour,
+        shade=shade,
         size=plural(replica.layout.world, "device"),
         workers=replica.workers,
         coords=tuple(replica.layout.coords(order, rank) for rank in range(replica.layout.world)),

@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hflow.planner.forecast import Period, Slot
+from hflow.planner.forecast import Limit, Period, Slot
 from hflow.planner.ir import PUBLISH_PREFIX, Plan
 from hflow.report.formatting import MINUS, plural, seconds_text, share_text
+from hflow.report.limits_text import limit_text
 
 NUM_PERIODS, MOST_PERIODS = 2, 4
 """Number of periods drawn; at most the second number if some nodes do not fire in each step."""
@@ -49,6 +50,8 @@ class ChartLane:
     name: str
     note: str
     idle: str
+    advice: str
+    """What would use the devices while they are idle; empty if they rarely are."""
     num_rows: int
     bars: tuple[Bar, ...]
 
@@ -82,23 +85,27 @@ def gantt_view(plan: Plan) -> Gantt | None:
     if period is None:
         return None
     sizes = {group.name: len(group.devices) for group in plan.groups}
-    return period_gantt(period, sizes, {replica.name: replica.group for replica in plan.replicas})
+    limits = plan.forecast.limits if plan.forecast else ()
+    return period_gantt(period, sizes, {replica.name: replica.group for replica in plan.replicas}, limits)
 
 
-def period_gantt(period: Period, sizes: Mapping[str, int], groups: Mapping[str, str]) -> Gantt | None:
+def period_gantt(
+    period: Period, sizes: Mapping[str, int], groups: Mapping[str, str], limits: Sequence[Limit] = ()
+) -> Gantt | None:
     """Return the chart of a period; None if it takes no time.
 
     Args:
         period: the steady state.
         sizes: device group -> number of its devices.
         groups: replica -> its device group.
+        limits: what would use idle devices.
     """
     if period.seconds <= 0:
         return None
     num_periods = max(NUM_PERIODS, min(MOST_PERIODS, period.num_steps))
     chart_seconds = num_periods * period.seconds
     lanes = tuple(
-        _lane(name, slots, period, chart_seconds, sizes, groups)
+        _lane(name, slots, period, chart_seconds, sizes, groups, limits)
         for name, slots in _by_lane(period, sizes, groups).items()
     )
     shown = {(bar.step, bar.colour) for lane in lanes for bar in lane.bars}
@@ -140,6 +147,7 @@ def _lane(
     chart_seconds: float,
     sizes: Mapping[str, int],
     groups: Mapping[str, str],
+    limits: Sequence[Limit],
 ) -> ChartLane:
     idle = {groups.get(lane, lane): share for lane, share in period.idle}
     critical = {step.node for step in period.cycle}
@@ -149,10 +157,14 @@ def _lane(
         for bar in _bars(slot, period, chart_seconds)
     ]
     num_rows, placed = stack(bars)
+    advice = [
+        limit_text(limit) for limit in limits if name in {groups.get(lane, lane) for lane in limit.idle}
+    ]
     return ChartLane(
         name=name,
         note=plural(sizes[name], "device") if name in sizes else "",
         idle=share_text(idle[name]) if name in idle else "",
+        advice=" ".join(advice),
         num_rows=num_rows,
         bars=placed,
     )

@@ -11,6 +11,7 @@ from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, Plan
 from hflow.planner.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, seconds_text, share_text
+from hflow.report.limits_text import limit_text
 from hflow.report.page.gantt import ref_of
 from hflow.report.plan_text.assumptions import (
     calibration_text,
@@ -72,7 +73,7 @@ def headline(plan: Plan) -> Headline:
         cycle=tuple(_cycle(plan, period)) if period else (),
         assumptions=tuple(_assumptions(plan)),
         missing=forecast.missing if forecast else ("hardware: no figures for it, so nothing is estimated",),
-        limits=forecast.limits if forecast else (),
+        limits=tuple(map(limit_text, forecast.limits)) if forecast else (),
         warnings=(*(f"Cannot run: {reason}" for reason in plan.unrunnable), *plan.warnings),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hflow.planner.forecast import MemoryCategory, PhaseMemory
@@ -10,6 +10,7 @@ from hflow.planner.ir import Plan
 from hflow.report.formatting import bytes_text, plural, range_text, share_text
 from hflow.report.memory_classes import DeviceClass, device_classes
 
+NUM_SHADES = 4
 MOST_CLASSES = 6
 """Number of device classes that are shown at once."""
 
@@ -21,6 +22,8 @@ class BarPiece:
     name: str
     kind: int
     """Index of its colour, from 1."""
+    shade: int
+    """Shade of its model; 0 for the first model, and for what belongs to none."""
     is_transient: bool
     left: float
     width: float
@@ -60,6 +63,8 @@ class MemoryView:
     num_shown: int
     kinds: tuple[tuple[str, int], ...]
     """(category, colour) of the categories that occur."""
+    shades: tuple[tuple[str, int], ...]
+    """(model, shade) of the models with replicas, if there are several."""
 
 
 def memory_view(plan: Plan) -> MemoryView | None:
@@ -70,7 +75,9 @@ def memory_view(plan: Plan) -> MemoryView | None:
     capacity = plan.cluster.memory_bytes
     scale = max(capacity, *(row.total for row in rows)) * 1.02
     classes = sorted(device_classes(rows), key=lambda one: -one.peak.total)
-    views = tuple(_class(one, scale, capacity) for one in classes)
+    shades = model_shades(plan)
+    of_replica = {replica.name: shades[replica.model] for replica in plan.replicas}
+    views = tuple(_class(one, scale, capacity, of_replica) for one in classes)
     shown = {item.kind for view in views for bar in view.phases for item in bar.items}
     return MemoryView(
         capacity=bytes_text(capacity),
@@ -78,10 +85,17 @@ def memory_view(plan: Plan) -> MemoryView | None:
         classes=views,
         num_shown=min(MOST_CLASSES, len(views)),
         kinds=tuple((category.value, i) for i, category in enumerate(MemoryCategory, 1) if i in shown),
+        shades=tuple(shades.items()) if len(shades) > 1 else (),
     )
 
 
-def _class(one: DeviceClass, scale: float, capacity: int) -> ClassView:
+def model_shades(plan: Plan) -> dict[str, int]:
+    """Return the shade of each model with replicas, from 0."""
+    models = dict.fromkeys(replica.model for replica in plan.replicas)
+    return {model: i % NUM_SHADES for i, model in enumerate(models)}
+
+
+def _class(one: DeviceClass, scale: float, capacity: int, shades: Mapping[str, int]) -> ClassView:
     return ClassView(
         group=one.peak.group,
         devices=range_text(one.devices),
@@ -93,14 +107,14 @@ def _class(one: DeviceClass, scale: float, capacity: int) -> ClassView:
                 share=share_text(row.total / capacity),
                 is_peak=row.total == one.peak.total,
                 is_too_much=row.total > capacity,
-                items=tuple(_items(row, scale)),
+                items=tuple(_items(row, scale, shades)),
             )
             for row in one.phases
         ),
     )
 
 
-def _items(row: PhaseMemory, scale: float) -> Iterator[BarPiece]:
+def _items(row: PhaseMemory, scale: float, shades: Mapping[str, int]) -> Iterator[BarPiece]:
     kinds = {category: i for i, category in enumerate(MemoryCategory, 1)}
     left = 0.0
     for items, is_transient in ((row.resident, False), (row.transient, True)):
@@ -108,6 +122,12 @@ def _items(row: PhaseMemory, scale: float) -> Iterator[BarPiece]:
             width = 100 * size / scale
             if size:
                 yield BarPiece(
-                    name, kinds[category], is_transient, round(left, 3), round(width, 3), bytes_text(size)
+                    name=name,
+                    kind=kinds[category],
+                    shade=shades.get(name.partition(" ")[0], 0),
+                    is_transient=is_transient,
+                    left=round(left, 3),
+                    width=round(width, 3),
+                    size=bytes_text(size),
                 )
             left += width

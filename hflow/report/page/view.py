@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from hflow.planner.ir import Plan
 from hflow.report.formatting import seconds_text
-from hflow.report.page.details import EdgeDetail, NodeDetail, edge_details, node_details
+from hflow.report.page.details import (
+    EdgeDetail,
+    NodeDetail,
+    ReplicaDetail,
+    edge_details,
+    node_details,
+    replica_details,
+)
 from hflow.report.page.devices import DevicesView, devices_view, group_colours
 from hflow.report.page.edges import arrows
 from hflow.report.page.gantt import Gantt, gantt_view
@@ -14,6 +21,7 @@ from hflow.report.page.graph_view import GraphView, graph_view
 from hflow.report.page.headline import Headline, headline
 from hflow.report.page.memory_view import MemoryView, memory_view
 from hflow.report.page.tables import Tables, tables
+from hflow.report.plan_text.graph import LAG_NOTE
 
 TERMS: tuple[tuple[str, str], ...] = (
     ("step", "One round: samples are generated and scored, then the models learn from them once."),
@@ -27,11 +35,11 @@ TERMS: tuple[tuple[str, str], ...] = (
     ("peak", "The most memory that any one device holds in any phase, beside what it has."),
     (
         "staleness",
-        "How many versions of the weights may lie between the one that wrote a token and the one that learns "
-        "from it. 0 is on policy: answers are always those of the newest weights.",
+        "Versions of the weights between the one that wrote a token and the one that learns from it. "
+        "0 is on policy: answers are always those of the newest weights.",
     ),
     ("node", "One function of the recipe. What it reads and returns are its edges."),
-    ("lag", "How many steps an edge crosses: with lag 1, what one step made is read by the next."),
+    ("lag", f"How many steps an edge crosses. {LAG_NOTE}"),
     ("replica", "One copy of a model on some devices: actor@train learns, actor@gen writes answers."),
     (
         "layout",
@@ -63,6 +71,7 @@ class PageView:
     graph: GraphView
     nodes: tuple[NodeDetail, ...]
     edges: tuple[EdgeDetail, ...]
+    replicas: tuple[ReplicaDetail, ...]
     devices: DevicesView
     gantt: Gantt | None
     memory: MemoryView | None
@@ -70,8 +79,8 @@ class PageView:
     colours: tuple[tuple[str, int], ...]
     """(device group, number of its colour)."""
     terms: tuple[tuple[str, str], ...]
-    slowest: str
-    """The node that the page shows before the reader selects one."""
+    lag: str
+    """What a lag is, in one line."""
 
 
 def page_view(plan: Plan) -> PageView:
@@ -85,19 +94,12 @@ def page_view(plan: Plan) -> PageView:
         graph=graph_view(plan, {row.node: seconds_text(row.seconds) for row in times if row.seconds}),
         nodes=node_details(plan),
         edges=edge_details(plan, arrows(plan)),
+        replicas=replica_details(plan),
         devices=devices_view(plan, [rule.consumer for rule in plan.rules if rule.fields]),
         gantt=gantt_view(plan),
         memory=memory_view(plan),
         tables=tables(plan),
         colours=tuple(group_colours(plan).items()),
         terms=TERMS,
-        slowest=_slowest(plan),
+        lag=LAG_NOTE,
     )
-
-
-def _slowest(plan: Plan) -> str:
-    """Return the slowest node, on the critical cycle if there is one; without times, the first node."""
-    forecast = plan.forecast
-    rows = (forecast.period.cycle if forecast.period else forecast.times) if forecast else ()
-    seconds = {row.node: row.seconds for row in rows}
-    return max((node.name for node in plan.graph.nodes), key=lambda name: seconds.get(name, 0.0))

@@ -13,10 +13,14 @@ from hflow.planner.node_order import stages
 from hflow.report.formatting import plural, range_text
 from hflow.report.plan_text.section import Section, add_row, dim, lines, table, text
 
+LAG_NOTE = (
+    "Lag n: from n steps before. Weights of lag 1 are the newest, and staleness counts the versions beyond "
+    "that: lag ≤ 2 is a staleness of at most 1."
+)
 NOTE = (
     "What one step computes. A node starts when all that it waits for is done: data (fields that it reads), "
     "weights (a model as earlier steps left it), overwrite (others first read the model that it changes), "
-    "order (its turn on shared devices). Lag n: from n steps before."
+    "order (its turn on shared devices). " + LAG_NOTE
 )
 WIDEST_NODE = 36
 COLOURS = {"data": "cyan", "weights": "magenta", "overwrite": "yellow", "order": "blue"}

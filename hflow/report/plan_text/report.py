@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from hflow.planner.ir import Plan
+from hflow.report.limits_text import limit_text
 from hflow.report.plan_text.assumptions import assumptions_section
 from hflow.report.plan_text.data import data_section, routing_section
 from hflow.report.plan_text.devices import devices_section, replicas_section, turns_section
@@ -63,7 +64,7 @@ class PlanReport:
                 for section in same:
                     yield from shown(section)
         for limit in self._plan.forecast.limits if self._plan.forecast is not None else ():
-            yield Text(f"\nlimit: {limit}", style="yellow")
+            yield Text(f"\nlimit: {limit_text(limit)}", style="yellow")
         for reason in self._plan.unrunnable:
             yield Text(f"\ncannot run: {reason}", style="bold red")
         for warning in self._plan.warnings:

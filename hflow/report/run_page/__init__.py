@@ -14,7 +14,7 @@ from hflow.report.run_page.view import run_page_view
 if TYPE_CHECKING:
     from hflow.launch.run_report import RunReport
 
-STYLES, SCRIPTS = ("base.css", "charts.css", "print.css"), ("tips.js", "theme.js")
+STYLES, SCRIPTS = ("base.css", "charts.css", "print.css"), ("tips.js", "theme.js", "wide.js")
 """Files of the page of a plan that this page uses too."""
 
 

@@ -78,7 +78,7 @@ def _lane(worker: str, lane: str, spans: Sequence[MeasuredSpan], start: float, e
     longest = sorted(spans, key=lambda span: span.start - span.end)[:MAX_BARS]
     num_rows, bars = stack([_bar(span, start, end) for span in longest])
     busy = _covered([(max(start, span.start), min(end, span.end)) for span in spans])
-    return ChartLane(worker, lane, share_text(1 - busy / (end - start)), num_rows, bars)
+    return ChartLane(worker, lane, share_text(1 - busy / (end - start)), "", num_rows, bars)
 
 
 def _bar(span: MeasuredSpan, start: float, end: float) -> Bar:

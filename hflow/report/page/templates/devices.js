@@ -1,4 +1,4 @@
-// The device grid: which devices a replica, a node or a way between devices uses.
+// The device grid: which devices a replica, a node or a route between devices uses.
 const data = JSON.parse(document.getElementById("data").textContent);
 const grid = document.getElementById("grid");
 const squares = [...grid.querySelectorAll(".device")];
@@ -28,7 +28,7 @@ function facts(rows) {
   return list;
 }
 
-// From whom a device takes: on its own machine where a holder is there and the way prefers it.
+// From whom a device takes: on its own machine where a holder is there and the route prefers it.
 function sources(route, [holders, receivers], device) {
   const held = sets[holders];
   if (!sets[receivers].has(device) || held.has(device)) return [];
@@ -36,7 +36,7 @@ function sources(route, [holders, receivers], device) {
   return near.length ? near : [...held];
 }
 
-// Pairs [from, to] of a way: all of them, or those that one device has a part in.
+// Pairs [from, to] of a route: all of them, or those that one device has a part in.
 function pairs(route, only) {
   const found = new Map();
   for (const flow of route.flows) {
@@ -135,8 +135,8 @@ function showRoute(route, device) {
   const from = [...found.values()].filter(([, to]) => to === device).length;
   const to = [...found.values()].filter(([source]) => source === device).length;
   const note = device === undefined ? route.note : `takes from ${from}, gives to ${to} devices`;
-  const hint = found.size > MOST_ARCS ? "Only some of its ways are drawn." : "";
-  const more = element("p", device === undefined ? "Point at a device to see its own ways." : hint, "quiet");
+  const hint = found.size > MOST_ARCS ? "Only some of its routes are drawn." : "";
+  const more = element("p", device === undefined ? "Point at a device to see its own routes." : hint, "quiet");
   readout.replaceChildren(title, element("p", note), sends, more);
 }
 

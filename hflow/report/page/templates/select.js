@@ -11,11 +11,12 @@ function show(ref) {
   for (const listener of page.listeners) listener(ref);
 }
 
-function keep(ref) {
+function keep(ref, target) {
   page.kept = page.kept === ref ? null : ref;
   for (const button of document.querySelectorAll("[data-ref][aria-pressed]")) {
     button.setAttribute("aria-pressed", String(button.dataset.ref === page.kept));
   }
+  openDetails(page.kept, target);
   show(page.kept);
 }
 
@@ -23,30 +24,28 @@ const refAt = (target) => target.closest?.("[data-ref]")?.dataset.ref ?? null;
 
 document.addEventListener("pointerover", (event) => {
   const ref = refAt(event.target);
-  if (ref && !event.target.closest(".panel")) show(ref);
-  else if (!ref) show(page.kept);
+  show(ref && !event.target.closest(".panel") ? ref : page.kept);
 });
 document.addEventListener("focusin", (event) => {
   const ref = refAt(event.target);
   if (ref && event.target.matches(":focus-visible") && !event.target.closest(".panel")) show(ref);
 });
 document.addEventListener("click", (event) => {
-  const target = event.target.closest?.("[data-ref]");
+  const target = event.target.closest?.("[data-ref], [data-jump]");
   if (!target) return;
-  keep(target.dataset.ref);
+  if (target.dataset.ref) keep(target.dataset.ref, target);
   if (target.dataset.jump && page.kept) document.getElementById(target.dataset.jump).scrollIntoView();
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && page.kept) keep(page.kept);
   if ((event.key === "Enter" || event.key === " ") && event.target.matches("g[data-ref]")) {
     event.preventDefault();
-    keep(event.target.dataset.ref);
+    keep(event.target.dataset.ref, event.target);
   }
 });
 
 // The graph: what is chosen stands out with its neighbours, the rest steps back.
 const dag = document.getElementById("dag");
-const panel = document.getElementById("panel");
 const templates = [...document.querySelectorAll("template[data-detail]")];
 const details = new Map(templates.map((template) => [template.dataset.detail, template]));
 
@@ -81,15 +80,24 @@ function focusGraph(ref) {
   }
 }
 
-function fillPanel(ref) {
-  const template = details.get(ref ?? panel.dataset.first);
-  if (!template) return;
-  panel.replaceChildren(template.content.cloneNode(true));
-  panel.scrollTop = 0;
-}
-fillPanel(null);
+// The details of what is kept, docked beside the page. What the reader chose stays where it is in the window.
+const panel = document.getElementById("panel");
+const panelBody = document.getElementById("panel-body");
 
-page.listeners.push(focusGraph, fillPanel, (ref) => {
+function openDetails(ref, target) {
+  const template = details.get(ref);
+  const before = target?.getBoundingClientRect().top;
+  panel.hidden = template === undefined;
+  document.body.classList.toggle("has-panel", template !== undefined);
+  if (template) panelBody.replaceChildren(template.content.cloneNode(true));
+  panel.scrollTop = 0;
+  if (!target?.isConnected || target.closest(".panel")) return;
+  window.scrollBy({ top: target.getBoundingClientRect().top - before, behavior: "instant" });
+  if (!target.matches(".edge")) target.scrollIntoView({ block: "nearest", inline: "nearest", behavior: "instant" });
+}
+document.getElementById("panel-close").addEventListener("click", () => page.kept && keep(page.kept));
+
+page.listeners.push(focusGraph, (ref) => {
   for (const bar of document.querySelectorAll(".bar.is-focus")) bar.classList.remove("is-focus");
   if (ref) for (const bar of byRef(ref)) if (bar.matches(".bar")) bar.classList.add("is-focus");
 });
