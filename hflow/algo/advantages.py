@@ -1,6 +1,8 @@
 """Advantages: relative to a group, by generalized advantage estimation, and whitening.
 
-Shapes: T packed tokens, S sequences, P groups. PerToken results are 0 where `loss_mask` is 0.
+Shapes: T packed tokens, S sequences, P groups. PerToken results are 0 where `loss_mask` is 0. Means and
+variances are computed in float64, since in float32 the mean of equal large rewards differs from them.
+Results have the dtype of the input.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ def group_advantage(reward: Tensor, seqs: Sequences, std: bool = True, eps: floa
 
     Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, outcome supervision.
     """
-    count = seqs.group_count().to(reward.dtype)
-    centred = reward - (seqs.group_sum(reward) / count)[seqs.group]
-    if not std:
-        return centred
-    variance = seqs.group_sum(centred.square()) / (count - 1).clamp(min=1)
-    return centred / (variance.sqrt() + eps)[seqs.group]
+    count = seqs.group_count()
+    exact = reward.double()
+    centred = exact - (seqs.group_sum(exact) / count)[seqs.group]
+    if std:
+        variance = seqs.group_sum(centred.square()) / (count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + eps)[seqs.group]
+    return centred.to(reward.dtype)
 
 
 def leave_one_out(reward: Tensor, seqs: Sequences) -> Tensor:
@@ -55,9 +58,10 @@ def leave_one_out(reward: Tensor, seqs: Sequences) -> Tensor:
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; Ahmadian et al.
     2024, "Back to basics", the RLOO estimator.
     """
-    num_others = (seqs.group_count() - 1).to(reward.dtype)
-    mean = (seqs.group_sum(reward)[seqs.group] - reward) / num_others.clamp(min=1)[seqs.group]
-    return (reward - mean).masked_fill(num_others[seqs.group] == 0, 0)
+    num_others = (seqs.group_count() - 1)[seqs.group]
+    exact = reward.double()
+    mean = (seqs.group_sum(exact)[seqs.group] - exact) / num_others.clamp(min=1)
+    return (exact - mean).masked_fill(num_others == 0, 0).to(reward.dtype)
 
 
 def gae(
@@ -125,10 +129,11 @@ def whiten(x: Tensor, seqs: Sequences, eps: float = 1e-8, by_group: bool = False
         learned = values.masked_fill(~seqs.loss_mask, 0)
         return learned.new_zeros(num_segments).index_add(0, segment, learned)
 
-    count = sums(torch.ones_like(x))
-    centred = x - (sums(x) / count.clamp(min=1))[segment]
+    exact = x.double()
+    count = sums(torch.ones_like(exact))
+    centred = exact - (sums(exact) / count.clamp(min=1))[segment]
     variance = sums(centred.square()) / (count - 1).clamp(min=1)
-    return (centred * torch.rsqrt(variance + eps)[segment]).masked_fill(~seqs.loss_mask, 0)
+    return (centred * torch.rsqrt(variance + eps)[segment]).masked_fill(~seqs.loss_mask, 0).to(x.dtype)
 
 
 def explained_variance(values: Tensor, targets: Tensor, seqs: Sequences) -> Tensor:
@@ -144,11 +149,11 @@ def explained_variance(values: Tensor, targets: Tensor, seqs: Sequences) -> Tens
     Returns:
         A scalar tensor.
     """
-    learned = targets[seqs.loss_mask]
+    learned = targets[seqs.loss_mask].double()
     error = learned - values[seqs.loss_mask]
     if len(learned) < 2 or not learned.var() > 0:
-        return learned.new_zeros(())
-    return 1 - error.var() / learned.var()
+        return targets.new_zeros(())
+    return (1 - error.var() / learned.var()).to(targets.dtype)
 
 
 def _learned_grid(seqs: Sequences) -> tuple[Tensor, Tensor, int]:

@@ -1,7 +1,9 @@
 """Estimators of the KL divergence, a controller of its weight, and entropy.
 
-`kl_*(logprobs, ref_logprobs)` estimate KL(p || ref) in nats from tokens that were drawn from p. Both
-arguments are log-probs of these tokens, of any shape; the result has the same shape. `r = ref(x) / p(x)`.
+`kl_*(logprobs, ref_logprobs)` estimate KL(p || ref) in nats from tokens x that were drawn from **p**, the
+policy of the first argument. Both arguments are log-probs of these tokens, of any shape; the result has the
+same shape. `r = ref(x) / p(x)`. For tokens that were drawn from the second policy, exchange the arguments,
+which estimates the KL in the other direction.
 
 Source: John Schulman 2020, "Approximating KL divergence", for k1, k2 and k3.
 """
@@ -11,27 +13,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hflow.algo.ratios import bounded
+
+MAX_KL = 10.0
+"""Largest value in nats of k3 for one token, as in verl and OpenRLHF. Unbounded, k3 is 2.6e10 where ref gives
+a token 24 nats more than p. A token above the bound has no gradient."""
 _MAX_ERROR = 0.2
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return `-log r`: unbiased, high variance, can be negative."""
+    """Return `-log r` for tokens drawn from p: unbiased, high variance, can be negative."""
     return logprobs - ref_logprobs
 
 
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return `(log r)^2 / 2`: biased, low variance, never negative. Its gradient is that of the KL."""
+    """Return `(log r)^2 / 2` for tokens drawn from p: biased, low variance, never negative.
+
+    The mean of its gradient is the gradient of the KL.
+    """
     return (logprobs - ref_logprobs).square() / 2
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return `(r - 1) - log r`: unbiased, low variance, never negative."""
-    log_ratio = ref_logprobs - logprobs
-    return torch.expm1(log_ratio) - log_ratio
+    """Return `(r - 1) - log r` for tokens drawn from p: unbiased, low variance, never negative.
+
+    At most `MAX_KL`, and unbiased up to there.
+    """
+    log_ratio = bounded(ref_logprobs - logprobs)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(max=MAX_KL)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate the KL with `k1`, `k2` or `k3`.
+    """Estimate KL(p || ref) with `k1`, `k2` or `k3`, from tokens drawn from p, the first argument.
 
     Raises:
         KeyError: for another name.

@@ -2,7 +2,8 @@
 
 Three policies give log-probs of the same tokens: **theta** is being trained, **prox** is the policy at the
 start of the step, **behav** generated the tokens. All functions are elementwise: arguments and results have
-the shape `[T]`, or `[S]` for ratios of sequences (GSPO), or `[P]` for pairs.
+the shape `[T]`, or `[S]` for ratios of sequences (GSPO), or `[P]` for pairs. Ratios are bounded
+(`ratios.MAX_LOG_RATIO`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hflow.algo.ratios import policy_ratio
+
 
 def clipped_surrogate(
-    theta: Tensor, behav: Tensor, advantages: Tensor, clip: float, *, clip_high: float | None = None
+    theta: Tensor,
+    behav: Tensor,
+    advantages: Tensor,
+    clip: float,
+    *,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> Tensor:
     """Return PPO's loss: `-min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A)`.
 
@@ -26,12 +35,66 @@ def clipped_surrogate(
         advantages: positive if the token should become more likely.
         clip: largest distance of the ratio below 1.
         clip_high: largest distance of the ratio above 1. None: `clip`. DAPO's "clip-higher" sets it.
+        dual_clip: c > 1. Where A < 0, the surrogate is at least `c A` (Ye et al. 2020, equation 5). None: no
+            bound.
 
     Source: Schulman et al. 2017, "Proximal policy optimization algorithms", equation 7.
     """
-    ratio = torch.exp(theta - behav)
+    ratio = policy_ratio(theta, behav)
     clipped = ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+
+
+def is_clipped(
+    theta: Tensor, prox: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return where PPO's clipped branch is the active one, so that a token has no gradient.
+
+    A ratio below `1 - clip` is clipped only if A < 0, and one above `1 + clip_high` only if A > 0. Elsewhere
+    the minimum takes the branch that is not clipped.
+
+    Args:
+        theta: log-probs of the policy that is trained.
+        prox: log-probs of the policy that ratios are clipped around.
+        advantages: of the same shape.
+        clip: largest distance of the ratio below 1.
+        clip_high: largest distance of the ratio above 1. None: `clip`.
+
+    Returns:
+        Two bool tensors: clipped below, and clipped above.
+
+    Source: Schulman et al. 2017, equation 7 and figure 1.
+    """
+    ratio = policy_ratio(theta, prox).detach()
+    high = clip if clip_high is None else clip_high
+    return (ratio < 1 - clip) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
+
+
+def behav_weight(
+    prox: Tensor, behav: Tensor, cap: float | None, over_cap: Literal["mask", "truncate"] = "mask"
+) -> Tensor:
+    """Return the weight `exp(prox - behav)`, which corrects a loss for the policy that generated the tokens.
+
+    Args:
+        prox: log-probs of the policy for which the loss is right.
+        behav: log-probs of the policy that generated the tokens.
+        cap: largest weight. None: no limit but that of all ratios.
+        over_cap: the weight of tokens with a larger one. `mask`: 0, and they still count in the mean (masked
+            importance sampling); `truncate`: the cap (truncated importance sampling).
+
+    Returns:
+        Weights without gradient.
+
+    Source: the cap is AReaL's (Fu et al. 2025), truncation that of IMPALA (Espeholt et al. 2018, section
+    4.1).
+    """
+    weight = policy_ratio(prox, behav).detach()
+    if cap is None:
+        return weight
+    return weight.masked_fill(weight > cap, 0.0 if over_cap == "mask" else cap)
 
 
 def decoupled_surrogate(
@@ -57,24 +120,15 @@ def decoupled_surrogate(
         behav: log-probs of the policy that generated the tokens.
         advantages: positive if the token should become more likely.
         clip: largest distance of the ratio below 1.
-        behav_weight_cap: largest w. None: no limit.
-        over_cap: the weight of tokens with a larger w. `mask`: 0, and they still count in the mean (masked
-            importance sampling); `truncate`: the cap (truncated importance sampling).
+        behav_weight_cap: largest w, see `behav_weight`.
+        over_cap: what happens to a larger one, see `behav_weight`.
         clip_high: largest distance of the ratio above 1. None: `clip`.
-        dual_clip: c > 1. Where A < 0, the surrogate is at least `c A` (Ye et al. 2020, equation 5). None: no
-            bound.
+        dual_clip: see `clipped_surrogate`.
 
-    Source: Hilton et al. 2022, "Batch size-invariance for policy optimization", equation 4; the
-    cap is AReaL's (Fu et al. 2025), truncation that of IMPALA (Espeholt et al. 2018, section 4.1).
+    Source: Hilton et al. 2022, "Batch size-invariance for policy optimization", equation 4.
     """
-    loss = clipped_surrogate(theta, prox, advantages, clip, clip_high=clip_high)
-    if dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
-    weight = torch.exp(prox - behav).detach()
-    if behav_weight_cap is not None:
-        capped = 0.0 if over_cap == "mask" else behav_weight_cap
-        weight = weight.masked_fill(weight > behav_weight_cap, capped)
-    return weight * loss
+    loss = clipped_surrogate(theta, prox, advantages, clip, clip_high=clip_high, dual_clip=dual_clip)
+    return behav_weight(prox, behav, behav_weight_cap, over_cap) * loss
 
 
 def loglinear_prox(theta: Tensor, behav: Tensor, versions: Tensor, v_prox: float, v_theta: float) -> Tensor:

@@ -65,15 +65,28 @@ def check_prox(spec: RecipeSpec, assignment: StreamAssignment) -> None:
     """Check that the nodes of a stream agree with `prox=` of its train node.
 
     Raises:
-        RecipeError: if a node other than infer returns prox_logprobs, an infer node computes them with
-            another model, or a node reads them though `prox=` makes none.
+        RecipeError: if a train node does not read prox_logprobs but sets `prox=`, a node other than infer
+            returns them, an infer node computes them with another model, or a node reads them though `prox=`
+            makes none.
     """
     for train in spec.nodes:
+        _check_used(train)
         if train.verb == "train" and any(parameter.name == FIELD for parameter in train.parameters):
             same = [n for n in spec.nodes if assignment.stream_of[n.name] == assignment.stream_of[train.name]]
             for node in same:
                 _check_producer(node, train)
                 _check_reader(node, train)
+
+
+def _check_used(node: NodeSpec) -> None:
+    if node.verb != "train" or node.option("prox") in (None, "none"):
+        return
+    if all(parameter.name.rpartition(".")[2] != FIELD for parameter in node.parameters):
+        raise recipe_error(
+            node.where,
+            node.name,
+            f"prox={node.option('prox')!r} has no effect: its body does not read {FIELD}. Remove prox=",
+        )
 
 
 def _resolve(node: NodeSpec) -> NodeSpec:

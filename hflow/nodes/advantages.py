@@ -88,9 +88,18 @@ def gae(
 
 
 @compute(returns="advantages", min_group=2)
-def group_advantage(reward: PerSequence, seqs: Sequences, *, std: bool = True) -> PerSequence:
-    """Return each reward minus its group's mean, over the group's standard deviation if `std` (GRPO)."""
-    return algo.group_advantage(reward, seqs, std)
+def group_advantage(
+    reward: PerSequence, seqs: Sequences, *, std: bool = True, eps: float = 1e-4
+) -> PerSequence:
+    """Return each reward minus its group's mean, over the group's standard deviation if `std` (GRPO).
+
+    Args:
+        reward: `[S]`.
+        seqs: the layout of the batch.
+        std: divide by the group's standard deviation; false is Dr. GRPO.
+        eps: added to the standard deviation, so that rewards that differ by less have small advantages.
+    """
+    return algo.group_advantage(reward, seqs, std, eps)
 
 
 @compute(returns="advantages", min_group=2)

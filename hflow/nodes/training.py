@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
-from hflow.dsl import train
-from hflow.errors import RecipeError
+from hflow.dsl import checked_by, train
 from hflow.lazy import algo
 from hflow.types import Metrics, Output, PerGroup, PerSequence, PerToken, Sequences
 
 
+def _check_policy_loss(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    """Return what is wrong with the knobs of a policy's loss, and how to fix it."""
+    clip, high, cap, dual_clip = (
+        knobs.get(name) for name in ("clip", "clip_high", "behav_weight_cap", "dual_clip")
+    )
+    for name, value in (("clip", clip), ("clip_high", high)):
+        if value is not None and value < 0:
+            return f"{name} is {value}; it must be 0 or more"
+    if cap is not None and cap <= 0:
+        return f"behav_weight_cap is {cap}; it must be more than 0, or null"
+    if dual_clip is not None and dual_clip <= 1:
+        return f"dual_clip is {dual_clip}; it must be more than 1, or null"
+    if knobs.get("kl_coef") and "ref_logprobs" not in reads:
+        return "kl_coef needs ref_logprobs. List use(nodes.ref_inf, REF)"
+    return None
+
+
 @train(reduce="token-mean")
+@checked_by(_check_policy_loss)
 def actor_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -49,7 +67,6 @@ def actor_train(
     Returns:
         The loss `[T]`, and metrics.
     """
-    _check_bounds("actor_train", behav_weight_cap, dual_clip)
     theta = out.logprobs
     loss = algo.decoupled_surrogate(
         theta,
@@ -62,30 +79,35 @@ def actor_train(
         clip_high=clip_high,
         dual_clip=dual_clip,
     )
-    ratio = (theta - prox_logprobs).exp()
-    outside = (ratio < 1 - clip) | (ratio > 1 + (clip if clip_high is None else clip_high))
-    metrics = {"clip_fraction": outside, "kl": algo.kl_k3(theta, prox_logprobs), "entropy": out.entropy}
+    low, high = algo.is_clipped(theta, prox_logprobs, advantages, clip, clip_high)
+    bounded = algo.is_bounded(theta, prox_logprobs) | algo.is_bounded(prox_logprobs, behav_logprobs)
+    metrics = {
+        "clip_fraction": low | high,
+        "clip_fraction_low": low,
+        "clip_fraction_high": high,
+        "kl": algo.kl_k3(prox_logprobs, theta),
+        "entropy": out.entropy,
+        "bounded_ratios.sum": bounded,
+    }
+    if dual_clip is not None:
+        metrics["dual_clip_fraction"] = (advantages < 0) & (
+            algo.policy_ratio(theta, prox_logprobs) > dual_clip
+        )
     if behav_weight_cap is not None:
         metrics["over_cap"] = prox_logprobs - behav_logprobs > math.log(behav_weight_cap)
     if kl_coef:
-        if ref_logprobs is None:
-            raise RecipeError("actor_train: kl_coef needs ref_logprobs. List use(nodes.ref_inf, REF)")
+        assert ref_logprobs is not None, "the check of this node's knobs refuses kl_coef without ref_logprobs"
         metrics["ref_kl"] = algo.kl_estimate(theta, ref_logprobs, kl_estimator)
+        if kl_estimator == "k3":
+            metrics["bounded_kl.sum"] = metrics["ref_kl"] >= algo.MAX_KL
         loss = loss + kl_coef * metrics["ref_kl"]
     if entropy_coef:
         loss = loss - entropy_coef * out.entropy
     return loss, metrics
 
 
-def _check_bounds(node: str, behav_weight_cap: float | None, dual_clip: float | None) -> None:
-    """Check that the cap is positive, as 0 would mask every token, and the dual clip is more than 1."""
-    if behav_weight_cap is not None and behav_weight_cap <= 0:
-        raise RecipeError(f"{node}: behav_weight_cap is {behav_weight_cap}; it must be more than 0, or null")
-    if dual_clip is not None and dual_clip <= 1:
-        raise RecipeError(f"{node}: dual_clip is {dual_clip}; it must be more than 1, or null")
-
-
 @train(reduce="seq-mean")
+@checked_by(_check_policy_loss)
 def gspo_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -117,14 +139,19 @@ def gspo_train(
 
     Source: Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7.
     """
-    _check_bounds("gspo_train", behav_weight_cap, None)
     theta, prox, behav = (seqs.mean(x) for x in (out.logprobs, prox_logprobs, behav_logprobs))
     loss = algo.decoupled_surrogate(
         theta, prox, behav, advantages, clip, behav_weight_cap, over_cap=over_cap, clip_high=clip_high
     )
-    ratio = (theta - prox).exp()
-    outside = (ratio < 1 - clip) | (ratio > 1 + (clip if clip_high is None else clip_high))
-    metrics = {"clip_fraction": outside, "entropy": out.entropy}
+    low, high = algo.is_clipped(theta, prox, advantages, clip, clip_high)
+    metrics = {
+        "clip_fraction": low | high,
+        "clip_fraction_low": low,
+        "clip_fraction_high": high,
+        "kl": algo.kl_k3(prox_logprobs, out.logprobs),
+        "entropy": out.entropy,
+        "bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav),
+    }
     if behav_weight_cap is not None:
         metrics["over_cap"] = prox - behav > math.log(behav_weight_cap)
     return loss, metrics

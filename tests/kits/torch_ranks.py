@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import reduction_cases
 import torch
 import torch.distributed as dist
 import torch_kit as kit
@@ -43,6 +44,7 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
         backend.save(str(directory / name))()
         if "lora" in changes:
             results[name] += (adapters_off_and_on(backend, group, batch, shard),)
+    results["reductions"] = reductions(rank, group)
     results["infer"] = infer(rank, group, batch)
     backend = kit.model(2, group)
     backend.infer(kit.LOGPROBS, [batch])  # leaves weights whole on every rank
@@ -51,6 +53,17 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
     if rank == 1:
         kit.model().save(str(directory / "on the second rank alone"))()
     return results
+
+
+def reductions(rank: int, group: Any) -> dict[Any, float]:
+    """Return the loss of every case of `reduction_cases` on two ranks."""
+    backend, batch = kit.model(2, group, tokens_per_microbatch=13), reduction_cases.make_batch()
+    losses = {}
+    for reduction, mask, num_minibatches in reduction_cases.CASES:
+        shard = reduction_cases.shards_of(batch, num_minibatches, 2)[rank]
+        metrics = backend.train(reduction_cases.call_of(reduction, mask), [shard], 0)
+        losses[reduction, mask, num_minibatches] = metrics["loss"]
+    return losses
 
 
 LORA = LoraConfig(r=4, alpha=8, save_merged=True)

@@ -24,6 +24,16 @@ def test_group_advantage_without_spread_is_zero():
     assert algo.group_advantage(torch.tensor([7.0, 2.0, 2.0]), seqs).tolist() == [0, 0, 0]
 
 
+def test_equal_large_rewards_have_no_advantage():
+    """Their mean in float32 is another number, whose distance from them is not small beside eps."""
+    seqs = Sequences.of([1, 1, 1], group=[0, 0, 0])
+    reward = torch.full((3,), 1000.1)
+    assert algo.group_advantage(reward, seqs).tolist() == [0, 0, 0]
+    assert algo.leave_one_out(reward, seqs).tolist() == [0, 0, 0]
+    assert algo.whiten(reward, seqs).tolist() == [0, 0, 0]
+    assert algo.explained_variance(reward - 1, reward, seqs).item() == 0
+
+
 def test_gae_by_hand():
     seqs = Sequences.of([2], loss_mask=[True, True])
     reward, values = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25])

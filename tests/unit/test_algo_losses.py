@@ -106,6 +106,24 @@ def test_kl_estimators_average_to_the_divergence():
         torch.testing.assert_close((p * estimator(p.log(), ref.log())).sum(), exact)
 
 
+def test_k3_is_bounded():
+    # Unbounded it would be e^24 - 25 = 2.6e10. With p far above ref it is the log-ratio less 1.
+    p, ref = torch.tensor([-30.0, -1.0, -3.0]), torch.tensor([-6.0, -9.0, -3.0])
+    torch.testing.assert_close(algo.kl_k3(p, ref), torch.tensor([10.0, 7 + math.exp(-8), 0.0]))
+
+
+def test_gradients_of_far_policies_are_finite():
+    """At 100 nats exp overflows in float32, and the product with a zero gradient is NaN."""
+    theta = torch.tensor([0.0, -100.0, 0.0], requires_grad=True)
+    behav = torch.tensor([-100.0, 0.0, 0.0])
+    loss = algo.decoupled_surrogate(theta, behav, behav, torch.tensor([1.0, 1.0, 1.0]), 0.2, 5.0)
+    (loss.sum() + algo.kl_k3(theta, behav).sum()).backward()
+    assert theta.grad.tolist() == [0, 0, -1]
+    assert algo.is_bounded(theta, behav).tolist() == [True, True, False]
+    assert algo.policy_ratio(theta, behav).tolist() == pytest.approx([math.exp(20), math.exp(-20), 1])
+    assert torch.isfinite(algo.decoupled_surrogate(theta, theta, behav, torch.ones(3), 0.2)).all()
+
+
 def test_entropy():
     assert algo.entropy(torch.zeros(4)).item() == pytest.approx(math.log(4))
     assert algo.entropy(torch.tensor([0.0, math.log(3)])).item() == pytest.approx(

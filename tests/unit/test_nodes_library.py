@@ -11,7 +11,6 @@ import torch
 from torch.testing import assert_close
 
 from hflow import Output, Sequences, State, algo, nodes
-from hflow.errors import RecipeError
 from hflow.lazy import LazyModule
 from hflow.testing import CharacterTokenizer, ScriptedEngine
 
@@ -74,12 +73,23 @@ def test_the_behaviour_weight_multiplies_both_branches():
     assert_close(metrics["kl"], tensor(0.0))
 
 
-def test_clipping_is_counted_on_both_sides():
-    prox = torch.zeros(4)
-    theta = tensor(0.7, 0.85, 1.25, 1.35).log()
-    out = Output(logprobs=theta, entropy=prox)
-    _, metrics = nodes.actor_train(out, prox, prox, torch.ones(4), clip=0.2, clip_high=0.3)
-    assert metrics["clip_fraction"].tolist() == [True, False, False, True]
+def test_clipping_is_counted_where_it_is_active():
+    """Schulman et al. 2017, figure 1: low ratios are clipped for A < 0, high ones for A > 0."""
+    prox = torch.zeros(6)
+    out = Output(logprobs=tensor(0.7, 0.85, 1.25, 1.35, 0.7, 1.35).log(), entropy=prox)
+    advantages = tensor(-1.0, -1.0, 1.0, 1.0, 1.0, -1.0)
+    _, metrics = nodes.actor_train(out, prox, prox, advantages, clip=0.2, clip_high=0.3)
+    assert metrics["clip_fraction_low"].tolist() == [True] + [False] * 5
+    assert metrics["clip_fraction_high"].tolist() == [False] * 3 + [True, False, False]
+    assert metrics["clip_fraction"].tolist() == [True, False, False, True, False, False]
+
+
+def test_the_kl_of_the_update_is_that_of_the_policy_that_drew_the_tokens():
+    """KL(prox || theta) by its definition: the mean of the metric over tokens drawn from prox."""
+    prox, theta = tensor(0.1, 0.2, 0.7), tensor(0.3, 0.3, 0.4)
+    out = Output(logprobs=theta.log(), entropy=prox)
+    _, metrics = nodes.actor_train(out, prox.log(), prox.log(), torch.ones(3))
+    assert_close((prox * metrics["kl"]).sum(), (prox * (prox / theta).log()).sum())
 
 
 def test_kl_and_entropy_join_the_loss():
@@ -87,8 +97,6 @@ def test_kl_and_entropy_join_the_loss():
     out = Output(logprobs=theta, entropy=tensor(2.0))
     loss, _ = nodes.actor_train(out, theta, theta, tensor(0.0), tensor(-2.0), kl_coef=0.5, entropy_coef=0.1)
     assert_close(loss, tensor(0.5 * (math.exp(-1) - 1 + 1) - 0.2))
-    with pytest.raises(RecipeError, match="kl_coef needs ref_logprobs"):
-        nodes.actor_train(out, theta, theta, tensor(0.0), kl_coef=0.5)
 
 
 def test_dpo_of_equal_policies_is_log_two():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reduction_cases
 import torch
 import torch_kit as kit
 import torch_ranks
@@ -44,6 +45,12 @@ def assert_same(got, wanted, atol=1e-5) -> None:
 @pytest.mark.parametrize("name", kit.CALLS)
 def test_reduction(ranks, name):
     assert_same(ranks[name], train_here(kit.CALLS[name]))
+
+
+@pytest.mark.parametrize("case", reduction_cases.CASES)
+def test_loss_by_hand(ranks, case):
+    wanted = reduction_cases.loss_by_hand(reduction_cases.make_batch(), *case)
+    assert ranks["reductions"][case] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
 def test_untied(ranks):

@@ -82,7 +82,7 @@ def actor_train(
         out.logprobs, prox_logprobs, behav_logprobs, advantages, clip, behav_weight_cap
     )
     ratio = (out.logprobs - prox_logprobs).exp()
-    return loss, {"clip_fraction": (ratio - 1).abs() > clip, "kl": algo.kl_k3(out.logprobs, prox_logprobs)}
+    return loss, {"clip_fraction": (ratio - 1).abs() > clip, "kl": algo.kl_k3(prox_logprobs, out.logprobs)}
 
 
 recipe = Recipe(
