@@ -7,7 +7,7 @@ STAMP := .venv/installed
 # A process of tests a core, the longest files first (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: env test test-long lint unit browser demo chaos bad-input gpu-check clean
+.PHONY: env test test-long lint unit browser docs docs-serve demo chaos bad-input gpu-check clean
 
 env: $(STAMP)
 
@@ -38,6 +38,15 @@ test-long: env
 # The test of the plan's page opens it in a browser.
 browser:
 	@sh requirements/browser.sh
+
+# The documentation as a site: build/site/index.html. It needs no network.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+docs: env
+	$(MKDOCS) build
+
+# The same on port 8000 of this machine, built again when a page changes.
+docs-serve: env
+	$(MKDOCS) serve
 
 # Every case of bad input, and N random changes of each kind; the result goes to benchmarks/results.
 bad-input: env

@@ -48,7 +48,9 @@ class OptimConfig:
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of the moving averages of the gradient and of its square."""
     eps: StrictFloat = Field(default=1e-8, ge=0)
+    """Added to the root of the second moving average, so that no update is divided by 0."""
     weight_decay: StrictFloat = Field(default=0.0, ge=0)
+    """Decoupled weight decay: a step multiplies matrices by 1 - lr * weight_decay. Vectors have none."""
     warmup_steps: Int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -147,7 +149,9 @@ class ModelConfig:
     lora: LoraConfig | None = None
     """Train low-rank adapters beside frozen weights, as in `{r: 16, alpha: 32}`; null: train the weights."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
+    """The optimizer of a trained model."""
     gen: GenConfig = Field(default_factory=GenConfig)
+    """How the model generates."""
 
     @property
     def compute_dtype(self) -> Literal["fp32", "bf16"]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import hflow
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -22,7 +28,9 @@ def test_the_examples_of_a_page_run_one_after_the_other(name: str) -> None:
         exec(compile(block, str(path), "exec"), names)
 
 
-PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "recipes" / "README.md"])
+PAGES = sorted(
+    [*DOCS.rglob("*.md"), *(ROOT / folder / "README.md" for folder in ("", "recipes", "benchmarks"))]
+)
 FILE = re.compile(r"`([\w./-]+/[\w./-]*)`")
 """A file or folder in backticks; a name without a slash may be anything."""
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
@@ -41,7 +49,7 @@ def test_the_files_that_a_page_names_exist(name: str) -> None:
     assert [path for path in paths if not exists(path)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -49,3 +57,32 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 def test_the_architecture_stays_a_description() -> None:
     assert len((DOCS / "architecture.md").read_text().split()) <= 2000
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site. A warning is an error: a dead link or anchor, a page that is in no menu."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    built = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True
+    )
+    assert built.returncode == 0, built.stderr.decode()
+    return folder
+
+
+def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
+    loads = re.compile(r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
+    pages = list(site.rglob("*.html"))
+    assert pages
+    assert {tag for page in pages for tag in loads.findall(page.read_text())} == set()
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    text = "".join(page.read_text() for page in (site / "docs" / "reference").glob("*.html"))
+    parts = [importlib.import_module(f"hflow.{part}") for part in ("algo", "nodes", "rewards")]
+    names = {f"{part.__name__}.{name}" for part in parts for name in part.__all__}
+    names |= {f"hflow.{name}" for name in hflow.__all__ if name not in ("algo", "nodes", "rewards")}
+    names |= {"hflow.testing.ScriptedEngine", "hflow.testing.CharacterTokenizer"}
+    assert {name for name in names if f'id="{name}"' not in text} == set()
+    assert all(f"<code>{key}</code>" in text for key in ("max_staleness", "weight_decay", "cache_gib"))
