@@ -213,7 +213,8 @@ def main() -> None:
     runs = []
     beside: dict[str, list[float]] = {"generation": [], "training": []}
     with tempfile.TemporaryDirectory() as out:
-        processes = RayActors(compile_recipe(RECIPE, overrides(args, (0, True), out)).plan.cluster)
+        cluster = compile_recipe(RECIPE, overrides(args, (0, True), out)).plan.cluster
+        processes = RayActors(cluster, is_shared=True)
     processes.start()
     try:
         for _ in range(args.rounds):

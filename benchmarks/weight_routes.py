@@ -26,11 +26,11 @@ from typing import Any
 import harness
 
 from hflow.launch.compile import Compiled, compile_recipe
-from hflow.launch.worker_setup import make_setup
+from hflow.launch.worker_setup import make_processes, make_setup
 from hflow.planner import placement
 from hflow.planner.ir import Plan
 from hflow.planner.model_shape import num_parameters
-from hflow.workers.interface import Workers, WorkerSetup
+from hflow.workers.interface import WorkerSetup
 from hflow.workers.ray.ray_workers import RayWorkers
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "grpo.py"
@@ -86,8 +86,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     setup = make_setup(compile_recipe(RECIPE, overrides(args)))
     (route,) = setup.plan.weights
     assert route.how == "pull"
-    workers: Workers = RayWorkers()
-    assert isinstance(workers, RayWorkers)
+    workers = RayWorkers(make_processes(setup.plan))
     try:
         await workers.start(setup)
         rows = await measure(workers, {"whole": without_rows(setup.plan), "rows": setup.plan}, args.rounds)
@@ -156,8 +155,7 @@ def planned_bytes(backend: str, layout: str, gen_layout: str) -> dict[str, Any]:
 
 async def sent_bytes(setup: WorkerSetup) -> dict[str, Any]:
     """Bytes of one version: what was sent through files, and what engines took from there and in place."""
-    workers: Workers = RayWorkers()
-    assert isinstance(workers, RayWorkers)
+    workers = RayWorkers(make_processes(setup.plan))
     try:
         await workers.start(setup)
         await workers.wake(ENGINE, 0)

@@ -21,7 +21,7 @@ import harness
 import torch
 
 from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import make_setup
+from hflow.launch.worker_setup import make_processes, make_setup
 from hflow.planner.backends import engine_kind
 from hflow.planner.ir import Plan
 from hflow.planner.model_shape import num_parameters
@@ -149,7 +149,7 @@ async def run(route: str, size: int, rounds: int) -> dict[str, Any]:
     assert planned.how == "pull"
     own_process = engine_kind(setup.plan.replica(planned.dst).backend).has_own_process
     minimum = planned.moved_bytes + (planned.held_bytes if own_process else 0)
-    workers = RayWorkers()
+    workers = RayWorkers(make_processes(setup.plan))
     try:
         await workers.start(setup)
         rows = await measure(workers, setup.plan, rounds)

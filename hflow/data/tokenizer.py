@@ -1,4 +1,7 @@
-"""`TextTokenizer`: encodes texts and messages, and marks which tokens are learned."""
+"""`TextTokenizer`: encodes texts and messages, and marks which tokens are learned.
+
+transformers is imported when a tokenizer is built: this takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hflow.data.chat import ChatTemplate
 from hflow.data.unknown_tokens import check_known
@@ -167,6 +169,8 @@ class TextTokenizer:
 
 def _load(settings: TokenizerSettings) -> Any:
     if settings.path is not None and any((Path(settings.path) / name).exists() for name in _TOKENIZER_FILES):
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
         loader: Any = PreTrainedTokenizerFast if _is_generic(Path(settings.path)) else AutoTokenizer
         try:
             return loader.from_pretrained(settings.path, local_files_only=True, trust_remote_code=False)
@@ -213,6 +217,8 @@ def character_tokenizer(alphabet: str) -> Any:
     Raises:
         DataError: if the alphabet is empty or has a character twice.
     """
+    from transformers import PreTrainedTokenizerFast
+
     if not alphabet:
         raise DataError("the tokenizer's alphabet is empty; list the characters of your data")
     repeated = [c for i, c in enumerate(alphabet) if c in alphabet[:i]]

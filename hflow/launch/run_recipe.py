@@ -6,8 +6,9 @@ import asyncio
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,10 +17,9 @@ from hflow.config import flatten, to_yaml
 from hflow.durable_files import WriteError, replace_text
 from hflow.errors import HflowError, WorkerFailureError
 from hflow.launch.compile import Compiled
-from hflow.launch.observer import RunObserver
 from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.plan_file import plan_file_text
-from hflow.launch.preflight import check_models, check_saving, refuse_unrunnable
+from hflow.launch.preflight import check_saving, refuse_unrunnable
 from hflow.launch.resumed_run import (
     ResumedRun,
     find_resumed,
@@ -30,7 +30,7 @@ from hflow.launch.resumed_run import (
 from hflow.launch.shown_metrics import builtin_metrics
 from hflow.launch.stop_signals import StopSignals
 from hflow.launch.trackers import open_trackers
-from hflow.launch.worker_setup import make_setup, make_workers, open_rows
+from hflow.launch.worker_setup import make_processes, make_setup, make_workers, open_rows
 from hflow.observer import RunInfo
 from hflow.planner.backends import factories
 from hflow.planner.graph_queries import saved_models
@@ -38,7 +38,6 @@ from hflow.report.live import Display, open_display
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.executor import Executor
-from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.saved_run import ResumePoint
@@ -48,6 +47,7 @@ from hflow.workers.interface import Span, Workers, WorkerSetup
 from hflow.workers.process_setup import freeze_gc
 
 if TYPE_CHECKING:
+    from hflow.launch.observer import RunObserver
     from hflow.workers.ray.ray_actors import RayActors
 
 
@@ -111,40 +111,40 @@ def _run(
 async def _run_in_loop(
     compiled: Compiled, live: bool | None, environment: RunEnvironment, resumed: ResumedRun | None
 ) -> RunSummary:
-    """Check data and models before the run's directory is created or changed."""
-    rows, setup = open_rows(compiled), make_setup(compiled, environment.factories)
-    check_models(compiled, setup)
-    directory = (
-        resumed.directory if resumed else RunDirectory.create(compiled.config.out, compiled.config.name)
-    )
-    setup = replace(setup, weights_directory=str(directory.weights.resolve()))
-    if _owns_processes(compiled, environment):
-        setup = replace(setup, sample_log_directory=str(directory.sample_log.resolve()))
+    """Check data and models before the run's directory is created or changed.
+
+    Workers import torch while this process does so for the checks of models.
+    """
+    rows, setup, config = open_rows(compiled), make_setup(compiled, environment.factories), compiled.config
     console = Console(quiet=True) if environment.is_quiet else None
-    with directory.locked():
+    async with AsyncExitStack() as stack:
+        display = stack.enter_context(open_display(config.name, live, console))
+        model_checks = asyncio.create_task(asyncio.to_thread(import_module, "hflow.launch.model_checks"))
+        await asyncio.sleep(0)  # the import begins, and continues while Ray starts
+        processes = None
+        if config.workers == "ray":
+            processes = environment.processes or make_processes(compiled.plan)
+            if not processes.is_shared:
+                stack.push_async_callback(processes.close)
+            processes.start(display.note)
+        (await model_checks).check_models(compiled, setup)
+        directory = resumed.directory if resumed else RunDirectory.create(config.out, config.name)
+        setup = replace(setup, weights_directory=str(directory.weights.resolve()))
+        if processes is not None and not processes.is_shared:
+            setup = replace(setup, sample_log_directory=str(directory.sample_log.resolve()))
+        stack.enter_context(directory.locked())
         _prepare(directory, compiled, resumed)
-        config = compiled.config
         checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints, config.keep_best)
         checkpoints.drop_unfinished()
-        with (
-            open_display(config.name, live, console) as display,
-            _observer(
-                compiled,
-                directory,
-                display,
-                checkpoints,
-                _open_observers(compiled, environment, directory, resumed),
-            ) as observer,
-        ):
+        observers = _open_observers(compiled, environment, directory, resumed)
+        with _observer(compiled, directory, display, checkpoints, observers) as observer:
             display.note(f"{config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")
             for line in _checkpoint_notes(compiled, resumed):
                 display.note(line)
             for warning in compiled.plan.warnings:
                 observer.on_warning(warning)
             signals = StopSignals(display.note)
-            attempts = _Attempts(
-                compiled, environment, setup, rows, directory, observer, checkpoints, signals
-            )
+            attempts = _Attempts(compiled, processes, setup, rows, directory, observer, checkpoints, signals)
             try:
                 summary = await attempts.run(resumed.point if resumed else None)
             except asyncio.CancelledError:
@@ -167,7 +167,8 @@ class _Attempts:
     """Runs a plan, from the last checkpoint again after a worker has failed."""
 
     compiled: Compiled
-    environment: RunEnvironment
+    processes: RayActors | None
+    """Of the workers; None: they are in this process."""
     setup: WorkerSetup
     """Of a run that begins."""
     rows: dict[str, DatasetRows]
@@ -184,7 +185,7 @@ class _Attempts:
         """
         num_restarts = 0
         while True:
-            workers = make_workers(self.compiled, self.environment.processes)
+            workers = make_workers(self.processes)
             setup = resumed_setup(self.setup, self.compiled, point) if point else self.setup
             self.signals.stop_by(None)
             try:
@@ -206,7 +207,7 @@ class _Attempts:
     @property
     def _can_restart(self) -> bool:
         """Whether failed processes can be replaced."""
-        return _owns_processes(self.compiled, self.environment)
+        return self.processes is not None and not self.processes.is_shared
 
     async def _restart(self, failure: WorkerFailureError, point: ResumePoint | None, number: int) -> None:
         """Say what happened, take the run back to a checkpoint, and wait a little."""
@@ -253,11 +254,6 @@ class _Attempts:
             values=dict(self.observer.shown),
             warnings=tuple(self.observer.warnings),
         )
-
-
-def _owns_processes(compiled: Compiled, environment: RunEnvironment) -> bool:
-    """Return whether a run has worker processes that no other run uses."""
-    return environment.processes is None and compiled.config.workers == "ray"
 
 
 def _prepare(directory: RunDirectory, compiled: Compiled, resumed: ResumedRun | None) -> None:
@@ -329,6 +325,9 @@ def _observer(
     checkpoints: Checkpoints,
     observers: ObserverThread,
 ) -> Iterator[RunObserver]:
+    from hflow.launch.observer import RunObserver
+    from hflow.runtime.execution.metrics_log import MetricsLog
+
     report = compiled.config.report
     trace = Trace()
     with closing(MetricsLog(directory.metrics, directory.tensorboard, builtin_metrics())) as log:

@@ -206,7 +206,7 @@ def _start_processes(twins: Sequence[tuple[str, Compiled]]) -> RayActors | None:
         {name: value for plan in plans for name, value in device_environment(plan, worker).items()}
         for worker in range(cluster.num_devices)
     ]
-    return RayActors(cluster, environments)
+    return RayActors(cluster, environments, is_shared=True)
 
 
 def comparable_config(config: RunConfig, graph: Graph, steps: int, out: str) -> RunConfig:

@@ -17,10 +17,11 @@ from hflow.graph.ir import DatasetSpec, Node
 from hflow.launch.compile import Compiled
 from hflow.launch.model_settings import model_settings, tokenizer_settings
 from hflow.planner import backends
-from hflow.planner.ir import Replica
+from hflow.planner.ir import Plan, Replica
 from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.workers.interface import NodeProgram, Workers, WorkerSetup
+from hflow.workers.process_setup import device_environment
 
 if TYPE_CHECKING:
     from hflow.workers.ray.ray_actors import RayActors
@@ -56,9 +57,17 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
     )
 
 
-def make_workers(compiled: Compiled, processes: RayActors | None = None) -> Workers:
-    """Return workers as configured: on Ray, in the given or in new processes, or all in this process."""
-    if compiled.config.workers == "inproc":
+def make_processes(plan: Plan) -> RayActors:
+    """Return the processes of a run's workers on Ray. They are not started."""
+    from hflow.workers.ray.ray_actors import RayActors
+
+    environments = [device_environment(plan, worker) for worker in range(plan.cluster.num_devices)]
+    return RayActors(plan.cluster, environments)
+
+
+def make_workers(processes: RayActors | None) -> Workers:
+    """Return workers on Ray, in these processes; None: all in this process."""
+    if processes is None:
         from hflow.workers.inproc import InprocWorkers
 
         return InprocWorkers()

@@ -6,8 +6,6 @@ import gc
 import os
 from pathlib import Path
 
-import torch
-
 from hflow.errors import RunError
 from hflow.planner.backends import descriptor
 from hflow.planner.ir import Plan
@@ -24,6 +22,8 @@ def device_environment(plan: Plan, worker: int) -> dict[str, str]:
 
 def visible_devices() -> tuple[str, ...]:
     """Return the CUDA devices of this process, as other processes name them in CUDA_VISIBLE_DEVICES."""
+    import torch
+
     if not torch.cuda.is_available():
         return ()
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -45,6 +45,8 @@ def bind_cores(cores: range) -> None:
     """
     if not cores:
         return
+    import torch
+
     chosen = bound_cores(cores)
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), chosen)

@@ -22,7 +22,7 @@ from runs import run as run_recipe
 
 from hflow.errors import RunError
 from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import make_setup
+from hflow.launch.worker_setup import make_processes, make_setup
 from hflow.workers.interface import NodeTask, WorkerSetup
 from hflow.workers.ray import ray_actors, ray_workers
 from hflow.workers.ray.ray_workers import RayWorkers
@@ -75,12 +75,13 @@ def failure(node: str, at_work: AtWork | None = None) -> str:
 
     With `at_work`, the node first runs to its end, and then again, while `at_work` is called.
     """
-    workers = RayWorkers()
+    setup = setup_of()
+    workers = RayWorkers(make_processes(setup.plan))
 
     async def work() -> None:
         async with asyncio.timeout(SECONDS):
             try:
-                await workers.start(setup_of())
+                await workers.start(setup)
                 await encoded(workers)
                 if at_work is not None:
                     assert [result.node for result in await workers.run(tasks(node))] == [node, node]
@@ -183,7 +184,7 @@ def test_a_hang_while_building_is_reported() -> None:
     setup = dataclasses.replace(setup, factories={**setup.factories, "torch": late_model})
 
     async def work() -> None:
-        workers = RayWorkers()
+        workers = RayWorkers(make_processes(setup.plan))
         async with asyncio.timeout(SECONDS):
             try:
                 await workers.start(setup)

@@ -50,7 +50,7 @@ class SharedProcesses:
             self.close()
             self._num = max(num_workers, FEWEST_PROCESSES)
             cluster = compile_recipe(ROOT / "recipes/sft.py", [f"cluster=cpu-1x{self._num}"]).plan.cluster
-            self._processes = RayActors(cluster)
+            self._processes = RayActors(cluster, is_shared=True)
             self._processes.start()
         assert self._processes is not None
         return self._processes

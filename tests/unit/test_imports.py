@@ -55,6 +55,21 @@ for name in (*BACKENDS, *ENGINES):
     assert process.returncode == 0, process.stderr
 
 
+def test_workers_are_started_before_anything_heavy_is_imported():
+    """What `hflow run` imports to plan a run and to start workers on Ray: these import torch meanwhile."""
+    code = """
+import sys
+import hflow.launch.run_recipe
+import hflow.workers.ray.ray_actors
+heavy = [name for name in ("torch", "transformers", "tensorboardX") if name in sys.modules]
+assert not heavy, heavy
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert process.returncode == 0, process.stderr
+
+
 def test_packages_follow_the_import_rules():
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-logo"],

@@ -18,10 +18,10 @@ from hflow.workers.interface import GroupOrder, NodeResult, NodeTask, WorkerSetu
 from hflow.workers.messages import LANES, MESSAGES, Message, activity_of
 from hflow.workers.process_guard import die_with_parent
 from hflow.workers.process_setup import freeze_gc
-from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest
 
 if TYPE_CHECKING:
     from hflow.workers.process_groups import ProcessRank
+    from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest
 
 
 class WorkerProcess:

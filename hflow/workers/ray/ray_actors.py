@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,21 +46,26 @@ class RayActors:
     Starting them takes most of the time of a short run, because each imports torch.
     """
 
-    def __init__(self, cluster: ClusterSpec, environments: Sequence[Mapping[str, str]] = ()) -> None:
+    def __init__(
+        self, cluster: ClusterSpec, environments: Sequence[Mapping[str, str]] = (), is_shared: bool = False
+    ) -> None:
         """Prepare.
 
         Args:
             cluster: the devices.
             environments: environment variables of each process, if any.
+            is_shared: several runs use the processes in turn, so that no run ends them.
         """
+        self.is_shared = is_shared
         self._cluster = cluster
         self._environments = environments or [{}] * cluster.num_devices
         self._reservation: Reservation | None = None
         self._actors: list[Any] = []
 
-    def start(self) -> None:
+    def start(self, report_progress: Callable[[str], None] = lambda line: None) -> None:
         """Reserve the cluster's devices and start an actor on each, unless this is done.
 
+        It does not wait until the actors have imported torch, which takes longer than to start them.
         Call it on a thread that lives as long as the actors: Ray's daemons end with the thread that started
         them.
 
@@ -68,6 +73,7 @@ class RayActors:
             RunError: when the Ray cluster is too small.
         """
         if self._reservation is None:
+            report_progress(f"starting Ray and {self._cluster.num_devices} workers")
             reservation = self._reservation = reserve(self._cluster)
             self._actors = [self._new_actor(w, reservation) for w in range(len(self._environments))]
 
@@ -87,7 +93,7 @@ class RayActors:
         return RayWorker.options(**reservation.options(worker, self._environments[worker])).remote(worker)
 
     async def close(self) -> None:
-        """End the processes, and free what was reserved or started. Safe to call twice."""
+        """End the processes, and free what was reserved or started. `start` starts new ones."""
         actors, self._actors = self._actors, []
         for actor in actors:
             ray.kill(actor)

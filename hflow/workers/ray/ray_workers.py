@@ -37,7 +37,6 @@ from hflow.workers.interface import (
 from hflow.workers.messages import MESSAGES, activity_of
 from hflow.workers.pickling import pickle_with_bodies
 from hflow.workers.process_groups import ProcessRank, collective_workers
-from hflow.workers.process_setup import device_environment
 from hflow.workers.ray.ray_actors import RayActors, close_workers
 from hflow.workers.ray.ray_weights import RayWeights
 from hflow.workers.storage.sample_transfer import pulls_of
@@ -131,16 +130,15 @@ class RayWorkers(Workers):
     see them in the order of the calls.
     """
 
-    def __init__(self, processes: RayActors | None = None) -> None:
+    def __init__(self, processes: RayActors) -> None:
         """Prepare a run.
 
         Args:
-            processes: worker processes that several runs use in turn, and that this run does not end; None:
-                it starts and ends its own.
+            processes: worker processes. They are started unless they have been, and ended by `close` unless
+                they are shared.
         """
         self._actors: list[Any] = []
         self._processes = processes
-        self._owns_processes = processes is None
         self._pending: list[_PendingCall] = []
         """In the order in which they were sent, which is the order in which devices work on them."""
         self._deaths: dict[int, _Death] = {}
@@ -158,17 +156,13 @@ class RayWorkers(Workers):
     async def start(
         self, setup: WorkerSetup, report_progress: Callable[[str], None] = lambda line: None
     ) -> None:
-        """Start all actors at the same time, then build process groups and models in them."""
+        """Start all actors, unless they have been, then build process groups and models in them."""
         self._plan, self._timeout = setup.plan, setup.collective_timeout
         self._hang_seconds = setup.hang_seconds
         self.replaceable = replaceable_workers(setup.plan) if setup.sample_log_directory else {}
         self._weights = RayWeights(setup.plan, self._send, self._wait_all, self._call)
         workers = range(setup.plan.cluster.num_devices)
-        report_progress(f"starting Ray and {len(workers)} workers")
-        if self._processes is None:
-            environments = [device_environment(setup.plan, worker) for worker in workers]
-            self._processes = RayActors(setup.plan.cluster, environments)
-        self._processes.start()
+        self._processes.start(report_progress)
         self._actors = self._processes.actors(len(workers))
         bodies = [program.body for program in setup.programs.values()]
         pickled = pickle_with_bodies(setup, bodies)
@@ -263,7 +257,6 @@ class RayWorkers(Workers):
 
     async def replace(self, worker: int) -> Mapping[str, Sequence[int]]:
         """Start another process on the device of a worker that has failed, and build the worker there."""
-        assert self._processes is not None, "nothing was started"
         self._rebuilding.add(worker)
         try:
             actor = self._actors[worker] = self._processes.replace(worker)
@@ -301,7 +294,7 @@ class RayWorkers(Workers):
         await close_workers(
             [actor for worker, actor in enumerate(actors) if worker not in self._unresponsive]
         )
-        if self._owns_processes and self._processes is not None:
+        if not self._processes.is_shared:
             await self._processes.close()
 
     def _send(self, worker: int, method: str, *arguments: Any) -> Any:
