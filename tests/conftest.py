@@ -19,6 +19,7 @@ settings.load_profile("hflow")
 os.environ.setdefault("RAY_worker_niceness", "0")  # another test must not starve the workers of this one
 
 LONGEST = [
+    "test_public_types.py",
     "test_twin.py",
     "test_hangs.py",
     "test_vllm_runs.py",

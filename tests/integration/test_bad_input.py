@@ -24,7 +24,7 @@ from hflow.validation import from_mapping
 SEED = 14
 NUM_CHANGES = 3
 """Random changes of each kind; `make bad-input N=500` makes more."""
-EVERY = {"override": 4, "option": 3, "checkpoint": 3, "data": 2, "recipe": 2}
+EVERY = {"override": 8, "option": 5, "checkpoint": 6, "data": 4, "recipe": 4}
 """Of these kinds, of which each case composes a configuration, every so many-th case runs here."""
 LISTED = (
     "batch=1000000000",

@@ -159,6 +159,7 @@ def test_ranks_that_wait_for_each_other_are_both_located() -> None:
     assert f"worker 1 (rank 1 of actor@train) waits in recv at {receives}" in message
 
 
+@pytest.mark.long
 def test_a_waiter_that_is_ended_does_not_hide_the_missing_rank(tmp_path: Path) -> None:
     """The executor polls the worker that dies, and still reports the rank that it waited for."""
     recipe = RECIPE.with_name("ended_waiter.py")

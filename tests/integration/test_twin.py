@@ -134,7 +134,7 @@ def test_every_recipe_has_a_twin() -> None:
     assert {name for name, _, _ in RECIPES} == shipped - without_recipe - random
 
 
-CORE = ("sft", "grpo", "ppo", "grpo_async", "dpo", "tool_agent", "custom/sft_rl")
+CORE = ("sft", "grpo", "ppo", "grpo_async", "dpo", "custom/sft_rl")
 """Recipes that every change is tested with; `make test-long` tests all."""
 
 

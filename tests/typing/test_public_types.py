@@ -1,4 +1,4 @@
-"""The public API as mypy sees it: recipes have the right types, wrong uses are errors."""
+"""Types as mypy sees them: hflow and its recipes have the right ones, wrong uses of the API are errors."""
 
 import inspect
 import re
@@ -36,8 +36,8 @@ UNTYPED = {"train": {"returns"}}
 
 @pytest.fixture(scope="module")
 def errors() -> list[tuple[str, int, str]]:
-    """mypy's errors in the recipes and in the file of wrong uses: (file, line, code)."""
-    files = [*sorted((ROOT / "recipes").rglob("*.py")), WRONG_USES]
+    """mypy's errors in hflow, the recipes and the file of wrong uses: (file, line, code)."""
+    files = [ROOT / "hflow", *sorted((ROOT / "recipes").rglob("*.py")), WRONG_USES]
     command = [sys.executable, "-m", "mypy", *(str(file.relative_to(ROOT)) for file in files)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=280)
     lines = [line for line in done.stdout.splitlines() if ": error: " in line]
@@ -47,7 +47,7 @@ def errors() -> list[tuple[str, int, str]]:
     return [(m["file"], int(m["line"]), m["code"]) for m in matches if m]
 
 
-def test_recipes_have_the_right_types(errors: list[tuple[str, int, str]]):
+def test_hflow_and_its_recipes_have_the_right_types(errors: list[tuple[str, int, str]]):
     assert [error for error in errors if Path(error[0]).name != WRONG_USES.name] == []
 
 

@@ -1,8 +1,12 @@
-"""What a reader would stumble over, and ruff does not see."""
+"""Ruff's rules, and what a reader would stumble over that ruff does not see."""
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "hflow").rglob("*.py"))
@@ -19,6 +23,13 @@ def matches(paths: list[Path], pattern: re.Pattern[str]) -> list[str]:
     """Where a pattern occurs."""
     found = [(path, match) for path in paths for match in pattern.findall(path.read_text())]
     return [f"{path.relative_to(ROOT)}: {match}" for path, match in found]
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
+def test_ruff_finds_nothing(command: list[str]):
+    ruff = Path(sys.executable).with_name("ruff")
+    done = subprocess.run([ruff, *command], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_no_notes_to_self_and_no_machine_paths():
