@@ -104,14 +104,14 @@ def test_a_subclass_of_a_decorator_adds_options_to_the_table():
 
 
 def test_a_user_may_type_the_constructor_of_a_node_type():
-    class Graded(NodeType):
+    class Ranked(NodeType):
         options = NodeType.options | {"best": Option("float", 10.0)}
 
         @hflow.typed_options
         def __init__(self, *, best: float = 10.0, returns: str | None = None) -> None:
             """Set the options."""
 
-    assert Graded(best=5, returns="grade").option_values["best"] == 5.0
+    assert Ranked(best=5, returns="grade").option_values["best"] == 5.0
 
 
 @pytest.mark.parametrize(("old", "new"), [("least", "minimum"), ("most", "maximum")])
