@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hflow.algo.ratios import policy_ratio
+from hflow.algo.ratios import bounded, policy_ratio
 
 
 def clipped_surrogate(
@@ -71,6 +71,162 @@ def is_clipped(
     ratio = policy_ratio(theta, prox).detach()
     high = clip if clip_high is None else clip_high
     return (ratio < 1 - clip) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
+
+
+def cispo_surrogate(
+    theta: Tensor, prox: Tensor, advantages: Tensor, clip: float, *, clip_high: float | None = None
+) -> Tensor:
+    """Return the loss of CISPO: `-sg(clip(ratio, 1 - clip, 1 + clip_high)) A theta`.
+
+    The clipped ratio is a weight without gradient (sg), so that every token keeps a gradient.
+
+    Args:
+        theta: log-probs with gradient.
+        prox: log-probs of the policy that ratios are relative to.
+        advantages: positive if the token should become more likely.
+        clip: largest distance of the weight below 1. The paper sets no lower limit: 1.
+        clip_high: largest distance of the weight above 1. None: `clip`.
+
+    Source: MiniMax 2025, "MiniMax-M1", equations 4 and 5.
+    """
+    high = clip if clip_high is None else clip_high
+    weight = policy_ratio(theta, prox).detach().clamp(1 - clip, 1 + high)
+    return -weight * advantages * theta
+
+
+def sapo_surrogate(
+    theta: Tensor, prox: Tensor, advantages: Tensor, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> Tensor:
+    """Return the loss of SAPO, whose gate closes softly: `-4 / tau sigmoid(tau (ratio - 1)) A`.
+
+    At ratio 1 its gradient is that of the ratio; it falls to 0 on both sides.
+
+    Args:
+        theta: log-probs with gradient.
+        prox: log-probs of the policy that ratios are relative to.
+        advantages: positive if the token should become more likely.
+        tau_positive: tau where A > 0. A larger tau closes the gate sooner.
+        tau_negative: tau elsewhere. Negative advantages raise the logits of many tokens, so theirs is larger.
+
+    Source: Gao et al. 2025, "Soft adaptive policy optimization", the gate function.
+    """
+    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    return -4 / tau * torch.sigmoid(tau * (policy_ratio(theta, prox) - 1)) * advantages
+
+
+def binary_divergence(theta: Tensor, behav: Tensor, kind: Literal["tv", "kl"]) -> Tensor:
+    """Return the divergence of theta from behav on the event "this token": total variation or KL.
+
+    `tv` is `|p_behav - p_theta|`, and `kl` is `p_behav log(p_behav / p_theta) + (1 - p_behav)
+    log((1 - p_behav) / (1 - p_theta))`, both of single tokens and without gradient. They are lower bounds of
+    the divergences over the whole vocabulary.
+
+    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning", the binary
+    approximation.
+    """
+    p, q = behav.double().exp(), theta.detach().double().exp()
+    if kind == "tv":
+        return (p - q).abs().to(theta.dtype)
+    tiny = torch.finfo(torch.float64).eps
+    other = (1 - p) * (torch.log((1 - p).clamp(min=tiny)) - torch.log((1 - q).clamp(min=tiny)))
+    return (p * (behav.double() - theta.detach().double()) + other).to(theta.dtype)
+
+
+def is_diverged(
+    theta: Tensor, behav: Tensor, advantages: Tensor, max_divergence: float, kind: Literal["tv", "kl"]
+) -> tuple[Tensor, Tensor]:
+    """Return where DPPO drops a token: it has diverged, and its gradient would take it further.
+
+    Args:
+        theta: log-probs of the policy that is trained.
+        behav: log-probs of the policy that generated the tokens.
+        advantages: of the same shape.
+        max_divergence: largest divergence of a token that is trained in any direction.
+        kind: see `binary_divergence`.
+
+    Returns:
+        Two bool tensors: too unlikely already (A < 0), and too likely already (A > 0).
+    """
+    far = binary_divergence(theta, behav, kind) > max_divergence
+    gap = (theta - behav).detach()
+    return far & (gap < 0) & (advantages < 0), far & (gap > 0) & (advantages > 0)
+
+
+def dppo_surrogate(
+    theta: Tensor,
+    prox: Tensor,
+    behav: Tensor,
+    advantages: Tensor,
+    max_divergence: float,
+    kind: Literal["tv", "kl"] = "tv",
+) -> Tensor:
+    """Return the loss of DPPO: `-ratio A`, and 0 for tokens outside the trust region (`is_diverged`).
+
+    The region is one of probabilities and not of ratios, so that rare tokens are not clipped at once.
+
+    Args:
+        theta: log-probs with gradient.
+        prox: log-probs of the policy that ratios are relative to.
+        behav: log-probs of the policy that generated the tokens, from which divergences are measured.
+        advantages: positive if the token should become more likely.
+        max_divergence: the size of the region.
+        kind: `tv` or `kl`, see `binary_divergence`.
+
+    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning", DPPO.
+    """
+    low, high = is_diverged(theta, behav, advantages, max_divergence, kind)
+    return reinforce_surrogate(theta, prox, advantages).masked_fill(low | high, 0)
+
+
+def reinforce_surrogate(theta: Tensor, prox: Tensor, advantages: Tensor) -> Tensor:
+    """Return `-ratio A`: REINFORCE with importance weights, which nothing clips.
+
+    On fresh tokens the gradient is that of REINFORCE, `-A grad(theta)`.
+
+    Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement
+    learning"; the weight as in Schulman et al. 2017, equation 6.
+    """
+    return -policy_ratio(theta, prox) * advantages
+
+
+def dro_loss(theta: Tensor, prox: Tensor, advantages: Tensor, beta: float) -> Tensor:
+    """Return the loss of DRO: `-A theta + beta / 2 (theta - prox)^2`.
+
+    The advantage A is in the place of the paper's `r - V`. It needs no ratio and may train samples of any
+    policy. Its minimum for one token is at `theta = prox + A / beta`.
+
+    Args:
+        theta: log-probs with gradient.
+        prox: log-probs of the policy to stay near.
+        advantages: positive if the token should become more likely.
+        beta: weight of the distance.
+
+    Source: Richemond et al. 2024, "Offline regularised reinforcement learning for large language models
+    alignment": its squared error, expanded and divided by beta, without what does not depend on theta.
+    """
+    return -advantages * theta + beta / 2 * (theta - prox).square()
+
+
+def clipped_log_ratio(
+    theta: Tensor, prox: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None
+) -> Tensor:
+    """Return the log-ratio of each token, clipped where its sequence would leave the range: GMPO.
+
+    The mean over a sequence's tokens is the logarithm of GMPO's ratio. Like PPO's minimum, only what moves
+    further in the advantage's direction is clipped.
+
+    Args:
+        theta: log-probs with gradient.
+        prox: log-probs of the policy that ratios are relative to.
+        advantages: of each token's sequence.
+        clip: largest log-ratio below 0, in nats.
+        clip_high: largest log-ratio above 0, in nats. None: `clip`.
+
+    Source: Zhao et al. 2025, "Geometric-mean policy optimization", equation 4.
+    """
+    log_ratio = bounded(theta - prox)
+    clipped = log_ratio.clamp(-clip, clip if clip_high is None else clip_high)
+    return torch.where(advantages < 0, torch.maximum(log_ratio, clipped), torch.minimum(log_ratio, clipped))
 
 
 def behav_weight(
@@ -159,7 +315,9 @@ def cross_entropy(logprobs: Tensor) -> Tensor:
     return -logprobs
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> Tensor:
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None, huber_delta: float | None = None
+) -> Tensor:
     """Return the clipped value loss `max((V - R)^2, (V_clip - R)^2) / 2`.
 
     `V_clip` is V clamped to a distance of `clip` from the old value.
@@ -170,23 +328,54 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip
         targets: the returns R.
         clip: largest distance from the old value at which the gradient is kept. None: no limit, so that the
             loss is `(V - R)^2 / 2`.
+        huber_delta: an error e above it counts `delta (|e| - delta / 2)` in the place of `e^2 / 2`, so that
+            outliers have a bounded gradient (Huber 1964, "Robust estimation of a location parameter"). None:
+            squared errors.
 
     Source: the value loss of OpenAI's PPO2 (baselines), see Engstrom et al. 2020, section 2.
     """
-    error = (values - targets).square()
-    if clip is not None:
-        clipped = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.maximum(error, (clipped - targets).square())
-    return error / 2
+    loss = _error_loss(values - targets, huber_delta)
+    if clip is None:
+        return loss
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum(loss, _error_loss(clipped - targets, huber_delta))
 
 
-def pairwise_loss(margin: Tensor) -> Tensor:
+def _error_loss(error: Tensor, huber_delta: float | None) -> Tensor:
+    if huber_delta is None:
+        return error.square() / 2
+    return torch.nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=huber_delta)
+
+
+def pairwise_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return `-log sigmoid(margin)`: the chosen answer is preferred with probability `sigmoid(margin)`.
 
     A reward model is trained on a margin of scores, a policy (DPO) on a margin of log-ratios to a reference.
+
+    Args:
+        margin: of the chosen answer over the rejected one.
+        label_smoothing: the probability s that a label is wrong:
+            `-(1 - s) log sigmoid(margin) - s log sigmoid(-margin)` (Mitchell 2023, "A note on DPO with noisy
+            preferences": conservative DPO).
 
     Source: Bradley and Terry 1952; Ouyang et al. 2022, "Training language models to follow
     instructions with human feedback", equation 1; Rafailov et al. 2023, "Direct preference
     optimization", equation 7.
     """
-    return -torch.nn.functional.logsigmoid(margin)
+    loss = -torch.nn.functional.logsigmoid(margin)
+    if not label_smoothing:
+        return loss
+    return (1 - label_smoothing) * loss - label_smoothing * torch.nn.functional.logsigmoid(-margin)
+
+
+def ipo_loss(log_ratio_gap: Tensor, beta: float) -> Tensor:
+    """Return IPO's loss `(h - 1 / (2 beta))^2`, which stops at a finite gap where DPO's grows for ever.
+
+    Args:
+        log_ratio_gap: h, the log-ratio to the reference of the chosen answer minus that of the rejected one.
+        beta: tau of the paper, the weight of the KL to the reference.
+
+    Source: Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences",
+    equation 17.
+    """
+    return (log_ratio_gap - 1 / (2 * beta)).square()

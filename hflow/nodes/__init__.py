@@ -17,7 +17,15 @@ from hflow.nodes.inference import (
     reward_view,
     sft_view,
 )
-from hflow.nodes.training import actor_train, critic_train, dpo, gspo_train, reward_train, sft_train
+from hflow.nodes.training import (
+    actor_train,
+    critic_train,
+    dpo,
+    gmpo_train,
+    gspo_train,
+    reward_train,
+    sft_train,
+)
 
 __all__ = [
     "actor_gen",
@@ -29,6 +37,7 @@ __all__ = [
     "critic_train",
     "dpo",
     "gae",
+    "gmpo_train",
     "group_advantage",
     "gspo_train",
     "kl_reward",

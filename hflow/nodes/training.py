@@ -2,34 +2,69 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from hflow.dsl import checked_by, train
 from hflow.lazy import algo
-from hflow.types import Metrics, Output, PerGroup, PerSequence, PerToken, Sequences
+from hflow.types import Metrics, Output, PerGroup, PerSequence, PerToken, Sequences, Tensor
+
+PolicyLoss = Literal["ppo", "cispo", "sapo", "dppo-tv", "dppo-kl", "reinforce", "dro"]
+"""Losses of `actor_train`; `docs/algorithms.md` says when to use which."""
+
+_LOSSES_OF_KNOB: Mapping[str, tuple[str, ...]] = {
+    "clip": ("ppo", "cispo"),
+    "clip_high": ("ppo", "cispo"),
+    "dual_clip": ("ppo",),
+    "tau_positive": ("sapo",),
+    "tau_negative": ("sapo",),
+    "max_divergence": ("dppo-tv", "dppo-kl"),
+    "dro_beta": ("dro",),
+}
+"""Knob of `actor_train` -> the losses that use it."""
 
 
 def _check_policy_loss(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
     """Return what is wrong with the knobs of a policy's loss, and how to fix it."""
-    clip, high, cap, dual_clip = (
-        knobs.get(name) for name in ("clip", "clip_high", "behav_weight_cap", "dual_clip")
-    )
-    for name, value in (("clip", clip), ("clip_high", high)):
-        if value is not None and value < 0:
-            return f"{name} is {value}; it must be 0 or more"
-    if cap is not None and cap <= 0:
-        return f"behav_weight_cap is {cap}; it must be more than 0, or null"
-    if dual_clip is not None and dual_clip <= 1:
-        return f"dual_clip is {dual_clip}; it must be more than 1, or null"
+    for name in ("clip", "clip_high"):
+        if (knobs.get(name) or 0) < 0:
+            return f"{name} is {knobs[name]}; it must be 0 or more"
+    for name in ("behav_weight_cap", "tau_positive", "tau_negative", "max_divergence", "dro_beta"):
+        value = knobs.get(name)
+        if value is not None and value <= 0:
+            optional = ", or null" if name == "behav_weight_cap" else ""
+            return f"{name} is {value}; it must be more than 0{optional}"
+    if knobs.get("dual_clip") is not None and knobs["dual_clip"] <= 1:
+        return f"dual_clip is {knobs['dual_clip']}; it must be more than 1, or null"
     if knobs.get("kl_coef") and "ref_logprobs" not in reads:
         return "kl_coef needs ref_logprobs. List use(nodes.ref_inf, REF)"
     return None
 
 
+def _check_actor_train(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    """Return the first knob that the chosen loss ignores or lacks, or another problem."""
+    loss = knobs["loss"]
+    for name, losses in _LOSSES_OF_KNOB.items():
+        if loss not in losses and knobs[name] != _default(actor_train, name):
+            return f"{name} has no effect with loss={loss}. Remove it, or set loss to {' or '.join(losses)}"
+        if loss in losses and knobs[name] is None and name in ("max_divergence", "dro_beta"):
+            return f"loss={loss} needs {name}. Set it, for example to {_EXAMPLES[loss]}"
+    if knobs["kl_estimator"] != _default(actor_train, "kl_estimator") and not knobs["kl_coef"]:
+        return "kl_estimator has no effect while kl_coef is 0. Set kl_coef, or remove kl_estimator"
+    return _check_policy_loss(knobs, reads)
+
+
+_EXAMPLES = {"dppo-tv": 0.15, "dppo-kl": 0.05, "dro": 0.1}
+
+
+def _default(body: Callable[..., Any], knob: str) -> Any:
+    return inspect.signature(body).parameters[knob].default
+
+
 @train(reduce="token-mean")
-@checked_by(_check_policy_loss)
+@checked_by(_check_actor_train)
 def actor_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -37,16 +72,24 @@ def actor_train(
     advantages: PerToken,
     ref_logprobs: PerToken | None = None,
     *,
+    loss: PolicyLoss = "ppo",
     clip: float = 0.2,
     clip_high: float | None = None,
+    dual_clip: float | None = None,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    max_divergence: float | None = None,
+    dro_beta: float | None = None,
     behav_weight_cap: float | None = 5.0,
     over_cap: Literal["mask", "truncate"] = "mask",
-    dual_clip: float | None = None,
     kl_coef: float = 0.0,
     kl_estimator: Literal["k2", "k3"] = "k3",
     entropy_coef: float = 0.0,
 ) -> tuple[PerToken, Metrics]:
-    """Return the decoupled PPO loss per token; with `prox="none"` it is PPO's loss.
+    """Return a policy's loss per token: a surrogate, corrected for the policy that generated the tokens.
+
+    The loss is `w surrogate(theta, prox) + kl_coef KL - entropy_coef H`, with `w = exp(prox - behav)`. With
+    `prox="none"`, w is 1, and ratios are relative to behav.
 
     Args:
         out: log-probs and entropy of the policy that is trained.
@@ -54,11 +97,17 @@ def actor_train(
         prox_logprobs: `[T]`, at the start of the step.
         advantages: `[T]`.
         ref_logprobs: `[T]`, needed if `kl_coef` is not 0.
-        clip: largest distance of the ratio below 1.
-        clip_high: largest distance of the ratio above 1. None: `clip`.
+        loss: the surrogate: `ppo` (`algo.clipped_surrogate`), `cispo`, `sapo`, `dppo-tv`, `dppo-kl` or
+            `reinforce` (`algo.NAME_surrogate`), or `dro` (`algo.dro_loss`). A knob of others is refused.
+        clip: ppo, cispo: largest distance of the ratio below 1.
+        clip_high: ppo, cispo: largest distance of the ratio above 1. None: `clip`.
+        dual_clip: ppo: bound c > 1 of the loss where advantages are negative. None: no bound.
+        tau_positive: sapo: how soon the gate closes where A > 0.
+        tau_negative: sapo: the same elsewhere.
+        max_divergence: dppo: largest divergence of a token's probability from behav.
+        dro_beta: dro: weight of the squared distance from prox.
         behav_weight_cap: largest weight `exp(prox - behav)` of a token. None: no limit.
         over_cap: give tokens with a larger weight the weight 0 (`mask`) or the cap (`truncate`).
-        dual_clip: bound c > 1 of the loss where advantages are negative. None: no bound.
         kl_coef: weight of the KL to the reference in the loss.
         kl_estimator: estimator of this KL. k1 is not allowed: the mean of its gradient is 0 for any
             reference.
@@ -67,43 +116,54 @@ def actor_train(
     Returns:
         The loss `[T]`, and metrics.
     """
-    theta = out.logprobs
-    loss = algo.decoupled_surrogate(
-        theta,
-        prox_logprobs,
-        behav_logprobs,
-        advantages,
-        clip,
-        behav_weight_cap,
-        over_cap=over_cap,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-    low, high = algo.is_clipped(theta, prox_logprobs, advantages, clip, clip_high)
-    bounded = algo.is_bounded(theta, prox_logprobs) | algo.is_bounded(prox_logprobs, behav_logprobs)
-    metrics = {
-        "clip_fraction": low | high,
-        "clip_fraction_low": low,
-        "clip_fraction_high": high,
-        "kl": algo.kl_k3(prox_logprobs, theta),
-        "entropy": out.entropy,
-        "bounded_ratios.sum": bounded,
-    }
-    if dual_clip is not None:
-        metrics["dual_clip_fraction"] = (advantages < 0) & (
-            algo.policy_ratio(theta, prox_logprobs) > dual_clip
+    theta, prox, behav = out.logprobs, prox_logprobs, behav_logprobs
+    clipped = None
+    if loss == "ppo":
+        entries = algo.clipped_surrogate(
+            theta, prox, advantages, clip, clip_high=clip_high, dual_clip=dual_clip
         )
+        clipped = algo.is_clipped(theta, prox, advantages, clip, clip_high)
+    elif loss == "cispo":
+        entries = algo.cispo_surrogate(theta, prox, advantages, clip, clip_high=clip_high)
+        ratio = algo.policy_ratio(theta, prox)
+        clipped = ratio < 1 - clip, ratio > 1 + (clip if clip_high is None else clip_high)
+    elif loss == "sapo":
+        entries = algo.sapo_surrogate(theta, prox, advantages, tau_positive, tau_negative)
+    elif loss == "reinforce":
+        entries = algo.reinforce_surrogate(theta, prox, advantages)
+    elif loss == "dro":
+        assert dro_beta is not None, "the check of this node's knobs refuses it"
+        entries = algo.dro_loss(theta, prox, advantages, dro_beta)
+    else:
+        assert max_divergence is not None, "the check of this node's knobs refuses it"
+        kind: Literal["tv", "kl"] = "tv" if loss == "dppo-tv" else "kl"
+        entries = algo.dppo_surrogate(theta, prox, behav, advantages, max_divergence, kind)
+        clipped = algo.is_diverged(theta, behav, advantages, max_divergence, kind)
+    entries = entries * algo.behav_weight(prox, behav, behav_weight_cap, over_cap)
+    metrics = {
+        "kl": algo.kl_k3(prox, theta),
+        "entropy": out.entropy,
+        "bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav),
+    }
+    if clipped is not None:
+        metrics |= _clip_fractions(*clipped)
+    if dual_clip is not None:
+        metrics["dual_clip_fraction"] = (advantages < 0) & (algo.policy_ratio(theta, prox) > dual_clip)
     if behav_weight_cap is not None:
-        metrics["over_cap"] = prox_logprobs - behav_logprobs > math.log(behav_weight_cap)
+        metrics["over_cap"] = prox - behav > math.log(behav_weight_cap)
     if kl_coef:
         assert ref_logprobs is not None, "the check of this node's knobs refuses kl_coef without ref_logprobs"
         metrics["ref_kl"] = algo.kl_estimate(theta, ref_logprobs, kl_estimator)
         if kl_estimator == "k3":
             metrics["bounded_kl.sum"] = metrics["ref_kl"] >= algo.MAX_KL
-        loss = loss + kl_coef * metrics["ref_kl"]
+        entries = entries + kl_coef * metrics["ref_kl"]
     if entropy_coef:
-        loss = loss - entropy_coef * out.entropy
-    return loss, metrics
+        entries = entries - entropy_coef * out.entropy
+    return entries, metrics
+
+
+def _clip_fractions(low: Tensor, high: Tensor) -> dict[str, Tensor]:
+    return {"clip_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high}
 
 
 @train(reduce="seq-mean")
@@ -143,11 +203,8 @@ def gspo_train(
     loss = algo.decoupled_surrogate(
         theta, prox, behav, advantages, clip, behav_weight_cap, over_cap=over_cap, clip_high=clip_high
     )
-    low, high = algo.is_clipped(theta, prox, advantages, clip, clip_high)
     metrics = {
-        "clip_fraction": low | high,
-        "clip_fraction_low": low,
-        "clip_fraction_high": high,
+        **_clip_fractions(*algo.is_clipped(theta, prox, advantages, clip, clip_high)),
         "kl": algo.kl_k3(prox_logprobs, out.logprobs),
         "entropy": out.entropy,
         "bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav),
@@ -157,9 +214,68 @@ def gspo_train(
     return loss, metrics
 
 
+@train(reduce="seq-mean")
+@checked_by(_check_policy_loss)
+def gmpo_train(
+    out: Output,
+    behav_logprobs: PerToken,
+    prox_logprobs: PerToken,
+    advantages: PerSequence,
+    seqs: Sequences,
+    *,
+    clip: float = 0.4,
+    clip_high: float | None = None,
+    behav_weight_cap: float | None = 2.0,
+    over_cap: Literal["mask", "truncate"] = "mask",
+) -> tuple[PerSequence, Metrics]:
+    """Return the loss `[S]` of GMPO: minus the advantage times the geometric mean of clipped token ratios.
+
+    Args:
+        out: log-probs and entropy of the policy that is trained.
+        behav_logprobs: `[T]`, recorded at generation.
+        prox_logprobs: `[T]`, at the start of the step.
+        advantages: `[S]`.
+        seqs: the layout of the batch.
+        clip: largest log-ratio of a token below 0, in nats: a ratio of `exp(-clip)`.
+        clip_high: largest log-ratio of a token above 0, in nats. None: `clip`.
+        behav_weight_cap: largest weight of a sequence, as in `gspo_train`.
+        over_cap: give sequences with a larger weight the weight 0 (`mask`) or the cap (`truncate`).
+
+    Source: Zhao et al. 2025, "Geometric-mean policy optimization", equations 3 and 4.
+    """
+    theta, by_token = out.logprobs, seqs.widen(advantages)
+    log_ratio = algo.clipped_log_ratio(theta, prox_logprobs, by_token, clip, clip_high)
+    prox, behav = seqs.mean(prox_logprobs), seqs.mean(behav_logprobs)
+    weight = algo.behav_weight(prox, behav, behav_weight_cap, over_cap)
+    gap = (theta - prox_logprobs).detach()
+    high = clip if clip_high is None else clip_high
+    metrics = {
+        **_clip_fractions((gap < -clip) & (by_token < 0), (gap > high) & (by_token > 0)),
+        "kl": algo.kl_k3(prox_logprobs, theta),
+        "entropy": out.entropy,
+        "bounded_ratios.sum": algo.is_bounded(theta, prox_logprobs),
+    }
+    if behav_weight_cap is not None:
+        metrics["over_cap"] = prox - behav > math.log(behav_weight_cap)
+    return -weight * seqs.mean(log_ratio).exp() * advantages, metrics
+
+
+def _check_critic_loss(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    for name in ("clip", "huber_delta"):
+        if knobs[name] is not None and knobs[name] <= 0:
+            return f"{name} is {knobs[name]}; it must be more than 0, or null"
+    return None
+
+
 @train(reduce="token-mean")
+@checked_by(_check_critic_loss)
 def critic_train(
-    out: Output, values: PerToken, value_targets: PerToken, *, clip: float | None = 0.2
+    out: Output,
+    values: PerToken,
+    value_targets: PerToken,
+    *,
+    clip: float | None = 0.2,
+    huber_delta: float | None = None,
 ) -> tuple[PerToken, Metrics]:
     """Return half the squared error of the values, clipped around the values at the start of the step.
 
@@ -168,11 +284,12 @@ def critic_train(
         values: `[T]`, at the start of the step.
         value_targets: `[T]`, the returns.
         clip: largest distance from `values` at which the gradient is kept. None: no limit.
+        huber_delta: errors above it count linearly, see `algo.clipped_value_loss`. None: squared errors.
 
     Returns:
         The loss `[T]`, and metrics.
     """
-    loss = algo.clipped_value_loss(out.values, values, value_targets, clip)
+    loss = algo.clipped_value_loss(out.values, values, value_targets, clip, huber_delta)
     metrics = {"error": (out.values - value_targets).square()}
     if clip is not None:
         metrics["clip_fraction"] = (out.values - values).abs() > clip
@@ -186,22 +303,46 @@ def sft_train(out: Output) -> PerToken:
 
 
 @train(reduce="group-mean")
-def reward_train(out: Output, seqs: Sequences) -> tuple[PerGroup, Metrics]:
+def reward_train(
+    out: Output, seqs: Sequences, score_margin: PerGroup | None = None
+) -> tuple[PerGroup, Metrics]:
     """Return the loss `[P]` of a reward model on pairs, the chosen answer first.
 
+    Args:
+        out: the scores that are trained.
+        seqs: the layout of the batch.
+        score_margin: `[P]`, by how much the chosen answer's score should be larger, such as a rating of how
+            much better it is. Without it: 0.
+
     Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback",
-    equation 1.
+    equation 1; Touvron et al. 2023, "Llama 2", equation 2, for the margin.
     """
     chosen, rejected = seqs.members(out.scores)
-    return algo.pairwise_loss(chosen - rejected), {
-        "margin": chosen - rejected,
-        "accuracy": chosen > rejected,
-    }
+    margin = chosen - rejected
+    wanted = 0.0 if score_margin is None else score_margin
+    return algo.pairwise_loss(margin - wanted), {"margin": margin, "accuracy": margin > 0}
+
+
+def _check_dpo(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if knobs["beta"] <= 0:
+        return f"beta is {knobs['beta']}; it must be more than 0"
+    if not 0 <= knobs["label_smoothing"] < 0.5:
+        return f"label_smoothing is {knobs['label_smoothing']}; it must be from 0 to less than 0.5"
+    if knobs["label_smoothing"] and knobs["loss"] == "ipo":
+        return "label_smoothing has no effect with loss=ipo. Remove it"
+    return None
 
 
 @train(reduce="group-mean")
+@checked_by(_check_dpo)
 def dpo(
-    out: Output, ref_logprobs: PerToken, seqs: Sequences, *, beta: float = 0.1
+    out: Output,
+    ref_logprobs: PerToken,
+    seqs: Sequences,
+    *,
+    beta: float = 0.1,
+    loss: Literal["sigmoid", "ipo"] = "sigmoid",
+    label_smoothing: float = 0.0,
 ) -> tuple[PerGroup, Metrics]:
     """Return the loss `[P]` of direct preference optimization on pairs, the chosen answer first.
 
@@ -210,9 +351,14 @@ def dpo(
         ref_logprobs: `[T]`, log-probs under the reference model.
         seqs: the layout of the batch.
         beta: weight of the KL to the reference that the loss implies.
+        loss: `sigmoid` is DPO's (`algo.pairwise_loss`); `ipo` is IPO's (`algo.ipo_loss`).
+        label_smoothing: the probability that a label is wrong, below 0.5 (conservative DPO).
 
-    Source: Rafailov et al. 2023, "Direct preference optimization", equation 7.
+    Source: Rafailov et al. 2023, "Direct preference optimization", equation 7; Azar et al. 2023, equation 17.
     """
     chosen, rejected = seqs.members(seqs.sum(out.logprobs - ref_logprobs))
-    margin = beta * (chosen - rejected)
-    return algo.pairwise_loss(margin), {"margin": margin, "accuracy": margin > 0}
+    gap = chosen - rejected
+    metrics = {"margin": beta * gap, "accuracy": gap > 0}
+    if loss == "ipo":
+        return algo.ipo_loss(gap, beta), metrics
+    return algo.pairwise_loss(beta * gap, label_smoothing), metrics

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from hflow import Output, Sequences, nodes
+from hflow import Output, Sequences, algo, nodes
 from hflow.dsl.body_check import check_of
 
 
@@ -44,6 +44,15 @@ def problem(node: Any, reads: Sequence[str] = (), **knobs: Any) -> str | None:
         (nodes.actor_train, {"dual_clip": 1.0}, "dual_clip is 1.0; it must be more than 1, or null"),
         (nodes.gspo_train, {"clip": -0.1}, "clip is -0.1; it must be 0 or more"),
         (nodes.actor_train, {"kl_coef": 0.1}, "kl_coef needs ref_logprobs"),
+        (nodes.actor_train, {"kl_estimator": "k2"}, "kl_estimator has no effect while kl_coef is 0"),
+        (nodes.actor_train, {"loss": "sapo", "clip": 0.1}, "clip has no effect with loss=sapo"),
+        (nodes.actor_train, {"tau_negative": 2.0}, "tau_negative has no effect with loss=ppo"),
+        (nodes.actor_train, {"loss": "dppo-tv"}, "loss=dppo-tv needs max_divergence"),
+        (nodes.actor_train, {"loss": "dro", "dro_beta": 0.0}, "dro_beta is 0.0; it must be more than 0"),
+        (nodes.actor_train, {"loss": "cispo", "clip": 1.0, "clip_high": 4.0}, None),
+        (nodes.critic_train, {"huber_delta": 0.0}, "huber_delta is 0.0; it must be more than 0, or null"),
+        (nodes.dpo, {"label_smoothing": 0.5}, "label_smoothing is 0.5; it must be from 0 to less than 0.5"),
+        (nodes.dpo, {"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing has no effect with loss=ipo"),
     ],
 )
 def test_knobs_that_cannot_work_are_refused(node: Any, knobs: dict, expected: str | None):
@@ -105,3 +114,99 @@ def test_value_clipping_can_be_set_and_turned_off(clip, loss, clipped):
     assert_close(got, tensor(loss))
     assert_close(metrics["error"], tensor(0.25))
     assert metrics.get("clip_fraction", tensor()).tolist() == ([] if clipped is None else [clipped])
+
+
+def surrogate(theta: torch.Tensor, prox: torch.Tensor, advantages: torch.Tensor, **knobs: Any) -> tuple:
+    """Return the entries of `actor_train`, their gradients, and its metrics, with prox = behav."""
+    theta = theta.clone().requires_grad_()
+    out = Output(logprobs=theta, entropy=torch.zeros_like(theta))
+    loss, metrics = nodes.actor_train(out, prox, prox, advantages, **knobs)
+    loss.sum().backward()
+    return loss.detach(), theta.grad, metrics
+
+
+def test_cispo_clips_the_weight_and_keeps_every_gradient():
+    # MiniMax-M1, equations 4 and 5: the gradient is minus the clipped ratio times A.
+    theta = tensor(0.3, 0.3, 0.3).log()
+    prox = tensor(0.1, 0.3, 0.6).log()
+    loss, gradient, metrics = surrogate(
+        theta, prox, tensor(2.0, -1.0, 1.0), loss="cispo", clip=1.0, clip_high=1.0
+    )
+    assert_close(gradient, tensor(-2 * 2.0, 1.0, -0.5))
+    assert_close(loss, tensor(-4.0, 1.0, -0.5) * math.log(0.3))
+    assert metrics["clip_fraction_high"].tolist() == [True, False, False]
+    low = surrogate(theta, prox, tensor(1.0, 1.0, 1.0), loss="cispo", clip=0.2)
+    assert_close(low[1], tensor(-1.2, -1.0, -0.8))
+    assert low[2]["clip_fraction_low"].tolist() == [False, False, True]
+
+
+def test_sapo_closes_its_gate_softly():
+    # Gao et al. 2025: f(r) = 4 / tau sigmoid(tau (r - 1)), whose slope is 4 s (1 - s) with s the sigmoid.
+    theta, prox = tensor(0.2, 0.2, 0.4).log(), tensor(0.2, 0.2, 0.2).log()
+    knobs = {"loss": "sapo", "tau_positive": 1.0, "tau_negative": 2.0}
+    loss, gradient, _ = surrogate(theta, prox, tensor(1.0, -1.0, 1.0), **knobs)
+    s = 1 / (1 + math.exp(-1))
+    assert_close(loss, tensor(-2.0, 1.0, -4 * s))
+    assert_close(gradient, tensor(-1.0, 1.0, -4 * s * (1 - s) * 2))
+
+
+def test_dppo_drops_tokens_that_leave_the_trust_region():
+    # Qi et al. 2026. Changes of probability 0.3, 0.3, 0.01 (a ratio of 11) and -0.3, at most 0.1.
+    theta, prox = tensor(0.6, 0.6, 0.011, 0.3).log(), tensor(0.3, 0.3, 0.001, 0.6).log()
+    advantages = tensor(1.0, -1.0, 1.0, -2.0)
+    loss, gradient, metrics = surrogate(theta, prox, advantages, loss="dppo-tv", max_divergence=0.1)
+    assert_close(loss, tensor(0.0, 2.0, -11.0, 0.0))
+    assert gradient.tolist() == pytest.approx([0.0, 2.0, -11.0, 0.0])
+    assert metrics["clip_fraction_high"].tolist() == [True, False, False, False]
+    assert metrics["clip_fraction_low"].tolist() == [False, False, False, True]
+    # KL of the events: 0.3 log(1/2) + 0.7 log(0.7 / 0.4) = 0.184, and 0.008 for the rare token.
+    kl = algo.binary_divergence(theta, prox, "kl")
+    assert_close(kl[0], torch.tensor(0.3 * math.log(0.5) + 0.7 * math.log(0.7 / 0.4)))
+    loss, *_ = surrogate(theta, prox, advantages, loss="dppo-kl", max_divergence=0.05)
+    assert_close(loss, tensor(0.0, 2.0, -11.0, 0.0))
+
+
+def test_reinforce_and_dro_have_the_gradients_of_their_papers():
+    theta, prox = tensor(0.9, 0.1).log(), tensor(0.3, 0.4).log()
+    _, gradient, metrics = surrogate(theta, prox, tensor(1.0, -2.0), loss="reinforce")
+    assert_close(gradient, tensor(-3.0, 0.5))  # -ratio A, whatever the ratio
+    assert "clip_fraction" not in metrics
+    # DRO: -A + beta (theta - prox), which is 0 at theta = prox + A / beta.
+    _, gradient, _ = surrogate(
+        tensor(-1.0, -1.0), tensor(-2.0, -1.5), tensor(0.5, 2.0), loss="dro", dro_beta=0.5
+    )
+    assert_close(gradient, tensor(0.0, -1.75))
+
+
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
+    # Zhao et al. 2025, equation 4: log-ratios 1 and -1 with A > 0 become 0.4 and -1; with A < 0, 1 and -0.4.
+    seqs = Sequences.of([3, 2], loss_mask=[False, True, True, True, True])
+    prox = tensor(0.0, -2.0, -2.0, -2.0, -2.0)
+    out = Output(logprobs=prox + tensor(0.0, 1.0, -1.0, 1.0, -1.0), entropy=prox)
+    loss, metrics = nodes.gmpo_train(out, prox, prox, tensor(2.0, -1.0), seqs, clip=0.4)
+    assert_close(loss, tensor(-2 * math.exp(-0.3), math.exp(0.3)))
+    assert metrics["clip_fraction_high"].tolist() == [False, True, False, False, False]
+    assert metrics["clip_fraction_low"].tolist() == [False, False, False, False, True]
+    # A behaviour weight of exp(0.5) for both sequences.
+    loss, _ = nodes.gmpo_train(out, prox - 0.5, prox, tensor(2.0, -1.0), seqs, behav_weight_cap=None)
+    assert_close(loss, math.exp(0.5) * tensor(-2 * math.exp(-0.3), math.exp(0.3)))
+
+
+def test_ipo_smoothing_and_a_margin():
+    seqs = Sequences.of([1, 1], group=[0, 0])
+    out, ref = Output(logprobs=tensor(-1.0, -3.0)), tensor(-2.0, -2.0)
+    # h = 1 - (-1) = 2. Azar et al. 2023, equation 17: (2 - 1 / (2 * 0.1))^2.
+    assert_close(nodes.dpo(out, ref, seqs, beta=0.1, loss="ipo")[0], tensor(9.0))
+    # Conservative DPO: 0.9 softplus(-0.2) + 0.1 softplus(0.2).
+    smoothed, _ = nodes.dpo(out, ref, seqs, beta=0.1, label_smoothing=0.1)
+    assert_close(smoothed, tensor(0.9 * math.log(1 + math.exp(-0.2)) + 0.1 * math.log(1 + math.exp(0.2))))
+    # Llama 2, equation 2: -log sigmoid(3 - 1 - 2).
+    loss, _ = nodes.reward_train(Output(scores=tensor(3.0, 1.0)), seqs, tensor(2.0))
+    assert_close(loss, tensor(math.log(2)))
+
+
+def test_a_huber_loss_grows_linearly():
+    # Errors 0.5 and 4 with delta 1: 0.125 and 1 * (4 - 0.5).
+    values = Output(values=tensor(0.5, 4.0))
+    loss, _ = nodes.critic_train(values, tensor(0.5, 4.0), tensor(0.0, 0.0), huber_delta=1.0)
+    assert_close(loss, tensor(0.125, 3.5))
