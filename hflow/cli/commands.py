@@ -121,6 +121,7 @@ app.command(
     epilog=_examples(
         "compare grpo grpo_async",
         "compare runs/grpo/20260131-142500 runs/grpo/latest --metric 'eval_gen/*' --metric 'time/*'",
+        "compare grpo grpo_async --html compare.html",
         "compare runs/seed-*/latest --json",
     )
 )(result_commands.compare)

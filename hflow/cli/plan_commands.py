@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 from hflow import launch
 from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, split_recipe
 from hflow.cli.exit_codes import DIFFERENT
+from hflow.cli.html_files import write_html
 from hflow.errors import ConfigError
 from hflow.report.diff_text import render_diff
 from hflow.report.figures_text import render_what_if
@@ -158,11 +159,7 @@ def write_page(compiled: launch.Compiled, file: Path, sizes: Table | None = None
     """
     from hflow.report.page import render_page
 
-    page = render_page(compiled.plan, sizes)
-    try:
-        file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html: cannot write {file}: {error.strerror or error}") from error
+    write_html(file, render_page(compiled.plan, sizes))
 
 
 def _compare_plans(

@@ -9,8 +9,8 @@ import typer
 
 from hflow import launch
 from hflow.cli.arguments import Overrides
-from hflow.errors import ConfigError
-from hflow.report.compare_text import render_comparison
+from hflow.cli.html_files import write_html
+from hflow.report.compare_text import names_text, render_comparison
 from hflow.report.evaluation_text import render_evaluation
 from hflow.report.formatting import bytes_text
 from hflow.report.run_text import render_run_report
@@ -40,10 +40,7 @@ def report(
         return
     from hflow.report.run_page import render_run_page
 
-    try:
-        html.write_text(render_run_page(found), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html: cannot write {html}: {error.strerror or error}") from error
+    write_html(html, render_run_page(found))
     print_text(f"{html}: page of {found.record.name}, {found.record.state}")
 
 
@@ -63,14 +60,23 @@ def compare(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser to FILE.")
+    ] = None,
 ) -> None:
     """Compare runs: how they were configured differently, and what their metrics reached.
 
     Runs that differ only in their seed are one column, with mean and standard deviation.
     """
     comparison = launch.compare_runs(runs, metric or ())
+    if html is not None:
+        from hflow.report.run_page import render_compare_page
+
+        write_html(html, render_compare_page(comparison))
     if json:
         print_json(comparison.to_json())
+    elif html is not None:
+        print_text(f"{html}: page of {names_text(comparison)}")
     else:
         show(render_comparison(comparison))
 

@@ -17,13 +17,11 @@ from hflow.backends.interface import LOSS
 from hflow.config import flatten
 from hflow.errors import ConfigError, nearest
 from hflow.launch.run_record import Curve, RunRecord, read_run
-from hflow.report.curve_parts import ends_of, thinned
+from hflow.report.curve_parts import MAX_POINTS, ends_of, thinned
 from hflow.runtime.execution import step_metrics
 
 SAME_SIDE = ("seed", "name", "out")
 """Keys of the configuration that may differ between the runs of one side."""
-NUM_POINTS = 40
-"""Values of a curve that are kept for drawing it."""
 ALWAYS = (step_metrics.SAMPLES_PER_SECOND.name, step_metrics.STALENESS_MEAN.name)
 """Metrics of the run itself that are compared by default."""
 
@@ -171,7 +169,7 @@ def _reached(name: str, curves: Sequence[Curve]) -> ReachedValues | None:
         final=_spread([ends_of(curve)[1] for curve in curves]),
         best=_spread([value for _, value in best]),
         best_step=best[0][0],
-        curve=thinned(mean_curve(curves), NUM_POINTS),
+        curve=thinned(mean_curve(curves), MAX_POINTS),
     )
 
 

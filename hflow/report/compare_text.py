@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 CURVE_WIDTH = 24
 ABSENT = "-"
+LARGE = 10_000
+"""From here on numbers have no decimals."""
 NOTE = "final: mean of the last tenth of the values; best: the highest, of losses the lowest"
 
 
@@ -26,7 +28,7 @@ def render_comparison(comparison: Comparison) -> RenderableType:
     for index, side in enumerate(comparison.sides):
         parts += list(_side_lines(index, side))
     parts.append(Text())
-    letters = [_letter(index) for index in range(len(comparison.sides))]
+    letters = [side_letter(index) for index in range(len(comparison.sides))]
     if comparison.config:
         shown = table(text("configuration"), *(text(letter) for letter in letters))
         for key, values in comparison.config:
@@ -44,25 +46,36 @@ def render_comparison(comparison: Comparison) -> RenderableType:
                 add_row(metrics, name, letters[index], ABSENT, ABSENT, ABSENT, "")
                 continue
             curve = Text(sparkline([value for _, value in reached.curve], CURVE_WIDTH), style="cyan")
-            cells = (_spread(reached.final), _spread(reached.best), f"{reached.best_step:,}")
+            cells = (spread_text(reached.final), spread_text(reached.best), f"{reached.best_step:,}")
             add_row(metrics, name, letters[index], *cells, curve)
     return Group(*parts, metrics, dim(NOTE))
 
 
 def _side_lines(index: int, side: Side) -> Iterator[Text]:
     """Yield the heading of a side, then a line for each run."""
-    seeds = ", ".join(map(str, side.seeds))
-    several = f", {plural(len(side.runs), 'run')}" if len(side.runs) > 1 else ""
-    yield Text(f"{_letter(index)}  {side.name}{several}, seed{'s' * (len(side.seeds) > 1)} {seeds}", "bold")
+    yield Text(f"{side_letter(index)}  {side.name}, {seeds_text(side)}", "bold")
     for run, state in zip(side.runs, side.states, strict=True):
         yield Text(f"   {run}: {state}", "dim", no_wrap=True, overflow="ignore")
 
 
-def _letter(index: int) -> str:
+def names_text(comparison: Comparison) -> str:
+    """Return the names of the sides: `grpo, ppo and grpo_async`."""
+    *others, last = dict.fromkeys(side.name for side in comparison.sides)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def seeds_text(side: Side) -> str:
+    """Return `seed 0`, or `2 runs, seeds 0, 1`."""
+    seeds = ", ".join(map(str, side.seeds))
+    return f"{plural(len(side.runs), 'run')}, seeds {seeds}" if len(side.runs) > 1 else f"seed {seeds}"
+
+
+def side_letter(index: int) -> str:
     """Return A to Z, then A1, B1, ..."""
     return chr(ord("A") + index % 26) + (str(index // 26) if index >= 26 else "")
 
 
-def _spread(spread: Spread) -> str:
-    deviation = "" if spread.deviation is None else f" ± {spread.deviation:.2g}"
-    return f"{spread.mean:.4g}{deviation}"
+def spread_text(spread: Spread) -> str:
+    """Return a mean, with the standard deviation over several runs."""
+    mean = f"{spread.mean:,.0f}" if abs(spread.mean) >= LARGE else f"{spread.mean:.4g}"
+    return mean if spread.deviation is None else f"{mean} ± {spread.deviation:.2g}"

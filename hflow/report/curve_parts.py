@@ -14,6 +14,10 @@ END_SHARE = 0.1
 """Share of a curve's values whose mean is its first or its final value: single steps are noisy."""
 
 
+MAX_POINTS = 240
+"""Points of a curve that are drawn; more are averaged."""
+
+
 def ends_of(points: Points) -> tuple[float, float]:
     """Return the means of the first and of the last tenth of a curve's values, at least of one."""
     count = max(1, math.floor(END_SHARE * len(points)))

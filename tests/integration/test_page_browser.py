@@ -15,18 +15,19 @@ import pytest
 from model_configs import model_config
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
+from hflow.launch.compare_runs import compare_runs
 from hflow.launch.run_report import read_report
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import Limit, Remedy
 from hflow.planner.model_shape import ModelShape
 from hflow.report.page import render_page
-from hflow.report.run_page import render_run_page
+from hflow.report.run_page import render_compare_page, render_run_page
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from forecast_samples import with_forecast  # noqa: E402
 from plan_graphs import ppo, request  # noqa: E402
-from run_files import write_full_run  # noqa: E402
+from run_files import DONE, reward_rows, write_full_run, write_run  # noqa: E402
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
@@ -336,7 +337,7 @@ def test_the_page_of_a_run_fits_and_reads_its_curves(
         assert "Done after 20 steps" in page.locator(".verdict").inner_text()
         reward = page.locator('.curve[data-metric="actor_gen/reward"]')
         assert reward.locator("output").inner_text() == "0.6"
-        plot = reward.locator(".plot")
+        plot = reward.locator(".plot svg")
         plot.scroll_into_view_if_needed()
         box = plot.bounding_box()
         assert box is not None
@@ -373,3 +374,30 @@ def test_samples_of_a_run_are_coloured_and_found(browser: Browser, report_file: 
         page.locator("#others-find").fill("nothing")
         assert page.locator("#others .curve:visible").count() == 0
         assert "the checkpoint of step 1" in page.locator("#losses").inner_text()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "dark"), (390, "light")])
+def test_compared_runs_are_read_in_one_plot(
+    browser: Browser, tmp_path: Path, width: int, scheme: str
+) -> None:
+    runs = [
+        str(write_run(tmp_path / "a", reward_rows(0.1, 0.2, 0.3), DONE)),
+        str(write_run(tmp_path / "b", reward_rows(0.4, 0.6), DONE, name="other", batch=2)),
+    ]
+    file = tmp_path / "compare.html"
+    file.write_text(render_compare_page(compare_runs(runs)), encoding="utf-8")
+    options = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+    with opened(browser, file, **options) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        reward = page.locator('.curve[data-metric="gen/reward"]')
+        strokes = "all => all.map(one => getComputedStyle(one).stroke)"
+        assert len(set(reward.locator("path:not(.point)").evaluate_all(strokes))) == 2
+        readings = reward.locator(".reading")
+        assert readings.all_inner_texts() == ["A 0.3", "B 0.6"]
+        plot = reward.locator(".plot svg")
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 40)
+        assert readings.all_inner_texts() == ["A 0.3 at step 3", "B 0.6 at step 2"]
+        assert "batch" in page.locator("#config").inner_text()

@@ -16,6 +16,7 @@ from hflow.errors import ConfigError
 from hflow.launch.compare_runs import compare_runs
 from hflow.launch.run_record import read_run
 from hflow.report.curve_parts import ends_of, thinned
+from hflow.report.run_page.compare_view import compare_page_view
 
 
 def hflow(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -115,3 +116,28 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     other = str(write_run(tmp_path / "other", reward_rows(0.2)))
     with pytest.raises(ConfigError, match="did you mean 'gen/reward'"):
         compare_runs([good, other], ["gen/rewrad"])
+
+
+def test_the_page_has_every_curve_of_every_side(tmp_path: Path, monkeypatch, capsys) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / f"a{seed}", reward_rows(0.1, 0.2), DONE, seed=seed)
+    write_run(tmp_path / "b", [*reward_rows(0.1), {"step": 2, "gen/<b>": 1.0}], DONE, name="<i>", steps=2)
+    runs = [str(tmp_path / name) for name in ("a0", "a1", "b")]
+    view = compare_page_view(compare_runs(runs, ("gen/*",)))
+    assert [(side.letter, side.colour, side.seeds) for side in view.sides] == [
+        ("A", 1, "2 runs, seeds 0, 1"),
+        ("B", 2, "seed 0"),
+    ]
+    assert [[line.label for line in curve.lines] for curve in view.curves] == [["A", "B"], ["B"]]
+    assert view.note, "the curve of two runs is their mean"
+    assert view.config is not None
+    assert view.config.rows == (("steps", "20", "2"),)
+    assert view.values.rows[0] == ("gen/reward", "A", "0.2 ± 0", "0.2 ± 0", "2")
+    file = tmp_path / "compare.html"
+    assert hflow(monkeypatch, "compare", *runs, "--metric", "gen/*", "--html", str(file)) == 0
+    text = file.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "<i>" not in text, "names of runs are only text"
+    assert capsys.readouterr().out.endswith("compare.html: page of small and <i>\n")
+    assert hflow(monkeypatch, "compare", *runs, "--html", str(tmp_path / "no" / "file")) == 2
+    assert "cannot write" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from hflow.errors import ConfigError
 from hflow.launch.run_report import RunReport, read_report
 from hflow.report.curve_parts import thinned
 from hflow.report.run_page import render_run_page
-from hflow.report.run_page.curves import HEIGHT, MARGIN, WIDTH, curve_view
+from hflow.report.run_page.curves import HEIGHT, MARGIN, WIDTH, Series, curve_view
 from hflow.report.run_page.timeline import measured_gantt, planned_gantt
 from hflow.report.run_page.view import run_page_view
 from hflow.runtime.ledger.overview import read_overview
@@ -73,11 +73,16 @@ def test_the_planned_chart_is_that_of_the_plan(report: RunReport) -> None:
 
 
 def test_a_curve_spans_the_run_and_its_values() -> None:
-    curve = curve_view("loss", ((0, 4.0), (5, 2.0), (10, 3.0)), 10)
+    short = Series(((0, 4.0), (5, 2.0), (10, 3.0)), "3")
+    longer = Series(((20, 6.0),), "6")
     middle = HEIGHT / 2
-    assert curve.dots == ((0, MARGIN), (WIDTH / 2, HEIGHT - MARGIN), (WIDTH, middle))
-    assert (curve.low, curve.high, curve.final) == ("2", "4", "3")
-    assert curve_view("flat", ((1, 0.5), (2, 0.5)), 2).dots[0][1] == middle
+    curve = curve_view("loss", [short], 10)
+    assert (curve.low, curve.high) == ("2", "4")
+    assert curve.lines[0].dots == ((0, MARGIN), (WIDTH / 2, HEIGHT - MARGIN), (WIDTH, middle))
+    assert curve_view("flat", [Series(((1, 0.5), (2, 0.5)), "0.5")], 2).lines[0].dots[0][1] == middle
+    both = curve_view("loss", [short, longer], 20)
+    assert (both.low, both.high, both.last_step) == ("2", "6", "20"), "all curves of a plot share its axes"
+    assert [line.dots[0] for line in both.lines] == [(0, middle), (WIDTH, MARGIN)]
     long = [(step, float(step)) for step in range(1000)]
     thin = list(thinned(long, 100))
     assert len(thin) == 100

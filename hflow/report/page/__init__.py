@@ -20,6 +20,15 @@ from hflow.report.page.view import PageView, page_view
 
 STYLES = ("base.css", "graph.css", "charts.css", "devices.css", "print.css")
 SCRIPTS = ("select.js", "devices.js", "tips.js", "theme.js", "wide.js")
+SECTIONS = (
+    ("graph", "Graph"),
+    ("devices", "Devices"),
+    ("schedule", "Schedule"),
+    ("memory", "Memory"),
+    ("tables", "Tables"),
+    ("words", "Words"),
+)
+"""(id, title) of the sections that the page's head links to."""
 IN_SCRIPT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 """Characters that could end a script element, as JSON escapes."""
 
@@ -38,6 +47,7 @@ def render_page(plan: Plan, sizes: Table | None = None) -> str:
         .render(
             view=view,
             sizes=sizes,
+            sections=(*((("sizes", "Sizes"),) if sizes else ()), *SECTIONS),
             style=joined_files(__name__, STYLES),
             script=joined_files(__name__, SCRIPTS),
             data=script_json(_for_script(view)),

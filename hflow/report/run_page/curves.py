@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hflow.report.curve_parts import Points, thinned
+from hflow.report.curve_parts import MAX_POINTS, Points, thinned
 
 WIDTH, HEIGHT, MARGIN = 360, 110, 6
 """Size of a plot, and the space above and below its curve, in the units of its view box."""
-MAX_POINTS = 240
-"""Points of a curve that are drawn; more are averaged."""
+MAX_DOTS = 30
+"""Points of a curve that are also drawn one by one."""
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Policy", ("kl", "entropy", "clip_fraction", "engine_kl", "behav_kl", "grad_norm", "lr")),
@@ -31,21 +31,42 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 @dataclass(frozen=True)
-class CurveView:
-    """One metric."""
+class Series:
+    """The values of a metric that one curve shows."""
 
-    name: str
-    unit: str
-    help: str
+    points: Points
     final: str
-    low: str
-    high: str
-    first_step: str
-    last_step: str
+    """The value that it reached, as text."""
+    label: str = ""
+    """What it belongs to; empty if a plot has one curve."""
+    colour: int = 1
+
+
+@dataclass(frozen=True)
+class CurveLine:
+    """One curve of a plot."""
+
+    label: str
+    colour: int
+    final: str
     path: str
     dots: tuple[tuple[float, float], ...]
     """Points of a curve that has few of them."""
     points: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class CurveView:
+    """The plot of one metric."""
+
+    name: str
+    unit: str
+    help: str
+    low: str
+    high: str
+    first_step: str
+    last_step: str
+    lines: tuple[CurveLine, ...]
 
 
 @dataclass(frozen=True)
@@ -79,9 +100,10 @@ def curve_groups(
         ]
         named.append((title, tuple(dict.fromkeys(members))))
     most = max((points[-1][0] for points in curves.values()), default=1)
-    views = {
-        name: curve_view(name, points, most, *units.get(name, ("", ""))) for name, points in curves.items()
-    }
+    views = {}
+    for name, points in curves.items():
+        series = Series(points, number_text(points[-1][1]))
+        views[name] = curve_view(name, [series], most, *units.get(name, ("", "")))
     groups = [
         CurveGroup(title, tuple(views[name] for name in names if name in views)) for title, names in named
     ]
@@ -90,25 +112,34 @@ def curve_groups(
     return tuple(group for group in groups if group.curves), others
 
 
-def curve_view(name: str, points: Points, most: int, unit: str = "", meaning: str = "") -> CurveView:
-    """Return a curve as a path from step 0 to step `most`."""
-    thin = thinned(points, MAX_POINTS)
-    values = [value for _, value in thin]
+def curve_view(
+    name: str, series: Sequence[Series], most: int, unit: str = "", meaning: str = ""
+) -> CurveView:
+    """Return the plot of a metric from step 0 to step `most`, with one curve for each series."""
+    thin = [thinned(one.points, MAX_POINTS) for one in series]
+    values = [value for points in thin for _, value in points]
     low, high = min(values), max(values)
-    placed = [(x, y) for x, y in _placed(thin, most, low, high)]
-    path = "M" + "L".join(f"{x:g} {y:g}" for x, y in placed)
     return CurveView(
         name=name,
         unit=unit,
         help=meaning,
-        final=number_text(points[-1][1]),
         low=number_text(low),
         high=number_text(high),
         first_step="0",
         last_step=f"{most:,}",
-        path=path,
-        dots=tuple(placed) if len(placed) <= 30 else (),
-        points=tuple((step, float(f"{value:.5g}")) for step, value in thin),
+        lines=tuple(_line(one, points, most, low, high) for one, points in zip(series, thin, strict=True)),
+    )
+
+
+def _line(series: Series, points: Points, most: int, low: float, high: float) -> CurveLine:
+    placed = tuple(_placed(points, most, low, high))
+    return CurveLine(
+        label=series.label,
+        colour=series.colour,
+        final=series.final,
+        path="M" + "L".join(f"{x:g} {y:g}" for x, y in placed),
+        dots=placed if len(placed) <= MAX_DOTS else (),
+        points=tuple((step, float(f"{value:.5g}")) for step, value in points),
     )
 
 

@@ -7,26 +7,28 @@ function shortNumber(value) {
 }
 
 for (const figure of document.querySelectorAll(".curve")) {
-  const points = curvePoints[figure.dataset.metric];
-  const output = figure.querySelector("output");
+  const lines = curvePoints[figure.dataset.metric];
+  const outputs = [...figure.querySelectorAll("output")];
   const plot = figure.querySelector(".plot");
+  const area = plot.querySelector("svg");
   const cross = figure.querySelector(".cross");
-  const atRest = output.innerHTML;
+  const atRest = outputs.map((output) => output.innerHTML);
   const last = Number(figure.querySelector(".axis span:last-child").textContent.replace(/[^0-9]/g, ""));
   plot.addEventListener("pointermove", (event) => {
-    const box = plot.getBoundingClientRect();
+    const box = area.getBoundingClientRect();
     const step = ((event.clientX - box.left) / box.width) * Math.max(1, last);
     const distance = (point) => Math.abs(point[0] - step);
-    const near = points.reduce((best, point) => (distance(point) < distance(best) ? point : best));
-    const x = (PLOT_WIDTH * near[0]) / Math.max(1, last);
+    const nearest = (points) => points.reduce((best, point) => (distance(point) < distance(best) ? point : best));
+    const near = lines.map(nearest);
+    const x = (PLOT_WIDTH * nearest(near)[0]) / Math.max(1, last);
     cross.setAttribute("x1", x);
     cross.setAttribute("x2", x);
     plot.classList.add("is-read");
-    output.textContent = `${shortNumber(near[1])} at step ${near[0]}`;
+    outputs.forEach((output, i) => { output.textContent = `${shortNumber(near[i][1])} at step ${near[i][0]}`; });
   });
   plot.addEventListener("pointerleave", () => {
     plot.classList.remove("is-read");
-    output.innerHTML = atRest;
+    outputs.forEach((output, i) => { output.innerHTML = atRest[i]; });
   });
 }
 
