@@ -15,7 +15,8 @@ import hflow
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FLAGS = re.DOTALL | re.MULTILINE
+BLOCK = re.compile(r"^```python\n(.*?)^```", FLAGS)
 
 
 @pytest.mark.parametrize("name", ["agents", "metrics", "nodes", "rewards"])
@@ -57,6 +58,17 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 def test_the_architecture_stays_a_description() -> None:
     assert len((DOCS / "architecture.md").read_text().split()) <= 2000
+
+
+@pytest.mark.parametrize("name", ["areal", "openrlhf", "trl", "verl"])
+def test_the_example_of_another_library_can_be_planned(name: str, tmp_path: Path) -> None:
+    folder = DOCS / "coming-from"
+    text = (folder / f"{name}.md").read_text()
+    recipes = [block for block in BLOCK.findall(text) if "Recipe(" in block]
+    recipe = recipes[0] if recipes else BLOCK.findall((folder / "README.md").read_text())[0]
+    (tmp_path / "example.py").write_text(recipe)
+    (tmp_path / "example.yaml").write_text(re.findall(r"^```yaml\n(defaults:.*?)^```", text, FLAGS)[0])
+    assert hflow.plan(tmp_path / "example.py").unrunnable == ()
 
 
 @pytest.fixture(scope="module")
