@@ -1,9 +1,10 @@
-"""Connecting to a Ray cluster that runs already."""
+"""Connecting to a Ray cluster that runs already, and a Ray that does not start."""
 
 from __future__ import annotations
 
 import socket
 
+import psutil
 import pytest
 
 from hflow.errors import RunError, WorkerFailureError
@@ -21,3 +22,23 @@ def test_a_cluster_that_does_not_answer_is_a_mistake_and_no_fault(monkeypatch: p
         with pytest.raises(RunError, match=f"no Ray cluster answers at RAY_ADDRESS={address}") as error:
             reserve(ClusterSpec("cpu-1x1", "cpu", 1, 1, 1 << 30))
     assert not isinstance(error.value, WorkerFailureError)
+
+
+@pytest.mark.ray
+def test_a_ray_that_does_not_start_leaves_no_daemon(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GCS runs already when the raylet is late, as on a machine that is too busy. The run tries again."""
+    from hflow.workers.ray.ray_actors import reserve
+
+    started = []
+
+    def late(*arguments: object, **options: object) -> None:
+        started.extend(process for process in psutil.Process().children() if process not in known)
+        raise TimeoutError("the raylet is late")
+
+    known = psutil.Process().children()
+    monkeypatch.setattr("ray._private.services.start_raylet", late)
+    with pytest.raises(WorkerFailureError, match="Ray cannot be started: the raylet is late"):
+        reserve(ClusterSpec("cpu-1x1", "cpu", 1, 1, 1 << 30))
+    assert started
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert alive == []

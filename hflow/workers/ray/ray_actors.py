@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.ir import ClusterSpec
+from hflow.workers.process_guard import children
 from hflow.workers.ray.ray_actor import RayWorker
 
 CLOSE_SECONDS = 10.0
@@ -201,13 +202,21 @@ def _start_ray(cluster: ClusterSpec) -> None:
     if cluster.num_nodes > 1 or address != "local":
         _join_ray(cluster, "auto" if address == "local" else address)
         return
-    with _loopback_only(), _as_a_guest():
-        ray.init(
-            num_cpus=max(cluster.num_devices, os.cpu_count() or 1),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+    known = set(children())
+    try:
+        with _loopback_only(), _as_a_guest():
+            ray.init(
+                num_cpus=max(cluster.num_devices, os.cpu_count() or 1),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except Exception:
+        for daemon in set(children()) - known:  # Ray leaves those that started before the one that did not
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(daemon, signal.SIGKILL)
+                os.waitpid(daemon, 0)
+        raise
     threading.Thread(target=_end_workers_with_gcs, args=(ray_worker._global_node,), daemon=True).start()
 
 
