@@ -1,6 +1,18 @@
 """Advantages, KL estimators and losses: pure functions on packed tensors."""
 
-from hflow.algo.advantages import explained_variance, gae, group_advantage, leave_one_out, whiten
+from hflow.algo.advantages import (
+    decoupled_advantage,
+    explained_variance,
+    gae,
+    group_advantage,
+    leave_one_out,
+    length_scale,
+    length_weighted_advantage,
+    pass_at_k_advantage,
+    rescaled_advantage,
+    turn_advantage,
+    whiten,
+)
 from hflow.algo.kl import MAX_KL, adapted_kl_weight, entropy, kl_estimate, kl_k1, kl_k2, kl_k3
 from hflow.algo.losses import (
     behav_weight,
@@ -33,6 +45,7 @@ __all__ = [
     "clipped_surrogate",
     "clipped_value_loss",
     "cross_entropy",
+    "decoupled_advantage",
     "decoupled_surrogate",
     "dppo_surrogate",
     "dro_loss",
@@ -49,10 +62,15 @@ __all__ = [
     "kl_k2",
     "kl_k3",
     "leave_one_out",
+    "length_scale",
+    "length_weighted_advantage",
     "loglinear_prox",
     "pairwise_loss",
+    "pass_at_k_advantage",
     "policy_ratio",
     "reinforce_surrogate",
+    "rescaled_advantage",
     "sapo_surrogate",
+    "turn_advantage",
     "whiten",
 ]

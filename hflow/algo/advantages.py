@@ -7,16 +7,28 @@ Results have the dtype of the input.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from hflow.algo.pass_at_k import pass_at_k
 from hflow.types import Sequences
 
 _GAE_BLOCK = 128
 """Number of time steps that `gae` computes with one matrix product."""
 
 
-def group_advantage(reward: Tensor, seqs: Sequences, std: bool = True, eps: float = 1e-4) -> Tensor:
+def group_advantage(
+    reward: Tensor,
+    seqs: Sequences,
+    std: bool = True,
+    eps: float = 1e-4,
+    *,
+    std_over: Literal["group", "batch"] = "group",
+) -> Tensor:
     """Return the reward of each sample relative to its group: `A_i = (r_i - mean(r)) / (std(r) + eps)`.
 
     The standard deviation is unbiased (divided by G - 1), as in the reference implementations of GRPO. In a
@@ -25,21 +37,203 @@ def group_advantage(reward: Tensor, seqs: Sequences, std: bool = True, eps: floa
     Args:
         reward: `[S]`.
         seqs: the layout of the batch, with the group of each sample.
-        std: divide by the standard deviation of the group. False is Dr. GRPO (Liu et al. 2025).
+        std: divide by a standard deviation. False is Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-like
+            training").
         eps: added to the standard deviation.
+        std_over: the rewards whose standard deviation it is: those of the group or of the batch.
 
     Returns:
         Advantages `[S]`; positive means better than the group's mean.
 
-    Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, outcome supervision.
+    Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, outcome supervision; Liu et al. 2025, "Tricks or
+    traps? A deep dive into RL for LLM reasoning", for the deviation of the batch.
     """
     count = seqs.group_count()
     exact = reward.double()
     centred = exact - (seqs.group_sum(exact) / count)[seqs.group]
-    if std:
+    if std and std_over == "batch":
+        centred = centred / (_deviation(exact) + eps)
+    elif std:
         variance = seqs.group_sum(centred.square()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)[seqs.group]
     return centred.to(reward.dtype)
+
+
+def length_weighted_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
+    """Return each reward minus the group's mean weighted by length, `sum(l r) / sum(l)`: OPO.
+
+    It is the baseline of least variance if a sequence's squared gradient is proportional to its length l, the
+    number of its learned tokens.
+
+    Args:
+        reward: `[S]`.
+        seqs: the layout of the batch.
+
+    Returns:
+        Advantages `[S]`.
+
+    Source: Hao et al. 2025, "On-policy RL with optimal reward baseline", the length-weighted baseline.
+    """
+    exact, length = reward.double(), seqs.count().double()
+    baseline = seqs.group_sum(length * exact) / seqs.group_sum(length).clamp(min=1)
+    return (exact - baseline[seqs.group]).to(reward.dtype)
+
+
+def rescaled_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
+    """Return each reward minus its group's mean, times `S / (number of samples that teach something)`: GPG.
+
+    Groups of equal rewards have no gradient. The factor makes up for them, so that a step's gradient does not
+    shrink with their number. If there are only such groups, advantages are 0.
+
+    Args:
+        reward: `[S]`.
+        seqs: the layout of the batch.
+
+    Returns:
+        Advantages `[S]`.
+
+    Source: Chu et al. 2025, "GPG: a simple and strong reinforcement learning baseline for model reasoning",
+    with alpha = B / (B - M) for M samples without gradient.
+    """
+    centred = group_advantage(reward.double(), seqs, std=False)
+    teaches = seqs.group_sum(centred.abs())[seqs.group] > 0
+    return (centred * len(reward) / teaches.sum().clamp(min=1)).to(reward.dtype)
+
+
+def decoupled_advantage(
+    rewards: Iterable[Tensor], weights: Iterable[float], seqs: Sequences, eps: float = 1e-4
+) -> Tensor:
+    """Return the weighted sum of one group advantage for each reward, normalised over the batch: GDPO.
+
+    Rewards that are added first lose their differences: (1, 0) and (0, 1) become the same sum.
+
+    Args:
+        rewards: K tensors `[S]`.
+        weights: K weights.
+        seqs: the layout of the batch.
+        eps: added to standard deviations.
+
+    Returns:
+        Advantages `[S]`, with mean 0 and standard deviation 1.
+
+    Source: Liu et al. 2026, "GDPO: group reward-decoupled normalization policy optimization": the
+    normalisation by reward and group, the weighted sum, and the normalisation over the batch.
+    """
+    pairs = list(zip(rewards, weights, strict=True))
+    total = sum((weight * group_advantage(r.double(), seqs, eps=eps) for r, weight in pairs), torch.zeros(()))
+    centred = total - total.mean()
+    return (centred / (_deviation(total) + eps)).to(pairs[0][0].dtype)
+
+
+def pass_at_k_advantage(correct: Tensor, seqs: Sequences, k: int) -> Tensor:
+    """Return advantages for the reward of k answers together: 1 if one of them is right.
+
+    The group's N samples stand for all its subsets of k. With n wrong ones, the mean of their rewards is
+    `R = 1 - C(n, k) / C(N, k)`, and the standard deviation `s = sqrt(R (1 - R))`. A right sample has the
+    advantage `(1 - R) / s`, a wrong one `(1 - R - C(n - 1, k - 1) / C(N - 1, k - 1)) / s`. If all subsets
+    have the same reward, advantages are 0.
+
+    Args:
+        correct: bool `[S]`.
+        seqs: the layout of the batch.
+        k: number of answers, at least 1; 1 is GRPO with the standard deviation of all samples (divided by N).
+
+    Returns:
+        Advantages `[S]`.
+
+    Raises:
+        ValueError: if a group has fewer than k samples.
+
+    Source: Chen et al. 2025, "Pass@k training for adaptively balancing exploration and exploitation of large
+    reasoning models", equations 14 and 15.
+    """
+    advantages = torch.zeros(len(correct), dtype=torch.float64, device=correct.device)
+    sizes = seqs.group_count().tolist()
+    right = seqs.group_sum(correct.long()).tolist()
+    for group, (size, num_right) in enumerate(zip(sizes, right, strict=True)):
+        reward = pass_at_k(size, num_right, k)
+        wrong = size - num_right
+        deviation = math.sqrt(reward * (1 - reward))
+        if not wrong or deviation == 0:
+            continue
+        stays_wrong = math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)
+        of_sample = torch.where(correct, 1 - reward, 1 - reward - stays_wrong).double() / deviation
+        advantages = torch.where(seqs.group == group, of_sample, advantages)
+    return advantages.float()
+
+
+def length_scale(seqs: Sequences, power: float) -> Tensor:
+    """Return the factor of each sequence's advantage that weighs long sequences less: delta L normalisation.
+
+    `S l^-power / sum(l^-power)` with l the number of learned tokens; the mean over sequences is 1. With power
+    1 and a loss summed over tokens, it is the unbiased estimate of least variance if a sequence's variance
+    grows with its length. Power 0 gives 1.
+
+    Args:
+        seqs: the layout of the batch.
+        power: alpha of the paper, from 0 to 1.
+
+    Returns:
+        Factors `[S]`.
+
+    Source: He et al. 2025, "Delta L normalization: rethink loss aggregation in RLVR".
+    """
+    weight = seqs.count().clamp(min=1).double().pow(-power)
+    return (weight * len(seqs) / weight.sum()).float()
+
+
+def turn_advantage(
+    token_reward: Tensor, seqs: Sequences, gamma: float, std: bool, eps: float = 1e-4
+) -> Tensor:
+    """Return the discounted return of each turn relative to the same turn of the other samples of its group.
+
+    A turn is a run of learned tokens, such as one message of an assistant. Its reward is the sum over its
+    tokens and over the tokens up to the next turn (a tool's answer may carry a reward). The return of turn k
+    is `R_k = sum_(j >= k) gamma^(j - k) r_j`, and the advantage `R_k - mean(R_k)` over the samples of the
+    group that have a k-th turn, divided by their standard deviation. A turn that only one sample has gets 0.
+
+    Args:
+        token_reward: `[T]`.
+        seqs: the layout of the batch.
+        gamma: discount from one turn to the next.
+        std: divide by the standard deviation.
+        eps: added to the standard deviation.
+
+    Returns:
+        Advantages `[T]`.
+
+    Source: Feng et al. 2025, "Group-in-group policy optimization for LLM agent training" (GiGPO): its
+    step-level advantage, with the turn's number in the place of the anchor state.
+    """
+    learned = seqs.loss_mask
+    previous = torch.roll(learned, 1)
+    previous[seqs.offsets[:-1][seqs.lengths > 0]] = False
+    started = (learned & ~previous).long().cumsum(0)
+    first = started.new_zeros(len(seqs)).scatter_reduce(0, seqs.index, started, "amax", include_self=False)
+    before = torch.cat([first.new_zeros(1), first[:-1]]) if len(seqs) else first
+    number = started - before[seqs.index] - 1  # of each token's turn in its sequence; -1 before the first
+    width = int(number.max()) + 1 if len(number) else 0
+    if width == 0:
+        return torch.zeros_like(token_reward)
+    inside = number >= 0
+    reward = token_reward.new_zeros(len(seqs), width, dtype=torch.float64)
+    reward = reward.index_put(
+        (seqs.index[inside], number[inside]), token_reward[inside].double(), accumulate=True
+    )
+    returns = _discounted_sums(reward, gamma)
+    exists = torch.zeros_like(returns, dtype=torch.bool)
+    exists[seqs.index[inside], number[inside]] = True
+
+    def group_sums(x: Tensor) -> Tensor:
+        return x.new_zeros(seqs.num_groups, width).index_add(0, seqs.group, x.masked_fill(~exists, 0))
+
+    count = group_sums(torch.ones_like(returns))
+    centred = returns - (group_sums(returns) / count.clamp(min=1))[seqs.group]
+    if std:
+        variance = group_sums(centred.square()) / (count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + eps)[seqs.group]
+    advantages = centred[seqs.index, number.clamp(min=0)]
+    return advantages.masked_fill(~learned, 0).to(token_reward.dtype)
 
 
 def leave_one_out(reward: Tensor, seqs: Sequences) -> Tensor:
@@ -154,6 +348,11 @@ def explained_variance(values: Tensor, targets: Tensor, seqs: Sequences) -> Tens
     if len(learned) < 2 or not learned.var() > 0:
         return targets.new_zeros(())
     return (1 - error.var() / learned.var()).to(targets.dtype)
+
+
+def _deviation(x: Tensor) -> Tensor:
+    """Return the unbiased standard deviation of all entries; 0 of a single one."""
+    return x.std() if len(x) > 1 else x.new_zeros(())
 
 
 def _learned_grid(seqs: Sequences) -> tuple[Tensor, Tensor, int]:

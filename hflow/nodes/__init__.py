@@ -5,7 +5,19 @@ function into the recipe: most are a few lines long.
 """
 
 from hflow.dsl.implicit_nodes import actor_inf
-from hflow.nodes.advantages import gae, group_advantage, kl_reward, leave_one_out, returns_to_go
+from hflow.nodes.advantages import (
+    gae,
+    gdpo_advantage,
+    gpg_advantage,
+    group_advantage,
+    kl_reward,
+    leave_one_out,
+    opo_advantage,
+    pass_at_k_advantage,
+    reinforce_pp_baseline,
+    returns_to_go,
+    turn_advantage,
+)
 from hflow.nodes.inference import (
     actor_gen,
     chat_gen,
@@ -37,17 +49,23 @@ __all__ = [
     "critic_train",
     "dpo",
     "gae",
+    "gdpo_advantage",
     "gmpo_train",
+    "gpg_advantage",
     "group_advantage",
     "gspo_train",
     "kl_reward",
     "leave_one_out",
+    "opo_advantage",
     "pair",
+    "pass_at_k_advantage",
     "ref_inf",
+    "reinforce_pp_baseline",
     "returns_to_go",
     "rew_inf",
     "reward_train",
     "reward_view",
     "sft_train",
     "sft_view",
+    "turn_advantage",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
-from hflow.dsl import compute
+from hflow.dsl import checked_by, compute
+from hflow.errors import RunError
 from hflow.lazy import algo
 from hflow.types import Metrics, PerSequence, PerToken, Sequences, State, Text
 
@@ -87,19 +89,136 @@ def gae(
     return advantages, targets, {"explained_variance": algo.explained_variance(values, targets, seqs)}
 
 
+def _check_group_advantage(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if knobs["eps"] <= 0:
+        return f"eps is {knobs['eps']}; it must be more than 0"
+    if not knobs["std"] and knobs["std_over"] != "group":
+        return "std_over has no effect with std=false. Remove one of them"
+    if not 0 <= knobs["length_power"] <= 1:
+        return f"length_power is {knobs['length_power']}; it must be from 0 to 1"
+    return None
+
+
 @compute(returns="advantages", min_group=2)
+@checked_by(_check_group_advantage)
 def group_advantage(
-    reward: PerSequence, seqs: Sequences, *, std: bool = True, eps: float = 1e-4
+    reward: PerSequence,
+    seqs: Sequences,
+    *,
+    std: bool = True,
+    std_over: Literal["group", "batch"] = "group",
+    eps: float = 1e-4,
+    length_power: float = 0.0,
 ) -> PerSequence:
-    """Return each reward minus its group's mean, over the group's standard deviation if `std` (GRPO).
+    """Return each reward minus its group's mean, over the standard deviation if `std` (GRPO).
 
     Args:
         reward: `[S]`.
         seqs: the layout of the batch.
-        std: divide by the group's standard deviation; false is Dr. GRPO.
+        std: divide by a standard deviation; false is Dr. GRPO.
+        std_over: the rewards whose standard deviation it is.
         eps: added to the standard deviation, so that rewards that differ by less have small advantages.
+        length_power: weigh a sequence of l learned tokens by `l^-length_power` (`algo.length_scale`), for
+            `reduce=seq-mean-token-sum`.
     """
-    return algo.group_advantage(reward, seqs, std, eps)
+    advantages = algo.group_advantage(reward, seqs, std, eps, std_over=std_over)
+    return advantages * algo.length_scale(seqs, length_power) if length_power else advantages
+
+
+@compute(returns="advantages", min_group=2)
+def opo_advantage(reward: PerSequence, seqs: Sequences) -> PerSequence:
+    """Return each reward minus its group's length-weighted mean (OPO, `algo.length_weighted_advantage`)."""
+    return algo.length_weighted_advantage(reward, seqs)
+
+
+@compute(returns="advantages", min_group=2)
+def gpg_advantage(reward: PerSequence, seqs: Sequences) -> PerSequence:
+    """Return each reward minus its group's mean, rescaled for equal ones (GPG, `algo.rescaled_advantage`)."""
+    return algo.rescaled_advantage(reward, seqs)
+
+
+@compute(returns="advantages", min_group=2)
+def reinforce_pp_baseline(reward: PerSequence, seqs: Sequences) -> PerToken:
+    """Return each reward minus its group's mean, whitened over the batch's tokens (REINFORCE++ baseline).
+
+    Source: Hu et al. 2025, "REINFORCE++", the variant with a baseline, which groups of all-equal rewards
+    cannot blow up. Its KL, if any, is in the loss (`kl_coef` with k2).
+    """
+    return algo.whiten(seqs.widen(algo.group_advantage(reward, seqs, std=False)), seqs)
+
+
+def _check_gdpo(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    num_rewards = len({"reward", "second_reward", "third_reward"} & set(reads))
+    if len(knobs["weights"]) not in (0, num_rewards):
+        return f"weights has {len(knobs['weights'])} number(s) for {num_rewards} rewards. Give one for each"
+    return None
+
+
+@compute(returns="advantages", min_group=2)
+@checked_by(_check_gdpo)
+def gdpo_advantage(
+    reward: PerSequence,
+    second_reward: PerSequence,
+    seqs: Sequences,
+    third_reward: PerSequence | None = None,
+    *,
+    weights: tuple[float, ...] = (),
+) -> PerSequence:
+    """Return advantages of several rewards, each normalised by itself (GDPO, `algo.decoupled_advantage`).
+
+    `use(nodes.gdpo_advantage, reads={"reward": "right", "second_reward": "format"})` names the rewards.
+
+    Args:
+        reward: `[S]`.
+        second_reward: `[S]`.
+        seqs: the layout of the batch.
+        third_reward: `[S]`, if there is one.
+        weights: one for each reward. Default: 1 each.
+    """
+    rewards = [r for r in (reward, second_reward, third_reward) if r is not None]
+    return algo.decoupled_advantage(rewards, weights or (1.0,) * len(rewards), seqs)
+
+
+def _check_pass_at_k(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    return f"k is {knobs['k']}; it must be at least 1" if knobs["k"] < 1 else None
+
+
+@compute(returns="advantages", min_group=2)
+@checked_by(_check_pass_at_k)
+def pass_at_k_advantage(
+    reward: PerSequence, seqs: Sequences, *, k: int = 4, right: float = 0.5
+) -> PerSequence:
+    """Return advantages for the reward "one of k answers is right" (`algo.pass_at_k_advantage`).
+
+    Args:
+        reward: `[S]`.
+        seqs: the layout of the batch.
+        k: number of answers; at most the number of samples of a prompt.
+        right: an answer is right if its reward is larger.
+
+    Raises:
+        RunError: if a prompt has fewer than k samples.
+    """
+    smallest = int(seqs.group_count().min()) if len(seqs) else k
+    if smallest < k:
+        raise RunError(f"pass_at_k_advantage: a prompt has {smallest} samples, fewer than k={k}. Lower k")
+    return algo.pass_at_k_advantage(reward > right, seqs, k)
+
+
+@compute(returns="advantages", min_group=2)
+def turn_advantage(
+    token_reward: PerToken, seqs: Sequences, *, gamma: float = 0.95, std: bool = True, eps: float = 1e-4
+) -> PerToken:
+    """Return advantages of turns, for episodes whose turns have rewards of their own (`algo.turn_advantage`).
+
+    Args:
+        token_reward: `[T]`, such as the reward of each turn on its last token.
+        seqs: the layout of the batch.
+        gamma: discount from one turn to the next.
+        std: divide by the standard deviation over the samples of the group.
+        eps: added to the standard deviation.
+    """
+    return algo.turn_advantage(token_reward, seqs, gamma, std, eps)
 
 
 @compute(returns="advantages", min_group=2)

@@ -1,13 +1,16 @@
 """Library nodes that make rewards and advantages, on numbers worked out by hand."""
 
+import itertools
 import json
 import math
 
 import pytest
 import torch
+from knob_checks import knob_problem
 from torch.testing import assert_close
 
 from hflow import Sequences, State, nodes
+from hflow.errors import RunError
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -94,3 +97,93 @@ def test_dr_grpo_and_rloo_keep_the_spread():
     assert_close(nodes.group_advantage(reward, seqs, std=False), tensor(0.5, -0.5, -0.5, 0.5))
     # RLOO: the mean of the three others, 1/3 or 2/3.
     assert_close(nodes.leave_one_out(reward, seqs), tensor(2 / 3, -2 / 3, -2 / 3, 2 / 3))
+
+
+PAIRS = Sequences.of([1, 3, 2, 2], group=[0, 0, 1, 1])
+"""Two groups of two; 1, 3, 2 and 2 learned tokens."""
+
+
+def test_the_deviation_of_the_batch():
+    # Means 2 and 5; the rewards 1, 3, 5, 5 have the variance (6.25 + 0.25 + 2.25 + 2.25) / 3 = 11 / 3.
+    got = nodes.group_advantage(tensor(1.0, 3.0, 5.0, 5.0), PAIRS, std_over="batch", eps=1e-9)
+    assert_close(got, tensor(-1.0, 1.0, 0.0, 0.0) / (11 / 3) ** 0.5)
+
+
+def test_delta_l_weighs_by_inverse_lengths():
+    # He et al. 2025: 1 + 1/3 + 1/2 + 1/2 = 7/3, so the factors are 12/7, 4/7, 6/7 and 6/7.
+    got = nodes.group_advantage(tensor(1.0, 3.0, 0.0, 4.0), PAIRS, std=False, length_power=1.0)
+    assert_close(got, tensor(-12 / 7, 4 / 7, -12 / 7, 12 / 7))
+
+
+def test_opo_weighs_the_baseline_by_length():
+    # Hao et al. 2025: (1 * 1 + 3 * 3) / 4 = 2.5, and (2 * 0 + 2 * 4) / 4 = 2.
+    assert_close(nodes.opo_advantage(tensor(1.0, 3.0, 0.0, 4.0), PAIRS), tensor(-1.5, 0.5, -2.0, 2.0))
+
+
+def test_gpg_makes_up_for_groups_that_teach_nothing():
+    # Chu et al. 2025: two of four samples have a gradient, so alpha = 2.
+    assert_close(nodes.gpg_advantage(tensor(1.0, 3.0, 5.0, 5.0), PAIRS), tensor(-2.0, 2.0, 0.0, 0.0))
+    assert nodes.gpg_advantage(tensor(1.0, 1.0, 5.0, 5.0), PAIRS).tolist() == [0, 0, 0, 0]
+
+
+def test_the_baseline_of_reinforce_pp_is_whitened_over_tokens():
+    # Centred rewards -1 (1 token), 1 (3 tokens), 0 (4 tokens): mean 1/4, sum of squares 4 - 8/16 = 3.5.
+    got = nodes.reinforce_pp_baseline(tensor(1.0, 3.0, 5.0, 5.0), PAIRS)
+    scale = (3.5 / 7) ** -0.5
+    assert_close(got, scale * tensor(-1.25, 0.75, 0.75, 0.75, *[-0.25] * 4))
+
+
+def test_gdpo_keeps_rewards_apart():
+    # Each reward of group 0 is +-1/sqrt(2) after its own normalisation; their sums are 0, those with weights
+    # 2 and 1 are not. Group 1 has equal rewards.
+    first, second = tensor(1.0, 0.0, 1.0, 1.0), tensor(0.0, 1.0, 3.0, 3.0)
+    assert_close(nodes.gdpo_advantage(first, second, PAIRS), torch.zeros(4))
+    got = nodes.gdpo_advantage(first, second, PAIRS, weights=(2.0, 1.0))
+    # Sums (2 - 1) / sqrt(2) and its negative, 0, 0: the batch's variance is 1 / 3.
+    assert_close(got, tensor(1.0, -1.0, 0.0, 0.0) * 1.5**0.5, rtol=1e-3, atol=1e-4)
+
+
+def test_pass_at_k_by_enumeration():
+    """Chen et al. 2025, equations 14 and 15, against all subsets of k samples."""
+    seqs = Sequences.of([1] * 9, group=[0] * 5 + [1] * 4)
+    reward = tensor(1, 0, 0, 0, 1, 1, 1, 1, 1)
+    subsets = list(itertools.combinations(range(5), 2))
+    best = {subset: max(reward[i].item() for i in subset) for subset in subsets}
+    mean = sum(best.values()) / len(subsets)
+    deviation = (mean * (1 - mean)) ** 0.5
+    wanted = [sum(best[s] - mean for s in subsets if i in s) / 4 / deviation for i in range(5)]
+    got = nodes.pass_at_k_advantage(reward, seqs, k=2)
+    assert_close(got, tensor(*wanted, 0, 0, 0, 0))
+    with pytest.raises(RunError, match="a prompt has 4 samples, fewer than k=5"):
+        nodes.pass_at_k_advantage(reward, seqs, k=5)
+
+
+def test_turns_are_compared_with_the_same_turn_of_other_samples():
+    # Two turns, then one, then three. A reward on a tool's token belongs to the turn before it.
+    mask = [bool(int(learned)) for learned in "010110110101"]
+    seqs = Sequences.of([5, 2, 5], loss_mask=mask, group=[0, 0, 0])
+    reward = tensor(9.0, 1, 1, 0, 4, 0, 3, 0, 0, 2, 0, 8)
+    got = nodes.turn_advantage(reward, seqs, gamma=0.5, std=False)
+    # Returns: 2 + 2, 4 | 3 | 0 + 1 + 2, 2 + 4, 8. Means 10/3 of the first turns, 5 of the second, 8.
+    assert_close(got, tensor(0, 2 / 3, 0, -1, -1, 0, -1 / 3, -1 / 3, 0, 1, 0, 0))
+    scaled = nodes.turn_advantage(reward, seqs, gamma=0.5, eps=1e-9)
+    assert_close(scaled[[3, 9, 11]], tensor(-(2**-0.5), 2**-0.5, 0))
+
+
+@pytest.mark.parametrize(
+    ("node", "knobs", "reads", "expected"),
+    [
+        (nodes.group_advantage, {"std": False, "std_over": "batch"}, (), "std_over has no effect"),
+        (nodes.group_advantage, {"eps": 0.0}, (), "eps is 0.0; it must be more than 0"),
+        (nodes.group_advantage, {"length_power": 2.0}, (), "length_power is 2.0; it must be from 0 to 1"),
+        (
+            nodes.gdpo_advantage,
+            {"weights": (1.0,)},
+            ("reward", "second_reward"),
+            "weights has 1 number(s)",
+        ),
+        (nodes.pass_at_k_advantage, {"k": 0}, (), "k is 0; it must be at least 1"),
+    ],
+)
+def test_knobs_that_cannot_work_are_refused(node, knobs, reads, expected):
+    assert expected in knob_problem(node, reads, **knobs)

@@ -1,16 +1,14 @@
 """Losses of the library's train nodes, on numbers worked out by hand."""
 
-import inspect
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from knob_checks import knob_problem
 from torch.testing import assert_close
 
 from hflow import Output, Sequences, algo, nodes
-from hflow.dsl.body_check import check_of
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -26,13 +24,6 @@ def test_kl_in_the_loss_by_either_estimator():
         )
         assert_close(loss, tensor(0.5 * kl))
         assert_close(metrics["ref_kl"], tensor(kl))
-
-
-def problem(node: Any, reads: Sequence[str] = (), **knobs: Any) -> str | None:
-    """Return what the check of a library node says about its knobs, with the defaults of the others."""
-    parameters = inspect.signature(node).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    return check_of(node)(defaults | knobs, reads)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +47,7 @@ def problem(node: Any, reads: Sequence[str] = (), **knobs: Any) -> str | None:
     ],
 )
 def test_knobs_that_cannot_work_are_refused(node: Any, knobs: dict, expected: str | None):
-    found = problem(node, **knobs)
+    found = knob_problem(node, **knobs)
     assert found is None if expected is None else expected in found
 
 
