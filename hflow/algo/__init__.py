@@ -13,7 +13,16 @@ from hflow.algo.advantages import (
     turn_advantage,
     whiten,
 )
-from hflow.algo.kl import MAX_KL, adapted_kl_weight, entropy, kl_estimate, kl_k1, kl_k2, kl_k3
+from hflow.algo.kl import (
+    MAX_KL,
+    adapted_kl_weight,
+    entropy,
+    kl_estimate,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    topk_forward_kl,
+)
 from hflow.algo.losses import (
     behav_weight,
     binary_divergence,
@@ -33,6 +42,13 @@ from hflow.algo.losses import (
     reinforce_surrogate,
     sapo_surrogate,
 )
+from hflow.algo.off_policy import (
+    divergence_of,
+    effective_sample_size,
+    importance_weights,
+    limit_weights,
+    second_moment_mask,
+)
 from hflow.algo.ratios import is_bounded, policy_ratio
 
 __all__ = [
@@ -47,12 +63,15 @@ __all__ = [
     "cross_entropy",
     "decoupled_advantage",
     "decoupled_surrogate",
+    "divergence_of",
     "dppo_surrogate",
     "dro_loss",
+    "effective_sample_size",
     "entropy",
     "explained_variance",
     "gae",
     "group_advantage",
+    "importance_weights",
     "ipo_loss",
     "is_bounded",
     "is_clipped",
@@ -64,6 +83,7 @@ __all__ = [
     "leave_one_out",
     "length_scale",
     "length_weighted_advantage",
+    "limit_weights",
     "loglinear_prox",
     "pairwise_loss",
     "pass_at_k_advantage",
@@ -71,6 +91,8 @@ __all__ = [
     "reinforce_surrogate",
     "rescaled_advantage",
     "sapo_surrogate",
+    "second_moment_mask",
+    "topk_forward_kl",
     "turn_advantage",
     "whiten",
 ]

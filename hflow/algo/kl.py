@@ -19,6 +19,7 @@ MAX_KL = 10.0
 """Largest value in nats of k3 for one token, as in verl and OpenRLHF. Unbounded, k3 is 2.6e10 where ref gives
 a token 24 nats more than p. A token above the bound has no gradient."""
 _MAX_ERROR = 0.2
+_TINY_REST = 1e-6
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -46,10 +47,48 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate KL(p || ref) with `k1`, `k2` or `k3`, from tokens drawn from p, the first argument.
 
+    `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2. The means of k1 and k3 are the KL, but
+    those of their gradients are not its gradient (that of k1 is 0), since they leave out that p draws the
+    tokens; that of k2 is.
+
     Raises:
         KeyError: for another name.
+
+    Source: Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL".
     """
-    return {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[estimator](logprobs, ref_logprobs)
+    values = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[estimator.removesuffix("+")](logprobs, ref_logprobs)
+    if not estimator.endswith("+"):
+        return values
+    with_gradient = kl_k2(logprobs, ref_logprobs)
+    return values.detach() + with_gradient - with_gradient.detach()
+
+
+def topk_forward_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return KL(ref || p) over K tokens of the vocabulary and one event for all others.
+
+    `sum_k q_k log(q_k / p_k) + (1 - Q) log((1 - Q) / (1 - P))` with q the probabilities of ref and Q and P
+    the sums over the K tokens. It is a lower bound of the KL over the vocabulary, exact if K is all of it,
+    and 0 only if all K probabilities agree. It needs no sample of any policy.
+
+    Args:
+        logprobs: `[..., K]`, log-probs under p, with gradient.
+        ref_logprobs: `[..., K]`, log-probs of the same tokens under ref, such as a teacher's K likeliest.
+
+    Returns:
+        Nats `[...]`.
+
+    Source: Hinton et al. 2015, "Distilling the knowledge in a neural network", on the K likeliest tokens;
+    Agarwal et al. 2023, "On-policy distillation of language models", for the choice of the divergence.
+    """
+    q = ref_logprobs.exp()
+    named = (q * (ref_logprobs - logprobs)).sum(-1)
+    rest_q, rest_p = (_log_rest(x) for x in (ref_logprobs, logprobs))
+    return named + rest_q.exp() * (rest_q - rest_p)
+
+
+def _log_rest(logprobs: Tensor) -> Tensor:
+    """Return the log of the probability that none of the K tokens has; at least that of rounding errors."""
+    return torch.log1p(-logprobs.exp().sum(-1).clamp(max=1 - _TINY_REST))
 
 
 def adapted_kl_weight(weight: float, kl: float, target: float, gain: float) -> float:

@@ -28,10 +28,17 @@ from hflow.nodes.inference import (
     rew_inf,
     reward_view,
     sft_view,
+    topk_inf,
+)
+from hflow.nodes.off_policy import (
+    behav_weights,
+    is_trusted,
+    m2po_mask,
 )
 from hflow.nodes.training import (
     actor_train,
     critic_train,
+    distill_train,
     dpo,
     gmpo_train,
     gspo_train,
@@ -43,10 +50,12 @@ __all__ = [
     "actor_gen",
     "actor_inf",
     "actor_train",
+    "behav_weights",
     "chat_gen",
     "chat_view",
     "critic_inf",
     "critic_train",
+    "distill_train",
     "dpo",
     "gae",
     "gdpo_advantage",
@@ -54,8 +63,10 @@ __all__ = [
     "gpg_advantage",
     "group_advantage",
     "gspo_train",
+    "is_trusted",
     "kl_reward",
     "leave_one_out",
+    "m2po_mask",
     "opo_advantage",
     "pair",
     "pass_at_k_advantage",
@@ -67,5 +78,6 @@ __all__ = [
     "reward_view",
     "sft_train",
     "sft_view",
+    "topk_inf",
     "turn_advantage",
 ]

@@ -73,3 +73,14 @@ def critic_inf(out: Output) -> tuple[PerToken, PerSequence]:
 def rew_inf(out: Output) -> PerSequence:
     """Return a reward model's score of each sequence `[S]`."""
     return out.scores
+
+
+@infer(returns=("teacher_ids", "teacher_logprobs"))
+def topk_inf(out: Output, *, k: int = 16) -> tuple[PerToken, PerToken]:
+    """Return a teacher's `k` likeliest tokens at each position and their log-probs, both `[T, k]`.
+
+    Args:
+        out: the teacher.
+        k: number of tokens; a step sends 12 bytes for each of them and each token of the batch.
+    """
+    return out.topk(k)

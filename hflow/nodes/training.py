@@ -51,8 +51,14 @@ def _check_actor_train(knobs: Mapping[str, Any], reads: Collection[str]) -> str 
             return f"{name} has no effect with loss={loss}. Remove it, or set loss to {' or '.join(losses)}"
         if loss in losses and knobs[name] is None and name in ("max_divergence", "dro_beta"):
             return f"loss={loss} needs {name}. Set it, for example to {_EXAMPLES[loss]}"
-    if knobs["kl_estimator"] != _default(actor_train, "kl_estimator") and not knobs["kl_coef"]:
-        return "kl_estimator has no effect while kl_coef is 0. Set kl_coef, or remove kl_estimator"
+    for name in ("kl_estimator", "kl_importance"):
+        if knobs[name] != _default(actor_train, name) and not knobs["kl_coef"]:
+            return f"{name} has no effect while kl_coef is 0. Set kl_coef, or remove {name}"
+    if knobs["kl_importance"] and knobs["kl_estimator"] != "k3":
+        return f"kl_importance needs kl_estimator=k3, not {knobs['kl_estimator']}, whose gradient differs"
+    for name in ("behav_weight_cap", "over_cap"):
+        if "behav_weights" in reads and knobs[name] != _default(actor_train, name):
+            return f"{name} has no effect beside the node that returns behav_weights. Set its bounds instead"
     return _check_policy_loss(knobs, reads)
 
 
@@ -71,6 +77,7 @@ def actor_train(
     prox_logprobs: PerToken,
     advantages: PerToken,
     ref_logprobs: PerToken | None = None,
+    behav_weights: PerToken | None = None,
     *,
     loss: PolicyLoss = "ppo",
     clip: float = 0.2,
@@ -83,7 +90,8 @@ def actor_train(
     behav_weight_cap: float | None = 5.0,
     over_cap: Literal["mask", "truncate"] = "mask",
     kl_coef: float = 0.0,
-    kl_estimator: Literal["k2", "k3"] = "k3",
+    kl_estimator: Literal["k2", "k3", "k1+", "k3+"] = "k3",
+    kl_importance: bool = False,
     entropy_coef: float = 0.0,
 ) -> tuple[PerToken, Metrics]:
     """Return a policy's loss per token: a surrogate, corrected for the policy that generated the tokens.
@@ -97,6 +105,7 @@ def actor_train(
         prox_logprobs: `[T]`, at the start of the step.
         advantages: `[T]`.
         ref_logprobs: `[T]`, needed if `kl_coef` is not 0.
+        behav_weights: `[T]`, weights in the place of w, from the node `behav_weights`.
         loss: the surrogate: `ppo` (`algo.clipped_surrogate`), `cispo`, `sapo`, `dppo-tv`, `dppo-kl` or
             `reinforce` (`algo.NAME_surrogate`), or `dro` (`algo.dro_loss`). A knob of others is refused.
         clip: ppo, cispo: largest distance of the ratio below 1.
@@ -109,8 +118,10 @@ def actor_train(
         behav_weight_cap: largest weight `exp(prox - behav)` of a token. None: no limit.
         over_cap: give tokens with a larger weight the weight 0 (`mask`) or the cap (`truncate`).
         kl_coef: weight of the KL to the reference in the loss.
-        kl_estimator: estimator of this KL. k1 is not allowed: the mean of its gradient is 0 for any
-            reference.
+        kl_estimator: estimator of this KL. `k2`, `k1+` and `k3+` have the gradient of the KL on fresh tokens,
+            k3 has that of the KL in the other direction. k1 is not allowed: the mean of its gradient is 0.
+        kl_importance: multiply k3 by the ratio theta / behav, which makes value and gradient unbiased also on
+            tokens of older policies (DeepSeek-AI 2025, "DeepSeek-V3.2", the unbiased KL estimate).
         entropy_coef: weight of the entropy, which is subtracted from the loss.
 
     Returns:
@@ -139,7 +150,12 @@ def actor_train(
         kind: Literal["tv", "kl"] = "tv" if loss == "dppo-tv" else "kl"
         entries = algo.dppo_surrogate(theta, prox, behav, advantages, max_divergence, kind)
         clipped = algo.is_diverged(theta, behav, advantages, max_divergence, kind)
-    entries = entries * algo.behav_weight(prox, behav, behav_weight_cap, over_cap)
+    if behav_weights is None:
+        behav_weights = algo.behav_weight(prox, behav, behav_weight_cap, over_cap)
+        is_capped = behav_weight_cap is not None
+    else:
+        is_capped = False
+    entries = entries * behav_weights
     metrics = {
         "kl": algo.kl_k3(prox, theta),
         "entropy": out.entropy,
@@ -149,14 +165,17 @@ def actor_train(
         metrics |= _clip_fractions(*clipped)
     if dual_clip is not None:
         metrics["dual_clip_fraction"] = (advantages < 0) & (algo.policy_ratio(theta, prox) > dual_clip)
-    if behav_weight_cap is not None:
+    if is_capped and behav_weight_cap is not None:
         metrics["over_cap"] = prox - behav > math.log(behav_weight_cap)
     if kl_coef:
         assert ref_logprobs is not None, "the check of this node's knobs refuses kl_coef without ref_logprobs"
-        metrics["ref_kl"] = algo.kl_estimate(theta, ref_logprobs, kl_estimator)
-        if kl_estimator == "k3":
-            metrics["bounded_kl.sum"] = metrics["ref_kl"] >= algo.MAX_KL
-        entries = entries + kl_coef * metrics["ref_kl"]
+        ref_kl = algo.kl_estimate(theta, ref_logprobs, kl_estimator)
+        if kl_estimator in ("k3", "k3+"):
+            metrics["bounded_kl.sum"] = ref_kl >= algo.MAX_KL
+        if kl_importance:
+            ref_kl = algo.policy_ratio(theta, behav) * ref_kl
+        metrics["ref_kl"] = ref_kl
+        entries = entries + kl_coef * ref_kl
     if entropy_coef:
         entries = entries - entropy_coef * out.entropy
     return entries, metrics
@@ -294,6 +313,24 @@ def critic_train(
     if clip is not None:
         metrics["clip_fraction"] = (out.values - values).abs() > clip
     return loss, metrics
+
+
+@train(reduce="token-mean")
+def distill_train(out: Output, teacher_ids: PerToken, teacher_logprobs: PerToken) -> tuple[PerToken, Metrics]:
+    """Return the forward KL `[T]` from a teacher's likeliest tokens to the student (`algo.topk_forward_kl`).
+
+    The samples may be anyone's: the student's own (on-policy distillation), the teacher's, or written ones.
+
+    Args:
+        out: the student.
+        teacher_ids: `[T, K]`, from `topk_inf`.
+        teacher_logprobs: `[T, K]`, from `topk_inf`.
+
+    Returns:
+        The loss `[T]`, and metrics: `covered`, the teacher's probability of the K tokens.
+    """
+    loss = algo.topk_forward_kl(out.logprobs_of(teacher_ids), teacher_logprobs)
+    return loss, {"covered": teacher_logprobs.exp().sum(-1)}
 
 
 @train(reduce="token-mean")
