@@ -2,7 +2,7 @@
 
 The primary file is the YAML file beside the recipe with the recipe's name, if there is one. Its defaults list
 takes groups from `configs/` (`model`, `optim`, `data`) and from the recipe's own directory. Overrides are
-written as in Hydra: `steps=10`, `models.actor.optim.lr=3e-4`, `+model@models.ref=NAME`.
+written as in Hydra: `steps=10`, `models.actor.optim.lr=3e-4`, `setup=NAME`, `+model@models.ref=NAME`.
 
 Hydra is imported when it is used: the planner imports this package for its schema alone.
 """
@@ -104,7 +104,8 @@ def _compose(primary: Path, overrides: Sequence[str]) -> dict[str, Any]:
     register()
     directory = primary.parent if primary.is_file() else config_dir()
     name = primary.stem if primary.is_file() else None
-    hydra_overrides = [_searchpath(config_dir()), *map(_hydra_override, overrides)]
+    groups = _group_names(directory, config_dir())
+    hydra_overrides = [_searchpath(config_dir()), *(_hydra_override(each, groups) for each in overrides)]
     try:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
             composed = compose(name, overrides=hydra_overrides)
@@ -142,8 +143,16 @@ def _searchpath(directory: Path) -> str:
     return f"hydra.searchpath=['file://{quoted}']"
 
 
-def _hydra_override(override: str) -> str:
-    """Return an override that sets a key even if no file has it. The schema refuses unknown keys."""
+def _group_names(*directories: Path) -> frozenset[str]:
+    """Return the names of the groups: the directories in these directories."""
+    return frozenset(path.name for directory in directories for path in directory.iterdir() if path.is_dir())
+
+
+def _hydra_override(override: str, groups: Collection[str]) -> str:
+    """Return an override that sets a key even if no file has it. The schema refuses unknown keys.
+
+    `GROUP=OPTION` stays as it is: it chooses another file for a group of the defaults list.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
@@ -157,7 +166,8 @@ def _hydra_override(override: str) -> str:
         raise ConfigError(f"override {shorten(override, 80)!r} cannot be parsed: {NOTATION}") from error
     if parsed.key_or_group.partition(".")[0] == "hydra":
         raise ConfigError(unknown_key(parsed.key_or_group, "hydra", [f.name for f in fields(RunConfig)]))
-    is_value = parsed.type is OverrideType.CHANGE and parsed.package is None
+    is_group = parsed.package is not None or parsed.key_or_group in groups
+    is_value = parsed.type is OverrideType.CHANGE and not is_group
     return f"++{override}" if is_value else override
 
 

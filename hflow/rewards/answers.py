@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Mapping
+from decimal import Decimal
 from itertools import product
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from hflow.dsl import checked_by, compute, missing_extra
 
 _DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
 """What shows that a text says itself where its LaTeX is."""
+_NUMBER = re.compile(r"[\s*]*(-?)\$?(\d[\d,]*+(?:\.\d++)?+|\.\d++)(?!\s*[\d/:^])")
+"""A number with its sign, perhaps in bold or with a dollar sign. Part of a fraction or a time is none."""
 
 
 @compute(per="sample")
@@ -72,6 +75,36 @@ def regex(
     match = found[0 if take == "first" else -1]
     extracted = match.group(1) if match.re.groups else match.group()
     return float(_normal(extracted or "", ignore_case) == _normal(answer, ignore_case))
+
+
+def _check_marker(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    return None if knobs["marker"] else "knob marker is empty. Set it to what stands in front of the number"
+
+
+@compute(per="sample", timeout=10.0)
+@checked_by(_check_marker)
+def final_number(completion: str, answer: str, *, marker: str = "####") -> float:
+    """Return 1 if the number behind the completion's last marker equals that of the answer, otherwise 0.
+
+    `1,000`, `$1000` and `1000.00` are equal. A completion without the marker, or with something else behind
+    it, gets 0. An answer without a number refuses the sample.
+
+    Args:
+        completion: what the model wrote.
+        answer: the right number, or a solution that ends with the marker and the number, as in GSM8K.
+        marker: what stands in front of the number.
+    """
+    expected = _number(answer.rpartition(marker)[2])
+    if expected is None:
+        raise ValueError(f"the answer {answer!r:.80} has no number behind {marker!r}")
+    _, found, end = completion.rpartition(marker)
+    return float(bool(found) and _number(end) == expected)
+
+
+def _number(text: str) -> Decimal | None:
+    """Return the number with which a text begins, None if it begins with something else."""
+    match = _NUMBER.match(text)
+    return None if match is None else Decimal(match.group(1) + match.group(2).replace(",", ""))
 
 
 def _needs_math_verify(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:

@@ -63,6 +63,17 @@ def test_grpo_begins_where_sft_ends():
     assert {name: data.split for name, data in grpo.data.items()} == {"train": "train", "heldout": "heldout"}
 
 
+def test_an_override_chooses_another_file_of_a_group(recipe, tmp_path: Path):
+    (tmp_path / "setup").mkdir()
+    for name, steps in (("small", 3), ("large", 5)):
+        (tmp_path / "setup" / f"{name}.yaml").write_text(f"# @package _global_\nsteps: {steps}\n")
+    path = recipe("defaults:\n- setup: small\n- _self_\n")
+    assert load_config(path).steps == 3
+    assert load_config(path, ["setup=large"]).steps == 5
+    with pytest.raises(ConfigError, match="there is no setup 'larg'; did you mean 'large'"):
+        load_config(path, ["setup=larg"])
+
+
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_shipped_recipe_config_loads(file: Path):
     assert load_config(file.with_suffix(".py")).name == file.stem

@@ -54,6 +54,28 @@ def test_regex_compares_what_it_extracts(completion, options, reward):
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [
+        ("5 * 8 = <<5*8=40>>40\n#### 40", "8 + 32 = 40.\n#### 40", 1.0),
+        ("#### $1,000.00", "#### 1000", 1.0),
+        ("#### 41, no:\n#### **-42** degrees.", "-42", 1.0),
+        ("#### 40", "#### 400", 0.0),
+        ("40", "#### 40", 0.0),
+        ("#### forty, or 40", "#### 40", 0.0),
+        ("#### 40/2", "#### 40", 0.0),
+        ("#### 1,000/3", "#### 1", 0.0),
+    ],
+)
+def test_final_number_compares_the_numbers_behind_the_last_marker(completion, answer, reward):
+    assert rewards.final_number(completion, answer) == reward
+
+
+def test_final_number_refuses_an_answer_without_a_number():
+    with pytest.raises(ValueError, match="'#### none' has no number behind '####'"):
+        rewards.final_number("#### 1", "#### none")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
         (r"so it is \boxed{\frac{1}{2}}", "0.5", 1.0),
         (r"$(x-1)(x+1)$", "x^2 - 1", 1.0),
         ("The total is 1,234 apples.", "1234", 1.0),

@@ -1,0 +1,51 @@
+"""The recipes of GSM8K can be planned with each of their setups, and fit with a margin."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hflow.launch.compile import Compiled, compile_recipe
+from hflow.planner.forecast import Forecast
+
+GSM8K = Path(__file__).parents[2] / "recipes" / "gsm8k"
+SETUPS = sorted(file.stem for file in (GSM8K / "setup").glob("*.yaml"))
+TABLE = re.compile(
+    r"^\| `hflow run recipes/gsm8k/(.+?)` \|.*\| ([\d.]+) s \| ([\d.]+) of ([\d.]+) GiB \|", re.MULTILINE
+)
+ROWS = TABLE.findall((GSM8K / "README.md").read_text())
+
+
+def planned(command: str) -> Compiled:
+    file, *overrides = command.split()
+    return compile_recipe(GSM8K / file, overrides)
+
+
+def peak(forecast: Forecast) -> float:
+    """GiB of the fullest device in its fullest phase."""
+    return max(phase.total for phase in forecast.memory) / 2**30
+
+
+@pytest.mark.parametrize(("command", "seconds", "gib", "most"), ROWS, ids=[row[0] for row in ROWS])
+def test_a_plan_fits_with_a_margin_as_the_table_says(command: str, seconds: str, gib: str, most: str) -> None:
+    compiled = planned(command)
+    assert compiled.plan.warnings == ()
+    forecast = compiled.plan.forecast
+    assert forecast.missing == ()
+    assert forecast.period is not None
+    assert forecast.period.seconds == pytest.approx(float(seconds), rel=0.1)
+    assert peak(forecast) == pytest.approx(float(gib), rel=0.05)
+    assert peak(forecast) <= 0.91 * float(most)
+
+
+def test_the_table_has_every_recipe_and_every_setup() -> None:
+    commands = [row[0] for row in ROWS]
+    assert {command.split()[0] for command in commands} == {file.name for file in GSM8K.glob("*.py")}
+    assert {name for name in SETUPS if any(f"setup={name}" in command for command in commands)} == set(SETUPS)
+
+
+def test_the_recipe_of_one_model_is_its_setup() -> None:
+    named, general = planned("grpo_7b.py"), planned("grpo.py setup=qwen2.5-7b-8x80g")
+    assert named.plan.digest == general.plan.digest
