@@ -25,7 +25,6 @@ SETTINGS = [
     f"data.train.path={ROWS}",
     "data.train.limit=2",
     f"data.heldout.path={ROWS}",
-    "data.heldout.split=train",
     "workers=inproc",
     "cluster=cpu-1x1",
     "placement=null",

@@ -29,9 +29,8 @@ def test_the_examples_of_a_page_run_one_after_the_other(name: str) -> None:
         exec(compile(block, str(path), "exec"), names)
 
 
-PAGES = sorted(
-    [*DOCS.rglob("*.md"), *(ROOT / folder / "README.md" for folder in ("", "recipes", "benchmarks"))]
-)
+FOLDERS = ("", "recipes", "recipes/gsm8k", "benchmarks")
+PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / folder / "README.md" for folder in FOLDERS)])
 FILE = re.compile(r"`([\w./-]+/[\w./-]*)`")
 """A file or folder in backticks; a name without a slash may be anything."""
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
