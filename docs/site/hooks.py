@@ -6,6 +6,7 @@ page links to becomes a page too, so that no link leaves the site. Comments fill
     <!-- names: Engine Recipe() -->     the docstrings of names of `hflow`; with () without their members
     <!-- module: hflow.algo -->         those of all public names of a module
     <!-- configuration: -->             the keys of the configuration
+    <!-- commands: -->                  the commands of `hflow`
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from command_line import command_sections
 from configuration import key_tables
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -29,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 STATIC = (".png", ".svg", ".css", ".js")
 """What is copied as it is."""
 LINK = re.compile(r"(?<=\]\()(?!https?://)([^)#\s]+)(?=[)#])")
-COMMENT = re.compile(r"^<!-- (names|module|configuration):(.*) -->$", re.MULTILINE)
+COMMENT = re.compile(r"^<!-- (names|module|configuration|commands):(.*) -->$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "sh"}
 
 
@@ -93,10 +95,12 @@ def _source_page(path: Path) -> str:
 
 
 def _filled(comment: re.Match[str]) -> str:
-    """Return what takes the place of a comment: directives of mkdocstrings, or the tables of keys."""
+    """Return what takes the place of a comment: directives of mkdocstrings, or tables."""
     kind, text = comment[1], comment[2].strip()
     if kind == "configuration":
         return key_tables()
+    if kind == "commands":
+        return command_sections()
     if kind == "module":
         options = {"heading_level": 2, "show_root_heading": False, "show_root_toc_entry": False}
         return _directive(text, options)

@@ -96,4 +96,6 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     names |= {f"hflow.{name}" for name in hflow.__all__ if name not in ("algo", "nodes", "rewards")}
     names |= {"hflow.testing.ScriptedEngine", "hflow.testing.CharacterTokenizer"}
     assert {name for name in names if f'id="{name}"' not in text} == set()
-    assert all(f"<code>{key}</code>" in text for key in ("max_staleness", "weight_decay", "cache_gib"))
+    assert all(
+        f"<code>{key}</code>" in text for key in ("max_staleness", "weight_decay", "cache_gib", "--json")
+    )
