@@ -10,7 +10,6 @@ from pathlib import Path
 
 import yaml
 
-from hflow.config.compose import config_dir
 from hflow.config.schema import ModelConfig
 from hflow.launch.plan_request import device_calibration, known_devices, known_links
 from hflow.planner.architectures import read_shape
@@ -23,6 +22,7 @@ from hflow.planner.cost.roofline import Part
 from hflow.planner.hardware import Hardware
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
+from hflow.shipped import shipped_directory
 
 HERE = Path(__file__).parent
 Row = Mapping[str, str]
@@ -104,7 +104,7 @@ def model(name: str) -> ModelShape:
         return ModelShape("llama", layers, hidden, 8 * hidden // 3, heads, heads, size, 50368, is_tied=True)
     if name in OTHERS:
         return OTHERS[name]
-    file = config_dir() / "model" / f"{NAMES.get(name, name)}.yaml"
+    file = shipped_directory("configs") / "model" / f"{NAMES.get(name, name)}.yaml"
     shape = read_shape(yaml.safe_load(file.read_text())["architecture"])
     assert shape is not None
     return shape

@@ -6,17 +6,45 @@ from typing import Annotated
 
 import typer
 
+from hflow.errors import ConfigError
+from hflow.shipped import find_recipe
+
 OVERRIDES = (
     "Keys of the configuration to change, such as steps=10, models.actor.optim.lr=3e-4 or "
     "nodes.actor_train.clip=0.1."
 )
 
+RECIPE = "The name of a shipped recipe, such as grpo, or a recipe's Python file, such as mine/grpo.py."
+
+
+def is_override(argument: str) -> bool:
+    """Return whether an argument is an override and not a recipe: it starts with `~` or contains `=`."""
+    return "=" in argument or argument.startswith("~")
+
+
+def recipe_file(recipe: str) -> str:
+    """Return the path of a recipe's file.
+
+    Raises:
+        ConfigError: for an override in place of the recipe.
+        RecipeError: if there is no shipped recipe of this name.
+    """
+    if is_override(recipe):
+        raise ConfigError(f"name a recipe before {recipe}, as in grpo {recipe}")
+    return str(find_recipe(recipe))
+
+
+def optional_recipe_file(recipe: str | None) -> str | None:
+    """Return the path of a recipe's file. An override in its place, and None, are returned as they are."""
+    return recipe if recipe is None or is_override(recipe) else recipe_file(recipe)
+
+
 Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="The recipe's Python file.", show_default=False)
+    str, typer.Argument(metavar="RECIPE", help=RECIPE, callback=recipe_file, show_default=False)
 ]
 OptionalRecipe = Annotated[
     str | None,
-    typer.Argument(metavar="RECIPE", help="The recipe's Python file.", show_default=False),
+    typer.Argument(metavar="RECIPE", help=RECIPE, callback=optional_recipe_file, show_default=False),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, show_default=False)
@@ -24,7 +52,7 @@ Overrides = Annotated[
 
 
 def split_recipe(recipe: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
-    """Separate an optional recipe from overrides, which start with `~` or contain `=`."""
-    if recipe is not None and ("=" in recipe or recipe.startswith("~")):
+    """Separate an optional recipe from overrides."""
+    if recipe is not None and is_override(recipe):
         return None, [recipe, *overrides]
     return recipe, overrides

@@ -37,58 +37,56 @@ def _examples(*commands: str) -> str:
 app = typer.Typer(
     name="hflow",
     help="Reinforcement learning of language models as a typed dataflow graph: recipe, plan, run.",
-    epilog=_examples("check recipes/grpo.py", "plan recipes/grpo.py cluster=h100-8x8", "run recipes/sft.py"),
+    epilog=_examples("check grpo", "plan grpo cluster=h100-8x8", "run sft"),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 
-app.command(epilog=_examples("check recipes/grpo.py", "check recipes/grpo.py nodes.actor_train.prox=none"))(
-    plan_commands.check
-)
+app.command(epilog=_examples("check grpo", "check grpo nodes.actor_train.prox=none"))(plan_commands.check)
 
 app.command(
     epilog=_examples(
-        "plan recipes/grpo.py cluster=h100-2x8 models.actor.layout=d4t2p2",
-        "plan recipes/grpo.py --html plan.html",
-        "plan recipes/grpo.py --dot | dot -Tsvg > plan.svg",
-        "plan recipes/grpo.py steps=20 --json > lock.json",
-        "plan --diff runs/grpo/latest recipes/grpo.py steps=20",
-        "plan recipes/grpo.py cluster=h100-2x8 --what-if network=ib-xdr 'batch=128 schedule.max_staleness=4'",
+        "plan grpo cluster=h100-2x8 models.actor.layout=d4t2p2",
+        "plan grpo --html plan.html",
+        "plan grpo --dot | dot -Tsvg > plan.svg",
+        "plan grpo steps=20 --json > lock.json",
+        "plan --diff runs/grpo/latest grpo steps=20",
+        "plan grpo cluster=h100-2x8 --what-if network=ib-xdr 'batch=128 schedule.max_staleness=4'",
     ),
     cls=plan_commands.PlanCommand,
 )(plan_commands.plan)
 
 app.command(
     epilog=_examples(
-        "run recipes/sft.py",
-        "run recipes/grpo.py steps=20 workers=inproc",
-        "run recipes/grpo.py models.actor.optim.lr=2e-4 --cfg",
+        "run sft",
+        "run grpo steps=20 workers=inproc",
+        "run grpo models.actor.optim.lr=2e-4 --cfg",
         "run --plan lock.json out=elsewhere",
     )
 )(run_commands.run)
 
 app.command(
     epilog=_examples(
-        "simulate recipes/grpo_async.py schedule.max_staleness=4 workload.response_cv=1.2",
-        "simulate recipes/grpo.py --steps 200 --json",
+        "simulate grpo_async schedule.max_staleness=4 workload.response_cv=1.2",
+        "simulate grpo --steps 200 --json",
     )
 )(plan_commands.simulate)
 
 app.command(
     epilog=_examples(
-        "size recipes/grpo.py cluster=h100-1x8 --seconds 60",
-        "size recipes/grpo.py --on h100 --on h200 --on b200-2x8 --days 3 --cheapest",
-        "size recipes/grpo.py cluster=h100-1x8 --samples 100 --most 256 --html sizes.html",
+        "size grpo cluster=h100-1x8 --seconds 60",
+        "size grpo --on h100 --on h200 --on b200-2x8 --days 3 --cheapest",
+        "size grpo cluster=h100-1x8 --samples 100 --most 256 --html sizes.html",
     )
 )(size_command.size)
 
 app.command(
     epilog=_examples(
-        "twin recipes/ppo.py batch=32",
-        "twin recipes/grpo.py batch=8 --layout d2t2p2",
-        "twin recipes/grpo.py batch=8 --as-configured placement='actor=0:d1 actor.gen=1:d1'",
+        "twin ppo batch=32",
+        "twin grpo batch=8 --layout d2t2p2",
+        "twin grpo batch=8 --as-configured placement='actor=0:d1 actor.gen=1:d1'",
     )
 )(run_commands.twin)
 
@@ -132,7 +130,7 @@ app.command(
     epilog=_examples(
         "eval grpo",
         "eval grpo data.heldout.path=test.jsonl data.heldout.generator=null --samples 16",
-        "eval /models/Qwen2.5-0.5B --recipe recipes/grpo.py",
+        "eval /models/Qwen2.5-0.5B --recipe grpo",
     ),
 )(result_commands.evaluate)
 

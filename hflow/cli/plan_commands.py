@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from hflow import launch
-from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, split_recipe
+from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, is_override, split_recipe
 from hflow.cli.exit_codes import DIFFERENT
 from hflow.cli.html_files import write_html
 from hflow.errors import ConfigError
@@ -94,18 +94,18 @@ def plan(
     elif what_if:
         if html is not None or chosen not in (None, "--json"):
             raise ConfigError(f"--what-if prints text or --json; remove {'--html' if html else chosen}")
-        if recipe is None:
-            raise ConfigError("name a recipe, as in `hflow plan recipes/grpo.py --what-if batch=128`")
+        if recipe is None or is_override(recipe):
+            raise ConfigError("name a recipe, as in `hflow plan grpo --what-if batch=128`")
         found = launch.what_if(recipe, overrides or [], what_if)
         if chosen is None:
             show(render_what_if(found))
         else:
             print_json(found.to_json())
-    elif recipe is not None:
+    elif recipe is not None and not is_override(recipe):
         compiled = launch.compile_recipe(recipe, overrides or [], with_limits=chosen in (None, "--json"))
         _show_plan(compiled, chosen, html)
     else:
-        raise ConfigError("name a recipe, as in `hflow plan recipes/grpo.py`, or two plans with --diff A B")
+        raise ConfigError("name a recipe, as in `hflow plan grpo`, or two plans with --diff A B")
 
 
 def simulate(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from hflow import launch
-from hflow.cli.arguments import Overrides
+from hflow.cli.arguments import Overrides, optional_recipe_file
 from hflow.cli.html_files import write_html
 from hflow.report.compare_text import names_text, render_comparison
 from hflow.report.evaluation_text import render_evaluation
@@ -87,7 +87,11 @@ def evaluate(
     recipe: Annotated[
         str | None,
         typer.Option(
-            "--recipe", metavar="RECIPE", help="The recipe that scores samples.", show_default="the run's"
+            "--recipe",
+            metavar="RECIPE",
+            help="The recipe that scores samples.",
+            callback=optional_recipe_file,
+            show_default="the run's",
         ),
     ] = None,
     model: Annotated[

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hflow import launch
-from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, split_recipe
+from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, is_override, split_recipe
 from hflow.cli.exit_codes import DIFFERENT, RunStopped
 from hflow.errors import ConfigError
 from hflow.report.summary import RunSummary
@@ -69,14 +69,14 @@ def run(
         else:
             _show_start(f"reading {plan}")
             _finish(launch.run_plan(plan, recipe, changes, live))
-    elif recipe is not None:
+    elif recipe is not None and not is_override(recipe):
         if cfg:
             print_text(launch.compose_recipe(recipe, overrides or []))
         else:
             _show_start(f"planning {recipe}")
             _finish(launch.run(recipe, overrides or [], live))
     else:
-        raise ConfigError("name a recipe, as in `hflow run recipes/grpo.py`, or a plan with --plan FILE")
+        raise ConfigError("name a recipe, as in `hflow run grpo`, or a plan with --plan FILE")
 
 
 def twin(

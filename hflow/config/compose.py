@@ -2,7 +2,8 @@
 
 The primary file is the YAML file beside the recipe with the recipe's name, if there is one. Its defaults list
 takes groups from `configs/` (`model`, `optim`, `data`) and from the recipe's own directory. Overrides are
-written as in Hydra: `steps=10`, `models.actor.optim.lr=3e-4`, `setup=NAME`, `+model@models.ref=NAME`.
+written as in Hydra: `steps=10`, `models.actor.optim.lr=3e-4`, `setup=NAME`. A group with a place, as in
+`model@models.ref=NAME`, needs no `+`, whether a defaults list has it or not.
 
 Hydra is imported when it is used: the planner imports this package for its schema alone.
 """
@@ -13,7 +14,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hflow.config.dump import flatten
 from hflow.config.file_paths import resolve_paths
@@ -21,12 +22,18 @@ from hflow.config.schema import RunConfig
 from hflow.config.yaml_files import yaml_error
 from hflow.errors import ConfigError, nearest, shorten
 from hflow.secret_text import secret_in
+from hflow.shipped import shipped_directory
 from hflow.validation import from_mapping, join, unknown_key
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 _BARE_PLACEMENT = re.compile(r"(\+{0,2}placement)=(?!null$)([^'\"].*)", re.DOTALL)
 
 MAX_OVERRIDE = 20_000
 """Characters of the longest override. A chat template may have thousands."""
+GROUPS = {"model": "models.NAME", "optim": "models.NAME.optim", "data": "data.NAME"}
+"""Group of configuration files -> the keys that its files set."""
 NOTATION = "write key=value, and a value with special characters as key='value'"
 
 
@@ -85,13 +92,6 @@ def validate_names(
         _validate_keys(join("nodes", node), values, nodes[node])
 
 
-def config_dir() -> Path:
-    """Return the directory of hflow's own groups: in the installed package, or in the source tree."""
-    package = Path(__file__).parents[1]
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
-
-
 def _compose(primary: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -102,13 +102,14 @@ def _compose(primary: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from hflow.config.checked_source import register
 
     register()
-    directory = primary.parent if primary.is_file() else config_dir()
+    configs = shipped_directory("configs")
+    directory = primary.parent if primary.is_file() else configs
     name = primary.stem if primary.is_file() else None
-    groups = _group_names(directory, config_dir())
-    hydra_overrides = [_searchpath(config_dir()), *(_hydra_override(each, groups) for each in overrides)]
+    groups = _group_names(directory, configs)
+    hydra_overrides = [_searchpath(configs), *(_hydra_override(each, groups) for each in overrides)]
     try:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
-            composed = compose(name, overrides=hydra_overrides)
+            composed = compose(name, overrides=_with_new_groups(name, hydra_overrides))
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except ConfigError:
         raise
@@ -121,6 +122,39 @@ def _compose(primary: Path, overrides: Sequence[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{primary.name} must be a mapping of keys to values")
     return {str(key): value for key, value in values.items()}
+
+
+def _with_new_groups(name: str | None, overrides: list[str]) -> list[str]:
+    """Return overrides in which every group that no defaults list has is marked as new, with a `+`.
+
+    The values of a new group take precedence over those of files. An architecture is replaced as a whole: no
+    key of the recipe's own remains in that of the group.
+
+    Args:
+        name: the primary file; None: there is none.
+        overrides: as Hydra takes them, the search path first. Hydra is initialized.
+    """
+    from hydra import compose
+    from omegaconf import OmegaConf
+
+    parsed = [_parsed(override) for override in overrides]
+    if not any(override.package and not override.is_delete() for override in parsed):
+        return overrides
+    search_path = overrides[:1]
+    base = compose(name, overrides=search_path, return_hydra_config=True)
+    marked, removed = [], []
+    for text, override in zip(overrides, parsed, strict=True):
+        if not override.package or override.is_delete():
+            marked.append(text)
+        elif override.get_key_element().lstrip("+") in base.hydra.runtime.choices:
+            marked.append(text.lstrip("+"))
+        else:
+            marked.append(f"+{text.lstrip('+')}")
+            key = f"{override.package}.architecture"
+            old = OmegaConf.select(base, key) or {}
+            new = OmegaConf.select(compose(None, overrides=[*search_path, marked[-1]]), key) or {}
+            removed += [f"~{key}.{left}" for left in old if new and left not in new]
+    return [*search_path, *removed, *marked[1:]]
 
 
 def _refuse_secrets(values: Mapping[str, Any]) -> None:
@@ -153,7 +187,6 @@ def _hydra_override(override: str, groups: Collection[str]) -> str:
 
     `GROUP=OPTION` stays as it is: it chooses another file for a group of the defaults list.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
@@ -161,14 +194,26 @@ def _hydra_override(override: str, groups: Collection[str]) -> str:
     try:
         if len(override) > MAX_OVERRIDE:
             raise ValueError
-        parsed = OverridesParser.create().parse_override(override)
+        parsed = _parsed(override)
     except (HydraException, ValueError, RecursionError) as error:
         raise ConfigError(f"override {shorten(override, 80)!r} cannot be parsed: {NOTATION}") from error
     if parsed.key_or_group.partition(".")[0] == "hydra":
         raise ConfigError(unknown_key(parsed.key_or_group, "hydra", [f.name for f in fields(RunConfig)]))
-    is_group = parsed.package is not None or parsed.key_or_group in groups
+    group, is_name = parsed.key_or_group, isinstance(parsed.value(), str)
+    if group in GROUPS and parsed.package is None and is_name:
+        raise ConfigError(
+            f"{shorten(override, 80)!r} does not say which one is meant; write "
+            f"{group}@{GROUPS[group]}={parsed.value()}, with a name of the recipe in place of NAME"
+        )
+    is_group = parsed.package is not None or (group in groups and is_name)
     is_value = parsed.type is OverrideType.CHANGE and not is_group
     return f"++{override}" if is_value else override
+
+
+def _parsed(override: str) -> Override:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(override)
 
 
 def _quote_placement(override: str) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hflow.shipped import CHECKPOINT_PREFIX, find_checkpoint
+
 _MARK = "\0"
 """Encloses the directory in front of a path. No path has this character."""
 _KEY = "path"
@@ -32,14 +34,17 @@ def resolve_paths(values: Mapping[str, Any], directory: Path | None = None) -> d
     """Return a composed configuration without marks.
 
     Paths of `data` that a file has written become relative to the working directory, or absolute if they are
-    not in it. All others stay as they are written.
+    not in it. Names of shipped checkpoints become their directories. All others stay as they are written.
 
     Args:
         values: the configuration.
         directory: what the paths of files are relative to; None: each file's own directory.
+
+    Raises:
+        ConfigError: for a shipped checkpoint that does not exist.
     """
     return {
-        name: _resolve(value, directory, is_data=name == "data", key="") for name, value in values.items()
+        name: _resolve(value, directory, is_data=name == "data", key=name) for name, value in values.items()
     }
 
 
@@ -51,14 +56,20 @@ def _mark(value: Any, directory: str) -> Any:
 
 def _resolve(value: Any, directory: Path | None, *, is_data: bool, key: str) -> Any:
     if isinstance(value, dict):
-        return {name: _resolve(item, directory, is_data=is_data, key=name) for name, item in value.items()}
+        return {
+            name: _resolve(item, directory, is_data=is_data, key=f"{key}.{name}")
+            for name, item in value.items()
+        }
     if isinstance(value, list):
         return [_resolve(item, directory, is_data=is_data, key=key) for item in value]
-    if not isinstance(value, str) or not value.startswith(_MARK):
+    if not isinstance(value, str):
         return value
     # An interpolation may have put a marked path behind another mark.
-    _, *directories, path = value.split(_MARK)
-    if not is_data or key != _KEY or not path or path.startswith(_HUB):
+    *directories, path = value.split(_MARK)
+    is_path = key.rpartition(".")[2] == _KEY
+    if is_path and not is_data and path.startswith(CHECKPOINT_PREFIX):
+        return _relative(find_checkpoint(path, key))
+    if not directories or not is_data or not is_path or not path or path.startswith(_HUB):
         return path
     return _relative(Path(directory or directories[-1]) / path)
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from hflow.config.compose import config_dir
 from hflow.config.yaml_files import read_yaml
+from hflow.shipped import shipped_directory
 
 HardwareKind = Literal["devices", "links", "calibrations"]
 
@@ -27,6 +27,6 @@ def read_hardware(kind: HardwareKind, recipe: str | Path) -> dict[str, Mapping[s
     Raises:
         ConfigError: for a file that is not a YAML mapping.
     """
-    directories = (config_dir() / "hardware" / kind, Path(recipe).parent / "hardware" / kind)
+    directories = (shipped_directory("configs") / "hardware" / kind, Path(recipe).parent / "hardware" / kind)
     files = {file.stem: file for directory in directories for file in directory.glob("*.yaml")}
     return {name: read_yaml(files[name]) for name in sorted(files)}

@@ -12,6 +12,7 @@ from hflow.dsl.recipe import Recipe
 from hflow.errors import HflowError, RecipeError, nearest, shorten
 from hflow.graph.source_location import relative_path
 from hflow.recipe_files import MODULE_PREFIX, use_directory
+from hflow.shipped import shipped_recipes
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -24,7 +25,11 @@ def load_recipe(path: str | Path) -> Recipe:
     file = Path(path)
     if not file.is_file():
         neighbours = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise RecipeError(f"there is no recipe file {str(path)!r}{nearest(file.name, neighbours)}")
+        shipped = next((name for name in shipped_recipes() if Path(name).name == file.stem), None)
+        hint = nearest(file.name, neighbours)
+        if shipped is not None and not hint:
+            hint = f"; did you mean {shipped!r}, which comes with hflow?"
+        raise RecipeError(f"there is no recipe file {str(path)!r}{hint}")
     module = _import(file.resolve())
     recipes = [value for value in vars(module).values() if isinstance(value, Recipe)]
     if len(recipes) == 1:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hflow.backends.interface import SHARDS, ModelSettings
-from hflow.config import ModelConfig
+from hflow.config import ModelConfig, RunConfig
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError
 from hflow.graph.model import Model
@@ -14,6 +14,7 @@ from hflow.launch.compile import Compiled
 from hflow.launch.merged_checkpoint import is_adapter
 from hflow.launch.model_metadata import model_dtype, source_model
 from hflow.launch.plan_request import num_firings
+from hflow.shipped import shipped_recipes
 
 
 def model_settings(compiled: Compiled) -> dict[str, ModelSettings]:
@@ -45,7 +46,7 @@ def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
     if config.path is None and config.architecture is None:
         raise ConfigError(
             f"models.{spec.name} has no weights; set models.{spec.name}.path to a checkpoint directory, "
-            f"or choose an architecture with +model@models.{spec.name}=tiny-qwen2"
+            f"or choose an architecture with model@models.{spec.name}=tiny-qwen2"
         )
     if config.path is not None and is_adapter(Path(config.path)):
         raise ConfigError(
@@ -54,10 +55,17 @@ def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
         )
     if config.path is not None and not (Path(config.path) / "config.json").is_file():
         raise ConfigError(
-            f"models.{spec.name}.path is {config.path}, which has no checkpoint (config.json); train one "
-            "with `hflow run recipes/sft.py`, or set another path"
+            f"models.{spec.name}.path is {config.path}, which has no checkpoint (config.json); "
+            f"{_training_hint(config.path)}set another path"
         )
     return config
+
+
+def _training_hint(path: str) -> str:
+    """Return how to train the checkpoint that is missing at a path, if it is of a run of a shipped recipe."""
+    out, name, *_ = (*Path(path).parts, "", "")
+    is_shipped = out == RunConfig.out and name in shipped_recipes()
+    return f"train it with `hflow run {name}`, or " if is_shipped else ""
 
 
 def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:

@@ -22,6 +22,7 @@ from hflow.planner.diff import PlanDiff, and_more, diff_plans
 from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
 from hflow.planner.serialise import rows_digest, to_json
+from hflow.shipped import find_recipe, is_recipe_file, shipped_recipes
 from hflow.validation import from_mapping
 
 FORMAT = 1
@@ -150,7 +151,8 @@ def compare_plans(before: str, after: str, overrides: Sequence[str] = ()) -> Pla
     """Compare two plans.
 
     Args:
-        before: a plan file, a run's directory, or a recipe (`.py`), which is compiled.
+        before: a plan file, a run's directory, or a recipe, which is compiled: its file (`.py`), or the name
+            of a shipped one.
         after: the same.
         overrides: configuration with which recipes are compiled.
 
@@ -159,20 +161,21 @@ def compare_plans(before: str, after: str, overrides: Sequence[str] = ()) -> Pla
     """
     if overrides and not (_is_recipe(before) or _is_recipe(after)):
         raise ConfigError(
-            f"{overrides[0]} has no effect: neither {before!r} nor {after!r} is a recipe (a .py file); "
-            "remove it"
+            f"{overrides[0]} has no effect: neither {before!r} nor {after!r} is a recipe (a .py file, or the "
+            "name of a shipped one); remove it"
         )
     return diff_plans(_rows(before, overrides), _rows(after, overrides))
 
 
 def _rows(operand: str, overrides: Sequence[str]) -> Mapping[str, Any]:
     if _is_recipe(operand):
-        return to_json(compile_recipe(operand, overrides).plan)
+        return to_json(compile_recipe(find_recipe(operand), overrides).plan)
     return read_plan_file(operand).rows
 
 
 def _is_recipe(operand: str) -> bool:
-    return Path(operand).suffix == ".py"
+    """Return whether an operand is a recipe. A file or directory here comes before a shipped recipe."""
+    return is_recipe_file(operand) or (operand in shipped_recipes() and not Path(operand).exists())
 
 
 def recipe_file(file: PlanFile, recipe: str | Path | None = None) -> Path:

@@ -228,6 +228,10 @@ def test_cfg_prints_the_configuration_of_a_plan_file(good: str, lock: str, monke
     [
         (["plan"], "name a recipe"),
         (["run"], "name a recipe"),
+        (["run", "steps=3"], "name a recipe"),
+        (["check", "steps=3"], "name a recipe before steps=3"),
+        (["check", "grpoo"], "there is no shipped recipe 'grpoo', and a recipe's file ends in .py; did you"),
+        (["check", "recipes/gone/grpo.py"], "did you mean 'grpo', which comes with hflow?"),
         (["plan", "GOOD", "--json", "--dot"], "--json and --dot exclude each other"),
         (
             ["plan", "GOOD", "--dot", "--mermaid"],

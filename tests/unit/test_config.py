@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hflow.config import RunConfig, flatten, load_config, to_yaml, validate_names
-from hflow.config.compose import config_dir
 from hflow.errors import ConfigError
+from hflow.shipped import shipped_directory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GRPO = RECIPES / "grpo.py"
@@ -56,10 +56,12 @@ def test_a_directory_with_quotes_and_spaces(tmp_path: Path):
     assert load_config(odd / "r.py").data["train"].generator == "addition"
 
 
-def test_grpo_begins_where_sft_ends():
-    sft, grpo = load_config(RECIPES / "sft.py"), load_config(GRPO)
-    assert sft.models["actor"].path is None
-    assert grpo.models["actor"].path == f"{sft.out}/{sft.name}/latest/checkpoints/latest/actor"
+def test_grpo_starts_from_a_shipped_checkpoint():
+    grpo = load_config(GRPO)
+    path = grpo.models["actor"].path
+    assert path is not None
+    assert (Path(path) / "model.safetensors").is_file()
+    assert load_config(GRPO, ["models.actor.path=hflow:addition"]) == grpo
     assert {name: data.split for name, data in grpo.data.items()} == {"train": "train", "heldout": "heldout"}
 
 
@@ -74,12 +76,35 @@ def test_an_override_chooses_another_file_of_a_group(recipe, tmp_path: Path):
         load_config(path, ["setup=larg"])
 
 
+def test_a_group_needs_no_defaults_list(recipe):
+    own = "{model_type: qwen2, sliding_window: 8, vocab_size: 32}"
+    path = recipe(f"models: {{actor: {{architecture: {own}, optim: {{lr: 0.5, eps: 0.1}}}}}}\n")
+    groups = ["model@models.actor=tiny-qwen2", "data@data.train=addition", "optim@models.actor.optim=rl-tiny"]
+    config = load_config(path, [*groups, "models.actor.architecture.hidden_size=64"])
+    actor = config.models["actor"]
+    assert actor.architecture is not None
+    assert actor.architecture["hidden_size"] == 64
+    assert "sliding_window" not in actor.architecture
+    assert (actor.optim.lr, actor.optim.eps) == (2e-4, 0.1)
+    assert config.data["train"].generator == "addition"
+    assert load_config(path, [f"+{group}" for group in groups]).models["actor"].optim == actor.optim
+
+
+def test_a_group_in_a_defaults_list_is_replaced_with_and_without_a_plus():
+    for plus in ("", "+"):
+        model = load_config(RECIPES / "dapo.py", [f"{plus}model@models.actor=qwen2.5-7b"]).models["actor"]
+        assert model.architecture is not None
+        assert model.architecture["hidden_size"] == 3584
+
+
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_shipped_recipe_config_loads(file: Path):
     assert load_config(file.with_suffix(".py")).name == file.stem
 
 
-@pytest.mark.parametrize("file", sorted(config_dir().glob("*/*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted(shipped_directory("configs").glob("*/*.yaml")), ids=lambda file: file.stem
+)
 def test_every_shipped_group_file_loads(file: Path, recipe):
     places = {"model": "models.m", "optim": "models.m.optim", "data": "data.d"}
     group = file.parent.name
@@ -120,7 +145,8 @@ def test_every_shipped_group_file_loads(file: Path, recipe):
         ("steps", "override 'steps' cannot be parsed: write key=value"),
         ("models.actor.path=a=b", "cannot be parsed: write key=value, and a value with special characters"),
         ("optim@models.actor.optim=rl-tny", "there is no optim 'rl-tny'; did you mean 'rl-tiny'?"),
-        ("optim@models.critic.optim=rl-tiny", "use +optim@models.critic.optim=rl-tiny"),
+        ("model=tiny-qwen2", "write model@models.NAME=tiny-qwen2"),
+        ("models.actor.path=hflow:subtraction", "that come with hflow are hflow:addition and hflow:"),
         ("seed=${nothing}", "seed: Interpolation key 'nothing' not found"),
         ("steps=1,2", "Ambiguous value"),
         ("hydra.job.name=x", "unknown key 'hydra.job.name'"),

@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from hflow.config import RunConfig, load_config
-from hflow.config.compose import config_dir
 from hflow.dsl.load import load_recipe
 from hflow.errors import ConfigError, HflowError, NotYetError, PlanError
 from hflow.graph.build import build_graph
@@ -26,6 +25,7 @@ from hflow.planner.architectures import can_run, read_shape
 from hflow.planner.cluster import used_links
 from hflow.planner.model_shape import active_parameters, num_parameters
 from hflow.planner.request import PlanRequest
+from hflow.shipped import shipped_directory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GRPO, PPO = RECIPES / "grpo.py", RECIPES / "ppo.py"
@@ -267,7 +267,7 @@ def test_wrong_hardware_files_are_refused(recipe):
         known_links(recipe)
 
 
-CALIBRATION = (config_dir() / "hardware" / "calibrations" / "cuda.yaml").read_text()
+CALIBRATION = (shipped_directory("configs") / "hardware" / "calibrations" / "cuda.yaml").read_text()
 
 
 def calibration(recipe: Path, *changes: tuple[str, str]) -> str:
@@ -334,7 +334,7 @@ def test_memory_below_the_runtimes_share_is_refused(recipe):
 
 
 def test_every_model_size_is_tested():
-    files = {file.stem for file in (config_dir() / "model").glob("*.yaml")}
+    files = {file.stem for file in (shipped_directory("configs") / "model").glob("*.yaml")}
     assert files == {*PUBLISHED, *PLANNED, "tiny-qwen2"}
 
 
@@ -386,7 +386,9 @@ def test_a_model_by_name_is_one_that_transformers_builds():
     from hflow.backends.interface import ModelSettings
 
     for name in sorted({*PUBLISHED, *PLANNED} - {"kimi-k2"}):  # transformers has no family of that name
-        architecture = yaml.safe_load((config_dir() / "model" / f"{name}.yaml").read_text())["architecture"]
+        architecture = yaml.safe_load((shipped_directory("configs") / "model" / f"{name}.yaml").read_text())[
+            "architecture"
+        ]
         config = read_config(ModelSettings(name=name, architecture=architecture))
         found = config.to_dict()
         assert {key: found[key] for key in architecture if key in found} == {

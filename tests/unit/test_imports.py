@@ -94,6 +94,7 @@ def test_every_package_is_in_the_import_table():
         "hflow.validation",
         "hflow.lazy",
         "hflow.recipe_files",
+        "hflow.shipped",
         "hflow.secret_text",
         "hflow.durable_files",
         "hflow.testing",

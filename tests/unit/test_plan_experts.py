@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_configs import model_config
 
-from hflow.config.compose import config_dir
 from hflow.errors import NotYetError, PlanError
 from hflow.launch.compile import compile_recipe
 from hflow.launch.plan_file import compile_plan_file, plan_file_text
@@ -55,6 +54,7 @@ from hflow.planner.model_shape import (
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
 from hflow.planner.weights.sharding import mean_copies
+from hflow.shipped import shipped_directory
 
 MIXED = ModelShape(
     "qwen3_moe", 4, 64, 128, 4, 2, 16, 100, is_tied=False, experts=Experts(8, 2, 32, shared=16, first=1)
@@ -294,7 +294,7 @@ def test_ranks_of_an_axis_are_those_whose_other_coordinates_are_equal(data):
 )
 def test_the_ranks_of_one_copy_hold_the_published_weights(name, gigabytes):
     """In bf16: experts are once on all ranks, and the rest on the tensor ranks of both stages."""
-    file = config_dir() / "model" / f"{name}.yaml"
+    file = shipped_directory("configs") / "model" / f"{name}.yaml"
     shape = read_shape(yaml.safe_load(file.read_text())["architecture"])
     total = 0.0
     for stage in range(2):
