@@ -72,7 +72,7 @@ def test_commands_and_options_do_not_change():
     }
     assert surface == {
         "check": ["overrides", "recipe"],
-        "compare": ["--json", "--metric", "runs"],
+        "compare": ["--html", "--json", "--metric", "runs"],
         "eval": [
             "--json",
             "--live",
