@@ -23,6 +23,7 @@ from hflow.report.formatting import (
 from hflow.report.page.cards import VERBS, shape_of
 from hflow.report.page.edges import SAMPLES, Arrow
 from hflow.report.page.routes import data_id, weights_id
+from hflow.report.plan_text.graph import cadence
 
 Facts = tuple[tuple[str, str], ...]
 """(name, value) in words."""
@@ -133,7 +134,7 @@ def _node_detail(plan: Plan, node: Node, time: NodeTime | None) -> NodeDetail:
         verb=spec.kind_name,
         shape=shape_of(node),
         what=VERBS[shape_of(node)] + (f"; it runs as {spec.verb}" if spec.kind else ""),
-        reads=tuple(_read(plan, node, read) for read in node.reads),
+        reads=tuple(dict.fromkeys(_read(plan, node, read) for read in node.reads)),
         returns=() if spec.verb == "train" else tuple((r.field, UNIT_NAMES[r.unit]) for r in spec.returns),
         facts=tuple(_node_facts(plan, node)),
         time=seconds_text(time.seconds) if time and time.seconds else "",
@@ -186,9 +187,7 @@ def _cadence(plan: Plan, node: Node) -> str:
     if spec.opens_stream:
         stream = plan.graph.stream(node.stream)
         text = f"streams all the time, {plural(stream.group, 'sample')} a prompt"
-    if (spec.every, spec.after) != (1, 0):
-        text += f", every {spec.every} steps" + (f" after {spec.after}" if spec.after else "")
-    return text
+    return text + cadence(spec.every, spec.after)
 
 
 MOST_ROWS = 60
