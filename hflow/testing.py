@@ -1,6 +1,7 @@
-"""An engine and a tokenizer for tests of bodies. They need no model, worker or torch.
+"""For tests of recipes: an engine and a tokenizer for bodies, and `try_recipe`, which trains for two steps.
 
-Tokens are Unicode code points, so that a test can read them.
+The engine and the tokenizer need no model, worker or torch. Their tokens are Unicode code points, so that a
+test can read them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hflow.types import Endpoint, ToolCall, Trajectory
 from hflow.types.environments import environment_number
 from hflow.types.sandbox import sandbox_of
+
+if TYPE_CHECKING:
+    from hflow.report.summary import RunSummary
 
 T = TypeVar("T")
 
@@ -218,6 +223,36 @@ class ScriptedEngine:
             stop_reason="length" if is_truncated else "stop",
             num_turns=before.num_turns + 1,
         )
+
+
+def try_recipe(
+    recipe: str | Path, directory: str | Path, overrides: Sequence[str] = (), steps: int = 2, batch: int = 16
+) -> RunSummary:
+    """Run a recipe for a few steps, on small batches and in this process, with its own models and data.
+
+    A model whose checkpoint does not exist has random weights, if the configuration has its architecture.
+
+    Args:
+        recipe: path of the recipe's Python file.
+        directory: where the run writes, such as pytest's `tmp_path`.
+        overrides: keys of the configuration to change, as `key=value`.
+        steps: training steps.
+        batch: groups per step.
+
+    Raises:
+        HflowError: as `hflow.run`.
+    """
+    from hflow import launch
+    from hflow.launch.compile import read_recipe
+
+    config, _, _ = read_recipe(recipe, overrides)
+    random = [
+        f"models.{name}.path=null"
+        for name, model in config.models.items()
+        if model.path is not None and model.architecture is not None and not Path(model.path).is_dir()
+    ]
+    small = [f"steps={steps}", f"batch={batch}", f"out={directory}", "workers=inproc", "cluster=cpu-1x1"]
+    return launch.run(recipe, [*small, *random, *overrides], live=False)
 
 
 def _append_tokens(

@@ -15,6 +15,8 @@ from hflow import launch
 from hflow.cli import (
     doctor_command,
     ledger_commands,
+    new_command,
+    nodes_command,
     plan_commands,
     profile_command,
     result_commands,
@@ -43,6 +45,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+app.command(epilog=_examples("new grpo mine", "new grpo mine --chat", "new custom/replay mine"))(
+    new_command.new
+)
+
+app.command(epilog=_examples("nodes", "nodes actor_train", "nodes rewards.math --json"))(nodes_command.nodes)
 
 app.command(epilog=_examples("check grpo", "check grpo nodes.actor_train.prox=none"))(plan_commands.check)
 

@@ -5,7 +5,7 @@ from hflow.dsl.dataset import Dataset
 from hflow.dsl.load import load_recipe
 from hflow.dsl.nodetype import Context, NodeType, Shapes, typed_options
 from hflow.dsl.options import Option
-from hflow.dsl.overrides import apply_overrides, overridable_keys
+from hflow.dsl.overrides import apply_overrides, overridable_keys, override_values
 from hflow.dsl.recipe import Recipe
 from hflow.dsl.sandbox import sandbox
 from hflow.dsl.use import use
@@ -33,6 +33,7 @@ __all__ = [
     "load_recipe",
     "missing_extra",
     "overridable_keys",
+    "override_values",
     "sandbox",
     "train",
     "typed_options",

@@ -49,6 +49,17 @@ def overridable_keys(node: NodeSpec) -> tuple[str, ...]:
     return (*(knob.name for knob in node.knobs), *(name for name, _ in node.options), *fields)
 
 
+def override_values(node: NodeSpec) -> dict[str, Any]:
+    """Return what a configuration may change of a node, with the values that it has now.
+
+    The cadence of an implicit node is left out: it follows that of its train node.
+    """
+    values = {knob.name: knob.value for knob in node.knobs} | dict(node.options)
+    values |= {key: getattr(node, key) for key in _SPEC_FIELDS}
+    left_out = ("every", "after") if node.implicit else ()
+    return {key: values[key] for key in overridable_keys(node) if key not in left_out}
+
+
 def _override_node(node: NodeSpec, values: Mapping[str, Any]) -> NodeSpec:
     for key, value in values.items():
         node = _override_value(node, key, value)

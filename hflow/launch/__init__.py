@@ -21,6 +21,8 @@ from hflow.launch.ledger_queries import (
     why,
     why_texts,
 )
+from hflow.launch.new_recipe import NewRecipe, new_recipe
+from hflow.launch.node_catalog import ReadyNode, ready_node, ready_nodes
 from hflow.launch.plan_file import compare_plans, compile_plan_file, compose_plan_file, plan_file_text
 from hflow.launch.run_report import read_report
 from hflow.launch.size import Target, size
@@ -39,6 +41,8 @@ __all__ = [
     "SAMPLE_COLUMNS",
     "Compiled",
     "EvaluationOptions",
+    "NewRecipe",
+    "ReadyNode",
     "Target",
     "check",
     "compare_plans",
@@ -50,10 +54,13 @@ __all__ = [
     "count_samples",
     "evaluate",
     "export",
+    "new_recipe",
     "plan",
     "plan_file_text",
     "profile",
     "read_report",
+    "ready_node",
+    "ready_nodes",
     "resume",
     "run",
     "run_plan",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hflow.config import RunConfig, load_config_and_keys, to_yaml, validate_names
-from hflow.dsl import Recipe, apply_overrides, load_recipe, overridable_keys
+from hflow.config import DataConfig, ModelConfig, RunConfig, load_config_and_keys, to_yaml, validate_names
+from hflow.dsl import Recipe, apply_overrides, load_recipe, overridable_keys, override_values
 from hflow.errors import ConfigError, nearest
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph, RecipeSpec
@@ -63,8 +63,19 @@ def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
 
 
 def compose_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Return the composed configuration of a recipe as YAML."""
-    return to_yaml(read_recipe(recipe, overrides)[0])
+    """Return the whole configuration of a recipe as YAML, with every model, dataset and option of a node.
+
+    The YAML composes to the same graph and configuration. What it sets, `placement=auto` does not choose.
+    """
+    config, _, graph, loaded = _read(recipe, overrides, None)
+    nodes = apply_overrides(loaded.spec(), config.nodes).nodes
+    whole = replace(
+        config,
+        models={model.name: config.models.get(model.name, ModelConfig()) for model in graph.models},
+        data={dataset.name: config.data.get(dataset.name, DataConfig()) for dataset in graph.datasets},
+        nodes={node.name: override_values(node) for node in nodes},
+    )
+    return to_yaml(whole)
 
 
 def compile_recipe(

@@ -88,6 +88,8 @@ def test_commands_and_options_do_not_change():
             "target",
         ],
         "export": ["--dtype", "--model", "directory", "target"],
+        "new": ["--chat", "directory", "recipe"],
+        "nodes": ["--json", "name"],
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "--what-if", "overrides", "recipe"],
         "profile": ["--device", "--out"],
         "report": ["--html", "run"],
@@ -130,6 +132,8 @@ def test_commands_and_options_do_not_change():
         "compare",
         "eval",
         "export",
+        "new",
+        "nodes",
         "report",
     ],
 )

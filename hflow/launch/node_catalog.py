@@ -1,0 +1,160 @@
+"""The ready nodes of `hflow.nodes` and `hflow.rewards`, read from their signatures and docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hflow import nodes, rewards
+from hflow.dsl.definition import Definition, definition_of
+from hflow.errors import RecipeError, nearest
+from hflow.types import Unit
+
+UNITS = {
+    Unit.TOKEN: "per token [T]",
+    Unit.SEQUENCE: "per sequence [S]",
+    Unit.GROUP: "per group [P]",
+    Unit.TEXT: "text",
+    Unit.MESSAGES: "messages",
+    Unit.JSON: "JSON",
+}
+_ARGUMENT = re.compile(r"(\w+): (.*)")
+_SECTIONS = ("Args:", "Returns:", "Raises:")
+
+
+@dataclass(frozen=True)
+class NodeField:
+    """A field that a node reads or returns."""
+
+    name: str
+    unit: str
+    meaning: str
+    is_optional: bool = False
+
+
+@dataclass(frozen=True)
+class NodeOption:
+    """A knob of a node's body, or an option of its decorator."""
+
+    name: str
+    type: str
+    default: Any
+    meaning: str
+
+
+@dataclass(frozen=True)
+class ReadyNode:
+    """A node that a recipe can use as it is."""
+
+    name: str
+    """As recipes write it, such as `nodes.actor_train`."""
+    kind: str
+    """Its decorator."""
+    level: str
+    """`sample`, `group` or `batch`: what one call receives."""
+    summary: str
+    description: str
+    """The docstring without its arguments."""
+    inputs: tuple[NodeField, ...]
+    provided: tuple[NodeField, ...]
+    """Parameters that hflow provides; their unit is their kind."""
+    outputs: tuple[NodeField, ...]
+    knobs: tuple[NodeOption, ...]
+    options: tuple[NodeOption, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the node as plain values."""
+        return asdict(self)
+
+
+def ready_nodes() -> list[ReadyNode]:
+    """Return all ready nodes: those of `hflow.nodes`, then those of `hflow.rewards`."""
+    found = []
+    for module in (nodes, rewards):
+        for name in module.__all__:
+            definition = definition_of(getattr(module, name))
+            if definition is not None:  # rewards.combine makes a node when it is called
+                found.append(_read(f"{module.__name__.rpartition('.')[2]}.{name}", definition))
+    return found
+
+
+def ready_node(name: str) -> ReadyNode:
+    """Return a ready node.
+
+    Args:
+        name: with or without its module, such as `actor_train` or `nodes.actor_train`.
+
+    Raises:
+        RecipeError: if there is no such node.
+    """
+    known = ready_nodes()
+    for node in known:
+        if name in (node.name, node.name.partition(".")[2]):
+            return node
+    names = [node.name.partition(".")[2] for node in known]
+    hint = nearest(name.rpartition(".")[2], names)
+    raise RecipeError(f"there is no ready node {name!r}{hint or '; hflow nodes lists them'}")
+
+
+def _read(name: str, node: Definition[..., Any]) -> ReadyNode:
+    doc = inspect.getdoc(node.body) or ""
+    arguments = _arguments(doc)
+    of_decorator = _arguments(inspect.getdoc(type(node.kind).__init__) or "")
+    accepted = inspect.signature(type(node.kind).__init__).parameters
+    description = _description(doc)
+    return ReadyNode(
+        name=name,
+        kind=node.kind.verb,
+        level=node.kind.node_level.value,
+        summary=description.partition("\n\n")[0].replace("\n", " "),
+        description=description,
+        inputs=tuple(
+            NodeField(p.field, UNITS[p.unit], arguments.get(p.name, ""), p.optional)
+            for p in node.signature.parameters
+        ),
+        provided=tuple(
+            NodeField(parameter, kind, arguments.get(parameter, ""))
+            for parameter, kind in node.signature.provided
+        ),
+        outputs=_outputs(node),
+        knobs=tuple(
+            NodeOption(knob.name, knob.type, node.knobs[knob.name], arguments.get(knob.name, ""))
+            for knob in node.signature.knobs
+        ),
+        options=tuple(
+            NodeOption(key, option.type, node.kind.option_values[key], of_decorator.get(key, ""))
+            for key, option in node.kind.options.items()
+            if key in accepted
+        ),
+    )
+
+
+def _outputs(node: Definition[..., Any]) -> tuple[NodeField, ...]:
+    streams = [NodeField(node.name, "stream of samples", "")] * node.kind.opens_stream
+    metrics = [NodeField("metrics", "metrics", "")] * node.results.metrics
+    return (*streams, *(NodeField(f.field, UNITS[f.unit], "") for f in node.results.fields), *metrics)
+
+
+def _description(doc: str) -> str:
+    """Return the part of a docstring in front of `Args:`, `Returns:` and `Raises:`."""
+    paragraphs = doc.split("\n\n")
+    kept = [text for text in paragraphs if not text.startswith(_SECTIONS)]
+    return "\n\n".join(kept)
+
+
+def _arguments(doc: str) -> dict[str, str]:
+    """Return argument -> its meaning, from the section `Args:` of a docstring."""
+    lines = doc.partition("Args:\n")[2].splitlines()
+    found: dict[str, str] = {}
+    name = ""
+    for line in lines:
+        if line and not line.startswith(" "):
+            break
+        match = _ARGUMENT.match(line.strip()) if re.match(r" {4}\S", line) else None
+        if match:
+            name, found[match[1]] = match[1], match[2]
+        elif name and line.strip():
+            found[name] += f" {line.strip()}"
+    return found

@@ -1,0 +1,96 @@
+"""`hflow new`, `hflow nodes` and `hflow run --cfg`: what a user starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hflow.config import RunConfig
+from hflow.dsl import overridable_keys
+from hflow.errors import ConfigError
+from hflow.launch import compose_recipe, new_recipe, ready_node, ready_nodes
+from hflow.launch.compile import read_recipe
+from hflow.shipped import find_recipe, shipped_recipes
+from hflow.testing import try_recipe
+
+NAMES = ["dapo", "distill", "ppo", "tool_agent", "custom/retrieval", "custom/llm_judge", "gsm8k/grpo_7b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copy_is_the_recipe_and_its_whole_configuration_can_be_used_again(
+    name: str, tmp_path: Path
+) -> None:
+    made = new_recipe(name, tmp_path / "mine")
+    config, graph, _ = read_recipe(made.recipe)
+    shipped, shipped_graph, _ = read_recipe(find_recipe(name))
+    assert config == shipped
+    assert [node.name for node in graph.nodes] == [node.name for node in shipped_graph.nodes]
+    assert "recipes/" not in "".join(file.read_text() for file in made.files)
+    text = compose_recipe(made.recipe)
+    whole = yaml.safe_load(text)
+    assert whole.keys() == vars(RunConfig(name="x")).keys()
+    assert whole["models"].keys() == {model.name for model in graph.models}
+    for node in graph.nodes:
+        if not node.spec.implicit:
+            assert whole["nodes"][node.name].keys() == set(overridable_keys(node.spec))
+    made.recipe.with_suffix(".yaml").write_text(text)
+    assert read_recipe(made.recipe)[1] == graph
+    assert compose_recipe(made.recipe) == text
+
+
+def test_what_a_recipe_needs_comes_with_it(tmp_path: Path) -> None:
+    names = {file.name for file in new_recipe("custom/retrieval", tmp_path).files}
+    assert names == {"retrieval.py", "retrieval.yaml", "text_index.py", "sums.txt", "test_retrieval.py"}
+
+
+@pytest.mark.long
+def test_every_recipe_can_be_copied(tmp_path: Path) -> None:
+    for name in shipped_recipes():
+        made = new_recipe(name, tmp_path / name)
+        compile(made.files[-1].read_text(), str(made.files[-1]), "exec")
+        assert made.files[-1].name == f"test_{made.recipe.stem}.py"
+
+
+def test_files_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "test_grpo.py").write_text("mine")
+    with pytest.raises(ConfigError, match=r"test_grpo.py exists already and is not overwritten"):
+        new_recipe("grpo", tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["test_grpo.py"]
+
+
+def test_the_chat_form_of_a_recipe(tmp_path: Path) -> None:
+    assert new_recipe("grpo", tmp_path, chat=True).recipe.name == "grpo_chat.py"
+    with pytest.raises(ConfigError, match=r"^ppo has no chat form; .* one that has: grpo$"):
+        new_recipe("ppo", tmp_path, chat=True)
+
+
+@pytest.mark.long
+def test_a_recipe_is_tried_with_random_weights_where_a_checkpoint_is_missing(tmp_path: Path) -> None:
+    made = new_recipe("distill", tmp_path / "mine")
+    summary = try_recipe(made.recipe, tmp_path / "runs", ["nodes.eval_gen.after=9"], steps=1, batch=8)
+    assert (summary.reason, summary.steps) == ("done", 1)
+
+
+def test_everything_that_can_be_set_of_a_ready_node_has_a_meaning() -> None:
+    nodes = ready_nodes()
+    assert {"nodes.actor_train", "rewards.math"} <= {node.name for node in nodes}
+    silent = [
+        f"{node.name}: {option.name}"
+        for node in nodes
+        for option in (*node.knobs, *node.options)
+        if not option.meaning
+    ]
+    assert silent == []
+    assert [node.name for node in nodes if not node.summary] == []
+
+
+def test_a_ready_node_is_described_by_its_signature_and_docstring() -> None:
+    node = ready_node("kl_reward")
+    assert (node.kind, node.level) == ("compute", "batch")
+    target = next(knob for knob in node.knobs if knob.name == "target")
+    assert (target.type, target.default) == ("float | None", None)
+    assert target.meaning.startswith("KL per sequence in nats")
+    assert [field.name for field in node.outputs] == ["token_reward", "metrics"]
+    assert "returns" not in [option.name for option in ready_node("nodes.actor_train").options]
