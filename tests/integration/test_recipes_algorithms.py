@@ -44,11 +44,17 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
+        ("cispo", []),
         ("dapo", []),
         ("distill", ["models.teacher.path=null", "models.teacher.dtype=bf16"]),
         ("dr_grpo", []),
         ("grpo_chat", ["data.train.map.prompt=messages"]),
         ("gspo", []),
+        ("mis", ["placement=null"]),
+        (
+            "opd",
+            ["placement=null", "models.teacher.path=null", "models.teacher.architecture.num_hidden_layers=3"],
+        ),
         ("reinforce_pp", ["batch=64"]),
         ("remax", ["batch=64"]),
         ("rloo", []),

@@ -111,6 +111,9 @@ RECIPES: list[tuple[str, str, list[str]]] = [
     ("dr_grpo", "d2p2", []),
     ("dapo", "d2t2", []),
     ("gspo", "t2p2", []),
+    ("cispo", "d2p2", []),
+    ("mis", "d2t2", []),
+    ("opd", "t2p2", []),
     ("dpo", "d2p2", []),
     ("reward_model", "t2p2", []),
     ("distill", "d2t2", []),
@@ -160,7 +163,7 @@ def test_a_divided_recipe_computes_what_one_process_does(
     for model in LEARNERS.get(name, ["actor"]):
         path = "null" if name in RANDOM else checkpoint
         overrides += [f"models.{model}.path={path}", f"models.{model}.optim.warmup_steps=0"]
-    overrides += {"custom/llm_judge": judge, "distill": teacher}.get(name, [])
+    overrides += {"custom/llm_judge": judge, "distill": teacher, "opd": teacher}.get(name, [])
     (result,) = twin(f"recipes/{name}.py", overrides, [layout], processes).results
     assert result.failed_metrics == ()
     assert result.failed_weights == ()
