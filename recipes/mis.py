@@ -10,8 +10,8 @@ Two nodes compare the policy at the start of the step (prox) with the one that g
 - `is_trusted` masks whole sequences whose mean divergence per token is too large. They do not count in the
   mean of the loss.
 
-Both report what they reject: `actor_gen/behav_weights.outside`, `actor_gen/behav_weights.ess` (the effective
-sample size) and `actor_gen/is_trusted.rejected_sequences`. Variants:
+Both report what they reject: `behav_weights/outside`, `behav_weights/ess` (the effective sample size, a share
+of the tokens) and `is_trusted/rejected_sequences`. Variants:
 
     hflow run recipes/mis.py nodes.behav_weights.outside=truncate      # truncated importance sampling
     hflow run recipes/mis.py nodes.behav_weights.level=sequence        # one weight for a sequence
