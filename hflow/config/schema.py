@@ -133,7 +133,8 @@ class ModelConfig:
     """Device group of that replica; replicas of one group share its devices and take turns. null: the plan
     decides."""
     dtype: Literal["fp32", "bf16"] | None = None
-    """Precision of forward and backward pass; null: that of the model it is initialised from, else fp32."""
+    """Precision of forward and backward pass; null: that of the model it is initialised from, else bf16 on
+    CUDA and fp32 on CPUs. An optimizer's weights and moments are fp32."""
     tokens_per_microbatch: Int = Field(default=16384, ge=1)
     """Maximum number of packed tokens in one forward pass. It does not change any result."""
     activation_checkpointing: StrictBool = False

@@ -65,12 +65,20 @@ def model_family(config: RunConfig, graph: Graph, spec: Model) -> str | None:
     return family if isinstance(family, str) else None
 
 
-def model_dtype(config: RunConfig, graph: Graph, spec: Model) -> Literal["fp32", "bf16"]:
-    """Return the precision of a model: as configured, else that of its `init_from`, else fp32."""
+def model_dtype(config: RunConfig, spec: Model, device: str) -> Literal["fp32", "bf16"]:
+    """Return the precision of a model: as configured, else that of its `init_from`, else the device's.
+
+    Args:
+        config: of the run.
+        spec: the model.
+        device: `cpu` or `cuda`.
+    """
     dtype = config.models.get(spec.name, ModelConfig()).dtype
     if dtype is not None:
         return dtype
-    return "fp32" if spec.init_from is None else model_dtype(config, graph, spec.init_from)
+    if spec.init_from is not None:
+        return model_dtype(config, spec.init_from, device)
+    return "bf16" if device == "cuda" else "fp32"
 
 
 def overruled_architectures(config: RunConfig) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         path=None if source.path is None else str(Path(source.path).resolve()),
         architecture=None if source.path is not None else dict(source.architecture or {}),
         seed=compiled.config.seed,
-        dtype=model_dtype(compiled.config, compiled.graph, spec),
+        dtype=model_dtype(compiled.config, spec, compiled.plan.cluster.device),
         device=compiled.plan.cluster.device,
         activation_checkpointing=config.activation_checkpointing,
         sequence_parallel=config.sequence_parallel,

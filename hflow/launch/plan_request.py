@@ -180,7 +180,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         cluster=cluster,
         batch=config.batch,
         num_steps=config.steps,
-        models={spec.name: _model(config, graph, spec) for spec in graph.models},
+        models={spec.name: _model(config, spec, cluster.device) for spec in graph.models},
         shapes=_shapes(config, graph),
         families=_families(config, graph),
         groups=config.groups,
@@ -218,9 +218,9 @@ def engine_problems(device: str) -> dict[str, str]:
     return {name: str(problem) for name, problem in problems.items() if problem is not None}
 
 
-def _model(config: RunConfig, graph: Graph, spec: Model) -> ModelConfig:
+def _model(config: RunConfig, spec: Model, device: str) -> ModelConfig:
     """Return the configuration of a model with its `dtype` decided."""
-    return replace(config.models.get(spec.name, ModelConfig()), dtype=model_dtype(config, graph, spec))
+    return replace(config.models.get(spec.name, ModelConfig()), dtype=model_dtype(config, spec, device))
 
 
 def _untrained_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:

@@ -74,6 +74,8 @@ class Replica:
     adapter_parameters: int = field(default=0, metadata=LEFT_OUT_BY_DEFAULT)
     """Parameters of the low-rank adapters that are trained in place of its weights; 0: it has no adapters, or
     the planner does not know its sizes."""
+    dtype: str = field(default="fp32", metadata=LEFT_OUT_BY_DEFAULT)
+    """Precision of its forward and backward passes: `fp32` or `bf16`. What the optimizer changes is fp32."""
     base_of: str = field(default="", metadata=LEFT_OUT_BY_DEFAULT)
     """The training replica whose weights it uses with the adapters turned off; empty: it has its own."""
 

@@ -44,13 +44,14 @@ def parameters_text(number: int) -> str:
 
 
 def size_text(replica: Replica, shape: ModelShape | None) -> str:
-    """Return the parameters of a replica: its own, with those of adapters, or whose they are."""
+    """Return the parameters of a replica and their precision; or whose they are."""
     if replica.base_of:
         return f"those of {replica.base_of}"
     if shape is None:
         return "unknown"
     size, adapters = parameters_text(num_parameters(shape)), replica.adapter_parameters
-    return f"{size} + {parameters_text(adapters)}" if adapters else size
+    size = f"{size} in {replica.dtype}"
+    return f"{size} + {parameters_text(adapters)} in fp32" if adapters else size
 
 
 def share_text(share: float) -> str:

@@ -25,6 +25,7 @@ from hflow.planner.architectures import can_run, read_shape
 from hflow.planner.cluster import used_links
 from hflow.planner.model_shape import active_parameters, num_parameters
 from hflow.planner.request import PlanRequest
+from hflow.report.formatting import size_text
 from hflow.shipped import shipped_directory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -436,6 +437,29 @@ def test_sequence_parallelism_reaches_planner_plan_and_backend(text, value):
     assert requested(GRPO, *keys).models["actor"].sequence_parallel is value
     assert dict(compiled.plan.settings)["models.actor.sequence_parallel"] is value
     assert model_settings(compiled)["actor"].sequence_parallel is value
+
+
+@pytest.mark.parametrize(
+    ("changes", "actor", "critic"),
+    [
+        (("cluster=cpu-1x8",), "fp32", "fp32"),
+        (("cluster=h100-1x8",), "bf16", "bf16"),
+        (("cluster=h100-1x8", "models.actor.dtype=fp32"), "fp32", "fp32"),  # ref and critic start from it
+        (("cluster=h100-1x8", "models.critic.dtype=fp32"), "bf16", "fp32"),
+    ],
+)
+def test_models_compute_in_bf16_on_gpus_unless_their_configuration_says_otherwise(
+    changes: tuple[str, ...], actor: str, critic: str
+):
+    placement = "placement=actor=0-7 actor.gen=0-7 ref=0-7 critic=0-7"
+    compiled = compile_recipe(PPO, ["models.actor.path=null", placement, *changes])
+    expected = {"actor": actor, "ref": actor, "critic": critic}
+    assert {name: settings.dtype for name, settings in model_settings(compiled).items()} == expected
+    assert {r.name: r.dtype for r in compiled.plan.replicas} == {
+        r.name: expected[r.model] for r in compiled.plan.replicas
+    }
+    sizes = [size_text(r, dict(compiled.plan.shapes)[r.model]) for r in compiled.plan.replicas]
+    assert all(size.endswith(f"in {r.dtype}") for size, r in zip(sizes, compiled.plan.replicas, strict=True))
 
 
 def test_the_workload_reaches_the_planner():

@@ -38,6 +38,7 @@ class UnplacedReplica:
     group: str
     layout: Layout | None
     backend: str
+    dtype: str
 
     @property
     def name(self) -> str:
@@ -163,7 +164,7 @@ def _unplaced_replicas(graph: Graph, request: PlanRequest) -> list[UnplacedRepli
             backend = config.gen.engine or UNDECIDED
         else:
             layout, backend = config.layout, config.backend
-        replicas.append(UnplacedReplica(model, role, group, _layout(layout), backend))
+        replicas.append(UnplacedReplica(model, role, group, _layout(layout), backend, config.compute_dtype))
     return replicas
 
 
@@ -178,7 +179,17 @@ def _layout(text: str | None) -> Layout | None:
 def _place(replica: UnplacedReplica, group: DeviceGroup) -> Replica:
     layout = replica.layout or Layout(data=len(group.devices))
     check_size(replica.name, layout, group)
-    placed = Replica(replica.name, replica.model, replica.role, replica.backend, layout, group.name, (), ())
+    placed = Replica(
+        replica.name,
+        replica.model,
+        replica.role,
+        replica.backend,
+        layout,
+        group.name,
+        workers=(),
+        heads=(),
+        dtype=replica.dtype,
+    )
     return on_workers(placed, group.devices[: layout.world])
 
 

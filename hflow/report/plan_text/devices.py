@@ -26,6 +26,7 @@ REPLICAS_NOTE = (
 OTHER_AXES_NOTE = (
     "c ranks divide the tokens of each sequence, and e of the data and c ranks the experts of each layer."
 )
+BF16_NOTE = "bf16 is the precision of forward and backward passes; an optimizer changes weights in fp32."
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -49,8 +50,9 @@ def replicas_section(plan: Plan, width: int) -> Section:
         )
     layouts = [replica.layout for replica in plan.replicas]
     others = max(layout.context for layout in layouts) > 1 or max(layout.expert for layout in layouts) > 1
-    note = f"{REPLICAS_NOTE} {OTHER_AXES_NOTE}" if others else REPLICAS_NOTE
-    return Section("Replicas", note, (shown, *_chosen(plan)))
+    is_bf16 = any(replica.dtype == "bf16" and replica.role == "train" for replica in plan.replicas)
+    notes = [REPLICAS_NOTE, *[OTHER_AXES_NOTE] * others, *[BF16_NOTE] * is_bf16]
+    return Section("Replicas", " ".join(notes), (shown, *_chosen(plan)))
 
 
 def _chosen(plan: Plan) -> list[Text]:
