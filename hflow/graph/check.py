@@ -175,10 +175,12 @@ def check_group(graph: Graph, node: Node) -> None:
     group = graph.stream(node.stream).group
     if group < min_group:
         source = graph.stream(node.stream).source
+        is_library = node.spec.body.module.startswith("hflow.")
+        other_fix = "" if is_library else f", or min_group={group} here"
         raise _error(
             node,
             f"it needs at least {min_group} samples per prompt, but {source} has group={group}. "
-            f"Set group={max(min_group, 2)} there, or min_group={group} here",
+            f"Set group={max(min_group, 2)} there{other_fix}",
         )
 
 

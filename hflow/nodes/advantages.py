@@ -89,6 +89,15 @@ def gae(
     return advantages, targets, {"explained_variance": algo.explained_variance(values, targets, seqs)}
 
 
+def _refuse_single_samples(seqs: Sequences) -> None:
+    """Refuse a batch of groups of one, which `min_group=1` lets through: all advantages would be 0."""
+    if len(seqs) and seqs.num_groups == len(seqs):
+        raise RunError(
+            "each prompt of the batch has one sample, so that a comparison with the others of its group "
+            "teaches nothing. Set group= of the generate node to 2 or more"
+        )
+
+
 def _check_group_advantage(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
     if knobs["eps"] <= 0:
         return f"eps is {knobs['eps']}; it must be more than 0"
@@ -121,6 +130,7 @@ def group_advantage(
         length_power: weigh a sequence of l learned tokens by `l^-length_power` (`algo.length_scale`), for
             `reduce=seq-mean-token-sum`.
     """
+    _refuse_single_samples(seqs)
     advantages = algo.group_advantage(reward, seqs, std, eps, std_over=std_over)
     return advantages * algo.length_scale(seqs, length_power) if length_power else advantages
 
@@ -128,12 +138,14 @@ def group_advantage(
 @compute(returns="advantages", min_group=2)
 def opo_advantage(reward: PerSequence, seqs: Sequences) -> PerSequence:
     """Return each reward minus its group's length-weighted mean (OPO, `algo.length_weighted_advantage`)."""
+    _refuse_single_samples(seqs)
     return algo.length_weighted_advantage(reward, seqs)
 
 
 @compute(returns="advantages", min_group=2)
 def gpg_advantage(reward: PerSequence, seqs: Sequences) -> PerSequence:
     """Return each reward minus its group's mean, rescaled for equal ones (GPG, `algo.rescaled_advantage`)."""
+    _refuse_single_samples(seqs)
     return algo.rescaled_advantage(reward, seqs)
 
 
@@ -144,6 +156,7 @@ def reinforce_pp_baseline(reward: PerSequence, seqs: Sequences) -> PerToken:
     Source: Hu et al. 2025, "REINFORCE++", the variant with a baseline, which groups of all-equal rewards
     cannot blow up. Its KL, if any, is in the loss (`kl_coef` with k2).
     """
+    _refuse_single_samples(seqs)
     return algo.whiten(seqs.widen(algo.group_advantage(reward, seqs, std=False)), seqs)
 
 
@@ -175,6 +188,7 @@ def gdpo_advantage(
         third_reward: `[S]`, if there is one.
         weights: one for each reward. Default: 1 each.
     """
+    _refuse_single_samples(seqs)
     rewards = [r for r in (reward, second_reward, third_reward) if r is not None]
     return algo.decoupled_advantage(rewards, weights or (1.0,) * len(rewards), seqs)
 
@@ -218,12 +232,14 @@ def turn_advantage(
         std: divide by the standard deviation over the samples of the group.
         eps: added to the standard deviation.
     """
+    _refuse_single_samples(seqs)
     return algo.turn_advantage(token_reward, seqs, gamma, std, eps)
 
 
 @compute(returns="advantages", min_group=2)
 def leave_one_out(reward: PerSequence, seqs: Sequences) -> PerSequence:
     """Return each reward minus the mean of the other rewards of its group (RLOO)."""
+    _refuse_single_samples(seqs)
     return algo.leave_one_out(reward, seqs)
 
 

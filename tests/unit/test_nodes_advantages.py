@@ -171,6 +171,14 @@ def test_turns_are_compared_with_the_same_turn_of_other_samples():
 
 
 @pytest.mark.parametrize(
+    "node", [nodes.group_advantage, nodes.leave_one_out, nodes.opo_advantage, nodes.gpg_advantage]
+)
+def test_groups_of_one_are_refused(node):
+    with pytest.raises(RunError, match="each prompt of the batch has one sample"):
+        node(tensor(1.0, 2.0), Sequences.of([1, 1]))
+
+
+@pytest.mark.parametrize(
     ("node", "knobs", "reads", "expected"),
     [
         (nodes.group_advantage, {"std": False, "std_over": "batch"}, (), "std_over has no effect"),
