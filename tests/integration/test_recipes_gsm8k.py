@@ -79,10 +79,17 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize(("name", "batch"), [("grpo", 8), ("ppo", 32)])
-def test_two_steps_of_a_recipe(name: str, batch: int, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("grpo", ["batch=8"]),
+        ("grpo_async", ["batch=8", "cluster=cpu-1x2", "placement='actor=0 actor.gen=1'"]),
+        ("ppo", ["batch=32"]),
+    ],
+)
+def test_two_steps_of_a_recipe(name: str, changes: list[str], checkpoint: Path, tmp_path: Path) -> None:
     path = f"models.actor.path={checkpoint}"
-    summary = run(f"recipes/gsm8k/{name}.py", tmp_path, *SETTINGS, path, f"batch={batch}")
+    summary = run(f"recipes/gsm8k/{name}.py", tmp_path, *SETTINGS, path, *changes)
     assert (summary.reason, summary.steps) == ("done", 2)
     rows = steps_of(summary)
     # The answers to the two questions are 7 and 3.
