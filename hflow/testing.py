@@ -228,7 +228,7 @@ class ScriptedEngine:
 def try_recipe(
     recipe: str | Path, directory: str | Path, overrides: Sequence[str] = (), steps: int = 2, batch: int = 16
 ) -> RunSummary:
-    """Run a recipe for a few steps, on small batches and in this process, with its own models and data.
+    """Run a recipe for a few steps, on small batches, with its own models and data, on one CPU process.
 
     A model whose checkpoint does not exist has random weights, if the configuration has its architecture.
 
@@ -251,8 +251,9 @@ def try_recipe(
         for name, model in config.models.items()
         if model.path is not None and model.architecture is not None and not Path(model.path).is_dir()
     ]
-    small = [f"steps={steps}", f"batch={batch}", f"out={directory}", "workers=inproc", "cluster=cpu-1x1"]
-    return launch.run(recipe, [*small, *random, *overrides], live=False)
+    small = [f"steps={steps}", f"batch={batch}", f"out={directory}"]
+    one_process = ["workers=inproc", "cluster=cpu-1x1", "placement=null"]
+    return launch.run(recipe, [*small, *one_process, *random, *overrides], live=False)
 
 
 def _append_tokens(

@@ -33,7 +33,7 @@ def test_a_name_is_a_shipped_recipe_and_a_path_is_a_file(
         ("grpoo", "no shipped recipe 'grpoo', and a recipe's file ends in .py; did you mean 'grpo'?"),
         ("replay", "did you mean 'custom/replay'?"),
         ("mine", "; to use the file, write mine.py"),
-        ("lock.json", "; shipped recipes: custom/ema_teacher, "),
+        ("lock.json", "; shipped recipes: "),
     ],
 )
 def test_an_unknown_name_is_refused_with_what_to_write(
