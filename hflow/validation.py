@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import os
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache, partial
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -30,6 +30,7 @@ from pydantic import (
 )
 
 from hflow.errors import ConfigError, nearest, shorten
+from hflow.other_names import COUNTERPARTS, Counterpart
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -132,7 +133,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
         built: T = _adapter(cls).validate_python(values)  # type: ignore[arg-type]
         return built
     except ValidationError as error:
-        raise ConfigError(_describe(error, cls, key)) from error
+        raise ConfigError(_describe(error, cls, key, values)) from error
 
 
 def join(key: str, name: object) -> str:
@@ -140,11 +141,42 @@ def join(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def unknown_key(path: str, name: object, known: Collection[str]) -> str:
-    """Return the message for a key that does not exist, with the nearest one or all that do."""
-    hint = nearest(str(name), known) or f"; known here: {', '.join(sorted(known)) or 'nothing'}"
-    return f"unknown key {path!r}{hint}"
+def unknown_key(path: str, name: object, known: Collection[str], paths: Collection[str] = ()) -> str:
+    """Return the message for a key that does not exist, with what may have been meant.
 
+    Args:
+        path: the dotted key.
+        name: its part that does not exist.
+        known: the names that exist there.
+        paths: the dotted keys that exist elsewhere in the configuration.
+    """
+    return f"unknown key {path!r}{_suggestion(path, str(name), known, paths)}"
+
+
+def _suggestion(path: str, name: str, known: Collection[str], paths: Collection[str]) -> str:
+    """Return a key of the same meaning or name, the nearest name, or all that exist."""
+    counterpart, parent = COUNTERPARTS.get(name), path.removesuffix(name)  # empty, or ending with a dot
+    if counterpart is not None and counterpart.name in known and counterpart.fits(parent + counterpart.name):
+        return f"; did you mean {counterpart.name!r}{_note(counterpart)}?"
+    if counterpart is not None:
+        found = [each for each in paths if counterpart.fits(each)] or [counterpart.key]
+    else:
+        found = [each for each in paths if each.rpartition(".")[2] == name]
+    if not found:
+        return nearest(name, known) or f"; known here: {', '.join(sorted(known)) or 'nothing'}"
+    inside = [each for each in found if each.startswith(parent)]
+    shown = sorted(inside or found, key=lambda each: each.count("."))[:_MAX_SUGGESTIONS]
+    note = "" if counterpart is None else _note(counterpart)
+    placeholder = next((part for part in shown[0].split(".") if part in ("NAME", "NODE")), "")
+    meaning = f" with a name of the recipe for {placeholder}" if placeholder else ""
+    return f"; did you mean {' or '.join(map(repr, shown))}{note}{meaning}?"
+
+
+def _note(counterpart: Counterpart) -> str:
+    return f" ({counterpart.note})" if counterpart.note else ""
+
+
+_MAX_SUGGESTIONS = 3
 
 _WANTED = {
     "bool_type": "true or false",
@@ -166,14 +198,15 @@ _WANTED = {
 """pydantic's type of error -> what the value must be; the fields are those of the error's context."""
 
 
-def _describe(error: ValidationError, cls: type, key: str) -> str:
+def _describe(error: ValidationError, cls: type, key: str, values: Mapping[str, Any]) -> str:
     """Return one line about the first error. Unknown keys come first: a mistyped key may also be missing."""
     errors = error.errors(include_url=False)
     first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])
     kind, location, value, context = first["type"], first["loc"], first["input"], first.get("ctx", {})
     path = _path(key, location)
     if kind == "unexpected_keyword_argument":
-        return unknown_key(path, location[-1], _field_names(cls, location[:-1]))
+        known = _field_names(cls, location[:-1])
+        return unknown_key(path, location[-1], known, list(_paths(cls, values, key)))
     if kind == "missing":
         return f"{path} is missing; it has no default"
     if kind == "value_error":
@@ -198,9 +231,26 @@ def _field_names(cls: Any, location: tuple[int | str, ...]) -> list[str]:
     for part in location:
         # The location names a field of a dataclass, or a key of a mapping of dataclasses.
         cls = get_type_hints(cls)[str(part)] if dataclasses.is_dataclass(cls) else get_args(cls)[-1]
-        if get_origin(cls) in (Union, types.UnionType):  # of a dataclass and None
-            cls = get_args(cls)[0]
+        cls = _not_none(cls)
     return [field.name for field in dataclasses.fields(cls)]
+
+
+def _paths(cls: Any, values: Any, key: str) -> Iterator[str]:
+    """Yield the dotted keys of a dataclass, with the names in `values` as the keys of its mappings."""
+    given = values if isinstance(values, Mapping) else {}
+    for name, hint in get_type_hints(cls).items():
+        path, inner, value = join(key, name), _not_none(hint), given.get(name)
+        yield path
+        if dataclasses.is_dataclass(inner):
+            yield from _paths(inner, value, path)
+        elif get_args(inner) and dataclasses.is_dataclass(item := get_args(inner)[-1]):
+            for entry, content in value.items() if value and isinstance(value, Mapping) else [("NAME", None)]:
+                yield from _paths(item, content, join(path, entry))
+
+
+def _not_none(hint: Any) -> Any:
+    """Return the first type of a union, such as of a dataclass and None, or any other type as it is."""
+    return get_args(hint)[0] if get_origin(hint) in (Union, types.UnionType) else hint
 
 
 @cache

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from hflow.config import RunConfig, flatten, load_config, to_yaml, validate_names
+from hflow.dsl import load_recipe, overridable_keys
 from hflow.errors import ConfigError
+from hflow.other_names import COUNTERPARTS
 from hflow.shipped import shipped_directory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -116,6 +118,13 @@ def test_every_shipped_group_file_loads(file: Path, recipe):
     ("override", "message"),
     [
         ("stps=1", "unknown key 'stps'; did you mean 'steps'?"),
+        ("lr=1", "unknown key 'lr'; did you mean 'models.actor.optim.lr'?"),
+        ("max_staleness=2", "did you mean 'schedule.max_staleness'?"),
+        ("models.actor.schedule=linear", "did you mean 'models.actor.optim.schedule'?"),
+        ("learning_rate=1", "did you mean 'models.actor.optim.lr'?"),
+        ("models.actor.optim.learning_rate=1", "did you mean 'lr'?"),
+        ("epochs=2", "did you mean 'steps' (epochs * rows / batch)?"),
+        ("num_generations=4", "did you mean 'nodes.NODE.group' with a name of the recipe for NODE?"),
         (
             "models.actor.optim.wieght_decay=1",
             "optim.wieght_decay'; did you mean 'weight_decay'?",
@@ -184,7 +193,7 @@ def test_names_that_the_recipe_does_not_know():
         "nodes": {
             "actor_gen": ["max_tokens", "temperature"],
             "eval_gen": ["max_tokens"],
-            "actor_train": ["clip"],
+            "actor_train": ["clip", "kl_coef", "dro_beta"],
         },
     }
     validate_names(load_config(GRPO, ["nodes.actor_train.clip=0.1"]), **known)
@@ -196,6 +205,7 @@ def test_names_that_the_recipe_does_not_know():
             "nodes.actor_gen.max_token=1",
             "'nodes.actor_gen.max_token'; did you mean 'max_tokens'?",
         ),
+        ("nodes.actor_train.beta=1", "'nodes.actor_train.beta'; did you mean 'kl_coef'?"),
     ]:
         with pytest.raises(ConfigError) as refusal:
             validate_names(load_config(GRPO, [override]), **known)
@@ -290,3 +300,15 @@ def test_a_wrong_source_is_refused_in_one_line(override: str, message: str):
     with pytest.raises(ConfigError) as refusal:
         load_config(GRPO, [override])
     assert message in str(refusal.value)
+
+
+def test_every_counterpart_of_another_librarys_key_exists():
+    """Otherwise a message would suggest a key that is refused in turn."""
+    knobs = {key for node in load_recipe(GRPO).spec().nodes for key in overridable_keys(node)}
+    for name, counterpart in COUNTERPARTS.items():
+        if counterpart.key.startswith("nodes."):
+            assert counterpart.name in knobs, name
+        else:
+            ours = counterpart.key.replace("NAME", "actor")
+            with pytest.raises(ConfigError, match=rf"did you mean '{ours}'"):
+                load_config(GRPO, [f"{name}=1"])
