@@ -57,8 +57,9 @@ class NotYetError(HflowError, NotImplementedError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the most similar known name, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    """Return `"; did you mean 'x'?"` for the most similar other name, or an empty string."""
+    others = [other for other in known if other != name]
+    matches = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from hflow.errors import ConfigError, HflowError
@@ -33,21 +34,24 @@ class ObserverThread:
         self._is_closed = False
 
     def start(self, run: RunInfo) -> None:
-        """Start the observers.
+        """Start the observers. If one cannot start, end those that have.
 
         Raises:
             ConfigError: if one cannot start.
         """
-        for observer in self._observers:
-            try:
-                observer.start(run)
-            except HflowError:
-                raise
-            except Exception as error:
-                raise ConfigError(
-                    f"{_name(observer)} cannot start: {mask_secrets(error_line(error))}; correct its "
-                    "settings, or remove it"
-                ) from error
+        with ExitStack() as started:
+            for observer in self._observers:
+                try:
+                    observer.start(run)
+                except HflowError:
+                    raise
+                except Exception as error:
+                    raise ConfigError(
+                        f"{_name(observer)} cannot start: {mask_secrets(error_line(error))}; correct its "
+                        "settings, or remove it"
+                    ) from error
+                started.callback(_end_failed, observer)
+            started.pop_all()
         self._thread.start()
 
     def send(self, method: str, *arguments: Any) -> None:
@@ -83,6 +87,12 @@ class ObserverThread:
                     self._failures.put(
                         f"{_name(observer)} failed and is off: {mask_secrets(error_line(error))}"
                     )
+
+
+def _end_failed(observer: Observer) -> None:
+    """End an observer because another cannot start; that error is the one to report."""
+    with suppress(Exception):
+        observer.on_end("failed")
 
 
 def _name(observer: Observer) -> str:

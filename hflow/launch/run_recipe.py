@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hflow.config import flatten, to_yaml
 from hflow.durable_files import WriteError, replace_text
-from hflow.errors import HflowError, WorkerFailureError
+from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.launch.compile import Compiled
 from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.plan_file import plan_file_text
@@ -132,6 +132,8 @@ async def _run_in_loop(
         setup = replace(setup, weights_directory=str(directory.weights.resolve()))
         if processes is not None and not processes.is_shared:
             setup = replace(setup, sample_log_directory=str(directory.sample_log.resolve()))
+        if resumed is None:
+            stack.enter_context(_removed_if_refused(directory))
         stack.enter_context(directory.locked())
         _prepare(directory, compiled, resumed)
         checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints, config.keep_best)
@@ -151,8 +153,9 @@ async def _run_in_loop(
                 if not signals.is_requested:
                     raise
                 summary = _stopped_early(compiled, directory, checkpoints.last or 0)
-            except HflowError:
-                display.note(_resume_hint(directory, checkpoints))
+            except HflowError as error:
+                if resumed is not None or not _is_refused(directory, error):
+                    display.note(_resume_hint(directory, checkpoints))
                 raise
             finally:
                 signals.remove()
@@ -223,6 +226,8 @@ class _Attempts:
 
     async def _execute(self, workers: Workers, point: ResumePoint | None) -> RunSummary:
         compiled, config = self.compiled, self.compiled.config
+        if not self.directory.ledger.is_file():  # the run begins, and not before its workers are ready
+            self.directory.link_latest()
         with Ledger(self.directory.ledger, make_header(compiled.plan)) as ledger:
             executor = Executor(
                 compiled.plan,
@@ -254,6 +259,22 @@ class _Attempts:
             values=dict(self.observer.shown),
             warnings=tuple(self.observer.warnings),
         )
+
+
+@contextmanager
+def _removed_if_refused(directory: RunDirectory) -> Iterator[None]:
+    """Delete the directory of a new run that is refused, so that it is not taken for a run."""
+    try:
+        yield
+    except HflowError as error:
+        if _is_refused(directory, error):
+            directory.remove()
+        raise
+
+
+def _is_refused(directory: RunDirectory, error: HflowError) -> bool:
+    """Return whether an error refuses a new run before it begins, so that nothing of it can continue."""
+    return not directory.ledger.is_file() and not isinstance(error, RunError)
 
 
 def _prepare(directory: RunDirectory, compiled: Compiled, resumed: ResumedRun | None) -> None:

@@ -153,11 +153,19 @@ def test_what_is_no_observer_is_refused(recipe: Path) -> None:
         read_recipe(recipe, ASKED)
 
 
-def test_wandb_without_a_login_is_refused_before_the_run(
+def test_wandb_without_a_login_is_refused_and_the_latest_run_stays(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    runs = tmp_path / "runs" / "tracked"
+    (runs / "earlier").mkdir(parents=True)
+    (runs / "latest").symlink_to("earlier")
     with pytest.raises(ConfigError, match=r"there is no login; run `wandb login`"):
         run(recipe, tmp_path / "runs", *ASKED, "report.wandb=project", "steps=1")
+    assert {path.name for path in runs.iterdir()} == {"earlier", "latest"}
+    assert (runs / "latest").resolve() == runs / "earlier"
+    with pytest.raises(ConfigError, match=r"there is no login"):
+        run(recipe, tmp_path / "other", *ASKED, "report.wandb=project", "steps=1")
+    assert list((tmp_path / "other").iterdir()) == []

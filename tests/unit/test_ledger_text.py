@@ -124,6 +124,14 @@ def test_mistakes_are_one_line_errors(
     assert re.fullmatch(rf"error: .*{message}.*\n", shown.err)
 
 
+def test_a_run_without_a_ledger_is_not_suggested_for_itself(runs: Path, monkeypatch, capsys):
+    (runs.parent / "latest").unlink()
+    assert hflow(monkeypatch, "why", "small", "2") == 2
+    error = capsys.readouterr().err
+    assert "there is no run 'small' with a ledger" in error
+    assert "did you mean" not in error
+
+
 def test_samples_prints_a_table(runs: Path, monkeypatch, capsys):
     assert hflow(monkeypatch, "samples", "small", "--limit", "4") == 0
     shown = lines(capsys.readouterr().out)

@@ -62,7 +62,9 @@ def test_shares_of_lags_are_histograms_in_tensorboard(tmp_path: Path):
 def test_a_run_directory_and_latest(tmp_path: Path):
     runs = [RunDirectory.create(tmp_path, "grpo") for _ in range(3)]
     assert len({run.path for run in runs}) == 3
-    assert os.readlink(tmp_path / "grpo" / "latest") == runs[-1].path.name
+    for run in runs[:2]:
+        run.link_latest()
+    assert os.readlink(tmp_path / "grpo" / "latest") == runs[1].path.name
     for run in runs:
         assert run.tensorboard.is_dir()
         assert run.checkpoints.is_dir()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, out: str | Path, name: str) -> RunDirectory:
-        """Make the directory `OUT/NAME/TIME` of a run that starts now, and make `latest` link to it.
+        """Make the directory `OUT/NAME/TIME` of a run that starts now.
 
         Raises:
             ConfigError: when `name` contains a slash, or the directory cannot be made.
@@ -54,8 +55,17 @@ class RunDirectory:
         run = cls(path)
         run.tensorboard.mkdir()
         run.checkpoints.mkdir()
-        replace_link(parent / "latest", path.name)
         return run
+
+    def link_latest(self) -> None:
+        """Make `OUT/NAME/latest` link to this run, which begins now."""
+        replace_link(self.path.parent / "latest", self.path.name)
+
+    def remove(self) -> None:
+        """Delete the directory, and `OUT/NAME` if it has no other run."""
+        shutil.rmtree(self.path)
+        if not any(self.path.parent.iterdir()):
+            self.path.parent.rmdir()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
