@@ -1,9 +1,10 @@
-"""Peak memory of each rank while a model of Qwen2.5-0.5B's sizes is loaded into t2p2, and written back.
+"""Peak memory of each rank while a model of Qwen2.5-0.5B's sizes is loaded by four ranks, and written back.
 
-python benchmarks/load_memory.py [--dtype bf16]
+python benchmarks/load_memory.py [--dtype bf16] [--backend torch]
 
-A random checkpoint is written once, in files of 256 MiB. Four fresh processes (two tensor ranks, two pipeline
-stages, gloo) load it as a frozen language model, then save it in HF layout. For each rank and phase:
+A random checkpoint is written once, in files of 256 MiB. Four fresh processes (megatron: two tensor ranks,
+two pipeline stages; torch: four data ranks; gloo) load it as a frozen language model, then save it in HF
+layout. For each rank and phase:
 
 - `rss`: the kernel's high-water mark of resident memory (VmHWM, reset before the phase), less what was
   resident before. It counts pages of the checkpoint's files that safetensors maps and the rank has touched
@@ -39,6 +40,7 @@ from transformers import AutoConfig
 
 from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
+from hflow.backends.torch_model.backend import TorchModel
 from hflow.backends.torch_model.build import DTYPES
 
 prepare("cpu")
@@ -48,7 +50,8 @@ from hflow.backends.megatron.hf_mapping import ShardPosition, backbone_shapes, r
 from hflow.backends.megatron.model_dims import read_dims  # noqa: E402
 
 MODEL = Path(__file__).parents[1] / "configs" / "model" / "qwen2.5-0.5b.yaml"
-LAYOUT = (1, 2, 2)
+LAYOUTS = {"megatron": (1, 2, 2), "torch": (4, 1, 1)}
+"""Backend -> data, tensor and pipeline ranks."""
 FILE_BYTES = 256 << 20
 MIB = 2**20
 SEPARATE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -117,17 +120,16 @@ def peaks(work: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
     return result, {"rss": resident("VmHWM") - before, "private": highest - private}
 
 
-def measure(rank: int, directory: Path, dtype: str) -> None:
+def measure(rank: int, directory: Path, dtype: str, backend: str) -> None:
     """One rank: print what loading and saving took."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(minutes=10))
-    position = RankPosition(dist.group.WORLD, *LAYOUT)
-    MegatronModel(ModelSettings("tiny", architecture=TINY, dtype=dtype), position).save(
-        str(directory / "tiny")
-    )()
+    position = RankPosition(dist.group.WORLD, *LAYOUTS[backend])
+    Model = {"megatron": MegatronModel, "torch": TorchModel}[backend]
+    Model(ModelSettings("tiny", architecture=TINY, dtype=dtype), position).save(str(directory / "tiny"))()
     settings = ModelSettings("actor", path=str(directory / "checkpoint"), dtype=dtype)
-    model, load = peaks(lambda: MegatronModel(settings, position))
+    model, load = peaks(lambda: Model(settings, position))
     _, saved = peaks(lambda: model.save(str(directory / "saved"))())
     dist.barrier()
     dist.destroy_process_group()
@@ -139,13 +141,14 @@ TINY |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads"
 """Loaded and saved first, so that what libraries allocate once is not counted."""
 
 
-def measured(directory: Path, dtype: str) -> list[dict[str, Any]]:
+def measured(directory: Path, dtype: str, backend: str) -> list[dict[str, Any]]:
     """Every rank's figures, from fresh processes."""
-    command = [sys.executable, __file__, "--directory", str(directory), "--dtype", dtype, "--rank"]
+    command = [sys.executable, __file__, "--directory", str(directory), "--dtype", dtype]
+    command += ["--backend", backend, "--rank"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **SEPARATE_TENSORS}
     children = [
         subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(math.prod(LAYOUT))
+        for rank in range(math.prod(LAYOUTS[backend]))
     ]
     outputs = [child.communicate(timeout=1200)[0] for child in children]
     return [json.loads(text.splitlines()[-1]) for text in outputs]
@@ -153,7 +156,7 @@ def measured(directory: Path, dtype: str) -> list[dict[str, Any]]:
 
 def shard_bytes(rank: int, dtype: torch.dtype) -> int:
     """Of the parameters of a rank, a tied output matrix on the last stage included."""
-    _, tensor, pipe = LAYOUT
+    _, tensor, pipe = LAYOUTS["megatron"]
     rows = rank_parameters(
         read_dims(config_of(), "lm"), ShardPosition(rank % tensor, tensor, rank // tensor, pipe)
     )
@@ -178,27 +181,33 @@ def check_same(directory: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16"))
+    parser.add_argument("--backend", default="megatron", choices=LAYOUTS)
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--rank", type=int)
     args = parser.parse_args()
     if args.rank is not None:
-        measure(args.rank, args.directory, args.dtype)
+        measure(args.rank, args.directory, args.dtype, args.backend)
         return
     dtype = DTYPES[args.dtype]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         whole = write_checkpoint(directory / "checkpoint", dtype)
-        rows = measured(directory, args.dtype)
+        rows = measured(directory, args.dtype, args.backend)
         check_same(directory)
     for row in rows:
-        row["shard"] = shard_bytes(row["rank"], dtype)
+        is_torch = args.backend == "torch"  # whose stored weights are fp32
+        row["shard"] = whole // dtype.itemsize if is_torch else shard_bytes(row["rank"], dtype)
         print(json.dumps(in_mib(row)))
-    model = {"dtype": args.dtype, "layout": "d1t2p2", "mib": whole / MIB}
+    model = {"dtype": args.dtype, "layout": "d4" if args.backend == "torch" else "d1t2p2", "mib": whole / MIB}
     model["exported_fp32_mib"] = whole / dtype.itemsize * 4 / MIB
     print(json.dumps(in_mib(model)))
     what = "bytes in MiB beyond what a rank held before the phase"
     rows_in_mib = [in_mib(row) for row in rows]
-    print(harness.write("load-memory", {"what": what, "model": in_mib(model), "ranks": rows_in_mib}))
+    print(
+        harness.write(
+            f"load-memory-{args.backend}", {"what": what, "model": in_mib(model), "ranks": rows_in_mib}
+        )
+    )
 
 
 def in_mib(row: dict[str, Any]) -> dict[str, Any]:

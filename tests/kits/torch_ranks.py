@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch_kit as kit
 
+from hflow.backends.torch_model import build
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import LoraConfig
 from hflow.data.batch import Batch
@@ -39,11 +40,15 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
         results[name] = (backend.train(call, shard, 5), kit.weights(backend))
     for name, changes in VARIANTS.items():
         backend = kit.model(2, group, tokens_per_microbatch=13, **changes)
-        call = kit.VALUE if changes.get("head") == "value" else kit.CALLS["token-mean"]
-        results[name] = (backend.train(call, shard, 5), kit.weights(backend))
+        results[name] = (backend.train(call_of(name), shard, 5), kit.weights(backend))
         backend.save(str(directory / name))()
         if "lora" in changes:
             results[name] += (adapters_off_and_on(backend, group, batch, shard),)
+    dist.barrier(group)
+    for name in READ:
+        backend = from_checkpoint(directory / name, name, group)
+        loaded = kit.weights(backend)
+        results[f"{name} read"] = loaded, (backend.train(call_of(name), shard, 6), kit.weights(backend))
     results["reductions"] = reductions(rank, group)
     results["infer"] = infer(rank, group, batch)
     backend = kit.model(2, group)
@@ -75,6 +80,32 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"lora": LORA},
     "lora recomputed in bf16": {"lora": LORA, "dtype": "bf16", "activation_checkpointing": True},
 }
+
+
+READ = ("untied", "value", "bf16", "recomputed")
+"""Variants whose checkpoints are read again, of which each rank reads its rows."""
+
+
+def from_checkpoint(path: Path, name: str, group: Any) -> TorchModel:
+    """Build a model from a variant's checkpoint. It is an error if a rank of several reads all of it."""
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a rank reads the whole checkpoint")
+
+    changes = VARIANTS[name] | {"architecture": None, "path": str(path), "seed": 99}
+    if group is None:
+        return kit.model(**changes)
+    whole, build._from_checkpoint = build._from_checkpoint, refuse  # type: ignore[assignment]
+    try:
+        backend = kit.model(2, group, tokens_per_microbatch=13, **changes)
+    finally:
+        build._from_checkpoint = whole
+    return backend
+
+
+def call_of(name: str) -> Any:
+    """Return the train call of a variant."""
+    return kit.VALUE if VARIANTS[name].get("head") == "value" else kit.CALLS["token-mean"]
 
 
 def adapters_off_and_on(backend: TorchModel, group: Any, batch: Batch, shard: Any) -> Any:

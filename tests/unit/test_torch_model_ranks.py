@@ -120,6 +120,16 @@ def test_each_rank_holds_rows_of_every_weight(ranks):
         assert torch.equal(torch.cat([x for ((_, x),) in parts]), whole)
 
 
+@pytest.mark.parametrize("name", torch_ranks.READ)
+def test_each_rank_reads_its_rows_of_a_checkpoint(directory, ranks, name):
+    loaded, trained = ranks[f"{name} read"]
+    here = torch_ranks.from_checkpoint(directory / name, name, None)
+    for key, tensor in kit.weights(here).items():
+        assert torch.equal(loaded[key], tensor)
+    result = here.train(torch_ranks.call_of(name), kit.whole(kit.make_batch(kit.LENGTHS)), 6)
+    assert_same(trained, (result, kit.weights(here)), atol=3e-3 if name == "bf16" else 1e-5)
+
+
 @pytest.mark.parametrize("name", ["untied", "recomputed"])
 def test_saved_from_ranks_loads_in_transformers(directory, ranks, name):
     loaded = AutoModelForCausalLM.from_pretrained(directory / name).state_dict()

@@ -18,6 +18,7 @@ from hflow.backends.device import local_device
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.torch_model.build import DTYPES, build_model
 from hflow.backends.torch_model.fsdp import place_model
+from hflow.backends.torch_model.held_weights import load_held_weights
 from hflow.backends.torch_model.optimizer import TorchOptimizer
 from hflow.backends.torch_model.packed_model import PackedModel
 from hflow.backends.torch_model.runner import TorchRunner
@@ -37,7 +38,7 @@ class TorchModel(ModelBackend):
     """
 
     def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
-        """Build the model. Every rank reads the checkpoint, or draws the same weights from the seed.
+        """Build the model. Every rank reads its part of the checkpoint, or draws all weights from the seed.
 
         Raises:
             BackendError: if the settings, the architecture or the checkpoint are unusable.
@@ -45,7 +46,7 @@ class TorchModel(ModelBackend):
         self.settings = settings
         group = position.group
         self.group = group if group is not None and group.size() > 1 else None
-        self._model, head = build_model(settings)
+        self._model, head = build_model(settings, is_sharded=self.group is not None)
         self._runner = self._make_runner(head)
         self._optimizer = (
             TorchOptimizer(_trained(self._runner.module), settings, self.group)
@@ -64,7 +65,10 @@ class TorchModel(ModelBackend):
                 weight.requires_grad_(settings.trainable)
         if settings.activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        lacks_weights = any(weight.is_meta for weight in self._model.parameters())
         place_model(module, _decoder_layers(self._model), device, dtype, self.group)
+        if lacks_weights and settings.path is not None:
+            load_held_weights(Path(settings.path), self._model.named_parameters())
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
         return TorchRunner(module, device, dtype, self.group, splitter)
 

@@ -18,6 +18,7 @@ from hflow.backends.hf_config import read_config, translate_errors
 from hflow.backends.interface import ModelSettings
 from hflow.backends.packed_attention import PACKED, check_supported
 from hflow.backends.torch_model.heads import SCORE, ScalarHead, missing_head
+from hflow.backends.torch_model.held_weights import holds_parameters_of, parameters_on_meta
 from hflow.errors import BackendError, nearest
 
 HEADS = ("lm", "value", "score")
@@ -32,11 +33,16 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that depend on the longest sequence of a forward, so results would depend on packing."""
 
 
-def build_model(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
+def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreTrainedModel, nn.Module]:
     """Build the HF model and its head on the CPU, with packed attention and without dropout.
 
     Every rank builds the same weights, from the same checkpoint or the same seed: in fp32, but beside
     adapters, which are fp32, in the model's dtype.
+
+    Args:
+        settings: of the model.
+        is_sharded: leave parameters that a checkpoint holds on the meta device, for `load_held_weights`.
+            Models with adapters, and checkpoints that transformers converts, are read whole all the same.
 
     Raises:
         BackendError: if the settings, the architecture or the checkpoint are unusable.
@@ -48,7 +54,10 @@ def build_model(settings: ModelSettings) -> tuple[PreTrainedModel, nn.Module]:
     dtype = torch.float32 if settings.lora is None else DTYPES[settings.dtype]
     with translate_errors(settings.name):
         if settings.path is not None:
-            model = _from_checkpoint(Path(settings.path), config, settings.head, dtype)
+            can_be_read_in_parts = is_sharded and settings.lora is None
+            model = _without_weights(settings, config) if can_be_read_in_parts else None
+            if model is None:
+                model = _from_checkpoint(Path(settings.path), config, settings.head, dtype)
         else:
             model = _from_scratch(config, settings.seed, dtype)
         _check_architecture(model)
@@ -90,6 +99,14 @@ def _from_scratch(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> Pr
     for weight in model.parameters():  # not its buffers, which have dtypes of their own
         weight.data = weight.data.to(dtype)
     return model
+
+
+def _without_weights(settings: ModelSettings, config: PreTrainedConfig) -> PreTrainedModel | None:
+    """Return the model with parameters on the meta device; None if its checkpoint must be read whole."""
+    with parameters_on_meta():
+        model: PreTrainedModel = _MODELS.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
+    assert settings.path is not None, "only the parameters of a checkpoint are read later"
+    return model if holds_parameters_of(Path(settings.path), model, settings.head) else None
 
 
 def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -30,7 +30,8 @@ def place_model(
     """Move a model to its device, sharded over `group`.
 
     Args:
-        root: the module whose forward covers every use of weights.
+        root: the module whose forward covers every use of weights. If it is sharded, parameters may be on
+            the meta device; their values are undefined then.
         layers: submodules whose weights are gathered one after the other.
         device: this rank's device.
         dtype: dtype of the forward and backward pass. Gradients are summed in fp32.
@@ -49,11 +50,16 @@ def place_model(
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     for unit in (*(layer for layer in layers if _num_bytes(layer) >= MIN_UNIT_BYTES), root):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-    root.to(device)
+    root._apply(lambda tensor: _on_device(tensor, device))
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; one on the meta device is not initialised there."""
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 
 def _num_bytes(module: nn.Module) -> int:

@@ -1,0 +1,77 @@
+"""Builds a model without its weights, and reads the part of them that a rank holds from a checkpoint.
+
+Thus no rank needs memory for the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hflow.backends.common.weight_files import open_weight_files
+from hflow.backends.torch_model.heads import SCORE
+from hflow.backends.torch_model.optimizer import local_shard
+from hflow.backends.torch_model.weight_export import held_box
+from hflow.types.tensor_slices import numel
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Let modules that are built now have their parameters on the meta device.
+
+    Their buffers are real, unlike under `torch.device("meta")`: a checkpoint does not hold those that a model
+    computes, such as the frequencies of rotary embeddings.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
+        if weight is not None and not weight.is_meta:  # a tied weight stays the same object
+            weight = nn.Parameter(weight.to("meta"), weight.requires_grad)
+        register(module, name, weight)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
+    """Return whether a checkpoint has each parameter of a model under its own name and shape, and no others.
+
+    Other checkpoints may be right, too: transformers renames and merges tensors of some families, and
+    explains what is wrong.
+
+    Args:
+        path: the checkpoint's directory.
+        model: a causal language model, with its output matrix.
+        head: of the model that is built from it; only `lm` needs the output matrix.
+    """
+    expected = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - expected.keys()
+    has_buffers = bool(model.state_dict().keys() - expected.keys() - tied)
+    with ExitStack() as files:
+        stored = {name: opened.get_shape() for name, opened in open_weight_files(path, files).items()}
+    unneeded = set() if head == "lm" else {"lm_head.weight"}
+    unused = {*tied, *unneeded, *([] if head == "lm" else [SCORE])}
+    return (
+        not has_buffers
+        and expected.keys() - stored.keys() <= unneeded
+        and stored.keys() - expected.keys() <= unused
+        and all(stored[name] == expected[name] for name in expected.keys() & stored.keys())
+    )
+
+
+def load_held_weights(path: Path, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Fill this rank's part of each named parameter from a checkpoint; not a collective."""
+    with ExitStack() as files, torch.no_grad():
+        stored = open_weight_files(path, files)
+        for name, weight in named:
+            box = held_box(weight)
+            if numel(box):
+                local_shard(weight).copy_(stored[name][tuple(slice(*span) for span in box)])
