@@ -192,7 +192,7 @@ def _hydra_override(override: str, groups: Collection[str]) -> str:
 
     override = _quote_placement(override)
     try:
-        if len(override) > MAX_OVERRIDE:
+        if len(override) > MAX_OVERRIDE or "\0" in override:  # which marks paths
             raise ValueError
         parsed = _parsed(override)
     except (HydraException, ValueError, RecursionError) as error:

@@ -303,6 +303,9 @@ class RunConfig:
     """What a run survives by itself."""
     workers: Literal["ray", "inproc"] = "ray"
     """Where workers run: in processes that Ray starts, or all in this process."""
+    env: FrozenMapping[str, str] = Field(default_factory=FrozenDict)
+    """Environment variables of worker processes on Ray, as in `env.NCCL_DEBUG=INFO`. They replace those that
+    backends set."""
     collective_timeout: StrictFloat = Field(default=600.0, ge=1)
     """Seconds that a rank waits in a collective. After that the run ends and names the missing ranks."""
     endpoint_host: str = "127.0.0.1"

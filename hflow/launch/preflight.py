@@ -42,6 +42,19 @@ def check_packages(graph: Graph) -> None:
             )
 
 
+def check_variables(config: RunConfig) -> None:
+    """Check that there are processes whose environment variables `env` sets.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    if config.env and config.workers == "inproc":
+        raise ConfigError(
+            "env sets variables of worker processes, but workers=inproc has none; remove env, and set them "
+            "before `hflow run`"
+        )
+
+
 def check_saving(config: RunConfig) -> None:
     """Check that checkpoints are taken when the metric is known that chooses the best of them.
 

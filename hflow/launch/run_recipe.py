@@ -19,7 +19,7 @@ from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.launch.compile import Compiled
 from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.plan_file import plan_file_text
-from hflow.launch.preflight import check_saving, refuse_unrunnable
+from hflow.launch.preflight import check_saving, check_variables, refuse_unrunnable
 from hflow.launch.resumed_run import (
     ResumedRun,
     find_resumed,
@@ -104,6 +104,7 @@ def _run(
     compiled: Compiled, live: bool | None, environment: RunEnvironment, resumed: ResumedRun | None
 ) -> RunSummary:
     check_saving(compiled.config)
+    check_variables(compiled.config)
     refuse_unrunnable(compiled)
     return asyncio.run(_run_in_loop(compiled, live, environment, resumed))
 
@@ -123,7 +124,7 @@ async def _run_in_loop(
         await asyncio.sleep(0)  # the import begins, and continues while Ray starts
         processes = None
         if config.workers == "ray":
-            processes = environment.processes or make_processes(compiled.plan)
+            processes = environment.processes or make_processes(compiled.plan, config.env)
             if not processes.is_shared:
                 stack.push_async_callback(processes.close)
             processes.start(display.note)

@@ -44,6 +44,7 @@ from hflow.planner.placement.placement_setting import GEN_SUFFIX, replace_layout
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import MetricPair, TwinResult, WeightPair
 from hflow.runtime.execution.run_directory import read_metrics
+from hflow.validation import FrozenDict
 
 if TYPE_CHECKING:
     from hflow.workers.ray.ray_actors import RayActors
@@ -198,14 +199,14 @@ def _start_processes(twins: Sequence[tuple[str, Compiled]]) -> RayActors | None:
     from hflow.workers.process_setup import device_environment
     from hflow.workers.ray.ray_actors import RayActors
 
-    plans = [twin.plan for _, twin in twins if twin.config.workers == "ray"]
-    if not plans:
+    on_ray = [twin for _, twin in twins if twin.config.workers == "ray"]
+    if not on_ray:
         return None
-    cluster = max((plan.cluster for plan in plans), key=lambda cluster: cluster.num_devices)
-    environments = [
-        {name: value for plan in plans for name, value in device_environment(plan, worker).items()}
-        for worker in range(cluster.num_devices)
-    ]
+    cluster = max((twin.plan.cluster for twin in on_ray), key=lambda cluster: cluster.num_devices)
+    environments: list[dict[str, str]] = [{} for _ in range(cluster.num_devices)]
+    for worker, variables in enumerate(environments):
+        for twin in on_ray:
+            variables |= {**device_environment(twin.plan, worker), **twin.config.env}
     return RayActors(cluster, environments, is_shared=True)
 
 
@@ -238,7 +239,7 @@ def comparable_config(config: RunConfig, graph: Graph, steps: int, out: str) -> 
 
 def reference_config(config: RunConfig) -> RunConfig:
     """Return the reference's configuration: one process, one device, default backend, every step saved."""
-    return _on_cluster(config, 1, BACKENDS[0], None, workers="inproc", save_every=1)
+    return _on_cluster(config, 1, BACKENDS[0], None, workers="inproc", env=FrozenDict(), save_every=1)
 
 
 def distributed_config(config: RunConfig, layout: Layout) -> RunConfig:

@@ -57,12 +57,17 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
     )
 
 
-def make_processes(plan: Plan) -> RayActors:
-    """Return the processes of a run's workers on Ray. They are not started."""
+def make_processes(plan: Plan, variables: Mapping[str, str] | None = None) -> RayActors:
+    """Return the processes of a run's workers on Ray. They are not started.
+
+    Args:
+        plan: of the run.
+        variables: environment variables of all workers.
+    """
     from hflow.workers.ray.ray_actors import RayActors
 
-    environments = [device_environment(plan, worker) for worker in range(plan.cluster.num_devices)]
-    return RayActors(plan.cluster, environments)
+    workers, same = range(plan.cluster.num_devices), variables or {}
+    return RayActors(plan.cluster, [{**device_environment(plan, worker), **same} for worker in workers])
 
 
 def make_workers(processes: RayActors | None) -> Workers:

@@ -18,6 +18,7 @@ from hflow.planner.backends import (
     training_backend,
     traits,
 )
+from hflow.planner.cluster import device_of
 from hflow.planner.graph_queries import root_stream
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.layout import Layout
@@ -54,6 +55,11 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
         yield (
             "workers=inproc is one process and cannot use several machines. Set workers=ray, or a cluster of "
             "one machine."
+        )
+    elif plan.cluster.device == "cuda" and plan.cluster.num_devices > 1 and workers == "inproc":
+        yield (
+            f"workers=inproc is one process, which uses one GPU. Set workers=ray, or cluster="
+            f"{device_of(plan.cluster.name)}-1x1."
         )
 
 

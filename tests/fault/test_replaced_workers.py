@@ -6,8 +6,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -34,6 +36,8 @@ class Struck:
 
     summary: RunSummary | None = None
     processes: list[list[int]] = field(default_factory=list)
+    variables: list[str | None] = field(default_factory=list)
+    """Of the environment that the configuration sets, in each worker at the end."""
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +46,11 @@ def struck(tmp_path_factory: pytest.TempPathFactory, no_ray: None) -> Struck:
     started: list[RayWorkers] = []
     found = Struck()
 
+    def ask(worker: int, question: Callable[[Any], Any]) -> Any:
+        return ray.get(started[0]._actors[worker].__ray_call__.remote(question))
+
     def pid(worker: int) -> int:
-        process: int = ray.get(started[0]._actors[worker].__ray_call__.remote(lambda _: os.getpid()))
+        process: int = ask(worker, lambda _: os.getpid())
         return process
 
     def strike() -> None:
@@ -55,6 +62,7 @@ def struck(tmp_path_factory: pytest.TempPathFactory, no_ray: None) -> Struck:
             while num_steps(out) < step + 4:  # more than it could train without new weights for the engines
                 time.sleep(0.05)
         found.processes.append([pid(worker) for worker in range(3)])
+        found.variables = [ask(worker, lambda _: os.environ.get("HFLOW_TEST")) for worker in range(3)]
 
     def make(*arguments: object) -> RayWorkers:
         workers = make_workers(*arguments)  # type: ignore[arg-type]
@@ -65,6 +73,7 @@ def struck(tmp_path_factory: pytest.TempPathFactory, no_ray: None) -> Struck:
     overrides = [
         *("models.actor.path=null", "models.actor.optim.lr=1e-3", "nodes.eval_gen.after=1000"),
         *("cluster=cpu-1x3", "placement=actor=0 actor.gen=1-2", "save_minutes=0", "faults.hang_seconds=8"),
+        "env.HFLOW_TEST=set",
         *(f"steps={STEPS}", f"batch={BATCH}", f"out={out}"),
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -85,6 +94,10 @@ def test_only_the_worker_that_failed_gets_another_process(struck: Struck) -> Non
     at_first, after_one, after_both = struck.processes
     assert [old == new for old, new in zip(at_first, after_one, strict=True)] == [True, False, True]
     assert [old == new for old, new in zip(after_one, after_both, strict=True)] == [True, True, False]
+
+
+def test_every_worker_has_the_configured_environment(struck: Struck) -> None:
+    assert struck.variables == ["set"] * 3
 
 
 def test_nothing_is_lost(struck: Struck) -> None:

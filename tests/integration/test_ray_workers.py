@@ -16,6 +16,7 @@ import worker_kit as kit
 
 from hflow.data.batch import Batch, Column
 from hflow.errors import RunError
+from hflow.launch.worker_setup import make_processes
 from hflow.planner.data.redistribute import Move
 from hflow.types import Unit
 from hflow.types.sleep_level import SleepLevel
@@ -33,8 +34,8 @@ NUM_BYTES = 64 << 20
 class MeasuredWorkers(RayWorkers):
     """Counts the bytes of all that this process sends and of all answers that it reads."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, setup: WorkerSetup) -> None:
+        super().__init__(make_processes(setup.plan))
         self.num_bytes = 0
 
     def _send(self, worker: int, method: str, *arguments: Any) -> Any:
@@ -58,7 +59,7 @@ def cluster(no_ray: None) -> Iterator[None]:
 
 
 def launch(setup: WorkerSetup) -> MeasuredWorkers:
-    workers = MeasuredWorkers()
+    workers = MeasuredWorkers(setup)
     asyncio.run(workers.start(setup))
     return workers
 
@@ -114,7 +115,7 @@ def test_a_separate_engine_pulls_weights_and_ray_is_stopped_after(no_ray: None) 
     setup = dataclasses.replace(setup, plan=dataclasses.replace(setup.plan, weights=(unknown,)))
 
     async def work() -> None:
-        workers = MeasuredWorkers()
+        workers = MeasuredWorkers(setup)
         try:
             await workers.start(setup)
             loaded = await workers.wake("actor@gen", 0)

@@ -166,8 +166,11 @@ def test_nodes_that_wait_for_the_batch():
 
 def test_unbound_parameters_are_noted_with_the_nearest_name():
     graph = graph_of("dapo")
-    assert graph.node("actor_train").unbound == ("ref_logprobs",)
-    assert graph.notes == ("actor_train(ref_logprobs) keeps its default; did you mean 'prox_logprobs'?",)
+    assert graph.node("actor_train").unbound == ("ref_logprobs", "behav_weights")
+    assert graph.notes == (
+        "actor_train(ref_logprobs) keeps its default; did you mean 'prox_logprobs'?",
+        "actor_train(behav_weights) keeps its default; did you mean 'behav_logprobs'?",
+    )
 
 
 def test_the_same_file_gives_the_same_graph():

@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 from hflow.backends.vllm_engine import installed
-from hflow.errors import BackendError, NotYetError
+from hflow.errors import BackendError, ConfigError, NotYetError
 from hflow.launch import plan_request
 from hflow.launch.compile import Compiled, compile_recipe
 from hflow.launch.plan_file import compile_plan_file, plan_file_text
-from hflow.launch.preflight import refuse_unrunnable
+from hflow.launch.preflight import check_variables, refuse_unrunnable
 from hflow.planner.backends import InstallProblem, engine_kind
 from hflow.planner.serialise import to_json
 from hflow.report.page import render_page
@@ -173,6 +173,10 @@ CANNOT_RUN = [
         "workers=inproc is one process and cannot use several machines. Set workers=ray, or a cluster of one "
         "machine.",
     ),
+    (
+        ("cluster=h100-1x2", "workers=inproc"),
+        "workers=inproc is one process, which uses one GPU. Set workers=ray, or cluster=h100-1x1.",
+    ),
 ]
 
 
@@ -203,6 +207,13 @@ def test_a_plan_that_can_run_says_nothing():
     assert compiled.plan.unrunnable == ()
     assert "cannot run" not in shown(compiled)
     refuse_unrunnable(compiled)
+
+
+def test_variables_of_workers_need_workers():
+    check_variables(compile_recipe(GRPO, ["env.NCCL_DEBUG=INFO"]).config)
+    config = compile_recipe(GRPO, ["env.NCCL_DEBUG=INFO", "workers=inproc"]).config
+    with pytest.raises(ConfigError, match="workers=inproc has none; remove env"):
+        check_variables(config)
 
 
 def test_a_run_is_refused_where_packages_are_missing(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from hflow.errors import RunError, WorkerFailureError
-from hflow.planner.ir import Replica
+from hflow.planner.ir import ClusterSpec, Replica
 from hflow.planner.layout import Layout
 from hflow.weights.checksum import MODULUS
 from hflow.weights.loading import LoadedWeights
@@ -20,6 +20,7 @@ from hflow.weights.publisher import PublishReport
 from hflow.workers.hangs.stack_probe import StackSnapshot
 from hflow.workers.interface import NodeTask, WeightsLoaded
 from hflow.workers.messages import LANES, MESSAGES
+from hflow.workers.ray.ray_actors import RayActors
 from hflow.workers.ray.ray_weights import _weights_loaded
 from hflow.workers.ray.ray_workers import RayWorkers, done_within
 from hflow.workers.worker import Worker
@@ -42,7 +43,7 @@ class DyingWorkers(RayWorkers):
     """Two workers; worker 0 waits for worker 1 in a collective, and dies."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(RayActors(ClusterSpec("cpu-1x2", "cpu", 1, 2, 1 << 30)))
         self._plan = SimpleNamespace(replicas=())
         self._timeout = TIMEOUT
         self._death_of_0 = asyncio.Event()
@@ -103,7 +104,7 @@ class SilentWorkers(RayWorkers):
     """Two workers; worker 1 answers two probes and is stopped then."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(RayActors(ClusterSpec("cpu-1x2", "cpu", 1, 2, 1 << 30)))
         self._plan = SimpleNamespace(replicas=())
         self._actors = [None, None]
         self._hang_seconds = 0.2

@@ -34,7 +34,7 @@ def parameters_on_meta() -> Iterator[None]:
             weight = nn.Parameter(weight.to("meta"), weight.requires_grad)
         register(module, name, weight)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
