@@ -7,7 +7,8 @@ template in the YAML turns that into the text on which `recipes/sft.py` has trai
 accuracy (`eval_gen/accuracy`, every 20 steps) to rise to about 0.88 in 280 steps, as in `grpo.py`.
 
 For a chat model from the Hugging Face Hub, leave the template out: its tokenizer has one.
-`nodes.chat_gen.system="Answer with a number."` puts a system message in front of every conversation.
+`"nodes.chat_gen.system='10+25=035'"` puts a system message in front of every conversation; the YAML gives the
+same to `eval_gen`. The shipped tokenizer has no letters, so its message is a worked example.
 """
 
 from hflow import Dataset, Messages, Model, Recipe, Text, compute, nodes, use

@@ -11,7 +11,7 @@ from hflow.config import ModelConfig, RunConfig, flatten
 from hflow.config.hardware import HardwareKind, read_hardware
 from hflow.config.schema import WorkloadConfig
 from hflow.config.yaml_files import read_yaml
-from hflow.errors import ConfigError, nearest
+from hflow.errors import ConfigError, nearest, shorten
 from hflow.graph.ir import Graph, NodeSpec
 from hflow.graph.model import Model
 from hflow.launch.model_metadata import (
@@ -196,6 +196,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
             *overruled_architectures(config),
             *_untrained_warnings(config, graph),
             *_chat_warnings(config, graph),
+            *_system_warnings(graph),
         ),
     )
 
@@ -242,6 +243,26 @@ def _chat_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
                 f"{node.name} sends plain text to {model.name}, whose tokenizer has a chat template: the "
                 "model does not see it as a message of a user. Use nodes.chat_gen, which applies it."
             )
+
+
+def _system_warnings(graph: Graph) -> Iterator[str]:
+    """Yield a warning for each `nodes.chat_gen` with another system message than the model's first one."""
+    first: dict[str, tuple[str, str | None]] = {}
+    for node in graph.nodes:
+        if not is_library_node(node.spec, "chat_gen"):
+            continue
+        model = node.spec.models[0]
+        system = {knob.name: knob.value for knob in node.spec.knobs}["system"]
+        other, expected = first.setdefault(model, (node.name, system))
+        if system != expected:
+            yield (
+                f"nodes.{other}.system is {_shown(expected)}, but nodes.{node.name}.system is "
+                f"{_shown(system)}: {model} gets a different prompt in each. Set both to the same text."
+            )
+
+
+def _shown(system: str | None) -> str:
+    return "not set" if system is None else repr(shorten(system, 40))
 
 
 def is_library_node(spec: NodeSpec, name: str) -> bool:

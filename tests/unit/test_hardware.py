@@ -11,7 +11,7 @@ from hflow.config import RunConfig, load_config
 from hflow.dsl.load import load_recipe
 from hflow.errors import ConfigError, HflowError, NotYetError, PlanError
 from hflow.graph.build import build_graph
-from hflow.launch.compile import compile_recipe
+from hflow.launch.compile import compile_recipe, read_recipe
 from hflow.launch.model_settings import model_settings
 from hflow.launch.plan_request import (
     cluster_hardware,
@@ -512,6 +512,21 @@ def test_plain_text_for_a_model_with_a_chat_template(tmp_path):
     assert warnings(actor) == ["actor_gen", "eval_gen"]
     assert "Use nodes.chat_gen" in requested(GRPO, actor, "models.actor.architecture=null").warnings[0]
     assert warnings(actor, recipe=GRPO.with_name("grpo_chat.py")) == []
+
+
+def test_a_system_message_that_evaluation_lacks():
+    def warnings(*overrides: str) -> tuple[str, ...]:
+        chat = GRPO.with_name("grpo_chat.py")
+        config, graph, _ = read_recipe(chat, ["models.actor.architecture=null", *overrides])
+        return plan_request(config, graph, chat).warnings
+
+    system = "nodes.chat_gen.system='1+1=002'"
+    assert warnings(system) == ()
+    (warning,) = warnings(system, "nodes.eval_gen.system=null")
+    assert warning == (
+        "nodes.chat_gen.system is '1+1=002', but nodes.eval_gen.system is not set: actor gets a different "
+        "prompt in each. Set both to the same text."
+    )
 
 
 def test_a_train_node_that_never_fires():
