@@ -120,13 +120,15 @@ async def _run_in_loop(
     console = Console(quiet=True) if environment.is_quiet else None
     async with AsyncExitStack() as stack:
         display = stack.enter_context(open_display(config.name, live, console))
-        model_checks = asyncio.create_task(asyncio.to_thread(import_module, "hflow.launch.model_checks"))
-        await asyncio.sleep(0)  # the import begins, and continues while Ray starts
         processes = None
         if config.workers == "ray":
             processes = environment.processes or make_processes(compiled.plan, config.env)
             if not processes.is_shared:
                 stack.push_async_callback(processes.close)
+            processes.refuse_impossible()
+        model_checks = asyncio.create_task(asyncio.to_thread(import_module, "hflow.launch.model_checks"))
+        await asyncio.sleep(0)  # the import begins, and continues while Ray starts
+        if processes is not None:
             processes.start(display.note)
         (await model_checks).check_models(compiled, setup)
         directory = resumed.directory if resumed else RunDirectory.create(config.out, config.name)

@@ -24,6 +24,35 @@ def test_a_cluster_that_does_not_answer_is_a_mistake_and_no_fault(monkeypatch: p
     assert not isinstance(error.value, WorkerFailureError)
 
 
+def test_a_cluster_that_this_machine_cannot_hold_is_refused_before_ray_is_started(
+    no_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No machine has 65 GPUs, or a Ray that no process runs."""
+    from hflow.workers.ray.ray_actors import RayActors, num_gpus
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", frozenset)
+    monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda directory: None)
+    monkeypatch.setattr("ray.init", lambda **options: pytest.fail("Ray is started"))
+    said: list[str] = []
+    for cluster, message in (
+        (
+            ClusterSpec("h100-1x65", "cuda", 1, 65, 1 << 30),
+            f"needs 65 GPUs, but this machine has {num_gpus()};",
+        ),
+        (
+            ClusterSpec("cpu-2x2", "cpu", 2, 2, 1 << 30),
+            "needs 2 machines, but no Ray cluster is running here",
+        ),
+    ):
+        with pytest.raises(RunError, match=message) as error:
+            RayActors(cluster).start(said.append)
+        assert not isinstance(error.value, WorkerFailureError)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert num_gpus() == 0
+    assert said == []
+
+
 @pytest.mark.ray
 def test_a_ray_that_does_not_start_leaves_no_daemon(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its GCS runs already when the raylet is late, as on a machine that is too busy. The run tries again."""

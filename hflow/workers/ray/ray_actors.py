@@ -18,6 +18,8 @@ import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
+from ray._private.accelerators import get_accelerator_manager_for_resource
+from ray._private.services import get_ray_address_from_environment
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -71,12 +73,34 @@ class RayActors:
         them.
 
         Raises:
-            RunError: when the Ray cluster is too small.
+            RunError: when there is no Ray cluster to connect to, or it is too small.
         """
         if self._reservation is None:
+            self.refuse_impossible()
             report_progress(f"starting Ray and {self._cluster.num_devices} workers")
             reservation = self._reservation = reserve(self._cluster)
             self._actors = [self._new_actor(w, reservation) for w in range(len(self._environments))]
+
+    def refuse_impossible(self) -> None:
+        """Refuse a cluster that this machine cannot hold or join, before a Ray is started.
+
+        Raises:
+            RunError: when Ray would be started here and the GPUs are too few, or no Ray runs that could be
+                joined.
+        """
+        cluster, address = self._cluster, _address(self._cluster)
+        if ray.is_initialized():
+            return
+        if address == "auto":
+            try:
+                get_ray_address_from_environment(address, None)
+            except ConnectionError:
+                raise _no_cluster(cluster) from None
+        elif address is None and cluster.device == "cuda" and (available := num_gpus()) < cluster.num_devices:
+            raise RunError(
+                f"cluster={cluster.name} needs {cluster.num_devices} GPUs, but this machine has {available}; "
+                f"`hflow plan` works here, and cluster=cpu-1x{min(2, cluster.num_devices)} runs"
+            )
 
     def actors(self, num_devices: int) -> list[Any]:
         """Return the actors of the first `num_devices` devices."""
@@ -142,6 +166,15 @@ class Reservation:
             ray.shutdown()
 
 
+def num_gpus() -> int:
+    """Return how many GPUs a Ray that starts on this machine finds: those of CUDA_VISIBLE_DEVICES, or all."""
+    manager = get_accelerator_manager_for_resource("GPU")
+    assert manager is not None, "Ray counts GPUs of every vendor"
+    visible = manager.get_current_process_visible_accelerator_ids()
+    found: int = manager.get_current_node_num_accelerators()
+    return found if visible is None else min(found, len(visible))
+
+
 def reserve(cluster: ClusterSpec) -> Reservation:
     """Connect to Ray, or start it on this machine, and reserve a bundle for every device.
 
@@ -192,15 +225,23 @@ def order_by_machine(machines: Mapping[int, str]) -> tuple[int, ...]:
     return tuple(sorted(machines, key=lambda bundle: (distinct.index(machines[bundle]), bundle)))
 
 
+def _address(cluster: ClusterSpec) -> str | None:
+    """Return the address of the Ray cluster to connect to; None: Ray is started on this machine."""
+    address = os.environ.get("RAY_ADDRESS", "local")
+    if address != "local":
+        return address
+    return "auto" if cluster.num_nodes > 1 else None
+
+
 def _start_ray(cluster: ClusterSpec) -> None:
     """Connect to the cluster's Ray, or start it here with at least a CPU per worker."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Otherwise ray.init waits for a process per core, and for ever if one of them ends before it is ready.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    address = os.environ.get("RAY_ADDRESS", "local")
-    if cluster.num_nodes > 1 or address != "local":
-        _join_ray(cluster, "auto" if address == "local" else address)
+    address = _address(cluster)
+    if address is not None:
+        _join_ray(cluster, address)
         return
     known = set(children())
     try:
@@ -253,11 +294,15 @@ def _join_ray(cluster: ClusterSpec, address: str) -> None:
                 f"no Ray cluster answers at RAY_ADDRESS={address}; correct the address, or unset RAY_ADDRESS "
                 "to start Ray on this machine"
             ) from None
-        raise RunError(
-            f"the plan needs {cluster.num_nodes} machines, but no Ray cluster is running here; start one "
-            "with `ray start --head` on one machine and `ray start --address=IP:6379` on the others, or set "
-            "RAY_ADDRESS=IP:6379"
-        ) from None
+        raise _no_cluster(cluster) from None
+
+
+def _no_cluster(cluster: ClusterSpec) -> RunError:
+    machines = "1 machine" if cluster.num_nodes == 1 else f"{cluster.num_nodes} machines"
+    return RunError(
+        f"the plan needs {machines}, but no Ray cluster is running here; start one with `ray start --head` "
+        "on one machine and `ray start --address=IP:6379` on the others, or set RAY_ADDRESS=IP:6379"
+    )
 
 
 @contextmanager
