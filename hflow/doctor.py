@@ -34,7 +34,7 @@ OPTIONAL_PARTS = (
     OptionalPart("serve", "hflow serve and the endpoint of a running policy", ("starlette", "uvicorn")),
     OptionalPart("agents", "agents that use an HTTP client or the openai client", ("httpx", "openai")),
     OptionalPart("wandb", "report.wandb", ("wandb",)),
-    OptionalPart("mlflow", "report.mlflow", ("mlflow",)),
+    OptionalPart("mlflow", "report.mlflow", ("mlflow", "sqlalchemy", "alembic")),
     OptionalPart("lora", "training of adapters, models.NAME.lora", ("peft",)),
     OptionalPart("math", "rewards.math", ("math_verify",)),
     OptionalPart("flash-attn", "kernels that megatron-core and vLLM use on CUDA", ("flash_attn",)),

@@ -19,6 +19,9 @@ from hflow.observer import Observer, RunInfo
 STATE_FILE = "trackers.json"
 """File in a run's directory: tracker -> its id of the run, with which a resumed run continues."""
 
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+"""How the tracking URI of a database begins. MLflow opens one with sqlalchemy and alembic."""
+
 
 def check_trackers(report: ReportConfig) -> None:
     """Check that the libraries of the configured trackers are installed.
@@ -27,7 +30,9 @@ def check_trackers(report: ReportConfig) -> None:
         ConfigError: for the first that is not.
     """
     for key in ("wandb", "mlflow"):
-        problem = missing_extra(key, key) if getattr(report, key) is not None else None
+        target = getattr(report, key)
+        database = ("sqlalchemy", "alembic") if key == "mlflow" and str(target).startswith(DATABASES) else ()
+        problem = missing_extra(key, key, *database) if target is not None else None
         if problem is not None:
             raise ConfigError(f"report.{key} is set, but {problem}")
 

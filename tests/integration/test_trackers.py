@@ -10,10 +10,13 @@ import pytest
 from mlflow import MlflowClient
 from runs import TINY, run, steps_of
 
+from hflow.config.schema import ReportConfig
 from hflow.dsl import body_check
 from hflow.errors import ConfigError, RecipeError
 from hflow.launch.compile import read_recipe
 from hflow.launch.run_recipe import resume_run
+from hflow.launch.trackers import MlflowTracker, check_trackers
+from hflow.observer import RunInfo
 from hflow.report.summary import RunSummary
 
 RECIPE = '''"""SFT with an observer of one's own."""
@@ -107,6 +110,20 @@ def test_mlflow_continues_one_run(tracked: Tracked, monkeypatch: pytest.MonkeyPa
     assert (found.info.status, found.data.params["batch"]) == ("FINISHED", "4")
 
 
+def test_mlflow_logs_to_a_local_database(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    check_trackers(ReportConfig(mlflow=uri))
+    tracker = MlflowTracker(uri)
+    tracker.start(RunInfo("local", tmp_path, 1, {"batch": 4}, False))
+    tracker.on_step(1, {"actor_train/loss": 0.5})
+    tracker.on_end("done")
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("local")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.status, found.data.metrics) == ("FINISHED", {"actor_train/loss": 0.5})
+
+
 def test_wandb_continues_one_run(tracked: Tracked) -> None:
     summary, _, _ = tracked
     parts = sorted((summary.directory / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -139,6 +156,13 @@ def test_a_missing_tracker_is_named_when_the_recipe_is_read(
     message = rf"report.{tracker} is set, but it needs {tracker}: pip install 'hflow\[{tracker}\]'"
     with pytest.raises(ConfigError, match=message):
         read_recipe(recipe, [*ASKED, f"report.{tracker}=x"])
+
+
+def test_a_missing_database_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_check, "find_spec", lambda package: package == "mlflow" or None)
+    check_trackers(ReportConfig(mlflow="http://host:5000"))
+    with pytest.raises(ConfigError, match=r"needs sqlalchemy, alembic: pip install 'hflow\[mlflow\]'"):
+        check_trackers(ReportConfig(mlflow="sqlite:///mlflow.db"))
 
 
 def test_a_password_in_the_address_of_a_tracker_is_refused(recipe: Path) -> None:
