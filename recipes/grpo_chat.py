@@ -8,7 +8,8 @@ accuracy (`eval_gen/accuracy`, every 20 steps) to rise to about 0.88 in 280 step
 
 For a chat model from the Hugging Face Hub, leave the template out: its tokenizer has one.
 `"nodes.chat_gen.system='10+25=035'"` puts a system message in front of every conversation; the YAML gives the
-same to `eval_gen`. The shipped tokenizer has no letters, so its message is a worked example.
+same to `eval_gen`. The shipped tokenizer has no letters, so this message is a worked example; the
+checkpoint has never seen one, so its accuracy is then 0. Use one with a model that follows instructions.
 """
 
 from hflow import Dataset, Messages, Model, Recipe, Text, compute, nodes, use
