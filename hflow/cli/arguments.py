@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hflow.errors import ConfigError
-from hflow.shipped import find_recipe
+from hflow.shipped import find_recipe, is_recipe_file
 
 OVERRIDES = (
     "Keys of the configuration to change, such as steps=10, models.actor.optim.lr=3e-4 or "
@@ -23,7 +24,7 @@ def is_override(argument: str) -> bool:
 
 
 def recipe_file(recipe: str) -> str:
-    """Return the path of a recipe's file.
+    """Return the path of a recipe's file. Warn if a shipped recipe has the name of a file here.
 
     Raises:
         ConfigError: for an override in place of the recipe.
@@ -31,7 +32,13 @@ def recipe_file(recipe: str) -> str:
     """
     if is_override(recipe):
         raise ConfigError(f"name a recipe before {recipe}, as in grpo {recipe}")
-    return str(find_recipe(recipe))
+    file = find_recipe(recipe)
+    own = Path(f"{recipe}.py")
+    if not is_recipe_file(recipe) and own.is_file() and not own.samefile(file):
+        typer.echo(
+            f"warning: {recipe} is the recipe that comes with hflow; for the file here write {own}", err=True
+        )
+    return str(file)
 
 
 def optional_recipe_file(recipe: str | None) -> str | None:

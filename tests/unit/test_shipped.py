@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from hflow.cli.arguments import recipe_file
 from hflow.errors import RecipeError
 from hflow.shipped import find_recipe, shipped_recipes
 
@@ -25,6 +26,23 @@ def test_a_name_is_a_shipped_recipe_and_a_path_is_a_file(
     assert find_recipe("grpo.py") == Path("grpo.py")
     assert find_recipe("./grpo.py").is_file()
     assert {"judge_server", "custom/text_index"}.isdisjoint(shipped_recipes())
+
+
+def test_a_name_that_is_also_a_file_here_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert recipe_file("grpo") == str(ROOT / "recipes" / "grpo.py")
+    assert capsys.readouterr().err == ""
+    Path("grpo.py").write_text("")
+    assert recipe_file("grpo.py") == "grpo.py"
+    assert capsys.readouterr().err == ""
+    assert recipe_file("grpo") == str(ROOT / "recipes" / "grpo.py")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == (
+        "warning: grpo is the recipe that comes with hflow; for the file here write grpo.py\n"
+    )
 
 
 @pytest.mark.parametrize(
