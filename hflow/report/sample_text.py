@@ -14,6 +14,8 @@ from hflow.report.formatting import plural
 NOT_TRAINED = "not trained"
 KEY = "report.samples"
 """The key of the configuration that says how many texts are kept."""
+NOT_KEPT = "none that was refused or dropped"
+"""Samples without a text: texts are read when a batch is formed, and these are in none."""
 
 
 def render_texts(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -23,7 +25,7 @@ def render_texts(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         rows: one for each of its trajectories, see `sample_text_files.SampleRow`; none if none was kept.
     """
     if not rows:
-        return Text(f"its text was not kept: {KEY}=N keeps N of each batch, at random", style="dim")
+        return Text(f"its text was not kept: {KEY}=N keeps N of each batch, {NOT_KEPT}", style="dim")
     return Group(*(part for row in rows for part in _turns(row, with_stream=len(rows) > 1)))
 
 
@@ -47,7 +49,7 @@ def render_samples_with_text(
     some = "" if len(samples) == num_with_text else f"the first {len(samples)} of "
     told = (
         f"{some}{plural(num_with_text, 'sample')} with text, of {plural(total, 'sample')} in all; {KEY}=N "
-        "keeps the text of N of each batch, at random"
+        f"keeps the text of N of each batch, at random, {NOT_KEPT}"
     )
     return Group(*parts, Text(told, style="dim"))
 
