@@ -123,7 +123,8 @@ def _check_causal_lm(config: PreTrainedConfig) -> None:
         )
     if getattr(config, "is_decoder", True) is False:
         raise BackendError(
-            f"model_type {config.model_type!r} attends to later tokens; set is_decoder to true"
+            f"model_type {config.model_type!r} attends to later tokens; use a decoder, such as 'qwen2', or "
+            "call this model from a @compute body, to score with it"
         )
 
 

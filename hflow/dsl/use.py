@@ -79,7 +79,8 @@ def _checked_knob(node: Definition[..., Any], name: str, value: Any, knob_type: 
     try:
         return check_value(value, knob_type)
     except ValueError as error:
-        raise recipe_error(node.where, node.name, f"knob {name} is {error}") from error
+        fix = "; pass JSON text, as json.dumps writes it" if isinstance(value, Mapping) else ""
+        raise recipe_error(node.where, node.name, f"knob {name} is {error}{fix}") from error
 
 
 def _checked_reads(node: Definition[..., Any], reads: Mapping[str, str]) -> Mapping[str, str]:

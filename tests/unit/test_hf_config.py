@@ -43,7 +43,7 @@ def test_a_good_one_is_read() -> None:
         ({"hidden_size": "big"}, "hidden_size is 'big'; it must be a whole number of at least 1"),
         ({"hiden_size": 64}, "a qwen2 architecture has no key 'hiden_size'; did you mean 'hidden_size'?"),
         ({"model_type": "vit"}, "'vit' is not a causal language model"),
-        ({"model_type": "bert"}, "'bert' attends to later tokens; set is_decoder to true"),
+        ({"model_type": "bert"}, "'bert' attends to later tokens; use a decoder, such as 'qwen2', or call"),
     ],
 )
 def test_what_cannot_be_built_is_refused(changes: dict[str, Any], message: str) -> None:

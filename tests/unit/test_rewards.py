@@ -160,6 +160,10 @@ def test_a_combination_is_a_weighted_sum_with_its_shares_as_metrics():
         (lambda: [use(rewards.overlong, limit=8, buffer=9)], "from 1 to limit=8"),
         (lambda: [use(rewards.json_schema, shared_schema="{}")], "it needs one schema"),
         (
+            lambda: [use(rewards.json_schema, shared_schema={"type": "object"})],
+            "it must be str or None; pass JSON text, as json.dumps writes it",
+        ),
+        (
             lambda: [use(rewards.json_schema, reads={"schema": "nothing"}, shared_schema='{"type": 3}')],
             "no JSON schema",
         ),
