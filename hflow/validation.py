@@ -213,7 +213,8 @@ def _describe(error: ValidationError, cls: type, key: str, values: Mapping[str, 
         problem = str(context["error"])
         return f"{path} {problem}" if problem.startswith("is ") else join(path, problem)
     if kind in _WANTED:
-        return f"{path} is {value!r}; it must be {_WANTED[kind].format_map(context)}"
+        fix = "; remove the key for its default" if value is None else ""
+        return f"{path} is {value!r}; it must be {_WANTED[kind].format_map(context)}{fix}"
     return f"{path} is {value!r}: {first['msg']}"
 
 

@@ -82,9 +82,10 @@ class RowSchema:
                     '{"role": "user", "content": "..."}, or declare the column as Text or Json'
                 )
             if not _fits(values[name], unit):
+                fix = "write it as a string, or declare the column as Json"
                 raise DataError(
                     f"{where}: column {self._source_name(name)!r} is {values[name]!r:.40}, but the recipe "
-                    f"declares {_EXPECTED[unit]}; change one of them"
+                    f"declares {_EXPECTED[unit]}; {fix if unit is Unit.TEXT else 'change one of them'}"
                 )
         return values
 

@@ -53,7 +53,9 @@ class Target:
     def __str__(self) -> str:
         if self.samples is not None:
             return f"{self.samples:g} samples/s"
-        return f"{self.seconds:g} s a step" if self.seconds is not None else f"{self.days:g} days"
+        if self.seconds is not None:
+            return f"{self.seconds:g} s a step"
+        return "1 day" if self.days == 1 else f"{self.days:g} days"
 
 
 @dataclass(frozen=True)

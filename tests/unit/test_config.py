@@ -143,7 +143,7 @@ def test_every_shipped_group_file_loads(file: Path, recipe):
         ("schedule.max_staleness=-1", "schedule.max_staleness is -1; it must be at least 0"),
         ("schedule.max_staleness=1e300", "schedule.max_staleness is 1e+300; it must be at most 1,000,000"),
         ("schedule.max_staleness=inf", "schedule.max_staleness is inf; it must be a finite number"),
-        ("steps=null", "steps is None; it must be a whole number"),
+        ("steps=null", "steps is None; it must be a whole number; remove the key for its default"),
         ("data.train.shuffle=1", "data.train.shuffle is 1; it must be true or false"),
         ("models.actor.optim.lr=nan", "models.actor.optim.lr is nan; it must be a finite number"),
         ("models.actor.optim.betas=[0.9]", "models.actor.optim.betas[1] is missing"),

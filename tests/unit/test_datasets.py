@@ -132,7 +132,10 @@ def test_several_sources_are_numbered_one_after_the_other(tmp_path: Path) -> Non
     ("line", "message"),
     [
         ('{"promt": "x"}', r"data.jsonl row 1: no column 'prompt' .*did you mean 'promt'"),
-        ('{"prompt": 3}', r"data.jsonl row 1: column 'prompt' is 3, but the recipe declares a string"),
+        (
+            '{"prompt": 3}',
+            r"data.jsonl row 1: column 'prompt' is 3, but the recipe declares a string; write it as a",
+        ),
         ('{"prompt": null}', r"row 1: column 'prompt' is None"),
         ("[1, 2]", r"row 1 is a list"),
         ('{"prompt": "x"', r"row 1 is not JSON"),
