@@ -303,6 +303,8 @@ def _example(url: str, model: str, tokenizer: TextTokenizer, api_key: str | None
     prompt = next((prompt for prompt in _PROMPTS if _can_encode(tokenizer, prompt)), "")
     body: dict[str, Any] = {"model": model, "max_tokens": 16}
     if tokenizer.chat_template is not None:
+        if _rendered(tokenizer, prompt).endswith("=="):
+            prompt = prompt.removesuffix("=")  # the template appends it
         path, body["messages"] = "chat/completions", [{"role": "user", "content": prompt}]
     else:
         path, body["prompt"] = "completions", prompt
@@ -311,6 +313,14 @@ def _example(url: str, model: str, tokenizer: TextTokenizer, api_key: str | None
         headers.append(f"Authorization: Bearer {api_key}")
     words: Sequence[str] = [f"-H {shlex.quote(header)}" for header in headers]
     return f"curl {url}/{path} {' '.join(words)} -d {shlex.quote(json.dumps(body))}"
+
+
+def _rendered(tokenizer: TextTokenizer, prompt: str) -> str:
+    """Return what the model reads if a user says `prompt`; empty if the tokenizer cannot encode it."""
+    try:
+        return tokenizer.text(tokenizer.template().prompt([{"role": "user", "content": prompt}]))
+    except DataError:
+        return ""
 
 
 def _can_encode(tokenizer: TextTokenizer, text: str) -> bool:

@@ -24,7 +24,9 @@ from runs import ROOT, run
 
 from hflow.backends.vllm_engine.memory import STEP_TOKENS
 from hflow.cli import main
+from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import ConfigError
+from hflow.launch.serve_checkpoint import _example
 from hflow.launch.served_checkpoint import find_checkpoint
 from hflow.planner.backends import engine_kind
 
@@ -110,6 +112,17 @@ def test_a_run_is_served_until_ctrl_c(finished: Path) -> None:
     assert code == 130
     step = finished.resolve() / "checkpoints" / "step-1" / "actor"
     assert errors.replace("\n", "") == f"starting embedded on {step}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content"), [(JOINED, "17+25="), (JOINED.replace("content }}", "content }}="), "17+25")]
+)
+def test_the_example_is_what_the_model_was_trained_on(template: str, content: str) -> None:
+    """A template may append what ends a question."""
+    tokenizer = TextTokenizer(TokenizerSettings(alphabet="0123456789+=", chat_template=template))
+    example = _example("http://host/v1", "actor", tokenizer, None)
+    body = json.loads(shlex.split(example)[-1])
+    assert body["messages"] == [{"role": "user", "content": content}]
 
 
 SEEDS: list[dict[str, Any]] = [{"seed": 3}, {"seed": 3}, {"seed": 4}, {}]
