@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -129,7 +129,8 @@ async def _run_in_loop(
         model_checks = asyncio.create_task(asyncio.to_thread(import_module, "hflow.launch.model_checks"))
         await asyncio.sleep(0)  # the import begins, and continues while Ray starts
         if processes is not None:
-            processes.start(display.note)
+            with suppress(WorkerFailureError):  # `_Attempts` starts them again
+                processes.start(display.note)
         (await model_checks).check_models(compiled, setup)
         directory = resumed.directory if resumed else RunDirectory.create(config.out, config.name)
         setup = replace(setup, weights_directory=str(directory.weights.resolve()))

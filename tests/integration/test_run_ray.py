@@ -14,6 +14,9 @@ import psutil
 import pytest
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 
+from hflow.errors import WorkerFailureError
+from hflow.planner.ir import ClusterSpec
+from hflow.workers.ray import ray_actors
 from hflow.workers.ray.ray_actors import RayActors
 
 pytestmark = pytest.mark.ray
@@ -28,6 +31,21 @@ def test_two_ray_workers_compute_what_one_process_does(no_ray: None, tmp_path: P
     for ours, theirs in zip(steps_of(apart), steps_of(alone), strict=True):
         assert ours["sft_train/loss"] == pytest.approx(theirs["sft_train/loss"], abs=1e-5)
     assert largest_difference(weights_of(apart), weights_of(alone)) < 1e-5
+
+
+def test_a_ray_that_does_not_start_at_once_is_started_again(
+    no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, failures = ray_actors.reserve, iter([WorkerFailureError("Ray cannot be started: it is late")])
+
+    def late(cluster: ClusterSpec) -> ray_actors.Reservation:
+        for failure in failures:
+            raise failure
+        return reserve(cluster)
+
+    monkeypatch.setattr(ray_actors, "reserve", late)
+    short = ["steps=1", "batch=8", "data.heldout.limit=4", "cluster=cpu-1x1"]
+    assert run("recipes/sft.py", tmp_path, *short).reason == "done"
 
 
 def test_trainer_and_engine_on_devices_of_their_own(tmp_path: Path, two_processes: RayActors) -> None:
