@@ -90,6 +90,7 @@ def test_every_package_is_in_the_import_table():
         "hflow.metrics",
         "hflow.model_config",
         "hflow.observer",
+        "hflow.other_names",
         "hflow.types",
         "hflow.validation",
         "hflow.lazy",
