@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 # A process of tests a core, the longest files first (tests/conftest.py).
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30
 
 .PHONY: env test test-long lint browser docs docs-serve demo chaos bad-input gpu-check clean
 
