@@ -151,6 +151,7 @@ def state_of(process: int) -> str:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.long
 def test_ranks_that_wait_for_each_other_are_both_located() -> None:
     reduces, receives = place("together", "all_reduce"), place("disagrees", "recv")
     message = failure("disagrees")

@@ -75,6 +75,7 @@ def assert_continued(directory: Path) -> None:
     assert all(tokens == kept for _, tokens, kept in mixed)
 
 
+@pytest.mark.long
 def test_two_tensor_ranks_on_the_trainers_devices(tmp_path: Path, four_processes: RayActors) -> None:
     """The engines' log-probs are the trainer's in every step, so they hold the weights that were trained.
 
