@@ -65,7 +65,7 @@ def _resolve(value: Any, directory: Path | None, *, is_data: bool, key: str) -> 
     if not isinstance(value, str):
         return value
     # An interpolation may have put a marked path behind another mark.
-    *directories, path = value.split(_MARK)
+    *directories, path = value.split(_MARK) if value.startswith(_MARK) else [value]
     is_path = key.rpartition(".")[2] == _KEY
     if is_path and not is_data and path.startswith(CHECKPOINT_PREFIX):
         return _relative(find_checkpoint(path, key))
