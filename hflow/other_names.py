@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A key of hflow that stands for a key of another library."""
+    """The key of hflow that means what a key of another library does."""
 
     key: str
     """The dotted key; a part in capitals is a name of the recipe."""

@@ -128,7 +128,7 @@ def decoupled_advantage(
 def pass_at_k_advantage(correct: Tensor, seqs: Sequences, k: int) -> Tensor:
     """Return advantages for the reward of k answers together: 1 if one of them is right.
 
-    The group's N samples stand for all its subsets of k. With n wrong ones, the mean of their rewards is
+    The subsets of k of the group's N samples have these rewards. With n wrong samples, their mean is
     `R = 1 - C(n, k) / C(N, k)`, and the standard deviation `s = sqrt(R (1 - R))`. A right sample has the
     advantage `(1 - R) / s`, a wrong one `(1 - R - C(n - 1, k - 1) / C(N - 1, k - 1)) / s`. If all subsets
     have the same reward, advantages are 0.

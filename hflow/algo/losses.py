@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hflow.algo.off_policy import limit_weights
 from hflow.algo.ratios import bounded, policy_ratio
 
 
@@ -247,10 +248,7 @@ def behav_weight(
     Source: the cap is AReaL's (Fu et al. 2025), truncation that of IMPALA (Espeholt et al. 2018, section
     4.1).
     """
-    weight = policy_ratio(prox, behav).detach()
-    if cap is None:
-        return weight
-    return weight.masked_fill(weight > cap, 0.0 if over_cap == "mask" else cap)
+    return limit_weights(policy_ratio(prox, behav).detach(), None, cap, over_cap)[0]
 
 
 def decoupled_surrogate(

@@ -58,11 +58,16 @@ def limit_weights(
 
     Source: Ionides 2008, "Truncated importance sampling"; Ling team 2025, "Every step evolves" (IcePop).
     """
-    low = weights < lower if lower is not None else torch.zeros_like(weights, dtype=torch.bool)
-    high = weights > upper if upper is not None else torch.zeros_like(low)
+    is_outside = torch.zeros_like(weights, dtype=torch.bool)
+    if lower is None and upper is None:
+        return weights, is_outside
+    if lower is not None:
+        is_outside = is_outside | (weights < lower)
+    if upper is not None:
+        is_outside = is_outside | (weights > upper)
     if outside == "mask":
-        return weights.masked_fill(low | high, 0), low | high
-    return weights.clamp(lower, upper) if low.any() or high.any() else weights, low | high
+        return weights.masked_fill(is_outside, 0), is_outside
+    return weights.clamp(lower, upper), is_outside
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:

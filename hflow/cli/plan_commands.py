@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from hflow import launch
-from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, is_override, split_recipe
+from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, split_recipe
 from hflow.cli.exit_codes import DIFFERENT
 from hflow.cli.html_files import write_html
 from hflow.errors import ConfigError
@@ -84,25 +84,26 @@ def plan(
     ] = None,
 ) -> None:
     """Plan a recipe on a cluster: devices, order, data transfers, memory and time. Needs no device."""
+    recipe, changes = split_recipe(recipe, overrides or [])
     chosen = _at_most_one({"--json": json, "--dot": dot, "--mermaid": mermaid})
     if diff is not None and what_if:
         raise ConfigError("--diff and --what-if exclude each other; use one of them")
     if diff is not None:
         if html is not None or chosen not in (None, "--json"):
             raise ConfigError(f"--diff prints text or --json; remove {'--html' if html else chosen}")
-        _compare_plans(*diff, *split_recipe(recipe, overrides or []), as_json=chosen is not None)
+        _compare_plans(*diff, recipe, changes, as_json=chosen is not None)
     elif what_if:
         if html is not None or chosen not in (None, "--json"):
             raise ConfigError(f"--what-if prints text or --json; remove {'--html' if html else chosen}")
-        if recipe is None or is_override(recipe):
+        if recipe is None:
             raise ConfigError("name a recipe, as in `hflow plan grpo --what-if batch=128`")
-        found = launch.what_if(recipe, overrides or [], what_if)
+        found = launch.what_if(recipe, changes, what_if)
         if chosen is None:
             show(render_what_if(found))
         else:
             print_json(found.to_json())
-    elif recipe is not None and not is_override(recipe):
-        compiled = launch.compile_recipe(recipe, overrides or [], with_limits=chosen in (None, "--json"))
+    elif recipe is not None:
+        compiled = launch.compile_recipe(recipe, changes, with_limits=chosen in (None, "--json"))
         _show_plan(compiled, chosen, html)
     else:
         raise ConfigError("name a recipe, as in `hflow plan grpo`, or two plans with --diff A B")

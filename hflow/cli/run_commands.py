@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hflow import launch
-from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, is_override, split_recipe
+from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, split_recipe
 from hflow.cli.exit_codes import DIFFERENT, RunStopped
 from hflow.errors import ConfigError
 from hflow.report.summary import RunSummary
@@ -54,27 +54,26 @@ def run(
     ] = None,
 ) -> None:
     """Run a recipe. Results are in OUT/NAME/TIME; OUT/NAME/latest is the newest run."""
+    recipe, changes = split_recipe(recipe, overrides or [])
     if resume is not None:
         if plan is not None or cfg:
             raise ConfigError("--resume continues the plan of the run; remove --plan and --cfg")
-        recipe, changes = split_recipe(recipe, overrides or [])
         if recipe is not None:
             raise ConfigError(f"--resume continues the recipe of the run; remove {recipe}")
         _show_start(f"reading {resume}")
         _finish(launch.resume(resume, changes, live))
     elif plan is not None:
-        recipe, changes = split_recipe(recipe, overrides or [])
         if cfg:
             print_text(launch.compose_plan_file(plan, changes))
         else:
             _show_start(f"reading {plan}")
             _finish(launch.run_plan(plan, recipe, changes, live))
-    elif recipe is not None and not is_override(recipe):
+    elif recipe is not None:
         if cfg:
-            print_text(launch.compose_recipe(recipe, overrides or []))
+            print_text(launch.compose_recipe(recipe, changes))
         else:
             _show_start(f"planning {recipe}")
-            _finish(launch.run(recipe, overrides or [], live))
+            _finish(launch.run(recipe, changes, live))
     else:
         raise ConfigError("name a recipe, as in `hflow run grpo`, or a plan with --plan FILE")
 

@@ -54,7 +54,7 @@ def override_values(node: NodeSpec) -> dict[str, Any]:
 
     The cadence of an implicit node is left out: it follows that of its train node.
     """
-    values = {knob.name: knob.value for knob in node.knobs} | dict(node.options)
+    values = node.knob_values | dict(node.options)
     values |= {key: getattr(node, key) for key in _SPEC_FIELDS}
     left_out = ("every", "after") if node.implicit else ()
     return {key: values[key] for key in overridable_keys(node) if key not in left_out}

@@ -109,8 +109,7 @@ class Recipe:
         checks = {node.name: check_of(node.body) for node in self.nodes}
         for node in graph.nodes:
             if check := checks.get(node.name):
-                knobs = {knob.name: knob.value for knob in node.spec.knobs}
-                problem = check(knobs, [read.parameter for read in node.reads])
+                problem = check(node.spec.knob_values, [read.parameter for read in node.reads])
                 if problem is not None:
                     raise recipe_error(node.spec.where, node.name, problem)
 

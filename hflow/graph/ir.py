@@ -156,6 +156,11 @@ class NodeSpec:
         return dict(self.options).get(name, default)
 
     @property
+    def knob_values(self) -> dict[str, Any]:
+        """Knob of its body -> its value."""
+        return {knob.name: knob.value for knob in self.knobs}
+
+    @property
     def kind_name(self) -> str:
         """The name of its NodeType: a user's own, or the verb."""
         return self.kind or self.verb

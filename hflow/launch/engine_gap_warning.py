@@ -49,7 +49,7 @@ class EngineGapWarning:
         spec = self._graph.node(node).spec
         causes = f"Likely causes are a low precision (try models.{spec.models[0]}.dtype=fp32) and a "
         causes += "model or kernel that the engine implements differently."
-        knobs = {knob.name: knob.value for knob in spec.knobs}
+        knobs = spec.knob_values
         key = f"nodes.{node}"
         if "behav_weight_cap" not in knobs:
             return f"{causes} {node} does not correct its loss for it; nodes.actor_train and gspo_train do."

@@ -252,7 +252,7 @@ def _system_warnings(graph: Graph) -> Iterator[str]:
         if not is_library_node(node.spec, "chat_gen"):
             continue
         model = node.spec.models[0]
-        system = {knob.name: knob.value for knob in node.spec.knobs}["system"]
+        system = node.spec.knob_values["system"]
         other, expected = first.setdefault(model, (node.name, system))
         if system != expected:
             yield (

@@ -350,6 +350,7 @@ def _observer(
     checkpoints: Checkpoints,
     observers: ObserverThread,
 ) -> Iterator[RunObserver]:
+    # They import torch (through tensorboardX), which must not delay the start of workers.
     from hflow.launch.observer import RunObserver
     from hflow.runtime.execution.metrics_log import MetricsLog
 

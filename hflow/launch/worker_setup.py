@@ -200,7 +200,7 @@ def _program(compiled: Compiled, node: Node) -> NodeProgram:
         metrics=spec.metrics,
         opens_stream=spec.opens_stream,
         models=spec.models,
-        knobs={knob.name: knob.value for knob in spec.knobs},
+        knobs=spec.knob_values,
         options=dict(spec.options),
         dataset=spec.data,
         group=spec.group,

@@ -150,23 +150,19 @@ def actor_train(
         kind: Literal["tv", "kl"] = "tv" if loss == "dppo-tv" else "kl"
         entries = algo.dppo_surrogate(theta, prox, behav, advantages, max_divergence, kind)
         clipped = algo.is_diverged(theta, behav, advantages, max_divergence, kind)
-    if behav_weights is None:
-        behav_weights = algo.behav_weight(prox, behav, behav_weight_cap, over_cap)
-        is_capped = behav_weight_cap is not None
-    else:
-        is_capped = False
-    entries = entries * behav_weights
     metrics = {
         "kl": algo.kl_k3(prox, theta),
         "entropy": out.entropy,
         "bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav),
     }
+    if behav_weights is None:
+        behav_weights = algo.behav_weight(prox, behav, behav_weight_cap, over_cap)
+        metrics |= _over_cap(prox, behav, behav_weight_cap)
+    entries = entries * behav_weights
     if clipped is not None:
         metrics |= _clip_fractions(*clipped)
     if dual_clip is not None:
         metrics["dual_clip_fraction"] = (advantages < 0) & (algo.policy_ratio(theta, prox) > dual_clip)
-    if is_capped and behav_weight_cap is not None:
-        metrics["over_cap"] = prox - behav > math.log(behav_weight_cap)
     if kl_coef:
         assert ref_logprobs is not None, "the check of this node's knobs refuses kl_coef without ref_logprobs"
         ref_kl = algo.kl_estimate(theta, ref_logprobs, kl_estimator)
@@ -183,6 +179,10 @@ def actor_train(
 
 def _clip_fractions(low: Tensor, high: Tensor) -> dict[str, Tensor]:
     return {"clip_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high}
+
+
+def _over_cap(prox: Tensor, behav: Tensor, cap: float | None) -> dict[str, Tensor]:
+    return {} if cap is None else {"over_cap": prox - behav > math.log(cap)}
 
 
 @train(reduce="seq-mean")
@@ -227,9 +227,8 @@ def gspo_train(
         "kl": algo.kl_k3(prox_logprobs, out.logprobs),
         "entropy": out.entropy,
         "bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav),
+        **_over_cap(prox, behav, behav_weight_cap),
     }
-    if behav_weight_cap is not None:
-        metrics["over_cap"] = prox - behav > math.log(behav_weight_cap)
     return loss, metrics
 
 
@@ -273,9 +272,8 @@ def gmpo_train(
         "kl": algo.kl_k3(prox_logprobs, theta),
         "entropy": out.entropy,
         "bounded_ratios.sum": algo.is_bounded(theta, prox_logprobs),
+        **_over_cap(prox, behav, behav_weight_cap),
     }
-    if behav_weight_cap is not None:
-        metrics["over_cap"] = prox - behav > math.log(behav_weight_cap)
     return -weight * seqs.mean(log_ratio).exp() * advantages, metrics
 
 

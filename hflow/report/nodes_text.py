@@ -37,7 +37,7 @@ def render_node(node: ReadyNode) -> RenderableType:
 
 
 def _fields(title: str, fields: Sequence[NodeField]) -> list[RenderableType]:
-    table = _table()
+    table = Table.grid(padding=(0, 2))
     for field in fields:
         unit = f"{field.unit}, optional" if field.is_optional else field.unit
         table.add_row(Text(f"  {field.name}"), Text(unit), Text(field.meaning))
@@ -45,13 +45,9 @@ def _fields(title: str, fields: Sequence[NodeField]) -> list[RenderableType]:
 
 
 def _options(title: str, options: Sequence[NodeOption]) -> list[RenderableType]:
-    table = _table()
+    table = Table.grid(padding=(0, 2))
     for option in options:
         table.add_row(
             Text(f"  {option.name}"), Text(option.type), Text(f"= {option.default!r}"), Text(option.meaning)
         )
     return [Text(f"\n{title}", style="bold"), table] if options else []
-
-
-def _table() -> Table:
-    return Table.grid(padding=(0, 2))

@@ -78,7 +78,7 @@ def regex(
 
 
 def _check_marker(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
-    return None if knobs["marker"] else "knob marker is empty. Set it to what stands in front of the number"
+    return None if knobs["marker"] else "knob marker is empty. Set it to the text in front of the number"
 
 
 @compute(per="sample", timeout=10.0)
@@ -92,7 +92,7 @@ def final_number(completion: str, answer: str, *, marker: str = "####") -> float
     Args:
         completion: what the model wrote.
         answer: the right number, or a solution that ends with the marker and the number, as in GSM8K.
-        marker: what stands in front of the number.
+        marker: the text in front of the number.
     """
     expected = _number(answer.rpartition(marker)[2])
     if expected is None:

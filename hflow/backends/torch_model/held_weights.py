@@ -19,6 +19,9 @@ from hflow.backends.torch_model.optimizer import local_shard
 from hflow.backends.torch_model.weight_export import held_box
 from hflow.types.tensor_slices import numel
 
+OUTPUT = "lm_head.weight"
+"""The output matrix of a language model, which a scalar head does not use."""
+
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
@@ -54,14 +57,14 @@ def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
     """
     expected = {name: list(weight.shape) for name, weight in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - expected.keys()
-    has_buffers = bool(model.state_dict().keys() - expected.keys() - tied)
+    buffers = model.state_dict().keys() - expected.keys() - tied
     with ExitStack() as files:
         stored = {name: opened.get_shape() for name, opened in open_weight_files(path, files).items()}
-    unneeded = set() if head == "lm" else {"lm_head.weight"}
-    unused = {*tied, *unneeded, *([] if head == "lm" else [SCORE])}
+    output = set() if head == "lm" else {OUTPUT}
+    unused = tied if head == "lm" else {*tied, OUTPUT, SCORE}
     return (
-        not has_buffers
-        and expected.keys() - stored.keys() <= unneeded
+        not buffers
+        and expected.keys() - stored.keys() <= output
         and stored.keys() - expected.keys() <= unused
         and all(stored[name] == expected[name] for name in expected.keys() & stored.keys())
     )
