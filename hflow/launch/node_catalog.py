@@ -108,7 +108,7 @@ def _read(name: str, node: Definition[..., Any]) -> ReadyNode:
         name=name,
         kind=node.kind.verb,
         level=node.kind.node_level.value,
-        summary=description.partition("\n\n")[0].replace("\n", " "),
+        summary=description.partition("\n\n")[0],
         description=description,
         inputs=tuple(
             NodeField(p.field, UNITS[p.unit], arguments.get(p.name, ""), p.optional)
@@ -138,10 +138,10 @@ def _outputs(node: Definition[..., Any]) -> tuple[NodeField, ...]:
 
 
 def _description(doc: str) -> str:
-    """Return the part of a docstring in front of `Args:`, `Returns:` and `Raises:`."""
-    paragraphs = doc.split("\n\n")
-    kept = [text for text in paragraphs if not text.startswith(_SECTIONS)]
-    return "\n\n".join(kept)
+    """Return a docstring without `Args:`, `Returns:` and `Raises:`, each paragraph and item on a line."""
+    paragraphs = (text for text in doc.split("\n\n") if not text.startswith(_SECTIONS))
+    items = (text.split("\n- ") for text in paragraphs)
+    return "\n\n".join("\n- ".join(" ".join(item.split()) for item in texts) for texts in items)
 
 
 def _arguments(doc: str) -> dict[str, str]:
