@@ -7,7 +7,7 @@
 The student generates; the teacher, on a device of its own, returns its 8 likeliest tokens at each position;
 and the student learns their probabilities. `recipes/distill.py` rewards the one token that was sampled; here
 a position teaches 8 probabilities at once, without variance from sampling. There is no reward. The student
-starts from the checkpoint of `recipes/sft.py`.
+starts from a checkpoint that comes with hflow.
 
 Source: Agarwal et al. 2023, "On-policy distillation of language models": the student's own samples, with the
 forward KL as divergence.
